@@ -18,8 +18,8 @@ TORCH := 2.13.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# How XLA makes CPU code as shipped; `make test` takes a way that compiles faster (tests/conftest.py).
-EMITTERS := --xla_cpu_use_fusion_emitters=true
+# How XLA makes CPU code as shipped; `make test` has flags that compile in half the time (tests/conftest.py).
+SHIPPED := --xla_cpu_use_fusion_emitters=true --xla_backend_optimization_level=3 --xla_cpu_parallel_codegen_split_count=32
 PARALLEL = --numprocesses $(WORKERS) --dist worksteal
 # Without compiled bytecode every process compiles the tests and what they import anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,7 +40,7 @@ test: lint
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-slow: $(VENV)/.ready-test
-	HYPOTHESIS_PROFILE=slow XLA_FLAGS="$(EMITTERS) $$XLA_FLAGS" $(BIN)/python -m pytest -m '(slow or property) and not exhaustive' $(PARALLEL) $(ARGS)
+	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest -m '(slow or property) and not exhaustive' $(PARALLEL) $(ARGS)
 
 test-tables: $(VENV)/.ready-tables
 	PYTHONPATH=. $(BIN)/python -m pytest -m no_jax $(PARALLEL) $(ARGS)
@@ -49,7 +49,7 @@ test-tables: $(VENV)/.ready-tables
 # Compiled programs must not be kept from one set to the next: give each a cache of its own, or none.
 .PHONY: test-numeric
 test-numeric: $(VENV)/.ready-test
-	XLA_FLAGS="$(EMITTERS) $(if $(ISA),--xla_cpu_max_isa=$(ISA)) $$XLA_FLAGS" $(BIN)/python -m pytest -m 'numeric and not slow and not exhaustive' $(PARALLEL) $(ARGS)
+	XLA_FLAGS="$(SHIPPED) $(if $(ISA),--xla_cpu_max_isa=$(ISA)) $$XLA_FLAGS" $(BIN)/python -m pytest -m 'numeric and not slow and not exhaustive' $(PARALLEL) $(ARGS)
 
 # Other versions: the lowest and the highest that pyproject.toml allows, each in an environment of its own.
 .PHONY: test-versions
@@ -97,5 +97,11 @@ $(VENV)/.ready-test: pyproject.toml | $(BIN)/python
 	  echo "**********************************************************************************************"; \
 	  echo "WARNING: jax-cuda13-plugin and jax-cuda13-pjrt $$version could not be installed: the tests that"; \
 	  echo "compile GPU programs without a GPU will be SKIPPED.  Everything else is tested."; \
+	  echo "**********************************************************************************************"; }
+	@libtpu=$$($(BIN)/python -c 'from importlib.metadata import requires; print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))'); \
+	$(PIP) --no-deps "$$libtpu" || { \
+	  echo "**********************************************************************************************"; \
+	  echo "WARNING: $$libtpu could not be installed: the tests that compile TPU programs without a TPU"; \
+	  echo "will be SKIPPED.  Everything else is tested."; \
 	  echo "**********************************************************************************************"; }
 	@touch $@ $(VENV)/.ready-train $(VENV)/.ready-tables

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .arrays import PyTree
+from .arrays import PyTree, by_path
 from .errors import CheckpointError, quoted
 from .pipeline import Pipeline
 from .portable import PortableState
@@ -156,7 +156,7 @@ class Checkpoints:
             )
         self._sweep()
         self._writing = step
-        with self._told():
+        with self._reporting_failure():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -209,7 +209,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it failed.
         """
-        with self._told():
+        with self._reporting_failure():
             self._manager.wait_until_finished()
         self._writing = None
 
@@ -238,7 +238,7 @@ class Checkpoints:
     # Inside
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reporting_failure(self) -> Iterator[None]:
         """Where a save may fail: says so, removes what it has written, which may fill the disk, and
         begins anew.
         """
@@ -353,11 +353,7 @@ class Checkpoints:
 
 def _leaves(canonical: PyTree) -> dict[str, list[Any]]:
     """Path -> [dtype, shape] of every leaf, as JSON keeps it."""
-    leaves = jax.tree_util.tree_leaves_with_path(canonical)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): [str(leaf.dtype), list(leaf.shape)]
-        for path, leaf in leaves
-    }
+    return {path: [str(leaf.dtype), list(leaf.shape)] for path, leaf in by_path(canonical).items()}
 
 
 def _check_number(step: Any) -> None:

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Leaves, PyTree, summable, wider
+from .arrays import PyTree, summable, wider
 from .errors import PipelineError
-from .model.functions import Loss, StageOutput, inverse_count, make_extra, split_batch
+from .model.functions import Loss, StageOutput, inverse_count, make_extra
 from .model.leaf_plan import LeafPlan, leaf_plans
 from .program.interpret import Step, interpret
 from .program.verify import verify
@@ -71,7 +71,8 @@ class EagerExecutor:
         job = job.with_axis(
             {key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims}
         )
-        program = verify(job.plan.program(Liveness()))
+        sliced = job.functions.slices > 1
+        program = verify(job.plan.program(Liveness.of_slices() if sliced else Liveness()))
         shards = [
             _Shard(job, params, _rows_of(batch, shard, job.data_size), rng, state, shard)
             for shard in range(job.data_size)
@@ -113,8 +114,8 @@ class _Shard:
         state: tuple[PyTree, ...],
         shard: int,
     ) -> None:
-        self.job, self.functions = job, job.functions
-        self.batch = split_batch(batch, job.num_microbatches)
+        self.batch = job.functions.split(batch, job.num_microbatches)
+        self.job, self.functions = job, job.functions.for_batch(self.batch)
         self.rng = rng if rng is None or job.data_size == 1 else jax.random.fold_in(rng, shard)
         self.outer = {key: params[key] for key in ("first", "last", "shared")}
         stages = range(job.layout.placement.num_stages)
@@ -144,7 +145,8 @@ class _Shard:
         )
 
     def _extra(self, stage: int, microbatch: int, wants: frozenset[str]) -> dict[str, PyTree]:
-        return make_extra(self.batch, self.rng, jnp.int32(stage), jnp.int32(microbatch), wants)
+        numbers = jnp.int32(stage), jnp.int32(microbatch)
+        return make_extra(self.batch, self.rng, *numbers, wants, self.functions.slices)
 
     def _add(self, key: str, grads: PyTree, stage: int | None = None) -> None:
         old = self.total[key] if stage is None else self.total[key][stage]
@@ -180,28 +182,34 @@ class _Shard:
         if step.prepares:
             made["x"], made["first"] = self._first(step.microbatch)
         self.given[step.stage, step.microbatch] = self.state[step.stage]
-        y, returned, vjp = self._stage(step.stage, step.microbatch, made["x"])
+        y, returned, vjp = self._stage(step, made["x"])
         if not isinstance(returned.loss, tuple):
             self.losses[step.microbatch] += returned.loss
         if "state" in self.functions.stages[step.stage].wants:
             self.state[step.stage] = returned.state
         out = self._last(step.microbatch, y) if Place.AUX in step.makes else y
+        if returned.carried:
+            made["carry_out"], made["buffer"] = returned.carried
         return made | {"sent": y, "out": out, "residual_input": None, "residual_weight": vjp}
 
     def recompute(self, step: Step) -> Mapping[str, Any]:
         """R: the vjp alone."""
-        vjp = self._stage(step.stage, step.microbatch, step.held["x"])[-1]
+        vjp = self._stage(step, step.held["x"])[-1]
         return {"residual_input": None, "residual_weight": vjp}
 
     def backward(self, step: Step) -> Mapping[str, Any]:
         """B; or I, where the gradient of the parameters, which comes with it, is the stash."""
-        own, shared, dx = step.held["residual_weight"](step.held["cotangent"])
+        later = tuple(step.held.get(f"{name}_gradient") for name in ("carry", "buffer"))
+        own, shared, dx, before = step.held["residual_weight"](step.held["cotangent"], later)
         if Place.STAGE_GRADIENTS in step.makes:
             self._add("stages", own, step.stage)
             self._add("shared", shared)
         if Place.FIRST_GRADIENTS in step.makes:
             self._add_both("first", step.held["first"](dx))
-        return {"sent": dx, "out": dx, "stash": (own, shared)}
+        made = {"sent": dx, "out": dx, "stash": (own, shared)}
+        if before:
+            made["carry_gradient_out"], made["buffer_gradient"] = before
+        return made
 
     def weight_grad(self, step: Step) -> Mapping[str, Any]:
         """W."""
@@ -260,8 +268,12 @@ class _Shard:
 
         return jax.vjp(call, self.outer["first"], self.outer["shared"])
 
-    def _stage(self, stage: int, microbatch: int, x: Any) -> tuple[Any, StageOutput, Any]:
-        """What a stage returns, given the state that its forward found, and its vjp."""
+    def _stage(self, step: Step, x: Any) -> tuple[Any, StageOutput, Any]:
+        """What a stage returns, given the state that its forward found, and its vjp.
+
+        The vjp takes the gradients of x and of what passes to the next slice; None for zeros.
+        """
+        stage, microbatch = step.stage, step.microbatch
         function, run = self.functions.stages[stage], partial(self.functions.run_stage, stage)
         extra = self._extra(stage, microbatch, function.wants_arrays)
         own, shared = self.stages[stage], self.outer["shared"]
@@ -276,16 +288,22 @@ class _Shard:
                 ]
                 check_state_gradient(function.name, run, (own, shared), x, extra, trained)
 
-        def call(own: PyTree, shared: PyTree, x: PyTree) -> tuple[Any, Any]:
-            y, returned = run((own, shared), x, extra)
-            return (y, returned.loss), returned
+        shapes = self.functions.carried(stage, (own, shared), x, extra)
+        held = tuple(step.held.get(name) for name in ("carry", "buffer")) if shapes else ()
+        carried = tuple(map(_or_zeros, held, shapes))
 
-        (y, loss), vjp, returned = jax.vjp(call, own, shared, x, has_aux=True)
-        return (
-            y,
-            returned,
-            lambda dy: vjp((dy, () if isinstance(loss, tuple) else self._seed(loss.dtype))),
-        )
+        def call(own: PyTree, shared: PyTree, x: PyTree, carried: PyTree) -> tuple[Any, Any]:
+            y, returned = run((own, shared), x, {**extra, "carried": carried})
+            carried = returned.carried if shapes else ()
+            return (y, returned.loss, carried), returned._replace(carried=carried)
+
+        (y, loss, _), vjp, returned = jax.vjp(call, own, shared, x, carried, has_aux=True)
+
+        def backward(dy: PyTree, later: tuple[PyTree, ...]) -> Any:
+            seed = () if isinstance(loss, tuple) else self._seed(loss.dtype)
+            return vjp((dy, seed, tuple(map(_or_no_gradient, later, shapes)) if shapes else ()))
+
+        return y, returned, backward
 
     def _last(self, microbatch: int, y: Any) -> Any:
         """The loss and the cotangent of y."""
@@ -347,6 +365,22 @@ def _frozen(tree: PyTree, plans: list[LeafPlan]) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), [plan.frozen for plan in plans])
 
 
+def _or_zeros(tree: PyTree, shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes) if tree is None else tree
+
+
+def _or_no_gradient(tree: PyTree, shapes: PyTree) -> PyTree:
+    """Gradients, or zeros of the dtype that JAX wants for them."""
+    if tree is not None:
+        return tree
+
+    def zeros(a: Any) -> Any:
+        inexact = jnp.issubdtype(a.dtype, jnp.inexact)
+        return np.zeros(a.shape, a.dtype if inexact else jax.dtypes.float0)
+
+    return jax.tree.map(zeros, shapes)
+
+
 def _is_none(node: Any) -> bool:
     return node is None
 
@@ -356,12 +390,10 @@ def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
     be scaled.
     """
     if job.outputs:
-        rows: list[Leaves] = [
-            jax.tree.leaves(aux["metrics"]) for shard in shards for aux in shard.aux
-        ]
-        tree = jax.tree.structure(shards[0].aux[0]["metrics"])
-        parts = [[jnp.atleast_1d(leaf) for leaf in leaves] for leaves in zip(*rows, strict=True)]
-        whole = jax.tree.unflatten(tree, [jnp.concatenate(leaves) for leaves in parts])
+        every = [aux["metrics"] for shard in shards for aux in shard.aux]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
+        joined = shards[0].functions.join(stacked)
+        whole = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), joined)
         return {"outputs": whole, "state": _merged_state(job, shards)}
     found: dict[str, Any] = {"state": _merged_state(job, shards)}
     if job.functions.last is None:

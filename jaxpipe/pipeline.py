@@ -22,7 +22,7 @@ from .known_faults import refuse_faults
 from .layouts.layout import Layout
 from .lowering.offload import Offload
 from .lowering.overheads import Overheads
-from .lowering.plan import forward_plan, plan_of
+from .lowering.plan import plan_of
 from .lowering.prices import overheads_of
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, with_shares
@@ -36,6 +36,7 @@ from .model.placed import Chunks
 from .model.placer import Placer
 from .model.read import staged
 from .model.settings import Memory, Sharding
+from .model.slices import time_faults
 from .model.specs import frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
@@ -47,6 +48,7 @@ from .stage.model_code import ModelCode
 from .table.check import check
 from .table.kinds import Kind
 from .table.schedule import Schedule
+from .transforms.forward_only import for_evaluation
 from .transforms.place_together import without_kinds
 
 
@@ -145,7 +147,8 @@ class Pipeline:
         self._executor: Executor = (
             SpmdExecutor(self.mesh, self.partition) if executor is None else executor
         )
-        self.functions = model.functions(rematerialised(cut.stages, memory.remat))
+        functions = model.functions(rematerialised(cut.stages, memory.remat))
+        self.functions = replace(functions, slices=schedule.slices)
         self.layout = cut.layout
         self._compared = False  # with the other processes, where there are some
         self._placer = Placer(
@@ -534,7 +537,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         """The results of a step, without its gradients."""
         self._check_last("`loss`")
-        return self._run(params, batch, rng, state, training=False, told=True)[0]
+        return self._run(params, batch, rng, state, training=False, training_flag=True)[0]
 
     def _check_last(self, what: str) -> None:
         if self.functions.last is None:
@@ -560,24 +563,27 @@ class Pipeline:
         state: Any,
         *,
         training: bool,
-        told: bool | None = None,
+        training_flag: bool | None = None,
         outputs: bool = False,
         observe: Observe | None = None,
         clock: Clock | None = None,
     ) -> Any:
-        """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same
-        where it is None; `observe`: a tool traces it, which one process may do by itself.
+        """Do a job; `training`: with gradients; `training_flag`: the `training` of functions,
+        the same where it is None; `observe`: a tool traces it, which one process may do by itself.
         """
         self._check_step(params, batch, rng, state, training=training)
-        functions = replace(self.functions, training=training if told is None else told)
+        functions = replace(
+            self.functions, training=training if training_flag is None else training_flag
+        )
         given, params = params, with_outer(params)
         # what the last stage returns needs no `last`
         table = without_kinds(self.schedule, {Kind.L}) if outputs else self.schedule
         job = Job(
             plan=self._plan
             if training
-            else forward_plan(
-                table, self._microbatches_of(batch), overheads=self._target.overheads
+            else plan_of(
+                for_evaluation(table, self._microbatches_of(batch)),
+                overheads=self._target.overheads,
             ),
             functions=functions.returning_outputs() if outputs else functions,
             layout=self.layout,
@@ -592,14 +598,16 @@ class Pipeline:
             observe=observe or self._comparing(params, batch, rng, state),
             clock=clock,
         )
-        lie = self._result_shardings(job, params)
+        shardings = self._result_shardings(job, params)
         if self._executor.compiles:
-            results, grads = on_mesh(self.mesh, partial(self._executor.run, job), lambda *_: lie)(
-                params, batch, rng, state
-            )
+            results, grads = on_mesh(
+                self.mesh, partial(self._executor.run, job), lambda *_: shardings
+            )(params, batch, rng, state)
         else:
             found = self._executor.run(job, params, batch, rng, state)
-            results, grads = jax.tree.map(lambda to, tree: jax.device_put(tree, to), lie, found)
+            results, grads = jax.tree.map(
+                lambda to, tree: jax.device_put(tree, to), shardings, found
+            )
         return results, {key: grads[key] for key in given if key in grads}
 
     def _comparing(self, params: Any, batch: Any, rng: Any, state: Any) -> Observe:
@@ -619,12 +627,12 @@ class Pipeline:
 
     def _microbatches_of(self, batch: PyTree) -> int:
         """The most microbatches, up to those of the schedule, into which the rows of a batch for
-        evaluation divide.
+        evaluation divide; whole sequences of slices.
         """
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self._data_size
-        return max(
-            count for count in range(1, self.schedule.num_microbatches + 1) if rows % count == 0
-        )
+        table = self.schedule
+        sequences = range(1, table.num_microbatches // table.slices + 1)
+        return table.slices * max(count for count in sequences if rows % count == 0)
 
     def _result_shardings(
         self, job: Job, params: Mapping[str, PyTree]
@@ -659,9 +667,10 @@ class Pipeline:
             *param_faults(params, self.layout.owners, self.schedule.num_devices),
             *batch_faults(
                 batch,
-                self.schedule.num_microbatches if training else 1,
+                self.schedule.num_microbatches // self.schedule.slices if training else 1,
                 data_shards=self._data_size,
             ),
+            *time_faults(batch, self.schedule.slices, self.model.time),
             *key_faults(rng),
             *state_faults(state, self.layout.owners, wanted=self.functions.has_state),
         ] or self.partition.frozen_faults(params)

@@ -17,6 +17,7 @@ from ..table.run_order import Transfers
 from ..version import __version__
 from .arguments import MOST_DIGITS, REAL, WHOLE
 from .commands import check_command, compare_command, list_command, show_command, simulate_command
+from .doctor import doctor_command
 from .plan import plan_command
 from .terminal import Terminal
 
@@ -170,6 +171,19 @@ _FILE = """model by a file of costs
 --costs FILE | JSON: {"layers": "Et*80,L", "costs": {"t": {"forward": 0.01, ...}, ...},
     "transfer": 0}
 """
+_DOCTOR = """
+--devices N | along the pipeline (default: all that there are, one CPU device without accelerators)
+--minutes MINUTES | the most for all checks (default: 3)
+--steps N | runs of each program whose numbers are compared (default: 200)
+--only TEXT | checks whose title holds the text
+-o --output FILE | write an HTML report
+--no-prices | do not write the measured times into the file of prices
+"""
+_PROCESSES = """one of several processes, each of which runs the command
+--coordinator HOST:PORT | of process 0
+--processes N
+--process I | the number of this one
+"""
 _SHARED: dict[str, dict[str, Any]] = {
     "devices": {"type": whole},
     "microbatches": {"type": whole},
@@ -253,6 +267,24 @@ COMMANDS = (
             "within": {"type": real},
             "search": {"type": real, "default": 0.0},
             "layers": {"type": whole},
+        },
+    ),
+    Command(
+        "doctor",
+        doctor_command,
+        "check versions, times, numbers and memory of this machine",
+        "Check this machine before a long run: versions with known faults, options of XLA, numbers "
+        "of six schedules against the plain function, times of predicates, hops and copies, memory "
+        "and speed.  Each check has a limit of time; a hang is ended and named.  Measured times go "
+        "into a file that Pipeline and plan read (JAXPIPE_PRICES, or the user's folder of "
+        "settings).  Exit status 1 where a line is wrong.",
+        (_DOCTOR, _PROCESSES, _JSON),
+        {
+            "devices": {"type": whole},
+            "minutes": {"type": real, "default": 3.0},
+            "steps": {"type": whole, "default": 200},
+            "processes": {"type": whole, "default": 1},
+            "process": {"type": whole, "default": 0},
         },
     ),
 )

@@ -100,7 +100,7 @@ def lower_bound(
     return min(max(of(shop), _with_recompute(shop, again, rows, max_activations)) for shop in shops)
 
 
-def bound_beside(timeline: Timeline) -> tuple[float, int | None]:
+def timeline_bound(timeline: Timeline) -> tuple[float, int | None]:
     """The bound of the makespan for a simulated table's costs, placement and peak of activations,
     and that peak.
 

@@ -1,5 +1,5 @@
-"""How a pool keeps a value: raveled, or in tiles, so that no reader's layout reaches the pool, and
-by the parts that the partitioner makes of it.
+"""The form of a value in a pool: raveled or in tiles, so that no reader's layout reaches the pool,
+and in the parts that the partitioner makes of it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Part:
 class Entry:
     """One entry of a pool: a value of `shape`, kept as [rows,] [parts, ...] [all the rest of it].
 
-    The first dim stays apart where nothing splits it: a scan reads and writes its rows one by one.
-    A dim that the partitioner splits is cut into its parts, which come first, so that a device's
-    part of an entry is one piece of memory.  Without this XLA:GPU gives the whole pool the layout
-    that a reader prefers, and transposes it in every tick; and a plain reshape would bring the
-    parts together.
+    The first dim is a dim of the entry where nothing splits it: a scan reads and writes its rows
+    one by one.  A dim that the partitioner splits is cut into its parts.  These come first, so that
+    a device's part of an entry is one piece of memory.  A raveled entry has no layout that a reader
+    could prefer: XLA:GPU would give that layout to the whole pool, and transpose it in every tick.
+    A plain reshape would gather the parts.
 
     TPUs keep arrays in tiles over their last two dims.  There all the rest is [tiles, *tile], so
     that an entry fills whole tiles: raveled entries would be rows of tiles that several slots
@@ -77,6 +77,18 @@ class Entry:
         if not self.tile or (self._numbers % tile and self._numbers < 8 * tile):
             return (self._numbers,)
         return (-(-self._numbers // tile), *self.tile)
+
+    def holds(self, rows: Entry) -> bool:
+        """Whether equal parts of the value along dim 1 are kept one after the other, each as an
+        entry of its own would be.
+        """
+        others = all(
+            a == b for d, (a, b) in enumerate(zip(self.shape, rows.shape, strict=True)) if d != 1
+        )
+        alike = len(self.rest) == len(rest := rows.rest) and bool(self._tiled) == bool(rows._tiled)
+        padded = math.prod(rest) != rows._numbers
+        behind = self.by_row and all(part.dim > 1 for part in self.parts)
+        return others and alike and behind and not padded
 
     @property
     def local_share(self) -> int:

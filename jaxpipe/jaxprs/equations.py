@@ -1,5 +1,5 @@
-"""What every pass over equations needs: their variables, copies of them under other names, and
-scans taken apart.
+"""For all passes over equations: their variables, copies under other names, and the parts of
+scans.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def renamed(jaxpr: core.Jaxpr, env: dict[core.Var, Any]) -> core.Jaxpr:
 def copied(
     eqns: Iterable[core.JaxprEqn], env: dict[core.Var, Any], newvar: NewVar
 ) -> list[core.JaxprEqn]:
-    """The equations with new variables for what they make, which `env` then holds."""
+    """The equations with new variables for their results; `env` has the new ones then."""
     found = []
     for eqn in eqns:
         inputs = [env.get(a, a) if isinstance(a, core.Var) else a for a in eqn.invars]
@@ -110,7 +110,7 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Scan:
-    """A scan taken apart: operands with their variables in the body, and values of the body with
+    """The parts of a scan: operands with their variables in the body, and values of the body with
     the scan's outputs.
     """
 

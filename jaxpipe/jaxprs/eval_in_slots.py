@@ -21,13 +21,13 @@ _LAZY = (Slot, Piece)
 def run_in_slots(*runs: InSlots) -> list[list[Any]]:
     """Evaluate jaxprs with slots: the results of each.
 
-    A scan would else build its stacked outputs apart and copy them into the slot (or add them to
-    the accumulator), and a slot would be copied out to be scanned.
+    Without slots a scan would build its stacked outputs elsewhere and copy them into the slot (or
+    add them to the accumulator).  A slot would be copied before it is scanned.
 
-    Of two that do not depend on each other, scans of equal length are merged into one, trip by
-    trip. So what one of them awaits in a layer, a collective, may run beside what the other
-    computes. In a trip the first reads its slots before the second writes any: the second may write
-    pools that the first reads, but not the other way round.
+    Two jaxprs must not depend on each other.  Their scans of equal length are merged into one, trip
+    by trip, so that a collective of one runs at the same time as compute of the other.  In a trip
+    the first reads its slots before the second writes any: the second may write pools that the
+    first reads, but not the other way round.
     """
     results: list[list[Any]] = [[] for _ in runs]
     steps = [_steps(run) for run in runs]
@@ -51,7 +51,7 @@ def run_in_slots(*runs: InSlots) -> list[list[Any]]:
 
 
 def _steps(run: InSlots) -> Generator[Loop, State, list[Any]]:
-    """Evaluate a jaxpr up to each of its scans, which the caller runs."""
+    """Evaluate a jaxpr up to each of its scans; the caller runs these."""
     jaxpr, writes = run.jaxpr, run.writes
     env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True))
     env.update((jaxpr.invars[i], slot) for i, slot in run.reads.items())
@@ -64,13 +64,23 @@ def _steps(run: InSlots) -> Generator[Loop, State, list[Any]]:
         and v not in used
         and jaxpr.outvars.count(v) == 1
     }
+    appended = _appended(run)
     pools = _Pools()
     written: set[core.Var] = set()
     zeros = _zeros_of(jaxpr)
     # What is read whole is read before any pool is written, here or by what runs together with
     # this.
-    env.update((v, env[v].load()) for v in _read_whole(jaxpr) if isinstance(env.get(v), _LAZY))
+    rows_only = {eqn.invars[0] for eqn in jaxpr.eqns if _made(eqn) in appended}
+    whole = _read_whole(jaxpr) - rows_only
+    env.update((v, env[v].load()) for v in whole if isinstance(env.get(v), _LAZY))
     for eqn in jaxpr.eqns:
+        if (buffer := _made(eqn)) in appended:
+            slot = pools.current(appended[buffer])
+            rows, *starts = (_load(env, v) for v in eqn.invars[1:])
+            pools.change(slot, slot.store_rows(rows, starts))
+            env[buffer] = pools.current(appended[buffer]).load()
+            written.add(buffer)
+            continue
         if _is_loop(eqn):
             _, carries = scan_counts(eqn)
             loop = _loop_of(eqn, env, targets, pools)
@@ -97,6 +107,27 @@ def _steps(run: InSlots) -> Generator[Loop, State, list[Any]]:
         pools.now(writes[i].pool) if i in writes else _load(env, atom)
         for i, atom in enumerate(jaxpr.outvars)
     ]
+
+
+def _made(eqn: core.JaxprEqn) -> Any:
+    """The first result of an equation; None where it has none."""
+    return eqn.outvars[0] if eqn.outvars else None
+
+
+def _appended(run: InSlots) -> dict[Any, Slot]:
+    """What is a slot with some rows replaced, and goes back to that slot: only rows are written."""
+    jaxpr = run.jaxpr
+    held: dict[Any, Slot] = {jaxpr.invars[i]: slot for i, slot in run.reads.items()}
+    left: dict[Any, Slot] = {
+        jaxpr.outvars[i]: target for i, target in run.writes.items() if isinstance(target, Slot)
+    }
+    found: dict[Any, Slot] = {}
+    for eqn in jaxpr.eqns if held else ():
+        if eqn.primitive.name == "dynamic_update_slice" and _made(eqn) in left:
+            before, after = held.get(eqn.invars[0]), left[_made(eqn)]
+            if before is not None and before.pool is after.pool:
+                found[_made(eqn)] = after
+    return found
 
 
 class _Pools:

@@ -1,8 +1,9 @@
-"""Where values lie in pools: slots to read and write, accumulators to add to."""
+"""Where values are in pools: slots to read and write, accumulators to add to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,8 +33,8 @@ class Slot(NamedTuple):
         return lax.dynamic_update_index_in_dim(self.pool, self.entry.pack(value), self.index, 0)
 
     def store_flat(self, value: Any) -> Any:
-        """The pool with the raveled value at the beginning of the entry, which is one
-        long array.
+        """The pool with the raveled value at the beginning of the entry; the entry is one long
+        array.
         """
         value = self.entry.pack_flat(jnp.asarray(value).astype(self.pool.dtype).ravel())
         start = (self.index, *(jnp.int32(0) for _ in value.shape))
@@ -59,10 +60,24 @@ class Slot(NamedTuple):
         start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
 
+    def store_rows(self, rows: Any, starts: Sequence[Any]) -> Any:
+        """The pool with equal rows along dim 1 of the entry replaced, from a multiple of their
+        number on: in place where they are one piece of memory in each row of the entry.
+        """
+        entry, own = self.entry, replace(self.entry, shape=tuple(rows.shape))
+        if not entry.holds(own):
+            return self.store(lax.dynamic_update_slice(self.load(), rows, starts))
+        kept = own.pack(rows.astype(self.pool.dtype))
+        zero, at = jnp.int32(0), starts[1] // rows.shape[1] * own.rest[0]
+        before, after = kept.ndim - len(own.rest), len(own.rest) - 1
+        start = (self.index, *[zero] * before, at.astype(jnp.int32), *[zero] * after)
+        return lax.dynamic_update_slice(self.pool, kept[None], start)
+
 
 class Piece(NamedTuple):
-    """A value that lies raveled in a long array, from `start` on; a scan reads it row by row
-    without taking it out.
+    """A value that is kept raveled in a long array, from `start` on.
+
+    A scan reads it row by row, without a copy of the whole value.
 
     The array is [parts, ..., numbers]: where the partitioner splits the value, a device's part of
     it is a piece of that device's numbers.

@@ -17,7 +17,6 @@ from ..program.ir import Program
 from ..program.segments import Segment
 from ..table.effects import Liveness
 from ..table.schedule import Schedule
-from ..transforms.forward_only import first_microbatches, forward_only
 from .assign_ticks import Ticks, assign_ticks, joined_ticks, joins_weights, modulo_ticks
 from .balanced_ticks import balanced_ticks
 from .candidates import span_candidates
@@ -53,7 +52,7 @@ class Candidate(NamedTuple):
     @property
     def collectives(self) -> int:
         """Predicates around collective actions, in a step."""
-        return sum(segment.num_meeting_predicates for segment in self.segments)
+        return sum(segment.num_collective_predicates for segment in self.segments)
 
     @classmethod
     def of(
@@ -162,19 +161,3 @@ def plan_of(
 ) -> Plan:
     """The plan of a schedule; equal schedules share it."""
     return Plan.of(schedule, costs=costs, overheads=overheads)
-
-
-def forward_plan(
-    schedule: Schedule, microbatches: int | None = None, *, overheads: Overheads = GUESSED
-) -> Plan:
-    """The plan of the schedule's forwards alone, for evaluation; of the first microbatches alone
-    where their number is given.
-    """
-    table = (
-        schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name)
-    )
-    fewer = microbatches is not None and microbatches < schedule.num_microbatches
-    return plan_of(
-        first_microbatches(table, microbatches) if microbatches is not None and fewer else table,
-        overheads=overheads,
-    )

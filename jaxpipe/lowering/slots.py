@@ -100,6 +100,7 @@ class _Writer:
             table.num_devices,
             max(self._arrivals.widest, 1),
             collective=bool(table.shares.any()),
+            slices=table.slices > 1,
             moves=moves,
         )
         # by the table of their slots
@@ -137,8 +138,8 @@ class _Writer:
         table, user = self._actions, consumers(self._actions)
         chain = ~table.of_kinds(RECOMPUTE) & ~table.shares
         source = np.zeros(table.num_actions, bool)
-        for number, meeting in table.collectives.items():
-            source[number] = table.device[number] == table.device[meeting.home]
+        for number, collective in table.collectives.items():
+            source[number] = table.device[number] == table.device[collective.partner]
         columns = {
             "kind": table.kind,
             "chunk": chunks_of(self._schedule),
@@ -149,6 +150,8 @@ class _Writer:
             "is_last": chain & (table.stage == table.num_stages - 1),
             "is_local": (user >= 0) & (table.device[user] == table.device),
             "is_source": source,
+            "continues": table.slice > 0,
+            "is_followed": table.slice < table.slices - 1,
         }
         for kind in table.kinds:
             record, mine = self._ticks.of(kind), table.kind == kind
@@ -185,6 +188,8 @@ class _Writer:
             Of.FIRST: table.microbatch[mine],
             Of.LAST: (table.num_stages - 1) * step + table.microbatch[mine],
             Of.DEVICE: device * step + table.microbatch[mine],
+            Of.NEXT_SLICE: self._number[mine] + 1,
+            Of.SEQUENCE: self._number[mine] - table.slice[mine],
         }[effect.of]
         if effect.access is Access.READ and kind not in RUNS_FORWARD:
             # Both actions of a pair run as one: the backward has read no sooner than the forward

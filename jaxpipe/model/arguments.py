@@ -1,4 +1,4 @@
-"""What `Pipeline` is given: read, and refused with every fault named."""
+"""Arguments of `Pipeline`: read, and refused with every fault named."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..transforms.spread import spread_first, spread_last
 from .functions import Function
 from .model import Model
 from .settings import Memory, Sharding
+from .slices import Ledger
 
 _SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
 
@@ -55,21 +56,28 @@ def under_policies(model: Model, policies: Mapping[str, str]) -> Model:
 def _checkpointed(
     call: Callable[..., Any], policy: Callable[..., bool] | None
 ) -> Callable[..., Any]:
-    """The call under `jax.checkpoint`, which is given arrays alone: `training` stays a
-    Python bool.
-    """
+    """The call under `jax.checkpoint` of arrays alone: `training` stays a Python bool."""
 
     @functools.wraps(call)
     def run(*arguments: PyTree, **keywords: PyTree) -> PyTree:
         leaves, tree = jax.tree.flatten((arguments, keywords))
         arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+        ledger: Ledger | None = getattr(keywords.get("ctx"), "ledger", None)
 
-        def on_arrays(arrays: dict[int, Any]) -> PyTree:
+        def on_arrays(arrays: dict[int, Any]) -> tuple[PyTree, ...]:
             given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
             arguments, keywords = jax.tree.unflatten(tree, given)
-            return call(*arguments, **keywords)
+            if ledger is None:
+                return call(*arguments, **keywords), {}, {}
+            own = ledger.again()
+            keywords["ctx"] = keywords["ctx"]._replace(ledger=own)
+            return call(*arguments, **keywords), own.rows, own.buffers
 
-        return jax.checkpoint(on_arrays, policy=policy)(arrays)
+        out, rows, buffers = jax.checkpoint(on_arrays, policy=policy)(arrays)
+        if ledger is not None:
+            ledger.rows |= rows
+            ledger.buffers |= buffers
+        return out
 
     return run
 

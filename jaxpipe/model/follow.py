@@ -1,5 +1,5 @@
-"""Which leaf of a training state follows which parameter, and so where it is: moments are beside
-their parameters.
+"""The parameter that each leaf of a training state follows: moments are sharded as their
+parameters.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import PyTree, wider
+from ..arrays import PyTree, path_text, wider
 from .leaf_plan import leaf_plans
 from .mesh import trimmed
 from .packed import Packed
 from .param_layout import OUTER, ParamLayout
 from .partition import Partition
-from .specs import path_text
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,10 @@ class Follow:
     lead: int = 0  # axes of its own, before the parameter's
     follows: bool = True  # False: one value for all stages
     spec: tuple[Any, ...] = ()  # of the parameter's dims, without the axis of devices
-    fits: bool = True  # False: it cannot be told which axis is that of stages
+    fits: bool = True  # False: no axis is known to be that of stages
 
     def sharding(self, mesh: Mesh, *axis: str) -> NamedSharding:
-        """Where the placed leaf is; `axis`: that of devices, if it has one."""
+        """The sharding of the placed leaf; `axis`: that of devices, if it has one."""
         spec = trimmed(*(None,) * self.lead, *axis, *self.spec) if self.follows else PartitionSpec()
         return NamedSharding(mesh, spec)
 
@@ -134,7 +133,9 @@ class Followers:
         return None
 
     def _one_a_device(self, shape: tuple[int, ...]) -> bool:
-        """Whether it can be of an optimizer that has a state for each stage (`per_layer`)."""
+        """Whether a leaf of this shape can be state of an optimizer that has one for each stage
+        (`per_layer`).
+        """
         return self._layout is not None and shape[:1] == (len(self._layout.owned),)
 
     def _names(self, path: Any) -> tuple[str, ...]:
@@ -161,7 +162,7 @@ class Followers:
 
 
 def shardings(mesh: Mesh, axis: str, follows: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """Where the leaves of a tree like the placed parameters are."""
+    """The shardings of a tree like the placed parameters."""
 
     def of(key: str, rule: Follow) -> NamedSharding:
         return rule.sharding(mesh, *([axis] if key == "stages" else []))

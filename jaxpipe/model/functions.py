@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +15,12 @@ import jax.numpy as jnp
 
 from ..arrays import PyTree, described, summable
 from ..errors import PipelineError
+from .slices import Ledger, join_slices, slice_length, split_slices
 
 
 class Context(NamedTuple):
-    """What a function that takes `ctx` by keyword is told: stage and microbatch index (int32
-    scalars), and a key of both.
+    """The context of a call, for functions that take `ctx` by keyword: stage and microbatch index
+    (int32 scalars), and a key of both.
 
     `rng` depends on the step's key, the stage, the microbatch and the data shard, never on the
     schedule; it is None where the step got no key.
@@ -37,13 +39,54 @@ class Context(NamedTuple):
     # where it is whole
     sizes: PyTree = None
     shared_sizes: PyTree = None  # the same for the shared parameters
+    # position in its sequence of the slice's first row of time; 0 where sequences are whole
+    offset: Any = None
+    ledger: Any = None  # where `append` writes
+    sequence_rng: Any = None  # with several slices, a key of the step and the sequence
+
+    def append(self, name: str, rows: Any, axis: int = 1) -> Any:
+        """Write a slice's rows into the buffer of its sequence in this stage; the whole buffer.
+
+        Rows [..., T / K, ...] are at `offset` along `axis` of the buffer [..., T, ...].  Rows of
+        later slices are there too in a backward, so the reader masks what comes after its own
+        position.  The gradients of all slices that read a row add up before the slice that made it
+        has its backward.
+
+        Raises:
+            PipelineError: a name is used twice in a stage.
+
+        Example:
+            keys = ctx.append("keys", h @ params["k"])
+        """
+        return rows if self.ledger is None else self.ledger.append(name, rows, axis)
+
+    def position_keys(self, count: int) -> Any:
+        """A key for each of the slice's `count` positions, [count], of the stage (or layer), the
+        sequence and the position: random numbers that do not depend on how a sequence is cut.
+
+        Example:
+            keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, (width,)))(
+                ctx.position_keys(x.shape[1])
+            )
+        """
+        common = self.microbatch_rng if self.sequence_rng is None else self.sequence_rng
+        if common is None:
+            raise PipelineError(
+                "ctx.position_keys needs the step's key; pass rng=jax.random.key(...)"
+            )
+        key = jax.random.fold_in(common, self.stage if self.layer is None else self.layer)
+        return jax.vmap(lambda at: jax.random.fold_in(key, at))(
+            self.offset + jnp.arange(count, dtype=jnp.int32)
+        )
 
 
 class StageOutput(NamedTuple):
-    """What a stage returns besides x; () where it has none."""
+    """The results of a stage besides x; () for those that it does not have."""
 
     loss: Any = ()  # a scalar that is added to the loss of the microbatch
     state: PyTree = ()  # what the next microbatch finds as `state`; has no gradient
+    carried: PyTree = ()  # (carry, buffers by name) that the next slice finds
+    rows: PyTree = ()  # what it appended: (rows by name, number of the slice), or ()
 
 
 class Loss(enum.Enum):
@@ -56,14 +99,12 @@ class Loss(enum.Enum):
 
 
 def inverse_count(count: Any, dtype: Any) -> Any:
-    """What sums are multiplied with: 1 / count, and 0 for a batch in which nothing is counted,
-    whose loss and gradients are 0.
-    """
+    """The factor of sums: 1 / count, and 0 for a count of 0: the loss and gradients are 0 then."""
     count = count.astype(dtype)
     return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
 
 
-STAGE_KEYWORDS = ("ctx", "microbatch", "shared", "state", "training")
+STAGE_KEYWORDS = ("carry", "ctx", "microbatch", "shared", "state", "training")
 # of `first` and `last`, which are given the microbatch anyway
 OUTER_KEYWORDS = ("ctx", "shared", "training")
 
@@ -122,7 +163,8 @@ class Function:
     @property
     def wants_arrays(self) -> frozenset[str]:
         """The keywords whose values differ by microbatch or stage."""
-        return self.wants & {"ctx", "microbatch", "state"}
+        carries = {"ctx"} if "carry" in self.wants else set()
+        return self.wants & {"ctx", "microbatch", "state"} | carries
 
     def run(
         self, *arguments: PyTree, shared: PyTree, extra: dict[str, PyTree], training: bool
@@ -131,7 +173,7 @@ class Function:
         have = {
             "shared": shared,
             "training": training,
-            **{k: extra.get(k) for k in ("ctx", "microbatch", "state")},
+            **{k: extra.get(k) for k in ("carry", "ctx", "microbatch", "state")},
         }
         return self.calling(
             lambda: self.call(*arguments, **{k: have[k] for k in sorted(self.wants)}),
@@ -185,7 +227,7 @@ class Function:
                     "not left to the partitioner: inside "
                     "a pipeline's functions the pipe axis and data_axes are manual (each device "
                     "has its own stage and rows), so a "
-                    "PartitionSpec names others only, and stands alone or in a NamedSharding of "
+                    "PartitionSpec names others only, by itself or in a NamedSharding of "
                     "`pipe.mesh` "
                     f"({text.splitlines()[0]})"
                 ) from error
@@ -198,7 +240,7 @@ class Function:
 
 
 def _place(call: Callable[..., Any]) -> str:
-    """Where a function was written."""
+    """The name, file and line of a function."""
     call = inspect.unwrap(call)
     code = getattr(call, "__code__", None)
     name = getattr(call, "__qualname__", type(call).__name__)
@@ -209,15 +251,17 @@ def _place(call: Callable[..., Any]) -> str:
     )
 
 
-def split_batch(batch: PyTree, count: int) -> PyTree:
-    """Leaves [rows, ...] -> [M, rows / M, ...], rows in order."""
+def split_batch(batch: PyTree, count: int, slices: int = 1, time: tuple[str, ...] = ()) -> PyTree:
+    """Leaves [rows, ...] -> [M, rows / M, ...], rows in order; see `split_slices` for slices."""
+    if slices > 1:
+        return split_slices(batch, count, slices, time)
     return jax.tree.map(
         lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch
     )
 
 
 def make_extra(
-    batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]
+    batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str], slices: int = 1
 ) -> dict[str, PyTree]:
     """The microbatch's rows of the batch and the context, those of them that are wanted."""
     extra: dict[str, PyTree] = {}
@@ -231,12 +275,15 @@ def make_extra(
         )
         common = None if rng is None else jax.random.fold_in(rng, microbatch)
         extra["ctx"] = Context(stage, microbatch, key, common)
+        if rng is not None and slices > 1:
+            of_sequence = jax.random.fold_in(rng, microbatch // slices)
+            extra["ctx"] = extra["ctx"]._replace(sequence_rng=of_sequence)
     return extra
 
 
 @dataclass(frozen=True)
 class Functions:
-    """What a pipeline runs."""
+    """The functions that a pipeline runs."""
 
     stages: tuple[Function, ...]  # per stage; equal entries are one function
     first: Function | None
@@ -245,8 +292,47 @@ class Functions:
     has_metrics: bool
     stage_loss: bool
     training: bool = True
-    axis: str | None = None  # where `first` or `last` is spread: what `ctx` tells it
+    axis: str | None = None  # where `first` or `last` is spread: the axis in its context
     sizes: Mapping[str, PyTree] = field(default_factory=dict)
+    slices: int = 1  # of a sequence
+    time: tuple[str, ...] = ()  # leaves of the batch with a time axis
+    length: int = 0  # of a slice, once the batch is known
+    carry: Callable[..., Any] | None = None  # (stage's parameters, x) -> the first carry
+    # buffers have a slice's rows before the stage reads them (`model.slices.Ledger`)
+    in_place: bool = False
+
+    def split(self, batch: PyTree, count: int) -> PyTree:
+        """The rows of each microbatch."""
+        return split_batch(batch, count, self.slices, self.time)
+
+    def for_batch(self, batch: PyTree) -> Functions:
+        """The same functions, for a batch that is cut."""
+        return self if self.slices == 1 else replace(self, length=slice_length(batch, self.time))
+
+    def join(self, outputs: PyTree) -> PyTree:
+        """What the last stage returned for each microbatch, by whole sequences."""
+        return outputs if self.slices == 1 else join_slices(outputs, self.slices, self.length)
+
+    def _placed(self, extra: dict[str, PyTree], ledger: Any = None) -> dict[str, PyTree]:
+        """What a function is given besides parameters and x, with the position of its slice."""
+        ctx = extra.get("ctx")
+        if ctx is None:
+            return extra
+        return {**extra, "ctx": ctx._replace(offset=self._offset(ctx), ledger=ledger)}
+
+    def _offset(self, ctx: Any) -> Any:
+        return ctx.microbatch % self.slices * self.length if self.slices > 1 else 0
+
+    def carried(self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> PyTree:
+        """Shapes of what passes from slice to slice of a sequence in a stage: (carry, buffers by
+        name), each () where there is none.
+        """
+        if self.slices == 1:
+            return ()
+        found = jax.eval_shape(
+            lambda p, h, e: self.run_stage(stage, p, h, e)[1].carried, params, x, extra
+        )
+        return found if jax.tree.leaves(found) else ()
 
     def returning_outputs(self) -> Functions:
         """The same stages, and a `last` that gives what the last of them returns as its metrics."""
@@ -265,8 +351,8 @@ class Functions:
         """Whether `last` runs on all devices at once."""
         return self.last is not None and self.last.spread
 
-    def _told(self, key: str, extra: dict[str, PyTree]) -> dict[str, PyTree]:
-        """What a spread function is given besides parameters and x."""
+    def _with_sizes(self, key: str, extra: dict[str, PyTree]) -> dict[str, PyTree]:
+        """The extra inputs of a spread function, with the sizes in its context."""
         ctx = extra["ctx"]._replace(
             axis=self.axis, sizes=self.sizes.get(key), shared_sizes=self.sizes.get("shared")
         )
@@ -289,7 +375,7 @@ class Functions:
                     "microbatch) -> x)"
                 )
             return extra["microbatch"]["x"]
-        extra = self._told("first", extra) if self.first.spread else extra
+        extra = self._placed(self._with_sizes("first", extra) if self.first.spread else extra)
         return self.first.run(
             own, extra["microbatch"], shared=shared, extra=extra, training=self.training
         )
@@ -300,19 +386,33 @@ class Functions:
         """Stage number, (stage parameters, shared), x, extra -> y and what it returns besides."""
         own, shared = params
         function = self.stages[stage]
+        ledger, first = None, ()
+        given = extra.get("carried", ())
+        if self.slices > 1 and "ctx" in function.wants_arrays:
+            buffers = given[1] if given else None
+            number = extra["ctx"].microbatch % self.slices
+            ledger = Ledger(self.slices, number, buffers, holds=self.in_place)
+        extra = self._placed(extra, ledger)
+        if "carry" in function.wants:
+            first = self._first_carry(function, own, x, shared, extra)
+            extra = {**extra, "carry": self._carry(first, given, extra)}
         out = function.run(own, x, shared=shared, extra=extra, training=self.training)
         names = [
             "x",
             *(["loss"] if self.stage_loss else []),
             *(["state"] if "state" in function.wants else []),
+            *(["carry"] if "carry" in function.wants else []),
         ]
+        appended: tuple[PyTree, PyTree] = ({}, ())
+        if ledger is not None and ledger.rows:
+            appended = ledger.buffers, (ledger.rows, ledger.number)
         if len(names) == 1:
-            return out, StageOutput()
+            return out, StageOutput(carried=((), appended[0]), rows=appended[1])
         if not isinstance(out, tuple) or len(out) != len(names):
             why = " and ".join(
                 [
                     *(["stage_loss=True"] if self.stage_loss else []),
-                    *(["it takes `state`"] if "state" in names else []),
+                    *(f"it takes `{name}`" for name in ("state", "carry") if name in names),
                 ]
             )
             raise PipelineError(
@@ -321,20 +421,63 @@ class Functions:
             )
         found = dict(zip(names, out, strict=True))
         loss = function.loss_of(found["loss"]) if self.stage_loss else ()
-        return found["x"], StageOutput(loss, self._state(function, found, extra))
+        state = self._handed_on(function, "state", found, extra)
+        carry = self._handed_on(function, "carry", found, extra)
+        return found["x"], StageOutput(loss, state, (carry, appended[0]), appended[1])
+
+    def _first_carry(
+        self, function: Function, own: PyTree, x: PyTree, shared: PyTree, extra: dict[str, PyTree]
+    ) -> PyTree:
+        """What the first slice of a sequence is given as carry: zeros where the model says nothing,
+        of the shapes that the stage returns for a carry that is the number 0.
+        """
+        if self.carry is not None:
+            return jax.tree.map(jnp.asarray, self.carry(own, x))
+        zero = jnp.zeros((), jax.tree.leaves(x)[0].dtype)
+
+        def returned(own: PyTree, x: PyTree, shared: PyTree, extra: dict[str, PyTree]) -> PyTree:
+            ctx = extra["ctx"]
+            fresh = ctx._replace(ledger=None if ctx.ledger is None else ctx.ledger.again())
+            return function.run(
+                own,
+                x,
+                shared=shared,
+                extra={**extra, "ctx": fresh, "carry": zero},
+                training=self.training,
+            )[-1]
+
+        try:
+            shapes = jax.eval_shape(partial(returned, extra=extra), own, x, shared)
+        except Exception as error:
+            raise PipelineError(
+                f"`{function.name}` takes `carry`, but the shapes of the first one cannot be told "
+                "from the number 0; give jaxpipe.Model(..., carry=function(stage_params, x) -> "
+                "the first carry)"
+            ) from error
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+
+    def _carry(self, first: PyTree, given: PyTree, extra: dict[str, PyTree]) -> PyTree:
+        """The carry of a slice: that of the slice before, or the first one."""
+        if not given:
+            return first
+        begins = extra["ctx"].microbatch % self.slices == 0
+        return jax.tree.map(lambda a, b: jnp.where(begins, a, b), first, given[0])
 
     @staticmethod
-    def _state(function: Function, found: dict[str, Any], extra: dict[str, PyTree]) -> PyTree:
-        if "state" not in found:
+    def _handed_on(
+        function: Function, name: str, found: dict[str, Any], extra: dict[str, PyTree]
+    ) -> PyTree:
+        """State or carry as the stage returns it; PipelineError where it is not like the given."""
+        if name not in found:
             return ()
-        given, new = extra["state"], jax.tree.map(jnp.asarray, found["state"])
+        given, new = extra[name], jax.tree.map(jnp.asarray, found[name])
         form = [
             jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
             for tree in (given, new)
         ]
         if form[0] != form[1]:
             raise PipelineError(
-                f"`{function.name}` takes state of (shape, dtype) {form[0]} but returns "
+                f"`{function.name}` takes {name} of (shape, dtype) {form[0]} but returns "
                 f"{form[1]}; return the same tree"
             )
         return new
@@ -347,7 +490,7 @@ class Functions:
                 "this pipeline has no `last` function; give Model(..., last=function that "
                 "returns the loss)"
             )
-        extra = self._told("last", extra) if self.last.spread else extra
+        extra = self._placed(self._with_sizes("last", extra) if self.last.spread else extra)
         out = self.last.run(
             own, y, extra["microbatch"], shared=shared, extra=extra, training=self.training
         )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import PyTree
+from ..arrays import PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
@@ -38,12 +38,12 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerMap:
-    """Which layers stand on which stage, and how a stage's layers are stacked.
+    """Which layers each stage has, and how they are stacked.
 
     Canonical parameters of a letter are stacked in model order, leaves [n, ...].  A stage of "ttt"
-    that shares its chunk with stages of "tt" has two stacks, of the two layers that all have and of
-    the third: so its parameters, residuals and code have the shapes of theirs, and nobody computes
-    a layer that it does not have.
+    that shares its chunk with stages of "tt" has two stacks: one of the two layers that all have,
+    and one of the third.  So its parameters, residuals and code have the shapes of theirs, and no
+    stage computes a layer that it does not have.
     """
 
     stages: tuple[str, ...]  # letters of each stage, without E and L
@@ -72,9 +72,9 @@ class LayerMap:
             if layout.layers.count(letter) > (right == letter):
                 faults.append(f"{letter} can only be {where} of layout {str(layout)!r}")
         if layout.stages[0][:1] != EMBEDDING and EMBEDDING in layout.layers:
-            faults.append(f"{EMBEDDING} must stand on the first stage of layout {str(layout)!r}")
+            faults.append(f"{EMBEDDING} must be on the first stage of layout {str(layout)!r}")
         if layout.stages[-1][-1:] != LOSS and LOSS in layout.layers:
-            faults.append(f"{LOSS} must stand on the last stage of layout {str(layout)!r}")
+            faults.append(f"{LOSS} must be on the last stage of layout {str(layout)!r}")
         if faults:
             raise PipelineError.listing("the layout does not fit", faults)
         chunks = max(map(len, owned))
@@ -87,7 +87,7 @@ class LayerMap:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """The letters that stand on stages, in alphabetical order."""
+        """The letters of layers, in alphabetical order."""
         return tuple(sorted(set("".join(self.stages))))
 
     def count(self, letter: str) -> int:
@@ -141,7 +141,7 @@ class LayerMap:
         }
 
     def faults(self, by_letter: Any) -> list[str]:
-        """What is wrong with canonical parameters of the stages."""
+        """Faults of canonical parameters of the stages."""
         if not isinstance(by_letter, Mapping) or set(by_letter) != set(self.letters):
             found = (
                 sorted(by_letter) if isinstance(by_letter, Mapping) else type(by_letter).__name__
@@ -150,14 +150,12 @@ class LayerMap:
                 f'"stages" must be a dict with the letters {list(self.letters)}, each a tree of '
                 f"leaves [layers, ...]; got {found}"
             ]
-        return [
-            f"stages[{letter!r}]{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its "
-            f"leading axis must be the {self.count(letter)} "
-            f"layers {letter} of the layout"
-            for letter in self.letters
-            for path, leaf in jax.tree_util.tree_leaves_with_path(by_letter[letter])
-            if np.shape(leaf)[:1] != (self.count(letter),)
-        ]
+        faults = []
+        for letter in self.letters:
+            count = self.count(letter)
+            axis = f"the {count} layers {letter} of the layout"
+            faults += axis_faults(by_letter[letter], f"stages[{letter!r}]", count, axis)
+        return faults
 
     def functions(
         self, layers: Mapping[str, Callable[..., Any]], *, has_loss: bool
@@ -168,12 +166,13 @@ class LayerMap:
         given = {
             letter: Function.of(layers[letter], f"layers[{letter!r}]") for letter in self.letters
         }
-        stateful = [letter for letter, function in given.items() if "state" in function.wants]
-        if stateful:
-            raise PipelineError(
-                f"layers {stateful} take `state`, which only whole stages can; give Pipeline a "
-                "stage function instead"
-            )
+        for keyword in ("state", "carry"):
+            takers = [letter for letter, function in given.items() if keyword in function.wants]
+            if takers:
+                raise PipelineError(
+                    f"layers {takers} take `{keyword}`, which only whole stages can; give Pipeline "
+                    "a stage function instead"
+                )
         made: dict[tuple[Any, ...], Function] = {}
         found = []
         for s, letters in enumerate(self.stages):
@@ -204,7 +203,7 @@ class LayerMap:
 
     @property
     def _offsets(self) -> tuple[int, ...]:
-        """Per stage, how many layers stand before it."""
+        """Per stage, how many layers come before it."""
         return tuple(np.cumsum([0, *map(len, self.stages)])[:-1].tolist())
 
 
@@ -216,7 +215,7 @@ def _stage_function(
     *,
     has_loss: bool,
 ) -> Function:
-    """The function of a stage that is made of these runs of layers; `offsets[stage]` layers stand
+    """The function of a stage that is made of these runs of layers; `offsets[stage]` layers come
     before it.
     """
     wants = frozenset(keyword for run in runs for keyword in given[run.letter].wants)
@@ -227,6 +226,7 @@ def _stage_function(
             function = given[run.letter]
             own = {k: keywords[k] for k in function.wants}
             before = jnp.array(offsets, jnp.int32)[own["ctx"].stage] if "ctx" in own else 0
+            appends = "ctx" in own and own["ctx"].ledger is not None
 
             def layer(
                 x: PyTree,
@@ -234,14 +234,16 @@ def _stage_function(
                 number: Any,
                 function: Function = function,
                 own: dict[str, Any] = own,
+                place: int | None = None,
             ) -> tuple[PyTree, Any]:
-                ctx = {"ctx": _context(own["ctx"], number)} if "ctx" in own else {}
+                ctx = {"ctx": _context(own["ctx"], number, place)} if "ctx" in own else {}
                 out = function.calling(
                     lambda: function.call(row, x, **{**own, **ctx}), (row, x), ctx.get("ctx")
                 )
                 return _pair(function, out, has_loss=has_loss)
 
-            x, more = _run_layers(layer, run, params[run.letter][run.group], x, before + run.layer)
+            stack = params[run.letter][run.group]
+            x, more = _run_layers(layer, run, stack, x, before + run.layer, apart=appends)
             losses += [] if more is None else [more]
         return (x, sum(losses[1:], losses[0]) if losses else None) if has_loss else x
 
@@ -249,7 +251,7 @@ def _stage_function(
 
 
 def _pair(function: Function, out: Any, *, has_loss: bool) -> tuple[PyTree, Any]:
-    """What a layer returned, with a loss."""
+    """x and the loss that a layer returned."""
     if not has_loss:
         return out, None
     if not isinstance(out, tuple) or len(out) != 2:
@@ -262,9 +264,25 @@ def _pair(function: Function, out: Any, *, has_loss: bool) -> tuple[PyTree, Any]
 
 
 def _run_layers(
-    layer: Callable[..., tuple[PyTree, Any]], run: _Run, stack: PyTree, x: PyTree, number: Any
+    layer: Callable[..., tuple[PyTree, Any]],
+    run: _Run,
+    stack: PyTree,
+    x: PyTree,
+    number: Any,
+    *,
+    apart: bool,
 ) -> tuple[PyTree, Any]:
-    """Apply some rows of a stack one after the other; returns the sum of their losses too."""
+    """Apply some rows of a stack one after the other; returns the sum of their losses too.
+
+    `apart`: no scan, since each layer appends rows to a buffer of its own.
+    """
+    if apart:
+        found: list[Any] = []
+        for i in range(run.stop - run.start):
+            row = jax.tree.map(lambda leaf, at=run.start + i: leaf[at], stack)
+            x, loss = layer(x, row, number + i, place=run.layer + i)
+            found += [] if loss is None else [loss]
+        return x, jnp.stack(found).sum() if found else None
     if run.size == 1:
         return layer(x, jax.tree.map(lambda leaf: leaf[0], stack), number)
     whole = run.start == 0 and run.stop == run.size
@@ -274,10 +292,13 @@ def _run_layers(
     return x, None if losses is None else jnp.sum(losses)
 
 
-def _context(ctx: Context, number: Any) -> Context:
-    """What a layer is told: a key that depends on the layer and the microbatch, wherever the layer
-    stands.
+def _context(ctx: Context, number: Any, place: int | None) -> Context:
+    """The context of a layer: its key depends on the layer and the microbatch, not on the stage.
+
+    Layers that are at a `place` of a stage append rows to buffers of their own.
     """
+    if place is not None:
+        ctx = ctx._replace(ledger=ctx.ledger.of_layer(place))
     return ctx._replace(
         layer=number,
         rng=None if ctx.microbatch_rng is None else jax.random.fold_in(ctx.microbatch_rng, number),

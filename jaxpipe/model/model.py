@@ -23,6 +23,7 @@ from .functions import (
     split_batch,
 )
 from .layers import EMBEDDING, LOSS, LayerMap
+from .slices import time_faults
 from .spread import Cuts, Spread
 
 Call: TypeAlias = Callable[..., Any]
@@ -38,7 +39,8 @@ class Model:
     `last(last_params, x, microbatch) -> scalar loss` are the functions.  Each may also take by
     keyword `ctx` (a `Context`: stage, microbatch, rng), `shared` (the parameters under "shared",
     whose gradients are summed over all uses) and `training` (False in `evaluate`).  A stage may
-    also take `microbatch`, the rows of the batch, and `state` (see `Pipeline.place_state`).
+    also take `microbatch`, the rows of the batch, `state` (see `Pipeline.place_state`) and `carry`:
+    it returns (x, carry), and the next slice of the sequence is given that carry.
     Without `first`, x is the microbatch's "x".
 
     Args:
@@ -60,7 +62,11 @@ class Model:
         frozen: parameters that are not trained: a function of a canonical path, "stages/w"
             ("stages/1/w" of a list), and the shape and dtype (without the axis of stages or
             layers), or regular expressions, each found in some path.  They have no gradient (None
-            stands in its place), no accumulator and no optimizer state, and any dtype.
+            is in its place), no accumulator and no optimizer state, and any dtype.
+        time: with slices of sequences, the leaves of the batch that are cut along axis 1, by their
+            paths or the first parts of these.
+        carry: (stage_params, x) -> the carry that the first slice of a sequence is given.  None
+            stands for zeros, of the shapes that a stage returns for a carry that is the number 0.
 
     Canonical parameters are {"first", "stages", "last", "shared"}.  "stages" has leaves [S, ...]
     in model order; it is a list of S trees for a list of functions, and {letter: leaves
@@ -85,6 +91,8 @@ class Model:
     has_metrics: bool
     stage_loss: bool
     frozen: Any
+    time: Any
+    carry: Any
 
     def __init__(
         self,
@@ -97,6 +105,8 @@ class Model:
         has_metrics: bool = False,
         stage_loss: bool = False,
         frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
+        time: Sequence[str] = (),
+        carry: Call | None = None,
     ) -> None:
         letters: str | None = None
         if isinstance(stages, Mapping):
@@ -110,7 +120,12 @@ class Model:
         elif not callable(stages):
             stages = _listed(stages)
         _check_contract(loss)
-        values = (stages, first, last, letters, loss, has_metrics, stage_loss, frozen)
+        time = (time,) if isinstance(time, str) else tuple(time)
+        if carry is not None and not callable(carry):
+            raise PipelineError(
+                f"carry must be a function (stage_params, x) -> the first carry, not {carry!r}"
+            )
+        values = (stages, first, last, letters, loss, has_metrics, stage_loss, frozen, time, carry)
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
         _ = self.outer
@@ -141,6 +156,8 @@ class Model:
             has_metrics=self.has_metrics,
             stage_loss=self.stage_loss,
             frozen=self.frozen,
+            time=self.time,
+            carry=self.carry,
         )
 
     def functions(self, stages: Sequence[Function]) -> Functions:
@@ -153,6 +170,8 @@ class Model:
             loss=self.contract,
             has_metrics=self.has_metrics,
             stage_loss=self.stage_loss,
+            time=self.time,
+            carry=self.carry,
         )
 
     def stage_functions(self, count: int) -> list[Function]:
@@ -191,7 +210,7 @@ class Model:
         if any(one != shared[0] for one in shared):
             raise PipelineError(
                 f"`first` is given jaxpipe.spread(..., shared={shared[0]!r}) and `last` "
-                f"shared={shared[-1]!r}; what they share lies in one way: give both the same"
+                f"shared={shared[-1]!r}; shared parameters are cut in one way: give both the same"
             )
         return {**dims, "shared": shared[0]}
 
@@ -200,7 +219,8 @@ class Model:
         params: Mapping[str, PyTree],
         batch: PyTree,
         *,
-        microbatches: int = 1,
+        microbatches: int | None = None,
+        slices: int = 1,
         rng: Any = None,
         state: PyTree = (),
         training: bool = True,
@@ -210,26 +230,38 @@ class Model:
 
         It returns what `Pipeline.loss` does: the loss, with metrics and state (canonical) where the
         model has these.  The batch is cut into `microbatches` equal parts, which run one after the
-        other.  With the same number of microbatches and `rng`, random numbers are those of the
-        pipeline without data shards.
+        other.  With `slices` each is a slice of a sequence, as in a schedule (as many as `slices`
+        where `microbatches` is None); without, whole sequences are run.  With the same number of
+        microbatches and `rng`, random numbers are those of the pipeline without data shards.
 
         Raises:
             PipelineError: rows do not divide into microbatches, or a function returns something
                 else than it should.
         """
+        microbatches = slices if microbatches is None else microbatches
+        sequences = microbatches // slices
         rows = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
-        if any(not shape or shape[0] % microbatches for shape in rows):
-            raise PipelineError(
+        faults = time_faults(batch, slices, self.time)
+        if any(not shape or shape[0] % sequences for shape in rows):
+            faults.append(
                 f"the batch has leaves with leading axes {sorted(rows)}, which do not divide into "
-                f"{microbatches} microbatches"
+                f"{sequences} {'microbatches' if slices == 1 else 'sequences'}"
             )
-        run = _Plain(self, params, split_batch(batch, microbatches), rng, training=training)
+        if faults or microbatches % slices:
+            faults += [f"{microbatches} microbatches are no whole sequences of {slices} slices"] * (
+                microbatches % slices > 0
+            )
+            raise PipelineError("\n".join(faults), tuple(faults))
+        cut = split_batch(batch, microbatches, slices, self.time)
+        run = _Plain(self, params, cut, rng, training=training, slices=slices)
         indices = jnp.arange(microbatches, dtype=jnp.int32)
+        both = run.before(state)
         if microbatches == 1:
-            state, out = run.microbatch(state, indices[0])
+            both, out = run.microbatch(both, indices[0])
             out = jax.tree.map(lambda leaf: leaf[None], out)
         else:
-            state, out = jax.lax.scan(run.microbatch, state, indices)
+            both, out = jax.lax.scan(run.microbatch, both, indices)
+        state = both[0]
         losses, aux = out
         loss = jnp.mean(losses)
         if self.contract is Loss.SUM_OVER_COUNT:
@@ -315,9 +347,16 @@ class _Plain:
     """The plain loss of one microbatch after another, on one device."""
 
     def __init__(
-        self, model: Model, params: Mapping[str, PyTree], rows: PyTree, rng: Any, *, training: bool
+        self,
+        model: Model,
+        params: Mapping[str, PyTree],
+        rows: PyTree,
+        rng: Any,
+        *,
+        training: bool,
+        slices: int = 1,
     ) -> None:
-        self.rows, self.rng = rows, rng
+        self.rows, self.rng, self.slices = rows, rng, slices
         self.outer = {key: params.get(key, {}) for key in ("first", "last", "shared")}
         self.alike = not model.is_layered and callable(model.stages)
         stages = params["stages"]
@@ -337,11 +376,24 @@ class _Plain:
         self.cuts = Cuts(1, model.cuts(functions))
         sizes = {key: self.cuts.sizes(key, self.outer[key], parts=1) for key in self.cuts.dims}
         self.functions = replace(
-            model.functions(functions), training=training, axis=_AXIS, sizes=sizes
-        )
+            model.functions(functions),
+            training=training,
+            axis=_AXIS,
+            sizes=sizes,
+            slices=slices,
+        ).for_batch(rows)
 
-    def microbatch(self, state: PyTree, index: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
-        """State and the number of a microbatch -> new state, (loss, {"count", "metrics"})."""
+    def before(self, state: PyTree) -> tuple[PyTree, PyTree]:
+        """State and what passes between slices, before the first microbatch."""
+        if self.slices == 1:
+            return state, ()
+        (_, carried), _ = jax.eval_shape(self.microbatch, (state, ()), jnp.int32(0))
+        return state, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), carried)
+
+    def microbatch(self, both: PyTree, index: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
+        """State, what passes between slices, and the number of a microbatch -> both after it,
+        (loss, {"count", "metrics"}).
+        """
         first, last = self.functions.first, self.functions.last
         x = self._spread_call(
             self.functions.run_first,
@@ -350,7 +402,7 @@ class _Plain:
             (),
             self._extra(0, index, _OUTER_WANTS),
         )
-        x, more, state = self._run_stages(x, index, state)
+        x, more, both = self._run_stages(x, index, both)
         count = self._count()
         loss, aux = self._spread_call(
             self.functions.run_last,
@@ -359,7 +411,7 @@ class _Plain:
             x,
             self._extra(count - 1, index, _OUTER_WANTS),
         )
-        return state, (loss + more, aux)
+        return both, (loss + more, aux)
 
     def _count(self) -> int:
         """The number of stages."""
@@ -369,7 +421,7 @@ class _Plain:
         return int(leaves[0].shape[0]) if leaves else 1
 
     def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> dict[str, PyTree]:
-        return make_extra(self.rows, self.rng, jnp.int32(stage), index, wants)
+        return make_extra(self.rows, self.rng, jnp.int32(stage), index, wants, self.slices)
 
     def _spread_call(
         self, run: Call, key: str, spread: bool, x: PyTree, extra: dict[str, PyTree]
@@ -383,33 +435,40 @@ class _Plain:
         return jax.tree.map(lambda leaf: leaf[0], every)
 
     def _stage(
-        self, at: int, number: Any, own: PyTree, x: PyTree, index: Any, state: PyTree
+        self, at: int, number: Any, own: PyTree, x: PyTree, index: Any, both: PyTree
     ) -> tuple[PyTree, Any, PyTree]:
-        """A stage's output, loss and new state."""
+        """A stage's output, loss and new state, with what passes between slices."""
         function = self.functions.stages[at]
+        state, carried = both
         extra = self._extra(number, index, function.wants_arrays)
         extra |= {"state": state} if "state" in function.wants else {}
+        extra |= {"carried": carried}
         y, returned = self.functions.run_stage(at, (own, self.outer["shared"]), x, extra)
-        return y, (0.0 if isinstance(returned.loss, tuple) else returned.loss), returned.state
+        loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
+        return y, loss, (returned.state, returned.carried if self.slices > 1 else ())
 
-    def _run_stages(self, x: PyTree, index: Any, state: PyTree) -> tuple[PyTree, Any, PyTree]:
-        """x after all stages, the sum of their losses, and their new state."""
+    def _run_stages(self, x: PyTree, index: Any, both: PyTree) -> tuple[PyTree, Any, PyTree]:
+        """x after all stages, the sum of their losses, and their new state, with what passes
+        between slices.
+        """
         count = self._count()
         if not self.alike:
             losses: Any = []
             states = []
-            given = state if self.functions.has_state else [()] * count
+            given = [each or [()] * count for each in both]
             for s, own in enumerate(self.stages):
-                x, loss, new = self._stage(s, s, own, x, index, given[s])
+                x, loss, new = self._stage(s, s, own, x, index, (given[0][s], given[1][s]))
                 losses.append(loss)
                 states.append(new)
-            return x, sum(losses), (states if self.functions.has_state else ())
+            after = [list(each) for each in zip(*states, strict=True)]
+            there = (self.functions.has_state, self.slices > 1)
+            return x, sum(losses), tuple(a if t else () for a, t in zip(after, there, strict=True))
 
         def body(x: PyTree, row: tuple[Any, PyTree, PyTree]) -> tuple[PyTree, Any]:
-            number, own, state = row
-            y, *more = self._stage(0, number, own, x, index, state)
+            number, own, both = row
+            y, *more = self._stage(0, number, own, x, index, both)
             return y, more
 
-        rows = (jnp.arange(count, dtype=jnp.int32), self.stages, state)
-        x, (losses, state) = jax.lax.scan(body, x, rows)
-        return x, jnp.sum(losses), state
+        rows = (jnp.arange(count, dtype=jnp.int32), self.stages, tuple(both))
+        x, (losses, both) = jax.lax.scan(body, x, rows)
+        return x, jnp.sum(losses), both

@@ -133,7 +133,7 @@ class Placer:
     def init(
         self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Mapping[str, PyTree]
     ) -> PyTree:
-        """What an optimizer's `init` makes of the trained parameters, beside the placed ones."""
+        """The state that an optimizer's `init` makes of trained parameters, sharded as they are."""
         followers = Followers(params, self._layout, self._partition)
         to = partial(followers.shardings, self._mesh)
         return Mover(self._mesh).run("init", begin, trained, to)
@@ -191,8 +191,8 @@ class Placer:
         return self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
 
     def _split_along_another_dim(self, leaf: Any) -> Any:
-        """Over the longest dim that divides, other than the first, which is that of stages or
-        layers.
+        """Split a leaf over its longest dim that divides, other than the first (that of stages or
+        layers).
         """
         size = self._mesh.shape[self._axis]
         fits = [d for d in range(1, leaf.ndim) if leaf.shape[d] % size == 0 and leaf.shape[d] > 0]

@@ -87,13 +87,18 @@ def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iter
 
 def _value(program: Program, effect: Effect, record: Any, at: tuple[Ints, Ints]) -> Any:
     """Which value of its place an effect is about."""
-    steps = {Of.OWN: 0, Of.NEXT: 1, Of.BEFORE: -1}
+    steps = {Of.NEXT: 1, Of.BEFORE: -1}
     stage: Any = {Of.FIRST: 0, Of.LAST: program.schedule.num_stages - 1, Of.DEVICE: at[1]}.get(
         effect.of
     )
-    if effect.of in steps:
-        stage = record.stage[at].astype(np.int64) + steps[effect.of]
-    return stage * program.schedule.num_microbatches + record.microbatch[at].astype(np.int64)
+    microbatch = record.microbatch[at].astype(np.int64)
+    if stage is None:
+        stage = record.stage[at].astype(np.int64) + steps.get(effect.of, 0)
+    if effect.of is Of.NEXT_SLICE:
+        microbatch = microbatch + 1
+    if effect.of is Of.SEQUENCE:
+        microbatch = microbatch - microbatch % program.schedule.slices
+    return stage * program.schedule.num_microbatches + microbatch
 
 
 def _of_exchanges(
@@ -108,7 +113,7 @@ def _of_exchanges(
             if POOL_OF[permute.payload] is not pool:
                 continue
             value = np.full((len(ticks), devices), NOTHING, np.int64)
-            made = _made(program, ticks, here, permute.payload)
+            made = _produced(program, ticks, here, permute.payload)
             for source, target in permute.pairs:
                 value[:, target] = made[:, source]
             arrival = program.ticks.arrivals[lane]
@@ -161,7 +166,7 @@ def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
             yield found._replace(tick=found.tick - 1) if early else found
 
 
-def _made(program: Program, ticks: Ints, blocks: Sequence[Running], payload: Payload) -> Ints:
+def _produced(program: Program, ticks: Ints, blocks: Sequence[Running], payload: Payload) -> Ints:
     """`[k, device]`: the value that a device has to send at the end of a template's k-th tick, made
     in that very tick.
     """

@@ -157,14 +157,16 @@ def _flags(program: Program) -> dict[str, BoolTable]:
     stage = np.where(table.shares, 0, table.stage)
     recomputed = chain & (table.at[kind][stage, table.microbatch] >= 0)
     source = np.zeros(table.num_actions, bool)
-    for number, meeting in table.collectives.items():
-        source[number] = table.device[number] == table.device[meeting.home]
+    for number, collective in table.collectives.items():
+        source[number] = table.device[number] == table.device[collective.partner]
     return {
         "is_first": chain & (table.stage == 0),
         "is_last": chain & (table.stage == table.num_stages - 1),
         "is_local": (user >= 0) & (table.device[user] == table.device),
         "keeps": ~recomputed & (not table.forward_only),
         "is_source": source,
+        "continues": table.slice > 0,
+        "is_followed": table.slice < table.slices - 1,
     }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from ..table.effects import OF_SLICES
 from .accesses import NOTHING, Accesses
 from .faults import Fault, ProgramRule
 from .pools import Pool
@@ -31,8 +32,21 @@ def flow_faults(pool: Pool, found: Accesses) -> Iterator[Fault]:
     held = np.where(last >= 0, found.value[last], NOTHING)
     wrong = np.flatnonzero(found.is_read & (held != found.value))
     yield from _wrong_reads(pool, found, held, wrong)
-    if not len(wrong):
-        yield from _size_faults(pool, found, last)
+    if len(wrong):
+        return
+    if pool.name in OF_SLICES:
+        found = found._replace(is_read=found.is_read | _updates(found, last))
+    yield from _size_faults(pool, found, _last_write(found))
+
+
+def _updates(found: Accesses, last: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Writings of rows among the others of a sequence: they find its value in the slot, and leave
+    it there.
+    """
+    before = np.concatenate([[-1], last[:-1]])[: len(last)]
+    here = (found.device[before] == found.device) & (found.slot[before] == found.slot)
+    same: NDArray[np.bool_] = here & (found.value[before] == found.value)
+    return ~found.is_read & (before >= 0) & same
 
 
 def _last_write(found: Accesses) -> NDArray[np.int64]:

@@ -5,13 +5,13 @@ int arrays [ticks, devices].
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.effects import EFFECTS
+from ..table.effects import EFFECTS, OF_SLICES
 from ..table.kinds import COLLECTIVE, RUNS_FORWARD, Kind
 
 IntTable: TypeAlias = NDArray[np.int32]
@@ -23,8 +23,25 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Forward(Generic[A]):
-    """A forward (F, or R: a forward run once more for its residuals) and its slots."""
+class _WithSlots(Generic[A]):
+    """A record with further fields, which not every program has."""
+
+    slots: dict[str, A] = field(default_factory=dict, kw_only=True)
+
+    def __getattr__(self, name: str) -> A:
+        """A further field."""
+        slots: dict[str, A] = self.__dict__.get("slots", {})
+        if name not in slots:
+            raise AttributeError(name)
+        return slots[name]
+
+
+@dataclass(frozen=True)
+class Forward(_WithSlots[A]):
+    """A forward (F, or R: a forward run once more for its residuals) and its slots.
+
+    With slices of sequences, `slots` has what `EFFECTS` says of carries and appended rows.
+    """
 
     kind: A  # Kind.F or Kind.R, or NOBODY
     chunk: A  # of the device, or NOBODY where it runs no forward
@@ -42,8 +59,8 @@ class Forward(Generic[A]):
 
 
 @dataclass(frozen=True)
-class Backward(Generic[A]):
-    """A backward (B, I or W) and its slots."""
+class Backward(_WithSlots[A]):
+    """A backward (B, I or W) and its slots; `slots` is that of `Forward`."""
 
     kind: A  # Kind.B, Kind.I or Kind.W, or NOBODY
     chunk: A  # of the device, or NOBODY where it runs no backward
@@ -61,7 +78,7 @@ class Backward(Generic[A]):
 
 
 @dataclass(frozen=True)
-class Collective(Generic[A]):
+class Collective(_WithSlots[A]):
     """A device's share of a collective action, and its slots: the fields that `EFFECTS` names for
     such actions.
     """
@@ -70,18 +87,16 @@ class Collective(Generic[A]):
     microbatch: A
     # 1 on the device that gives all others what they read, and takes what they make
     is_source: A
-    slots: dict[str, A]
-
-    def __getattr__(self, name: str) -> A:
-        """The slot in a field."""
-        slots: dict[str, A] = self.__dict__.get("slots", {})
-        if name not in slots:
-            raise AttributeError(name)
-        return slots[name]
 
 
 # The slots of what the source gives, of what it takes, of what stays on every device.
 _SLOTS = tuple(dict.fromkeys(e.field for e in EFFECTS if e.kind in COLLECTIVE and e.field))
+
+
+def _of_slices(forward: bool) -> tuple[str, ...]:
+    """The fields that forwards, or backwards, have besides where microbatches are slices."""
+    own = [e for e in EFFECTS if e.place in OF_SLICES and (e.kind in RUNS_FORWARD) is forward]
+    return tuple(dict.fromkeys(("continues", "is_followed", *(e.field for e in own))))
 
 
 @dataclass(frozen=True)
@@ -172,14 +187,20 @@ def pairs_of(forward: Forward[IntTable], backward: Backward[IntTable]) -> NDArra
     is that very forward's, and needs it.
     """
     both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & (backward.kind == int(Kind.B))
-    apart: NDArray[np.bool_] = both & (
+    distinct: NDArray[np.bool_] = both & (
         (forward.stage != backward.stage) | (forward.microbatch != backward.microbatch)
     )
-    return apart
+    return distinct
 
 
 def empty_ticks(
-    num_ticks: int, num_devices: int, lanes: int, *, collective: bool = False, moves: bool = False
+    num_ticks: int,
+    num_devices: int,
+    lanes: int,
+    *,
+    collective: bool = False,
+    moves: bool = False,
+    slices: bool = False,
 ) -> TickRecord[IntTable]:
     """Ticks in which nobody does anything; whoever makes a program fills them."""
 
@@ -188,8 +209,11 @@ def empty_ticks(
 
     def empty(record: Any, nobody: Sequence[str] = ("kind", "chunk")) -> Any:
         names = [f.name for f in fields(record) if f.name != "slots"]
-        slots = {"slots": {name: filled(0) for name in _SLOTS}} if record is Collective else {}
-        return record(**{name: filled(NOBODY if name in nobody else 0) for name in names}, **slots)
+        found = record(**{name: filled(NOBODY if name in nobody else 0) for name in names})
+        more = _SLOTS if record is Collective else ()
+        if slices and record in (Forward, Backward):
+            more = _of_slices(record is Forward)
+        return replace(found, slots={name: filled(0) for name in more}) if more else found
 
     return TickRecord(
         empty(Forward),

@@ -106,14 +106,14 @@ class _Wanted(NamedTuple):
     places: list[Placement]
     microbatches: int
     costs: Costs
-    given_cap: int | None
+    requested_cap: int | None
     cap: int
     slices: int = 1
 
 
 def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
     """The best of list scheduling along the reference orders."""
-    caps = (wanted.cap // 2, wanted.cap) if wanted.given_cap is None else (wanted.cap,)
+    caps = (wanted.cap // 2, wanted.cap) if wanted.requested_cap is None else (wanted.cap,)
     found: list[tuple[ListSchedule, Placement]] = []
     for cap, place in product(caps, wanted.places):
         stages = costs.for_stages(place.num_stages)
@@ -245,7 +245,7 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     """
     from ..solver import least_period  # needs the extra
 
-    costs, cap = wanted.costs, wanted.given_cap
+    costs, cap = wanted.costs, wanted.requested_cap
     found: list[tuple[float, float, Schedule]] = []
     for place in wanted.places:
         times = costs.for_stages(place.num_stages)
@@ -279,7 +279,7 @@ def _table(shop: JobShop, order: Sequence[int], placement: Placement) -> Schedul
 
 def _bound(wanted: _Wanted) -> float:
     """What no schedule goes below."""
-    count, cap = wanted.microbatches, wanted.given_cap
+    count, cap = wanted.microbatches, wanted.requested_cap
     return min(
         lower_bound(wanted.costs, placement=place, microbatches=count, max_activations=cap)
         for place in wanted.places
@@ -288,7 +288,7 @@ def _bound(wanted: _Wanted) -> float:
 
 def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedule:
     """The schedule with what is known of it; `proven` by the solver, under the cap that it had."""
-    costs, cap, bound = wanted.costs, wanted.given_cap, _bound(wanted)
+    costs, cap, bound = wanted.costs, wanted.requested_cap, _bound(wanted)
     proof = Proof.RELAXATION
     # The solver's tables are of F, I and W alone.
     alone = costs.recompute is None and is_cheapest_in_parts(costs.for_stages(schedule.num_stages))

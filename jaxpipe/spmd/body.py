@@ -15,7 +15,7 @@ from ..arrays import Leaves, PyTree, wider
 from ..errors import PipelineError
 from ..jaxprs import Piece
 from ..lowering.target import Target
-from ..model.functions import Loss, split_batch
+from ..model.functions import Loss
 from ..model.leaf_plan import gather, leaf_plans
 from ..model.packed import on_one_device
 from ..model.places import Places
@@ -24,7 +24,7 @@ from ..program.records import arrays
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
-from ..table.effects import Place
+from ..table.effects import OF_SLICES, Place
 from .block import false
 from .collective import with_cuts
 from .entries import StageEntries, whole_entries
@@ -70,7 +70,7 @@ def prepare(
     ...], leaves of the batch [rows, ...] of this data shard.
     """
     with jax.named_scope("prepare"):
-        batch = split_batch(batch, job.num_microbatches)
+        batch = job.functions.split(batch, job.num_microbatches)
         rng = shard_key(rng, job.data_axes, job.data_size)
         mine = [_first_row(tree) for tree in params["stages"]]
         owned = [
@@ -104,6 +104,7 @@ def body(
     `together`: the partitioner permutes in blocks (see `SpmdExecutor`).
     """
     start, blocking = prepare(job, params, batch, rng, kept), target.on_cpus
+    job = replace(job, functions=job.functions.for_batch(start.batch))
     code, kept, shared, first, last = start.code, start.kept, start.shared, start.first, start.last
     together = together or (blocking and lax.axis_size(job.axis) > 1 and code.permutes)
     if together and job.clock is not None:
@@ -167,6 +168,8 @@ def _initial(
     }
     for v in range(len(chunks)):
         state[of_chunk(Place.STAGE_STATE, v)] = jax.tree.leaves(kept[v]) if kept else []
+    for name in [place.value for place in OF_SLICES if getattr(slots, place.value)]:
+        state[name] = getattr(buffers, name).empty(getattr(slots, name))
     for place, avals in code.outer_pools.items():
         if job.training or place is Place.LAST:
             state[place.value] = empty_pool(avals, getattr(slots, place.value))

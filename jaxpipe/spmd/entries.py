@@ -17,7 +17,7 @@ from ..arrays import Leaves, PyTree
 from ..jaxprs import Entry, Part
 from ..lowering.target import Target
 from ..model.leaf_plan import leaf_plans
-from ..stage.code import StageCode, run
+from ..stage.code import StageCode, inexact, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from .compiler_options import ASKED_ON_CPUS, options_for
@@ -40,6 +40,10 @@ class StageEntries:
     residual_input: tuple[Entry, ...]
     residual_weight: tuple[Entry, ...]
     stash: tuple[Entry, ...]
+    carry: tuple[Entry, ...] = ()
+    carry_gradient: tuple[Entry, ...] = ()
+    buffer: tuple[Entry, ...] = ()
+    buffer_gradient: tuple[Entry, ...] = ()
 
 
 def auto_axes(mesh: Mesh, job: Job) -> tuple[str, ...]:
@@ -63,7 +67,8 @@ def whole_entries(code: StageCode, target: Target) -> StageEntries:
         return tuple(_whole(aval, target) for aval in avals)
 
     stored = (code.x_avals, code.dy_avals, code.residual_input, code.residual_weight, code.stash)
-    return StageEntries((_WHOLE,) * code.num_params, *map(whole, stored))
+    passed = (code.carry, code.carry_gradients, code.buffers, code.buffer_gradients)
+    return StageEntries((_WHOLE,) * code.num_params, *map(whole, (*stored, *passed)))
 
 
 def _whole(aval: Any, target: Target) -> Entry:
@@ -101,10 +106,10 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
     parameters: Group = list(
         zip(inputs[:own], [*(_WHOLE for _ in code.consts), *specs], strict=True)
     )
-    x: Group = [(aval, None) for aval in code.x_avals]
+    taken = (*code.x_avals, *code.passed)
+    x: Group = [(aval, None) for aval in taken]
     extra: Group = [
-        (aval, None)
-        for aval in inputs[own + len(code.x_avals) : len(inputs) - len(code.once_avals)]
+        (aval, None) for aval in inputs[own + len(taken) : len(inputs) - len(code.once_avals)]
     ]
 
     def forward(parameters: Leaves, x: Leaves, extra: Leaves) -> Leaves:
@@ -121,13 +126,16 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
     y, residuals = found[: len(code.y_avals)], found[code.num_outputs :]
     kept: Group = list(zip((*code.residual_input, *code.residual_weight), residuals, strict=True))
     cotangent = [spec for spec, wanted in zip(y, code.y_wanted, strict=True) if wanted]
+    passed = list(zip(code.passed, found[len(y) : len(y) + len(code.passed)], strict=True))
+    carry, buffers = passed[: len(code.carry)], passed[len(code.carry) :]
+    later = [[each for each in those if inexact(each[0])] for those in (carry, buffers)]
     dy: Group = [
         *zip(code.dy_avals, cotangent, strict=True),
+        *later[0],
+        *later[1],
         *([] if code.loss is None else [(code.loss, _WHOLE)]),
     ]
-    stash = _output_specs(job, mesh, input_grad, parameters, x, extra, kept, dy)[
-        sum(code.x_wanted) :
-    ]
+    stash = _output_specs(job, mesh, input_grad, parameters, x, extra, kept, dy)[code.num_dx :]
 
     target = target_of(job, mesh)
 
@@ -150,6 +158,15 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
         residual_input=entries(code.residual_input, residuals[:early]),
         residual_weight=entries(code.residual_weight, residuals[early:]),
         stash=entries(code.stash, stash),
+        **{
+            name: entries([aval for aval, _ in those], [spec for _, spec in those])
+            for name, those in (
+                ("carry", carry),
+                ("carry_gradient", later[0]),
+                ("buffer", buffers),
+                ("buffer_gradient", later[1]),
+            )
+        },
     )
 
 

@@ -26,6 +26,10 @@ class SharedBuffers:
     residual_input: SharedBuffer
     residual_weight: SharedBuffer
     stash: SharedBuffer
+    carry: SharedBuffer
+    carry_gradient: SharedBuffer
+    buffer: SharedBuffer
+    buffer_gradient: SharedBuffer
 
     @classmethod
     def of(
@@ -44,6 +48,10 @@ class SharedBuffers:
             residual_input=buffer([k.residual_input for k in kinds], "residual_input"),
             residual_weight=buffer([k.residual_weight for k in kinds], "residual_weight"),
             stash=buffer([k.stash for k in kinds], "stash"),
+            carry=buffer([k.carry for k in kinds], "carry"),
+            carry_gradient=buffer([k.carry_gradients for k in kinds], "carry_gradient"),
+            buffer=buffer([k.buffers for k in kinds], "buffer"),
+            buffer_gradient=buffer([k.buffer_gradients for k in kinds], "buffer_gradient"),
         )
 
     def sent(self, payload: Payload) -> SharedBuffer:

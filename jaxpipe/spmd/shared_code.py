@@ -79,5 +79,12 @@ class SharedCode:
 
     def _extra(self, stage: Scalar, microbatch: Scalar, wants: frozenset[str]) -> Leaves:
         return jax.tree.leaves(
-            make_extra(self.operands.batch, self.operands.rng, stage, microbatch, wants)
+            make_extra(
+                self.operands.batch,
+                self.operands.rng,
+                stage,
+                microbatch,
+                wants,
+                self.code.program.schedule.slices,
+            )
         )

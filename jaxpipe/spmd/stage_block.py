@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
+
 from ..arrays import Leaves
 from ..jaxprs import InSlots, Slot, Target, run_in_slots
 from ..program.templates import BlockUse, Presence
@@ -96,12 +98,59 @@ class StageAction:
         return run_where(presence, getattr(self.row, flag) != 0, block, state)
 
     def _inputs(self, state: State) -> Leaves:
-        """(consts, parameters, x, extra, once)."""
+        """(consts, parameters, x, carry, buffers, extra, once)."""
         shared, code, row, operand = self.shared, self.code, self.row, self.operand
         x = shared.buffers.x.read(state["x"], row.x, code.x_avals)
         own = state[self.name(Place.STAGE_STATE)]
         extra = shared.stage_extra(self.kind, operand, row.stage, row.microbatch, own)
-        return [*code.consts, *operand.params(), *x, *extra, *operand.once]
+        passed = self._read("carry", state) + self._read("buffer", state)
+        return [*code.consts, *operand.params(), *x, *passed, *extra, *operand.once]
+
+    def _avals(self, name: str) -> tuple[Any, ...]:
+        """What the stage has in a pool of what passes between slices."""
+        code = self.code
+        return {
+            "carry": code.carry,
+            "carry_gradient": code.carry_gradients,
+            "buffer": code.buffers,
+            "buffer_gradient": code.buffer_gradients,
+        }[name]
+
+    def _read(self, name: str, state: State, *, flag: str | None = None) -> Leaves:
+        """What passes between slices, out of its slot; zeros where a flag of the record is 0.
+
+        What no effect of the action reads is zeros too: its code does not use it.
+        """
+        avals, buffer = self._avals(name), getattr(self.shared.buffers, name)
+        effects = self.shared.effects(self.use.block.kind)
+        if not any(e.place.value == name and e.access is Access.READ for e in effects):
+            return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+        found: Leaves = buffer.read(state[name], getattr(self.row, name), avals)
+        if flag is None:
+            return found
+        return [jnp.where(getattr(self.row, flag) != 0, leaf, 0) for leaf in found]
+
+    def _write(self, name: str, field: str, flag: str, values: Leaves, state: State) -> State:
+        """Leave something for another slice, where a flag of the record is set."""
+        avals, buffer = self._avals(name), getattr(self.shared.buffers, name)
+        if not avals:
+            return state
+        slot, wanted = getattr(self.row, field), getattr(self.row, flag) != 0
+        old = buffer.read(state[name], slot, avals)
+        new = [jnp.where(wanted, a, b) for a, b in zip(values, old, strict=True)]
+        return state | {name: buffer.write(state[name], slot, avals, new)}
+
+    def _appends(self, state: State) -> tuple[dict[int, Slot], dict[int, Target]]:
+        """Of a forward, the slots of its buffers by the numbers of inputs and of outputs."""
+        code = self.code
+        if not code.buffers:
+            return {}, {}
+        buffer, row = self.shared.buffers.buffer, self.row.buffer
+        slots = buffer.slots(state["buffer"], row, code.buffers)
+        begin = len(code.consts) + code.num_params + len(code.x_avals) + len(code.carry)
+        after = len(code.y_avals) + len(code.carry)
+        there = [(i, slot) for i, slot in enumerate(slots) if slot is not None]
+        return {begin + i: s for i, s in there}, {after + i: s for i, s in there}
 
     def _forward(self, state: State) -> Steps:
         """F: [first,] stage[, last and its gradient]."""
@@ -111,8 +160,10 @@ class StageAction:
         if shared.training and use.block.keeps:
             outs, state = yield from self._keep(code.forward, code.num_outputs, state)
         else:
-            outs, state = yield InSlots(code.evaluate, self._inputs(state)), state
+            reads, writes = self._appends(state)
+            outs, state = yield InSlots(code.evaluate, self._inputs(state), reads, writes), state
         y, rest = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
+        state, rest = self._pass_on(rest, state)
         if code.loss is not None:
             loss, *rest = rest
             state = state | {"losses": add_at(state["losses"], row.microbatch, loss)}
@@ -123,6 +174,18 @@ class StageAction:
         return self._under(
             "is_last", lambda s: self._last(y, s), state, fits=shared.fits_last(code)
         )
+
+    def _pass_on(self, outs: Leaves, state: State) -> tuple[State, Leaves]:
+        """Leave the carry and the buffers for the next slice; what a forward returns after them."""
+        code, buffer = self.code, self.shared.buffers.buffer
+        carries, count = len(code.carry), len(code.passed)
+        state = self._write("carry", "carry_out", "is_followed", outs[:carries], state)
+        if code.buffers:
+            after = buffer.stored(
+                state["buffer"], self.row.buffer, code.buffers, outs[carries:count]
+            )
+            state = state | {"buffer": after}
+        return state, outs[count:]
 
     def _recompute(self, state: State) -> Steps:
         """R: the residuals of a forward whose microbatch kept its input alone."""
@@ -145,7 +208,8 @@ class StageAction:
             slot for buffer, pool, at, avals in entries for slot in buffer.slots(pool, at, avals)
         ]
         writes: dict[int, Target] = {count + i: s for i, s in enumerate(slots) if s is not None}
-        outs, state = yield InSlots(jaxpr, self._inputs(state), {}, writes), state
+        reads, appended = self._appends(state) if count else ({}, {})
+        outs, state = yield InSlots(jaxpr, self._inputs(state), reads, writes | appended), state
         found = (outs[count : count + early], outs[count + early :])
         by_input, by_weight = (
             buffer.stored(pool, at, avals, values)
@@ -190,6 +254,7 @@ class StageAction:
         arguments, slots = self._held(state)
         outs, state = yield InSlots(code.backward, arguments, slots, self._totals(state)), state
         dparams, dx = outs[: code.num_trained], outs[code.num_trained :]
+        state, dx = self._pass_back(dx, state)
         return self._hand_back(dx, self._accumulate(dparams, state))
 
     def _input_grad(self, state: State) -> Steps:
@@ -201,12 +266,25 @@ class StageAction:
             self.row.stash,
         )
         arguments, slots = self._held(state)
-        count = sum(code.x_wanted)
+        count = code.num_dx
         stash = buffer.slots(pool, at, code.stash)
         writes: dict[int, Target] = {count + i: s for i, s in enumerate(stash) if s is not None}
         outs, state = yield InSlots(code.input_grad, arguments, slots, writes), state
         state = state | {"stash": buffer.stored(pool, at, code.stash, outs[count:])}
-        return self._hand_back(outs[:count], state)
+        state, dx = self._pass_back(outs[:count], state)
+        return self._hand_back(dx, state)
+
+    def _pass_back(self, dx: Leaves, state: State) -> tuple[State, Leaves]:
+        """Leave the gradients of carry and buffers for the slice before; those of x."""
+        code = self.code
+        own, end = sum(code.x_wanted), sum(code.x_wanted) + len(code.carry_gradients)
+        state = self._write("carry_gradient", "carry_gradient_out", "continues", dx[own:end], state)
+        if code.buffer_gradients:
+            buffer, pool = self.shared.buffers.buffer_gradient, state["buffer_gradient"]
+            at = self.row.buffer_gradient
+            pool = buffer.write(pool, at, code.buffer_gradients, dx[end:])
+            state = state | {"buffer_gradient": pool}
+        return state, dx[:own]
 
     def _weight_grad(self, state: State) -> Steps:
         """W: the parameters' gradients, from residuals and stash."""
@@ -235,6 +313,8 @@ class StageAction:
             for leaf in getattr(shared.buffers, name).lazily(state[name], getattr(row, name), avals)
         ]
         dy = shared.buffers.cotangent.read(state["cotangent"], row.cotangent, code.dy_avals)
+        for name in ("carry_gradient", "buffer_gradient"):
+            dy += self._read(name, state, flag="is_followed")
         dy += [] if code.loss is None else [shared.operands.seed.astype(code.loss.dtype)]
         return [*before, *kept, *dy], {
             len(before) + i: s for i, s in enumerate(kept) if isinstance(s, Slot)

@@ -45,7 +45,7 @@ class ModelCode:
 
     @property
     def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
-        """What waits in pools for `first` and `last`."""
+        """The values that pools keep for `first` and `last`."""
         table, first = self.program.schedule.encoded, self.first
         found = {
             # what the gradient needs: what `first` keeps, or of all devices the input's gradient
@@ -86,10 +86,10 @@ def trace_model(
     rng: Any,
 ) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
-    functions = job.functions
+    functions = replace(job.functions.for_batch(batch), in_place=True)
     outer_wants = frozenset({"microbatch", "ctx"})
     index = jnp.int32(0)
-    outer = make_extra(batch, rng, index, index, outer_wants)
+    outer = make_extra(batch, rng, index, index, outer_wants, functions.slices)
     shared_uses = _uses(shared, leaf_plans(job.plans["shared"]))
     first_uses = _uses(first, leaf_plans(job.plans["first"])) + shared_uses
     if functions.spreads_first:
@@ -105,7 +105,7 @@ def trace_model(
     for stage, function in enumerate(functions.stages):
         params, state = job.layout.avals_of(stage, owned), job.layout.avals_of(stage, kept)
         uses = _uses(params, job.layout.leaves_of(stage, job.plans["stages"])) + shared_uses
-        # and where they lie
+        # and the names of their leaves
         key = (
             function,
             _form(params),
@@ -115,7 +115,7 @@ def trace_model(
             job.layout.form_of(stage, owned),
         )
         if key not in kinds:
-            extra = make_extra(batch, rng, index, index, function.wants_arrays)
+            extra = make_extra(batch, rng, index, index, function.wants_arrays, functions.slices)
             if "state" in function.wants:
                 extra["state"] = state
             kinds[key] = code = _trace_one(job, functions, stage, (params, shared), x, extra, uses)
@@ -139,12 +139,12 @@ def trace_model(
 
 
 def _form(tree: PyTree) -> Any:
-    """A tree's structure, shapes and dtypes, which can be compared."""
+    """A tree's structure, shapes and dtypes, to compare."""
     return jax.tree.structure(tree), tuple((tuple(a.shape), a.dtype) for a in jax.tree.leaves(tree))
 
 
 def _uses(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
-    """What is done with each of these parameters."""
+    """The uses of each of these parameters."""
     return [
         ParamUse.of(leaf, frozen=plan.frozen)
         for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)
@@ -166,10 +166,11 @@ def _trace_one(
         _check_takes(call, stage, params, x, extra)
     else:
         _check_chain(lambda p, h, e: call(p, h, e)[0], params, x, extra)
+    passed = functions.carried(stage, params, x, extra)
     keeps_state = job.training and "state" in extra
     if keeps_state:
         check_state_gradient(name, call, params, x, extra, [use.trained for use in uses])
-    code = trace_stage(call, params, x, extra, uses)
+    code = trace_stage(call, params, x, extra, uses, passed)
     if keeps_state:
         _check_reads_of_state(
             name, code, extra, recomputes=job.plan.ticks.schedule.encoded.recomputes
@@ -197,8 +198,8 @@ def _check_takes(
 
 
 def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
-    """PipelineError for communication over the pipe axis, which would wait for ever: devices run
-    different stages at a time.
+    """PipelineError for communication over the pipe axis: devices run different stages at a time,
+    so it would wait for ever.
     """
     found = sorted(
         {primitive for jaxpr in jaxprs for primitive, axes in collectives(jaxpr) if axis in axes}
@@ -217,7 +218,8 @@ def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> No
 def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomputes: bool) -> None:
     """PipelineError where a backward, or R, reads the state: by then it is not the forward's."""
     count = len(jax.tree.leaves(extra["state"]))
-    before = len(code.hoist.invars) + len(code.x_avals) + len(jax.tree.leaves(extra))
+    before = len(code.hoist.invars) + len(code.x_avals) + len(code.passed)
+    before += len(jax.tree.leaves(extra))
 
     def read_by(*jaxprs: core.Jaxpr) -> bool:
         return any(any(reads(jaxpr)[before - count : before]) for jaxpr in jaxprs)

@@ -14,8 +14,9 @@ from ..arrays import Leaves, PyTree
 from ..jaxprs import flatten, stores_on_host
 from ..jaxprs.equations import renamed, with_equations
 from ..model.functions import StageOutput
-from .code import ParamUse, StageCode, inexact
-from .split import Inputs, Joint, Returns, pieces
+from .appended import writing_rows
+from .code import ParamUse, Signature, StageCode, inexact
+from .split import pieces
 
 
 def trace_stage(
@@ -24,16 +25,21 @@ def trace_stage(
     x: PyTree,
     extra: PyTree,
     uses: Sequence[ParamUse] | None = None,
+    passed: PyTree = (),
 ) -> StageCode:
     """Cut `function(params, x, extra) -> y`, or `(y, StageOutput)`, into its pieces; arguments are
     arrays, tracers or ShapeDtypeStructs.
+
+    `passed` are the carry and the buffers that the slice before leaves: they come after x in all
+    pieces, and in `extra` as "carried".  The buffers that a forward returns have its rows.
 
     Parameters must be floating, but for frozen ones (`uses`, by leaf); leaves of x that are not
     (segment ids, masks) get no gradient.
     """
     uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
     trained = [use.trained for use in uses]
-    x_leaves, x_tree = jax.tree.flatten(x)
+    x_leaves, x_tree = jax.tree.flatten((x, passed))
+    carry, buffers = map(len, map(jax.tree.leaves, passed or ((), ())))
     wanted = tuple(inexact(leaf) for leaf in x_leaves)
     params_tree = jax.tree.structure(params)
 
@@ -41,17 +47,19 @@ def trace_stage(
         params_leaves: Leaves, x_leaves: Leaves, extra: PyTree
     ) -> tuple[PyTree, PyTree, PyTree]:
         def call(p: Leaves, diff: Leaves) -> tuple[PyTree, PyTree]:
+            x, before = jax.tree.unflatten(x_tree, filled(diff, x_leaves, wanted))
             out = function(
                 jax.tree.unflatten(params_tree, filled(p, params_leaves, trained)),
-                jax.tree.unflatten(x_tree, filled(diff, x_leaves, wanted)),
-                extra,
+                x,
+                {**extra, "carried": before} if passed else extra,
             )
             y, more = (
                 out
                 if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], StageOutput)
                 else (out, StageOutput())
             )
-            return (y, more.loss), more.state
+            after, rows = (more.carried, more.rows) if passed else ((), ())
+            return ((y, after), more.loss), (more.state, rows)
 
         y, vjp, state = jax.vjp(
             call, chosen(params_leaves, trained), chosen(x_leaves, wanted), has_aux=True
@@ -60,10 +68,9 @@ def trace_stage(
 
     params_leaves = jax.tree.leaves(params)
     forward, shapes = jax.make_jaxpr(split, return_shape=True)(params_leaves, x_leaves, extra)
-    y, state, vjp = shapes
+    y, (state, rows), vjp = shapes
     vjp_leaves, vjp_tree = jax.tree.flatten(vjp)
     y_leaves, both_tree = jax.tree.flatten(y)
-    state_leaves = jax.tree.leaves(state)
     dy = [leaf for leaf in y_leaves if inexact(leaf)]
 
     def transposed(residuals: Leaves, dy: Leaves) -> PyTree:
@@ -72,20 +79,27 @@ def trace_stage(
         return jax.tree.unflatten(vjp_tree, residuals)(jax.tree.unflatten(both_tree, full))
 
     backward = jax.make_jaxpr(transposed)(vjp_leaves, dy)
-    outputs = [*y_leaves, *state_leaves]
-    joint = _join(flatten(forward), flatten(backward), len(outputs), len(dy))
-    inputs = Inputs(len(joint.consts), tuple(uses), len(x_leaves), len(jax.tree.leaves(extra)))
     has_loss = not isinstance(y[1], tuple)
-    y_count = len(y_leaves) - has_loss
-    returns = Returns(
-        y_tree=jax.tree.structure(y[0]),
-        y=tuple(y_leaves[:y_count]),
+    y_count = len(y_leaves) - has_loss - carry - buffers
+    x_avals = tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in x_leaves)
+    x_count = len(x_leaves) - carry - buffers
+    flat = flatten(forward), flatten(backward)
+    signature = Signature(
+        consts=(*flat[0].consts, *flat[1].consts),
+        uses=tuple(uses),
+        x_avals=x_avals[:x_count],
+        num_extra=len(jax.tree.leaves(extra)),
+        y_tree=jax.tree.structure(y[0][0]),
+        y_avals=tuple(y_leaves[:y_count]),
         loss=y_leaves[-1] if has_loss else None,
-        state=tuple(state_leaves),
-        x=tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in x_leaves),
-        x_wanted=wanted,
+        state=tuple(jax.tree.leaves(state)),
+        carry=x_avals[x_count : x_count + carry],
+        buffers=x_avals[x_count + carry :],
     )
-    return replace(pieces(joint, inputs, returns), offloads=stores_on_host(forward.jaxpr))
+    appended = len(jax.tree.leaves(rows))
+    joint = _join(flat[0].jaxpr, flat[1].jaxpr, signature.num_outputs + appended)
+    code = pieces(joint, len(flat[0].jaxpr.eqns), signature, appended=appended)
+    return replace(writing_rows(code, appended), offloads=stores_on_host(forward.jaxpr))
 
 
 def filled(values: Leaves, leaves: Leaves, replaced: Sequence[bool]) -> Leaves:
@@ -104,20 +118,14 @@ def _no_gradient(leaf: Any) -> Any:
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
-def _join(
-    forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, y_count: int, dy_count: int
-) -> Joint:
+def _join(forward: core.Jaxpr, backward: core.Jaxpr, outputs: int) -> core.Jaxpr:
     """One jaxpr of both, the backward reading the forward's variables."""
-    f = forward.jaxpr
-    residuals = f.outvars[y_count:]
-    inner = backward.jaxpr.invars[: len(residuals)]
-    b = renamed(backward.jaxpr, dict(zip(inner, residuals, strict=True)))
-    dy = b.invars[len(residuals) :]
-    assert len(dy) == dy_count
-    jaxpr = with_equations(
-        f,
-        [*f.eqns, *b.eqns],
-        [*f.constvars, *b.constvars, *f.invars, *dy],
-        [*f.outvars[:y_count], *b.outvars],
+    residuals = forward.outvars[outputs:]
+    dy = backward.invars[len(residuals) :]
+    joined = renamed(backward, dict(zip(backward.invars, residuals, strict=False)))
+    return with_equations(
+        forward,
+        [*forward.eqns, *joined.eqns],
+        [*forward.constvars, *backward.constvars, *forward.invars, *dy],
+        [*forward.outvars[:outputs], *joined.outvars],
     ).replace(constvars=[])
-    return Joint(jaxpr, (*forward.consts, *backward.consts), len(f.eqns))

@@ -27,6 +27,10 @@ class Place(enum.Enum):
     SHARE = "share"  # what L leaves for H, on every device
     # residuals of both kinds that live long, in the host's memory (`Offload.RESIDUALS`)
     HOST = "host"
+    CARRY = "carry"  # what a slice of a sequence leaves for the next one in the same stage
+    CARRY_GRADIENT = "carry_gradient"  # the gradients of carries
+    BUFFER = "buffer"  # the rows that the slices of a sequence append in a stage
+    BUFFER_GRADIENT = "buffer_gradient"  # the gradients of these rows
     SENT_X = "sent_x"  # the last output of a stage, which the tick's transfers send
     SENT_DX = "sent_dx"  # the last gradient of a stage's input
     STAGE_STATE = "stage_state"  # what a stage hands from microbatch to microbatch
@@ -49,7 +53,9 @@ class Place(enum.Enum):
         return self in _LETTERS
 
 
-_LETTERS = dict(zip(Place, "xiwcsfylh", strict=False))
+_LETTERS = dict(zip(Place, "xiwcsfylhkdbg", strict=False))
+# The pools of what passes between slices of a sequence.
+OF_SLICES = (Place.CARRY, Place.CARRY_GRADIENT, Place.BUFFER, Place.BUFFER_GRADIENT)
 # The pools that a program has even where nothing is in them.
 ALWAYS = tuple(_LETTERS)[:6]
 
@@ -71,11 +77,14 @@ class Of(enum.Enum):
     FIRST = "first"  # the model's first
     LAST = "last"  # the model's last
     DEVICE = "device"  # no stage: every device has a value of its own
+    NEXT_SLICE = "next slice"  # the action's, of the next slice of its sequence
+    SEQUENCE = "sequence"  # the action's, of all slices of its sequence
 
 
 class LastUse(enum.IntEnum):
     """The last action of a stage and microbatch that reads a value."""
 
+    NONE = -1  # there is no such value
     FORWARD = 0
     INPUT_GRAD = 1
     WEIGHT_GRAD = 2
@@ -87,6 +96,16 @@ class Liveness:
 
     x: LastUse = LastUse.WEIGHT_GRAD
     cotangent: LastUse = LastUse.INPUT_GRAD
+    # of slices of sequences
+    carry: LastUse = LastUse.NONE
+    carry_gradient: LastUse = LastUse.NONE
+    buffer: LastUse = LastUse.NONE
+    buffer_gradient: LastUse = LastUse.NONE
+
+    @classmethod
+    def of_slices(cls) -> Liveness:
+        """The longest that slices of sequences can need."""
+        return cls(*[LastUse.WEIGHT_GRAD] * len(fields(cls)))
 
 
 def longest(needs: Sequence[Liveness]) -> Liveness:
@@ -105,10 +124,10 @@ class Effect:
         field: of the kind's record, the field that holds the slot; "" where the place is no pool.
         of: the stage to which the value belongs.
         when: the flag of the record that must be set; None where it always happens.
-        never: flags of the record; it does not happen in code where one of them is always set.
+        unless: flags of the record; it does not happen in code where one of them is always set.
         present: kinds of which the table must have one, where there are any.
         absent: kinds of which the table must have none.
-        until: of a reading, the field of `Liveness` must be at least this.
+        until: the field of `Liveness` for the place must be at least this, where there is one.
     """
 
     kind: Kind
@@ -117,7 +136,7 @@ class Effect:
     field: str = ""
     of: Of = Of.OWN
     when: str | None = None
-    never: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
     present: tuple[Kind, ...] = ()
     absent: tuple[Kind, ...] = ()
     until: LastUse = LastUse.FORWARD
@@ -128,6 +147,7 @@ _F, _B, _I, _W, _R = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R
 _L, _E, _G, _H = Kind.L, Kind.E, Kind.G, Kind.H
 _BACKWARDS, _SENT_X, _SENT_DX = (_B, _I), ("is_last", "is_local"), ("is_first", "is_local")
 _EARLY, _LATE, _STASH = Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, Place.STASH
+_DCARRY, _DBUFFER = Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT
 _BY_I, _BY_W = LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD
 
 EFFECTS = (
@@ -138,7 +158,7 @@ EFFECTS = (
     Effect(_F, WRITE, _EARLY, "residual_input", when="keeps", present=_BACKWARDS),
     Effect(_F, WRITE, _LATE, "residual_weight", when="keeps", present=_BACKWARDS),
     Effect(_F, WRITE, Place.X, "out", Of.NEXT, when="is_local"),
-    Effect(_F, WRITE, Place.SENT_X, of=Of.NEXT, never=_SENT_X),
+    Effect(_F, WRITE, Place.SENT_X, of=Of.NEXT, unless=_SENT_X),
     Effect(_F, WRITE, Place.STAGE_STATE),
     Effect(_F, WRITE, Place.LOSSES, when="has_loss"),  # of the stage itself
     Effect(_F, WRITE, Place.LAST, "out", when="is_last", present=(_L,)),
@@ -147,6 +167,13 @@ EFFECTS = (
     Effect(_F, WRITE, Place.AUX, when="is_last", absent=(_L,)),
     Effect(_F, WRITE, Place.LAST_GRADIENTS, "", Of.OWN, "is_last", (), _BACKWARDS, (_L,)),
     Effect(_F, WRITE, Place.SHARED_GRADIENTS, "", Of.OWN, "is_last", (), _BACKWARDS, (_L,)),
+    # slices of sequences: what the slices before left, and what is left for the next
+    Effect(_F, READ, Place.CARRY, "carry", when="continues"),
+    Effect(_F, READ, Place.BUFFER, "buffer", Of.SEQUENCE, "continues"),
+    Effect(_R, READ, Place.CARRY, "carry", when="continues"),
+    Effect(_R, READ, Place.BUFFER, "buffer", Of.SEQUENCE),
+    Effect(_F, WRITE, Place.CARRY, "carry_out", Of.NEXT_SLICE, "is_followed"),
+    Effect(_F, WRITE, Place.BUFFER, "buffer", Of.SEQUENCE),
     # the residuals of a forward that kept none
     Effect(_R, READ, Place.X, "x"),
     Effect(_R, WRITE, _EARLY, "residual_input"),
@@ -163,16 +190,26 @@ EFFECTS = (
             Effect(kind, READ, Place.FIRST, "first", when="is_first", absent=SPREAD_FIRST),
             *((Effect(kind, WRITE, _STASH, "stash"),) if kind is _I else ()),
             Effect(kind, WRITE, Place.COTANGENT, "out", Of.BEFORE, when="is_local"),
-            Effect(kind, WRITE, Place.SENT_DX, of=Of.BEFORE, never=_SENT_DX),
+            Effect(kind, WRITE, Place.SENT_DX, of=Of.BEFORE, unless=_SENT_DX),
             Effect(kind, WRITE, Place.FIRST, "out", when="is_first", present=SPREAD_FIRST),
             Effect(kind, WRITE, Place.FIRST_GRADIENTS, when="is_first", absent=SPREAD_FIRST),
             Effect(kind, WRITE, Place.SHARED_GRADIENTS, when="is_first", absent=SPREAD_FIRST),
+            # slices of sequences: gradients come from the next slice and go to the one before
+            Effect(kind, READ, Place.CARRY, "carry", when="continues", until=_BY_I),
+            Effect(kind, READ, Place.BUFFER, "buffer", Of.SEQUENCE, until=_BY_I),
+            Effect(kind, READ, _DCARRY, "carry_gradient", Of.NEXT_SLICE, "is_followed"),
+            Effect(kind, WRITE, _DCARRY, "carry_gradient_out", Of.OWN, "continues"),
+            Effect(kind, READ, _DBUFFER, "buffer_gradient", Of.SEQUENCE, "is_followed"),
+            Effect(kind, WRITE, _DBUFFER, "buffer_gradient", Of.SEQUENCE),
         )
     ),
     Effect(_W, READ, Place.X, "x", until=_BY_W),
     Effect(_W, READ, _LATE, "residual_weight"),
     Effect(_W, READ, Place.COTANGENT, "cotangent", until=_BY_W),
     Effect(_W, READ, _STASH, "stash"),
+    Effect(_W, READ, Place.CARRY, "carry", when="continues", until=_BY_W),
+    Effect(_W, READ, Place.BUFFER, "buffer", Of.SEQUENCE, until=_BY_W),
+    Effect(_W, READ, _DCARRY, "carry_gradient", Of.NEXT_SLICE, "is_followed", until=_BY_W),
     *(
         Effect(kind, WRITE, place)
         for kind in (_B, _W)
@@ -210,5 +247,5 @@ def effects_of(kind: Kind, kinds: frozenset[Kind], liveness: Liveness) -> tuple[
         if effect.kind is kind
         and (not effect.present or not kinds.isdisjoint(effect.present))
         and kinds.isdisjoint(effect.absent)
-        and getattr(liveness, effect.field, LastUse.WEIGHT_GRAD) >= effect.until
+        and getattr(liveness, effect.place.value, LastUse.WEIGHT_GRAD) >= effect.until
     )

@@ -1,0 +1,173 @@
+"""Slices of sequences: how a batch is cut into them, and the rows that a stage appends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..arrays import PyTree
+from ..errors import PipelineError
+
+
+def has_time(path: tuple[Any, ...], time: tuple[str, ...]) -> bool:
+    """Whether a leaf of the batch is named in `time`: by its path, or by the first part of it."""
+    names = [
+        str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path
+    ]
+    return "/".join(names) in time or bool(names and names[0] in time)
+
+
+def split_slices(batch: PyTree, count: int, slices: int, time: tuple[str, ...]) -> PyTree:
+    """Leaves [rows, ...] -> [count, rows / sequences, ...]: entry m is slice m % slices of sequence
+    m // slices.  Leaves without a time axis are the same for all slices of a sequence.
+    """
+    sequences = count // slices
+
+    def split(path: tuple[Any, ...], leaf: Any) -> Any:
+        rows = leaf.reshape(sequences, leaf.shape[0] // sequences, *leaf.shape[1:])
+        if not has_time(path, time):
+            return jnp.repeat(rows, slices, axis=0)
+        length = leaf.shape[1] // slices
+        cut = rows.reshape(*rows.shape[:2], slices, length, *leaf.shape[2:])
+        return jnp.moveaxis(cut, 2, 1).reshape(count, rows.shape[1], length, *leaf.shape[2:])
+
+    return jax.tree_util.tree_map_with_path(split, batch)
+
+
+def join_slices(outputs: PyTree, slices: int, length: int) -> PyTree:
+    """Leaves [M, rows, ...] of slices -> [M / slices, rows, ...]: those whose axis after the rows
+    is a slice's `length` are whole sequences again, others are those of the last slice.
+    """
+
+    def join(leaf: Any) -> Any:
+        cut = leaf.reshape(leaf.shape[0] // slices, slices, *leaf.shape[1:])
+        if leaf.ndim < 3 or leaf.shape[2] != length:
+            return cut[:, -1]
+        whole = jnp.moveaxis(cut, 1, 2)
+        return whole.reshape(*whole.shape[:2], slices * length, *leaf.shape[3:])
+
+    return jax.tree.map(join, outputs)
+
+
+def slice_length(batch: PyTree, time: tuple[str, ...]) -> int:
+    """Rows of time of a slice, in a batch that is cut."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return int(next(leaf.shape[2] for path, leaf in leaves if has_time(path, time)))
+
+
+def time_faults(batch: PyTree, slices: int, time: tuple[str, ...]) -> list[str]:
+    """Faults of a batch whose leaves in `time` are cut along axis 1."""
+    if slices == 1:
+        return []
+    if not time:
+        return [
+            f"the schedule has {slices} slices a sequence; name the leaves of the batch that have "
+            'a time axis (axis 1): jaxpipe.Model(..., time=("tokens", "targets"))'
+        ]
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    timed = [
+        (f"batch{jax.tree_util.keystr(p)}", np.shape(a)) for p, a in leaves if has_time(p, time)
+    ]
+    absent = [name for name in time if not any(has_time(path, (name,)) for path, _ in leaves)]
+    faults = [f"the batch has no {name!r}, which time= of the model names" for name in absent]
+    for name, shape in timed:
+        if len(shape) < 2 or not shape[1] or shape[1] % slices:
+            what = f"{shape[1]} positions of time" if len(shape) > 1 else "no axis 1, of time"
+            faults.append(
+                f"{name} has {what}, which do not divide into {slices} equal slices"
+                + (f"; use {max(1, round(shape[1] / slices)) * slices}" if len(shape) > 1 else "")
+            )
+    if len({shape[1] for _, shape in timed if len(shape) > 1}) > 1:
+        lengths = ", ".join(f"{name} {shape[1]}" for name, shape in timed if len(shape) > 1)
+        faults.append(f"leaves with a time axis have different lengths: {lengths}")
+    return faults
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _in_place(buffer: Any, rows: Any, offset: Any, size: int, axis: int) -> tuple[Any, Any]:
+    """A buffer that has the rows already: as it is read, and as it is left for other slices.
+
+    The gradient of the rows is what all slices that read them have added to the buffer's.
+    """
+    return buffer, buffer
+
+
+def _forwards(
+    buffer: Any, rows: Any, offset: Any, size: int, axis: int
+) -> tuple[tuple[Any, Any], Any]:
+    return (buffer, buffer), offset
+
+
+def _backwards(size: int, axis: int, offset: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    total = cotangents[1] + cotangents[0]
+    return total, lax.dynamic_slice_in_dim(total, offset, size, axis), None
+
+
+_in_place.defvjp(_forwards, _backwards)
+
+
+class Ledger:
+    """The rows that a stage appends while it is traced.
+
+    `number` is that of the slice.  `given` are the sequence's buffers by name, or None while their
+    shapes are looked for.  `holds`: they have the rows of this slice already, since the executor
+    writes them.
+    """
+
+    def __init__(
+        self, slices: int, number: Any, given: Mapping[str, Any] | None, *, holds: bool
+    ) -> None:
+        self.slices, self.number, self.given, self.holds = slices, number, given, holds
+        self.rows: dict[str, Any] = {}
+        self.buffers: dict[str, Any] = {}
+        self._prefix = ""  # of names
+
+    def again(self) -> Ledger:
+        """One that has nothing yet, for a function that is traced by itself."""
+        return Ledger(self.slices, self.number, self.given, holds=self.holds)
+
+    def of_layer(self, place: int) -> Ledger:
+        """The same for a layer of the stage, whose names are its own."""
+        found = copy(self)
+        found._prefix = f"{place}/"
+        return found
+
+    def append(self, name: str, rows: Any, axis: int) -> Any:
+        """The whole buffer; PipelineError for a name that is there already, or other shapes."""
+        rows, name = jnp.asarray(rows), self._prefix + name
+        if name in self.rows:
+            raise PipelineError(
+                f"ctx.append({name!r}, ...) is called twice in a stage; give each buffer its name"
+            )
+        if not -rows.ndim <= axis < rows.ndim:
+            raise PipelineError(
+                f"ctx.append({name!r}, rows, axis={axis}): the rows have shape {rows.shape}"
+            )
+        axis %= rows.ndim
+        shape = [n * self.slices if i == axis else n for i, n in enumerate(rows.shape)]
+        given = jnp.zeros(shape, rows.dtype) if self.given is None else self.given.get(name)
+        if given is None or (list(given.shape), given.dtype) != (shape, rows.dtype):
+            what = "no buffer" if given is None else f"a buffer {given.dtype}{list(given.shape)}"
+            raise PipelineError(
+                f"ctx.append({name!r}, ...) of rows {rows.dtype}{list(rows.shape)} finds {what}; "
+                "each slice of a sequence appends rows of the same name, shape and dtype, and the "
+                f"buffer has room for {self.slices} slices"
+            )
+        self.rows[name] = rows
+        offset = self.number * rows.shape[axis]
+        if not self.holds:
+            given = lax.dynamic_update_slice_in_dim(given, rows, offset, axis)
+            used = given
+        elif jnp.issubdtype(rows.dtype, jnp.inexact):
+            used, given = _in_place(given, rows, offset, rows.shape[axis], axis)
+        else:
+            used = given
+        self.buffers[name] = given
+        return used
