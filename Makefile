@@ -98,4 +98,10 @@ $(VENV)/.ready-test: pyproject.toml | $(BIN)/python
 	  echo "WARNING: jax-cuda13-plugin and jax-cuda13-pjrt $$version could not be installed: the tests that"; \
 	  echo "compile GPU programs without a GPU will be SKIPPED.  Everything else is tested."; \
 	  echo "**********************************************************************************************"; }
+	@libtpu=$$($(BIN)/python -c 'from importlib.metadata import requires; print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))'); \
+	$(PIP) --no-deps "$$libtpu" || { \
+	  echo "**********************************************************************************************"; \
+	  echo "WARNING: $$libtpu could not be installed: the tests that compile TPU programs without a TPU"; \
+	  echo "will be SKIPPED.  Everything else is tested."; \
+	  echo "**********************************************************************************************"; }
 	@touch $@ $(VENV)/.ready-train $(VENV)/.ready-tables

@@ -44,7 +44,7 @@ LAYERS = 2  # of a stage
 
 
 class Axes(Enum):
-    """The mesh's axes; all but the pipe axis are of size 2."""
+    """The mesh's axes."""
 
     PIPE = "pipe"
     DATA = "pipe x data"
@@ -71,6 +71,8 @@ class Case:
     axes: Axes = Axes.PIPE
     remat: Remat = Remat.NOTHING
     shape: Shape = SHAPE
+    layers: int = LAYERS  # of a stage
+    other: int = 2  # devices of the axis beside the pipe axis
 
     def build(self) -> jp.Schedule:
         """The table, with the schedule's usual number of chunks."""
@@ -80,11 +82,16 @@ class Case:
 
     def lower(self) -> Any:
         """The step, lowered for described GPUs."""
+        pipe, params, rows = self.arguments(gpu_mesh)
+        return pipe.lower(params, rows)
+
+    def arguments(self, described: Callable[..., Any]) -> tuple[jp.Pipeline, Any, Any]:
+        """The pipeline, its parameters and a batch as shapes; `described` makes its mesh."""
         schedule, tensor = self.build(), self.axes is Axes.TENSOR
-        shape = dataclasses.replace(self.shape, layers=LAYERS * schedule.num_stages)
+        shape = dataclasses.replace(self.shape, layers=self.layers * schedule.num_stages)
         data = self.axes in (Axes.DATA, Axes.FSDP)
         second = (TENSOR,) if tensor else (DATA,) if data else ()
-        mesh = gpu_mesh((self.devices, *(2 for _ in second)), ("pipe", *second))
+        mesh = described((self.devices, *(self.other for _ in second)), ("pipe", *second))
         model = Model(shape, remat_layer=_layer_policy(self.remat), sequence=tensor, tensor=tensor)
         pipe = jp.Pipeline(
             jp.Model(model.stage, first=model.first, last=model.last),
@@ -97,11 +104,10 @@ class Case:
             ),
             memory=jp.Memory(remat="full" if self.remat is Remat.FULL else None),
         )
-        rows = self.microbatches * (2 if data else 1)
+        rows = self.microbatches * (self.other if data else 1)
         sharding = NamedSharding(mesh, PartitionSpec(DATA if data else None))
-        return pipe.lower(
-            pipe.place(parameters(shape, schedule.num_stages)), batch(shape, rows, sharding)
-        )
+        params = pipe.place(parameters(shape, schedule.num_stages))
+        return pipe, params, batch(shape, rows, sharding)
 
 
 def _layer_policy(remat: Remat) -> Callable[..., bool] | bool:

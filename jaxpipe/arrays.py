@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -16,6 +17,32 @@ Leaves: TypeAlias = "list[Any]"
 # Numbers that a tick reads from its records, and predicates.
 Scalar: TypeAlias = Int32[Array, ""]
 Flag: TypeAlias = Bool[Array, ""]
+
+
+def path_text(path: Any) -> str:
+    """A leaf's path as text, "dense/kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def by_path(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """The leaves of a tree by path, "dense/kernel"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return {path_text(path): leaf for path, leaf in leaves}
+
+
+def by_index(tree: PyTree, name: str) -> dict[str, Any]:
+    """The leaves of a tree as a program would write them, "batch['x']"."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {name + jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+def axis_faults(tree: PyTree, name: str, length: int, axis: str) -> list[str]:
+    """Leaves whose leading axis has another length; `axis` says what it must be."""
+    return [
+        f"{where} has shape {np.shape(leaf)}; its leading axis must be {axis}"
+        for where, leaf in by_index(tree, name).items()
+        if np.shape(leaf)[:1] != (length,)
+    ]
 
 
 def wider(*dtypes: Any) -> Any:
@@ -43,34 +70,23 @@ def summable(leaf: Any) -> Any:
 
 # Kinds of numpy's dtypes that JAX has no arrays of.
 _NO_NUMBERS = {"U": "strings", "S": "bytes", "M": "dates", "m": "times"}
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)
 
 
 def array_faults(tree: PyTree, name: str) -> list[str]:
     """Leaves that JAX cannot take, by type: tensors of another library, strings, objects."""
     odd: dict[str, list[str]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.hasobject:
-            odd.setdefault("a numpy array of objects", []).append(name + jax.tree_util.keystr(path))
-        elif isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "USMm":
-            odd.setdefault(f"a numpy array of {_NO_NUMBERS[leaf.dtype.kind]}", []).append(
-                name + jax.tree_util.keystr(path)
-            )
-        elif not isinstance(
-            leaf,
-            jax.Array
-            | np.ndarray
-            | np.generic
-            | jax.ShapeDtypeStruct
-            | bool
-            | int
-            | float
-            | complex,
-        ):
-            kind = type(leaf)
-            if not hasattr(leaf, "__jax_array__"):
-                odd.setdefault(f"a {kind.__module__.split('.')[0]}.{kind.__qualname__}", []).append(
-                    name + jax.tree_util.keystr(path)
-                )
+    for where, leaf in by_index(tree, name).items():
+        kind, of_numpy = type(leaf), isinstance(leaf, np.ndarray | np.generic)
+        if of_numpy and leaf.dtype.hasobject:
+            what = "a numpy array of objects"
+        elif of_numpy and leaf.dtype.kind in _NO_NUMBERS:
+            what = f"a numpy array of {_NO_NUMBERS[leaf.dtype.kind]}"
+        elif of_numpy or isinstance(leaf, _ARRAYS) or hasattr(leaf, "__jax_array__"):
+            continue
+        else:
+            what = f"a {kind.__module__.split('.')[0]}.{kind.__qualname__}"
+        odd.setdefault(what, []).append(where)
     return [
         f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} is "
         f"{kind}; give jax or numpy arrays"
@@ -81,12 +97,10 @@ def array_faults(tree: PyTree, name: str) -> list[str]:
 
 def described(tree: PyTree, most: int = 8) -> str:
     """Leaves by path, dtype and shape, the first of them: "w float32[3, 3], b float32[3]"."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    texts = []
-    for path, leaf in leaves[:most]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        texts.append(
-            f"{name} {getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}".strip()
-        )
+    leaves = by_path(tree)
+    texts = [
+        f"{name} {getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}".strip()
+        for name, leaf in list(leaves.items())[:most]
+    ]
     more = f" and {len(leaves) - most} more" if len(leaves) > most else ""
     return ", ".join(texts) + more if leaves else "nothing"

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .arrays import PyTree
+from .arrays import PyTree, by_path
 from .errors import CheckpointError, quoted
 from .pipeline import Pipeline
 from .portable import PortableState
@@ -353,11 +353,7 @@ class Checkpoints:
 
 def _leaves(canonical: PyTree) -> dict[str, list[Any]]:
     """Path -> [dtype, shape] of every leaf, as JSON keeps it."""
-    leaves = jax.tree_util.tree_leaves_with_path(canonical)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): [str(leaf.dtype), list(leaf.shape)]
-        for path, leaf in leaves
-    }
+    return {path: [str(leaf.dtype), list(leaf.shape)] for path, leaf in by_path(canonical).items()}
 
 
 def _check_number(step: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .arrays import PyTree
+from .arrays import PyTree, by_index
 from .errors import PipelineError
 from .model.functions import Functions, Loss, make_extra, split_batch
 from .model.leaf_plan import leaf_plans
@@ -334,14 +334,14 @@ class _Search:
         device.
         """
         counts = {}
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        for where, leaf in by_index(tree, name).items():
             if _floating(leaf):
                 found = jnp.stack(
                     [jnp.isnan(leaf).sum(), jnp.isinf(leaf).sum(), jnp.asarray(jnp.size(leaf))]
                 )[None]
                 for axis in reversed(self.pipe.data_axes):
                     found = lax.all_gather(found, axis, tiled=True)
-                counts[name + jax.tree_util.keystr(path)] = found
+                counts[where] = found
         return counts
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from .arrays import PyTree
+from .arrays import PyTree, by_path
 from .errors import PipelineError
 
 T = TypeVar("T")
@@ -115,12 +115,7 @@ def _moves(leaf: Any) -> bool:
 
 def _check_constant(rest: PyTree) -> None:
     """PipelineError listing what else than parameters is differentiated."""
-    leaves = jax.tree_util.tree_leaves_with_path(rest, is_leaf=_is_primal)
-    faults = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, leaf in leaves
-        if _moves(leaf)
-    ]
+    faults = [path for path, leaf in by_path(rest, is_leaf=_is_primal).items() if _moves(leaf)]
     if faults:
         raise PipelineError.listing(
             "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .arrays import PyTree
+from .arrays import PyTree, by_index
 from .errors import JaxpipeError, PipelineError
 from .fingerprint import check_same, fingerprint
 from .pipeline import Pipeline
@@ -128,9 +128,9 @@ def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
     """
     count = len(local_rows(pipe, rows))
     faults = [
-        f"batch{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; this process feeds "
-        f"{count} of the {rows} rows (`local_rows`)"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(local)
+        f"{name} has shape {np.shape(leaf)}; this process feeds {count} of the {rows} rows "
+        "(`local_rows`)"
+        for name, leaf in by_index(local, "batch").items()
         if np.shape(leaf)[:1] != (count,)
     ]
     if faults:

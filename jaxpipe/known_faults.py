@@ -78,6 +78,8 @@ def read_faults() -> tuple[Fault, ...]:
     )
 
 
+# What was run; pyproject.toml allows the same.
+TESTED = {"jax": ">=0.10,<0.11", "jaxlib": ">=0.10,<0.11"}
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _ONE = re.compile(r"(==|>=|<=|<|>)([\d.]+)")
 

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .arrays import PyTree
+from .arrays import PyTree, by_path, path_text
 from .errors import PipelineError
 from .model.mesh import explicit_context
 from .model.own_rules import inputs_of, is_probed, rules_of
 from .model.packed import Packed
 from .model.param_layout import OUTER
 from .model.placed import Chunks
-from .model.specs import path_text
 from .model.spread import cut_off, padded_like
 from .model.stacks import Stack, StackedStages
 from .pipeline import Pipeline
@@ -245,7 +244,7 @@ def _check_apart(update: Callable[..., PyTree], shapes: tuple[PyTree, PyTree, Py
     """PipelineError where the update of one array depends on the gradient of another: the rule
     spans more than a layer.
     """
-    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])]
+    paths = list(by_path(shapes[0]))
     reads = inputs_of(jax.make_jaxpr(update)(*shapes))
     if len(reads) != len(paths):
         return  # updates that are left out, as of a mask

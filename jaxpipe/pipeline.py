@@ -22,7 +22,7 @@ from .known_faults import refuse_faults
 from .layouts.layout import Layout
 from .lowering.offload import Offload
 from .lowering.overheads import Overheads
-from .lowering.plan import forward_plan, plan_of
+from .lowering.plan import plan_of
 from .lowering.prices import overheads_of
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, with_shares
@@ -48,6 +48,7 @@ from .stage.model_code import ModelCode
 from .table.check import check
 from .table.kinds import Kind
 from .table.schedule import Schedule
+from .transforms.forward_only import for_evaluation
 from .transforms.place_together import without_kinds
 
 
@@ -578,8 +579,9 @@ class Pipeline:
         job = Job(
             plan=self._plan
             if training
-            else forward_plan(
-                table, self._microbatches_of(batch), overheads=self._target.overheads
+            else plan_of(
+                for_evaluation(table, self._microbatches_of(batch)),
+                overheads=self._target.overheads,
             ),
             functions=functions.returning_outputs() if outputs else functions,
             layout=self.layout,

@@ -29,7 +29,7 @@ WITHOUT_JAX = (
 WITH_JAX = (
     *("arrays", "jaxprs", "model", "stage", "spmd", "eager", "differentiable", "same_code"),
     *("processes", "fingerprint", "pipeline", "vocabulary", "optimizers", "debug", "portable"),
-    *("checkpoint", "distributed", "flax", "inspect", "measuring"),
+    *("checkpoint", "distributed", "flax", "inspect", "measuring", "doctor"),
 )
 ROOMS = (*WITHOUT_JAX, *WITH_JAX)
 # The core imports none of these rooms: they may be deleted.
@@ -37,6 +37,7 @@ OPTIONAL = frozenset(
     {
         *("solver", "megatron", "planner", "render", "cli", "eager", "vocabulary", "optimizers"),
         *("debug", "portable", "checkpoint", "distributed", "flax", "inspect", "measuring"),
+        "doctor",
     }
 )
 ROOF = ("__init__", "__main__")  # re-export and start; nothing imports them

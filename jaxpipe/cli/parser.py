@@ -17,6 +17,7 @@ from ..table.run_order import Transfers
 from ..version import __version__
 from .arguments import MOST_DIGITS, REAL, WHOLE
 from .commands import check_command, compare_command, list_command, show_command, simulate_command
+from .doctor import doctor_command
 from .plan import plan_command
 from .terminal import Terminal
 
@@ -68,9 +69,7 @@ def size(text: str) -> float:
 
 
 def remat(text: str) -> str | None:
-    """`none`, `full` or `stages`, for argparse."""
-    if text not in ("none", "full", "stages"):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not none, full or stages")
+    """`none`, or a name that `plan` takes, for argparse."""
     return None if text == "none" else text
 
 
@@ -139,7 +138,9 @@ _PLAN = """
 _VARY = f"""what may vary
 --schedules NAME | default: {" ".join(SCHEDULES)}
 -V --chunks V | default: 1 2 4
---remat none|full|stages | default: none full
+--remat NAME | none, full, stages, or a policy (default: all; stages with --memory)
+--no-offload | keep residuals in the device's memory
+--within SECONDS | try no further choice after this time
 --search SECONDS | search for a shorter table (needs jaxpipe[solver])
 """
 _SIZES = """model by its sizes
@@ -151,14 +152,31 @@ _SIZES = """model by its sizes
 --ffn W | width of the MLP (default: 4 times the width)
 --gated | the MLP has three matrices (SwiGLU)
 --kv-share X | heads of keys / heads (default: 1)
+--q-share X | width of the queries / width (default: 1)
+--head N | features of a head (default: 128)
 --tensor N | devices that share a layer (default: 1)
+--sequence | they share what is between layers too
 --shards N | devices that share the optimizer's state (default: 1)
 --flops RATE | a second that matmuls reach (default: 4e14)
 --bandwidth RATE | bytes a second of a hop (default: 5e10)
+--tensor-bandwidth RATE | of sums over the devices of a layer (default: 3e11)
 """
 _FILE = """model by a file of costs
 --costs FILE | JSON: {"layers": "Et*80,L", "costs": {"t": {"forward": 0.01, ...}, ...},
     "transfer": 0}
+"""
+_DOCTOR = """
+--devices N | along the pipeline (default: all that there are, one CPU device without accelerators)
+--minutes MINUTES | the most for all checks (default: 3)
+--steps N | runs of each program whose numbers are compared (default: 200)
+--only TEXT | checks whose title holds the text
+-o --output FILE | write an HTML report
+--no-prices | do not write the measured times into the file of prices
+"""
+_PROCESSES = """one of several processes, each of which runs the command
+--coordinator HOST:PORT | of process 0
+--processes N
+--process I | the number of this one
 """
 _SHARED: dict[str, dict[str, Any]] = {
     "devices": {"type": whole},
@@ -230,14 +248,37 @@ COMMANDS = (
         "transformer; times are then estimates) or by a file of costs.",
         (_PLAN, _VARY, _SIZES, _FILE, _JSON),
         {name: {"type": whole, "required": True} for name in ("devices", "microbatches")}
-        | {field.name: {"type": real} for field in fields(Transformer) if field.name != "gated"}
+        | {
+            field.name: {"type": real}
+            for field in fields(Transformer)
+            if field.name not in ("gated", "sequence")
+        }
         | {
             "memory": {"type": size},
             "schedules": {"nargs": "+"},
             "chunks": {"type": whole, "nargs": "+", "default": [1, 2, 4]},
-            "remat": {"type": remat, "nargs": "+", "default": [None, "full"]},
+            "remat": {"type": remat, "nargs": "+"},
+            "within": {"type": real},
             "search": {"type": real, "default": 0.0},
             "layers": {"type": whole},
+        },
+    ),
+    Command(
+        "doctor",
+        doctor_command,
+        "check versions, times, numbers and memory of this machine",
+        "Check this machine before a long run: versions with known faults, options of XLA, numbers "
+        "of six schedules against the plain function, times of predicates, hops and copies, memory "
+        "and speed.  Each check has a limit of time; a hang is ended and named.  Measured times go "
+        "into a file that Pipeline and plan read (JAXPIPE_PRICES, or the user's folder of "
+        "settings).  Exit status 1 where a line is wrong.",
+        (_DOCTOR, _PROCESSES, _JSON),
+        {
+            "devices": {"type": whole},
+            "minutes": {"type": real, "default": 3.0},
+            "steps": {"type": whole, "default": 200},
+            "processes": {"type": whole, "default": 1},
+            "process": {"type": whole, "default": 0},
         },
     ),
 )

@@ -18,6 +18,7 @@ from ..render import to_html, to_svg
 from .arguments import UsageError, file_path, read_text
 from .terminal import Terminal
 
+_PLANS = 5
 _SHOWN = 12  # of what was left out
 
 
@@ -41,7 +42,10 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             schedules=arguments.schedules,
             chunks=arguments.chunks,
             remat=arguments.remat,
+            offload=(None,) if arguments.no_offload else (None, "residuals"),
+            within=arguments.within,
             search=arguments.search,
+            most=_PLANS,
             progress=progress,
             mesh=Target(communicates=(arguments.tensor or 1) > 1),
         )

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree
+from ..arrays import PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
 from ..model.layers import EMBEDDING, LOSS
 from ..model.model import Model
-from .common import Unit, leaves_by_path, mesh_specs, names_axes, with_keywords, with_loss
+from .common import Unit, mesh_specs, names_axes, with_keywords, with_loss
 
 _MOST_SHOWN = 4  # shapes in a message
 _LETTERS = "layout=, the letters of each stage"
@@ -96,7 +96,7 @@ def adapt(
     count = _stack_size(blocks[0]) if stack else len(blocks)
     kinds = [0] * count if stack else [kind_of(block) for block in blocks]
 
-    def told(i: int, j: int) -> str:
+    def unlike(i: int, j: int) -> str:
         return difference(blocks[i], blocks[j])
 
     if layout is not None:
@@ -106,12 +106,12 @@ def adapt(
                 "leading axis of blocks"
             )
         keys = _letters_of(layout)
-        _check_letters(keys, kinds, told)
+        _check_letters(keys, kinds, unlike)
         lead = 0
     else:
         assert num_stages is not None
         per_stage = _blocks_per_stage(count, num_stages)
-        length = _period(kinds, per_stage, told)
+        length = _period(kinds, per_stage, unlike)
         keys = [""] * count if length == 1 else [str(i % length) for i in range(count)]
         lead = 1
     members = {key: [i for i, own in enumerate(keys) if own == key] for key in dict.fromkeys(keys)}
@@ -256,7 +256,7 @@ def _period(kinds: Sequence[Any], per_stage: int, difference: Callable[[int, int
 
 def _stack_size(unit: Unit) -> int:
     """How many blocks stacked variables hold; PipelineError where they disagree."""
-    leaves = leaves_by_path(unit.params) | leaves_by_path(unit.state)
+    leaves = by_path(unit.params) | by_path(unit.state)
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
     if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
         some = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:_MOST_SHOWN])

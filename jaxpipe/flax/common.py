@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import PyTree, summable
 from ..errors import PipelineError
+from ..model.specs import is_spec
 
 OFFERED = ("ctx", "microbatch", "shared", "training")
 
@@ -150,16 +151,6 @@ def with_keywords(
     return function
 
 
-def path_text(path: Any) -> str:
-    """A leaf's path as text, "dense/kernel"."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def leaves_by_path(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by path, "router/balance"."""
-    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
 def with_loss(what: str, out: Any, *, stage_loss: bool) -> tuple[PyTree, Any]:
     """x and the loss that a block returned (None without `stage_loss`); PipelineError otherwise."""
     if not stage_loss:
@@ -172,14 +163,9 @@ def with_loss(what: str, out: Any, *, stage_loss: bool) -> tuple[PyTree, Any]:
     return out[0], summable(out[1])
 
 
-def is_spec(value: Any) -> bool:
-    """A leaf of a tree of specs."""
-    return isinstance(value, PartitionSpec)
-
-
 def names_axes(tree: PyTree) -> bool:
     """Whether a spec of a tree names an axis."""
-    specs = [spec for spec in jax.tree.leaves(tree, is_leaf=is_spec) if is_spec(spec)]
+    specs = [spec for spec in jax.tree.leaves(tree, is_leaf=is_spec) if spec is not None]
     return any(entry is not None for spec in specs for entry in spec)
 
 
@@ -205,7 +191,7 @@ def mesh_specs(
         return tuple(found for n in names if (found := known.get(n, n)) is not None) or None
 
     def translated(spec: Any, leaf: Any) -> Any:
-        if not is_spec(spec):
+        if spec is None:
             return None
         drop = int(stack and len(spec) == leaf.ndim)
         return PartitionSpec(*(None,) * lead, *map(entry, tuple(spec)[drop:]))

@@ -11,11 +11,11 @@ import jax
 from flax import core, errors
 from flax import linen as nn
 
-from ..arrays import PyTree
+from ..arrays import PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import FlaxModel, adapt, check_cut
-from .common import End, Unit, check_ends, leaves_by_path
+from .common import End, Unit, check_ends
 
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 # Collections that a call never writes: `Module.perturb` adds nothing where it may not.
@@ -124,7 +124,7 @@ class _LinenUnit(Unit):
 
     def _kept(self, before: PyTree, after: PyTree) -> PyTree:
         """The state after a call; PipelineError where the call wrote what is not kept."""
-        new = set(leaves_by_path(after)) - set(leaves_by_path(before))
+        new = set(by_path(after)) - set(by_path(before))
         if self.constant:
             if new:
                 raise PipelineError(
@@ -326,7 +326,7 @@ def _kind_of(unit: Unit) -> dict[str, str]:
     }
     shapes = {
         path: f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in leaves_by_path({"params": unit.params, **unit.state}).items()
+        for path, leaf in by_path({"params": unit.params, **unit.state}).items()
     }
     return {"the block": type(module).__name__, **settings, **shapes}
 

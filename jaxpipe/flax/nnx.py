@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..arrays import PyTree
+from ..arrays import PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import FlaxModel, adapt, check_cut
-from .common import End, Unit, check_ends, leaves_by_path
+from .common import End, Unit, check_ends
 
 MODES = {"deterministic": True, "use_running_average": True}  # what `nnx.Module.eval` sets
 
@@ -140,7 +140,7 @@ class _NnxUnit(Unit):
     def _after(self, modules: Any, before: PyTree) -> PyTree:
         """The state after a call."""
         after = nnx.to_pure_dict(self._splitting(modules)[3])
-        old, new = leaves_by_path(before), leaves_by_path(after)
+        old, new = by_path(before), by_path(after)
         if odd := sorted(set(old) ^ set(new)):
             raise PipelineError(
                 f"{self.name} makes variables in a call, as sow() does, which a pipeline does not "

@@ -1,7 +1,8 @@
 """What a step is and does: its program, its memory, and when its actions ran.
 
-Nothing that trains imports it.  `hlo`, `moves`, `collectives`, `waits` and `gpu_program` read
-programs that XLA compiled for GPUs; such a program can be compiled where there is no GPU.
+Nothing that trains imports it.  `hlo`, `moves`, `collectives`, `waits`, `gpu_program` and
+`tpu_program` read programs that XLA compiled for GPUs and TPUs; such a program can be compiled
+where there is neither.
 """
 
 from .step_memory import memory as memory

@@ -10,41 +10,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .collectives import Collective, find_collectives
-from .hlo import Module, parse
-from .moves import LargeMove, large_moves
+from .compiled_program import CompiledProgram
+from .hlo import parse
 from .waits import Predicate, find_predicates
 
 
 @dataclass(frozen=True)
-class GpuProgram:
+class GpuProgram(CompiledProgram):
     """A program compiled for GPUs, read from its text and its thunks."""
 
-    module: Module
     graph_nodes: frozenset[str]  # loops and conditionals that run in CUDA graphs
-    memory: Any  # XLA's own figures for one device
-
-    @property
-    def total_bytes(self) -> int:
-        """Peak bytes of the step on one device."""
-        found = self.memory
-        kept = found.argument_size_in_bytes + found.output_size_in_bytes
-        return int(kept + found.temp_size_in_bytes - found.alias_size_in_bytes)
 
     @cached_property
     def predicates(self) -> tuple[Predicate, ...]:
         """See `waits`."""
         return find_predicates(self.module, self.graph_nodes)
-
-    @cached_property
-    def large_moves(self) -> list[LargeMove]:
-        """See `moves`."""
-        return large_moves(self.module)
-
-    @cached_property
-    def collectives(self) -> list[Collective]:
-        """See `collectives`."""
-        return find_collectives(self.module)
 
 
 def compile_and_read(lowered: Any, options: Mapping[str, Any] | None = None) -> GpuProgram:
@@ -80,7 +60,7 @@ def _compile(lowered: Any, options: Mapping[str, Any] | None, folder: str) -> An
 
 def _read(compiled: Any, folder: Path) -> GpuProgram:
     memory = compiled.memory_analysis()
-    return GpuProgram(parse(compiled.as_text()), read_graph_nodes(folder), memory)
+    return GpuProgram(parse(compiled.as_text()), memory, read_graph_nodes(folder))
 
 
 _LINE = re.compile(r"^(?P<indent> *)(?P<number>\d+): k(?P<kind>\w+)")

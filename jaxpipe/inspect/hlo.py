@@ -16,7 +16,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 _BITS = re.compile(r"^(?:bf|[sufc]|f8e\d\w*?)(\d+)")
-_ARRAY = re.compile(r"\b(pred|token|opaque|bf16|f8e\w+|f4e\w+|[sufc]\d+)\[([\d,<=]*)\]")
+_ARRAY = re.compile(
+    r"\b(pred|token|opaque|bf16|f8e\w+|f4e\w+|[sufc]\d+)\[([\d,<=]*)\](?:\{([^}]*)\})?"
+)
+_TILE = re.compile(r"T\(([\d,]+)\)")
+_SPACE = re.compile(r"S\((\d+)\)")
 _HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
@@ -29,15 +33,39 @@ _CALLED = re.compile(
 
 
 class Array(NamedTuple):
-    """The dtype and dimensions of one result."""
+    """The dtype, dimensions and layout of one result."""
 
     dtype: str
     dims: tuple[int, ...]
+    layout: str = ""  # the order of its dimensions, tiles and memory space, as XLA prints them
 
     @property
     def nbytes(self) -> int:
         """Bytes, a dtype of less than a byte rounded up over the array."""
         return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
+
+    @property
+    def padded_nbytes(self) -> int:
+        """Bytes with the padding of its tiles."""
+        tile, order = _TILE.search(self.layout), self.layout.split(":")[0]
+        if tile is None or not order:
+            return self.nbytes
+        dims, sizes = list(self.dims), [int(size) for size in tile[1].split(",")]
+        # The tile's last size is of the dimension that comes first in the order.
+        for dim, size in zip(map(int, order.split(",")), reversed(sizes), strict=False):
+            dims[dim] = -(-dims[dim] // size) * size
+        return math.ceil(math.prod(dims) * _bits(self.dtype) / 8)
+
+    @property
+    def space(self) -> str:
+        """The number of its memory space; "" is the device's main memory."""
+        match = _SPACE.search(self.layout)
+        return match[1] if match else ""
+
+    @property
+    def order(self) -> str:
+        """The layout without the memory space."""
+        return _SPACE.sub("", self.layout)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -191,7 +219,9 @@ def parse(text: str) -> Module:
 def _instruction(match: re.Match[str], line: str) -> Instruction:
     start = match.end()
     end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
-    results = tuple(Array(dtype, _dims(dims)) for dtype, dims in _ARRAY.findall(line[start:end]))
+    results = tuple(
+        Array(dtype, _dims(dims), layout) for dtype, dims, layout in _ARRAY.findall(line[start:end])
+    )
     opcode = _OPCODE.match(line, end)
     assert opcode, f"an instruction without an opcode: {line[:200]}"
     close = _closing(line, opcode.end() - 1)

@@ -6,10 +6,10 @@ The table and the program made of it:
     table_makespan      the table's own, with F = I = W = 1, B = 2 and transfers that take no time
     makespan            the program's, where a transfer holds up only its two ends
     seconds             of a step, simulated from the plan and the pipeline's `costs` (without any,
-                        a forward of 5 ms); None but on GPUs
-    predicate_seconds   of those, what predicates take; None but on GPUs
+                        a forward of 5 ms); None on CPUs
+    predicate_seconds   of those, what predicates take; None on CPUs
     loses_to_1f1b       whether predicates take so long that 1F1B with the same layers would be
-                        faster; None but on GPUs
+                        faster; None on CPUs
     prices              of predicates and transfers, by which the program was chosen, and whether
                         they were measured, given or guessed
     ticks               lock-step ticks of the program
@@ -43,10 +43,13 @@ What XLA says of the compiled program, for one device:
     predicted           what `jaxpipe.inspect.memory` returns: from the program's slots and each
                         block compiled alone, without the compiled step
 
-What the text of the step compiled for NVIDIA GPUs says; None for other backends:
+What the text of the step compiled for NVIDIA GPUs or TPUs says; None for CPUs:
 
     host_waits          how often a device's host waits for it in a step, an upper bound: no CUDA
-                        graph holds that predicate
+                        graph holds that predicate; TPUs never wait
+    cycles              of a step's loops by what they are for ("matmuls", "writes", "reads",
+                        "copies", ...), as XLA estimates them; None but on TPUs
+    padding_bytes       what tiles add to the arrays that the loops carry; None but on TPUs
     permutes_with_slack_beside_compute  (with compute issued between start and done, all) of those
                         awaited in a later tick, anywhere
     permutes_beside_compute     (with compute issued between start and done, all) of the segment of
@@ -77,6 +80,7 @@ from ..jaxprs import needed_for
 from ..jaxprs.sizes import nbytes
 from ..jaxprs.slices import Split
 from ..lowering.plan import Plan
+from ..lowering.target import RunsOn, Target
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes
 from ..program.ir import Program
@@ -91,6 +95,7 @@ from .collectives import steady
 from .gpu_program import GpuProgram, compile_and_try_to_read
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes
 from .step_time import step_time
+from .tpu_program import TpuProgram
 from .waits import most_waits
 
 
@@ -117,14 +122,12 @@ def report(
     lowered = traced.function.lower()
     middle = time.perf_counter()
     target = pipe._target
-    compiled, program = (
-        compile_and_try_to_read(lowered) if target.on_gpus else (lowered.compile(), None)
-    )
+    compiled, program = _compiled(lowered, target)
     end = time.perf_counter()
     schedule, code = pipe.schedule, traced.code
     held, sizes = placed_shapes(pipe, params), step_sizes(pipe, traced, params, batch)
     plan = traced.job.plan
-    times = step_time(plan, target.overheads, pipe.costs) if target.on_gpus else None
+    times = step_time(plan, target.overheads, pipe.costs) if target.overlaps else None
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,
@@ -140,7 +143,7 @@ def report(
             key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in held.items()
         },
         **_xla(compiled),
-        **_gpu(program, schedule),
+        **_read(program, schedule),
         "stage_kinds": len(code.kinds),
         "fallbacks": list(
             dict.fromkeys(
@@ -221,24 +224,31 @@ def _xla(compiled: Any) -> dict[str, Any]:
     }
 
 
-def _gpu(program: GpuProgram | None, schedule: Schedule) -> dict[str, Any]:
-    """Counts in the text of a GPU program; None where there is none."""
+def _compiled(lowered: Any, target: Target) -> tuple[Any, GpuProgram | TpuProgram | None]:
+    """The compiled step, and what is read in its text where there is a reader for it."""
+    if target.on_gpus:
+        return compile_and_try_to_read(lowered)
+    compiled = lowered.compile()
+    return compiled, TpuProgram.of(compiled) if target.runs_on is RunsOn.TPUS else None
+
+
+def _read(program: GpuProgram | TpuProgram | None, schedule: Schedule) -> dict[str, Any]:
+    """Counts in the text of a program; None where there is none."""
+    found: dict[str, Any] = dict.fromkeys(("host_waits", "cycles", "padding_bytes", *_BESIDE))
     if program is None:
-        return {"host_waits": None} | dict.fromkeys(_BESIDE)
+        return found
     permutes, others = (
         [each for each in program.collectives if (each.kind == "collective-permute") is kind]
         for kind in (True, False)
     )
     with_slack = [each for each in permutes if WITH_SLACK in each.start.attributes]
-    found = zip(_BESIDE, (with_slack, steady(program.collectives), others), strict=True)
-    return {
-        "host_waits": round(
-            most_waits(
-                program.predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule)
-            )
-        ),
-        **{key: (sum(each.overlapped for each in those), len(those)) for key, those in found},
-    }
+    beside = zip(_BESIDE, (with_slack, steady(program.collectives), others), strict=True)
+    found |= {key: (sum(each.overlapped for each in those), len(those)) for key, those in beside}
+    if isinstance(program, TpuProgram):
+        cycles = {purpose.value: count for purpose, count in program.cycles.items()}
+        return found | {"host_waits": 0, "cycles": cycles, "padding_bytes": program.padding}
+    most, by_kind = most_actions(schedule), most_of_each_kind(schedule)
+    return found | {"host_waits": round(most_waits(program.predicates, most, by_kind=by_kind))}
 
 
 _BESIDE = (

@@ -1,5 +1,5 @@
-"""The collectives of a jaxpr, and its reductions in a form that XLA can compile beside axes left to
-the partitioner.
+"""The collectives of a jaxpr, and its reductions in a form that XLA can compile where some axes are
+left to the partitioner.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def _names(value: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Reductions:
-    """What is changed of them: none of it changes a number.
+    """Changes of reductions.  None changes a number.
 
-    `alone` are the axes of one device, which are left out: the partitioner fails on a reduction
-    over these alone ("must be in (partial) manual partitioning mode").  `widen`: reductions of
+    `alone` are axes of one device.  They are left out: the partitioner fails on a reduction over
+    these alone ("must be in (partial) manual partitioning mode").  With `widen`, reductions of
     bfloat16 are done in float32.  XLA:CPU does that by itself, but it aborts the process ("Invalid
     binary instruction opcode copy") where JAX has put a sharding into the function that reduces.
     """
@@ -90,7 +90,7 @@ def _is_narrow(atom: Any) -> bool:
 
 
 def _converted(eqn: core.JaxprEqn, value: Any, var: Any) -> core.JaxprEqn:
-    """The conversion of a value to a variable's dtype, where an equation stands."""
+    """The conversion of a value to a variable's dtype, with the context of an equation."""
     params = {"new_dtype": var.aval.dtype, "weak_type": False, "sharding": None}
     return eqn.replace(
         primitive=convert_element_type_p,

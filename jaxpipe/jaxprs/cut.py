@@ -1,5 +1,5 @@
-"""Cut a flat jaxpr in two programs: the first runs early and leaves what the second, run later,
-cannot make cheaply.
+"""Cut a flat jaxpr in two programs: the first runs early, and the values that cross to the second
+are the fewest bytes.
 """
 
 from __future__ import annotations

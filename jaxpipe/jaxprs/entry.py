@@ -28,11 +28,11 @@ class Part:
 class Entry:
     """One entry of a pool: a value of `shape`, kept as [rows,] [parts, ...] [all the rest of it].
 
-    The first dim stays apart where nothing splits it: a scan reads and writes its rows one by one.
-    A dim that the partitioner splits is cut into its parts, which come first, so that a device's
-    part of an entry is one piece of memory.  Without this XLA:GPU gives the whole pool the layout
-    that a reader prefers, and transposes it in every tick; and a plain reshape would bring the
-    parts together.
+    The first dim is a dim of the entry where nothing splits it: a scan reads and writes its rows
+    one by one.  A dim that the partitioner splits is cut into its parts.  These come first, so that
+    a device's part of an entry is one piece of memory.  A raveled entry has no layout that a reader
+    could prefer: XLA:GPU would give that layout to the whole pool, and transpose it in every tick.
+    A plain reshape would gather the parts.
 
     TPUs keep arrays in tiles over their last two dims.  There all the rest is [tiles, *tile], so
     that an entry fills whole tiles: raveled entries would be rows of tiles that several slots

@@ -1,5 +1,5 @@
-"""What every pass over equations needs: their variables, copies of them under other names, and
-scans taken apart.
+"""For all passes over equations: their variables, copies under other names, and the parts of
+scans.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Scan:
-    """A scan taken apart: operands with their variables in the body, and values of the body with
+    """The parts of a scan: operands with their variables in the body, and values of the body with
     the scan's outputs.
     """
 

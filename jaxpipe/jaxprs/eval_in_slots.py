@@ -21,13 +21,13 @@ _LAZY = (Slot, Piece)
 def run_in_slots(*runs: InSlots) -> list[list[Any]]:
     """Evaluate jaxprs with slots: the results of each.
 
-    A scan would else build its stacked outputs apart and copy them into the slot (or add them to
-    the accumulator), and a slot would be copied out to be scanned.
+    Without slots a scan would build its stacked outputs elsewhere and copy them into the slot (or
+    add them to the accumulator).  A slot would be copied before it is scanned.
 
-    Of two that do not depend on each other, scans of equal length are merged into one, trip by
-    trip. So what one of them awaits in a layer, a collective, may run beside what the other
-    computes. In a trip the first reads its slots before the second writes any: the second may write
-    pools that the first reads, but not the other way round.
+    Two jaxprs must not depend on each other.  Their scans of equal length are merged into one, trip
+    by trip, so that a collective of one runs at the same time as compute of the other.  In a trip
+    the first reads its slots before the second writes any: the second may write pools that the
+    first reads, but not the other way round.
     """
     results: list[list[Any]] = [[] for _ in runs]
     steps = [_steps(run) for run in runs]

@@ -69,8 +69,8 @@ def _on_device(aval: Any) -> Any:
 def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """The same function with all values on the device, also in the bodies of loops and branches.
 
-    What waits on the host is the program's to say: it moves what a forward keeps as a whole, ticks
-    before it is read.
+    The program decides what is kept on the host: it moves all residuals of a forward, and fetches
+    them ticks before they are read.
     """
     newvar = core.gensym()
     env: dict[core.Var, Any] = {}

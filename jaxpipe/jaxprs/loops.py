@@ -16,7 +16,7 @@ from .slots import Piece, Slot, Target
 
 
 class State(NamedTuple):
-    """What a loop hands from trip to trip."""
+    """The values that pass from trip to trip."""
 
     carry: list[Any]
     pools: list[Any]
@@ -90,7 +90,7 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
     by_scan = _is_split_further()
 
     def trip(states: list[State], rows: list[Any]) -> tuple[list[State], list[list[Any]]]:
-        # What one loop reads of a pool that another writes, it reads as that one carries it.
+        # A pool that one loop writes and another reads is carried by the one that writes it.
         now = {
             id(old): new
             for loop, state in zip(loops, states, strict=True)
@@ -135,11 +135,11 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
 def _read_before_writing(
     loops: Sequence[Loop], states: list[State], read: list[list[Any]]
 ) -> tuple[list[State], list[list[Any]]]:
-    """Tie what was read of pools that a loop writes to them: XLA would slice it again after the
-    write, and copy the pool for that.
+    """Order reads of pools that a loop writes before the writes.  XLA would slice the pool again
+    after the write, and copy the pool for that.
 
-    Nothing else is tied: a row of parameters is best sliced where it is used, not kept from the
-    beginning of the trip.
+    Other reads have no such order: a row of parameters is best sliced where it is used, not kept
+    from the beginning of the trip.
     """
     written = {id(pool) for loop in loops for pool in loop.pools}
     tied = [

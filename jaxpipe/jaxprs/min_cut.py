@@ -1,6 +1,4 @@
-"""Choose what to keep for later: the fewest bytes from which the rest follows by elementwise
-arithmetic.
-"""
+"""Choose the values to keep: the fewest bytes from which elementwise arithmetic gives the rest."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from jax.extend import core
 from .equations import making, variables
 from .sizes import grows, is_gather, is_layout, nbytes
 
-# Arithmetic that a consumer's fusion does for less than a load from memory.  Nothing
-# transcendental, no reduction, no matmul: what costs real work is kept, never done twice.
+# Arithmetic that a consumer's fusion does for less than a load from memory.  Transcendental
+# functions, reductions and matmuls are not among them: their results are kept, and they run once.
 _ARITHMETIC = frozenset(
     {
         "abs",
@@ -99,9 +97,9 @@ def cheapest(
     What is made of numbers alone (an iota, a mask of zeros) is made again, and so are equations
     that `repeat` takes.
 
-    The same question as min-cut rematerialisation in torch's AOTAutograd
-    (`min_cut_rematerialization_partition`). Of equally small choices it takes the one nearest to
-    what is needed, which computes the least again.
+    Source: min-cut rematerialisation in torch's AOTAutograd
+    (`min_cut_rematerialization_partition`) answers the same question.  Of equally small choices
+    this takes the one nearest to the needed values, which computes the least again.
     """
     needed = [v for v in dict.fromkeys(needed) if not at_hand(v)]
     maker = {v: e for e in eqns for v in e.outvars}
@@ -134,10 +132,10 @@ def cheapest(
 
 
 def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
-    """What keeping a value costs.
+    """The price of keeping a value: its bytes.
 
-    Of a gathered value a device holds more than of what it is gathered from; how much more is not
-    known here.
+    A gathered value has twice the price: a device holds more of it than of the parts that it is
+    gathered from, by a factor that is not known here.
     """
     return max(1, nbytes(var.aval)) * (2 if maker is not None and is_gather(maker) else 1)
 

@@ -1,4 +1,4 @@
-"""Passes: make values again in the bodies of scans rather than hand them over as whole arrays."""
+"""Passes: make values again in the bodies of scans, so that no whole array of them is kept."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .slices import made_from
 
 
 def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Make such values inside the bodies of scans that read them: handed to a scan, each would be a
-    whole array in memory.
+    """Make values of numbers alone inside the bodies of scans that read them.
 
-    JAX itself takes them out of scans when it differentiates.
+    As operands of a scan they would be whole arrays in memory.  JAX moves them out of scans when it
+    differentiates.
     """
     made = numbers_of(jaxpr.eqns)
     eqns = []
@@ -76,8 +76,7 @@ def _keep_fewer(
         for v, o in scan.ys
         if o not in moved and isinstance(v, core.Var) and not isinstance(o, core.DropVar)
     }
-    # What the whole step is given, or another output stacks anyway, is at hand in the backward for
-    # nothing.
+    # Inputs of the whole step, and what another output stacks anyway, cost the backward nothing.
     given = set(jaxpr.invars)
     consts, xs = (
         {v: a for a, v in pairs if isinstance(a, core.Literal) or a in given}

@@ -28,8 +28,8 @@ _LAYOUT = frozenset(
 
 
 def is_layout(eqn: core.JaxprEqn) -> bool:
-    """True for operations that compute nothing: XLA turns them into addressing, or gathers what
-    lies on other devices.
+    """True for operations that compute nothing: XLA turns them into addressing, or gathers parts
+    from other devices.
     """
     return eqn.primitive.name in _LAYOUT or is_gather(eqn)
 
@@ -41,8 +41,8 @@ def grows(eqn: core.JaxprEqn) -> bool:
 
 
 def is_gather(eqn: core.JaxprEqn) -> bool:
-    """True for a sharding constraint that leaves nothing split: what goes in may be split over
-    other axes, and takes less room then.
+    """True for a sharding constraint that leaves nothing split.  Its input may be split over other
+    axes, and then has fewer bytes on a device.
     """
     if eqn.primitive.name != "sharding_constraint":
         return False
@@ -82,7 +82,7 @@ _HEAVY = _MATMULS | {
 
 
 class Work(NamedTuple):
-    """Floating point operations, and bytes that matmuls read and write (what lies between them is
+    """Floating point operations, and bytes that matmuls read and write (operations between them are
     taken to be fused).
     """
 
@@ -119,7 +119,7 @@ def count_work(jaxpr: core.Jaxpr) -> Work:
 
 
 def is_light(eqn: core.JaxprEqn) -> bool:
-    """True for what is no matmul and holds none."""
+    """True for an equation that is no matmul and has none in its bodies."""
     inner = any(True for _ in core.jaxprs_in_params(eqn.params))
     return (
         eqn.primitive.name not in _HEAVY

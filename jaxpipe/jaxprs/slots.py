@@ -1,4 +1,4 @@
-"""Where values lie in pools: slots to read and write, accumulators to add to."""
+"""Where values are in pools: slots to read and write, accumulators to add to."""
 
 from __future__ import annotations
 
@@ -75,8 +75,9 @@ class Slot(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A value that lies raveled in a long array, from `start` on; a scan reads it row by row
-    without taking it out.
+    """A value that is kept raveled in a long array, from `start` on.
+
+    A scan reads it row by row, without a copy of the whole value.
 
     The array is [parts, ..., numbers]: where the partitioner splits the value, a device's part of
     it is a piece of that device's numbers.

@@ -16,8 +16,8 @@ from .equations import Atom, renamed, scan_counts
 def equal_outputs(jaxpr: core.Jaxpr) -> tuple[int, ...]:
     """For each output, the first output that is equal to it, itself or an earlier one.
 
-    A cast of stacked weights in a scan over layers, and the same cast in the scan that goes over
-    them backwards, are equal.
+    A cast of stacked weights in a scan over layers, and the same cast in the reversed scan over
+    them, are equal.
     """
     numbers: dict[Any, int] = {}
     of: dict[core.Var, int] = {

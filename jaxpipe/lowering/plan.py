@@ -17,7 +17,6 @@ from ..program.ir import Program
 from ..program.segments import Segment
 from ..table.effects import Liveness
 from ..table.schedule import Schedule
-from ..transforms.forward_only import first_microbatches, forward_only
 from .assign_ticks import Ticks, assign_ticks, joined_ticks, joins_weights, modulo_ticks
 from .balanced_ticks import balanced_ticks
 from .candidates import span_candidates
@@ -38,7 +37,17 @@ class Candidate(NamedTuple):
     ticks: Ticks
     segments: tuple[Segment, ...]
     makespan: float  # of the program without overheads, in the unit of the costs
-    price: float  # the makespan with overheads and a little for each block of code
+    costs: Costs | None
+    overheads: Overheads
+
+    @property
+    def price(self) -> float:
+        """The makespan with overheads and a little for each block of code."""
+        durations, devices = tick_durations(self.ticks, self.costs), self.ticks.schedule.num_devices
+        own = self.overheads.in_unit(FORWARD) if self.costs is None else self.overheads
+        return program_price(
+            program_makespan(durations, self.segments, own), self.segments, devices, own
+        )
 
     @property
     def collectives(self) -> int:
@@ -49,11 +58,9 @@ class Candidate(NamedTuple):
     def of(
         cls, ticks: Ticks, segments: tuple[Segment, ...], costs: Costs | None, overheads: Overheads
     ) -> Candidate:
-        """Price the segments."""
-        durations, devices = tick_durations(ticks, costs), ticks.schedule.num_devices
-        own = overheads.in_unit(FORWARD) if costs is None else overheads
-        price = program_price(program_makespan(durations, segments, own), segments, devices, own)
-        return cls(ticks, segments, program_makespan(durations, segments), price)
+        """Time the segments."""
+        makespan = program_makespan(tick_durations(ticks, costs), segments)
+        return cls(ticks, segments, makespan, costs, overheads)
 
 
 def candidates(
@@ -96,10 +103,9 @@ def choose_candidate(
     found = candidates(schedule, costs=costs, overheads=overheads)
     table = simulate(schedule, Costs() if costs is None else replace(costs, transfer=0)).makespan
     enough = KEEPS * max(table, min(each.makespan for each in found))
-    return min(
-        (each for each in found if each.makespan <= enough),
-        key=lambda each: (each.collectives, each.price),
-    )
+    kept = [each for each in found if each.makespan <= enough]
+    fewest = min(each.collectives for each in kept)
+    return min((each for each in kept if each.collectives == fewest), key=lambda each: each.price)
 
 
 @dataclass(frozen=True)
@@ -155,19 +161,3 @@ def plan_of(
 ) -> Plan:
     """The plan of a schedule; equal schedules share it."""
     return Plan.of(schedule, costs=costs, overheads=overheads)
-
-
-def forward_plan(
-    schedule: Schedule, microbatches: int | None = None, *, overheads: Overheads = GUESSED
-) -> Plan:
-    """The plan of the schedule's forwards alone, for evaluation; of the first microbatches alone
-    where their number is given.
-    """
-    table = (
-        schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name)
-    )
-    fewer = microbatches is not None and microbatches < schedule.num_microbatches
-    return plan_of(
-        first_microbatches(table, microbatches) if microbatches is not None and fewer else table,
-        overheads=overheads,
-    )

@@ -13,6 +13,7 @@ IMPORTS = (
     "errors",
     "inspect",
     "jaxprs",
+    "lowering",
     "model",
     "pipeline",
     "planner",

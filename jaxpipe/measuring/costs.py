@@ -20,7 +20,7 @@ from ..model.leaf_plan import leaf_plans, trained
 from ..model.model import Model
 from ..model.settings import Memory, Sharding
 from ..pipeline import Pipeline
-from ..planner.layer_cost import FIRST, LAST, LayerCost
+from ..planner.layer_cost import FIRST, LAST, Ends, LayerCost
 from ..planner.result import PipelinePlan
 from ..schedules import build
 from .blocks import BLOCKS, Measured, measure_blocks, refuse_layers, shape_of
@@ -219,7 +219,7 @@ def layer_costs(
     return found
 
 
-def _held(measured: Measured, *trees: tuple[PyTree, PyTree]) -> dict[str, int]:
+def _held(measured: Measured, *trees: tuple[PyTree, PyTree]) -> dict[str, Any]:
     """Bytes of placed parameters and of their gradients, from shapes and plans."""
     leaves = [leaf for tree, _ in trees for leaf in jax.tree.leaves(tree)]
     has = trained(leaves, [plan for _, plans in trees for plan in leaf_plans(plans)])
@@ -261,7 +261,10 @@ def _end_cost(
         ("first", "first", "first gradient") if letter == FIRST else ("last", "last", "")
     )
     step, keys = measured.step, (key, "shared") if shared else (key,)
+    functions = step.job.functions
+    spread = functions.spreads_first if letter == FIRST else functions.spreads_last
     return LayerCost(
+        ends=Ends.ALL if spread else Ends.ONE,
         batch=rows,
         forward=measured.seconds[forward],
         input_grad=0.0,

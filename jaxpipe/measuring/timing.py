@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves
+from ..errors import PipelineError
 from ..inspect.blocks import Step, output_entries
 from ..jaxprs.sizes import count_work, nbytes
+from ..lowering.chips import CHIPS, Chip
 from ..pipeline import Pipeline
 
 
@@ -38,6 +40,22 @@ class Peak:
     bandwidth: float
     link: float | None = None
     latency: float = 0.0
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Peak:
+        """That of a mesh of TPUs of one published kind (v5e, v5p or v6e), also of described ones.
+
+        Raises:
+            PipelineError: the mesh has other devices.
+        """
+        chip = Chip.of(mesh)
+        if chip is None:
+            kinds = sorted({str(device.device_kind) for device in mesh.devices.flat})
+            raise PipelineError(
+                f"the peak of {', '.join(kinds)} is not known (known: "
+                f"{', '.join(each.kind for each in CHIPS)}); write Peak(flops=, bandwidth=, link=)"
+            )
+        return cls(flops=chip.flops, bandwidth=chip.bandwidth, link=chip.link)
 
     def seconds(self, jaxpr: core.Jaxpr, devices: int) -> float:
         """Of a block that so many devices share."""
@@ -104,23 +122,44 @@ def hop_seconds(pipe: Pipeline, step: Step, repeats: int) -> float:
         axis_types=(AxisType.Auto,) * len(pipe.mesh.axis_names),
     )
     # Two devices exchange, as neighbours do; the others take no part.
-    pairs = [(0, 1), (1, 0)]
-
-    def call(sends: bool) -> Callable[[], Any]:
-        def body(values: Leaves) -> Leaves:
-            return [
-                lax.ppermute(value, pipe.axis, pairs) if sends else value + 0 for value in values
-            ]
-
-        mapped = jax.jit(
-            jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
-        )
-        zeros = [jnp.zeros((count, *aval.shape), aval.dtype) for aval in kind.y_avals]
-        values = [
-            jax.device_put(value, NamedSharding(mesh, spec))
-            for value, spec in zip(zeros, specs, strict=True)
-        ]
-        return lambda: jax.block_until_ready(mapped(values))
-
-    found = timed({"hop": call(True), "nothing": call(False)}, repeats)
+    pairs = ((0, 1), (1, 0))
+    calls = {
+        name: exchange(mesh, pipe.axis, those, kind.y_avals, specs)
+        for name, those in (("hop", pairs), ("nothing", ()))
+    }
+    found = timed(calls, repeats)
     return max(0.0, found["hop"] - found["nothing"])
+
+
+def exchange(
+    mesh: Mesh,
+    axis: str,
+    pairs: Sequence[tuple[int, int]],
+    avals: Sequence[Any],
+    specs: Sequence[PartitionSpec] | None = None,
+) -> Callable[[], Any]:
+    """A call that sends arrays of these shapes between pairs of devices of an axis.
+
+    Without pairs it sends nothing.
+
+    Args:
+        mesh: the devices.
+        axis: of the mesh.
+        pairs: (source, target).
+        avals: shapes and dtypes of what each device sends.
+        specs: where the arrays [size of the axis, ...] are; cut over the axis where it is None.
+    """
+    specs = [PartitionSpec(axis)] * len(avals) if specs is None else list(specs)
+
+    def body(values: Leaves) -> Leaves:
+        return [lax.ppermute(value, axis, pairs) if pairs else value + 0 for value in values]
+
+    mapped = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    )
+    zeros = [jnp.zeros((mesh.shape[axis], *aval.shape), aval.dtype) for aval in avals]
+    values = [
+        jax.device_put(value, NamedSharding(mesh, spec))
+        for value, spec in zip(zeros, specs, strict=True)
+    ]
+    return lambda: jax.block_until_ready(mapped(values))

@@ -1,3 +1,3 @@
-"""What the user gave, functions and parameters, and where the parameters lie on a mesh."""
+"""A user's functions and parameters, and where the parameters are on a mesh."""
 
 IMPORTS = ("arrays", "engine", "errors", "jaxprs", "layouts", "lowering", "table", "transforms")

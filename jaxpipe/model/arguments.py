@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +34,23 @@ def rematerialised(
         function: function.under(lambda call: _checkpointed(call, policy)) for function in stages
     }
     return [changed[function] for function in stages]
+
+
+def under_policies(model: Model, policies: Mapping[str, str]) -> Model:
+    """The same model whose layers of these letters run under a policy of
+    `jax.checkpoint_policies`, by its name.
+    """
+    if not isinstance(model.stages, Mapping):
+        raise PipelineError(
+            "policies are of the letters of layers, but the model is not given by letters"
+        )
+    changed = {
+        letter: _checkpointed(model.stages[letter], getattr(jax.checkpoint_policies, name))
+        for letter, name in policies.items()
+    }
+    found = copy.copy(model)
+    object.__setattr__(found, "stages", {**model.stages, **changed})
+    return found
 
 
 def _checkpointed(

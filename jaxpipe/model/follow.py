@@ -1,5 +1,5 @@
-"""Which leaf of a training state follows which parameter, and so where it is: moments are beside
-their parameters.
+"""Which leaf of a training state follows which parameter: moments are sharded as their
+parameters.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import PyTree, wider
+from ..arrays import PyTree, path_text, wider
 from .leaf_plan import leaf_plans
 from .mesh import trimmed
 from .packed import Packed
 from .param_layout import OUTER, ParamLayout
 from .partition import Partition
-from .specs import path_text
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Follow:
     lead: int = 0  # axes of its own, before the parameter's
     follows: bool = True  # False: one value for all stages
     spec: tuple[Any, ...] = ()  # of the parameter's dims, without the axis of devices
-    fits: bool = True  # False: it cannot be told which axis is that of stages
+    fits: bool = True  # False: no axis is known to be that of stages
 
     def sharding(self, mesh: Mesh, *axis: str) -> NamedSharding:
         """Where the placed leaf is; `axis`: that of devices, if it has one."""

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import PyTree
+from ..arrays import PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
@@ -38,12 +38,12 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerMap:
-    """Which layers stand on which stage, and how a stage's layers are stacked.
+    """Which layers each stage has, and how they are stacked.
 
     Canonical parameters of a letter are stacked in model order, leaves [n, ...].  A stage of "ttt"
-    that shares its chunk with stages of "tt" has two stacks, of the two layers that all have and of
-    the third: so its parameters, residuals and code have the shapes of theirs, and nobody computes
-    a layer that it does not have.
+    that shares its chunk with stages of "tt" has two stacks: one of the two layers that all have,
+    and one of the third.  So its parameters, residuals and code have the shapes of theirs, and no
+    stage computes a layer that it does not have.
     """
 
     stages: tuple[str, ...]  # letters of each stage, without E and L
@@ -72,9 +72,9 @@ class LayerMap:
             if layout.layers.count(letter) > (right == letter):
                 faults.append(f"{letter} can only be {where} of layout {str(layout)!r}")
         if layout.stages[0][:1] != EMBEDDING and EMBEDDING in layout.layers:
-            faults.append(f"{EMBEDDING} must stand on the first stage of layout {str(layout)!r}")
+            faults.append(f"{EMBEDDING} must be on the first stage of layout {str(layout)!r}")
         if layout.stages[-1][-1:] != LOSS and LOSS in layout.layers:
-            faults.append(f"{LOSS} must stand on the last stage of layout {str(layout)!r}")
+            faults.append(f"{LOSS} must be on the last stage of layout {str(layout)!r}")
         if faults:
             raise PipelineError.listing("the layout does not fit", faults)
         chunks = max(map(len, owned))
@@ -87,7 +87,7 @@ class LayerMap:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """The letters that stand on stages, in alphabetical order."""
+        """The letters of layers, in alphabetical order."""
         return tuple(sorted(set("".join(self.stages))))
 
     def count(self, letter: str) -> int:
@@ -150,14 +150,12 @@ class LayerMap:
                 f'"stages" must be a dict with the letters {list(self.letters)}, each a tree of '
                 f"leaves [layers, ...]; got {found}"
             ]
-        return [
-            f"stages[{letter!r}]{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its "
-            f"leading axis must be the {self.count(letter)} "
-            f"layers {letter} of the layout"
-            for letter in self.letters
-            for path, leaf in jax.tree_util.tree_leaves_with_path(by_letter[letter])
-            if np.shape(leaf)[:1] != (self.count(letter),)
-        ]
+        faults = []
+        for letter in self.letters:
+            count = self.count(letter)
+            axis = f"the {count} layers {letter} of the layout"
+            faults += axis_faults(by_letter[letter], f"stages[{letter!r}]", count, axis)
+        return faults
 
     def functions(
         self, layers: Mapping[str, Callable[..., Any]], *, has_loss: bool
@@ -205,7 +203,7 @@ class LayerMap:
 
     @property
     def _offsets(self) -> tuple[int, ...]:
-        """Per stage, how many layers stand before it."""
+        """Per stage, how many layers come before it."""
         return tuple(np.cumsum([0, *map(len, self.stages)])[:-1].tolist())
 
 
@@ -217,7 +215,7 @@ def _stage_function(
     *,
     has_loss: bool,
 ) -> Function:
-    """The function of a stage that is made of these runs of layers; `offsets[stage]` layers stand
+    """The function of a stage that is made of these runs of layers; `offsets[stage]` layers come
     before it.
     """
     wants = frozenset(keyword for run in runs for keyword in given[run.letter].wants)
@@ -279,12 +277,12 @@ def _run_layers(
     `apart`: no scan, since each layer appends rows to a buffer of its own.
     """
     if apart:
-        losses: list[Any] = []
+        found: list[Any] = []
         for i in range(run.stop - run.start):
             row = jax.tree.map(lambda leaf, at=run.start + i: leaf[at], stack)
             x, loss = layer(x, row, number + i, place=run.layer + i)
-            losses += [] if loss is None else [loss]
-        return x, jnp.stack(losses).sum() if losses else None
+            found += [] if loss is None else [loss]
+        return x, jnp.stack(found).sum() if found else None
     if run.size == 1:
         return layer(x, jax.tree.map(lambda leaf: leaf[0], stack), number)
     whole = run.start == 0 and run.stop == run.size
@@ -295,8 +293,9 @@ def _run_layers(
 
 
 def _context(ctx: Context, number: Any, place: int | None) -> Context:
-    """What a layer is told: a key that depends on the layer and the microbatch, wherever the layer
-    stands; the layers of a stage that are at a `place` of it append rows apart.
+    """The context of a layer: its key depends on the layer and the microbatch, not on the stage.
+
+    Layers that are at a `place` of their stage append rows apart.
     """
     if place is not None:
         ctx = ctx._replace(ledger=ctx.ledger.of_layer(place))

@@ -19,8 +19,8 @@ T = TypeVar("T")
 def automatic(mesh: Mesh) -> Mesh:
     """The same devices and names with automatic axes.
 
-    `jax.make_mesh` makes explicit ones, whose arrays eager JAX cannot add, index or ravel beside
-    arrays of other shardings.
+    `jax.make_mesh` makes explicit ones.  Eager JAX cannot add, index or ravel their arrays together
+    with arrays of other shardings.
     """
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 

@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ..arrays import PyTree
+from ..arrays import PyTree, by_path
 from ..errors import PipelineError
 from ..jaxprs import flatten
 from .leaf_plan import leaf_plans
-from .specs import path_text
 
 # What is done with each parameter alone, by path: the texts of equations.
 Rules: TypeAlias = "dict[str, tuple[str, ...]]"
@@ -59,21 +58,15 @@ def check_rules(
     rules = rules_of(optimizer, placed, own)
     if rules is None:
         return
-    shapes = {
-        path_text(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(dict(own))
-    }
-    leaves = zip(
-        jax.tree_util.tree_leaves_with_path(dict(placed)),
-        leaf_plans(plans),
-        strict=True,
-    )
+    shapes = {path: leaf.shape for path, leaf in by_path(dict(own)).items()}
+    leaves = zip(by_path(dict(placed)).items(), leaf_plans(plans), strict=True)
     faults = {
-        parameter.path: f"{parameter.path!r} of shape {shapes[parameter.path]} lies in "
-        f"{path_text(path)!r} of shape {leaf.shape}, with "
+        parameter.path: f"{parameter.path!r} of shape {shapes[parameter.path]} is stored in "
+        f"{path!r} of shape {leaf.shape}, with "
         "which the optimizer does something else"
         for (path, leaf), plan in leaves
         for parameter in plan.parameters
-        if rules[0][path_text(path)] != rules[1][parameter.path]
+        if rules[0][path] != rules[1][parameter.path]
     }
     if faults:
         raise PipelineError.listing(
@@ -87,12 +80,12 @@ def check_rules(
 
 
 def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None:
-    """The rules for each tree of shapes; None where the optimizer cannot be asked, as one whose
-    mask is a tree of another form.
+    """The rules for each tree of shapes; None where the optimizer does not take these trees, as one
+    whose mask is a tree of another form.
     """
-    # Beside one parameter alone a rule for all would look like one for it.
-    beside = {"~": jax.ShapeDtypeStruct((), jnp.float32)}
-    for more, extra in product((beside, {}), ({}, {"value": 0.0})):
+    # With one parameter alone, a rule for all would look like a rule for it.
+    second = {"~": jax.ShapeDtypeStruct((), jnp.float32)}
+    for more, extra in product((second, {}), ({}, {"value": 0.0})):
         try:
             with _probe():
                 return [_rules_of(optimizer, {**tree, **more}, extra) for tree in trees]
@@ -104,7 +97,7 @@ def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None
 
 
 def _rules_of(optimizer: Any, tree: dict[str, PyTree], extra: dict[str, Any]) -> Rules:
-    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    paths = list(by_path(tree))
     state = jax.eval_shape(optimizer.init, tree)
     closed, shapes = jax.make_jaxpr(
         lambda g, s, p: optimizer.update(g, s, p, **extra), return_shape=True

@@ -17,11 +17,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import DictKey
 
-from ..arrays import PyTree
+from ..arrays import PyTree, by_path
 from ..jaxprs import Entry, Part
 from .mesh import jit_on_mesh
 from .places import Place, Places
-from .specs import path_text
 
 
 class Parameter(NamedTuple):
@@ -58,12 +57,9 @@ class TreeForm:
     @classmethod
     def of(cls, params: PyTree) -> TreeForm:
         """Read off a stage's own parameters (arrays or shapes)."""
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        return cls(
-            jax.tree.structure(params),
-            tuple(path_text(path) for path, _ in leaves),
-            tuple(tuple(np.shape(leaf)) for _, leaf in leaves),
-        )
+        leaves = by_path(params)
+        shapes = (tuple(np.shape(leaf)) for leaf in leaves.values())
+        return cls(jax.tree.structure(params), tuple(leaves), tuple(shapes))
 
     @cached_property
     def tree_paths(self) -> tuple[str, ...]:
@@ -74,8 +70,7 @@ class TreeForm:
     def _numbered(self) -> list[tuple[str, Any]]:
         """Paths of the tree, those where it holds None too, and the number of the leaf."""
         numbers = jax.tree.unflatten(self.tree, range(len(self.paths)))
-        found = jax.tree_util.tree_leaves_with_path(numbers, is_leaf=lambda node: node is None)
-        return [(path_text(path), number) for path, number in found]
+        return list(by_path(numbers, is_leaf=lambda node: node is None).items())
 
     def parameters(self, stage: int, *, layered: bool) -> list[Parameter]:
         """The parameters of a stage of this form, in the order of its leaves."""
@@ -84,13 +79,22 @@ class TreeForm:
             for path, shape in zip(self.tree_paths, self.shapes, strict=True)
         ]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it is that of a device without a stage in the chunk."""
+        return self == EMPTY
+
     def gaps(self, stage: int, *, layered: bool) -> list[str]:
         """The paths at which a stage of this form holds None."""
         return [
             Parameter.of(path, (), stage, layered=layered).path
             for path, number in self._numbered
-            if number is None
+            if number is None and not self.is_empty
         ]
+
+
+# Of a device whose chunk is empty.
+EMPTY = TreeForm.of(None)
 
 
 class Group(Enum):
@@ -186,13 +190,13 @@ class ChunkLayout:
     The arrays of all devices have one shape, so a leaf whose shape differs is in a buffer.
     """
 
-    forms: tuple[TreeForm | None, ...]  # by device; None where the chunk is empty
+    forms: tuple[TreeForm, ...]  # by device
     buffers: tuple[Buffer, ...] = ()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The arrays."""
-        found = {path for form in self.forms if form is not None for path in form.paths}
+        found = {path for form in self.forms for path in form.paths}
         found -= {path for buffer in self.buffers for path in buffer.paths}
         return tuple(sorted(found | {buffer.name for buffer in self.buffers}))
 
@@ -205,8 +209,7 @@ class ChunkLayout:
         """An array for each leaf; leaves of one name but of unlike shapes get names of their
         own.
         """
-        shapes = [() if form is None else form.shapes for form in self.forms]
-        return ChunkLayout(with_distinct_names(self.forms, shapes))
+        return ChunkLayout(with_distinct_names(self.forms, [form.shapes for form in self.forms]))
 
     def places(self, form: TreeForm, *, pinned: bool = False) -> Places:
         """Where each leaf of a stage is stored among the arrays (`pinned`: see `Buffer.places`)."""
@@ -267,7 +270,7 @@ class Packed:
     def of(cls, stages: Sequence[PyTree | None], layout: ChunkLayout) -> Packed:
         """The stages of one chunk, by device; a leaf may be missing, where it is so in all."""
         rows = [
-            {} if form is None else layout.rows(form, form.tree.flatten_up_to(stage))
+            layout.rows(form, form.tree.flatten_up_to(stage))
             for stage, form in zip(stages, layout.forms, strict=True)
         ]
         return cls({name: _stack([row.get(name) for row in rows]) for name in layout.names}, layout)
@@ -277,9 +280,7 @@ class Packed:
         own = {name: np.shape(leaf) for name, leaf in self.leaves.items() if not is_missing(leaf)}
         shared = {path for buffer in self.layout.buffers for path in buffer.paths}
 
-        def shaped(form: TreeForm | None) -> TreeForm | None:
-            if form is None:
-                return None
+        def shaped(form: TreeForm) -> TreeForm:
             given = zip(form.paths, form.shapes, strict=True)
             shapes = (shape if path in shared else own.get(path, shape) for path, shape in given)
             return replace(form, shapes=tuple(shapes))
@@ -290,7 +291,6 @@ class Packed:
     def stage(self, device: int) -> PyTree:
         """One device's own parameters."""
         form = self.layout.forms[device]
-        assert form is not None
         rows = jax.tree.map(lambda leaf: leaf[device], self.leaves)
         return jax.tree.unflatten(form.tree, self.layout.values(form, rows))
 
@@ -315,14 +315,14 @@ def _stack(rows: Sequence[Any]) -> Any:
 
 
 def with_distinct_names(
-    forms: Sequence[TreeForm | None], kinds: Sequence[Sequence[Any]]
-) -> tuple[TreeForm | None, ...]:
+    forms: Sequence[TreeForm], kinds: Sequence[Sequence[Any]]
+) -> tuple[TreeForm, ...]:
     """The forms, with names of their own for leaves of one name but of unlike kinds; `kinds` are
     those of each form's leaves.
     """
     found: dict[str, list[Any]] = {}
     for form, own in zip(forms, kinds, strict=True):
-        for name, kind in zip(() if form is None else form.paths, own, strict=True):
+        for name, kind in zip(form.paths, own, strict=True):
             if kind not in found.setdefault(name, []):
                 found[name].append(kind)
     mark = " "
@@ -334,7 +334,7 @@ def with_distinct_names(
         return f"{name}{mark}({at + 1})" if at else name
 
     return tuple(
-        None if form is None else replace(form, paths=tuple(map(renamed, form.paths, own)))
+        replace(form, paths=tuple(map(renamed, form.paths, own)))
         for form, own in zip(forms, kinds, strict=True)
     )
 
@@ -352,10 +352,8 @@ def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -
     kinds = list(dict.fromkeys(pairs))
     number = jnp.array([kinds.index(pair) for pair in pairs])
 
-    def moved(pair: tuple[TreeForm | None, TreeForm | None], own: dict[str, Any]) -> dict[str, Any]:
+    def moved(pair: tuple[TreeForm, TreeForm], own: dict[str, Any]) -> dict[str, Any]:
         old, new = pair
-        if old is None or new is None:
-            return {}
         return layout.rows(new, before.values(old, own, pinned=True), pinned=True)
 
     def split(rows: dict[str, Any], specs: dict[str, PartitionSpec]) -> dict[str, Any]:
@@ -372,7 +370,7 @@ def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -
         for pair in kinds:
             like |= jax.eval_shape(partial(moved, pair), own)
 
-        def full(pair: tuple[TreeForm | None, TreeForm | None], own: dict[str, Any]) -> PyTree:
+        def full(pair: tuple[TreeForm, TreeForm], own: dict[str, Any]) -> PyTree:
             zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), like)
             return zeros | moved(pair, own)
 
@@ -394,9 +392,8 @@ def _splits(layout: ChunkLayout, other: ChunkLayout) -> dict[str, PartitionSpec]
     """
     found: dict[str, PartitionSpec] = {}
     for old, new in zip(other.forms, layout.forms, strict=True):
-        if old is not None and new is not None:
-            names = dict(zip(old.paths, new.paths, strict=True))
-            for buffer in other.buffers:
-                places = buffer.places(old).items() if buffer.pinned else ()
-                found |= {names[path]: place.entry.spec for path, place in places}
+        names = dict(zip(old.paths, new.paths, strict=True))
+        for buffer in other.buffers:
+            places = buffer.places(old).items() if buffer.pinned else ()
+            found |= {names[path]: place.entry.spec for path, place in places}
     return found | {buffer.name: buffer.spec for buffer in layout.buffers if buffer.pinned}

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import PyTree, array_faults
+from ..arrays import PyTree, array_faults, axis_faults
 from ..errors import PipelineError
 from ..table.placement import Placement
 from .layers import LayerMap
@@ -219,12 +219,7 @@ class ParamLayout:
                 f'"stages" must be a list with a tree for each of the {count} stages, since each '
                 f"has a function of its own; got {what}"
             ]
-        return [
-            f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis "
-            f"must be the number of stages, {count}"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
-            if np.shape(leaf)[:1] != (count,)
-        ]
+        return axis_faults(stages, "stages", count, f"the number of stages, {count}")
 
 
 def check_canonical(

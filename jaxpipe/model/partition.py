@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..arrays import PyTree
+from ..arrays import PyTree, by_path, path_text
 from ..errors import PipelineError
 from ..jaxprs import Part
 from .leaf_plan import LeafPlan, leaf_plans
 from .packed import Buffer, Group, InBuffer, Packed, Parameter
 from .placed import Chunks
 from .sharing import Sharing, by_name
-from .specs import Patterns, by_path, holds, names_of, path_text, spec_faults
+from .specs import Patterns, holds, is_spec, names_of, spec_faults
 from .spread import Cuts, is_padded, own_shape, unpadded
 
 
@@ -61,11 +61,12 @@ class Partition:
 
     def dtype_faults(self, params: Mapping[str, PyTree]) -> list[str]:
         """Placed parameters (shapes) that are trained and have no gradient, by their dtype."""
-        leaves = jax.tree_util.tree_leaves_with_path(dict(params))
         return [
-            f"parameter {path_text(path)!r} is {leaf.dtype}; parameters that are trained must be "
+            f"parameter {path!r} is {leaf.dtype}; parameters that are trained must be "
             "floating: put other arrays in the batch, or name them in frozen="
-            for (path, leaf), plan in zip(leaves, leaf_plans(self.plans(params)), strict=True)
+            for (path, leaf), plan in zip(
+                by_path(dict(params)).items(), leaf_plans(self.plans(params)), strict=True
+            )
             if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
 
@@ -81,7 +82,7 @@ class Partition:
     @cached_property
     def _given(self) -> dict[str, dict[str, Any]]:
         """Specs by the paths at which they are given, below each key."""
-        return {key: by_path(tree) for key, tree in (self.specs or {}).items()}
+        return {key: by_path(tree, is_spec) for key, tree in (self.specs or {}).items()}
 
     def _name(self, path: str) -> str:
         """A parameter's path as specs know it: one tree of specs may be for all stages of a
@@ -128,10 +129,10 @@ class Partition:
         for chunk, numbers in chunks:
             if isinstance(chunk, Packed):
                 for form, stage in zip(chunk.layout.forms, numbers, strict=True):
-                    found += [] if form is None else form.gaps(stage, layered=self.layered)
+                    found += form.gaps(stage, layered=self.layered)
                 continue
-            leaves = jax.tree_util.tree_leaves_with_path(chunk, is_leaf=lambda node: node is None)
-            found += [_joined(key, path) for path, leaf in leaves if leaf is None]
+            leaves = by_path({key: chunk}, is_leaf=lambda node: node is None)
+            found += [path for path, leaf in leaves.items() if leaf is None]
         return found
 
     def _tree(self, key: str, tree: PyTree, faults: list[str]) -> PyTree:

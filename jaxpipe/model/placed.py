@@ -38,8 +38,8 @@ class Chunks(tuple[PyTree, ...]):
     """A tree for each chunk of the devices, leaves [P, ...]: a tuple whose structure holds the
     placement that it is for.
 
-    `jax.tree.map`, optimizers, `jax.jit` and scans keep it, and refuse trees of another placement
-    beside it.
+    `jax.tree.map`, optimizers, `jax.jit` and scans keep it, and refuse a tree of another placement
+    as a second argument.
     """
 
     owners: StageOwners

@@ -133,7 +133,7 @@ class Placer:
     def init(
         self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Mapping[str, PyTree]
     ) -> PyTree:
-        """What an optimizer's `init` makes of the trained parameters, beside the placed ones."""
+        """The state that an optimizer's `init` makes of trained parameters, sharded as they are."""
         followers = Followers(params, self._layout, self._partition)
         to = partial(followers.shardings, self._mesh)
         return Mover(self._mesh).run("init", begin, trained, to)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,32 +40,30 @@ class Sharing:
         Raises:
             PipelineError: leaves of a path have different dtypes.
         """
-        forms = [None if stage is None else TreeForm.of(stage) for stage in stages]
+        forms = list(map(TreeForm.of, stages))
         dtypes = [[jax.typeof(leaf).dtype for leaf in jax.tree.leaves(stage)] for stage in stages]
         _check_dtypes(forms, dtypes)
         kept = [
-            []
-            if form is None
-            else list(map(self.kept, form.parameters(number, layered=self.layered), own))
+            list(map(self.kept, form.parameters(number, layered=self.layered), own))
             for form, number, own in zip(forms, numbers, dtypes, strict=True)
         ]
         named = with_distinct_names(forms, kept)
         dtype_of = {
             name: dtype
             for form, own in zip(named, dtypes, strict=True)
-            for name, dtype in zip(() if form is None else form.paths, own, strict=True)
+            for name, dtype in zip(form.paths, own, strict=True)
         }
         return ChunkLayout(named, self.buffers(named, numbers, dtype_of))
 
     def buffers(
-        self, forms: Sequence[TreeForm | None], numbers: Sequence[int], dtypes: Mapping[str, Any]
+        self, forms: Sequence[TreeForm], numbers: Sequence[int], dtypes: Mapping[str, Any]
     ) -> tuple[Buffer, ...]:
         """The buffers of stages that share a chunk, where these are smaller than an array for each
         leaf; and one for each leaf whose shapes differ.
 
         What all stages have alike takes no less room together, so it stays by itself, as it is.
         """
-        known = [form for form in forms if form is not None]
+        known = [form for form in forms if not form.is_empty]
         shapes: dict[str, list[tuple[int, ...]]] = {}
         groups: dict[Any, dict[str, InBuffer]] = {}
         for name, owns in by_name(forms, numbers, layered=self.layered).items():
@@ -89,11 +87,11 @@ class Sharing:
         made: list[Buffer] = []
         for number, members in enumerate(sorted(groups.values(), key=min)):
             one = buffer(f"{word} {number}", members)
-            apart = sum(
+            separate = sum(
                 max(Entry(shape, kept.parts).length for shape in shapes[path])
                 for path, kept in members.items()
             )
-            if one.size < apart:
+            if one.size < separate:
                 made.append(one)
                 continue
             made += [buffer(p, {p: members[p]}) for p in one.paths if len(set(shapes[p])) > 1]
@@ -122,9 +120,9 @@ class Sharing:
             first, *others = dict.fromkeys(
                 [*owns[odd[0]], *(own for found in owns.values() for own in found)]
             )
-            beside = f"beside {others[0].path!r}" if others else "as it is not split here"
+            how = f"with {others[0].path!r}" if others else "as it is not split here"
             return [
-                f"{first.path!r} lies in one array {beside}, but frozen=, specs= or the mesh "
+                f"{first.path!r} is stored in one array {how}, but frozen=, specs= or the mesh "
                 f"axes of this pipeline keep it apart; {again}"
             ]
         if buffer is not None and buffer.pinned != self.pinned:
@@ -138,26 +136,22 @@ class Sharing:
 
 
 def by_name(
-    forms: Sequence[TreeForm | None], numbers: Sequence[int], *, layered: bool
+    forms: Sequence[TreeForm], numbers: Sequence[int], *, layered: bool
 ) -> dict[str, list[tuple[Parameter, tuple[int, ...]]]]:
     """The parameters that have each name in a chunk, with the shapes of their leaves."""
     found: dict[str, list[tuple[Parameter, tuple[int, ...]]]] = {}
     for form, stage in zip(forms, numbers, strict=True):
-        owns: Iterable[Any] = (
-            ()
-            if form is None
-            else zip(form.paths, form.parameters(stage, layered=layered), form.shapes, strict=True)
-        )
-        for name, own, shape in owns:
+        owns = form.parameters(stage, layered=layered)
+        for name, own, shape in zip(form.paths, owns, form.shapes, strict=True):
             found.setdefault(name, []).append((own, shape))
     return found
 
 
-def _check_dtypes(forms: Sequence[TreeForm | None], dtypes: Sequence[Sequence[Any]]) -> None:
+def _check_dtypes(forms: Sequence[TreeForm], dtypes: Sequence[Sequence[Any]]) -> None:
     """PipelineError where stages give one path several dtypes."""
     found: dict[str, set[str]] = {}
     for form, own in zip(forms, dtypes, strict=True):
-        for path, dtype in zip(() if form is None else form.paths, own, strict=True):
+        for path, dtype in zip(form.paths, own, strict=True):
             found.setdefault(path, set()).add(str(dtype))
     faults = [
         f"parameters {path!r} of stages that share a chunk are {' and '.join(sorted(names))}; "

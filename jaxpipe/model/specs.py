@@ -14,21 +14,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ..arrays import PyTree
 from ..errors import PipelineError
 
 _MOST_PATHS = 20  # that a message lists
 
 
-def by_path(specs: PyTree) -> dict[str, Any]:
-    """Specs by the paths at which they are given."""
-    return {
-        path_text(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)
-    }
-
-
-def _is_spec(value: Any) -> bool:
+def is_spec(value: Any) -> bool:
     """A leaf of a tree of specs."""
     return value is None or isinstance(value, PartitionSpec)
 
@@ -36,11 +27,6 @@ def _is_spec(value: Any) -> bool:
 def holds(prefix: str, name: str) -> bool:
     """Whether a spec at the path `prefix` is meant for the parameter `name`."""
     return prefix in ("", name) or name.startswith(prefix + "/")
-
-
-def path_text(path: Any) -> str:
-    """A leaf's path as text, "dense/kernel"."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def names_of(entry: Any) -> tuple[Any, ...]:
@@ -52,7 +38,7 @@ def names_of(entry: Any) -> tuple[Any, ...]:
 
 def axes_of(specs: Any) -> set[Any]:
     """The mesh axes that any of these specs names."""
-    leaves = jax.tree.leaves(specs, is_leaf=_is_spec)
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     return {
         name
         for spec in leaves

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..arrays import PyTree
+from ..arrays import PyTree, by_path
 from ..errors import PipelineError
 from .packed import ChunkLayout, Group, InBuffer, Packed, Parameter, TreeForm, repacked
 from .param_layout import ParamLayout
 from .partition import Partition
 from .sharing import Sharing, by_name
-from .specs import path_text
 
 
 class Stack(NamedTuple):
@@ -92,7 +91,7 @@ class StackedStages:
             own = trees[""]["stages"] if trees else like
             return jax.tree.map(lambda leaf: _masked(leaf, there), own)
         layout = like.layout.separate
-        paths = [() if form is None else form.paths for form in layout.forms]
+        paths = [form.paths for form in layout.forms]
 
         def leaf(name: str, seat: _Seat) -> Any:
             node = trees.get(seat.stack, {})
@@ -143,12 +142,14 @@ class StackedStages:
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), found)
             return TreeForm.of(_tree(shapes))
 
-        known = {form: own_form(form) for form in layout.forms if form is not None}
-        forms = tuple(None if form is None else known[form] for form in layout.forms)
-        leaves = {p: leaf for name, state in states.items() for p, leaf in _by_path(name, state)}
+        known = {form: form if form.is_empty else own_form(form) for form in {*layout.forms}}
+        forms = tuple(known[form] for form in layout.forms)
+        leaves = {
+            p: leaf for name, state in states.items() for p, leaf in _named(name, state).items()
+        }
         shapes: dict[str, set[tuple[int, ...]]] = {}
         for form in forms:
-            for path, shape in () if form is None else zip(form.paths, form.shapes, strict=True):
+            for path, shape in zip(form.paths, form.shapes, strict=True):
                 shapes.setdefault(path, set()).add(shape)
         if shapes != {path: {tuple(leaf.shape[1:])} for path, leaf in leaves.items()}:
             return tuple(states.values())
@@ -165,7 +166,7 @@ class StackedStages:
         found = {}
         for name, stack in stacks.items():
             like = jax.eval_shape(lambda tree, s=stack: s.apply(init, tree), stack.tree)
-            own = [leaves[path] for path, _ in _by_path(name, like)]
+            own = [leaves[path] for path in _named(name, like)]
             found[name] = jax.tree.unflatten(jax.tree.structure(like), own)
         return found
 
@@ -195,7 +196,6 @@ class StackedStages:
         paths = {
             name: path
             for form in layout.forms
-            if form is not None
             for name, path in zip(form.paths, form.tree_paths, strict=True)
         }
         split = {name: [part for part in path.split("/") if part] for name, path in paths.items()}
@@ -227,9 +227,7 @@ def _avals(chunk: Packed, layout: ChunkLayout) -> dict[str, Any]:
     arrays = [chunk.leaves[name] for name in chunk.layout.names]
     found: dict[str, Any] = {}
     for old, new in zip(chunk.layout.forms, layout.forms, strict=True):
-        for name, place in (
-            zip(new.paths, chunk.layout.places(old), strict=True) if old and new else ()
-        ):
+        for name, place in zip(new.paths, chunk.layout.places(old), strict=True):
             leaf = arrays[place.at]
             found[name] = (
                 None if leaf is None else jax.ShapeDtypeStruct((1, *place.shape), leaf.dtype)
@@ -239,11 +237,11 @@ def _avals(chunk: Packed, layout: ChunkLayout) -> dict[str, Any]:
 
 def _layer_faults(chunk: PyTree) -> list[str]:
     """Leaves that do not have as many layers as the others."""
-    leaves = jax.tree_util.tree_leaves_with_path(chunk)
-    counts = {np.shape(leaf)[1:2] for _, leaf in leaves}
+    leaves = by_path(chunk)
+    counts = {np.shape(leaf)[1:2] for leaf in leaves.values()}
     if len(counts) <= 1 and () not in counts:
         return []
-    return [f"{path_text(path)} is [P, ...] of {np.shape(leaf)}" for path, leaf in leaves]
+    return [f"{path} is [P, ...] of {np.shape(leaf)}" for path, leaf in leaves.items()]
 
 
 def _tree(own: Mapping[str, PyTree]) -> PyTree:
@@ -260,7 +258,6 @@ def _tree(own: Mapping[str, PyTree]) -> PyTree:
     }
 
 
-def _by_path(name: str, state: PyTree) -> list[tuple[str, Any]]:
+def _named(name: str, state: PyTree) -> dict[str, Any]:
     """The leaves of a stack's state by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return [(f"{name}/{path_text(p)}" if name else path_text(p), leaf) for p, leaf in leaves]
+    return by_path({name: state} if name else state)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import PyTree, array_faults
+from ..arrays import PyTree, array_faults, axis_faults, by_index
 from .param_layout import OUTER
-from .placed import Chunks, StageOwners, owner_faults
+from .placed import StageOwners, owner_faults
 
 
 def param_faults(params: Any, owners: StageOwners, devices: int) -> list[str]:
@@ -20,55 +20,45 @@ def param_faults(params: Any, owners: StageOwners, devices: int) -> list[str]:
     if not isinstance(params, Mapping) or "stages" not in params or not set(params) <= wanted:
         faults = [f"parameters must be what `place` returned, a dict with keys of {sorted(wanted)}"]
     else:
-        faults = owner_faults(params["stages"], owners, "parameters", "place") or row_faults(
-            params["stages"], devices
+        faults = owner_faults(params["stages"], owners, "parameters", "place") or axis_faults(
+            params["stages"], "stages", devices, f"the {devices} devices (see `place`)"
         )
     return [*faults, *array_faults(params, "params")]
-
-
-def row_faults(stages: Chunks, count: int) -> list[str]:
-    """Leaves of placed stages without a row for each of `count` devices."""
-    return [
-        f"stages{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading axis must "
-        f"be the {count} devices (see `place`)"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(stages)
-        if np.shape(leaf)[:1] != (count,)
-    ]
 
 
 def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
     """What is wrong with a batch whose rows are cut into `count` microbatches on each
     data shard.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    leaves = by_index(batch, "batch")
     if not leaves:
         return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
     faults = array_faults(batch, "batch")
-    scalars = [jax.tree_util.keystr(path) for path, leaf in leaves if not np.shape(leaf)]
+    scalars = [name for name, leaf in leaves.items() if not np.shape(leaf)]
     if faults:
         return faults
     if len(scalars) > 3:
         return [
-            f"{len(scalars)} leaves of the batch are plain numbers, batch{scalars[0]} the first "
+            f"{len(scalars)} leaves of the batch are plain numbers, {scalars[0]} the first "
             "of them: lists are trees to JAX; make "
             "arrays of them, jax.numpy.asarray([...]), with a leading axis of rows"
         ]
     lengths = {}
-    for path, leaf in leaves:
+    for name, leaf in leaves.items():
         shape = np.shape(leaf)
         if not shape:
             faults.append(
-                f"batch{jax.tree_util.keystr(path)} is a scalar; every leaf needs a leading axis "
+                f"{name} is a scalar; every leaf needs a leading axis "
                 "of rows "
                 '(what all rows share can be closed over, or stand under "shared")'
             )
             continue
-        rows = lengths[f"batch{jax.tree_util.keystr(path)}"] = shape[0]
+        rows = lengths[name] = shape[0]
         if rows == 0 or rows % (count * data_shards):
             shards = f" x {data_shards} data shards" if data_shards > 1 else ""
             near = max(1, round(rows / (count * data_shards))) * count * data_shards
             faults.append(
-                f"batch{jax.tree_util.keystr(path)} has {rows} rows, which do not divide into "
+                f"{name} has {rows} rows, which do not divide into "
                 f"{count} microbatches{shards}; use {near} rows"
             )
     if len(set(lengths.values())) > 1:

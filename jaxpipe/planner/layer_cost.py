@@ -5,9 +5,9 @@ made of layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engine.costs import Costs
 from ..errors import CostError, listed, quoted
@@ -26,6 +26,23 @@ class Remat(Enum):
     NONE = None
     FULL = "full"  # everything: a forward keeps its input alone
     STAGES = "stages"  # everything, on some devices alone: the table has an R for their stages
+
+
+class Ends(Enum):
+    """Who does an end of the model: one device, or all of them together (`jaxpipe.spread`)."""
+
+    ONE = "one"
+    EITHER = "either"  # a plan chooses; costs are of the whole
+    ALL = "all"  # costs are of the whole
+    SHARE = "share"  # all; costs are of one device's share
+
+
+class Kept(NamedTuple):
+    """What a layer keeps and computes again under a `jax.checkpoint` policy."""
+
+    residuals: float  # bytes of one microbatch, the input not counted
+    again: float  # seconds that its backward takes longer
+    stash: float = 0.0  # bytes that the gradient of the input leaves for that of the weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +66,8 @@ class LayerCost:
         workspace: bytes that it needs while it runs.
         hoisted: bytes that are computed from its parameters once a step and kept (casts).
         batch: bytes of one microbatch of the batch that it reads ("E", "L").
+        ends: of "E" and "L", who does it.
+        policies: what it keeps under each policy that a plan may choose, by the policy's name.
 
     Raises:
         CostError: a value is negative, infinite or no number.
@@ -70,20 +89,21 @@ class LayerCost:
     workspace: float = 0
     hoisted: float = 0
     batch: float = 0
+    ends: Ends = Ends.ONE
+    policies: Mapping[str, Kept] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         faults = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.default is None:
+        for each in _numbers():
+            value = getattr(self, each)
+            if value is None and each in _OPTIONAL:
                 continue
             if not (is_number(value) and 0 <= plain(value) <= MAX_COST):
                 faults.append(
-                    f"{field.name} is {quoted(value)}; it is a finite number >= 0, in seconds or "
-                    "bytes"
+                    f"{each} is {quoted(value)}; it is a finite number >= 0, in seconds or bytes"
                 )
                 continue
-            object.__setattr__(self, field.name, plain(value))
+            object.__setattr__(self, each, plain(value))
         if faults:
             raise CostError(listed("this is not the cost of a layer", faults))
 
@@ -107,6 +127,36 @@ class LayerCost:
         """Bytes of the optimizer's state."""
         return 2 * self.gradient_bytes if self.optimizer is None else self.optimizer
 
+    def under(self, policy: str) -> LayerCost:
+        """The costs under a policy; the same where the layer has no costs of it."""
+        if policy not in self.policies:
+            return self
+        kept = self.policies[policy]
+        return replace(
+            self,
+            residuals=kept.residuals,
+            stash=kept.stash,
+            input_grad=self.input_grad + kept.again,
+            backward=self.backward_seconds + kept.again,
+        )
+
+    def share(self, devices: int) -> LayerCost:
+        """The costs of one device's share of a spread end."""
+        parts = {
+            name: value / devices
+            for name in _numbers()
+            if name not in ("boundary", "batch") and (value := getattr(self, name)) is not None
+        }
+        return replace(self, ends=Ends.SHARE, **parts)
+
+
+def _numbers() -> list[str]:
+    """The fields that are seconds or bytes."""
+    return [each.name for each in fields(LayerCost) if each.name not in ("ends", "policies")]
+
+
+_OPTIONAL = ("backward", "gradients", "optimizer")
+
 
 def stage_costs(
     layout: Layout, costs: Mapping[str, LayerCost], *, remat: Remat, transfer: float
@@ -114,14 +164,22 @@ def stage_costs(
     """The times of a layout's stages as the lowered program spends them.
 
     The backward of `last` runs in the forward of the last stage.  The backward of `first` runs in
-    the input gradient of the first stage.  Under full remat the backward, or its half I, begins
-    with the stage's forward.
+    the input gradient of the first stage.  A spread `last` or `first` is in no stage: all devices
+    do their shares of it.  Under full remat the backward, or its half I, begins with the stage's
+    forward.
     """
     last, again = layout.num_stages - 1, remat is Remat.FULL
     times: dict[str, Any] = {}
+    spread = {c: costs[c] for c in spread_letters(layout.layers, costs)}
+    if LAST in spread:
+        times["last"] = spread[LAST].forward + spread[LAST].backward_seconds
+        times["last_weight_grad"] = spread[LAST].weight_grad or None
+    if FIRST in spread:
+        times["first"] = spread[FIRST].forward
+        times["first_grad"] = spread[FIRST].backward_seconds
     for s, letters in enumerate(layout.stages):
-        lead = [costs[letter] for letter in letters if is_first(s, letter)]
-        loss = [costs[letter] for letter in letters if is_last(s, last, letter)]
+        lead = [costs[c] for c in letters if is_first(s, c) and c not in spread]
+        loss = [costs[c] for c in letters if is_last(s, last, c) and c not in spread]
         inner = [
             costs[letter]
             for letter in letters
@@ -138,6 +196,11 @@ def stage_costs(
         for name, seconds in found.items():
             times[name] = (*times.get(name, ()), seconds)
     return Costs(**times, transfer=transfer, unit="seconds")
+
+
+def spread_letters(layers: str, costs: Mapping[str, LayerCost]) -> str:
+    """The ends of the model that all devices do together, of "E" and "L"."""
+    return "".join(c for c in (FIRST, LAST) if c in layers and costs[c].ends is Ends.SHARE)
 
 
 def is_first(stage: int, letter: str) -> bool:
@@ -160,7 +223,7 @@ def read_layer_costs(given: Mapping[str, Any]) -> dict[str, LayerCost]:
     """Costs of letters as `json.load` gives them: {"t": {"forward": 0.01, ...}, ...}; CostError
     lists what is wrong.
     """
-    known = [field.name for field in fields(LayerCost)]
+    known = _numbers()
     faults, found = [], {}
     for letter, values in given.items():
         if not isinstance(values, Mapping):

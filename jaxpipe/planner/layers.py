@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ..layouts.balance import split_layers
 from ..layouts.layout import Layout
-from .layer_cost import FIRST, LAST, LayerCost, Remat
+from .layer_cost import FIRST, LAST, LayerCost, Remat, spread_letters
 
 
 def balanced(
@@ -27,8 +27,11 @@ def balanced(
     where that cannot be.
     """
     again = remat is Remat.FULL
+    spread = spread_letters(layers, costs)
     seconds = [
-        costs[c].forward * (2 if again and c not in (FIRST, LAST) else 1)
+        0.0
+        if c in spread
+        else costs[c].forward * (2 if again and c not in (FIRST, LAST) else 1)
         + costs[c].backward_seconds
         for c in layers
     ]

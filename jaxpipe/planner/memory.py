@@ -14,7 +14,16 @@ from ..layouts.layout import Layout
 from ..program.pools import UNDER_WAY, Slots
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
-from .layer_cost import FIRST, LAST, LayerCost, Remat, is_first, is_last, total
+from .layer_cost import (
+    FIRST,
+    LAST,
+    LayerCost,
+    Remat,
+    is_first,
+    is_last,
+    spread_letters,
+    total,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +86,7 @@ def memory_of(slots: Slots, sizes: Sizes) -> Memory:
     pools = {
         name: size * getattr(slots, name) for name, size in sizes.entry.items() if name != "host"
     }
-    pools["host"] = UNDER_WAY * away
+    pools["host"] = UNDER_WAY * away if slots.host else 0.0
     ticks = sum(pools.values()) + sizes.hoisted + sizes.sent + sizes.raveled + sizes.work
     return Memory(
         parameters=sizes.parameters,
@@ -91,7 +100,7 @@ def memory_of(slots: Slots, sizes: Sizes) -> Memory:
         raveled=sizes.raveled,
         work=sizes.work,
         summed=max(0, sizes.summed - ticks, *sizes.ends),
-        host=(slots.host + 1) * away,
+        host=(slots.host + 1) * away if slots.host else 0.0,
     )
 
 
@@ -103,14 +112,31 @@ def least_bytes(layers: str, costs: Mapping[str, LayerCost], devices: int) -> fl
     return inner / devices + sum(costs[c].held_bytes for c in {*layers} & {FIRST, LAST})
 
 
+def device_work(layers: str, costs: Mapping[str, LayerCost], devices: int, *, again: bool) -> float:
+    """Seconds that some device computes for each microbatch, however layers are split; the forwards
+    of layers count twice where they run `again`.
+    """
+    spread = spread_letters(layers, costs)
+
+    def seconds(letter: str) -> float:
+        cost = costs[letter]
+        both = cost.input_grad + cost.weight_grad
+        twice = again and letter not in (FIRST, LAST)
+        return cost.forward * (1 + twice) + min(cost.backward_seconds, both)
+
+    own = [seconds(c) for c in layers if c not in spread]
+    return max([sum(own) / devices, *own]) + sum(map(seconds, spread))
+
+
 def least_slots(timeline: Timeline) -> Slots:
     """Entries of pools that any program of a simulated table has: it keeps the order of rows, so
-    that as many forwards are kept.
+    that as many forwards are kept, each with its input.
     """
+    peak = max(timeline.peak_activations)
     return Slots(
-        x=1,
+        x=peak,
         residual_input=1,
-        residual_weight=max(timeline.peak_activations),
+        residual_weight=peak,
         cotangent=1,
         stash=1,
         first=1,
@@ -124,12 +150,14 @@ def layer_sizes(
     *,
     remat: Remat,
     in_place: bool = True,
+    gathered: float = 0,
 ) -> Sizes:
     """Sizes on a device by sums of the sizes of layers; pools are as large as on the device that
     needs most.
 
     `in_place` says whether gradients are summed over devices where they are, as on GPUs and not on
-    CPU devices.
+    CPU devices.  `gathered` is the number of devices that split parameters and accumulators (fsdp),
+    whole copies of which each has during the step; 0 where they are not split.
     """
     splits = bool(schedule.encoded.of_kinds((Kind.I,)).any())
     inner = _inner(layout)
@@ -149,17 +177,24 @@ def layer_sizes(
     def held(name: str) -> float:
         return total(outer, name) + _chunk_bytes(inner, schedule, costs, name)
 
+    spread = spread_letters(layout.layers, costs)
+    residuals = 0.0 if full else kept
     return Sizes(
         parameters=held("parameters"),
         gradients=held("gradient_bytes"),
+        gathered=gathered * (held("parameters") + held("gradient_bytes")),
         optimizer=held("optimizer_bytes"),
         batch=schedule.num_microbatches * total(outer, "batch"),
         hoisted=held("hoisted"),
         entry={
             "x": boundary,
             "cotangent": boundary,
-            "residual_weight": 0.0 if full else kept,
+            "residual_weight": residuals,
             "stash": left + full * kept if splits else 0.0,
+            "last": boundary if LAST in spread else 0.0,
+            "first": boundary if FIRST in spread else 0.0,
+            "share": boundary + costs[LAST].stash if LAST in spread else 0.0,
+            "host": residuals,
         },
         sent=2 * boundary,
         work=max(

@@ -1,39 +1,40 @@
-"""The fastest pipelines that fit: every schedule, number of chunks and remat that may vary,
-simulated, lowered and compared.
+"""The fastest pipelines that fit: every choice in the order of a bound, those that could be among
+the best simulated, and the front-runners lowered and compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from ..engine.bounds import bound_beside
 from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout, LayoutError
+from ..lowering.offload import Offload
 from ..lowering.overheads import Overheads
-from ..lowering.plan import Plan
-from ..program.pools import Slots
 from ..schedules import build
-from ..schedules.registry import describe
 from ..table.certificate import Certificate, Objective, Proof
-from ..table.kinds import Kind
 from ..table.limits import is_number
-from ..table.schedule import Schedule
-from ..transforms.recompute import add_recompute
-from .layer_cost import LayerCost, Remat, stage_costs
-from .layers import balanced, improved
-from .memory import Memory, layer_sizes, least_bytes, least_slots, memory_of
+from .candidate import Candidate, Choice, choices
+from .layer_cost import LayerCost
+from .layers import improved
+from .memory import Memory, least_bytes
 from .request import SCHEDULES as SCHEDULES
 from .request import Request, requests
 from .result import PipelinePlan, Plans, Rejected, gib
-from .running import program_of, step_seconds
+from .running import step_seconds
 
 _Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
+_Progress: TypeAlias = "Callable[[int, int], None]"
 _MOVES = 60  # layouts that are simulated for each of the best candidates
 _REFINED = 4  # candidates whose layout is improved
+_MORE = 1  # programs that are made beyond as many as plans are asked for
+_NEAR = 1.03  # of a bound: no larger cap is tried then
+_EVEN = 1e-9  # relative: stages that differ by less are equal
 
 
 def plan(
@@ -46,10 +47,13 @@ def plan(
     transfer: float | Mapping[int, float] = 0.0,
     schedules: Sequence[str] | None = None,
     chunks: Sequence[int] = (1, 2, 4),
-    remat: Sequence[str | None] = (None, "full"),
+    remat: Sequence[str | None] | None = None,
+    offload: Sequence[str | None] = (None, "residuals"),
+    host_bandwidth: float = 2.5e10,
     search: float = 0,
     seed: int = 0,
     most: int = 8,
+    within: float | None = None,
     progress: Callable[[int, int], None] | None = None,
     traced: Callable[[PipelinePlan], Mapping[str, int]] | None = None,
     mesh: Any = None,
@@ -60,11 +64,13 @@ def plan(
     """The fastest pipelines of a model on P devices, best first: layout, schedule, chunks and
     remat, with what each device holds.
 
-    Layers are split over stages so that the slowest stage is as fast as possible (exact dynamic
-    programming), then moved one by one where the simulated step gets shorter.  The candidates of
-    the shortest simulated steps are lowered as `Pipeline` lowers them for the mesh: seconds are
-    those of the lowered program for these costs, and memory is that of its pools, accumulators,
-    parameters and optimizer state.
+    Choices are tried in the order of a bound of their seconds, until the rest cannot be among the
+    best.  Layers are split over stages so that the slowest stage is as fast as possible (exact
+    dynamic programming), then moved one by one where the simulated step gets shorter.  The
+    candidates of the shortest simulated steps are lowered as `Pipeline` lowers them for the mesh:
+    seconds are those of the lowered program for these costs, and memory is that of its pools,
+    accumulators, parameters and optimizer state.  `first` and `last` are spread where their costs
+    say that all devices may do them together (`LayerCost.ends`).
 
     Args:
         model: the letters of the layers, such as "E" + "t" * 80 + "L" ("E" is `first`, "L" is
@@ -78,12 +84,19 @@ def plan(
         transfer: seconds of a hop to another device, where M may vary by its number.
         schedules: names of `schedules.names()` to choose among.
         chunks: stages per device to choose among.
-        remat: what may be computed again, to choose among: None (nothing), "full", or "stages": of
-            each stage the fewest microbatches for which the memory is enough (`add_recompute`).
+        remat: what may be computed again, to choose among: None (nothing), "full", "stages" (of
+            each stage the fewest microbatches for which the memory is enough, `add_recompute`),
+            and the names of policies of which layers have costs (`LayerCost.policies`): each kind
+            of layer has one or none.  All of these where it is None.
+        offload: whether residuals may wait in the host's memory ("residuals"), where a plan does
+            not fit without that, on GPUs.
+        host_bandwidth: bytes a second between a device's memory and the host's, in each direction.
         search: seconds of search by OR-tools for a shorter table than the best one (the extra
             `jaxpipe[solver]`).
         seed: of the search.
         most: how many plans to return.
+        within: seconds after which no further choice is tried: the plans are then the best of what
+            was tried.
         progress: called with (how many choices are simulated, of how many), then with (how many
             candidates are lowered, of how many).
         traced: the memory of a step by what it is for, and its "total", of the traced model
@@ -138,6 +151,9 @@ def plan(
             "schedules": schedules,
             "chunks": chunks,
             "remat": remat,
+            "offload": offload,
+            "host_bandwidth": host_bandwidth,
+            "within": within,
             "search": search,
             "seed": seed,
             "most": most,
@@ -149,96 +165,15 @@ def plan(
             "overheads": overheads,
         }
     )
-    candidates, rejected = _candidates(_roomy(wanted), progress)
-    candidates.sort(key=lambda c: c.seconds)
-    candidates[:_REFINED] = [_refined(c) for c in candidates[:_REFINED]]
-    candidates.sort(key=lambda c: c.seconds)
-    fitting: list[_Lowered] = []
-    beyond: list[_Lowered] = []
-    for done, candidate in enumerate(candidates):
-        # No program is shorter than its table, so what comes now cannot be among the best any more.
-        if (
-            len(fitting) >= most
-            and candidate.seconds >= sorted(f.seconds for f in fitting)[most - 1]
-        ):
-            break
-        # what its program takes and holds at the least
-        least = candidate.memory(least_slots(candidate.timeline))
-        lowered = _Lowered(candidate, candidate.seconds, least)
-        # Sums of layers' sizes say nothing of a traced model.
-        if memory is None or traced is not None or lowered.needs <= memory:
-            lowered = _lower(candidate, traced)
-        (fitting if memory is None or lowered.needs <= memory else beyond).append(lowered)
-        if progress is not None:
-            progress(done + 1, len(candidates))
-    if not fitting:
-        raise _nothing_fits(wanted[0], beyond, rejected)
-    if search:
-        fitting += _searched(min(fitting, key=lambda f: f.seconds), search, seed, traced)
-    fitting.sort(key=lambda f: (f.seconds, f.needs))
-    rejected += [
-        Rejected(
-            b.candidate.label, f"does not fit by {gib(b.needs - (memory or 0))} or more", b.seconds
-        )
-        for b in beyond
-    ]
-    found = tuple(_result(f) for f in fitting[:most])
-    return Plans(found, tuple(rejected), str(wanted[0].target.overheads))
-
-
-class _Candidate(NamedTuple):
-    """A choice with its table, simulated."""
-
-    request: Request
-    name: str
-    chunks: int
-    remat: Remat
-    cap: int | None
-    layout: Layout
-    timeline: Timeline
-    recomputing: int = 0  # R in the table
-
-    @property
-    def schedule(self) -> Schedule:
-        """Its table."""
-        return self.timeline.schedule
-
-    @property
-    def seconds(self) -> float:
-        """Of the table."""
-        return self.timeline.makespan
-
-    @property
-    def lowered(self) -> Plan:
-        """Its program."""
-        return program_of(self.request.target, self.schedule, self.timeline.costs)
-
-    def memory(self, slots: Slots) -> Memory:
-        """What a device holds of it, by sums of layers' sizes."""
-        request = self.request
-        in_place = request.target.on_gpus
-        sizes = layer_sizes(
-            self.layout, self.schedule, request.costs, remat=self.remat, in_place=in_place
-        )
-        return memory_of(slots, sizes)
-
-    @property
-    def label(self) -> str:
-        """As a table names it."""
-        parts = [self.name, f"V {self.chunks}"]
-        parts += [f"cap {self.cap}"] if self.cap else []
-        parts += [f"M {self.request.microbatches}"] if self.request.one_of_many else []
-        share = self.recomputing / (self.schedule.num_stages * self.schedule.num_microbatches)
-        parts += [f"recompute {share:.0%}"] if self.recomputing else []
-        parts += [f"remat {self.remat.value}"] if self.remat is Remat.FULL else []
-        return ", ".join(parts)
+    found = Search(wanted, most=most, within=within, progress=progress, traced=traced)
+    return found.plans(search=search, seed=seed)
 
 
 @dataclass(frozen=True)
 class _Lowered:
     """A candidate with what its program takes and holds."""
 
-    candidate: _Candidate
+    candidate: Candidate
     seconds: float
     memory: Memory
     traced: Mapping[str, int] | None = None
@@ -251,134 +186,193 @@ class _Lowered:
         return self.traced["total"] + self.memory.optimizer
 
 
-def _candidates(
-    wanted: Sequence[Request], progress: Callable[[int, int], None] | None
-) -> tuple[list[_Candidate], list[Rejected]]:
-    """Every choice that can be built."""
-    choices = [(request, *choice) for request in wanted for choice in _choices(request)]
-    found: list[_Candidate] = []
-    rejected: list[Rejected] = []
-    for done, (request, name, chunks, remat) in enumerate(choices):
-        try:
-            shape = {"devices": request.devices, "chunks": chunks}
-            layout = balanced(request.layers, request.costs, **shape, remat=remat)
-            caps = _caps(request, layout, chunks, remat) if name == "auto" else (None,)
-            built = [_built(request, name, chunks, remat, cap, layout) for cap in caps]
-            for one in built:
-                found += _recomputing(one) if remat is Remat.STAGES else (one,)
-        except (ScheduleError, LayoutError) as error:
-            rejected.append(
-                Rejected(f"{name}, V {chunks}", str(error).splitlines()[-1].strip(), None)
+class Search:
+    """The choices of some requests, tried in the order of a bound of their seconds."""
+
+    def __init__(
+        self,
+        wanted: Sequence[Request],
+        *,
+        most: int,
+        within: float | None = None,
+        progress: _Progress | None = None,
+        traced: _Traced | None = None,
+    ) -> None:
+        self._wanted, self._most, self._traced = wanted, most, traced
+        self._end = None if within is None else time.monotonic() + within
+        self._progress = progress or (lambda done, of: None)
+        self._fitting: list[Candidate] = []
+        self._beyond: list[_Lowered] = []
+        self._rejected: list[Rejected] = []
+
+    def plans(self, *, search: float, seed: int) -> Plans:
+        """The best, with what was left out."""
+        self._simulate()
+        fitting = self._lower_best()
+        if not fitting:
+            raise _nothing_fits(self._wanted[0], self._beyond, self._rejected)
+        if search:
+            best = min(fitting, key=lambda f: f.seconds)
+            fitting += _searched(best, search, seed, self._traced)
+        fitting.sort(key=lambda f: (f.seconds, f.needs))
+        rejected = self._rejected + [
+            Rejected(
+                b.candidate.label,
+                f"does not fit by {gib(b.needs - (b.candidate.request.memory or 0))} or more",
+                b.seconds,
             )
-        if progress is not None:
-            progress(done + 1, len(choices))
-    return found, rejected
+            for b in self._beyond
+        ]
+        found = tuple(_result(f) for f in fitting[: self._most])
+        return Plans(found, tuple(rejected), str(self._wanted[0].target.overheads))
 
+    def _late(self) -> bool:
+        """Whether the time is over and there is something to return."""
+        return self._end is not None and time.monotonic() > self._end and bool(self._fitting)
 
-def _recomputing(candidate: _Candidate) -> Iterator[_Candidate]:
-    """The table with the fewest R for as many activations as there is room for, for one less, and
-    for one: by sums of layers' sizes.
-    """
-    request, table, costs = candidate.request, candidate.schedule, candidate.timeline.costs
-    assert request.memory is not None, "where memory has no limit, nothing is computed again"
-    slots = candidate.lowered.program().slots
-    held = candidate.memory(slots)
-    residuals = held.pools["residual_weight"]
-    each, free = residuals / slots.residual_weight, request.memory - (held.total - residuals)
-    room = int(free / each) if each else table.num_stages * table.num_microbatches
-    peak = max(candidate.timeline.peak_activations)
-    if room >= peak and Remat.NONE not in request.remat:
-        yield candidate
-    for cap in sorted({max(1, min(room, peak - 1)), max(1, min(room, peak) - 1), 1}, reverse=True):
-        found = add_recompute(table, costs=costs, max_activations=cap)
-        count = sum(action.kind is Kind.R for _, _, action in found.actions())
-        if count:
-            yield candidate._replace(timeline=simulate(found, costs), recomputing=count)
+    def _worst(self) -> float:
+        """Seconds that a choice must be below to be among the best."""
+        found = sorted(c.seconds for c in self._fitting)
+        return found[self._most - 1] if len(found) >= self._most else float("inf")
 
+    def _reject(self, choice: Choice, why: str, seconds: float | None = None) -> None:
+        self._rejected.append(Rejected(choice.label, why, seconds))
 
-def _choices(request: Request) -> Iterator[tuple[str, int, Remat]]:
-    """Schedules with the chunks that they take and that the layers are enough for."""
-    for name in request.schedules:
-        rule = describe(name).chunks
-        for chunks in request.chunks:
-            # With one stage a device it is 1F1B with more activations.
-            same = name == "interleaved_1f1b" and chunks == 1 and "1f1b" in request.schedules
-            if (
-                not same
-                and rule.nearest(chunks) == chunks
-                and request.devices * chunks <= len(request.layers)
+    def _simulate(self) -> None:
+        """Tables of every choice that could be among the best."""
+        todo = [choice for q in _roomy(self._wanted) for choice in choices(q)]
+        # A table of `auto` takes longest to build, so the others come first.
+        todo.sort(key=lambda c: (c.name == "auto", c.seconds))
+        # What comes first is a plan of each request's cheapest kind.
+        for done, choice in enumerate(todo):
+            if self._late():
+                self._reject(choice, "not tried: the time was over")
+            elif self._passes(choice, choice.seconds):
+                try:
+                    self._try(choice)
+                except (ScheduleError, LayoutError) as error:
+                    self._reject(choice, str(error).splitlines()[-1].strip())
+            self._progress(done + 1, len(todo))
+
+    def _passes(self, choice: Choice, seconds: float) -> bool:
+        """Whether a choice may fit and be among the best; else it is rejected."""
+        limit = choice.request.memory
+        if limit is not None and choice.bytes > limit:
+            self._reject(choice, f"does not fit by {gib(choice.bytes - limit)} or more")
+        elif seconds >= self._worst():
+            self._reject(
+                choice, f"takes {seconds:.4g} s or more, and {self._most} plans take less", seconds
+            )
+        else:
+            return True
+        return False
+
+    def _try(self, choice: Choice) -> None:
+        """Build and simulate its tables."""
+        layout = choice.layout()
+        if choice.name != "auto":
+            self._sort(choice, layout)
+            return
+        for cap in choice.caps(layout):
+            capped = choice._replace(cap=cap)
+            bound = capped.bound(layout)
+            near = [c for c in self._fitting if c.choice._replace(cap=cap) == capped]
+            if near and near[-1].seconds <= _NEAR * bound:
+                self._reject(
+                    capped, f"takes {bound:.4g} s or more, {near[-1].label} {near[-1].seconds:.4g}"
+                )
+            elif self._passes(capped, bound):
+                self._sort(capped, layout)
+
+    def _sort(self, choice: Choice, layout: Layout) -> None:
+        """Keep its tables that fit as far as a table says; where none does, what takes less
+        memory.
+        """
+        candidate, *others = choice.built(layout)
+        fitting = [c for c in (candidate, *others) if self._fits(c)]
+        for one in fitting:
+            self._keep(one)
+        if fitting:
+            return
+        self._beyond.append(_Lowered(candidate, candidate.seconds, candidate.least))
+        if candidate.seconds >= self._worst():
+            return
+        for smaller in filter(self._fits, candidate.smaller()):
+            self._keep(smaller)
+        return
+
+    def _keep(self, candidate: Candidate) -> None:
+        """A candidate, if no other has so short a table with so few activations."""
+        same = next((c for c in self._fitting if c.like == candidate.like), None)
+        if same is None:
+            self._fitting.append(candidate)
+        else:
+            self._reject(candidate.choice, f"takes as long as {same.label}", candidate.seconds)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        memory = candidate.request.memory
+        # Sums of layers' sizes say nothing of a traced model.
+        return memory is None or self._traced is not None or candidate.least.total <= memory
+
+    def _lower_best(self) -> list[_Lowered]:
+        """Programs of the front-runners."""
+        candidates = sorted(self._fitting, key=lambda c: c.seconds)
+        candidates[:_REFINED] = [_refined(c) for c in candidates[:_REFINED]]
+        candidates.sort(key=lambda c: c.seconds)
+        found: list[_Lowered] = []
+        done = 0
+        while candidates:
+            candidate = candidates.pop(0)
+            # No program is shorter than its table, so what comes now cannot be among the best.
+            times = sorted(f.seconds for f in found)
+            if len(found) >= self._most and (
+                candidate.seconds >= times[self._most - 1] or done >= self._most + _MORE
             ):
-                for remat in request.remat:
-                    # Where memory has no limit, nothing is computed again for it.
-                    if remat is not Remat.STAGES or request.memory is not None:
-                        yield name, chunks, remat
+                break
+            if found and self._late():
+                break
+            lowered = _lower(candidate, self._traced)
+            memory = candidate.request.memory
+            if memory is None or lowered.needs <= memory:
+                found.append(lowered)
+            else:
+                self._beyond.append(lowered)
+                smaller = [c for c in candidate.smaller() if self._fits(c)]
+                candidates = sorted(candidates + smaller, key=lambda c: c.seconds)
+            done += 1
+            self._progress(done, done + len(candidates))
+        return found
 
 
-def _built(
-    request: Request, name: str, chunks: int, remat: Remat, cap: int | None, layout: Layout
-) -> _Candidate:
-    """A candidate with its table."""
-    costs = stage_costs(layout, request.costs, remat=remat, transfer=request.transfer)
-    options: dict[str, Any] = {} if cap is None else {"max_activations": cap}
-    if any(option.name == "costs" for option in describe(name).options):
-        options["costs"] = costs
-    schedule = build(
-        name, devices=request.devices, microbatches=request.microbatches, chunks=chunks, **options
-    )
-    if schedule.num_stages != layout.num_stages:
-        per = schedule.num_stages // request.devices
-        raise ScheduleError(
-            f"{name} has {schedule.num_stages} stages, each on several devices; choose it by "
-            f"chunks=({per},)"
-        )
-    return _Candidate(request, name, chunks, remat, cap, layout, simulate(schedule, costs))
-
-
-def _caps(request: Request, layout: Layout, chunks: int, remat: Remat) -> tuple[int | None, ...]:
-    """Caps for `auto`: as much as it asks for, 1F1B's memory, and what the limit leaves
-    room for.
-    """
-    enough = chunks * request.devices
-    if request.memory is None:
-        return None, enough
-    name = "1f1b" if chunks == 1 else "interleaved_1f1b"
-    trial = _built(request, name, chunks, remat, None, layout)
-    slots = trial.lowered.program().slots
-    held = trial.memory(slots)
-    residuals = held.pools["residual_weight"]
-    boundaries = held.pools["x"] + held.pools["cotangent"] + held.sent
-    each = residuals / slots.residual_weight + boundaries / (slots.x + slots.cotangent)
-    room = request.memory - (held.total - residuals - boundaries)
-    fits = int(room / each) if each else 2 * enough
-    return tuple(
-        dict.fromkeys([max(chunks, min(2 * enough, fits)), max(chunks, min(enough, fits))])
-    )
-
-
-def _refined(candidate: _Candidate) -> _Candidate:
+def _refined(candidate: Candidate) -> Candidate:
     """The candidate with a better layout for its table, and the table fitted again to it."""
-    request, remat = candidate.request, candidate.remat
+    choice = candidate.choice
     # What is certified of the table is so for the costs that it was made for.
     table = replace(candidate.schedule, certificate=None)
+    recomputing = bool(candidate.recomputing)
 
     def timeline(layout: Layout) -> Timeline:
-        costs = stage_costs(layout, request.costs, remat=remat, transfer=request.transfer)
-        return simulate(table, costs)
+        return simulate(table, choice.stage_costs(layout, recomputing=recomputing))
 
+    times = candidate.timeline.costs.for_stages(table.num_stages)
+    whole = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
+    if max(whole) <= min(whole) * (1 + _EVEN):
+        return candidate
     layout = improved(candidate.layout, lambda each: timeline(each).makespan, tries=_MOVES)
     if layout == candidate.layout:
         return candidate
     same = candidate._replace(layout=layout, timeline=timeline(layout))
-    if candidate.recomputing:
+    if recomputing or candidate.offload is not Offload.NOTHING:
         return same
-    again = _built(request, candidate.name, candidate.chunks, remat, candidate.cap, layout)
-    return min(same, again, key=lambda c: c.seconds)
+    return min((same, *choice.built(layout)), key=lambda c: c.seconds)
 
 
-def _lower(candidate: _Candidate, traced: _Traced | None) -> _Lowered:
+def _lower(candidate: Candidate, traced: _Traced | None) -> _Lowered:
     """What the lowered program takes and holds."""
     lowered = candidate.lowered
-    seconds = step_seconds(candidate.request.target, lowered, candidate.timeline.costs)
+    request = candidate.request
+    seconds = step_seconds(request.target, lowered, candidate.timeline.costs)
+    seconds = max(seconds, candidate.moving) + request.beside
     found = _Lowered(candidate, seconds, candidate.memory(lowered.program().slots))
     if traced is None:
         return found
@@ -395,21 +389,22 @@ def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None)
     """A shorter table for the best plan's layout and memory, if the search finds one."""
     old, request = best.candidate, best.candidate.request
     placement, costs = old.schedule.placement, old.timeline.costs
-    if old.recomputing or placement.is_bidirectional:
+    if old.recomputing or old.choice.spread or placement.is_bidirectional:
         return []
     cap = max(old.timeline.peak_activations)
     table = build(
         "auto",
         devices=request.devices,
         microbatches=request.microbatches,
-        chunks=old.chunks,
+        chunks=old.choice.chunks,
         placement=placement,
         max_activations=cap,
         costs=costs,
         search=seconds,
         seed=seed,
     )
-    found = old._replace(name="auto", cap=cap, timeline=simulate(table, costs))
+    choice = old.choice._replace(name="auto", cap=cap)
+    found = old._replace(choice=choice, timeline=simulate(table, costs))
     lowered = _lower(found, traced)
     fits = request.memory is None or lowered.needs <= request.memory
     return [lowered] if fits and lowered.seconds < best.seconds else []
@@ -480,9 +475,14 @@ def _result(lowered: _Lowered) -> PipelinePlan:
     c = lowered.candidate
     timeline = c.timeline
     bound, cap = bound_beside(timeline)
+    bound += c.request.beside
     proof, own = Proof.RELAXATION, c.schedule.certificate
-    if own is not None and own.objective is Objective.MAKESPAN and own.bound > bound:
-        bound, proof = own.bound, own.proof
+    if (
+        own is not None
+        and own.objective is Objective.MAKESPAN
+        and own.bound + c.request.beside > bound
+    ):
+        bound, proof = own.bound + c.request.beside, own.proof
     certificate = Certificate(Objective.MAKESPAN, lowered.seconds, bound, proof, cap)
     times = timeline.costs.for_stages(c.schedule.num_stages)
     whole = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
@@ -506,7 +506,11 @@ def _plan(lowered: _Lowered) -> PipelinePlan:
     return PipelinePlan(
         layout=str(c.layout),
         schedule=c.schedule,
-        remat=None if c.remat is Remat.STAGES else c.remat.value,
+        remat=c.choice.remat.value,
+        policies=c.choice.policies,
+        spread=c.choice.spread,
+        offload=None if c.offload is Offload.NOTHING else c.offload.value,
+        mesh=c.request.mesh,
         seconds=lowered.seconds,
         memory=(lowered.needs,) * c.request.devices,
         lower_bound=0.0,

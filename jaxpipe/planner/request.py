@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import PlanError, quoted
@@ -46,11 +46,18 @@ class Request:
     schedules: tuple[str, ...]
     chunks: tuple[int, ...]
     remat: tuple[Remat, ...]
+    policies: tuple[str, ...]  # names of `jax.checkpoint` policies that may be chosen
+    offloads: bool  # residuals may be kept in the host's memory
+    host_bandwidth: float
     axis: str
     data_axes: tuple[str, ...]
     target: Target
     overheads: Overheads | None  # that were given
     one_of_many: bool  # there are requests for other numbers of microbatches
+    beside: float = 0.0  # seconds of a step that no table has: gradients summed over replicas
+    gathered: float = 0.0  # devices that split parameters and accumulators (fsdp)
+    label: tuple[str, ...] = ()  # the shape of its mesh
+    mesh: Mapping[str, int] = field(default_factory=dict)  # where the mesh was chosen
 
 
 def requests(given: Mapping[str, Any]) -> tuple[Request, ...]:
@@ -101,6 +108,11 @@ def _request(
     devices, mesh, chunks, remat = (given[n] for n in ("devices", "mesh", "chunks", "remat"))
     axis, data_axes = given["axis"], _names(given["data_axes"])
     memory = None if given["memory"] is None else plain(given["memory"])
+    known = {name for c in costs.values() if isinstance(c, LayerCost) for name in c.policies}
+    if remat is None:
+        # Where memory has no limit, nothing is computed again by stages to make room.
+        remat = (None, *sorted(known), "full", *(() if memory is None else ("stages",)))
+    offload = given["offload"] if memory is not None else ()
     _refuse(
         *(
             f"costs has a key {quoted(c)}; its keys are the letters of layers"
@@ -108,9 +120,10 @@ def _request(
             if not isinstance(c, str)
         ),
         *(
-            f"remat holds {quoted(r)}; it is None, 'full' or 'stages'"
+            f"remat holds {quoted(r)}; it is None, 'full', 'stages' or a policy of which some "
+            f"layer has costs ({', '.join(sorted(known)) or 'none has'})"
             for r in remat
-            if r not in [kind.value for kind in Remat]
+            if r not in [kind.value for kind in Remat] and r not in known
         ),
         *_mesh_faults(mesh, axis, data_axes, devices),
         *(
@@ -140,6 +153,7 @@ def _request(
         faults += _unit_faults({c: costs[c] for c in letters}, memory, plain(transfer))
     _refuse(*faults)
     overheads = None if given["overheads"] is None else overheads_of(given["overheads"])
+    target = _target(mesh, (axis, *data_axes), overheads)
     return Request(
         layers=letters,
         costs=costs,
@@ -149,10 +163,13 @@ def _request(
         transfer=plain(transfer),
         schedules=_names(given["schedules"] if given["schedules"] is not None else ()) or SCHEDULES,
         chunks=tuple(dict.fromkeys(chunks)),
-        remat=tuple(dict.fromkeys(Remat(r) for r in remat)),
+        remat=tuple(dict.fromkeys(Remat(r) for r in remat if r not in known)),
+        policies=tuple(dict.fromkeys(r for r in remat if r in known)),
+        offloads="residuals" in offload and target.on_gpus,
+        host_bandwidth=plain(given["host_bandwidth"]),
         axis=axis,
         data_axes=data_axes,
-        target=_target(mesh, (axis, *data_axes), overheads),
+        target=target,
         overheads=overheads,
         one_of_many=one_of_many,
     )
@@ -225,7 +242,16 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "names of schedules, such as ('1f1b', 'zb_h1')",
     ),
     "chunks": (_are(_is_count), "a few whole numbers of at least 1, such as (1, 2)"),
-    "remat": (_are(lambda v: v is None or _is_text(v)), "some of (None, 'full', 'stages')"),
+    "remat": (
+        lambda v: v is None or _are(lambda r: r is None or _is_text(r))(v),
+        "some of (None, 'full', 'stages') and of the names of policies",
+    ),
+    "offload": (
+        _are(lambda v: v is None or v == "residuals"),
+        "(None,) or (None, 'residuals')",
+    ),
+    "host_bandwidth": (lambda v: _is_hop(v) and v > 0, "bytes a second, above 0"),
+    "within": (lambda v: v is None or (_is_hop(v) and v > 0), "seconds, above 0, or None"),
     "search": (_is_hop, "seconds, 0 or more"),
     "seed": (lambda v: is_whole(v) and 0 <= v < 2**31, "a whole number of at least 0"),
     "most": (_is_count, "a whole number of at least 1"),

@@ -24,6 +24,10 @@ class PipelinePlan:
         layout: the layers of each stage, as `parse_layout` reads them.
         schedule: the table.
         remat: None or "full", as `Pipeline` takes it; None where the table has R for some stages.
+        policies: letters with the `jax.checkpoint` policies that their layers run under.
+        spread: of "E" and "L", those that all devices do together (`jaxpipe.spread`).
+        offload: "residuals" where they wait in the host's memory, as `Memory` takes it.
+        mesh: devices along each axis, where the plan was chosen among meshes.
         seconds: of one step, of the lowered program under the planned costs.
         memory: bytes, a device each: parameters, gradients, optimizer state, pools, workspace.
         lower_bound: seconds below which no schedule goes for this layout, remat, placement and peak
@@ -53,6 +57,10 @@ class PipelinePlan:
     certificate: Certificate | None = field(default=None, compare=False)
     axis: str = field(default="pipe", compare=False)
     data_axes: tuple[str, ...] = field(default=(), compare=False)
+    policies: tuple[tuple[str, str], ...] = ()
+    spread: str = ""
+    offload: str | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict, compare=False)
     overheads: Overheads | None = field(default=None, compare=False)
 
     @property
@@ -72,9 +80,12 @@ class PipelinePlan:
             "layout": self.layout,
             "costs": self.costs,
             "sharding": settings.Sharding(pipe=self.axis, data=self.data_axes),
-            "memory": settings.Memory(remat=self.remat),
+            "memory": settings.Memory(remat=self.remat, offload=self.offload),
             "overheads": self.overheads,
         }
+        if self.policies:
+            arguments = import_module("jaxpipe.model.arguments")
+            model = arguments.under_policies(model, dict(self.policies))
         made = import_module("jaxpipe.pipeline").Pipeline
         return made(model, self.schedule, mesh, **mine | options)
 
@@ -86,6 +97,10 @@ class PipelinePlan:
             "chunks": self.schedule.num_chunks,
             "placement": list(self.schedule.stage_to_device),
             "remat": self.remat,
+            "policies": dict(self.policies),
+            "spread": self.spread,
+            "offload": self.offload,
+            "mesh": dict(self.mesh),
             "seconds": self.seconds,
             "memory": list(self.memory),
             "memory_parts": self.parts and self.parts.facts() | {"total": self.parts.total},

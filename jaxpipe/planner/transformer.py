@@ -5,10 +5,11 @@ is reached, bytes by formula.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import CostError, listed, quoted
 from ..table.limits import is_number
-from .layer_cost import LayerCost
+from .layer_cost import Ends, Kept, LayerCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +30,16 @@ class Transformer:
         gated: whether the MLP has three matrices (SwiGLU).
         kv_share: width of keys and values as a share of the width (grouped queries: 1/8 for 64
             heads and 8 of keys).
+        q_share: width of the queries as a share of the width.
+        head: features of a head.
         tensor: devices that share a layer (tensor parallelism); they share what it computes and
-            keeps.
+            keeps, and sum the hidden state twice in each pass.
+        sequence: whether they share what is between layers too, by time.
         shards: devices over which optimizer state is sharded.
         flops: floating point operations a second that one device reaches in matmuls.
         bandwidth: bytes a second between neighbours of the pipeline.
         latency: seconds of a hop besides.
+        tensor_bandwidth: bytes a second of a device in sums over the devices of a layer.
     """
 
     width: float
@@ -44,18 +49,22 @@ class Transformer:
     ffn: float | None = None
     gated: bool = False
     kv_share: float = 1.0
+    q_share: float = 1.0
+    head: float = 128
     tensor: float = 1
+    sequence: bool = False
     shards: float = 1
     flops: float = 4e14
     bandwidth: float = 5e10
     latency: float = 1e-5
+    tensor_bandwidth: float = 3e11
 
     def __post_init__(self) -> None:
         faults = [
             f"{name} must be a number above 0, not {quoted(value)}"
             for name, value in vars(self).items()
             if value is not None
-            and name not in ("gated", "latency")
+            and name not in ("gated", "sequence", "latency")
             and not (is_number(value) and value > 0)
         ]
         if faults:
@@ -68,54 +77,92 @@ class Transformer:
 
     @property
     def boundary(self) -> float:
-        """Bytes of the hidden state of a microbatch."""
+        """Bytes of the hidden state of a microbatch that a device has between layers."""
+        return self._whole / (self.tensor if self.sequence else 1)
+
+    @property
+    def _whole(self) -> float:
         return 2 * self.width * self.tokens
 
     @property
     def transfer(self) -> float:
         """Seconds of a hop."""
-        return self.latency + self.boundary / self.tensor / self.bandwidth
+        return self.latency + self._whole / self.tensor / self.bandwidth
 
     def costs(self) -> dict[str, LayerCost]:
         """Of the embedding "E", a layer "t", and the head with its loss "L"."""
         ffn = 4 * self.width if self.ffn is None else self.ffn
-        attention = self.width * self.width * (2 + 2 * self.kv_share)
-        weights = attention + (3 if self.gated else 2) * self.width * ffn
-        matmul = 2 * weights * self.tokens / self.tensor / self.flops
-        # Scores and values, half of them masked: 2 * context * width a token; the backward does
+        queries, keys = self.width * self.q_share, self.width * self.kv_share
+        matrices = 3 if self.gated else 2
+        weights = self.width * (2 * queries + 2 * keys + matrices * ffn)
+        rate = self.tensor * self.flops
+        matmul = 2 * weights * self.tokens / rate
+        # Scores and values, half of them masked: 2 * context * queries a token; the backward does
         # twice as much.
-        scores = 2 * self.context * self.width * self.tokens / self.tensor / self.flops
-        # Inputs of matmuls and norms, 2 bytes each: x, its norm, q, k, v, attention's output, x
-        # again, its norm, and the MLP's hidden ones.
-        kept = (
-            2
-            * self.tokens
-            * (self.width * (6 + 2 * self.kv_share) + (3 if self.gated else 2) * ffn)
-            / self.tensor
-        )
+        scores = 2 * self.context * queries * self.tokens / rate
+        summed = 2 * self._all_reduce
+        forward = matmul + scores + summed
+        # Numbers of 2 bytes that a token's forward keeps besides its input: the queries, keys and
+        # values, attention's output and x after it, and the hidden features of the MLP (two of a
+        # GELU, three of a SwiGLU).  Under "dots" the results of products with weights; attention is
+        # done again.
+        between = self.width * (self.tensor if not self.sequence else 1)
+        none = between + 2 * queries + 2 * keys + matrices * ffn
+        dots = between + queries + 2 * keys + (matrices - 1) * ffn
+        # What the input's gradient leaves for that of the weights: the gradients of the results of
+        # products with weights, and the inputs that are made again.
+        left = 2 * between + queries + 2 * keys + (1 if self.gated else 0) * ffn
+
+        def numbers(count: float) -> float:
+            return 2 * self.tokens * count / self.tensor
+
+        # Statistics of two norms and of attention's rows, 4 bytes each.
+        statistics = 4 * self.tokens * (3 + queries / self.head / self.tensor)
         table = self.vocab * self.width
-        head = 2 * table * self.tokens / self.tensor / self.flops
+        head = 2 * table * self.tokens / rate
+        logits = 4 * self.vocab * self.tokens / self.tensor
         return {
             "E": LayerCost(
-                forward=0, input_grad=0, weight_grad=0, boundary=self.boundary, **self._held(table)
+                forward=0,
+                input_grad=0,
+                weight_grad=0,
+                boundary=self.boundary,
+                ends=Ends.EITHER,
+                **self._held(table),
             ),
             "t": LayerCost(
-                forward=matmul + scores,
-                input_grad=matmul + 2 * scores,
+                forward=forward,
+                input_grad=matmul + 2 * scores + summed,
                 weight_grad=matmul,
-                residuals=kept,
+                residuals=numbers(none) + statistics,
                 boundary=self.boundary,
+                stash=numbers(left),
+                policies={
+                    "dots_with_no_batch_dims_saveable": Kept(
+                        numbers(dots), scores, numbers(left + between + (matrices - 2) * ffn)
+                    ),
+                    "nothing_saveable": Kept(
+                        0.0, forward, numbers(left + 2 * between + (matrices - 1) * ffn)
+                    ),
+                },
                 **self._held(weights),
             ),
             "L": LayerCost(
                 forward=head,
                 input_grad=head,
                 weight_grad=head,
-                workspace=2 * 4 * self.vocab * self.tokens / self.tensor,
+                workspace=2 * logits,
+                stash=logits / 2,
+                ends=Ends.EITHER,
                 **self._held(table),
             ),
         }
 
-    def _held(self, weights: float) -> dict[str, float]:
+    @property
+    def _all_reduce(self) -> float:
+        """Seconds in which the devices of a layer sum a hidden state."""
+        return 2 * (self.tensor - 1) / self.tensor * self._whole / self.tensor_bandwidth
+
+    def _held(self, weights: float) -> dict[str, Any]:
         each = weights / self.tensor
         return {"parameters": 2 * each, "gradients": 4 * each, "optimizer": 12 * each / self.shards}

@@ -12,14 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..arrays import PyTree
+from ..arrays import PyTree, path_text
 from ..errors import CheckpointError
 from ..model.follow import Follow, Followers, is_params
 from ..model.mover import has
 from ..model.packed import Packed
 from ..model.placed import Chunks, owner_faults
 from ..model.placer import Placer
-from ..model.specs import path_text
 from ..pipeline import Pipeline
 
 OWN_STATE = "state"

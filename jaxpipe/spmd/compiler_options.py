@@ -68,6 +68,10 @@ ASKED_ON_CPUS: Options = {
 }
 
 
+# The host decides every predicate.
+NO_GRAPHS: Options = {"xla_gpu_enable_command_buffer": ""}
+
+
 def options_for(target: Target) -> Options:
     """The options for what a program runs on; none but on NVIDIA GPUs.
 

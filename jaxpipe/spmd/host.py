@@ -18,7 +18,7 @@ from jax._src.lax.lax import empty2
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
-from ..arrays import Leaves, Scalar
+from ..arrays import Flag, Leaves, Scalar
 from ..jaxprs import Entry
 from ..program.ir import Program
 from ..program.records import NOBODY, Move, TickRecord
@@ -173,7 +173,7 @@ class HostMoves:
         """Start to store, if that has not been done; what was fetched is there by now."""
         if not way.stored:
             return way, state
-        fetched, host = _after(way.fetched, state["host"])
+        fetched, host, token = _after(way.fetched, state)
         spare = jnp.int32(len(host[0]) - 1)
         slot = jnp.where(
             jnp.logical_or(state["token"], self._move.stores == NOBODY),
@@ -184,19 +184,20 @@ class HostMoves:
             lax.dynamic_update_index_in_dim(leaf, _to(_Space.Host, v), slot, 0)
             for leaf, v in zip(host, way.stored, strict=True)
         ]
-        return InFlight([], fetched), state | {"host": new}
+        return InFlight([], fetched), state | {"host": new, "token": token}
 
     def end(self, way: InFlight, state: State) -> State:
         """Put what was fetched into its slots."""
         way, state = self.store(way, state)
         if not way.fetched:
             return state
-        fetched, host = _after(way.fetched, state["host"])
+        fetched, host, token = _after(way.fetched, state)
         move, leaves, count = self._move, self.packing.unpack(fetched), self.packing.num_input
         by_input = self._put(state["residual_input"], move.to_input, leaves[:count], state)
         by_weight = self._put(state["residual_weight"], move.to_weight, leaves[count:], state)
         return state | {
             "host": host,
+            "token": token,
             "residual_input": by_input,
             "residual_weight": by_weight,
         }
@@ -214,16 +215,13 @@ class HostMoves:
         ]
 
 
-def _after(fetched: Leaves, host: Leaves) -> tuple[Leaves, Leaves]:
-    """The host's pool, known no sooner than what was fetched from it: what is stored next does not
-    need a copy of the pool.
+def _after(fetched: Leaves, state: State) -> tuple[Leaves, Leaves, Flag]:
+    """What was fetched, known no sooner than what ran before is over, or XLA:TPU would await it
+    before that; and the host's pool, known no sooner than what was fetched from it: what is stored
+    next does not need a copy of the pool.
     """
-    if not fetched:
-        return fetched, host
-    pairs = [
-        lax.optimization_barrier((value, leaf)) for value, leaf in zip(fetched, host, strict=True)
-    ]
-    return [value for value, _ in pairs], [leaf for _, leaf in pairs]
+    host, token = state["host"], state["token"]
+    return lax.optimization_barrier((fetched, host, token)) if fetched else (fetched, host, token)
 
 
 def _at(leaf: Any, slot: Scalar) -> Any:

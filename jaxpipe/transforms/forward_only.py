@@ -43,3 +43,14 @@ def first_microbatches(schedule: Schedule, count: int) -> Schedule:
 
 def _forwards(row: Row) -> Iterator[Action]:
     return (action for cell in row for action in parts(cell) if action.kind in _KEPT)
+
+
+def for_evaluation(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule's forwards alone, under its name; of its first microbatches where it has
+    more.
+    """
+    table = (
+        schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name)
+    )
+    fewer = microbatches < schedule.num_microbatches
+    return first_microbatches(table, microbatches) if fewer else table

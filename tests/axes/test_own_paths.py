@@ -222,7 +222,7 @@ def test_what_was_placed_for_other_patterns_is_refused() -> None:
     params = pipe_of("a list", frozen=None).place(CASES["a list"][1])
     with pytest.raises(
         jp.PipelineError,
-        match=r"'stages/0/w' lies in one array beside 'stages/1/w'.*new.place\(old.canonical",
+        match=r"'stages/0/w' is stored in one array with 'stages/1/w'.*new.place\(old.canonical",
     ):
         pipe_of("a list").value_and_grad(params, batch())
 

@@ -94,19 +94,23 @@ def test_init_refuses_masks_by_paths_that_placed_parameters_do_not_have() -> Non
         (
             "alike",
             "^stages/w$",
-            r"'stages/w' of shape \(4, 4\) lies in 'stages/0/w' of shape \(2, 4, 4\)",
+            r"'stages/w' of shape \(4, 4\) is stored in 'stages/0/w' of shape \(2, 4, 4\)",
         ),
         (
             "padded ends",
             "^last/w$",
-            r"'last/w' of shape \(5, 4\) lies in 'last/w/array' of shape \(6, 4\)",
+            r"'last/w' of shape \(5, 4\) is stored in 'last/w/array' of shape \(6, 4\)",
         ),
         (
             "a list",
             "^stages/1/w$",
-            r"'stages/1/w' of shape \(4, 4\) lies in 'stages/0/w' of shape \(2, 4, 4\)",
+            r"'stages/1/w' of shape \(4, 4\) is stored in 'stages/0/w' of shape \(2, 4, 4\)",
         ),
-        ("buffers", "^stages/t/scale$", r"'stages/t/scale' of shape \(4,\) lies in 'stages/0/"),
+        (
+            "buffers",
+            "^stages/t/scale$",
+            r"'stages/t/scale' of shape \(4,\) is stored in 'stages/0/",
+        ),
     ):
         pipe = pipe_of(case, frozen=None)
         with pytest.raises(jp.PipelineError, match=fault):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -330,3 +334,14 @@ def test_shares_of_a_spread_head_and_embedding_have_costs_of_their_own():
         assert found.forward == found.recompute
         assert 0 < found.first < matmul / devices
         assert 0 < found.first_grad < matmul / devices
+
+
+def test_the_peak_of_known_tpus() -> None:
+    def mesh(*kinds: str) -> Any:
+        devices = [SimpleNamespace(device_kind=kind) for kind in kinds]
+        return SimpleNamespace(devices=np.array(devices, object))
+
+    found = jp.measuring.Peak.of(mesh("TPU v5", "TPU v5"))
+    assert (found.flops, found.bandwidth, found.link) == (4.59e14, 2.8e12, 9e10)
+    with pytest.raises(jp.PipelineError, match=r"peak of cpu is not known .*TPU v5 lite.*write"):
+        jp.measuring.Peak.of(mesh("cpu"))

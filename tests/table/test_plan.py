@@ -21,8 +21,8 @@ from jaxpipe.inspect.step_time import step_time
 from jaxpipe.lowering.overheads import ON_HOST
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import RunsOn
-from jaxpipe.planner import plan as planner
-from jaxpipe.planner.layer_cost import Remat
+from jaxpipe.planner import candidate
+from jaxpipe.planner.layer_cost import Ends, Kept, Remat
 from jaxpipe.planner.layers import balanced
 from jaxpipe.planner.memory import least_slots
 from jaxpipe.planner.running import awaited_at_once
@@ -190,13 +190,14 @@ def test_what_cannot_fit_is_not_lowered(monkeypatch):
     def refused(*arguments, **options):
         raise AssertionError("it took long")
 
-    monkeypatch.setattr(planner, "program_of", refused)
+    monkeypatch.setattr(candidate, "program_of", refused)
     with pytest.raises(
         jp.PlanError,
-        match=r"nothing fits into 6\.1 GiB a device: the nearest is zb_h1.* needs at least .* more",
+        match=r"nothing fits into 6\.1 GiB a device: the nearest is 1f1b, V 1, remat full, .* "
+        r"needs at least .* more",
     ):
         jp.plan(MODEL, COSTS, **SHAPE, memory=6.6e9)
-    monkeypatch.setattr(planner, "build", refused)
+    monkeypatch.setattr(candidate, "build", refused)
     with pytest.raises(
         jp.PlanError,
         match=r"an even split of the layers, which needs 6\.0 GiB for parameters, .* 1\.3 GiB more",
@@ -213,6 +214,85 @@ def test_no_program_has_fewer_slots_than_is_said_before_it_is_made(name):
             for slots in (plan_of(schedule).program().slots, least_slots(jp.simulate(schedule)))
         )
         assert all(made[pool] >= least[pool] for pool in least)
+
+
+WORK = 6 * (T.forward + T.backward_seconds) / 2
+
+
+def test_ends_are_spread_where_that_is_shorter():
+    """By hand: a device does half of the layers, and half of the head, which no stage waits for."""
+    heavy = replace(HEAD, forward=0.08, input_grad=0.08, weight_grad=0.08, ends=Ends.EITHER)
+    early = replace(EMBED, ends=Ends.EITHER)
+    given = {**SHAPE, "schedules": ("zb_h1", "1f1b"), "chunks": (1,), "microbatches": 8}
+    found = jp.plan(MODEL, {**COSTS, "L": heavy, "E": early}, **given, remat=(None,))
+    spread = {p.label: p for p in found}
+    best = spread["zb_h1, V 1, spread L"]
+    assert best.seconds < min(p.seconds for p in found if not p.spread)
+    assert best.layout == "Et*3|t*3,L"
+    assert best.schedule.encoded.spreads_last
+    assert 8 * (WORK + 0.24 / 2) <= best.timeline.makespan < 1.2 * 8 * (WORK + 0.24 / 2)
+    assert best.costs.last == 0.24 / 2
+    # Half of the head's parameters, gradients and Adam's state.
+    held = best.parts.parameters + best.parts.gradients + best.parts.optimizer
+    assert held == 4 * (3 * 4e8 + 2e8 + 1e8)
+    # Where memory is short, the embedding too.
+    both = jp.plan(
+        MODEL,
+        {**COSTS, "L": heavy, "E": early},
+        **{**given, "memory": max(best.memory) - 1},
+        remat=(None,),
+    )
+    assert {p.spread for p in both} == {"EL"}
+    assert max(both.best.memory) < max(best.memory)
+
+
+def test_each_kind_of_layer_has_a_policy_of_its_own():
+    """A policy costs the time that it says and keeps the bytes that it says."""
+    policies = {"dots_saveable": Kept(4e7, 0.002), "nothing_saveable": Kept(0.0, 0.010)}
+    costs = {**COSTS, "t": replace(T, policies=policies), "m": replace(T, residuals=3e8)}
+    given = {**SHAPE, "schedules": ("gpipe",), "chunks": (1,)}
+    plans = jp.plan("E" + "tm" * 3 + "L", costs, **given)
+    found = {p.policies: p for p in plans if p.remat is None}
+    assert set(found) == {(), (("t", "dots_saveable"),), (("t", "nothing_saveable"),)}
+    plain, dots = found[()], found[("t", "dots_saveable"),]
+    times = [p.costs.for_stages(2) for p in (plain, dots)]
+    assert sum(times[1].backward) == pytest.approx(sum(times[0].backward) + 3 * 0.002)
+    assert times[1].forward[0] == pytest.approx(times[0].forward[0])
+    saved = plain.parts.pools["residual_weight"] - dots.parts.pools["residual_weight"]
+    # A slot has room for the largest layers of any stage: two of "m", one of "t".
+    assert saved == 4 * 6e7
+    with pytest.raises(jp.PlanError, match="remat holds 'dots'"):
+        jp.plan("E" + "tm" * 3 + "L", costs, **given, remat=("dots",))
+
+
+def test_residuals_wait_in_the_hosts_memory_where_nothing_else_fits():
+    given = {**SHAPE, "schedules": ("gpipe",), "chunks": (1,), "microbatches": 16}
+    plain = jp.plan(MODEL, COSTS, **given, remat=(None,)).best
+    limit = max(plain.memory) - 3e9
+    with pytest.raises(jp.PlanError, match="nothing fits"):
+        jp.plan(MODEL, COSTS, **given, remat=(None,), memory=limit, offload=(None,))
+    best = jp.plan(MODEL, COSTS, **given, remat=(None,), memory=limit).best
+    assert best.offload == "residuals"
+    assert max(best.memory) <= limit
+    slow = jp.plan(MODEL, COSTS, **given, remat=(None,), memory=limit, host_bandwidth=1e9).best
+    # Each microbatch's residuals of three layers, with what the scan takes, travel at that rate.
+    assert slow.seconds == pytest.approx(16 * 3 * (1e8 + 1e7) / 1e9)
+
+
+def test_a_search_ends_after_its_time_with_what_there_is():
+    plans = jp.plan(MODEL, COSTS, **SHAPE, within=1e-9)
+    assert len(plans) == 1
+    assert any("the time was over" in r.why for r in plans.rejected)
+
+
+def test_what_cannot_be_among_the_best_is_not_built():
+    """A reason for each choice: its bound, and the plans that take less."""
+    plans = jp.plan(MODEL, COSTS, **SHAPE, most=1)
+    assert len(plans) == 1
+    full = [r for r in plans.rejected if "remat full" in r.what]
+    assert all("or more, and 1 plans take less" in r.why for r in full)
+    assert all(r.seconds > plans.best.seconds for r in full)
+    assert len(full) == 4
 
 
 def test_progress_is_told_of_choices_and_of_programs(monkeypatch, capsys):
@@ -239,7 +319,7 @@ def test_progress_is_told_of_choices_and_of_programs(monkeypatch, capsys):
         "1",
     ]
     assert main(["plan", *sizes]) == 0
-    assert capsys.readouterr().err == "planning: 1 of 4 done\n"
+    assert capsys.readouterr().err == "planning: 1 of 16 done\n"
 
 
 def test_numbers_of_microbatches_have_costs_of_their_own():

@@ -276,7 +276,7 @@ def test_rules_for_one_parameter_see_it_by_itself(tmp_path):
             assert worst(*jax.device_get((other.canonical(again), wanted))) <= FLOAT64
     with pytest.raises(
         jp.PipelineError,
-        match=r"jaxpipe.per_layer[^\n]*\n  'stages/n/scale' of shape \(4,\) lies in",
+        match=r"jaxpipe.per_layer[^\n]*\n  'stages/n/scale' of shape \(4,\) is stored in",
     ):
         pipe.init(optax.chain(optax.adam(0.1), rule), pipe.place(canonical()))
 

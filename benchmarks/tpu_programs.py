@@ -1,0 +1,182 @@
+"""What XLA makes of steps on TPUs: where it expects the time to go, large copies, permutes beside
+compute, memory, and seconds to compile.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.tpu_programs -o benchmarks/results/tpu_programs.txt
+
+The devices are only described by libtpu, and the program is read (`jaxpipe.inspect.tpu_program`).
+Nothing is run, and no TPU is needed.  Cycles are XLA's own estimates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+import jaxpipe as jp
+from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat
+from benchmarks.llama import Model, Shape, batch, parameters
+from benchmarks.machine import describe
+from benchmarks.output import Result, add_output
+from jaxpipe.inspect.collectives import steady
+from jaxpipe.inspect.moves import Move
+from jaxpipe.inspect.tpu_program import Purpose, TpuProgram
+from tests.tpu.programs import tpu_fault, tpu_mesh
+
+GIB = 2**30
+LLAMA_8B = Shape(
+    width=4096, heads=32, kv_heads=8, head_dim=128, hidden=14336, vocab=128256, rows=1, time=4096
+)
+LLAMA_70B = Shape(rows=1, time=4096)
+
+
+class Work(NamedTuple):
+    """A case and the devices that it is compiled for."""
+
+    model: str
+    topology: str
+    case: Case
+
+
+def works(args: argparse.Namespace) -> Iterator[Work]:
+    """The small transformer of `benchmarks.gpu_programs` by every schedule, and large models."""
+    small = Case("1f1b", devices=4, microbatches=16, remat=Remat.DOTS)
+    if "small" in args.models:
+        for name in args.schedules:
+            yield Work("small", "v5p:2x2x1", dataclasses.replace(small, schedule=name))
+        for axes in (Axes.DATA, Axes.FSDP, Axes.TENSOR):
+            yield Work("small", "v5p:2x2x2", dataclasses.replace(small, axes=axes))
+        for remat in (Remat.NOTHING, Remat.LAYER, Remat.FULL):
+            yield Work("small", "v5p:2x2x1", dataclasses.replace(small, remat=remat))
+        yield Work("small", "v6e:2x2", small)
+    large = dataclasses.replace(small, devices=8, remat=Remat.LAYER, shape=LLAMA_8B, layers=4)
+    if "8b" in args.models:
+        for name in ("1f1b", "zb_h1"):
+            yield Work("8B", "v5p:2x2x2", dataclasses.replace(large, schedule=name))
+    if "70b" in args.models:
+        wide = dataclasses.replace(
+            large, shape=LLAMA_70B, layers=10, axes=Axes.TENSOR, other=8, microbatches=16
+        )
+        yield Work("70B", "v5p:4x4x4", wide)
+
+
+COLUMNS = (
+    "model",
+    "devices",
+    "schedule",
+    "axes",
+    "remat",
+    "M cycles",
+    *(purpose.value for purpose in Purpose),
+    "anew",
+    "permutes",
+    "padding",
+    "temp",
+    "total",
+    "predicted",
+    "compile s",
+    "plain s",
+)
+NOTES = (
+    "M cycles: XLA's estimate for a step's loops, in millions, if every predicate is taken; then "
+    "the share of each purpose in percent",
+    "(kernels: custom calls; writes and reads: of slots and rows; copies: transposes and fills "
+    "too).  Collectives have no estimates.",
+    "anew: instructions that make a whole array anew which the loops carry or read, of 1 MiB or "
+    "more (MiB if each is run once).",
+    "permutes: of the loop of most trips, those with compute issued between start and done / all.",
+    "padding: MiB that tiles add to what the loops carry.  temp, total: GiB of one device; "
+    "predicted: `jaxpipe.inspect.memory` / total.",
+    "compile s: of the step.  plain s: of plain JAX's gradients of one device's layers and the "
+    "ends, for one microbatch.",
+)
+
+
+def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
+    """A line of the table of results."""
+    case = work.case
+    pipe, params, rows = case.arguments(partial(tpu_mesh, topology=work.topology))
+    lowered = pipe.lower(params, rows)
+    begin = time.perf_counter()
+    program = TpuProgram.of(lowered.compile())
+    seconds = time.perf_counter() - begin
+    cycles = program.cycles
+    whole = sum(cycles.values())
+    anew = [
+        each
+        for each in program.large_moves
+        if each.place.in_loop and each.is_carried and each.move is not Move.SLICE
+    ]
+    permutes = steady(program.collectives)
+    predicted = jp.inspect.memory(pipe, params, rows)["total"] if predicts else 0
+    return (
+        work.model,
+        work.topology,
+        case.schedule,
+        case.axes.value,
+        case.remat.value,
+        f"{whole / 1e6:.1f}",
+        *(f"{100 * cycles[purpose] / whole:.0f}" for purpose in Purpose),
+        f"{len(anew)} ({sum(each.nbytes for each in anew) / 2**20:.0f})" if anew else "0",
+        f"{sum(each.overlapped for each in permutes)}/{len(permutes)}",
+        f"{program.padding / 2**20:.1f}",
+        f"{program.memory.temp_size_in_bytes / GIB:.2f}",
+        f"{program.total_bytes / GIB:.2f}",
+        f"{predicted / program.total_bytes:.3f}" if predicts else "-",
+        f"{seconds:.0f}",
+        f"{plain_seconds(work):.0f}" if plain and case.axes is Axes.PIPE else "-",
+    )
+
+
+def plain_seconds(work: Work) -> float:
+    """Seconds to compile plain JAX's loss and gradients of what one device has."""
+    shape = dataclasses.replace(work.case.shape, layers=work.case.layers)
+    model = Model(shape, remat_layer=work.case.remat is not Remat.NOTHING)
+    own = jp.Model(model.stage, first=model.first, last=model.last)
+    mesh = tpu_mesh((1,), ("pipe",), topology=work.topology)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    given: Any = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
+        (parameters(shape, 1), batch(shape, 1)),
+    )
+    lowered = jax.jit(jax.value_and_grad(own.loss)).lower(*given)
+    begin = time.perf_counter()
+    lowered.compile()
+    return time.perf_counter() - begin
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [name for name in jp.schedules.names() if name != "no_pipelining"]
+    models = ("small", "8b", "70b")
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    parser.add_argument("--schedules", nargs="+", default=names, metavar="NAME")
+    parser.add_argument(
+        "--predict", action="store_true", help="predict memory too: compiles each block alone"
+    )
+    parser.add_argument("--plain", action="store_true", help="compile plain JAX too")
+    add_output(parser)
+    args = parser.parse_args(argv)
+    fault = tpu_fault()
+    if fault is not None:
+        parser.error(f"TPU programs cannot be compiled here ({fault}); install libtpu")
+    machine, rows = describe(), []
+    for work in works(args):
+        rows.append(line(work, predicts=args.predict, plain=args.plain))
+        jax.clear_caches()  # what was traced and compiled for the case before
+        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
+    sizes = f"width {SHAPE.width}, {SHAPE.rows} x {SHAPE.time} tokens, 2 layers a stage"
+    title = f"Steps on described TPUs, M = 16; small: a transformer ({sizes}); Llama 3's shapes"
+    Result(title, machine, COLUMNS, rows, NOTES).write(args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Checks of a machine before a long run on it: versions, options of XLA, times, numbers and memory;
+each check is a process of its own with a limit of time.
+
+`run` starts the checks and needs no JAX; `child` runs one of them.
+"""
+
+IMPORTS = (
+    "arrays",
+    "engine",
+    "errors",
+    "inspect",
+    "known_faults",
+    "lowering",
+    "measuring",
+    "model",
+    "pipeline",
+    "planner",
+    "schedules",
+    "spmd",
+    "vocabulary",
+)

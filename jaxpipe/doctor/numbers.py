@@ -1,0 +1,207 @@
+"""Whether a small model gives the numbers of the plain function by six schedules, run after run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from ..arrays import PyTree
+from ..errors import ScheduleError
+from ..lowering.target import Target
+from ..model.model import Model
+from ..model.settings import Memory
+from ..pipeline import Pipeline
+from ..schedules.registry import build
+from ..spmd.compiler_options import NO_GRAPHS
+from ..vocabulary import VocabEmbedding, VocabHead
+from .lines import Found, Line, Verdict, not_tried
+from .scope import Scope, at
+
+WIDTH, WORDS, TOKENS = 16, 32, 8
+ROWS = 2  # of a microbatch
+TOLERANCE = 1e-4  # float32, sums of some hundred numbers in another order
+Step = Callable[[Any, Any], tuple[Any, PyTree]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule, and what its pipeline uses."""
+
+    name: str
+    chunks: int | None = None
+    spread: bool = False
+    offload: str | None = None
+
+    def title(self) -> str:
+        """As a line names it."""
+        more = [", spread ends"] * self.spread + [", offload"] * (self.offload is not None)
+        return f"numbers: {self.name}{''.join(more)}"
+
+
+def one_f_one_b(scope: Scope, mesh: Mesh) -> Found:
+    """1F1B."""
+    return check(scope, mesh, Case("1f1b"))
+
+
+def chunks(scope: Scope, mesh: Mesh) -> Found:
+    """Two chunks a device."""
+    return check(scope, mesh, Case("interleaved_1f1b", 2))
+
+
+def split_backward(scope: Scope, mesh: Mesh) -> Found:
+    """I and W apart."""
+    return check(scope, mesh, Case("zb_h1"))
+
+
+def vee(scope: Scope, mesh: Mesh) -> Found:
+    """Two chunks up and down, I and W apart."""
+    return check(scope, mesh, Case("zbv"))
+
+
+def spread_ends(scope: Scope, mesh: Mesh) -> Found:
+    """Embedding and head on all devices."""
+    return check(scope, mesh, Case("1f1b", spread=True))
+
+
+def offload(scope: Scope, mesh: Mesh) -> Found:
+    """Residuals in the host's memory."""
+    return check(scope, mesh, Case("zb_h1", offload="residuals"))
+
+
+def check(scope: Scope, mesh: Mesh, case: Case) -> Found:
+    """The pipeline against `Model.loss`; on GPUs with CUDA graphs and without them."""
+    (axis,) = mesh.axis_names
+    count = mesh.shape[axis]
+    try:
+        schedule = build(
+            case.name, devices=count, microbatches=2 * max(count, 2), chunks=case.chunks
+        )
+    except ScheduleError as error:
+        return Found((not_tried(case.title(), f"{count} devices: {error}"),))
+    model, weights = small_model(schedule.num_stages, spread=case.spread)
+    pipe = Pipeline(model, schedule, mesh, memory=Memory(offload=case.offload))
+    batches = [_batch(schedule.num_microbatches, seed) for seed in (1, 2)]
+    with jax.default_matmul_precision("highest"):
+        at(f"{case.title()}: the plain function")
+        plain = jax.jit(jax.value_and_grad(model.loss), static_argnames="microbatches")
+        wanted = [
+            plain(weights, batch, microbatches=schedule.num_microbatches) for batch in batches
+        ]
+        expected = [(loss, pipe.place(jax.tree.map(np.asarray, grads))) for loss, grads in wanted]
+        steps: dict[str, Step] = {"": pipe.jit(pipe.value_and_grad)}
+        if Target.of(mesh, ()).on_gpus:
+            options = {**pipe.compiler_options, **NO_GRAPHS}
+            steps[", without graphs"] = jax.jit(pipe.value_and_grad, compiler_options=options)
+        params = pipe.place(weights)
+        return Found(
+            tuple(
+                judge(case.title() + how, step, params, batches, expected, scope.steps)
+                for how, step in steps.items()
+            )
+        )
+
+
+def judge(
+    item: str,
+    step: Step,
+    params: PyTree,
+    batches: Sequence[PyTree],
+    expected: Sequence[tuple[Any, PyTree]],
+    count: int,
+) -> Line:
+    """Run a step with batches in turn: the first results against the plain ones, later ones against
+    the first, bit by bit.
+    """
+    at(item)
+    first = [step(params, batch) for batch in batches]
+    errors = [float(_distance(*pair)) for pair in zip(first, expected, strict=True)]
+    bound = f"below {TOLERANCE:g} of the plain function, equal bits in {count} runs"
+    worst = max(errors, key=lambda error: error if error == error else np.inf)
+    if not worst <= TOLERANCE:
+        return Line(
+            item,
+            Verdict.WRONG,
+            f"{worst:.2g} from the plain function",
+            bound,
+            "do not train with this: see known faults above, and try another version of jaxlib",
+        )
+    for number in range(count):
+        at(f"{item}, run {number + len(batches) + 1}")
+        which = number % len(batches)
+        if not bool(_same(step(params, batches[which]), first[which])):
+            return Line(
+                item,
+                Verdict.WRONG,
+                f"{worst:.1g} at first, other bits in run {number + len(batches) + 1}",
+                bound,
+                "the same program gives other numbers: try "
+                "XLA_FLAGS=--xla_gpu_enable_command_buffer= and look for faulty memory",
+            )
+    return Line(item, Verdict.OK, f"{worst:.1g}, equal bits in {count} runs", bound)
+
+
+@jax.jit
+def _distance(found: PyTree, wanted: PyTree) -> Any:
+    """The largest difference of a leaf, relative to the leaf's largest number."""
+    each = [
+        jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    ]
+    return jnp.max(jnp.stack(each))
+
+
+@jax.jit
+def _same(found: PyTree, wanted: PyTree) -> Any:
+    each = [
+        jnp.all(a == b)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    ]
+    return jnp.all(jnp.stack(each))
+
+
+def small_model(stages: int, *, spread: bool) -> tuple[Model, dict[str, PyTree]]:
+    """Two layers a stage, an embedding and a head, with canonical parameters."""
+    draw = np.random.default_rng(0)
+
+    def numbers(*shape: int) -> Any:
+        return np.asarray(0.3 * draw.standard_normal(shape), np.float32)
+
+    def block(p: Any, x: Any) -> Any:
+        return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+    weights = {
+        "first": {"table": numbers(WORDS, WIDTH)},
+        "stages": {"up": numbers(stages, WIDTH, WIDTH), "down": numbers(stages, WIDTH, WIDTH)},
+        "last": {"table": numbers(WORDS, WIDTH)},
+    }
+    if spread:
+        return Model(block, first=VocabEmbedding(), last=VocabHead()), weights
+
+    def embed(p: Any, microbatch: Any) -> Any:
+        # no scatter in the gradient: sums in a fixed order
+        return jax.nn.one_hot(microbatch["tokens"], WORDS, dtype=jnp.float32) @ p["table"]
+
+    def head(p: Any, x: Any, microbatch: Any) -> Any:
+        logits = x @ p["table"].T
+        target = jax.nn.one_hot(microbatch["targets"], WORDS, dtype=logits.dtype)
+        return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * target, -1))
+
+    return Model(block, first=embed, last=head), weights
+
+
+def _batch(microbatches: int, seed: int) -> dict[str, Any]:
+    """Rows of which no microbatch has a word twice, so that no sum depends on an order."""
+    draw = np.random.default_rng(seed)
+    words = np.concatenate(
+        [
+            draw.permutation(WORDS)[: ROWS * TOKENS].reshape(ROWS, TOKENS)
+            for _ in range(microbatches)
+        ]
+    ).astype(np.int32)
+    return {"tokens": words, "targets": draw.permuted(words, axis=1)}

@@ -1,0 +1,44 @@
+"""What a check is given: the devices, and how much it may do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+AT = "doctor-at: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """Settings of a run of the doctor, the same for every check.
+
+    Args:
+        devices: of the pipe axis; None takes all that there are.
+        steps: of each program whose results are compared.
+        repeats: of what is timed.
+        coordinator, processes, process: as `jax.distributed.initialize` takes them, where this is
+            one of several processes.
+    """
+
+    devices: int | None = None
+    steps: int = 200
+    repeats: int = 5
+    coordinator: str | None = None
+    processes: int = 1
+    process: int = 0
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> Scope:
+        """The scope that `facts` describe."""
+        return cls(**facts)
+
+
+def at(what: str) -> None:
+    """Say what begins now, so that a hang can be named."""
+    print(f"{AT}{what}", file=sys.stderr, flush=True)

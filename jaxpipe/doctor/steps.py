@@ -1,0 +1,261 @@
+"""Whole steps: their memory, their speed on one device, and where they lose time against a plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from .. import inspect
+from ..arrays import PyTree
+from ..engine.simulate import simulate
+from ..errors import PipelineError
+from ..lowering.target import Target
+from ..measuring import measure_stages
+from ..measuring.timing import timed
+from ..model.functions import split_batch
+from ..model.model import Model
+from ..model.settings import Memory
+from ..pipeline import Pipeline
+from ..planner.running import step_seconds
+from ..schedules.registry import build
+from .lines import Found, Line, Verdict, judged, not_tried
+from .scope import Scope, at
+
+# bfloat16 matmuls a second without sparsity, from NVIDIA's data sheets; TPUs are in `Chip`.
+GPU_FLOPS: Mapping[str, float] = {
+    "V100": 1.25e14,
+    "A100": 3.12e14,
+    "H100 PCIe": 7.56e14,
+    "H100": 9.89e14,
+    "H200": 9.89e14,
+    "GH200": 9.89e14,
+    "B200": 2.25e15,
+    "GB200": 2.5e15,
+}
+_MEMORY, _SPEED, _PLAN = 1.25, 1.15, 1.3  # the most times the expected figure
+
+
+class Sizes(NamedTuple):
+    """Of the model and the batch of a check."""
+
+    width: int
+    layers: int  # of a stage
+    rows: int  # of a microbatch
+    microbatches: int
+    dtype: Any
+
+
+def sizes_of(mesh: Mesh) -> Sizes:
+    """Layers of a model of a billion parameters (width 2048, 50 million parameters each); small
+    ones on CPU devices.
+    """
+    if mesh.devices.flat[0].platform == "cpu":
+        return Sizes(128, 1, 64, 8, jnp.float32)
+    return Sizes(2048, 2, 4096, 8, jnp.bfloat16)
+
+
+def model_of(sizes: Sizes) -> Model:
+    """MLP blocks with a residual."""
+
+    def block(stage: Any, x: Any) -> Any:
+        def layer(x: Any, p: Any) -> tuple[Any, None]:
+            return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+
+        return lax.scan(layer, x, stage)[0]
+
+    def loss(_: Any, x: Any, microbatch: Any) -> Any:
+        return jnp.mean(jnp.square(x - microbatch["y"]).astype(jnp.float32))
+
+    return Model(block, last=loss)
+
+
+def weights_of(sizes: Sizes, stages: int) -> dict[str, PyTree]:
+    """Canonical parameters, as shapes."""
+    shape = (stages, sizes.layers, sizes.width)
+    return {
+        "stages": {
+            "up": jax.ShapeDtypeStruct((*shape, 4 * sizes.width), sizes.dtype),
+            "down": jax.ShapeDtypeStruct(
+                (stages, sizes.layers, 4 * sizes.width, sizes.width), sizes.dtype
+            ),
+        },
+        "last": {},
+    }
+
+
+def filled(shapes: PyTree) -> PyTree:
+    """Arrays of these shapes and shardings."""
+    return jax.tree.map(
+        lambda s: jax.jit(
+            lambda: jnp.full(s.shape, 0.01, s.dtype), out_shardings=getattr(s, "sharding", None)
+        )(),
+        shapes,
+    )
+
+
+def batch_of(sizes: Sizes) -> dict[str, Any]:
+    """One batch."""
+    x = np.full((sizes.microbatches * sizes.rows, sizes.width), 0.1, np.float32)
+    return {"x": x.astype(sizes.dtype), "y": x.astype(sizes.dtype)}
+
+
+def memory(scope: Scope, mesh: Mesh) -> Found:
+    """A step's bytes: predicted, by XLA, and as the device reports them."""
+    sizes, count = sizes_of(mesh), mesh.shape[mesh.axis_names[0]]
+    pipe = _pipe(mesh, "1f1b", 1, sizes)
+    shapes, batch = pipe.place(weights_of(sizes, count)), batch_of(sizes)
+    at("the prediction of memory")
+    predicted = inspect.memory(pipe, shapes, batch)["total"]
+    at("compiling the step")
+    compiled = pipe.lower(shapes, batch).compile()
+    found = compiled.memory_analysis()
+    by_xla = (
+        found.argument_size_in_bytes
+        + found.output_size_in_bytes
+        + found.temp_size_in_bytes
+        - found.alias_size_in_bytes
+    )
+    at("running the step")
+    jax.block_until_ready(compiled(filled(shapes), batch))
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return Found((judge_memory(predicted, int(by_xla), stats.get("peak_bytes_in_use")),))
+
+
+def judge_memory(predicted: int, by_xla: int, reported: int | None) -> Line:
+    """A line about memory; the device may report none."""
+    most = max(by_xla, reported or 0)
+    wrong = most > _MEMORY * predicted + 2**20
+    text = f"XLA {by_xla / 2**20:.1f} MiB, device "
+    text += "reports none" if reported is None else f"{reported / 2**20:.1f} MiB at its peak"
+    return Line(
+        "memory",
+        Verdict.WRONG if wrong else Verdict.OK,
+        text,
+        f"{predicted / 2**20:.1f} MiB (predicted)",
+        "plans of jaxpipe plan need more room here: plan with a smaller --memory" if wrong else "",
+    )
+
+
+def _pipe(mesh: Mesh, name: str, chunks: int, sizes: Sizes, **options: Any) -> Pipeline:
+    count = mesh.shape[mesh.axis_names[0]]
+    schedule = build(name, devices=count, microbatches=sizes.microbatches, chunks=chunks)
+    return Pipeline(
+        model_of(sizes), schedule, mesh, memory=Memory(accumulate=jnp.float32), **options
+    )
+
+
+def speed(scope: Scope, mesh: Mesh) -> Found:
+    """One device with 1 and 4 chunks against plain accumulation; as a ratio, and as MFU."""
+    one = Mesh(np.array(jax.local_devices()[:1]), mesh.axis_names)
+    sizes = sizes_of(mesh)
+    device = one.devices.flat[0]
+    batch = jax.device_put(batch_of(sizes), device)
+    calls: dict[str, Callable[[], Any]] = {}
+    for chunks in (1, 4):
+        at(f"compiling {chunks} chunks")
+        mine = sizes._replace(layers=4 * sizes.layers // chunks)
+        pipe = _pipe(one, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, mine)
+        params = filled(pipe.place(weights_of(mine, chunks)))
+        calls[f"V = {chunks}"] = _call(pipe.value_and_grad, params, batch)
+    whole = sizes._replace(layers=4 * sizes.layers)
+    at("compiling plain accumulation")
+    calls["plain"] = _call(
+        jax.jit(_accumulate(model_of(whole), sizes.microbatches)),
+        filled(weights_of(whole, 1)),
+        batch,
+    )
+    at("steps in turn")
+    found = timed(calls, scope.repeats)
+    parameters = 8 * sizes.width**2 * whole.layers
+    flops = 6.0 * parameters * sizes.rows * sizes.microbatches
+    rate = peak_flops(str(device.device_kind), Target.of(one, ()))
+    return Found(judge_speed(found, flops, rate))
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    return lambda: jax.block_until_ready(function(*arguments))
+
+
+def _accumulate(model: Model, microbatches: int) -> Callable[..., Any]:
+    """Gradients of one microbatch after the other, summed in float32."""
+
+    def step(params: PyTree, batch: PyTree) -> Any:
+        def one(total: PyTree, microbatch: PyTree) -> tuple[PyTree, Any]:
+            loss, grads = jax.value_and_grad(model.loss)(params, microbatch)
+            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads), loss
+
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+        return lax.scan(one, zeros, split_batch(batch, microbatches))
+
+    return step
+
+
+def peak_flops(kind: str, target: Target) -> float | None:
+    """Of one device; None where its kind is not known."""
+    if target.chip is not None:
+        return target.chip.flops
+    names = [name for name in GPU_FLOPS if all(part in kind for part in name.split())]
+    return GPU_FLOPS[max(names, key=len)] if names else None
+
+
+def judge_speed(seconds: Mapping[str, float], flops: float, peak: float | None) -> tuple[Line, ...]:
+    """Lines about one device: each pipeline's time over that of plain accumulation."""
+    plain = seconds["plain"]
+    lines = []
+    for name, each in seconds.items():
+        if name == "plain":
+            continue
+        slow = each > _SPEED * plain
+        mfu = "" if peak is None else f", MFU {flops / each / peak:.1%}"
+        lines.append(
+            Line(
+                f"speed of one device, {name}",
+                Verdict.SLOW if slow else Verdict.OK,
+                f"{each / plain:.3f} of plain accumulation's time{mfu}",
+                f"at most {_SPEED}",
+                "look at predicates above; prefer fewer chunks" if slow else "",
+            )
+        )
+    return tuple(lines)
+
+
+def plan(scope: Scope, mesh: Mesh) -> Found:
+    """A step on several devices against the time that its plan says, and where it lost time."""
+    count = mesh.shape[mesh.axis_names[0]]
+    item = "a step against its plan"
+    if count == 1:
+        return Found((not_tried(item, "there is one device; give --devices 2 or more"),))
+    sizes = sizes_of(mesh)
+    pipe = _pipe(mesh, "1f1b", 1, sizes)
+    params, batch = filled(pipe.place(weights_of(sizes, count))), batch_of(sizes)
+    at("the times of stages")
+    costs = measure_stages(pipe, params, batch, repeats=scope.repeats)
+    pipe = _pipe(mesh, "1f1b", 1, sizes, costs=costs)
+    target = Target.of(mesh, ())
+    planned = step_seconds(target, pipe.trace(params, batch).job.plan, costs)
+    cores = os.cpu_count() or 1
+    if target.on_cpus:  # virtual devices share the cores
+        planned *= max(1.0, count / cores)
+    at("the step")
+    step = _call(pipe.value_and_grad, params, batch)
+    found = timed({"step": step}, scope.repeats)["step"]
+    at("the profile of a step")
+    try:
+        ran = inspect.profile(pipe, params, batch, repeats=1)
+        where = str(ran.over(simulate(pipe.schedule, costs))).splitlines()[0]
+    except (PipelineError, jax.errors.JaxRuntimeError) as error:
+        where = f"no profile: {str(error).splitlines()[0]}"
+    return Found((judge_plan(item, found, planned, where),))
+
+
+def judge_plan(item: str, found: float, planned: float, where: str) -> Line:
+    """A line about a step's time."""
+    line = judged(item, found, planned, unit="ms", factor=_PLAN, advice="see hops and predicates")
+    return Line(item, line.verdict, f"{line.measured}: {where}", line.expected, line.advice)

@@ -1,0 +1,144 @@
+"""What the text of a program compiled for TPUs says: where XLA expects the time of a step to go,
+which arrays are copied, and what tiles pad.
+
+Such a program can be compiled where there is no TPU: libtpu describes the devices
+(`jax.experimental.topologies`).  A TPU decides on its predicates by itself, so no host waits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from .compiled_program import CompiledProgram
+from .hlo import Computation, Instruction, Module, Place, parse, walk
+from .moves import LargeMove, large_moves
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_MATMULS = frozenset({"convolution", "dot"})
+# What moves or fills arrays and computes nothing.
+_MOVES = frozenset(
+    {
+        "bitcast",
+        "broadcast",
+        "concatenate",
+        "constant",
+        "copy",
+        "pad",
+        "parameter",
+        "reshape",
+        "slice",
+        "transpose",
+        "tuple",
+    }
+)
+
+
+class Purpose(Enum):
+    """What an operation is for: the first of these that it holds."""
+
+    MATMUL = "matmuls"
+    KERNEL = "kernels"  # custom calls
+    WRITE = "writes"  # dynamic updates: of slots, and of rows of stacks and accumulators
+    READ = "reads"  # dynamic slices: of slots, and of rows of stacks
+    MOVE = "copies"  # copies, transposes, reshapes, fills
+    OTHER = "other"  # elementwise arithmetic and reductions
+
+
+@dataclass(frozen=True)
+class TpuProgram(CompiledProgram):
+    """A program compiled for TPUs."""
+
+    @classmethod
+    def of(cls, compiled: Any) -> TpuProgram:
+        """Read what `pipe.lower(...).compile()` returns for a mesh of TPUs."""
+        return cls(parse(compiled.as_text()), compiled.memory_analysis())
+
+    @cached_property
+    def large_moves(self) -> list[LargeMove]:
+        """See `moves`; without copies between the device's memories that keep the layout, which XLA
+        makes ahead of their readers.
+        """
+        return [each for each in large_moves(self.module) if not _is_prefetch(each)]
+
+    @cached_property
+    def cycles(self) -> dict[Purpose, int]:
+        """XLA's estimate of the cycles of a step's loops, by purpose.
+
+        What a predicate is around counts as if it were taken every time.  Collectives have no
+        estimates.
+        """
+        found: Counter[Purpose] = Counter()
+        for place, instruction in _issued(self.module):
+            match = _CYCLES.search(instruction.attributes)
+            if match and place.in_loop:
+                found[_purpose(self.module, instruction)] += int(match[1]) * place.trips
+        return {purpose: found[purpose] for purpose in Purpose}
+
+    @cached_property
+    def padding(self) -> int:
+        """Bytes that tiles add to the arrays which the loops of the step's segments carry."""
+        loops = {
+            segment.instruction.name: segment.instruction
+            for segment in (place.segment for place in walk(self.module))
+            if segment is not None
+        }
+        return max(
+            (
+                sum(array.padded_nbytes - array.nbytes for array in loop.results)
+                for loop in loops.values()
+            ),
+            default=0,
+        )
+
+
+def _issued(module: Module) -> Iterator[tuple[Place, Instruction]]:
+    for place in walk(module):
+        for instruction in place.computation.instructions:
+            yield place, instruction
+
+
+def _purpose(module: Module, instruction: Instruction) -> Purpose:
+    held = set(_opcodes(module, instruction))
+    if held & _MATMULS:
+        return Purpose.MATMUL
+    if "custom-call" in held:
+        return Purpose.KERNEL
+    if "dynamic-update-slice" in held:
+        return Purpose.WRITE
+    if "dynamic-slice" in held:
+        return Purpose.READ
+    return Purpose.MOVE if held <= _MOVES else Purpose.OTHER
+
+
+def _opcodes(module: Module, instruction: Instruction) -> Iterator[str]:
+    """Its own, or those of a fusion."""
+    if instruction.opcode != "fusion":
+        yield instruction.opcode
+        return
+    for computation in module.calls(instruction):
+        for each in computation.instructions:
+            yield from _opcodes(module, each)
+
+
+def _is_prefetch(move: LargeMove) -> bool:
+    """Whether it is a copy of an array as it is to another memory, or from there."""
+    instruction = move.instruction
+    if instruction.opcode not in ("copy", "copy-start"):
+        return False
+    to = instruction.results[0]
+    from_ = (
+        instruction.results[1]
+        if instruction.opcode == "copy-start"
+        else _operand(move.place.computation, instruction).results[0]
+    )
+    return to.order == from_.order and to.space != from_.space
+
+
+def _operand(computation: Computation, instruction: Instruction) -> Instruction:
+    return computation.by_name[instruction.operands[0]]

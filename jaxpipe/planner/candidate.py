@@ -1,0 +1,343 @@
+"""What a plan may choose, and a choice with its table, simulated: seconds and bytes from sums of
+sizes, before any program is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from ..engine.bounds import lower_bound
+from ..engine.costs import Costs
+from ..engine.simulate import simulate
+from ..engine.timeline import Timeline
+from ..errors import ScheduleError
+from ..layouts.layout import Layout
+from ..lowering.offload import Offload
+from ..lowering.plan import Plan
+from ..program.pools import UNDER_WAY, Slots
+from ..schedules import build
+from ..schedules.registry import describe
+from ..table.kinds import Kind
+from ..table.schedule import Schedule
+from ..transforms.backward import split_backward
+from ..transforms.defer_last import defer_last
+from ..transforms.recompute import add_recompute
+from ..transforms.spread import spread_first, spread_last
+from .layer_cost import FIRST, LAST, Ends, LayerCost, Remat, stage_costs
+from .layers import balanced
+from .memory import Memory, device_work, layer_sizes, least_bytes, least_slots, memory_of
+from .request import Request
+from .running import program_of
+
+# What a table gains by H, relative to its makespan, before its program gains too: it has more
+# blocks.
+_WORTH_LATER = 0.02
+_PLAINER = {"interleaved_1f1b": "1f1b", "interleaved_zb": "zb_h1"}
+
+
+class Choice(NamedTuple):
+    """A schedule, its chunks, what is computed again, and which ends are spread."""
+
+    request: Request
+    name: str
+    chunks: int
+    remat: Remat
+    policies: tuple[tuple[str, str], ...]  # a letter and its `jax.checkpoint` policy
+    spread: str  # of "E" and "L", those that all devices do together
+    costs: Mapping[str, LayerCost]  # of its policies and shares
+    cap: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """No table of it is shorter: a device's work, and what is beside the table."""
+        work = device_work(
+            self.request.layers,
+            self.costs,
+            self.request.devices,
+            again=self.remat is Remat.FULL,
+        )
+        return self.request.microbatches * work + self.request.beside
+
+    @property
+    def bytes(self) -> float:
+        """No program of it holds less: what a device keeps of parameters, and, where nothing is
+        computed again by stages or offloaded, of one microbatch.
+        """
+        request = self.request
+        held = least_bytes(request.layers, self.costs, request.devices)
+        if self.remat is Remat.FULL or Remat.STAGES in request.remat or request.offloads:
+            return held
+        inner = [self.costs[c] for c in request.layers if c not in (FIRST, LAST)]
+        return held + sum(c.residuals for c in inner) / request.devices
+
+    @property
+    def label(self) -> str:
+        """As a table names it."""
+        parts = [*self.request.label, self.name, f"V {self.chunks}"]
+        parts += [f"cap {self.cap}"] if self.cap else []
+        parts += [f"M {self.request.microbatches}"] if self.request.one_of_many else []
+        parts += [f"spread {self.spread}"] if self.spread else []
+        parts += ["remat full"] if self.remat is Remat.FULL else []
+        names = dict.fromkeys(name for _, name in self.policies)
+        parts += [
+            f"remat {name}"
+            if len(names) == 1
+            else f"remat {name} of {''.join(c for c, n in self.policies if n == name)}"
+            for name in names
+        ]
+        return ", ".join(parts)
+
+    def layout(self) -> Layout:
+        """Its layers in stages."""
+        request = self.request
+        return balanced(
+            request.layers,
+            self.costs,
+            devices=request.devices,
+            chunks=self.chunks,
+            remat=self.remat,
+        )
+
+    def stage_costs(self, layout: Layout, *, recomputing: bool = False) -> Costs:
+        """The times of a layout's stages."""
+        remat = Remat.STAGES if recomputing else self.remat
+        return stage_costs(layout, self.costs, remat=remat, transfer=self.request.transfer)
+
+    def built(self, layout: Layout) -> Iterator[Candidate]:
+        """Its tables: of a spread `last` also that whose gradient of the head comes later, where
+        that is shorter.
+        """
+        request, costs = self.request, self.stage_costs(layout)
+        options: dict[str, Any] = {} if self.cap is None else {"max_activations": self.cap}
+        if any(option.name == "costs" for option in describe(self.name).options):
+            options["costs"] = costs
+        table = build(
+            self.name,
+            devices=request.devices,
+            microbatches=request.microbatches,
+            chunks=self.chunks,
+            **options,
+        )
+        if table.num_stages != layout.num_stages:
+            per = table.num_stages // request.devices
+            raise ScheduleError(
+                f"{self.name} has {table.num_stages} stages, each on several devices; choose it "
+                f"by chunks=({per},)"
+            )
+        if LAST in self.spread:
+            table = spread_last(table, costs=costs)
+        if FIRST in self.spread:
+            table = spread_first(table, costs=costs)
+        found = simulate(table, costs)
+        yield Candidate(self, layout, found)
+        if LAST in self.spread:
+            later = simulate(defer_last(table, costs=costs), costs)
+            if later.makespan < (1 - _WORTH_LATER) * found.makespan:
+                yield Candidate(self, layout, later)
+
+    def caps(self, layout: Layout) -> tuple[int | None, ...]:
+        """Caps for `auto`, rising: 1F1B's memory and as much as it asks for, or as many activations
+        as the memory has room for.
+        """
+        request, enough = self.request, self.chunks * self.request.devices
+        if request.memory is None:
+            return enough, None
+        name = "1f1b" if self.chunks == 1 else "interleaved_1f1b"
+        trial = next(self._replace(name=name, spread="").built(layout))
+        split = replace(trial.timeline, schedule=split_backward(trial.schedule))
+        trial = trial._replace(timeline=split)
+        held = trial.memory(Slots(x=0, cotangent=1, stash=1, first=1))
+        each = trial.entry("residual_weight") + trial.entry("x")
+        fits = int((request.memory - held.total) / each) if each else 2 * enough
+        most = (min(enough, fits), min(2 * enough, fits))
+        return tuple(dict.fromkeys(max(self.chunks, cap) for cap in most))
+
+    def with_first(self) -> Choice | None:
+        """The same with `first` spread too, which a device then holds a share of; None where it
+        cannot be.
+        """
+        end = self.costs.get(FIRST)
+        if self.spread != LAST or end is None or self.request.costs[FIRST].ends is not Ends.EITHER:
+            return None
+        share = self.request.costs[FIRST].share(self.request.devices)
+        return self._replace(spread=FIRST + LAST, costs={**self.costs, FIRST: share})
+
+    def bound(self, layout: Layout) -> float:
+        """Seconds below which no table of it goes, by `lower_bound`; of the step, as `seconds`."""
+        costs, request = self.stage_costs(layout), self.request
+        found = lower_bound(
+            costs,
+            microbatches=request.microbatches,
+            devices=request.devices,
+            chunks=self.chunks,
+            max_activations=self.cap,
+        )
+        return max(found + request.beside, self.seconds)
+
+
+def choices(request: Request) -> Iterator[Choice]:
+    """All that a request leaves open: schedules with the chunks that they take and that the layers
+    are enough for.
+    """
+    shapes = [
+        (name, chunks)
+        for name in request.schedules
+        for chunks in request.chunks
+        if describe(name).chunks.nearest(chunks) == chunks
+        and request.devices * chunks <= len(request.layers)
+        # With one stage a device they are 1F1B with more activations, and ZB-H1.
+        and not (chunks == 1 and _PLAINER.get(name) in request.schedules)
+    ]
+    for spread, (remat, policies) in product(_spreads(request), _ways(request)):
+        costs = dict(request.costs)
+        for letter, policy in policies:
+            costs[letter] = costs[letter].under(policy)
+        for letter in (FIRST, LAST):
+            if letter in spread:
+                costs[letter] = costs[letter].share(request.devices)
+            elif letter in costs:
+                costs[letter] = replace(costs[letter], ends=Ends.ONE)
+        for name, chunks in shapes:
+            yield Choice(request, name, chunks, remat, policies, spread, costs)
+
+
+def _spreads(request: Request) -> list[str]:
+    """Which ends may be spread; where both may be, `first` is only where memory is short
+    (`Choice.with_first`).
+    """
+    ends = {c: request.costs[c].ends if c in request.layers else Ends.ONE for c in (FIRST, LAST)}
+    always = "".join(c for c in (FIRST, LAST) if ends[c] is Ends.ALL)
+    if ends[LAST] is Ends.EITHER:
+        return [always, always + LAST]
+    return [always, always + FIRST] if ends[FIRST] is Ends.EITHER else [always]
+
+
+def _ways(request: Request) -> Iterator[tuple[Remat, tuple[tuple[str, str], ...]]]:
+    """What may be computed again: nothing, what policies say of each kind of layer, or all."""
+    wanted = request.remat
+    if Remat.NONE in wanted or Remat.STAGES in wanted:
+        yield Remat.NONE, ()
+    kinds = {
+        c: [name for name in request.policies if name in request.costs[c].policies]
+        for c in dict.fromkeys(request.layers)
+    }
+    kinds = {c: names for c, names in kinds.items() if names}
+    for named in product(*(("", *names) for names in kinds.values())):
+        pairs = tuple((c, name) for c, name in zip(kinds, named, strict=True) if name)
+        if pairs:
+            yield Remat.NONE, pairs
+    if Remat.FULL in wanted:
+        yield Remat.FULL, ()
+
+
+class Candidate(NamedTuple):
+    """A choice with its table, simulated."""
+
+    choice: Choice
+    layout: Layout
+    timeline: Timeline
+    recomputing: int = 0  # R in the table
+    offload: Offload = Offload.NOTHING
+
+    @property
+    def request(self) -> Request:
+        """What was asked for."""
+        return self.choice.request
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its table."""
+        return self.timeline.schedule
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, by the table."""
+        return max(self.timeline.makespan, self.moving) + self.request.beside
+
+    @property
+    def like(self) -> tuple[object, ...]:
+        """What two tables of one schedule under other names share."""
+        choice, peak = self.choice, max(self.timeline.peak_activations)
+        costs = (choice.chunks, choice.remat, choice.policies, choice.spread, self.offload)
+        return (id(self.request), *costs, peak, f"{self.seconds:.9g}")
+
+    @property
+    def moving(self) -> float:
+        """Seconds in which residuals travel to the host's memory, or back."""
+        if self.offload is Offload.NOTHING:
+            return 0.0
+        moved = self.request.microbatches * self.choice.chunks * self.entry("residual_weight")
+        return moved / self.request.host_bandwidth
+
+    @property
+    def lowered(self) -> Plan:
+        """Its program."""
+        plan = program_of(self.request.target, self.schedule, self.timeline.costs)
+        return replace(plan, offload=self.offload)
+
+    def entry(self, pool: str) -> float:
+        """Bytes of an entry of a pool."""
+        slots = Slots(**{pool: 1})
+        return self.memory(slots).pools[pool]
+
+    def memory(self, slots: Slots) -> Memory:
+        """What a device holds of it, by sums of layers' sizes."""
+        sizes = layer_sizes(
+            self.layout,
+            self.schedule,
+            self.choice.costs,
+            remat=self.choice.remat,
+            in_place=self.request.target.on_gpus,
+            gathered=self.request.gathered,
+        )
+        return memory_of(slots, sizes)
+
+    @property
+    def least(self) -> Memory:
+        """What any program of its table holds."""
+        slots = least_slots(self.timeline)
+        if self.offload is not Offload.NOTHING:
+            slots.residual_weight = min(slots.residual_weight, UNDER_WAY)
+        return self.memory(slots)
+
+    @property
+    def label(self) -> str:
+        """As a table names it."""
+        parts = [self.choice.label]
+        share = self.recomputing / (self.schedule.num_stages * self.schedule.num_microbatches)
+        parts += ["H"] if self.schedule.encoded.of_kinds((Kind.H,)).any() else []
+        parts += [f"recompute {share:.0%}"] if self.recomputing else []
+        parts += ["offload"] if self.offload is not Offload.NOTHING else []
+        return ", ".join(parts)
+
+    def smaller(self) -> Iterator[Candidate]:
+        """The same with less memory: with `first` spread too; with residuals in the host's memory;
+        with the fewest R for as many activations as there is room for, and for one less.  Nothing
+        where it is one of these itself.
+        """
+        request, table = self.request, self.schedule
+        assert request.memory is not None, "where memory has no limit, nothing makes room"
+        if self.recomputing or self.offload is not Offload.NOTHING:
+            return
+        both = self.choice.with_first()
+        if both is not None:
+            first = next(both.built(self.layout))
+            yield first
+            yield from first.smaller()
+        if request.offloads:
+            yield self._replace(offload=Offload.RESIDUALS)
+        if Remat.STAGES not in request.remat or self.choice.remat is Remat.FULL:
+            return
+        costs = self.choice.stage_costs(self.layout, recomputing=True)
+        peak, held = max(self.timeline.peak_activations), self.least
+        residuals = held.pools["residual_weight"]
+        each, free = residuals / peak, request.memory - (held.total - residuals)
+        room = min(peak - 1, int(free / each)) if each else 0
+        for cap in sorted({max(1, room), max(1, room - 1)}, reverse=True):
+            found = add_recompute(table, costs=costs, max_activations=cap)
+            count = sum(action.kind is Kind.R for _, _, action in found.actions())
+            if count:
+                yield self._replace(timeline=simulate(found, costs), recomputing=count)

@@ -1,0 +1,183 @@
+"""In programs for TPUs no pool, accumulator or stack is copied in a loop, permutes run beside
+compute, and no predicate is around them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxpipe as jp
+from benchmarks.gpu_programs import Axes, Case, Remat
+from jaxpipe.inspect.collectives import steady
+from jaxpipe.inspect.tpu_program import Purpose
+from jaxpipe.lowering.target import RunsOn, Target
+from jaxpipe.spmd.exchange import WITH_SLACK
+from tests.gpu.programs import first, last, shapes, stage
+from tests.tiers import exhaustive, slow
+from tests.tpu.programs import (
+    SHAPE,
+    V5P,
+    V6E,
+    check,
+    lower,
+    needs_tpu_compiler,
+    read,
+    tpu_mesh,
+)
+
+CATALOGUE = [name for name in jp.schedules.names() if name != "no_pipelining"]
+SMALL = Case("1f1b", devices=2, microbatches=4, shape=SHAPE, layers=1)
+CASE = Case("1f1b", devices=4, microbatches=8, shape=SHAPE)
+
+
+def compiled(case: Case, topology: str = V5P) -> Any:
+    """The program, checked."""
+    program = read(lower(case, topology))
+    check(program)
+    late = [each for each in program.collectives if WITH_SLACK in each.start.attributes]
+    assert [str(each) for each in late if not each.overlapped] == []
+    return program
+
+
+@needs_tpu_compiler
+def test_a_step_is_compiled_for_tpus() -> None:
+    """The one that the default tests compile."""
+    assert Target.of(tpu_mesh((4,), ("pipe",)), ("pipe",)).runs_on is RunsOn.TPUS
+    program = compiled(SMALL)
+    assert all(each.overlapped for each in steady(program.collectives))
+    # Tiles are whole: nothing of the pools is padding.
+    assert program.padding < 2**16
+    cycles = program.cycles
+    assert cycles[Purpose.MATMUL] == max(cycles.values())
+    assert cycles[Purpose.READ] < 0.15 * sum(cycles.values())
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("topology", [exhaustive(V5P), exhaustive(V6E)])
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_schedules(name: str, topology: str) -> None:
+    compiled(replace(CASE, schedule=name), topology)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("remat", [exhaustive(remat) for remat in Remat])
+@pytest.mark.parametrize("axes", list(Axes))
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_axes_and_remats(name: str, axes: Axes, remat: Remat) -> None:
+    compiled(replace(CASE, schedule=name, devices=2, axes=axes, remat=remat))
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_raveled_pools_would_be_read_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles matter: rows of a raveled pool are in sublanes."""
+    tiled = read(lower(CASE)).cycles
+    monkeypatch.setattr(Target, "tile", ())
+    raveled = read(lower(replace(CASE, microbatches=9))).cycles
+    share, before = (each[Purpose.READ] / sum(each.values()) for each in (tiled, raveled))
+    assert share < before / 2
+
+
+def small_pipeline(model: jp.Model, schedule: jp.Schedule, **options: Any) -> jp.Pipeline:
+    return jp.Pipeline(model, schedule, tpu_mesh((schedule.num_devices,), ("pipe",)), **options)
+
+
+def tokens(pipe: jp.Pipeline, rows: int = 4, time: int = 512) -> dict[str, Any]:
+    everywhere = NamedSharding(pipe.mesh, PartitionSpec())
+    count = rows * pipe.schedule.num_microbatches
+    return {"tokens": jax.ShapeDtypeStruct((count, time), jnp.int32, sharding=everywhere)}
+
+
+SIZES = {"width": 256, "hidden": 1024, "vocab": 1024}
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("name", [slow("gpipe"), exhaustive("1f1b")])
+def test_residuals_go_to_the_host_and_back_beside_compute(name: str) -> None:
+    schedule = jp.schedules.build(name, devices=4, microbatches=8)
+    pipe = small_pipeline(
+        jp.Model(stage, first=first, last=last), schedule, memory=jp.Memory(offload="residuals")
+    )
+    program = read(pipe.lower(pipe.place(shapes(4, **SIZES)), tokens(pipe)))
+    check(program)
+    moves = ("dynamic-slice", "dynamic-update-slice")
+    beside = dict.fromkeys(moves, 0)
+    for computation in program.module.computations.values():
+        under_way: dict[str, bool] = {}
+        for each in computation.instructions:
+            kind = each.opcode.removesuffix("-start")
+            if each.opcode.endswith("-start") and kind in moves:
+                under_way[each.name] = False
+            elif each.opcode == "while":
+                under_way = dict.fromkeys(under_way, True)
+            elif each.opcode.endswith("-done") and under_way.get(each.operands[0], False):
+                beside[each.opcode.removesuffix("-done")] += 1
+    assert all(beside.values())
+    wanted = jp.inspect.memory(pipe, pipe.place(shapes(4, **SIZES)), tokens(pipe))["host"]
+    # One slot more, for what nobody needs.
+    slots = pipe.trace(pipe.place(shapes(4, **SIZES)), tokens(pipe)).code.program.slots.host
+    assert program.memory.host_temp_size_in_bytes == pytest.approx(wanted * (slots + 1) / slots)
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_unlike_stages() -> None:
+    def layer(params: Any, x: Any) -> Any:
+        return stage(jax.tree.map(lambda leaf: leaf[None], params), x)
+
+    layout = "Ettt|tt|ttt|ttL"
+    model = jp.Model({"E": first, "t": layer, "L": last}, layers=layout)
+    schedule = jp.schedules.build("zb_h1", devices=4, microbatches=8)
+    pipe = small_pipeline(model, schedule, layout=layout)
+    canonical = shapes(1, layers=10, **SIZES)
+    canonical["stages"] = {
+        "t": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])
+    }
+    check(read(pipe.lower(pipe.place(canonical), tokens(pipe))))
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_spread_ends() -> None:
+    def head(params: Any, x: Any, microbatch: Any, *, ctx: jp.Context) -> Any:
+        return jp.VocabHead()(params, x, {"targets": microbatch["tokens"]}, ctx=ctx)
+
+    def embed(params: Any, microbatch: Any, *, ctx: jp.Context) -> Any:
+        return jp.VocabEmbedding()(params, microbatch, ctx=ctx).astype(jnp.bfloat16)
+
+    schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
+    pipe = small_pipeline(jp.Model(stage, first=jp.spread(embed), last=jp.spread(head)), schedule)
+    size = (SIZES["vocab"], SIZES["width"])
+    canonical = {
+        **shapes(4, **SIZES),
+        "first": {"table": jax.ShapeDtypeStruct(size, jnp.float32)},
+        "last": {"head": jax.ShapeDtypeStruct(size, jnp.float32)},
+    }
+    check(read(pipe.lower(pipe.place(canonical), tokens(pipe))))
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_evaluation() -> None:
+    schedule = jp.schedules.build("interleaved_1f1b", devices=4, microbatches=8, chunks=2)
+    pipe = small_pipeline(jp.Model(stage, first=first, last=last), schedule)
+    check(read(jax.jit(pipe.evaluate).lower(pipe.place(shapes(8, **SIZES)), tokens(pipe))))
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_the_report_reads_the_program() -> None:
+    schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)
+    pipe = small_pipeline(jp.Model(stage, first=first, last=last), schedule)
+    found = jp.inspect.report(pipe, pipe.place(shapes(4, **SIZES)), tokens(pipe))
+    assert found["host_waits"] == 0
+    beside, permutes = found["permutes_beside_compute"]
+    assert beside == permutes > 0
+    assert found["cycles"]["matmuls"] > 0
+    assert found["seconds"] > 0

@@ -1,0 +1,133 @@
+"""The reader of TPU programs finds known answers in small texts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxpipe.inspect.hlo import Array, parse
+from jaxpipe.inspect.moves import Move
+from jaxpipe.inspect.tpu_program import Purpose, TpuProgram
+
+CYCLES = 'backend_config={"window_config":{"estimated_cycles":"N"}}'
+TEXT = """HloModule steps, is_scheduled=true
+
+%matmul (a: f32[512,512], b: f32[1,512,512]) -> f32[512,512] {
+  %a = f32[512,512]{1,0:T(8,128)} parameter(0)
+  %b = f32[1,512,512]{2,1,0:T(8,128)} parameter(1)
+  %b2 = f32[512,512]{1,0:T(8,128)} bitcast(%b)
+  ROOT %dot.1 = f32[512,512]{1,0:T(8,128)} convolution(%a, %b2), dim_labels=bf_io->bf
+}
+
+%store (p: f32[4,512,512], v: f32[512,512], i: s32[]) -> f32[4,512,512] {
+  %p = f32[4,512,512]{2,1,0:T(8,128)} parameter(0)
+  %v = f32[512,512]{1,0:T(8,128)} parameter(1)
+  %i = s32[]{:T(128)} parameter(2)
+  %zero = s32[]{:T(128)} constant(0)
+  %v2 = f32[1,512,512]{2,1,0:T(8,128)} bitcast(%v)
+  ROOT %dus = f32[4,512,512]{2,1,0:T(8,128)} dynamic-update-slice(%p, %v2, %i, %zero, %zero)
+}
+
+%more (s: (s32[], f32[4,512,512], f32[512,512], bf16[2,300])) -> pred[] {
+  %s = (s32[]{:T(128)}, f32[4,512,512]{2,1,0:T(8,128)}, f32[512,512]{1,0:T(8,128)}, bf16[2,300]{1,0:T(2,128)(2,1)}) parameter(0)
+  %bound = s32[]{:T(128)} constant(7)
+  %n = s32[]{:T(128)} get-tuple-element(%s), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%n, %bound), direction=LT
+}
+
+%tick (s.1: (s32[], f32[4,512,512], f32[512,512], bf16[2,300])) -> (s32[], f32[4,512,512], f32[512,512], bf16[2,300]) {
+  %s.1 = (s32[]{:T(128)}, f32[4,512,512]{2,1,0:T(8,128)}, f32[512,512]{1,0:T(8,128)}, bf16[2,300]{1,0:T(2,128)(2,1)}) parameter(0)
+  %n.1 = s32[]{:T(128)} get-tuple-element(%s.1), index=0
+  %pool = f32[4,512,512]{2,1,0:T(8,128)} get-tuple-element(%s.1), index=1
+  %x = f32[512,512]{1,0:T(8,128)} get-tuple-element(%s.1), index=2
+  %small = bf16[2,300]{1,0:T(2,128)(2,1)} get-tuple-element(%s.1), index=3
+  %ahead = (f32[512,512]{1,0:T(8,128)S(1)}, f32[512,512]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
+  %send = (f32[512,512]{1,0:T(8,128)}, f32[512,512]{1,0:T(8,128)}, u32[]{:S(2)}) collective-permute-start(%x), channel_id=1, source_target_pairs={{0,1}}
+  %read = f32[1,512,512]{2,1,0:T(8,128)} dynamic-slice(%pool, %n.1, %n.1, %n.1), dynamic_slice_sizes={1,512,512}, CYCLES20
+  %near = f32[512,512]{1,0:T(8,128)S(1)} copy-done(%ahead)
+  %y = f32[512,512]{1,0:T(8,128)} fusion(%near, %read), kind=kOutput, calls=%matmul, CYCLES100
+  %sent = f32[512,512]{1,0:T(8,128)} collective-permute-done(%send)
+  %turned = f32[512,512]{0,1:T(8,128)} copy(%sent), CYCLES30
+  %z = f32[512,512]{1,0:T(8,128)} add(%y, %turned), CYCLES5
+  %pool.1 = f32[4,512,512]{2,1,0:T(8,128)} fusion(%pool, %z, %n.1), kind=kLoop, calls=%store, CYCLES40
+  ROOT %next = (s32[]{:T(128)}, f32[4,512,512]{2,1,0:T(8,128)}, f32[512,512]{1,0:T(8,128)}, bf16[2,300]{1,0:T(2,128)(2,1)}) tuple(%n.1, %pool.1, %z, %small)
+}
+
+ENTRY %main (e: (s32[], f32[4,512,512], f32[512,512], bf16[2,300])) -> (s32[], f32[4,512,512], f32[512,512], bf16[2,300]) {
+  %e = (s32[]{:T(128)}, f32[4,512,512]{2,1,0:T(8,128)}, f32[512,512]{1,0:T(8,128)}, bf16[2,300]{1,0:T(2,128)(2,1)}) parameter(0)
+  ROOT %run = (s32[]{:T(128)}, f32[4,512,512]{2,1,0:T(8,128)}, f32[512,512]{1,0:T(8,128)}, bf16[2,300]{1,0:T(2,128)(2,1)}) while(%e), condition=%more, body=%tick
+}
+"""
+
+
+def program(text: str = TEXT) -> TpuProgram:
+    for cycles in (20, 100, 30, 5, 40):
+        text = text.replace(f"CYCLES{cycles}\n", CYCLES.replace("N", str(cycles)) + "\n")
+    return TpuProgram.of(SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: None))
+
+
+def test_cycles_are_counted_by_purpose_and_by_trips() -> None:
+    assert program().cycles == {
+        Purpose.MATMUL: 7 * 100,
+        Purpose.KERNEL: 0,
+        Purpose.WRITE: 7 * 40,
+        Purpose.READ: 7 * 20,
+        Purpose.MOVE: 7 * 30,
+        Purpose.OTHER: 7 * 5,
+    }
+
+
+def test_a_loop_without_a_bound_is_a_predicate() -> None:
+    text = TEXT.replace("compare(%n, %bound), direction=LT", "compare(%n, %bound), direction=NE")
+    found = program(text)
+    assert found.module.trip_count(found.module.computations["main"].root) is None
+    assert sum(found.cycles.values()) == 0
+
+
+def test_prefetches_are_no_copies_and_updates_are_in_place() -> None:
+    moves = [each for each in program().large_moves if each.move is not Move.SLICE]
+    assert [(each.move, each.instruction.name) for each in moves] == [(Move.COPY, "turned")]
+    # The fusion's update is of what it is given; of a copy of it, it would not be.
+    copied = TEXT.replace(
+        "  ROOT %dus = f32[4,512,512]{2,1,0:T(8,128)} dynamic-update-slice(%p,",
+        "  %p2 = f32[4,512,512]{2,1,0:T(8,128)} copy(%p)\n"
+        "  ROOT %dus = f32[4,512,512]{2,1,0:T(8,128)} dynamic-update-slice(%p2,",
+    )
+    moves = program(copied).large_moves
+    (rewritten,) = (each for each in moves if each.move is Move.REWRITE)
+    assert rewritten.is_carried
+
+
+def test_permutes_beside_matmuls_are_found() -> None:
+    (permute,) = program().collectives
+    assert permute.overlapped
+    assert permute.place.trips == 7
+
+
+@pytest.mark.parametrize(
+    ("dims", "layout", "wanted"),
+    [
+        ((4, 2, 1, 1000), "3,2,1,0:T(8,128)", 4 * 2 * 8 * 1024),
+        ((4, 2, 1, 1000), "2,3,1,0:T(8,128)", 4 * 2 * 128 * 1000),
+        ((300,), "0:T(512)(128)(2,1)", 512),
+        ((), ":T(128)", 1),
+        ((3, 5), "1,0", 15),
+    ],
+)
+def test_tiles_pad_the_dims_that_come_first_in_the_order(
+    dims: tuple[int, ...], layout: str, wanted: int
+) -> None:
+    assert Array("bf16", dims, layout).padded_nbytes == 2 * wanted
+
+
+def test_padding_of_what_a_loop_carries() -> None:
+    # 300 numbers fill three tiles of 128.
+    assert program().padding == 2 * 2 * (384 - 300)
+
+
+def test_layouts_are_read() -> None:
+    module = parse(TEXT)
+    ahead = module.computations["tick"].by_name["ahead"]
+    assert [array.space for array in ahead.results] == ["1", "", "2"]
+    assert ahead.results[0].order == ahead.results[1].order
