@@ -1,5 +1,5 @@
-"""Trains on sequences that do not fit in memory: their slices are the microbatches, and the keys and
-values of earlier slices stay on the devices.  Run: python examples/long_context.py
+"""Trains on sequences that are too long for a device: slices of them are the microbatches, and
+keys and values of earlier slices stay on the devices.  Run: python examples/long_context.py
 """
 
 from __future__ import annotations
