@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Leaves, PyTree, summable, wider
+from .arrays import PyTree, summable, wider
 from .errors import PipelineError
 from .model.functions import Loss, StageOutput, inverse_count, make_extra
 from .model.leaf_plan import LeafPlan, leaf_plans
@@ -390,12 +390,10 @@ def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
     be scaled.
     """
     if job.outputs:
-        rows: list[Leaves] = [
-            jax.tree.leaves(aux["metrics"]) for shard in shards for aux in shard.aux
-        ]
-        tree = jax.tree.structure(shards[0].aux[0]["metrics"])
-        parts = [[jnp.atleast_1d(leaf) for leaf in leaves] for leaves in zip(*rows, strict=True)]
-        whole = jax.tree.unflatten(tree, [jnp.concatenate(leaves) for leaves in parts])
+        every = [aux["metrics"] for shard in shards for aux in shard.aux]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
+        joined = shards[0].functions.join(stacked)
+        whole = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), joined)
         return {"outputs": whole, "state": _merged_state(job, shards)}
     found: dict[str, Any] = {"state": _merged_state(job, shards)}
     if job.functions.last is None:

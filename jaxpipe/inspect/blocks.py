@@ -40,6 +40,8 @@ class Block:
     specs: tuple[PartitionSpec | None, ...]
     reads: tuple[tuple[int, Entry], ...] = ()
     writes: tuple[tuple[int, Entry], ...] = ()
+    # (input, output, entry) of what is in one slot before and after
+    updates: tuple[tuple[int, int, Entry], ...] = ()
     # of the outputs that are added to accumulators, as the parameters are split
     parameters: tuple[PartitionSpec, ...] = ()
     totals_at: int = 0  # the first of those outputs
@@ -163,7 +165,8 @@ def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
         (lazily[i].pool(1, aval.dtype), lazily[i].pool_spec) if i in lazily else (aval, spec)
         for i, (aval, spec) in enumerate(zip(invars, block.specs, strict=True))
     ]
-    pools: Group = [(entry.pool(1, outvars[i].dtype), entry.pool_spec) for i, entry in block.writes]
+    stored = [*block.writes, *((i, entry) for _, i, entry in block.updates)]
+    pools: Group = [(entry.pool(1, outvars[i].dtype), entry.pool_spec) for i, entry in stored]
     added = range(block.totals_at, block.totals_at + len(block.parameters))
     wide = [
         jax.ShapeDtypeStruct(outvars[i].shape, accumulator_dtype(outvars[i].dtype, job.accumulate))
@@ -174,12 +177,10 @@ def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
     def code(values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
         at = jnp.int32(0)
         writes: dict[int, Target] = {i: Total(leaf) for i, leaf in zip(added, totals, strict=True)}
-        writes |= {
-            i: Slot(pool, at, entry) for (i, entry), pool in zip(block.writes, pools, strict=True)
-        }
-        return InSlots(
-            block.jaxpr, values, {i: Slot(values[i], at, entry) for i, entry in block.reads}, writes
-        )
+        slots = {i: Slot(pool, at, entry) for (i, entry), pool in zip(stored, pools, strict=True)}
+        reads = {i: Slot(values[i], at, entry) for i, entry in block.reads}
+        reads |= {before: slots[after] for before, after, _ in block.updates}
+        return InSlots(block.jaxpr, values, reads, writes | slots)
 
     return (inputs, pools, totals), code
 
@@ -189,12 +190,15 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     before = [
         *(_WHOLE for _ in code.consts),
         *entries.parameters,
-        *(entry.spec for entry in entries.x),
+        *(entry.spec for entry in (*entries.x, *entries.carry, *entries.buffer)),
     ]
     free = len(code.forward.invars) - len(before)  # extra and once: left to the partitioner
     start = (*before, *(None for _ in range(free)))
     kept = (*entries.residual_input, *entries.residual_weight)
-    dy = [*(entry.spec for entry in entries.cotangent), *([] if code.loss is None else [_WHOLE])]
+    cotangents = (*entries.cotangent, *entries.carry_gradient, *entries.buffer_gradient)
+    dy = [*(entry.spec for entry in cotangents), *([] if code.loss is None else [_WHOLE])]
+    begin, after = len(before) - len(code.buffers), len(code.y_avals) + len(code.carry)
+    updates = tuple((begin + i, after + i, entry) for i, entry in enumerate(entries.buffer))
     late = (*start, *(entry.spec for entry in kept), *dy)
     read = tuple((len(start) + i, entry) for i, entry in enumerate(kept))
     stash = tuple((len(late) + i, entry) for i, entry in enumerate(entries.stash))
@@ -205,10 +209,10 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     trained = tuple(spec for spec, has in zip(entries.parameters, code.trained, strict=True) if has)
     every = (*late, *(entry.spec for entry in entries.stash))
     blocks = (
-        Block("F", code.forward, start, writes=written(code.num_outputs, kept)),
+        Block("F", code.forward, start, writes=written(code.num_outputs, kept), updates=updates),
         Block("R", code.recompute, start, writes=written(0, kept)),
         Block("B", code.backward, late, read, parameters=trained),
-        Block("I", code.input_grad, late, read, written(sum(code.x_wanted), entries.stash)),
+        Block("I", code.input_grad, late, read, written(code.num_dx, entries.stash)),
         Block("W", code.weight_grad, every, (*read, *stash), parameters=trained),
     )
     return {block.name: block for block in blocks}

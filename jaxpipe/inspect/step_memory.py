@@ -30,6 +30,7 @@ from ..spmd.shared_buffers import SharedBuffer
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
+from ..table.effects import OF_SLICES
 from ..table.kinds import Kind
 from .blocks import Step
 
@@ -113,6 +114,7 @@ def step_sizes(
             "residual_weight": residuals[1],
             "cotangent": buffers.cotangent.nbytes,
             "stash": buffers.stash.nbytes if splits else 0,
+            **{place.value: getattr(buffers, place.value).nbytes for place in OF_SLICES},
             **{
                 place.value: sum(nbytes(aval) for aval in avals)
                 for place, avals in code.outer_pools.items()

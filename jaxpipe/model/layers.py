@@ -141,7 +141,7 @@ class LayerMap:
         }
 
     def faults(self, by_letter: Any) -> list[str]:
-        """What is wrong with canonical parameters of the stages."""
+        """Faults of canonical parameters of the stages."""
         if not isinstance(by_letter, Mapping) or set(by_letter) != set(self.letters):
             found = (
                 sorted(by_letter) if isinstance(by_letter, Mapping) else type(by_letter).__name__
@@ -166,12 +166,13 @@ class LayerMap:
         given = {
             letter: Function.of(layers[letter], f"layers[{letter!r}]") for letter in self.letters
         }
-        stateful = [letter for letter, function in given.items() if "state" in function.wants]
-        if stateful:
-            raise PipelineError(
-                f"layers {stateful} take `state`, which only whole stages can; give Pipeline a "
-                "stage function instead"
-            )
+        for keyword in ("state", "carry"):
+            takers = [letter for letter, function in given.items() if keyword in function.wants]
+            if takers:
+                raise PipelineError(
+                    f"layers {takers} take `{keyword}`, which only whole stages can; give Pipeline "
+                    "a stage function instead"
+                )
         made: dict[tuple[Any, ...], Function] = {}
         found = []
         for s, letters in enumerate(self.stages):
@@ -225,6 +226,7 @@ def _stage_function(
             function = given[run.letter]
             own = {k: keywords[k] for k in function.wants}
             before = jnp.array(offsets, jnp.int32)[own["ctx"].stage] if "ctx" in own else 0
+            appends = "ctx" in own and own["ctx"].ledger is not None
 
             def layer(
                 x: PyTree,
@@ -232,14 +234,16 @@ def _stage_function(
                 number: Any,
                 function: Function = function,
                 own: dict[str, Any] = own,
+                place: int | None = None,
             ) -> tuple[PyTree, Any]:
-                ctx = {"ctx": _context(own["ctx"], number)} if "ctx" in own else {}
+                ctx = {"ctx": _context(own["ctx"], number, place)} if "ctx" in own else {}
                 out = function.calling(
                     lambda: function.call(row, x, **{**own, **ctx}), (row, x), ctx.get("ctx")
                 )
                 return _pair(function, out, has_loss=has_loss)
 
-            x, more = _run_layers(layer, run, params[run.letter][run.group], x, before + run.layer)
+            stack = params[run.letter][run.group]
+            x, more = _run_layers(layer, run, stack, x, before + run.layer, apart=appends)
             losses += [] if more is None else [more]
         return (x, sum(losses[1:], losses[0]) if losses else None) if has_loss else x
 
@@ -247,7 +251,7 @@ def _stage_function(
 
 
 def _pair(function: Function, out: Any, *, has_loss: bool) -> tuple[PyTree, Any]:
-    """What a layer returned, with a loss."""
+    """x and the loss that a layer returned."""
     if not has_loss:
         return out, None
     if not isinstance(out, tuple) or len(out) != 2:
@@ -260,9 +264,25 @@ def _pair(function: Function, out: Any, *, has_loss: bool) -> tuple[PyTree, Any]
 
 
 def _run_layers(
-    layer: Callable[..., tuple[PyTree, Any]], run: _Run, stack: PyTree, x: PyTree, number: Any
+    layer: Callable[..., tuple[PyTree, Any]],
+    run: _Run,
+    stack: PyTree,
+    x: PyTree,
+    number: Any,
+    *,
+    apart: bool,
 ) -> tuple[PyTree, Any]:
-    """Apply some rows of a stack one after the other; returns the sum of their losses too."""
+    """Apply some rows of a stack one after the other; returns the sum of their losses too.
+
+    `apart`: no scan, since each layer appends rows to a buffer of its own.
+    """
+    if apart:
+        found: list[Any] = []
+        for i in range(run.stop - run.start):
+            row = jax.tree.map(lambda leaf, at=run.start + i: leaf[at], stack)
+            x, loss = layer(x, row, number + i, place=run.layer + i)
+            found += [] if loss is None else [loss]
+        return x, jnp.stack(found).sum() if found else None
     if run.size == 1:
         return layer(x, jax.tree.map(lambda leaf: leaf[0], stack), number)
     whole = run.start == 0 and run.stop == run.size
@@ -272,8 +292,13 @@ def _run_layers(
     return x, None if losses is None else jnp.sum(losses)
 
 
-def _context(ctx: Context, number: Any) -> Context:
-    """The context of a layer: its key depends on the layer and the microbatch, not on the stage."""
+def _context(ctx: Context, number: Any, place: int | None) -> Context:
+    """The context of a layer: its key depends on the layer and the microbatch, not on the stage.
+
+    Layers that are at a `place` of a stage append rows to buffers of their own.
+    """
+    if place is not None:
+        ctx = ctx._replace(ledger=ctx.ledger.of_layer(place))
     return ctx._replace(
         layer=number,
         rng=None if ctx.microbatch_rng is None else jax.random.fold_in(ctx.microbatch_rng, number),

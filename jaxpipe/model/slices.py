@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,21 @@ def split_slices(batch: PyTree, count: int, slices: int, time: tuple[str, ...]) 
     return jax.tree_util.tree_map_with_path(split, batch)
 
 
+def join_slices(outputs: PyTree, slices: int, length: int) -> PyTree:
+    """Leaves [M, rows, ...] of slices -> [M / slices, rows, ...]: those whose axis after the rows
+    is a slice's `length` are whole sequences again, others are those of the last slice.
+    """
+
+    def join(leaf: Any) -> Any:
+        cut = leaf.reshape(leaf.shape[0] // slices, slices, *leaf.shape[1:])
+        if leaf.ndim < 3 or leaf.shape[2] != length:
+            return cut[:, -1]
+        whole = jnp.moveaxis(cut, 1, 2)
+        return whole.reshape(*whole.shape[:2], slices * length, *leaf.shape[3:])
+
+    return jax.tree.map(join, outputs)
+
+
 def slice_length(batch: PyTree, time: tuple[str, ...]) -> int:
     """Rows of time of a slice, in a batch that is cut."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
@@ -47,7 +63,7 @@ def slice_length(batch: PyTree, time: tuple[str, ...]) -> int:
 
 
 def time_faults(batch: PyTree, slices: int, time: tuple[str, ...]) -> list[str]:
-    """What is wrong with a batch whose leaves in `time` are cut along axis 1."""
+    """Faults of a batch whose leaves in `time` are cut along axis 1."""
     if slices == 1:
         return []
     if not time:
@@ -98,7 +114,7 @@ _in_place.defvjp(_forwards, _backwards)
 
 
 class Ledger:
-    """What a stage appends while it is traced.
+    """The rows that a stage appends while it is traced.
 
     `number` is that of the slice.  `given` are the sequence's buffers by name, or None while their
     shapes are looked for.  `holds`: they have the rows of this slice already, since the executor
@@ -111,14 +127,21 @@ class Ledger:
         self.slices, self.number, self.given, self.holds = slices, number, given, holds
         self.rows: dict[str, Any] = {}
         self.buffers: dict[str, Any] = {}
+        self._prefix = ""  # of names
 
     def again(self) -> Ledger:
-        """One that has nothing yet, for a function that is traced apart."""
+        """One that has nothing yet, for a function that is traced by itself."""
         return Ledger(self.slices, self.number, self.given, holds=self.holds)
+
+    def of_layer(self, place: int) -> Ledger:
+        """The same for a layer of the stage, whose names are its own."""
+        found = copy(self)
+        found._prefix = f"{place}/"
+        return found
 
     def append(self, name: str, rows: Any, axis: int) -> Any:
         """The whole buffer; PipelineError for a name that is there already, or other shapes."""
-        rows = jnp.asarray(rows)
+        rows, name = jnp.asarray(rows), self._prefix + name
         if name in self.rows:
             raise PipelineError(
                 f"ctx.append({name!r}, ...) is called twice in a stage; give each buffer its name"

@@ -104,6 +104,7 @@ def body(
     `together`: the partitioner permutes in blocks (see `SpmdExecutor`).
     """
     start, blocking = prepare(job, params, batch, rng, kept), target.on_cpus
+    job = replace(job, functions=job.functions.for_batch(start.batch))
     code, kept, shared, first, last = start.code, start.kept, start.shared, start.first, start.last
     together = together or (blocking and lax.axis_size(job.axis) > 1 and code.permutes)
     if together and job.clock is not None:

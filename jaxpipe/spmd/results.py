@@ -65,9 +65,10 @@ def _outputs(job: Job, code: ModelCode, state: State) -> PyTree:
     def whole(leaf: Any) -> Any:
         # Only the last stage's device wrote any of these; the others hold zeros, and False.
         number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
-        return lax.psum(number, job.axis).astype(leaf.dtype).reshape(-1, *leaf.shape[2:])
+        return lax.psum(number, job.axis).astype(leaf.dtype)
 
-    return jax.tree.map(whole, jax.tree.unflatten(code.last.aux_tree, state["aux"])["metrics"])
+    found = jax.tree.map(whole, jax.tree.unflatten(code.last.aux_tree, state["aux"])["metrics"])
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), job.functions.join(found))
 
 
 def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, ...]:
