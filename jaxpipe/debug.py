@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,8 @@ def find_nonfinite(
 
     Use it after a loss or a gradient was not finite.  Microbatches are taken in order, each through
     all its forwards and then its backwards, as in a run without a pipeline.  Sums over microbatches
-    are not examined.
+    are not examined.  Sequences that the schedule cuts into slices are run whole: the microbatch
+    that is named is then the number of the sequence.
 
     A step costs nothing more.  The search costs a forward and a recomputing backward of each stage
     and microbatch, one after the other on the pipeline's own mesh, with one stage's parameters
@@ -112,7 +113,7 @@ def find_nonfinite(
         )
     pipe.trace(params, batch, rng=rng)  # raises what a step would raise
     search = _Search(pipe, params, batch, rng)
-    for microbatch in range(pipe.schedule.num_microbatches):
+    for microbatch in range(search.count):
         found = search.microbatch(microbatch)
         if found is not None:
             return found
@@ -145,7 +146,9 @@ class _Search:
         self.batch = jax.tree.map(
             lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch
         )
-        functions, last = pipe.functions, pipe.schedule.num_stages - 1
+        functions = replace(pipe.functions, slices=1)
+        last = pipe.schedule.num_stages - 1
+        self.count = pipe.schedule.num_microbatches // pipe.schedule.slices
         # Every call in forward order, with its stage.  Unlike stages are compiled one by one, alike
         # ones once.
         self.calls = [
@@ -193,9 +196,7 @@ class _Search:
         """The cotangent of a microbatch's loss, as in the step."""
         pipe = self.pipe
         mean = pipe.functions.loss is Loss.MEAN
-        return jnp.asarray(
-            1.0 / (pipe.schedule.num_microbatches * pipe._data_size) if mean else 1.0, dtype
-        )
+        return jnp.asarray(1.0 / (self.count * pipe._data_size) if mean else 1.0, dtype)
 
     def _params(self, call: _Call, stage: int) -> PyTree:
         """(parameters of the call, shared ones)."""
@@ -275,7 +276,7 @@ class _Search:
         """The further arguments of the function in the step."""
         rng = shard_key(rng, self.pipe.data_axes, self.pipe._data_size)
         return make_extra(
-            split_batch(batch, self.pipe.schedule.num_microbatches),
+            split_batch(batch, self.count),
             rng,
             stage,
             microbatch,

@@ -39,7 +39,7 @@ def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) ->
         "versions": f"jaxpipe {__version__}, jax {jax.__version__}, jaxlib {version('jaxlib')}, "
         f"Python {sys.version.split()[0]}",
         "schedule": f"{table.name} of {table.num_stages} stages and {table.num_microbatches} "
-        f"microbatches {_digest(str(table.rows))}",
+        f"microbatches {_digest(str((table.slices, table.rows)))}",
         "mesh": f"{dict(mesh.shape)} of {mesh.devices.flat[0].device_kind} "
         f"{_digest(str([d.id for d in mesh.devices.flat]))}",
         "pipeline": _options(pipe),
