@@ -122,12 +122,12 @@ class Checkpoints:
 
     def save(self, step: int, state: Mapping[str, PyTree]) -> None:
         """Write a state; returns when it is copied, so that its buffers may be donated at once.  A
-        step that is there stays as it is.
+        step that exists already stays unchanged.
 
         Raises:
             CheckpointError: the state holds something that belongs to the schedule and not to the
-                model, or arrays of size 0 (all faults are listed); this step cannot follow those
-                that are there; or this save failed, or the one before it, and then this one has not
+                model, or arrays of size 0 (all faults are listed); this step cannot follow the
+                existing ones; this save failed; or the one before it failed, and this one has not
                 begun.
         """
         self.wait()

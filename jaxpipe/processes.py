@@ -222,7 +222,7 @@ class Causes:
 
     @classmethod
     def of(cls, me: int, count: int) -> Causes:
-        """Those of a process of so many.
+        """The causes for process `me` of `count`.
 
         >>> Causes.of(1, 2).answers
         'It was killed (out of memory, perhaps): process 0, the only other one, still answers'

@@ -98,7 +98,7 @@ class Loop:
         return len(self.device) - 1
 
     def ready(self, number: int) -> float:
-        """When the inputs of an action are there; `NEVER` while what it needs has not run."""
+        """When the inputs of an action arrive; `NEVER` while a producer has not run."""
         need = self.need[number]
         return 0 if need < 0 else self.ends[need] + self.latency[number]
 

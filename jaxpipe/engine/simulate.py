@@ -30,15 +30,15 @@ def simulate(
     transfers: Transfers = Transfers.ASYNC,
     max_memory: float | None = None,
 ) -> Timeline:
-    """Simulate a table: each action starts as early as its device is free and its inputs are there.
+    """Simulate a table: each action starts when its device is free and its inputs have arrived.
 
-    An input from another device is there `costs.transfer` after its producer ended.  Idle cells are
-    not waited for. A collective action (L, E, G) starts and ends at the same time on all
-    of them, a transfer after what it needs (L: the last stage's F, G: the first stage's B); what it
-    makes is there for that stage (L: for its B, E: for its F) a transfer after its end. In a table
-    with SEND and RECV these take no time of their own and the message leaves at the SEND;
-    `transfers` says who waits for it: the consumer (ASYNC), the RECV (BUFFERED), or both SEND and
-    RECV (RENDEZVOUS).
+    An input from another device arrives `costs.transfer` after its producer ended.  Idle cells take
+    no time.  A collective action (L, E, G) starts and ends at the same time on all devices.  A
+    transfer comes before it (from the last stage's F to L, from the first stage's B to G) and after
+    it (from L to the last stage's B, from E to the first stage's F).
+
+    SEND and RECV take no time of their own, and the message leaves at the SEND.  `transfers` says
+    who waits for it: the consumer (ASYNC), the RECV (BUFFERED), or both SEND and RECV (RENDEZVOUS).
 
     Args:
         schedule: a table that `check` accepts for these `transfers`.
@@ -82,8 +82,8 @@ def _hold_transfers(
     ends: list[float],
     latency: Sequence[float],
 ) -> None:
-    """A RECV starts when its device reaches it and ends when its message is there, whether or not
-    the device waits for it.  Where both sides wait, a SEND starts when its device reaches it.
+    """A RECV starts when its device reaches it and ends when its message has arrived, whether or
+    not the device waits for it.  Where both sides wait, a SEND starts when its device reaches it.
     """
     both = transfers is Transfers.RENDEZVOUS
     held = ~table.is_compute if both else table.of_kinds(RECEIVES)

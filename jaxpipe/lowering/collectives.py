@@ -133,7 +133,7 @@ def _loops(marks: IntArray) -> tuple[Loop, ...]:
 
 
 def _in_turns(loops: Sequence[Loop], turn: int) -> tuple[Loop, ...]:
-    """The loops with so many templates that take turns, where one was for all ticks: devices may
+    """The loops with `turn` templates that alternate, instead of one for all ticks: devices may
     have long and short ticks in turn.
     """
     found: list[Loop] = []

@@ -12,8 +12,8 @@ from .templates import Payload
 POOL_OF = {Payload.ACTIVATION: Place.X, Payload.COTANGENT: Place.COTANGENT}
 
 
-# Residuals of so many forwards are between the memories of a device and its host at a time: what
-# leaves, and what comes.
+# The most forwards whose residuals are between the memories of a device and its host at a time: one
+# leaves, and one comes.
 UNDER_WAY = 2
 
 

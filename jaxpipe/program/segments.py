@@ -51,8 +51,8 @@ class Transit(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Ticks of a trip that follow each other: so many times one tick, or so many times the loops of
-    its body.
+    """Ticks of a trip that follow each other: one tick `times` times, or the loops of its body
+    `times` times.
     """
 
     times: int

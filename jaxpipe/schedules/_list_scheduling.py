@@ -1,12 +1,13 @@
 """List scheduling along a reference order, for the schedules that take costs and a memory cap.
 
 A generator gives, for each device, a reference order of F and I.  `list_schedule` simulates it.  A
-device runs the next action of its order when the inputs are there.  Where it would wait, it moves
-up a later action that is ready and fits into the wait, or runs a pending W.  An F is moved up only
-if the rest of the order still fits under the memory cap, so no choice can lead to a dead end: what
-is left is always a valid order by itself.  To repeat a building block and then to compress and
-reorder it under a memory cap is the idea of Pipeline Parallelism with Controllable Memory (Qi et
-al. 2024); here the costs count too.
+device runs the next action of its order when the inputs have arrived.  Where it would wait, it
+moves up a later action that is ready and fits into the wait, or runs a pending W.
+
+An F is moved up only if the rest of the order still fits under the memory cap.  So no choice leads
+to a dead end: the rest is always a valid order by itself.  Pipeline Parallelism with Controllable
+Memory (Qi et al. 2024) also repeats a building block, then compresses and reorders it under a
+memory cap; here the costs count too.
 """
 
 from __future__ import annotations

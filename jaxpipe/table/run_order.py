@@ -17,9 +17,9 @@ import numpy as np
 from .encoded import CollectiveAction, Encoded, IntArray
 from .kinds import SENDS
 
-# Where devices wait for each other again and again, each round of looking for cycles takes a step
-# for each device.  After so many rounds, times the mean length of a row, no more cycles are looked
-# for: the work stays linear in the number of actions.
+# Where devices often wait for each other, each round of the search for cycles takes a step for each
+# device.  The search ends after this many rounds, times the mean length of a row, so its work is
+# linear in the number of actions.
 _ROUNDS_PER_ACTION = 8
 
 
@@ -67,7 +67,7 @@ def waits(table: Encoded, transfers: Transfers) -> IntArray:
         found = np.where(table.is_compute, received, found)
         if transfers is Transfers.ASYNC:
             found[table.receives] = -1
-    # What is made by the forward half of an overlapped pair is there when the whole pair is done.
+    # The output of the forward half of an overlapped pair is ready when the whole pair is done.
     return np.where(found >= 0, table.last_half[found], -1)
 
 

@@ -195,9 +195,9 @@ class _Run:
                     self._loop.wait(users[m], members[0], latency)
                     if kind is Kind.E:
                         self._input[users[m]] = m
-        # Collectives that are to run for their own sake; the G whose gradient is there.
+        # Collective actions that are due alone; each G whose gradient is ready.
         self._due: list[tuple[float, Kind, int]] = []
-        self._asked: set[tuple[Kind, int]] = set()
+        self._enqueued: set[tuple[Kind, int]] = set()
         self._waiting: list[tuple[float, int]] = []
         self._to_come = (
             len(kinds & {Kind.E, Kind.L}) * schedule.num_microbatches
@@ -243,7 +243,7 @@ class _Run:
         if start < NEVER:
             heapq.heappush(self._queue, (start, device, left[0]))
         elif left and left[0] in self._loop.groups:
-            # One that the table has itself, when all devices are there.
+            # One that the table has already, when all devices have reached it.
             members = self._loop.groups[left[0]]
             if all(row and row[0] == i for row, i in zip(self._left, members, strict=True)):
                 kind = Kind(int(self._table.kind[left[0]]))
@@ -255,8 +255,8 @@ class _Run:
 
     def _ask(self, due: float, kind: Kind, microbatch: int) -> None:
         """Have a collective for this, once."""
-        if (kind, microbatch) not in self._asked:
-            self._asked.add((kind, microbatch))
+        if (kind, microbatch) not in self._enqueued:
+            self._enqueued.add((kind, microbatch))
             heapq.heappush(self._due, (due, kind, microbatch))
 
     def _run(self, device: int) -> Iterator[int]:

@@ -159,5 +159,5 @@ def test_stages_with_state_are_refused_by_name():
         mesh,
     )
     params = pipe.place({"stages": np.ones(2), "last": {}})
-    with pytest.raises(jp.PipelineError, match="none that takes `state`"):
+    with pytest.raises(jp.PipelineError, match="no stage may take `state`"):
         find_nonfinite(pipe, params, {"x": np.ones((M, 3))})

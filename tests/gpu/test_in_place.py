@@ -25,7 +25,7 @@ from tests.gpu.programs import (
     large_copies,
     operations,
 )
-from tests.tiers import slow
+from tests.tiers import by_actions, slow
 
 FAULT = gpu_fault()
 pytestmark = [
@@ -61,7 +61,8 @@ QUICK = ("1f1b", "interleaved_1f1b_overlap", "zb_h1")
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else slow(n) for n in jp.schedules.names() if n != "no_pipelining"]
+    "name",
+    [n if n in QUICK else by_actions(n) for n in jp.schedules.names() if n != "no_pipelining"],
 )
 def test_no_buffer_is_copied(name: str) -> None:
     schedule = build(name)

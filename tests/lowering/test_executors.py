@@ -13,7 +13,7 @@ import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
 from tests.flat import flat_pipeline
 from tests.parity.tolerance import FLOAT64
-from tests.tiers import slow
+from tests.tiers import by_actions
 
 WIDTH, ROWS = 4, 2
 
@@ -80,7 +80,7 @@ QUICK = ("1f1b", "interleaved_1f1b", "zbv", "no_pipelining")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else slow(name) for name in jp.schedules.names()]
+    "name", [name if name in QUICK else by_actions(name) for name in jp.schedules.names()]
 )
 def test_the_interpreter_gives_the_numbers_of_the_compiled_program(name):
     devices = 1 if name == "no_pipelining" else 4

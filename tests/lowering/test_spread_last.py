@@ -25,7 +25,7 @@ from jaxpipe.program.verify import faults
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.shares import changed, put
-from tests.tiers import exhaustive, slow
+from tests.tiers import by_actions, exhaustive, slow
 
 WIDTH, TOKENS, ROWS = 4, 3, 2
 # Sums of some dozens of terms of order one in float64, in another order: some 1e-15.
@@ -184,7 +184,7 @@ def _defined(name: str, devices: int) -> bool:
     ("name", "devices", "head"),
     [
         *QUICK,
-        *(slow(*c) for c in LARGER if c not in QUICK and _defined(*c[:2])),
+        *(by_actions(*c) for c in LARGER if c not in QUICK and _defined(*c[:2])),
         *(exhaustive(*c) for c in ALL if c not in (*QUICK, *LARGER) and _defined(*c[:2])),
     ],
 )

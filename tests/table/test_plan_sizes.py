@@ -46,7 +46,7 @@ GROWTH = [
     )
     for name, chunks in FAMILIES
     for devices in (4, 8)
-    for microbatches in (64, 512)
+    for microbatches in (192, 512)
 ] + [(*case, 4, 48) for case in SAMPLE[:2]]
 
 
