@@ -25,10 +25,10 @@ from .terminal import Terminal
 class Command(NamedTuple):
     """A command; `run` returns False where a table is invalid.
 
-    `groups` are arguments that the help lists together: a title, then a line for each, flags and
-    what stands for the value before the bar ("-P --devices P | help").  A flag without a value is a
-    switch; a positional argument has its name first.  `more` holds what argparse is given besides,
-    by the argument's name.
+    `groups` are arguments that the help lists together: a title, then a line for each.  A line has
+    the flags and the name of the value, a bar, and the help ("-P --devices P | help").  A flag
+    without a value is a switch; a positional argument has its name first.  `more` holds further
+    keywords of argparse by the argument's name.
     """
 
     name: str
