@@ -71,7 +71,7 @@ class Run:
         if free:
             ways += [(Remat.FULL, ""), *((Remat.NONE, name) for name in costs["t"].policies)]
         found = []
-        for name, chunks, (remat, policy) in product(names, (1, 2), ways):
+        for name, chunks, (remat, policy) in product(names, (1, 2) if free else (1, 2, 3, 4), ways):
             rule = jp.schedules.describe(name).chunks
             if rule.nearest(chunks) != chunks or self.pipe * chunks > self.layers:
                 continue
@@ -127,13 +127,15 @@ def llama(rows: Sequence[Sequence[float]]) -> list[Run]:
         model = Transformer(
             width=16384,
             vocab=128256,
-            context=context / shared,
+            context=context,
+            rows=1 / shared,  # the devices that share a row have a part of its tokens each
+            shards=data,
+            sequence=True,
             ffn=53248,
             gated=True,
             kv_share=1 / 16,
             tensor=tensor,
         )
-        # Each of the devices that share a row attends to half of it on average.
         tokens = batch * context * data / gpus
         parameters = 126 * 16384 * (2 * 16384 + 2 * 1024 + 3 * 53248) + 128256 * 16384
         flops = tokens * (6 * parameters + 6 * 126 * 16384 * context)
@@ -175,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "planner's own: throughput of the shortest of 1F1B, interleaved 1F1B, ZB-H1 and ZB-V with "
         "any remat for the same mesh in 80 GB, over",
         "the prediction (1 where the pipeline has one device or more than 16; nan: nothing fits by "
-        "its sizes).  Chunks are one or two.",
+        "its sizes), of one or two chunks.",
         "Left out: optimizer steps, data loading, norms and activation functions.",
     )
     write_all(
