@@ -455,10 +455,16 @@ def _nothing_fits(
         f"nothing fits into {gib(request.memory)} a device: the nearest is "
         f"{near.candidate.label}, layout {near.candidate.layout}, "
         f"which needs at least {gib(near.needs)}, {gib(needs)} more (most of it, {gib(held)}, "
-        f"{part}); {_ADVICE}"
+        f"{part}); what would help most: {_HELPS.get(part, 'smaller microbatches')}; or {_ADVICE}"
     )
 
 
+_HELPS = {
+    "parameters, gradients and optimizer state": "more devices, or shares of each",
+    "residuals": "remat='full', or offload='residuals'",
+    "stash": "whole backwards (1f1b, interleaved_1f1b)",
+    "workspace": "a `last` that is spread, or smaller microbatches",
+}
 _ADVICE = (
     "use more devices or smaller microbatches, allow other chunks and remat='full', "
     "or shard parameters and optimizer state over another axis"
