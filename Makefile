@@ -18,8 +18,8 @@ TORCH := 2.13.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# How XLA makes CPU code as shipped; `make test` takes a way that compiles faster (tests/conftest.py).
-EMITTERS := --xla_cpu_use_fusion_emitters=true
+# How XLA makes CPU code as shipped; `make test` has flags that compile in half the time (tests/conftest.py).
+SHIPPED := --xla_cpu_use_fusion_emitters=true --xla_backend_optimization_level=3 --xla_cpu_parallel_codegen_split_count=32
 PARALLEL = --numprocesses $(WORKERS) --dist worksteal
 # Without compiled bytecode every process compiles the tests and what they import anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -40,7 +40,7 @@ test: lint
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-slow: $(VENV)/.ready-test
-	HYPOTHESIS_PROFILE=slow XLA_FLAGS="$(EMITTERS) $$XLA_FLAGS" $(BIN)/python -m pytest -m '(slow or property) and not exhaustive' $(PARALLEL) $(ARGS)
+	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest -m '(slow or property) and not exhaustive' $(PARALLEL) $(ARGS)
 
 test-tables: $(VENV)/.ready-tables
 	PYTHONPATH=. $(BIN)/python -m pytest -m no_jax $(PARALLEL) $(ARGS)
@@ -49,7 +49,7 @@ test-tables: $(VENV)/.ready-tables
 # Compiled programs must not be kept from one set to the next: give each a cache of its own, or none.
 .PHONY: test-numeric
 test-numeric: $(VENV)/.ready-test
-	XLA_FLAGS="$(EMITTERS) $(if $(ISA),--xla_cpu_max_isa=$(ISA)) $$XLA_FLAGS" $(BIN)/python -m pytest -m 'numeric and not slow and not exhaustive' $(PARALLEL) $(ARGS)
+	XLA_FLAGS="$(SHIPPED) $(if $(ISA),--xla_cpu_max_isa=$(ISA)) $$XLA_FLAGS" $(BIN)/python -m pytest -m 'numeric and not slow and not exhaustive' $(PARALLEL) $(ARGS)
 
 # Other versions: the lowest and the highest that pyproject.toml allows, each in an environment of its own.
 .PHONY: test-versions

@@ -8,7 +8,10 @@ the predicates with which a tick asks who runs what.  "predicated" is the progra
 a predicate around every block, as positions have them whose devices do different things; with
 several chunks a tick asks for each of them.  On a GPU everything runs twice, with and without XLA's
 command buffers, each in a process of its own; the ratios to plain accumulation are taken in turns
-within a process.  On a machine without a GPU it runs a smaller model on the CPU.
+within a process.  Command buffers are a compiler option of each step: a pipeline's own options go
+before XLA_FLAGS.  They stay on while a profiler runs.  XLA records CUDA graphs in the second call,
+so every step is called twice before any is timed.  On a machine without a GPU it runs a smaller
+model on the CPU.
 """
 
 from __future__ import annotations
@@ -16,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -40,7 +42,14 @@ from jaxpipe.program.templates import Presence
 
 MARK = "result "
 LAYERS = 8
-NO_COMMAND_BUFFERS = "--xla_gpu_enable_command_buffer="
+WARM_UP = 2  # calls: a CUDA graph is recorded in the second
+# Compiler options by setting.
+_PROFILED = {"xla_enable_command_buffers_during_profiling": True}
+SETTINGS: dict[str, dict[str, str | bool]] = {
+    "on": _PROFILED,
+    "off": {"xla_gpu_enable_command_buffer": ""},
+    "": {},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +100,15 @@ class Contender:
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     if args.child:
-        _measure_all(SIZES[args.size], args.chunks, args.repeats)
+        _measure_all(SIZES[args.size], args.chunks, args.repeats, SETTINGS[args.buffers])
         return
     machine = describe()
     on_gpu, device = _device()
     size = args.size or ("gpu" if on_gpu else "cpu")
-    settings = {"on": "", "off": NO_COMMAND_BUFFERS} if on_gpu else {"": ""}
     rows = [
         row
-        for name, flags in settings.items()
-        for row in _run_child(size, args.chunks, args.repeats, name, flags)
+        for setting in (("on", "off") if on_gpu else ("",))
+        for row in _run_child(size, args.chunks, args.repeats, setting)
     ]
     Result(
         f"One device, {LAYERS} layers of a GPT ({SIZES[size]}) (medians of {args.repeats} turns)",
@@ -137,6 +145,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="turns that are timed")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--buffers", choices=SETTINGS, default="", help=argparse.SUPPRESS)
     add_output(parser)
     return parser.parse_args(argv)
 
@@ -152,22 +161,13 @@ def _device() -> tuple[bool, str]:
 
 
 def _run_child(
-    size: str, chunks: Sequence[int], repeats: int, setting: str, flags: str
+    size: str, chunks: Sequence[int], repeats: int, setting: str
 ) -> Iterator[tuple[str, ...]]:
-    """All contenders in a process with these XLA flags."""
-    environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu_single",
-        "--child",
-        "--size",
-        size,
-        "--repeats",
-        str(repeats),
-    ]
+    """All contenders in a process of their own."""
+    command = [sys.executable, "-m", "benchmarks.gpu_single", "--child", "--size", size]
+    command += ["--repeats", str(repeats), "--buffers", setting]
     command += ["--chunks", *map(str, chunks)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not lines:
         raise SystemExit("the process that measures failed; its message is above")
@@ -175,11 +175,14 @@ def _run_child(
         yield (row[0], setting, *row[1:])
 
 
-def _measure_all(sizes: Sizes, chunks: Sequence[int], repeats: int) -> None:
+def _measure_all(
+    sizes: Sizes, chunks: Sequence[int], repeats: int, options: dict[str, str | bool]
+) -> None:
     """Take turns; print the lines of the table as JSON."""
-    contenders = list(_contenders(sizes, chunks))
+    contenders = list(_contenders(sizes, chunks, options))
     for contender in contenders:
-        contender.step()
+        for _ in range(WARM_UP):
+            contender.step()
     samples = np.array([[_seconds(c.step) for c in contenders] for _ in range(repeats)])
     ratios = samples / samples[:, :1]
     rows = [_line(i, contenders, samples, ratios) for i in range(len(contenders))]
@@ -211,7 +214,9 @@ def _seconds(step: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _contenders(sizes: Sizes, chunks: Sequence[int]) -> Iterator[Contender]:
+def _contenders(
+    sizes: Sizes, chunks: Sequence[int], options: dict[str, str | bool]
+) -> Iterator[Contender]:
     """Plain accumulation, then the executor with 1 chunk, without predicates and with them, and
     with several chunks.
     """
@@ -223,7 +228,8 @@ def _contenders(sizes: Sizes, chunks: Sequence[int]) -> Iterator[Contender]:
     gpt = sizes.gpt(1)
     params = jax.device_put(gpt.init(jax.random.key(0)))
     plain = jax.jit(
-        accumulate(Model(gpt.first, gpt.stage, gpt.last, 1), microbatches=sizes.microbatches)
+        accumulate(Model(gpt.first, gpt.stage, gpt.last, 1), microbatches=sizes.microbatches),
+        compiler_options=options or None,
     )
     yield Contender("plain", lambda: jax.block_until_ready(plain(params, batch)), 0)
     mesh = jax.make_mesh((1,), ("pipe",))
@@ -234,11 +240,17 @@ def _contenders(sizes: Sizes, chunks: Sequence[int]) -> Iterator[Contender]:
         )
         # With several chunks a tick asks for each of them anyway.
         for every in (False, True) if count == 1 else (False,):
-            yield _executor(sizes, schedule, mesh, batch, every=every)
+            yield _executor(sizes, schedule, mesh, batch, options, every=every)
 
 
 def _executor(
-    sizes: Sizes, schedule: jp.Schedule, mesh: jax.sharding.Mesh, batch: Any, *, every: bool
+    sizes: Sizes,
+    schedule: jp.Schedule,
+    mesh: jax.sharding.Mesh,
+    batch: Any,
+    options: dict[str, str | bool],
+    *,
+    every: bool,
 ) -> Contender:
     gpt = sizes.gpt(schedule.num_stages)
     pipe = jp.Pipeline(jp.Model(gpt.stage, first=gpt.first, last=gpt.last), schedule, mesh)
@@ -248,10 +260,11 @@ def _executor(
         # No option does this, and none should: it only makes the program ask what it knows.
         pipe.__dict__["_plan"] = plan
     params = pipe.place(gpt.init(jax.random.key(0)))
+    step = pipe.jit(pipe.value_and_grad, compiler_options=options)
     title = f"{schedule.name}, V = {schedule.num_stages}" + (", predicated" if every else "")
     return Contender(
         title,
-        lambda: jax.block_until_ready(pipe.value_and_grad(params, batch)),
+        lambda: jax.block_until_ready(step(params, batch)),
         _count_predicates(plan),
     )
 

@@ -235,7 +235,7 @@ def line(case: Case) -> tuple[str, ...]:
     begin = time.process_time()
     program, rows = case.program(), case.table().rows
     ends, plan = case.bytes_of_ends, plan_of(case.table())
-    asked = sum(segment.num_meeting_predicates for segment in plan.segments)
+    asked = sum(segment.num_collective_predicates for segment in plan.segments)
     memory, waits = program.memory, most_waits(program.predicates, max(map(len, rows)))
     step, bare = case.makespan(), case.makespan(head=False)
     return (

@@ -50,6 +50,7 @@ def works(args: argparse.Namespace) -> Iterator[Work]:
     if "small" in args.models:
         for name in args.schedules:
             yield Work("small", "v5p:2x2x1", dataclasses.replace(small, schedule=name))
+    if "grid" in args.models:
         for axes in (Axes.DATA, Axes.FSDP, Axes.TENSOR):
             yield Work("small", "v5p:2x2x2", dataclasses.replace(small, axes=axes))
         for remat in (Remat.NOTHING, Remat.LAYER, Remat.FULL):
@@ -156,8 +157,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [name for name in jp.schedules.names() if name != "no_pipelining"]
-    models = ("small", "8b", "70b")
-    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    models = ("small", "grid", "8b", "70b")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=models,
+        default=models,
+        help="grid: the small one on other axes, with other remats, and on v6e",
+    )
     parser.add_argument("--schedules", nargs="+", default=names, metavar="NAME")
     parser.add_argument(
         "--predict", action="store_true", help="predict memory too: compiles each block alone"

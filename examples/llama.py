@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,17 @@ from jaxpipe.distributed import Watchdog, global_batch, local_rows, make_mesh
 from llama_parts import initial, weights
 from llama_parts.model import Attention, Llama, Remat
 from llama_parts.packing import Corpus
-from llama_parts.sizes import PUBLISHED
+from llama_parts.sizes import PUBLISHED, Sizes, from_config
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(
+    about: str | None = __doc__, published: Iterable[str] = tuple(PUBLISHED), out: str = "out/llama"
+) -> argparse.ArgumentParser:
+    """The flags of a program that trains a language model of published sizes."""
     p = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--model", default="tiny", choices=PUBLISHED, help="a published size (tiny)")
+    p.add_argument("--model", default="tiny", choices=published, help="a published size (tiny)")
     p.add_argument(
         "--load",
         type=Path,
@@ -135,8 +139,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--out",
         type=Path,
-        default=Path("out/llama"),
-        help="where checkpoints are, a folder that all processes see (out/llama)",
+        default=Path(out),
+        help=f"where checkpoints are, a folder that all processes see ({out})",
     )
     p.add_argument(
         "--save-every",
@@ -160,7 +164,7 @@ def parser() -> argparse.ArgumentParser:
 
 def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
     """The model, and the pipeline that runs it."""
-    sizes = weights.sizes_of(args.load) if args.load else PUBLISHED[args.model]
+    sizes = from_config(weights.config_of(args.load)) if args.load else PUBLISHED[args.model]
     model = Llama(
         sizes,
         jnp.dtype(args.dtype),
@@ -181,12 +185,7 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
     schedule = jp.schedules.build(
         args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks
     )
-    layout = args.layout or jp.layouts.balanced_layout(
-        f"Et*{sizes.layers}L",
-        sizes.flops(args.context),
-        devices=args.pipe,
-        chunks=schedule.num_stages // args.pipe,
-    )
+    layout = layout_of(args, sizes, schedule)
     pipe = jp.Pipeline(
         jp.Model(
             {"E": first, "t": model.layer, "L": last},
@@ -202,20 +201,33 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
     return model, pipe
 
 
-def optimizer_of(args: argparse.Namespace) -> optax.GradientTransformation:
-    """AdamW as Llama was trained with: clipped, warmed up, down a cosine; scales do not decay."""
+def layout_of(args: argparse.Namespace, sizes: Sizes, schedule: jp.Schedule) -> Any:
+    """The layers of each stage: as they were given, or balanced by what they cost."""
+    return args.layout or jp.layouts.balanced_layout(
+        sizes.letters(),
+        sizes.flops(args.context),
+        devices=args.pipe,
+        chunks=schedule.num_stages // args.pipe,
+        letters="".join(sorted({*sizes.letters()})),
+    )
 
-    def kernels(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: "scale" not in jax.tree_util.keystr(path), params
-        )
 
+def kernels(params: Any) -> Any:
+    """Which parameters decay: all but scales."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "scale" not in jax.tree_util.keystr(path), params
+    )
+
+
+def optimizer_of(args: argparse.Namespace, decay: Any = kernels) -> optax.GradientTransformation:
+    """AdamW as Llama was trained with: clipped, warmed up, down a cosine; `decay` tells which
+    parameters decay, all where it is None.
+    """
     rate = optax.warmup_cosine_decay_schedule(
         0.0, args.rate, args.warmup, max(args.steps, args.warmup + 1), 0.1 * args.rate
     )
-    return optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=kernels)
-    )
+    rule = optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=decay)
+    return optax.chain(optax.clip_by_global_norm(1.0), rule)
 
 
 def say(text: str) -> None:
@@ -224,16 +236,22 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def train(args: argparse.Namespace, model: Llama, pipe: jp.Pipeline) -> Any:
+def train(
+    args: argparse.Namespace,
+    model: Llama,
+    pipe: jp.Pipeline,
+    optimizer: optax.GradientTransformation,
+    beside: Callable[[Any], str] = lambda batch: "",
+) -> Any:
     """Train from the newest checkpoint, the loaded weights or random ones; returns the placed
-    parameters.
+    parameters.  What `beside` makes of each batch is printed in the step's line.
     """
-    optimizer = optimizer_of(args)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = pipe.value_and_grad(params, batch)
+        found, grads = pipe.value_and_grad(params, batch)
+        loss, metrics = found if pipe.model.has_metrics else (found, {})
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return optax.apply_updates(params, updates), opt_state, loss, metrics
 
     train_step = pipe.jit(step, donate_argnums=(0, 1))
     params = (
@@ -255,10 +273,7 @@ def train(args: argparse.Namespace, model: Llama, pipe: jp.Pipeline) -> Any:
     )
     mine, tokens = local_rows(pipe, args.rows), args.rows * args.context
     flops = (
-        sum(
-            model.sizes.flops(args.context)[letter]
-            for letter in "E" + "t" * model.sizes.layers + "L"
-        )
+        sum(model.sizes.flops(args.context)[letter] for letter in model.sizes.letters())
         * tokens
         / pipe.mesh.size
     )
@@ -269,7 +284,7 @@ def train(args: argparse.Namespace, model: Llama, pipe: jp.Pipeline) -> Any:
     for i in range(done, args.steps):
         with watchdog.step(i + 1):
             local = corpus.batch(i, rows=args.rows, mine=mine, length=args.context, seed=args.seed)
-            params, opt_state, loss = train_step(
+            params, opt_state, loss, metrics = train_step(
                 params, opt_state, global_batch(pipe, local, rows=args.rows)
             )
             value, seconds, begin = float(loss), time.perf_counter() - begin, time.perf_counter()
@@ -279,7 +294,9 @@ def train(args: argparse.Namespace, model: Llama, pipe: jp.Pipeline) -> Any:
             if i > done
             else "compiled"
         )
-        say(f"step {i + 1:>6}/{args.steps}   loss {value!r}   {speed}")
+        shares = "".join(f"   {name} {float(share):.2%}" for name, share in metrics.items())
+        say(f"step {i + 1:>6}/{args.steps}   loss {value!r}{shares}{beside(local)}   {speed}")
+        begin = time.perf_counter()  # without the time of `beside`
         if (i + 1) % args.save_every == 0 or i + 1 == args.steps:
             with watchdog.step(f"checkpoint {i + 1}"):
                 checkpoints.save(i + 1, {"params": params, "opt_state": opt_state})
@@ -300,7 +317,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         model, pipe = build(args, mesh)
         say(f"{model.sizes.parameters():,} parameters, {pipe}")
-        params = train(args, model, pipe)
+        params = train(args, model, pipe, optimizer_of(args))
         if args.export:
             weights.save(args.export, pipe, model, params)
     except jp.JaxpipeError as error:  # the message tells what to write instead

@@ -156,7 +156,7 @@ class Checkpoints:
             )
         self._sweep()
         self._writing = step
-        with self._told():
+        with self._reporting_failure():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -209,7 +209,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it failed.
         """
-        with self._told():
+        with self._reporting_failure():
             self._manager.wait_until_finished()
         self._writing = None
 
@@ -238,7 +238,7 @@ class Checkpoints:
     # Inside
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reporting_failure(self) -> Iterator[None]:
         """Where a save may fail: says so, removes what it has written, which may fill the disk, and
         begins anew.
         """

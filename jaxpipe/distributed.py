@@ -23,7 +23,7 @@ from .arrays import PyTree, by_index
 from .errors import JaxpipeError, PipelineError
 from .fingerprint import check_same, fingerprint
 from .pipeline import Pipeline
-from .processes import Causes, LastWords, RollCall, client, roll_text, service_address
+from .processes import Causes, ExitMessage, RollCall, client, roll_text, service_address
 
 __all__ = [
     "Watchdog",
@@ -182,7 +182,7 @@ class Watchdog:
         self._next = seconds if first is None else first
         self._where = "its beginning"
         self._roll: RollCall | None = None
-        self._last: LastWords | None = None
+        self._last: ExitMessage | None = None
 
     @contextmanager
     def step(self, what: int | str, *, seconds: float | None = None) -> Iterator[None]:
@@ -194,7 +194,7 @@ class Watchdog:
         self._where = name
         if self._roll is None and client() is not None and jax.process_count() > 1:
             self._roll = RollCall(lambda: self._where, self._without_service)
-            self._last = LastWords(
+            self._last = ExitMessage(
                 Causes.of(jax.process_index(), jax.process_count()), service_address()
             )
         if self._last is not None:

@@ -537,7 +537,7 @@ class Pipeline:
     ) -> dict[str, Any]:
         """The results of a step, without its gradients."""
         self._check_last("`loss`")
-        return self._run(params, batch, rng, state, training=False, told=True)[0]
+        return self._run(params, batch, rng, state, training=False, training_flag=True)[0]
 
     def _check_last(self, what: str) -> None:
         if self.functions.last is None:
@@ -563,16 +563,18 @@ class Pipeline:
         state: Any,
         *,
         training: bool,
-        told: bool | None = None,
+        training_flag: bool | None = None,
         outputs: bool = False,
         observe: Observe | None = None,
         clock: Clock | None = None,
     ) -> Any:
-        """Do a job; `training`: with gradients; `told`: what functions find as `training`, the same
-        where it is None; `observe`: a tool traces it, which one process may do by itself.
+        """Do a job; `training`: with gradients; `training_flag`: the `training` of functions,
+        the same where it is None; `observe`: a tool traces it, which one process may do by itself.
         """
         self._check_step(params, batch, rng, state, training=training)
-        functions = replace(self.functions, training=training if told is None else told)
+        functions = replace(
+            self.functions, training=training if training_flag is None else training_flag
+        )
         given, params = params, with_outer(params)
         # what the last stage returns needs no `last`
         table = without_kinds(self.schedule, {Kind.L}) if outputs else self.schedule
@@ -596,14 +598,16 @@ class Pipeline:
             observe=observe or self._comparing(params, batch, rng, state),
             clock=clock,
         )
-        lie = self._result_shardings(job, params)
+        shardings = self._result_shardings(job, params)
         if self._executor.compiles:
-            results, grads = on_mesh(self.mesh, partial(self._executor.run, job), lambda *_: lie)(
-                params, batch, rng, state
-            )
+            results, grads = on_mesh(
+                self.mesh, partial(self._executor.run, job), lambda *_: shardings
+            )(params, batch, rng, state)
         else:
             found = self._executor.run(job, params, batch, rng, state)
-            results, grads = jax.tree.map(lambda to, tree: jax.device_put(tree, to), lie, found)
+            results, grads = jax.tree.map(
+                lambda to, tree: jax.device_put(tree, to), shardings, found
+            )
         return results, {key: grads[key] for key in given if key in grads}
 
     def _comparing(self, params: Any, batch: Any, rng: Any, state: Any) -> Observe:

@@ -247,7 +247,7 @@ class Causes:
         )
 
 
-class LastWords:
+class ExitMessage:
     """Says what a process was doing in its place, where it dies without a word of its own: killed,
     or ended by JAX or the system.
 

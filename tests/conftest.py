@@ -46,15 +46,20 @@ INSTRUCTION_SETS = (
 NO_JAX = ("table", "schedules")
 TIERS = ("slow", "exhaustive")  # the default run has neither
 COUNT_FLAG = "--xla_force_host_platform_device_count"
-# XLA's older way to make CPU code for fusions compiles in three quarters of the time.  `make
-# test-slow` and `make test-numeric` have the newer one, which is XLA's default.
-EMITTERS_FLAG = "--xla_cpu_use_fusion_emitters"
+# Most of the time of the tests is XLA's compile time.  These flags halve it: the older way to make
+# CPU code for fusions, no optimization by LLVM, and one module of code instead of one for a thread.
+# `make test-numeric` runs the tests that compare numbers with the code of XLA:CPU as shipped.
+FAST_COMPILES = (
+    ("--xla_cpu_use_fusion_emitters", "false"),
+    ("--xla_backend_optimization_level", "0"),
+    ("--xla_cpu_parallel_codegen_split_count", "1"),
+)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 # No prices of the machine's own: what the tests compare does not depend on them.
 os.environ["JAXPIPE_PRICES"] = os.devnull + "/none"
-for flag, value in ((COUNT_FLAG, str(NUM_DEVICES)), (EMITTERS_FLAG, "false")):
+for flag, value in ((COUNT_FLAG, str(NUM_DEVICES)), *FAST_COMPILES):
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
 

@@ -1,5 +1,5 @@
-"""Llama's first weights: every layer of every parameter drawn from a key of its own, so that they
-are the same under any layout.
+"""First weights: every layer of every parameter drawn from a key of its own, so that they are the
+same under any layout.
 """
 
 from __future__ import annotations
@@ -15,29 +15,56 @@ import numpy as np
 import jaxpipe as jp
 
 from .model import Llama, Tree
-from .placed import Leaf, joined, leaves
+from .placed import Leaf, Slices, joined, leaves, made
 
 
 def canonical(model: Llama, key: jax.Array) -> Tree:
     """The canonical parameters: normal with deviation 0.02, less for what writes to the residual
-    stream; scales are 1.
+    stream; scales are 1, biases 0.
     """
-    layers = np.arange(model.sizes.layers)
 
     def draw(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
-        return _drawn(
-            model, key, joined(path), shape, layers if joined(path).startswith("stages/") else None
-        )
+        layers = np.arange(shape.shape[0]) if joined(path).startswith("stages/") else None
+        return _drawn(model, key, joined(path), shape, layers)
 
     return jax.jit(lambda: jax.tree_util.tree_map_with_path(draw, model.shapes()))()
 
 
 def placed(model: Llama, pipe: jp.Pipeline, key: jax.Array) -> Tree:
-    """The same, placed, and made where it belongs: no device ever holds more than its part."""
+    """The same, placed, and made where it belongs: no device ever holds more than its part.
+
+    Where layers that differ share an array, each process draws these on the CPU.
+    """
     wanted = leaves(model, pipe)
+    if not all(isinstance(leaf, Leaf) for leaf in wanted):
+        return made(model, pipe, _Drawn(model, key))
     to = [leaf.shape.sharding for leaf in wanted]
     draw = jax.jit(lambda key: [_placed(model, key, leaf) for leaf in wanted], out_shardings=to)
     return jax.tree.unflatten(jax.tree.structure(pipe.place(model.shapes())), draw(key))
+
+
+class _Drawn:
+    """Parts of canonical parameters, of which the last that was drawn is kept."""
+
+    def __init__(self, model: Llama, key: jax.Array) -> None:
+        self._model, self._key = model, np.asarray(jax.random.key_data(key))
+        own = jax.tree_util.tree_leaves_with_path(model.shapes())
+        self._shapes = {joined(path): leaf for path, leaf in own}
+        self._last: tuple[Any, Any] = (None, None)
+
+    def __call__(self, name: str, layer: int | None, own: Slices) -> np.ndarray[Any, Any]:
+        if self._last[0] != (name, layer):
+            self._last = ((name, layer), self._draw(name, layer))
+        return np.asarray(self._last[1][own])
+
+    def _draw(self, name: str, layer: int | None) -> np.ndarray[Any, Any]:
+        shape = self._shapes[name]
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            key = jax.random.wrap_key_data(jnp.asarray(self._key))
+            if layer is None:
+                return np.asarray(_drawn(self._model, key, name, shape, None))
+            one = jax.ShapeDtypeStruct((1, *shape.shape[1:]), shape.dtype)
+            return np.asarray(_drawn(self._model, key, name, one, np.array([layer])))[0]
 
 
 def _placed(model: Llama, key: jax.Array, leaf: Leaf) -> jax.Array:
@@ -54,6 +81,8 @@ def _drawn(
     model: Llama, key: jax.Array, name: str, shape: jax.ShapeDtypeStruct, layers: Any
 ) -> jax.Array:
     """One parameter; `layers` are the numbers of its layers, of the shape of its first axes."""
+    if name.endswith("bias"):
+        return jnp.zeros(shape.shape, shape.dtype)
     if name.endswith("scale"):
         there = (
             1

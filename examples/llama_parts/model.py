@@ -10,11 +10,11 @@ once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,38 @@ import jaxpipe as jp
 from .sizes import Sizes
 
 Tree = Any  # a pytree of arrays
+BLOCK = 512  # queries at a time
+
+# Path of a parameter of a layer -> its name in the files of Hugging Face
+LAYER = {
+    "norm1/scale": "input_layernorm",
+    "norm2/scale": "post_attention_layernorm",
+    "attn/q/kernel": "self_attn.q_proj",
+    "attn/k/kernel": "self_attn.k_proj",
+    "attn/v/kernel": "self_attn.v_proj",
+    "attn/out/kernel": "self_attn.o_proj",
+    "mlp/gate/kernel": "mlp.gate_proj",
+    "mlp/up/kernel": "mlp.up_proj",
+    "mlp/down/kernel": "mlp.down_proj",
+}
+
+
+class Tensor(NamedTuple):
+    """The tensors of a canonical parameter in the files of Hugging Face; kernels are stored as
+    [out, in].
+    """
+
+    pattern: str  # with {} for the layer's number, and for the expert's
+    begin: int = 0  # the number of the first layer
+
+    @property
+    def stacked(self) -> int:
+        """Leading axes of the parameter that its tensors do not have: layers, experts."""
+        return self.pattern.count("{}")
+
+    def name(self, numbers: Sequence[int]) -> str:
+        """The tensor of a layer, and of an expert."""
+        return self.pattern.format(*(n + self.begin * (i == 0) for i, n in enumerate(numbers)))
 
 
 class Remat(StrEnum):
@@ -34,6 +66,8 @@ class Remat(StrEnum):
     NONE = "none"  # nothing but elementwise arithmetic
     DOTS = "dots"  # all but the results of products with weights
     LAYER = "layer"  # the whole layer, from its input
+    # the same, but not what experts receive and return, so that nothing is sent again
+    EXCHANGED = "exchanged"
     # the whole stage, from its input: the least memory between forward and backward
     STAGE = "stage"
 
@@ -42,6 +76,9 @@ class Attention(StrEnum):
     """How attention is computed."""
 
     PLAIN = "plain"  # products and a softmax, [N, heads, T, T]: any device, short contexts
+    # the same for some queries at a time, and again in the backward (Rabe and Staats 2021): any
+    # device, long contexts
+    BLOCKS = "blocks"
     # JAX's call of cuDNN's fused kernel, on NVIDIA GPUs in bfloat16; no test runs it, for want of a
     # GPU
     CUDNN = "cudnn"
@@ -50,6 +87,7 @@ class Attention(StrEnum):
 POLICIES = {
     Remat.DOTS: jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     Remat.LAYER: jax.checkpoint_policies.nothing_saveable,
+    Remat.EXCHANGED: jax.checkpoint_policies.save_only_these_names("exchanged"),
 }
 
 
@@ -83,37 +121,60 @@ class Llama:
         """The canonical parameters as shapes: {"first", "stages": {"t": leaves [layers, ...]},
         "last"}; a tied table is in "shared".
         """
-        s = self.sizes
-        kernels = {
-            "attn": {
-                "q": (s.width, s.heads * s.head),
-                "k": (s.width, s.kv_heads * s.head),
-                "v": (s.width, s.kv_heads * s.head),
-            },
-            "mlp": {
-                "gate": (s.width, s.hidden),
-                "up": (s.width, s.hidden),
-                "down": (s.hidden, s.width),
-            },
-        }
-        kernels["attn"]["out"] = (s.heads * s.head, s.width)
-        layer: Tree = {
-            part: {name: {"kernel": shape} for name, shape in own.items()}
-            for part, own in kernels.items()
-        }
-        layer |= {"norm1": {"scale": (s.width,)}, "norm2": {"scale": (s.width,)}}
-        stacked = jax.tree.map(
-            lambda shape: (s.layers, *shape), layer, is_leaf=lambda node: isinstance(node, tuple)
+        return self._filled(
+            self._ends() | {"stages": {"t": stacked(self._layers(), self.sizes.layers)}}
         )
+
+    def _layers(self) -> Tree:
+        """The shapes of a layer."""
+        s = self.sizes
+        attention = kernels(
+            q=(s.width, s.heads * s.head),
+            k=(s.width, s.kv_heads * s.head),
+            v=(s.width, s.kv_heads * s.head),
+            out=(s.heads * s.head, s.width),
+        )
+        return {
+            "attn": attention,
+            "mlp": swiglu(s.width, s.hidden),
+            "norm1": {"scale": (s.width,)},
+            "norm2": {"scale": (s.width,)},
+        }
+
+    def _ends(self) -> Tree:
+        """The shapes of what is not a layer."""
+        s = self.sizes
         table, last = {"table": (s.vocab, s.width)}, {"norm": {"scale": (s.width,)}}
-        ends: Tree = {"first": {}, "last": last, "shared": table}
-        if not s.tied:
-            ends = {"first": table, "last": last | {"head": {"kernel": (s.width, s.vocab)}}}
-        shapes = ends | {"stages": {"t": stacked}}
+        if s.tied:
+            return {"first": {}, "last": last, "shared": table}
+        return {"first": table, "last": last | kernels(head=(s.width, s.vocab))}
+
+    def _filled(self, shapes: Tree) -> Tree:
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a, self.param_dtype),
             shapes,
             is_leaf=lambda node: isinstance(node, tuple),
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """How Hugging Face's files name the parameters, by canonical path."""
+        layers = {
+            f"stages/t/{path}": Tensor(f"model.layers.{{}}.{name}.weight")
+            for path, name in LAYER.items()
+        }
+        return layers | self._end_tensors()
+
+    def _end_tensors(self) -> dict[str, Tensor]:
+        table, head = Tensor("model.embed_tokens.weight"), Tensor("lm_head.weight")
+        ends = {"last/norm/scale": Tensor("model.norm.weight")}
+        if self.sizes.tied:
+            return ends | {"shared/table": table}
+        return ends | {"first/table": table, "last/head/kernel": head}
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor may be in a file that this model does without: some repeat the table."""
+        return name.endswith("rotary_emb.inv_freq") or (
+            self.sizes.tied and name == "lm_head.weight"
         )
 
     def specs(self) -> Tree:
@@ -148,9 +209,12 @@ class Llama:
     def layer(self, params: Tree, x: jax.Array, *, microbatch: Tree) -> jax.Array:
         """One layer, [N, T, d] -> [N, T, d]."""
         seen = {name: microbatch[name] for name in ("segments", "positions") if name in microbatch}
-        if self.remat in POLICIES:
-            return jax.checkpoint(self._layer, policy=POLICIES[self.remat])(params, x, seen)
-        return self._layer(params, x, seen)
+        return self.rematerialised(self._layer)(params, x, seen)
+
+    def rematerialised(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of a layer, with what its backward computes again."""
+        policy = POLICIES.get(self.remat)
+        return function if policy is None else jax.checkpoint(function, policy=policy)
 
     def last(
         self, params: Tree, x: jax.Array, microbatch: Tree, *, shared: Tree = None
@@ -159,12 +223,7 @@ class Llama:
         the weights.
         """
         u = self._whole(self._norm(params["norm"], x))
-        kernel = (
-            self._table(params, shared).T
-            if self.sizes.tied
-            else params["head"]["kernel"].astype(self.dtype)
-        )
-        return self._summed(partial(_cross_entropy, kernel), u, microbatch)
+        return self._summed(partial(cross_entropy, self._head(params, shared)), u, microbatch)
 
     def spread_first(
         self, params: Tree, microbatch: Tree, *, ctx: jp.Context, shared: Tree
@@ -228,12 +287,8 @@ class Llama:
     def logits(self, canonical: Tree, batch: Tree) -> jax.Array:
         """The whole model, [N, T] tokens -> [N, T, V]."""
         x, shared = self.hidden(canonical, batch), canonical.get("shared")
-        kernel = (
-            self._table({}, shared).T
-            if self.sizes.tied
-            else canonical["last"]["head"]["kernel"].astype(self.dtype)
-        )
-        return _wide(self._norm(canonical["last"]["norm"], x) @ kernel)
+        last = canonical["last"]
+        return wide(self._norm(last["norm"], x) @ self._head(last, shared))
 
     def hidden(self, canonical: Tree, batch: Tree) -> jax.Array:
         """What the last layer returns, [N, T, d]."""
@@ -254,29 +309,48 @@ class Llama:
     def _table(self, params: Tree, shared: Tree) -> jax.Array:
         return (shared if self.sizes.tied else params)["table"].astype(self.dtype)
 
+    def _head(self, params: Tree, shared: Tree) -> jax.Array:
+        """The kernel of the head, [d, V]."""
+        if self.sizes.tied:
+            return self._table(params, shared).T
+        return params["head"]["kernel"].astype(self.dtype)
+
     def _layer(self, params: Tree, x: jax.Array, seen: Tree) -> jax.Array:
-        x = x + self._between(
+        x = self._attended(params, x, seen)
+        u = self._whole(self._norm(params["norm2"], x))
+        return x + self._between(self._swiglu(params["mlp"], u))
+
+    def _attended(self, params: Tree, x: jax.Array, seen: Tree) -> jax.Array:
+        return x + self._between(
             self._attend(params["attn"], self._whole(self._norm(params["norm1"], x)), seen)
         )
-        u, mlp = self._whole(self._norm(params["norm2"], x)), params["mlp"]
-        gated = jax.nn.silu(self._dense(mlp["gate"], u)) * self._dense(mlp["up"], u)
-        return x + self._between(self._dense(mlp["down"], gated))
+
+    def _swiglu(self, params: Tree, u: jax.Array) -> jax.Array:
+        gated = jax.nn.silu(self._dense(params["gate"], u)) * self._dense(params["up"], u)
+        return self._dense(params["down"], gated)
 
     def _attend(self, params: Tree, u: jax.Array, seen: Tree) -> jax.Array:
-        """Grouped-query attention (Ainslie et al. 2023): `heads / kv_heads` queries share a key and
-        a value.
-        """
         rows, tokens, _ = u.shape
-        q, k, v = (
-            self._dense(params[name], u).reshape(rows, tokens, -1, self.sizes.head)
-            for name in ("q", "k", "v")
-        )
         positions = seen.get("positions", jnp.broadcast_to(jnp.arange(tokens), (rows, tokens)))
-        q, k = self._rotate(q, positions), self._rotate(k, positions)
-        attend = _fused_attention if self.attention is Attention.CUDNN else _plain_attention
+        q, k, v = self._projected(params, u, positions)
+        attend = ATTENTIONS[self.attention]
         return self._dense(
             params["out"], attend(q, k, v, seen.get("segments")).reshape(rows, tokens, -1)
         )
+
+    def _projected(
+        self, params: Tree, u: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Grouped-query attention (Ainslie et al. 2023): `heads / kv_heads` queries share a key and
+        a value.
+        """
+        q, k, v = (
+            self._dense(params[name], u).reshape(*u.shape[:2], -1, self.sizes.head)
+            for name in ("q", "k", "v")
+        )
+        if "q_norm" in params:
+            q, k = self._norm(params["q_norm"], q), self._norm(params["k_norm"], k)
+        return self._rotate(q, positions), self._rotate(k, positions), v
 
     def _between(self, x: jax.Array) -> jax.Array:
         """Say how x lies between layers: left open, the partitioner might split its width."""
@@ -295,24 +369,41 @@ class Llama:
         return x @ params["kernel"].astype(self.dtype)
 
     def _norm(self, params: Tree, x: jax.Array) -> jax.Array:
-        wide = _wide(x)
-        size = jnp.mean(wide * wide, axis=-1, keepdims=True) + self.sizes.eps
-        return (wide * jax.lax.rsqrt(size) * params["scale"]).astype(self.dtype)
+        u = wide(x)
+        size = jnp.mean(u * u, axis=-1, keepdims=True) + self.sizes.eps
+        return (u * jax.lax.rsqrt(size) * params["scale"]).astype(self.dtype)
 
     def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Rotary positions (Su et al. 2021) of [N, T, heads, h]: feature i turns with feature i + h
         / 2, as in Hugging Face's files.
         """
         angle = (
-            _wide(positions.astype(jnp.float32)).astype(self.param_dtype)[..., None, None]
+            wide(positions.astype(jnp.float32)).astype(self.param_dtype)[..., None, None]
             * self.sizes.frequencies()
         )
-        a, b = jnp.split(_wide(x), 2, axis=-1)
+        a, b = jnp.split(wide(x), 2, axis=-1)
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _wide(x: jax.Array) -> jax.Array:
+def kernels(**shapes: tuple[int, ...]) -> Tree:
+    """A kernel of each name."""
+    return {name: {"kernel": shape} for name, shape in shapes.items()}
+
+
+def swiglu(width: int, hidden: int) -> Tree:
+    """The kernels of a SwiGLU."""
+    return kernels(gate=(width, hidden), up=(width, hidden), down=(hidden, width))
+
+
+def stacked(layer: Tree, count: int) -> Tree:
+    """The shapes of so many equal layers."""
+    return jax.tree.map(
+        lambda shape: (count, *shape), layer, is_leaf=lambda node: isinstance(node, tuple)
+    )
+
+
+def wide(x: jax.Array) -> jax.Array:
     """In float32 at least."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -332,14 +423,40 @@ def _visible(tokens: int, segments: jax.Array | None) -> jax.Array:
 def _plain_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> jax.Array:
+    return _attention_of(q, k, v, _visible(q.shape[1], segments))
+
+
+def _blocked_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> jax.Array:
+    rows, tokens, heads, _ = q.shape
+    if tokens % BLOCK or tokens <= BLOCK:
+        return _plain_attention(q, k, v, segments)
+    segments = jnp.zeros((rows, tokens), jnp.int32) if segments is None else segments
+
+    @jax.checkpoint
+    def block(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        queries, own, at = part
+        earlier = at[:, None] >= jnp.arange(tokens)
+        seen = earlier & (own[:, None, :, None] == segments[:, None, None, :])
+        return _attention_of(queries, k, v, seen)
+
+    def cut(a: jax.Array) -> jax.Array:
+        return jnp.moveaxis(a.reshape(rows, -1, BLOCK, *a.shape[2:]), 1, 0)
+
+    found = jax.lax.map(block, (cut(q), cut(segments), jnp.arange(tokens).reshape(-1, BLOCK)))
+    return jnp.moveaxis(found, 0, 1).reshape(rows, tokens, heads, v.shape[-1])
+
+
+def _attention_of(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array) -> jax.Array:
     rows, tokens, heads, size = q.shape
     grouped = q.reshape(rows, tokens, k.shape[2], -1, size)
     scores = jnp.einsum(
-        "nqkgf,nskf->nkgqs", grouped, k, preferred_element_type=_wide(q).dtype
-    ) / np.sqrt(size).astype(_wide(q).dtype)
-    seen = _visible(tokens, segments)[:, :, None]
+        "nqkgf,nskf->nkgqs", grouped, k, preferred_element_type=wide(q).dtype
+    ) / np.sqrt(size).astype(wide(q).dtype)
+    seen = visible[:, :, None]
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("nkgqs,nskf->nqkgf", weights, v).reshape(rows, tokens, heads, size)
+    return jnp.einsum("nkgqs,nskf->nqkgf", weights, v).reshape(rows, tokens, heads, v.shape[-1])
 
 
 def _fused_attention(
@@ -352,11 +469,18 @@ def _fused_attention(
     )
 
 
-def _cross_entropy(kernel: jax.Array, parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+ATTENTIONS = {
+    Attention.PLAIN: _plain_attention,
+    Attention.BLOCKS: _blocked_attention,
+    Attention.CUDNN: _fused_attention,
+}
+
+
+def cross_entropy(kernel: jax.Array, parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
     """The weighted sum over some tokens; what is compared with the target, not looked up, stays
     split over a tensor axis.
     """
     u, targets, weights = parts
-    logits = _wide(u @ kernel)
+    logits = wide(u @ kernel)
     found = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0).sum(axis=-1)
     return jnp.sum(weights * (jax.nn.logsumexp(logits, axis=-1) - found))

@@ -43,6 +43,19 @@ class Sizes:
         """Features of a head."""
         return self.head_size or self.width // self.heads
 
+    @property
+    def turned(self) -> int:
+        """Features of a head with rotary positions."""
+        return self.head
+
+    def letters(self) -> str:
+        """The layers in model order: E, one t for each, and L."""
+        return f"E{'t' * self.layers}L"
+
+    def active(self) -> int:
+        """How many parameters a token is multiplied with, the table too."""
+        return self.parameters()
+
     def parameters(self) -> int:
         """How many parameters there are."""
         ends = self.vocab * self.width * (1 if self.tied else 2) + self.width
@@ -63,14 +76,18 @@ class Sizes:
         }
 
     def frequencies(self) -> np.ndarray[Any, Any]:
-        """What an angle grows by from one position to the next, [head / 2], in radians."""
-        turns = self.theta ** -(np.arange(0, self.head, 2) / self.head)
+        """What an angle grows by from one position to the next, [turned / 2], in radians."""
+        turns = self.theta ** -(np.arange(0, self.turned, 2) / self.turned)
         if self.scaling is None:
             return turns
         s = self.scaling
         waves = s.context * turns / (2 * math.pi)  # how often it turns within the old context
         kept = np.clip((waves - s.low) / (s.high - s.low), 0, 1)
         return turns * (kept + (1 - kept) / s.factor)
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """The config.json that `from_config` reads."""
+        return to_config(self, dtype)
 
     def _kernels(self) -> int:
         """Weights in the kernels of a layer."""

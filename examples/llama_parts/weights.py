@@ -1,4 +1,4 @@
-"""Llama's weights as Hugging Face publishes them: safetensors files, their index and config.json,
+"""Weights as Hugging Face publishes them: safetensors files, their index and config.json,
 read and written piece by piece.
 
 No process ever holds the whole model: each reads what its own devices need, and tensors are
@@ -8,9 +8,8 @@ gathered one at a time to be written.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,93 +23,43 @@ from safetensors.numpy import save_file
 import jaxpipe as jp
 
 from .model import Llama, Tree
-from .placed import Array, Leaf, joined, leaves
-from .sizes import from_config, to_config
-
-# Path of a canonical parameter -> its name; {} is the layer's number.  Kernels are stored as [out,
-# in].
-NAMES = {
-    "first/table": "model.embed_tokens.weight",
-    "shared/table": "model.embed_tokens.weight",
-    "stages/t/norm1/scale": "model.layers.{}.input_layernorm.weight",
-    "stages/t/attn/q/kernel": "model.layers.{}.self_attn.q_proj.weight",
-    "stages/t/attn/k/kernel": "model.layers.{}.self_attn.k_proj.weight",
-    "stages/t/attn/v/kernel": "model.layers.{}.self_attn.v_proj.weight",
-    "stages/t/attn/out/kernel": "model.layers.{}.self_attn.o_proj.weight",
-    "stages/t/norm2/scale": "model.layers.{}.post_attention_layernorm.weight",
-    "stages/t/mlp/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
-    "stages/t/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
-    "stages/t/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
-    "last/norm/scale": "model.norm.weight",
-    "last/head/kernel": "lm_head.weight",
-}
+from .placed import Array, Slices, joined, leaves, made
 
 
-def sizes_of(folder: Path) -> Any:
-    """What the folder's config.json tells."""
-    return from_config(json.loads((folder / "config.json").read_text()))
+def config_of(folder: Path) -> Any:
+    """The folder's config.json."""
+    return json.loads((folder / "config.json").read_text())
 
 
 def load(folder: Path, pipe: jp.Pipeline, model: Llama) -> Tree:
     """The placed parameters of a folder of safetensors; SystemExit lists every tensor that is
     missing, unknown or of another shape.
     """
+    names = model.tensors()
     with ExitStack() as opened:
         files = [
             opened.enter_context(safe_open(path, framework="np"))
             for path in sorted(folder.glob("*.safetensors"))
         ]
         tensors = {name: file.get_slice(name) for file in files for name in list(file.keys())}
-        tensors = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if not name.endswith("rotary_emb.inv_freq")
-        }
+        tensors = {name: t for name, t in tensors.items() if not model.ignores(name)}
         check(folder, model, {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()})
 
-        def read(leaf: Leaf) -> jax.Array:
-            def one(layer: int | None, own: tuple[slice, ...]) -> Array:
-                tensor = tensors[NAMES[leaf.name].format(layer)]
-                return tensor[own[::-1]].T if leaf.name.endswith("kernel") else tensor[own]
+        def read(name: str, layer: int | None, own: Slices) -> Array:
+            tensor = names[name]
+            if layer is None and tensor.stacked:
+                every = range(own[0].start, own[0].stop)
+                return np.stack([part(name, tensor.name((i,)), own[1:]) for i in every])
+            if layer is not None and tensor.stacked > 1:
+                every = range(own[0].start, own[0].stop)
+                return np.stack([part(name, tensor.name((layer, i)), own[1:]) for i in every])
+            return part(name, tensor.name(() if layer is None else (layer,)), own)
 
-            def part(index: tuple[slice, ...]) -> Array:
-                if leaf.layers is None:
-                    bounds = [
-                        k.indices(n)[:2] for k, n in zip(index, leaf.shape.shape, strict=True)
-                    ]
-                    own = tuple(
-                        slice(min(a, n), min(b, n))
-                        for (a, b), n in zip(bounds, leaf.size, strict=True)
-                    )
-                    after = [
-                        (0, b - a - (k.stop - k.start))
-                        for (a, b), k in zip(bounds, own, strict=True)
-                    ]
-                    return np.pad(one(None, own), after).astype(leaf.shape.dtype)
-                rows = leaf.layers[index[:2]]
-                found = {
-                    layer: one(layer, index[2:]) for layer in rows.ravel().tolist() if layer >= 0
-                }
-                nothing = np.zeros(
-                    [
-                        len(range(*k.indices(n)))
-                        for k, n in zip(index[2:], leaf.shape.shape[2:], strict=True)
-                    ]
-                )
-                stacked = np.stack(
-                    [
-                        found.get(layer, nothing).astype(leaf.shape.dtype)
-                        for layer in rows.ravel().tolist()
-                    ]
-                )
-                return stacked.reshape(*rows.shape, *stacked.shape[1:])
+        def part(name: str, stored: str, own: Slices) -> Array:
+            tensor = tensors[stored]
+            return tensor[own[::-1]].T if name.endswith("kernel") else tensor[own]
 
-            return jax.make_array_from_callback(leaf.shape.shape, leaf.shape.sharding, part)
-
-        return jax.tree.unflatten(
-            jax.tree.structure(pipe.place(model.shapes())),
-            [read(leaf) for leaf in leaves(model, pipe)],
-        )
+        return made(model, pipe, read)
 
 
 def save(
@@ -127,8 +76,8 @@ def save(
     """
     pieces: list[list[str]] = [[]]
     size = total = 0
-    plan = list(tensors_of(model.shapes()))
-    for name, shape, _, _ in plan:
+    plan = list(tensors_of(model))
+    for name, shape, *_ in plan:
         own = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
         if pieces[-1] and size + own > file_bytes:
             pieces, size = [*pieces, []], 0
@@ -140,15 +89,12 @@ def save(
         for name in piece
     }
 
-    writes, where = jax.process_index() == 0, _where(leaves(model, pipe), jax.tree.leaves(params))
-    gathered = jax.jit(
-        partial(_gathered, dtype), out_shardings=NamedSharding(pipe.mesh, PartitionSpec())
-    )
+    writes, gathered = jax.process_index() == 0, _Gathered(pipe, model, params, dtype)
     held: dict[str, Array] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    for k, (name, shape, path, layer) in enumerate(plan):
+    for k, (name, shape, path, numbers) in enumerate(plan):
         # a collective: all processes take part, one writes
-        value = np.asarray(gathered(*where[path, layer]))
+        value = gathered(path, numbers)
         held[name] = np.ascontiguousarray(
             (value.T if path.endswith("kernel") else value)[tuple(slice(n) for n in shape)]
         )
@@ -159,61 +105,50 @@ def save(
     if writes:
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
-        (folder / "config.json").write_text(
-            json.dumps(to_config(model.sizes, jnp.dtype(dtype).name), indent=1) + "\n"
-        )
+        config = model.sizes.config(jnp.dtype(dtype).name)
+        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def _gathered(dtype: Any, leaf: jax.Array, device: Any, row: Any) -> jax.Array:
-    """One layer of a placed array, which all devices sum up: an index along the split axis would
-    bring the whole array together.
-    """
-    if device is None:
-        return leaf.astype(dtype)
-    own = leaf[:, row]
-    mine = (jnp.arange(len(own)) == device).reshape(-1, *(1 for _ in own.shape[1:]))
-    return jnp.sum(jnp.where(mine, own, 0), axis=0).astype(dtype)
+class _Gathered:
+    """Tensors of placed parameters, of which the last layer that was gathered is kept."""
+
+    def __init__(self, pipe: jp.Pipeline, model: Llama, params: Tree, dtype: Any) -> None:
+        self._where = {
+            (name, layer): (array, take)
+            for leaf, array in zip(leaves(model, pipe), jax.tree.leaves(params), strict=True)
+            for name, layer, take in leaf.holds()
+        }
+        self._to, self._dtype = NamedSharding(pipe.mesh, PartitionSpec()), dtype
+        self._last: tuple[Any, Any] = (None, None)
+
+    def __call__(self, path: str, numbers: tuple[int, ...]) -> Array:
+        """The parameter at the path, of the layer (and the expert) of these numbers."""
+        layer, rest = (numbers[0], numbers[1:]) if path.startswith("stages/") else (None, numbers)
+        if self._last[0] != (path, layer):
+            array, take = self._where[path, layer]
+            one = jax.jit(lambda array: take(array).astype(self._dtype), out_shardings=self._to)
+            self._last = ((path, layer), np.asarray(one(array)))
+        found: Array = self._last[1][rest]
+        return found
 
 
-def _where(
-    known: Sequence[Leaf], arrays: Sequence[jax.Array]
-) -> dict[tuple[str, int | None], tuple[jax.Array, int | None, int | None]]:
-    """Canonical path and layer -> the placed array that holds it, and where in it: device
-    and row.
-    """
-    found: dict[tuple[str, int | None], tuple[jax.Array, int | None, int | None]] = {}
-    for leaf, array in zip(known, arrays, strict=True):
-        if leaf.layers is None:
-            found[leaf.name, None] = array, None, None
-            continue
-        for device, row in np.argwhere(leaf.layers >= 0).tolist():
-            found[leaf.name, int(leaf.layers[device, row])] = array, device, row
-    return found
-
-
-def tensors_of(shapes: Any) -> Iterator[tuple[str, tuple[int, ...], str, int | None]]:
-    """(name, shape, canonical path, layer or None) of every tensor, layer by layer."""
-    leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)]
-    rows = [
-        (
-            n,
-            leaf.shape[1:] if "{}" in NAMES[joined(p)] else leaf.shape,
-            joined(p),
-            k if "{}" in NAMES[joined(p)] else None,
-        )
-        for p, leaf in leaves
-        for k, n in enumerate(named(p, leaf))
-    ]
-    for name, shape, path, layer in sorted(rows, key=lambda row: -1 if row[3] is None else row[3]):
-        yield name, shape[::-1] if path.endswith("kernel") else shape, path, layer
+def tensors_of(model: Llama) -> Iterator[tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
+    """(name, shape, canonical path, numbers of layer and expert) of every tensor by layer."""
+    rows = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes()):
+        tensor, shape = model.tensors()[joined(path)], leaf.shape
+        own = shape[tensor.stacked :]
+        for numbers in np.ndindex(*shape[: tensor.stacked]):
+            stored = own[::-1] if joined(path).endswith("kernel") else own
+            at = tensor.begin + numbers[0] if numbers else -1
+            rows.append((at, tensor.name(numbers), stored, joined(path), numbers))
+    for _, *row in sorted(rows, key=lambda row: row[0]):
+        yield tuple(row)
 
 
 def check(folder: Path, model: Llama, found: Mapping[str, tuple[int, ...]]) -> None:
     """SystemExit unless these are the model's tensors."""
-    wanted = {name: shape for name, shape, _, _ in tensors_of(model.shapes())}
-    if model.sizes.tied:
-        # some files repeat the table
-        found = {name: shape for name, shape in found.items() if name != "lm_head.weight"}
+    wanted = {name: shape for name, shape, *_ in tensors_of(model)}
     faults = [
         f"{name} is missing, of shape {list(shape)}"
         for name, shape in wanted.items()
@@ -229,9 +164,3 @@ def check(folder: Path, model: Llama, found: Mapping[str, tuple[int, ...]]) -> N
         shown = "\n".join(f"  {fault}" for fault in faults[:20])
         more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
         raise SystemExit(f"the safetensors in {folder} are not of this model:\n{shown}{more}")
-
-
-def named(path: Any, leaf: Any) -> list[str]:
-    """The names of a canonical parameter's tensors: one for each layer, or one."""
-    name = NAMES[joined(path)]
-    return [name.format(layer) for layer in range(leaf.shape[0])] if "{}" in name else [name]

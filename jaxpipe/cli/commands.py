@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..engine.bounds import bound_beside
+from ..engine.bounds import timeline_bound
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
@@ -110,7 +110,7 @@ def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         schedule = load(arguments, costs, transfers=transfers)
         t = simulate(schedule, costs, transfers=transfers)
     if arguments.json:
-        bound = {} if t.schedule.forward_only else {"lower_bound": bound_beside(t)[0]}
+        bound = {} if t.schedule.forward_only else {"lower_bound": timeline_bound(t)[0]}
         terminal.write(json.dumps(_timeline_facts(t) | bound))
         return True
     terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
@@ -118,13 +118,13 @@ def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     terminal.write("\n".join(f"{name:<9} {value}" for name, value in head.items()) + "\n")
     terminal.table(DEVICE_COLUMNS, device_rows(t))
     if not t.schedule.forward_only:
-        terminal.write(_gap_words(t))
+        terminal.write(_gap_text(t))
     return True
 
 
-def _gap_words(t: Timeline) -> str:
+def _gap_text(t: Timeline) -> str:
     """How far from optimal a schedule can be."""
-    bound, held = bound_beside(t)
+    bound, held = timeline_bound(t)
     gap = t.makespan / bound - 1 if bound else 0.0
     memory = "" if held is None else f" and at most {held} activations a device without R"
     within = (
@@ -252,7 +252,7 @@ def _print_comparison(
         rows.append((s.name, *shape, number(t.makespan), ratio, f"{t.bubble:.2%}", peak))
     header = columns.split(",")
     terminal.table(header, rows, best=(i for i, (t, _) in enumerate(results) if t.makespan == best))
-    terminal.write(f"costs and activations of a P-th of the model: {_cost_words(costs)}")
+    terminal.write(f"costs and activations of a P-th of the model: {_cost_text(costs)}")
 
 
 def _sums(t: Timeline, share: float) -> dict[str, Any]:
@@ -340,6 +340,6 @@ def _cost_facts(costs: Costs) -> dict[str, Any]:
     return vars(costs) | {"release": costs.release.value}
 
 
-def _cost_words(costs: Costs) -> str:
+def _cost_text(costs: Costs) -> str:
     given = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
     return ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in given)

@@ -39,6 +39,7 @@ GPU_FLOPS: Mapping[str, float] = {
     "B200": 2.25e15,
     "GB200": 2.5e15,
 }
+_REPORT = "take options that change collectives out of XLA_FLAGS, and try another jaxlib"
 _MEMORY, _SPEED, _PLAN = 1.25, 1.15, 1.3  # the most times the expected figure
 
 
@@ -125,7 +126,23 @@ def memory(scope: Scope, mesh: Mesh) -> Found:
     at("running the step")
     jax.block_until_ready(compiled(filled(shapes), batch))
     stats = jax.local_devices()[0].memory_stats() or {}
-    return Found((judge_memory(predicted, int(by_xla), stats.get("peak_bytes_in_use")),))
+    lines = (
+        judge_memory(predicted, int(by_xla), stats.get("peak_bytes_in_use")),
+        collectives(compiled, mesh),
+    )
+    return Found(lines)
+
+
+def collectives(compiled: Any, mesh: Mesh) -> Line:
+    """A line about collectives that can hang, read in the compiled step."""
+    item, (axis,) = "collectives", mesh.axis_names
+    if mesh.devices.flat[0].platform == "cpu" or mesh.size == 1:
+        return not_tried(item, "programs of several GPUs or TPUs are read")
+    try:
+        inspect.check_collectives(compiled, mesh, axis=axis)
+    except PipelineError as error:
+        return Line(item, Verdict.WRONG, "; ".join(error.faults), "none that can hang", _REPORT)
+    return Line(item, Verdict.OK, "none can hang", "none that can hang")
 
 
 def judge_memory(predicted: int, by_xla: int, reported: int | None) -> Line:

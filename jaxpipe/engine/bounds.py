@@ -10,12 +10,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 from ..errors import ScheduleError, listed, quoted
 from ..table.certificate import Objective
-from ..table.kinds import RECOMPUTE
+from ..table.kinds import RECOMPUTE, TOGETHER
 from ..table.limits import MAX_COUNT, is_whole
 from ..table.placement import Placement
 from ..table.typed import typed
@@ -50,8 +50,9 @@ def lower_bound(
     and tails count the releases that a cap demands.  Backwards may be whole, split or in overlapped
     pairs, whichever is cheaper.
 
-    Tables with R (`add_recompute`) compute more and hold less: they may go below a bound with a
-    cap, and not below one without.
+    Tables with R (`add_recompute`) compute more and hold less.  Where `Costs.recompute` is given
+    the bound holds for them too: with a cap, a device trades the time of an R for what it need not
+    hold.  Where it is None they may go below a bound with a cap, and not below one without.
 
     With `Objective.PERIOD`, a time of a microbatch in the steady state that no schedule goes below
     (modulo scheduling, Rau 1994, section 2): what a device has to do for one microbatch, and how
@@ -89,13 +90,17 @@ def lower_bound(
     costs = costs or Costs()
     times = cheapest(costs.for_stages(places[0].num_stages))
     assert microbatches is not None
-    shops = [
-        JobShop.of(place, times, costs.release, microbatches, max_activations) for place in places
-    ]
-    return min(map(bound_of if objective is Objective.MAKESPAN else period_bound_of, shops))
+    again = None if costs.recompute is None else times.recompute
+    cap = max_activations if again is None else None
+    shops = [JobShop.of(place, times, costs.release, microbatches, cap) for place in places]
+    of = bound_of if objective is Objective.MAKESPAN else period_bound_of
+    if again is None or max_activations is None:
+        return min(map(of, shops))
+    rows = 1 if objective is Objective.PERIOD else microbatches
+    return min(max(of(shop), _with_recompute(shop, again, rows, max_activations)) for shop in shops)
 
 
-def bound_beside(timeline: Timeline) -> tuple[float, int | None]:
+def timeline_bound(timeline: Timeline) -> tuple[float, int | None]:
     """The bound of the makespan for a simulated table's costs, placement and peak of activations,
     and that peak.
 
@@ -108,7 +113,28 @@ def bound_beside(timeline: Timeline) -> tuple[float, int | None]:
         "placement": schedule.placement,
         "microbatches": schedule.num_microbatches,
     }
-    return lower_bound(timeline.costs, **shape, max_activations=cap), cap
+    # The table's own peak says nothing of tables with R.
+    costs = replace(timeline.costs, recompute=None)
+    found = lower_bound(costs, **shape, max_activations=cap)
+    return max(found, _with_meetings(timeline)), cap
+
+
+def _with_meetings(timeline: Timeline) -> float:
+    """A bound for tables in which all devices do `last` or `first` together: on each device their
+    shares are work besides.
+    """
+    schedule, table = timeline.schedule, timeline.schedule.encoded
+    kinds = [kind for kind in TOGETHER if table.of_kinds((kind,)).any()]
+    if not kinds:
+        return 0
+    times, count = timeline.costs.for_stages(schedule.num_stages), schedule.num_microbatches
+    shop = JobShop.of(schedule.placement, cheapest(times), timeline.costs.release, count, None)
+    shares = [times.of(kind) or (0,) for kind in kinds]
+    return max(
+        sum(node.length for node in shop.nodes if node.device == device) * count
+        + sum(share[device] for share in shares) * count
+        for device in range(shop.devices)
+    )
 
 
 def _placements(
@@ -183,6 +209,42 @@ def period_bound_of(shop: JobShop) -> float:
             for device in range(shop.devices)
         ),
     )
+
+
+def _with_recompute(shop: JobShop, again: Sequence[float], microbatches: int, cap: int) -> float:
+    """A device that computes some forwards again does more work, and holds those activations from
+    there on alone: the least makespan for which neither its time nor its places are too few.
+
+    Of the stages of a device, that one counts whose R saves most for its time.
+    """
+    found: list[float] = [0]
+    for device in range(shop.devices):
+        mine = [node for node in shop.nodes if node.device == device]
+        stages = [node.stage for node in mine if node.begins]
+        if not stages:
+            continue
+        work = microbatches * sum(node.length for node in mine)
+        # From an R on: its time, and the backward's until the release.
+        last = [
+            max(n for n, node in enumerate(mine) if node.releases and node.stage == s)
+            for s in stages
+        ]
+        short = [
+            again[s] + sum(n.length for n in mine[: end + 1] if n.stage == s and not n.begins)
+            for s, end in zip(stages, last, strict=True)
+        ]
+        lives = _lives(shop, device)
+        saved = [max(0, life - rest) for life, rest in zip(lives, short, strict=True)]
+        rates = [
+            s / again[stage] if again[stage] else inf
+            for s, stage in zip(saved, stages, strict=True)
+            if s
+        ]
+        held, rate = microbatches * sum(lives), max(rates, default=0)
+        least = held - microbatches * sum(saved)
+        spent = 0 if rate == inf else max(0, (held - cap * work) / (cap + rate))
+        found.append(max(work + spent if rate else max(work, held / cap), least / cap))
+    return max(found)
 
 
 def _lives(shop: JobShop, device: int) -> list[float]:

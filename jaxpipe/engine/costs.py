@@ -140,7 +140,7 @@ class Costs:
             given["release"] = named[0] if named else given["release"]
         return cls(**given)
 
-    def _given(self) -> list[tuple[str, Cost]]:
+    def _values(self) -> list[tuple[str, Cost]]:
         """(name, value) of each cost that is not None."""
         values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _BY_STAGE]
         return [(name, value) for name, value in values if value is not None]
@@ -155,12 +155,12 @@ class Costs:
         wrong = [
             f"Costs.{name} has {len(value)} entries, but the schedule has {num_stages} stages; "
             "give one number, or one per stage"
-            for name, value in self._given()
+            for name, value in self._values()
             if isinstance(value, tuple) and len(value) != num_stages
         ]
         if wrong:
             raise CostError("\n".join(wrong))
-        every = {name: _spread(value, num_stages) for name, value in self._given()}
+        every = {name: _spread(value, num_stages) for name, value in self._values()}
         split = tuple(i + w for i, w in zip(every["input_grad"], every["weight_grad"], strict=True))
         ones = (1,) * num_stages
         last = every.get("last", ones)

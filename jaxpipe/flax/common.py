@@ -1,6 +1,4 @@
-"""What modules of nnx and of linen have in common: units that the adapter runs, and the keywords of
-functions.
-"""
+"""Common parts of nnx and linen: units that the adapter runs, and the keywords of functions."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ OFFERED = ("ctx", "microbatch", "shared", "training")
 
 @dataclass(frozen=True)
 class End:
-    """What comes before the first block, or after the last one: modules, and a function of them.
+    """Modules before the first block, or after the last one, and a function of them.
 
     Args:
         modules: a module, or a tuple or dict of them.
@@ -87,7 +85,7 @@ class Unit:
         keywords: Mapping[str, Any],
         training: bool,
     ) -> tuple[Any, PyTree]:
-        """What a call returns, and the state after it.
+        """The result of a call, and the state after it.
 
         Raises:
             PipelineError: the call draws without a key, or writes what is not kept.

@@ -315,8 +315,8 @@ def _listed(blocks: Any, variables: Any) -> tuple[list[nn.Module], list[Variable
 
 
 def _kind_of(unit: Unit) -> dict[str, str]:
-    """What must be equal for two blocks to run the same code: class, settings, and the variables'
-    shapes, by name.
+    """The class, settings and shapes of variables of a block, by name: two blocks with equal ones
+    run the same code.
     """
     module = unit.modules
     settings = {

@@ -185,8 +185,8 @@ def from_nnx(
     stage_loss: bool = False,
     **contract: Any,
 ) -> NnxModel:
-    """Make the functions and canonical parameters of a pipeline from nnx modules, which stay as
-    they are.
+    """Make the functions and canonical parameters of a pipeline from nnx modules; the modules stay
+    as they are.
 
     Dropout draws from the step's key (`rng=`), a key for each layer and microbatch, and from no
     stream of the modules.  Evaluation runs the modules as `Module.eval` would.  Blocks need not be
@@ -238,7 +238,7 @@ def from_nnx(
     if shared is not None:
         ends["shared"] = _NnxUnit("`shared`", shared, None, constant=True, **how)
     held = {key: unit.modules for key, unit in ends.items()}
-    _check_apart({**{f"block {i}": block for i, block in enumerate(found)}, **held})
+    _check_distinct({**{f"block {i}": block for i, block in enumerate(found)}, **held})
     return adapt(
         NnxModel,
         [_NnxUnit("a block", block, call, stack=stack, **how) for block in found],
@@ -280,8 +280,8 @@ def _listed(blocks: Any) -> tuple[list[Any], bool]:
 
 
 def _kind_of(unit: Unit) -> Any:
-    """What must be equal for two blocks to run the same code: the graph, with static attributes,
-    and shapes and dtypes.
+    """The graph with static attributes, shapes and dtypes of a block: two blocks with equal ones
+    run the same code.
     """
     graph, state = nnx.split(unit.modules)
     return graph, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
@@ -316,7 +316,7 @@ def _text(value: Any) -> str:
     return type(value).__name__ if isinstance(value, nnx.Module) else repr(value)
 
 
-def _check_apart(owners: Mapping[str, Any]) -> None:
+def _check_distinct(owners: Mapping[str, Any]) -> None:
     """PipelineError where two parts hold the same variable: it would become two parameters."""
     seen: dict[int, tuple[str, str]] = {}
     faults = []

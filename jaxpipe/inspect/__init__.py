@@ -5,11 +5,12 @@ Nothing that trains imports it.  `hlo`, `moves`, `collectives`, `waits`, `gpu_pr
 where there is neither.
 """
 
+from .agreement import check_collectives as check_collectives
 from .step_memory import memory as memory
 from .step_profile import profile as profile
 from .step_report import report as report
 
-__all__ = ["memory", "profile", "report"]
+__all__ = ["check_collectives", "memory", "profile", "report"]
 
 IMPORTS = (
     "arrays",

@@ -1,5 +1,5 @@
-"""How a pool keeps a value: raveled, or in tiles, so that no reader's layout reaches the pool, and
-by the parts that the partitioner makes of it.
+"""The form of a value in a pool: raveled or in tiles, so that no reader's layout reaches the pool,
+and in the parts that the partitioner makes of it.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def renamed(jaxpr: core.Jaxpr, env: dict[core.Var, Any]) -> core.Jaxpr:
 def copied(
     eqns: Iterable[core.JaxprEqn], env: dict[core.Var, Any], newvar: NewVar
 ) -> list[core.JaxprEqn]:
-    """The equations with new variables for what they make, which `env` then holds."""
+    """The equations with new variables for their results; `env` has the new ones then."""
     found = []
     for eqn in eqns:
         inputs = [env.get(a, a) if isinstance(a, core.Var) else a for a in eqn.invars]

@@ -51,7 +51,7 @@ def run_in_slots(*runs: InSlots) -> list[list[Any]]:
 
 
 def _steps(run: InSlots) -> Generator[Loop, State, list[Any]]:
-    """Evaluate a jaxpr up to each of its scans, which the caller runs."""
+    """Evaluate a jaxpr up to each of its scans; the caller runs these."""
     jaxpr, writes = run.jaxpr, run.writes
     env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True))
     env.update((jaxpr.invars[i], slot) for i, slot in run.reads.items())

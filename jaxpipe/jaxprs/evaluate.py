@@ -10,7 +10,7 @@ from jax.extend import core
 
 
 def literal(atom: core.Literal) -> Any:
-    """The value of a literal, which may be a plain number, as an array."""
+    """The value of a literal (it may be a plain number) as an array."""
     aval: Any = atom.aval
     return jnp.asarray(atom.val, aval.dtype)
 

@@ -64,8 +64,8 @@ def is_view(eqn: core.JaxprEqn) -> bool:
 
 
 def numbers_of(eqns: Sequence[core.JaxprEqn]) -> dict[core.Var, core.JaxprEqn]:
-    """What literals alone determine by elementwise arithmetic, such as masks made of iotas, with
-    what makes it, in order.
+    """Values that literals alone determine by elementwise arithmetic, such as masks made of iotas,
+    with the equations that make them, in order.
     """
     found: dict[core.Var, core.JaxprEqn] = {}
     for eqn in eqns:

@@ -1,4 +1,4 @@
-"""What values and equations cost: bytes, flops, which equations only change layout, and which are
+"""Costs of values and equations: bytes, flops, which equations only change layout, and which are
 light.
 """
 

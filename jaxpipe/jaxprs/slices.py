@@ -1,5 +1,5 @@
-"""Which equations of a flat jaxpr belong to the first part of a cut: what some outputs need, or
-what some inputs determine.
+"""The first part of a cut of a flat jaxpr: the equations that some outputs need, or that some
+inputs determine.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ class Slot(NamedTuple):
         return lax.dynamic_update_index_in_dim(self.pool, self.entry.pack(value), self.index, 0)
 
     def store_flat(self, value: Any) -> Any:
-        """The pool with the raveled value at the beginning of the entry, which is one
-        long array.
+        """The pool with the raveled value at the beginning of the entry; the entry is one long
+        array.
         """
         value = self.entry.pack_flat(jnp.asarray(value).astype(self.pool.dtype).ravel())
         start = (self.index, *(jnp.int32(0) for _ in value.shape))

@@ -35,13 +35,13 @@ def between_collectives(requirements: Requirements) -> Iterator[list[Span]]:
         if steady is not None:
             whole = [Span(0, steady.start, 1), steady, Span(steady.stop, stop, 1)]
             yield [span for span in whole if span.start < span.stop]
-            pieces = _few_pieces(_cut_at_meetings(marks, 0, stop, longest))
+            pieces = _few_pieces(_cut_at_collectives(marks, 0, stop, longest))
             yield pieces
             for turn in (2, 3):
                 yield [span._replace(loops=_in_turns(span.loops, turn)) for span in pieces]
 
 
-def _cut_at_meetings(marks: IntArray, start: int, stop: int, longest: int) -> list[Span]:
+def _cut_at_collectives(marks: IntArray, start: int, stop: int, longest: int) -> list[Span]:
     """The longest stretch of equal intervals first, then the same on both sides of it; the rest is
     cut into pieces that are run once.
     """
@@ -50,9 +50,9 @@ def _cut_at_meetings(marks: IntArray, start: int, stop: int, longest: int) -> li
     best = _equal_intervals(marks, start, stop, longest=longest)
     if best is not None:
         return [
-            *_cut_at_meetings(marks, start, best.start, longest),
+            *_cut_at_collectives(marks, start, best.start, longest),
             best,
-            *_cut_at_meetings(marks, best.stop, stop, longest),
+            *_cut_at_collectives(marks, best.stop, stop, longest),
         ]
     return [
         Span(start, stop, stop - start, loops=_loops(marks[start:stop]))

@@ -95,7 +95,8 @@ def program_price(
     code to compile.
     """
     time = sum(
-        overheads.sent * s.num_sends / num_devices + overheads.meeting * s.num_meeting_predicates
+        overheads.sent * s.num_sends / num_devices
+        + overheads.collective * s.num_collective_predicates
         for s in segments
     )
     code = sum(BLOCK * s.stage_size + PERMUTE * s.permutes for s in segments)

@@ -46,7 +46,7 @@ class Overheads:
         return f"{', '.join(times)} ({self.source})"
 
     @property
-    def meeting(self) -> float:
+    def collective(self) -> float:
         """Time of a predicate around a collective action: no CUDA graph takes it, and nothing runs
         beside it.
         """

@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
     @property
     def collectives(self) -> int:
         """Predicates around collective actions, in a step."""
-        return sum(segment.num_meeting_predicates for segment in self.segments)
+        return sum(segment.num_collective_predicates for segment in self.segments)
 
     @classmethod
     def of(

@@ -138,8 +138,8 @@ class _Writer:
         table, user = self._actions, consumers(self._actions)
         chain = ~table.of_kinds(RECOMPUTE) & ~table.shares
         source = np.zeros(table.num_actions, bool)
-        for number, meeting in table.collectives.items():
-            source[number] = table.device[number] == table.device[meeting.home]
+        for number, collective in table.collectives.items():
+            source[number] = table.device[number] == table.device[collective.partner]
         columns = {
             "kind": table.kind,
             "chunk": chunks_of(self._schedule),

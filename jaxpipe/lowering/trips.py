@@ -17,7 +17,7 @@ from .requirements import equal_rows
 
 # Partners of each device, and how long the permutes of each device last; None where they take no
 # time.
-_Meeting: TypeAlias = "tuple[tuple[NDArray[np.intp], ...], NDArray[np.float64] | None]"
+_Exchange: TypeAlias = "tuple[tuple[NDArray[np.intp], ...], NDArray[np.float64] | None]"
 
 
 # Trips by which those that repeat are told apart.
@@ -106,7 +106,7 @@ def after_segment(
             differs = trips[trip:] != trips[begun:-length]
             turns = (int(differs.argmax()) if differs.any() else len(differs)) // length
             time, trip = time + (time - before) * turns, trip + turns * length
-    return code.land(time)
+    return code.drain(time)
 
 
 class _Issue(NamedTuple):
@@ -114,7 +114,7 @@ class _Issue(NamedTuple):
 
     number: int
     from_before: bool
-    meeting: _Meeting
+    exchange: _Exchange
 
 
 class _Step(NamedTuple):
@@ -148,7 +148,7 @@ class _Code(NamedTuple):
             ends = (begin, _point(segment, transit.written, num_parts), transit.from_before)
             groups.setdefault(ends, []).append(transit.permute)
         issues = [
-            (ends, _Issue(n, ends[2], _meeting(permutes, num_devices, transfer)))
+            (ends, _Issue(n, ends[2], _exchange(permutes, num_devices, transfer)))
             for n, (ends, permutes) in enumerate(groups.items())
         ]
         steps: list[_Step] = []
@@ -178,9 +178,9 @@ class _Code(NamedTuple):
         """
         done: dict[int, NDArray[np.float64]] = {}
         for step, lasting in zip(self.steps, work, strict=True):
-            for number, from_before, meeting in step.issues:
+            for number, from_before, exchange in step.issues:
                 if not (is_first and from_before):
-                    done[number] = _over(time, meeting)
+                    done[number] = _over(time, exchange)
             for number in step.awaits:
                 if number in done:
                     time = np.maximum(time, done.pop(number))
@@ -190,10 +190,10 @@ class _Code(NamedTuple):
                 time = time + lasting
         return time
 
-    def land(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
+    def drain(self, time: NDArray[np.float64]) -> NDArray[np.float64]:
         """Device times when what the last trip left in flight is over."""
         flying = [
-            _over(time, issue.meeting)
+            _over(time, issue.exchange)
             for step in self.steps
             for issue in step.issues
             if issue.from_before
@@ -202,9 +202,9 @@ class _Code(NamedTuple):
         return latest
 
 
-def _over(time: NDArray[np.float64], meeting: _Meeting) -> NDArray[np.float64]:
+def _over(time: NDArray[np.float64], exchange: _Exchange) -> NDArray[np.float64]:
     """When each device has met its partners."""
-    partners, lasts = meeting
+    partners, lasts = exchange
     latest = time
     for each in partners:
         latest = np.maximum(latest, time[each])
@@ -230,7 +230,7 @@ def _forward_first(blocks: Sequence[BlockUse]) -> bool:
     return first > last or first is Part.FORWARD
 
 
-def _meeting(permutes: Sequence[Permute], num_devices: int, transfer: float) -> _Meeting:
+def _exchange(permutes: Sequence[Permute], num_devices: int, transfer: float) -> _Exchange:
     """Who meets whom at permutes that are awaited together."""
     lasts = np.zeros(num_devices)
     for permute in permutes:

@@ -1,4 +1,4 @@
-"""What `Pipeline` is given: read, and refused with every fault named."""
+"""Arguments of `Pipeline`: read, and refused with every fault named."""
 
 from __future__ import annotations
 
@@ -56,9 +56,7 @@ def under_policies(model: Model, policies: Mapping[str, str]) -> Model:
 def _checkpointed(
     call: Callable[..., Any], policy: Callable[..., bool] | None
 ) -> Callable[..., Any]:
-    """The call under `jax.checkpoint`, which is given arrays alone: `training` stays a
-    Python bool.
-    """
+    """The call under `jax.checkpoint` of arrays alone: `training` stays a Python bool."""
 
     @functools.wraps(call)
     def run(*arguments: PyTree, **keywords: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""Which leaf of a training state follows which parameter: moments are sharded as their
+"""The parameter that each leaf of a training state follows: moments are sharded as their
 parameters.
 """
 
@@ -30,7 +30,7 @@ class Follow:
     fits: bool = True  # False: no axis is known to be that of stages
 
     def sharding(self, mesh: Mesh, *axis: str) -> NamedSharding:
-        """Where the placed leaf is; `axis`: that of devices, if it has one."""
+        """The sharding of the placed leaf; `axis`: that of devices, if it has one."""
         spec = trimmed(*(None,) * self.lead, *axis, *self.spec) if self.follows else PartitionSpec()
         return NamedSharding(mesh, spec)
 
@@ -133,7 +133,9 @@ class Followers:
         return None
 
     def _one_a_device(self, shape: tuple[int, ...]) -> bool:
-        """Whether it can be of an optimizer that has a state for each stage (`per_layer`)."""
+        """Whether a leaf of this shape can be state of an optimizer that has one for each stage
+        (`per_layer`).
+        """
         return self._layout is not None and shape[:1] == (len(self._layout.owned),)
 
     def _names(self, path: Any) -> tuple[str, ...]:
@@ -160,7 +162,7 @@ class Followers:
 
 
 def shardings(mesh: Mesh, axis: str, follows: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """Where the leaves of a tree like the placed parameters are."""
+    """The shardings of a tree like the placed parameters."""
 
     def of(key: str, rule: Follow) -> NamedSharding:
         return rule.sharding(mesh, *([axis] if key == "stages" else []))

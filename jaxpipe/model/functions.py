@@ -19,8 +19,8 @@ from .slices import Ledger, join_slices, slice_length, split_slices
 
 
 class Context(NamedTuple):
-    """What a function that takes `ctx` by keyword is told: stage and microbatch index (int32
-    scalars), and a key of both.
+    """The context of a call, for functions that take `ctx` by keyword: stage and microbatch index
+    (int32 scalars), and a key of both.
 
     `rng` depends on the step's key, the stage, the microbatch and the data shard, never on the
     schedule; it is None where the step got no key.
@@ -81,7 +81,7 @@ class Context(NamedTuple):
 
 
 class StageOutput(NamedTuple):
-    """What a stage returns besides x; () where it has none."""
+    """The results of a stage besides x; () for those that it does not have."""
 
     loss: Any = ()  # a scalar that is added to the loss of the microbatch
     state: PyTree = ()  # what the next microbatch finds as `state`; has no gradient
@@ -99,9 +99,7 @@ class Loss(enum.Enum):
 
 
 def inverse_count(count: Any, dtype: Any) -> Any:
-    """What sums are multiplied with: 1 / count, and 0 for a batch in which nothing is counted,
-    whose loss and gradients are 0.
-    """
+    """The factor of sums: 1 / count, and 0 for a count of 0: the loss and gradients are 0 then."""
     count = count.astype(dtype)
     return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
 
@@ -229,7 +227,7 @@ class Function:
                     "not left to the partitioner: inside "
                     "a pipeline's functions the pipe axis and data_axes are manual (each device "
                     "has its own stage and rows), so a "
-                    "PartitionSpec names others only, and stands alone or in a NamedSharding of "
+                    "PartitionSpec names others only, by itself or in a NamedSharding of "
                     "`pipe.mesh` "
                     f"({text.splitlines()[0]})"
                 ) from error
@@ -242,7 +240,7 @@ class Function:
 
 
 def _place(call: Callable[..., Any]) -> str:
-    """Where a function was written."""
+    """The name, file and line of a function."""
     call = inspect.unwrap(call)
     code = getattr(call, "__code__", None)
     name = getattr(call, "__qualname__", type(call).__name__)
@@ -285,7 +283,7 @@ def make_extra(
 
 @dataclass(frozen=True)
 class Functions:
-    """What a pipeline runs."""
+    """The functions that a pipeline runs."""
 
     stages: tuple[Function, ...]  # per stage; equal entries are one function
     first: Function | None
@@ -294,7 +292,7 @@ class Functions:
     has_metrics: bool
     stage_loss: bool
     training: bool = True
-    axis: str | None = None  # where `first` or `last` is spread: what `ctx` tells it
+    axis: str | None = None  # where `first` or `last` is spread: the axis in its context
     sizes: Mapping[str, PyTree] = field(default_factory=dict)
     slices: int = 1  # of a sequence
     time: tuple[str, ...] = ()  # leaves of the batch with a time axis
@@ -353,8 +351,8 @@ class Functions:
         """Whether `last` runs on all devices at once."""
         return self.last is not None and self.last.spread
 
-    def _told(self, key: str, extra: dict[str, PyTree]) -> dict[str, PyTree]:
-        """What a spread function is given besides parameters and x."""
+    def _with_sizes(self, key: str, extra: dict[str, PyTree]) -> dict[str, PyTree]:
+        """The extra inputs of a spread function, with the sizes in its context."""
         ctx = extra["ctx"]._replace(
             axis=self.axis, sizes=self.sizes.get(key), shared_sizes=self.sizes.get("shared")
         )
@@ -377,7 +375,7 @@ class Functions:
                     "microbatch) -> x)"
                 )
             return extra["microbatch"]["x"]
-        extra = self._placed(self._told("first", extra) if self.first.spread else extra)
+        extra = self._placed(self._with_sizes("first", extra) if self.first.spread else extra)
         return self.first.run(
             own, extra["microbatch"], shared=shared, extra=extra, training=self.training
         )
@@ -492,7 +490,7 @@ class Functions:
                 "this pipeline has no `last` function; give Model(..., last=function that "
                 "returns the loss)"
             )
-        extra = self._placed(self._told("last", extra) if self.last.spread else extra)
+        extra = self._placed(self._with_sizes("last", extra) if self.last.spread else extra)
         out = self.last.run(
             own, y, extra["microbatch"], shared=shared, extra=extra, training=self.training
         )

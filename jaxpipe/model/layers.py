@@ -141,7 +141,7 @@ class LayerMap:
         }
 
     def faults(self, by_letter: Any) -> list[str]:
-        """What is wrong with canonical parameters of the stages."""
+        """Faults of canonical parameters of the stages."""
         if not isinstance(by_letter, Mapping) or set(by_letter) != set(self.letters):
             found = (
                 sorted(by_letter) if isinstance(by_letter, Mapping) else type(by_letter).__name__
@@ -251,7 +251,7 @@ def _stage_function(
 
 
 def _pair(function: Function, out: Any, *, has_loss: bool) -> tuple[PyTree, Any]:
-    """What a layer returned, with a loss."""
+    """x and the loss that a layer returned."""
     if not has_loss:
         return out, None
     if not isinstance(out, tuple) or len(out) != 2:
@@ -295,7 +295,7 @@ def _run_layers(
 def _context(ctx: Context, number: Any, place: int | None) -> Context:
     """The context of a layer: its key depends on the layer and the microbatch, not on the stage.
 
-    Layers that are at a `place` of their stage append rows apart.
+    Layers that are at a `place` of a stage append rows to buffers of their own.
     """
     if place is not None:
         ctx = ctx._replace(ledger=ctx.ledger.of_layer(place))

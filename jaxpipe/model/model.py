@@ -62,7 +62,7 @@ class Model:
         frozen: parameters that are not trained: a function of a canonical path, "stages/w"
             ("stages/1/w" of a list), and the shape and dtype (without the axis of stages or
             layers), or regular expressions, each found in some path.  They have no gradient (None
-            stands in its place), no accumulator and no optimizer state, and any dtype.
+            is in its place), no accumulator and no optimizer state, and any dtype.
         time: with slices of sequences, the leaves of the batch that are cut along axis 1, by their
             paths or the first parts of these.
         carry: (stage_params, x) -> the carry that the first slice of a sequence is given.  None
@@ -210,7 +210,7 @@ class Model:
         if any(one != shared[0] for one in shared):
             raise PipelineError(
                 f"`first` is given jaxpipe.spread(..., shared={shared[0]!r}) and `last` "
-                f"shared={shared[-1]!r}; what they share lies in one way: give both the same"
+                f"shared={shared[-1]!r}; shared parameters are cut in one way: give both the same"
             )
         return {**dims, "shared": shared[0]}
 

@@ -30,8 +30,8 @@ _probed = ContextVar("_probed", default=False)
 
 
 def is_probed() -> bool:
-    """Whether an optimizer is traced only to see what its rules are: one that gets the model's own
-    arrays anyway need not act.
+    """Whether an optimizer is traced only to find its rules.  A wrapper that gives it the model's
+    own arrays need not act then.
     """
     return _probed.get()
 
@@ -188,8 +188,8 @@ def _graph(
 
 
 def _text(eqn: core.JaxprEqn) -> str:
-    """What an equation does to numbers, with shapes where it does not act on each by itself;
-    nothing where it only repeats them.
+    """The text of an equation, with shapes where it does not act on each number by itself; "" where
+    it only repeats numbers.
     """
     if eqn.primitive.name == "broadcast_in_dim":
         return ""

@@ -1,6 +1,4 @@
-"""Where the parameters of unlike stages are stored: one chunk of every device, whose leaves share
-arrays.
-"""
+"""The storage of unlike stages: the leaves of one chunk of every device share arrays."""
 
 from __future__ import annotations
 
@@ -107,7 +105,7 @@ class Group(Enum):
 
 
 class InBuffer(NamedTuple):
-    """How a leaf is kept in a buffer: with others of its group, cut into the parts that the
+    """The storage of a leaf in a buffer: with others of its group, cut into the parts that the
     partitioner makes of it.
     """
 
@@ -138,7 +136,7 @@ class Buffer(NamedTuple):
 
     @property
     def group(self) -> Group:
-        """What the leaves have in common."""
+        """The group of the leaves."""
         return self.kept[0].group
 
     @property
@@ -152,7 +150,7 @@ class Buffer(NamedTuple):
         return PartitionSpec(*(axes for axes, _ in self.kept[0].axes), None)
 
     def places(self, form: TreeForm, *, pinned: bool = False) -> dict[str, Place]:
-        """Where each leaf of a stage is, in the order of the array, whose number is left open.
+        """The place of each leaf of a stage, in the order of the array; the array's number is 0.
 
         Matrices, whose sizes are round, come before vectors, so that they begin at round addresses.
         `pinned`: in a program that tells the partitioner how it splits them.
@@ -184,8 +182,8 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Where the leaves of unlike stages are stored that share a chunk: each in the array of its
-    name, or in a buffer.
+    """The storage of unlike stages that share a chunk: each leaf is in the array of its name, or in
+    a buffer.
 
     The arrays of all devices have one shape, so a leaf whose shape differs is in a buffer.
     """
@@ -212,7 +210,7 @@ class ChunkLayout:
         return ChunkLayout(with_distinct_names(self.forms, [form.shapes for form in self.forms]))
 
     def places(self, form: TreeForm, *, pinned: bool = False) -> Places:
-        """Where each leaf of a stage is stored among the arrays (`pinned`: see `Buffer.places`)."""
+        """The place of each leaf of a stage among the arrays (`pinned`: see `Buffer.places`)."""
         at = {name: i for i, name in enumerate(self.names)}
         found = {
             path: place._replace(at=at[buffer.name])
@@ -296,12 +294,12 @@ class Packed:
 
 
 def on_one_device(chunk: PyTree) -> PyTree:
-    """A chunk on one device, which has its own part of leaves that are split over data axes."""
+    """A chunk on one device: of leaves that are split over data axes, its own part."""
     return chunk.with_own_shapes() if isinstance(chunk, Packed) else chunk
 
 
 def is_missing(node: PyTree) -> bool:
-    """What is in the place of a leaf that a mask took out, or that is frozen."""
+    """Whether a leaf is missing: a mask took it out, or it is frozen."""
     return not jax.tree.leaves(node)
 
 

@@ -32,8 +32,8 @@ def with_outer(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Where each stage's parameters are: `{"stages": leaves [S, ...]}` <-> `{"stages": V_own trees
-    of leaves [P, ...]}`.
+    """The layout of each stage's parameters: `{"stages": leaves [S, ...]}` <-> `{"stages": V_own
+    trees of leaves [P, ...]}`.
 
     A stage that is on several devices (a bidirectional placement) is held by the first of them
     only; the step copies it to the others.  So optimizers, norms and checkpoints meet every
@@ -68,7 +68,7 @@ class ParamLayout:
 
     @cached_property
     def owners(self) -> StageOwners:
-        """What placed trees say that they are for."""
+        """The placement that placed trees carry in their structure."""
         return StageOwners(self.owned, () if self.layers is None else self.layers.stages)
 
     def stage_at(self, chunk: int) -> tuple[int, ...]:
@@ -169,8 +169,8 @@ class ParamLayout:
         return jax.tree.map(lambda leaf: leaf[device], placed[v])
 
     def form_of(self, stage: int, chunks: Sequence[PyTree]) -> TreeForm:
-        """What a stage has of its owned chunk, given chunks on one device (leaves without the axis
-        of devices).
+        """A stage's form in its owned chunk, given chunks on one device (leaves without the axis of
+        devices).
         """
         v, device = self.where(stage)
         if not isinstance(chunks[v], Packed):
@@ -179,7 +179,7 @@ class ParamLayout:
         return form
 
     def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places:
-        """Where a stage's leaves are among those of a chunk."""
+        """The places of a stage's leaves among those of a chunk."""
         form = self.form_of(stage, chunks)
         if isinstance(chunks[chunk], Packed):
             found: Places = chunks[chunk].layout.places(form, pinned=True)
@@ -187,7 +187,7 @@ class ParamLayout:
         return tuple(Place(i, shape, flat=False) for i, shape in enumerate(form.shapes))
 
     def leaves_of(self, stage: int, chunks: Sequence[PyTree]) -> list[Any]:
-        """What trees like owned chunks hold for the leaves of one stage, in its own order."""
+        """The leaves of one stage in trees like owned chunks, in the stage's order."""
         v, _ = self.where(stage)
         leaves = jax.tree.leaves(chunks[v])
         return [leaves[place.at] for place in self.places(stage, chunks, v)]
@@ -203,7 +203,7 @@ class ParamLayout:
         )
 
     def faults(self, stages: PyTree) -> list[str]:
-        """What is wrong with the canonical parameters, or state, of the stages."""
+        """Faults of the canonical parameters, or state, of the stages."""
         count = self.placement.num_stages
         if self.layers is not None:
             return self.layers.faults(stages)

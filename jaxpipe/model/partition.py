@@ -280,7 +280,7 @@ class Partition:
         ]
 
     def _is_frozen(self, own: Parameter, dtype: Any) -> bool:
-        """What the user's filter says of a parameter."""
+        """Whether the user's filter takes a parameter."""
         return self.frozen is not None and bool(
             self.frozen(own.path, jax.ShapeDtypeStruct(own.shape, dtype))
         )

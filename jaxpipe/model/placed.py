@@ -1,4 +1,4 @@
-"""Placed trees of stages, which say in their structure for which placement they are."""
+"""Placed trees of stages, with their placement in the structure."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def owner_faults(stages: Any, owners: StageOwners, what: str, again: str) -> list[str]:
-    """What is wrong with stages that must be placed there; `again` is the method that
-    places them.
-    """
+    """Faults of stages that must be placed there; `again` is the method that places them."""
     if not isinstance(stages, Chunks):
         kind = type(stages).__name__
         return [

@@ -191,8 +191,8 @@ class Placer:
         return self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
 
     def _split_along_another_dim(self, leaf: Any) -> Any:
-        """Over the longest dim that divides, other than the first, which is that of stages or
-        layers.
+        """Split a leaf over its longest dim that divides, other than the first (that of stages or
+        layers).
         """
         size = self._mesh.shape[self._axis]
         fits = [d for d in range(1, leaf.ndim) if leaf.shape[d] % size == 0 and leaf.shape[d] > 0]

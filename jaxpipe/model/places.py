@@ -1,4 +1,4 @@
-"""Where a leaf of one kind of stage is stored in arrays that several kinds share."""
+"""Places of a kind of stage's leaves in arrays that several kinds share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..jaxprs import Entry, Part, Piece
 
 
 class Place(NamedTuple):
-    """Where a leaf is stored: a shared array, as it is or, where kinds differ, raveled from
-    `start` on.
+    """The place of a leaf: a shared array, as it is or, where kinds differ, raveled from `start`
+    on.
     """
 
     at: int

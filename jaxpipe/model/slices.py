@@ -63,7 +63,7 @@ def slice_length(batch: PyTree, time: tuple[str, ...]) -> int:
 
 
 def time_faults(batch: PyTree, slices: int, time: tuple[str, ...]) -> list[str]:
-    """What is wrong with a batch whose leaves in `time` are cut along axis 1."""
+    """Faults of a batch whose leaves in `time` are cut along axis 1."""
     if slices == 1:
         return []
     if not time:
@@ -114,7 +114,7 @@ _in_place.defvjp(_forwards, _backwards)
 
 
 class Ledger:
-    """What a stage appends while it is traced.
+    """The rows that a stage appends while it is traced.
 
     `number` is that of the slice.  `given` are the sequence's buffers by name, or None while their
     shapes are looked for.  `holds`: they have the rows of this slice already, since the executor
@@ -130,7 +130,7 @@ class Ledger:
         self._prefix = ""  # of names
 
     def again(self) -> Ledger:
-        """One that has nothing yet, for a function that is traced apart."""
+        """One that has nothing yet, for a function that is traced by itself."""
         return Ledger(self.slices, self.number, self.given, holds=self.holds)
 
     def of_layer(self, place: int) -> Ledger:

@@ -113,8 +113,8 @@ def spec_faults(
     data_axes: Sequence[str],
     local: Sequence[str] = (),
 ) -> list[str]:
-    """What is wrong with the spec of a parameter, whose shape is meant without the stage axis;
-    `mesh`: axes and their sizes; `local`: data axes that specs may name.
+    """Faults of the spec of a parameter; its shape has no stage axis; `mesh`: axes and their sizes;
+    `local`: data axes that specs may name.
     """
     if spec is None:
         return []

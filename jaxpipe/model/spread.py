@@ -172,7 +172,7 @@ class Cuts:
         return found if found is None or isinstance(found, int) else 0
 
     def faults(self, params: Mapping[str, PyTree]) -> list[str]:
-        """What of canonical parameters cannot be cut."""
+        """Canonical parameters that cannot be cut."""
         found = []
         for key, given in self.dims.items():
             leaves = jax.tree_util.tree_leaves_with_path(params.get(key, {}))

@@ -35,8 +35,8 @@ class Stack(NamedTuple):
 
 
 class _Seat(NamedTuple):
-    """Where a rule sees a leaf of a chunk: in which stack, and where in {"stages": one layer's
-    tree}.
+    """The place of a leaf of a chunk in a rule's view: its stack, and its path in {"stages": one
+    layer's tree}.
     """
 
     stack: str
@@ -130,7 +130,7 @@ class StackedStages:
         avals = _avals(like, layout)
 
         def own_form(form: TreeForm) -> TreeForm:
-            """What the states of those layers are that one device has."""
+            """The form of the states of those layers that one device has."""
             own = Packed(
                 {name: avals.get(name) if name in form.paths else None for name in layout.names},
                 layout,

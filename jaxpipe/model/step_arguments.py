@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a step."""
+"""Faults of the arguments of a step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .placed import StageOwners, owner_faults
 
 
 def param_faults(params: Any, owners: StageOwners, devices: int) -> list[str]:
-    """What is wrong with parameters that must be placed there."""
+    """Faults of parameters that must be placed there."""
     wanted = {"stages", *OUTER}
     if not isinstance(params, Mapping) or "stages" not in params or not set(params) <= wanted:
         faults = [f"parameters must be what `place` returned, a dict with keys of {sorted(wanted)}"]
@@ -27,9 +27,7 @@ def param_faults(params: Any, owners: StageOwners, devices: int) -> list[str]:
 
 
 def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
-    """What is wrong with a batch whose rows are cut into `count` microbatches on each
-    data shard.
-    """
+    """Faults of a batch whose rows are cut into `count` microbatches on each data shard."""
     leaves = by_index(batch, "batch")
     if not leaves:
         return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
@@ -50,7 +48,7 @@ def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
             faults.append(
                 f"{name} is a scalar; every leaf needs a leading axis "
                 "of rows "
-                '(what all rows share can be closed over, or stand under "shared")'
+                '(close over values that all rows share, or put them under "shared")'
             )
             continue
         rows = lengths[name] = shape[0]
@@ -70,7 +68,7 @@ def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
 
 
 def key_faults(rng: Any) -> list[str]:
-    """What is wrong with the step's key."""
+    """Faults of the step's key."""
     if rng is None:
         return []
     dtype, shape = getattr(rng, "dtype", None), np.shape(rng)
@@ -84,7 +82,7 @@ def key_faults(rng: Any) -> list[str]:
 
 
 def state_faults(state: Any, owners: StageOwners, *, wanted: bool) -> list[str]:
-    """What is wrong with the stages' own state; `wanted`: some stage takes it."""
+    """Faults of the stages' own state; `wanted`: some stage takes it."""
     if bool(state) is not wanted:
         takes = "takes `state`, but the step got none; give state=pipe.place_state(...)"
         return [

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from ..engine.bounds import bound_beside
+from ..engine.bounds import timeline_bound
 from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import PlanError, ScheduleError, quoted
@@ -474,7 +474,7 @@ def _result(lowered: _Lowered) -> PipelinePlan:
     """The plan of a candidate, with its reasons."""
     c = lowered.candidate
     timeline = c.timeline
-    bound, cap = bound_beside(timeline)
+    bound, cap = timeline_bound(timeline)
     bound += c.request.beside
     proof, own = Proof.RELAXATION, c.schedule.certificate
     if (

@@ -113,7 +113,7 @@ def _of_exchanges(
             if POOL_OF[permute.payload] is not pool:
                 continue
             value = np.full((len(ticks), devices), NOTHING, np.int64)
-            made = _made(program, ticks, here, permute.payload)
+            made = _produced(program, ticks, here, permute.payload)
             for source, target in permute.pairs:
                 value[:, target] = made[:, source]
             arrival = program.ticks.arrivals[lane]
@@ -166,7 +166,7 @@ def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
             yield found._replace(tick=found.tick - 1) if early else found
 
 
-def _made(program: Program, ticks: Ints, blocks: Sequence[Running], payload: Payload) -> Ints:
+def _produced(program: Program, ticks: Ints, blocks: Sequence[Running], payload: Payload) -> Ints:
     """`[k, device]`: the value that a device has to send at the end of a template's k-th tick, made
     in that very tick.
     """

@@ -157,8 +157,8 @@ def _flags(program: Program) -> dict[str, BoolTable]:
     stage = np.where(table.shares, 0, table.stage)
     recomputed = chain & (table.at[kind][stage, table.microbatch] >= 0)
     source = np.zeros(table.num_actions, bool)
-    for number, meeting in table.collectives.items():
-        source[number] = table.device[number] == table.device[meeting.home]
+    for number, collective in table.collectives.items():
+        source[number] = table.device[number] == table.device[collective.partner]
     return {
         "is_first": chain & (table.stage == 0),
         "is_last": chain & (table.stage == table.num_stages - 1),

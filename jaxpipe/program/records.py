@@ -187,10 +187,10 @@ def pairs_of(forward: Forward[IntTable], backward: Backward[IntTable]) -> NDArra
     is that very forward's, and needs it.
     """
     both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & (backward.kind == int(Kind.B))
-    apart: NDArray[np.bool_] = both & (
+    distinct: NDArray[np.bool_] = both & (
         (forward.stage != backward.stage) | (forward.microbatch != backward.microbatch)
     )
-    return apart
+    return distinct
 
 
 def empty_ticks(

@@ -148,9 +148,9 @@ class Segment:
         return self.repeats * sum(p.num_predicates for p in self.templates)
 
     @property
-    def num_meeting_predicates(self) -> int:
+    def num_collective_predicates(self) -> int:
         """Those of them that are around what all devices do together."""
-        return self.repeats * sum(p.num_meeting_predicates for p in self.templates)
+        return self.repeats * sum(p.num_collective_predicates for p in self.templates)
 
     @property
     def num_sends(self) -> int:
@@ -168,7 +168,7 @@ class Segment:
         their end.
         """
         return tuple(
-            self._at_end(lane, permute, j) if self.loops else self._beside(lane, permute, j)
+            self._at_end(lane, permute, j) if self.loops else self._in_background(lane, permute, j)
             for j, template in enumerate(self.templates)
             for lane, permute in enumerate(template.permutes)
         )
@@ -188,7 +188,7 @@ class Segment:
         """Issued and written when its tick is over."""
         return Transit(lane, permute, j, self._end(j), self._end(j), False)
 
-    def _beside(self, lane: int, permute: Permute, j: int) -> Transit:
+    def _in_background(self, lane: int, permute: Permute, j: int) -> Transit:
         """Issued when it is made, or where the next trip has more to run beside it, there; and
         written when it is needed.
         """

@@ -118,7 +118,7 @@ class BlockUse:
         """Whether its code has an effect of its kind."""
         if effect.when is not None and self.presence(effect.when) is Presence.NEVER:
             return False
-        return all(self.presence(flag) is not Presence.ALWAYS for flag in effect.never)
+        return all(self.presence(flag) is not Presence.ALWAYS for flag in effect.unless)
 
     def touches(self, payload: Payload) -> bool:
         """Whether it may read what such a transfer has brought, or write to the pool where that
@@ -212,7 +212,7 @@ class TickTemplate:
         return sum(use.active is not Presence.ALWAYS for use in self.blocks)
 
     @property
-    def num_meeting_predicates(self) -> int:
+    def num_collective_predicates(self) -> int:
         """Those of them that are around what all devices do together."""
         return sum(use.active is not Presence.ALWAYS for use in self.blocks if use.block.together)
 

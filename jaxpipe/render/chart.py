@@ -19,7 +19,7 @@ PAD = 16.0
 AXIS = 34.0
 _GUTTER, _HEADING, _COLUMN_NAMES = 66.0, 48.0, 26.0
 _MOST_SHADES = 8
-_MOST_WIDTH, MOST_ASKED_WIDTH = 12000.0, 100_000.0
+_MAX_AUTO_WIDTH, MAX_WIDTH = 12000.0, 100_000.0
 # What XML 1.0 forbids: control characters, halves of surrogate pairs, two code points that are not
 # characters.
 _NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
@@ -49,7 +49,7 @@ class Chart:
     """The geometry of one picture, in pixels; without a heading where `heading` is ""."""
 
     timeline: Timeline
-    asked_width: float | None
+    fixed_width: float | None
     memory: bool
     heading: str
 
@@ -58,11 +58,10 @@ class Chart:
         large, or for a heading XML forbids.
         """
         least = self.left + self.right + 100
-        if self.asked_width is not None and not least <= self.asked_width <= MOST_ASKED_WIDTH:
-            why = "is too large" if self.asked_width > least else "leaves no room for the chart"
+        if self.fixed_width is not None and not least <= self.fixed_width <= MAX_WIDTH:
+            why = "is too large" if self.fixed_width > least else "leaves no room for the chart"
             raise JaxpipeError(
-                f"width={quoted(self.asked_width)} {why}; give {least:g} to "
-                f"{MOST_ASKED_WIDTH:,.0f} pixels"
+                f"width={quoted(self.fixed_width)} {why}; give {least:g} to {MAX_WIDTH:,.0f} pixels"
             )
         require_printable(self.heading or title_of(self.timeline))
 
@@ -99,15 +98,15 @@ class Chart:
     @cached_property
     def unit(self) -> float:
         """Pixels per unit of time."""
-        if self.asked_width is not None:
-            return (self.asked_width - self.left - self.right) / self.span
+        if self.fixed_width is not None:
+            return (self.fixed_width - self.left - self.right) / self.span
         lengths = sorted(bar.end - bar.start for bar in self.bars if bar.part is not Part.STRIP)
         # A tenth of the bars may be too short for their number, so that one short stage does not
         # stretch the picture.
         short = lengths[len(lengths) // 10] if lengths else self.span
         digits = len(self.label(max(self.timeline.schedule.num_microbatches - 1, 0)))
         wanted = max(24.0 if self.span / short < 48 else 17.0, 8.0 + 7.0 * digits) / short
-        room = _MOST_WIDTH - self.left - self.right
+        room = _MAX_AUTO_WIDTH - self.left - self.right
         return min(max(wanted, 420.0 / self.span), room / self.span)
 
     @property
@@ -180,7 +179,7 @@ class Chart:
         several = self.shades > 1
         kinds = sorted({bar.action.kind for bar in self.bars if bar.part is not Part.STRIP})
         swatches = [
-            (tuple(f"{k.name}{v}" for v in range(self.shades)), f"{k.name}  {KINDS[k].words}")
+            (tuple(f"{k.name}{v}" for v in range(self.shades)), f"{k.name}  {KINDS[k].description}")
             for k in kinds
         ]
         swatches += (

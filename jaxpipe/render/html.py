@@ -15,7 +15,7 @@ from ..errors import JaxpipeError
 from ..table.kinds import KIND_NAMES, KINDS
 from ..table.typed import typed
 from .bars import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
-from .chart import MOST_ASKED_WIDTH, Chart, require_printable
+from .chart import MAX_WIDTH, Chart, require_printable
 from .palette import DARK, LIGHT, style
 from .svg import SCOPE, draw
 
@@ -79,7 +79,7 @@ def _over(ran: Timeline, planned: Timeline, chart: Chart) -> str:
     compared = ran.over(planned)
     free = Chart(planned, None, memory=True, heading="")
     wanted = free.left + max(free.span * chart.unit, _LEAST_WIDTH) + free.right
-    below = Chart(planned, min(wanted, MOST_ASKED_WIDTH), memory=True, heading="")
+    below = Chart(planned, min(wanted, MAX_WIDTH), memory=True, heading="")
     scale = "" if math.isclose(below.unit, chart.unit) else " (at another scale)"
     svg = ElementTree.tostring(draw(below, critical_path=False), encoding="unicode")
     devices = "".join([_line("th", COLUMNS), *(_line("td", row) for row in compared.rows())])
@@ -149,7 +149,7 @@ def _data(chart: Chart) -> dict[str, object]:
         rows[bar.device].append(
             (bar.start, bar.end, int(kind), stage, microbatch, bar.chunk, bar.part.value)
         )
-    words = [spec.words for spec in KINDS]
+    descriptions = [spec.description for spec in KINDS]
     geometry = {
         "left": chart.left,
         "unit": chart.unit,
@@ -161,7 +161,7 @@ def _data(chart: Chart) -> dict[str, object]:
     return {
         "rows": rows,
         "kinds": KIND_NAMES,
-        "words": words,
+        "descriptions": descriptions,
         "makespan": chart.timeline.makespan,
         **geometry,
     }

@@ -220,7 +220,7 @@ def _draw_bars(root: Element, chart: Chart) -> None:
 def describe(bar: Bar, slices: int = 1) -> str:
     """The tooltip of a bar."""
     stage, kind, microbatch = bar.action
-    word = KINDS[kind].words
+    word = KINDS[kind].description
     where = f", slice {microbatch % slices} of sequence {microbatch // slices}"
     return (
         f"{bar.action}: {word} of stage {stage}, microbatch {microbatch}"

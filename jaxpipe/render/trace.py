@@ -59,14 +59,14 @@ def to_trace(
     if over is not None:
         compared = timeline.over(over)
         planned = _named(over, tuple(bars_of(over)), unit_us)
-        events += _beside(planned, timeline.schedule.num_devices)
+        events += _planned_events(planned, timeline.schedule.num_devices)
         events.append(_event("i", 0, compared.sentence, tid=0, ts=0, s="g"))
     about = {"title": title_of(timeline), "makespan": timeline.makespan, "bubble": timeline.bubble}
     trace = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
     return json.dumps(trace, separators=(",", ":")) + "\n"
 
 
-def _beside(events: Iterable[Event], devices: int) -> Iterator[Event]:
+def _planned_events(events: Iterable[Event], devices: int) -> Iterator[Event]:
     """The events of the plan, each device a process of its own after those of the run."""
     for event in events:
         moved = event | {"pid": event["pid"] + devices}

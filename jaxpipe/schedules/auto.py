@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..engine.bounds import bound_of, is_cheapest_in_parts, least_activations, lower_bound
 from ..engine.costs import Costs
@@ -19,8 +20,14 @@ from ..table.schedule import Schedule
 from ..transforms.slices import sliced_rows
 from ._list_scheduling import ListSchedule
 from ._local_search import improved, rows_of
+from ._mixed import mixed, whole_backwards
 from ._orders import turn_order, zbv_order
 from ._waves import Order, OrderMaker, best_of, cost_waves, shortest
+from .basic import gpipe, one_f_one_b
+from .dualpipe import dualpipev
+from .interleaved import interleaved_1f1b, interleaved_1f1b_overlap, looped_bfs, one_f_one_b_overlap
+from .vee import v_half, v_min, zbv
+from .zero_bubble import interleaved_zb, zb_1p, zb_h1, zb_h2
 
 
 def auto(
@@ -41,11 +48,12 @@ def auto(
 
     Any P, V and M.  Every device holds at most `max_activations` (stage and microbatch pairs; V or
     more), or 2 V P where it is not given, which is enough to fill any bubble.  Stages are placed in
-    a loop or in a V, whichever gives the shorter schedule, or as `placement` says.  Backwards are
-    split into I and W.  The reference orders are waves of several paces and densities (Pipeline
-    Parallelism with Controllable Memory, Qi et al. 2024), list-scheduled under the cap and compared
-    by simulation.  A table of some thousand actions or less is then shortened by beam search over
-    active schedules. `schedule.certificate` says how
+    a loop or in a V, whichever gives the shorter schedule, or as `placement` says.  Each backward
+    is whole, or split into I and W, whichever is shorter, and no named schedule that the cap and
+    the placement allow is shorter than the result.  The reference orders are waves of several paces
+    and densities (Pipeline Parallelism with Controllable Memory, Qi et al. 2024), list-scheduled
+    under the cap and compared by simulation.  A table of some thousand actions or less is then
+    shortened by beam search over active schedules. `schedule.certificate` says how
     far from optimal the result can be.  With `search` seconds, OR-tools (the extra
     `jaxpipe[solver]`) shortens it where it finds how, or proves that it cannot be shorter: never
     longer than without, and the same for the same seed. With `objective=Objective.PERIOD`, which
@@ -82,7 +90,14 @@ def auto(
         return _steady(wanted, search, seed)
     if search:
         return _searched(wanted, search, seed)
-    return _certified(wanted, _start(wanted))
+    return _certified(wanted, _shortest(wanted, _start(wanted)))
+
+
+# The named schedules by the chunks that they take; each has one device for a stage.
+_ONE_CHUNK = (gpipe, one_f_one_b, one_f_one_b_overlap, zb_1p, zb_h1, zb_h2)
+_ANY_CHUNKS = (looped_bfs, interleaved_1f1b, interleaved_1f1b_overlap, interleaved_zb)
+_TWO_CHUNKS = (zbv, v_half, v_min, dualpipev)
+_STARTS = 3  # tables of which some backwards are made whole, or split
 
 
 class _Wanted(NamedTuple):
@@ -91,14 +106,14 @@ class _Wanted(NamedTuple):
     places: list[Placement]
     microbatches: int
     costs: Costs
-    given_cap: int | None
+    requested_cap: int | None
     cap: int
     slices: int = 1
 
 
 def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
     """The best of list scheduling along the reference orders."""
-    caps = (wanted.cap // 2, wanted.cap) if wanted.given_cap is None else (wanted.cap,)
+    caps = (wanted.cap // 2, wanted.cap) if wanted.requested_cap is None else (wanted.cap,)
     found: list[tuple[ListSchedule, Placement]] = []
     for cap, place in product(caps, wanted.places):
         stages = costs.for_stages(place.num_stages)
@@ -176,7 +191,52 @@ def _searched(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
         )
         found.append(better.schedule)
         proven.append(better.proven)
-    return _certified(wanted, shortest(found, wanted.costs), min(proven))
+    return _certified(wanted, _shortest(wanted, shortest(found, wanted.costs)), min(proven))
+
+
+def _shortest(wanted: _Wanted, split: Schedule) -> Schedule:
+    """The shortest of a table of F, I and W, of the same whose backwards are whole, and of the
+    named tables that placement and cap allow; with each backward whole or split, as is shorter.
+    """
+    costs = wanted.costs
+    if simulate(split, costs).makespan <= _bound(wanted):
+        return split
+    starts = [split, *_named(wanted)]
+    if not is_cheapest_in_parts(costs.for_stages(split.num_stages)):
+        # The same orders for whole backwards, which are I that take as long, and W that take none.
+        stages = costs.for_stages(split.num_stages)
+        whole = replace(costs, input_grad=stages.backward, weight_grad=0, backward=None)
+        starts.append(whole_backwards(_listed(wanted, whole)))
+    ranked = sorted(starts, key=lambda table: simulate(table, costs).makespan)
+    found = shortest([mixed(table, costs) for table in ranked[:_STARTS]], costs)
+    return replace(found, name="auto", certificate=None)
+
+
+def _named(wanted: _Wanted) -> Iterator[Schedule]:
+    """The named tables of these placements that hold no more than the cap."""
+    chunks = wanted.places[0].num_chunks
+    makers: tuple[Callable[..., Schedule], ...] = (
+        *_ANY_CHUNKS,
+        *(_ONE_CHUNK if chunks == 1 else ()),
+        *(_TWO_CHUNKS if chunks == 2 else ()),
+    )
+    for place, make in product(wanted.places, makers):
+        shape: dict[str, Any] = {
+            "devices": place.num_devices,
+            "microbatches": wanted.microbatches,
+            "chunks": chunks,
+        }
+        try:
+            tables = [make(**shape)]
+        except ScheduleError:
+            continue
+        if tables[0].placement != place:
+            continue
+        if "costs" in inspect.signature(make).parameters:
+            tables.append(make(**shape, costs=wanted.costs))
+        for table in tables:
+            if max(simulate(table, wanted.costs).peak_activations) <= wanted.cap:
+                yield table
 
 
 def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
@@ -185,7 +245,7 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     """
     from ..solver import least_period  # needs the extra
 
-    costs, cap = wanted.costs, wanted.given_cap
+    costs, cap = wanted.costs, wanted.requested_cap
     found: list[tuple[float, float, Schedule]] = []
     for place in wanted.places:
         times = costs.for_stages(place.num_stages)
@@ -217,16 +277,22 @@ def _table(shop: JobShop, order: Sequence[int], placement: Placement) -> Schedul
     )
 
 
-def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedule:
-    """The schedule with what is known of it; `proven` by the solver, under the cap that it had."""
-    costs, cap = wanted.costs, wanted.given_cap
-    bound = min(
-        lower_bound(costs, placement=place, microbatches=wanted.microbatches, max_activations=cap)
+def _bound(wanted: _Wanted) -> float:
+    """What no schedule goes below."""
+    count, cap = wanted.microbatches, wanted.requested_cap
+    return min(
+        lower_bound(wanted.costs, placement=place, microbatches=count, max_activations=cap)
         for place in wanted.places
     )
+
+
+def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedule:
+    """The schedule with what is known of it; `proven` by the solver, under the cap that it had."""
+    costs, cap, bound = wanted.costs, wanted.requested_cap, _bound(wanted)
     proof = Proof.RELAXATION
     # The solver's tables are of F, I and W alone.
-    if proven > bound * (1 + 1e-9) and is_cheapest_in_parts(costs.for_stages(schedule.num_stages)):
+    alone = costs.recompute is None and is_cheapest_in_parts(costs.for_stages(schedule.num_stages))
+    if proven > bound * (1 + 1e-9) and alone:
         bound, proof, cap = proven, Proof.SOLVER, wanted.cap
     return replace(
         schedule,

@@ -280,17 +280,17 @@ def build(
     shape = {"devices": int(devices), "microbatches": int(microbatches), "chunks": int(chunks)}
     shape |= {"slices": int(slices)} if slices > 1 else {}
     with paused_collector():
-        schedule = _made(entry, forward_only, **shape, **given)
+        schedule = _generated(entry, forward_only, **shape, **given)
         costs = given.pop("costs", None)
         # what is certified, or made for slices, began with the better of both itself
         if costs is None or schedule.certificate is not None or slices > 1:
             return schedule
         # List scheduling is a heuristic: now and then the table that was built without the costs is
         # the shorter one.
-        return shortest((schedule, _made(entry, forward_only, **shape, **given)), costs)
+        return shortest((schedule, _generated(entry, forward_only, **shape, **given)), costs)
 
 
-def _made(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
+def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
     """What a generator makes, or the forwards of it."""
     microbatches, slices = arguments["microbatches"], arguments.get("slices", 1)
     if slices == 1 or "slices" in inspect.signature(entry.generator).parameters:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core
 
 from ..errors import PipelineError
-from ..jaxprs.equations import Atom
+from ..jaxprs.equations import Atom, renamed
 from .code import StageCode
 
 
@@ -41,19 +41,14 @@ def _writes(jaxpr: core.Jaxpr, code: StageCode, count: int) -> core.Jaxpr:
     newvar = core.gensym()
     filled: dict[core.Var, core.Var] = {buffer: newvar(buffer.aval) for buffer in held}
 
-    def read(atom: Atom) -> Atom:
-        return filled.get(atom, atom) if isinstance(atom, core.Var) else atom
-
     writes = [
         eqn
         for buffer, row in zip(held, rows, strict=True)
         for eqn in _write(buffer, filled[buffer], row, number)
     ]
-    eqns = [eqn.replace(invars=[read(a) for a in eqn.invars]) for eqn in jaxpr.eqns]
-    outs = [read(a) for a in jaxpr.outvars]
-    return jaxpr.replace(
-        outvars=[*outs[:total], *outs[total + count :]], eqns=_in_order([*writes, *eqns])
-    )
+    after = renamed(jaxpr, filled)
+    outs = [*after.outvars[:total], *after.outvars[total + count :]]
+    return after.replace(outvars=outs, eqns=_in_order([*writes, *after.eqns]))
 
 
 def _write(buffer: core.Var, filled: core.Var, rows: Atom, number: Atom) -> list[core.JaxprEqn]:

@@ -1,19 +1,19 @@
 """One stage's forward, full backward, input gradient and weight gradient as jaxprs, with minimal
 residuals between them.
 
-    hoist(parameters)                                 -> once       what depends on parameters
-    alone; once a step forward(parameters, once, x, extra)               -> y, loss, state,
-    residuals              (F) evaluate(parameters, once, x, extra)              -> y, loss, state
-    (F that keeps nothing) recompute(parameters, once, x, extra)             -> residuals
-    (R) backward(parameters, once, x, extra, residuals, dy)       -> dparameters, dx          (B)
-    input_grad(parameters, once, x, extra, residuals, dy)     -> dx, stash                (I)
-    weight_grad(parameters, once, x, extra, residuals, dy, stash) -> dparameters          (W)
+    hoist(parameters) -> once
+    forward(parameters, x, extra, once) -> y, loss, state, residuals            F
+    evaluate(parameters, x, extra, once) -> y, loss, state                      F without residuals
+    recompute(parameters, x, extra, once) -> residuals                          R
+    backward(parameters, x, extra, once, residuals, dy) -> dparameters, dx      B
+    input_grad(parameters, x, extra, once, residuals, dy) -> dx, stash          I
+    weight_grad(parameters, x, extra, once, residuals, dy, stash) -> dparameters    W
 
-loss (an auxiliary one) and state are there where the stage returns them; dy then ends with the
-cotangent of the loss.
+`once` are values that depend on parameters alone, computed once a step.  A loss (an auxiliary one)
+and state are there where the stage returns them.  dy then ends with the cotangent of the loss.
 
-Residuals hold no parameter, nothing made of parameters alone, no copy of the stage input, nothing
-twice, and nothing that a layout change of one of these gives.  Every matmul of B is done in exactly
+Residuals are no parameters, no values made of parameters alone, and no copy of the stage input.
+None is there twice, and none is a layout change of another.  Every matmul of B is done in exactly
 one of I and W.
 """
 
@@ -32,55 +32,74 @@ from ..table.effects import Liveness, Place
 from ..table.kinds import Kind
 
 
-@dataclass(frozen=True)
-class StageCode:
-    """The pieces of one stage function.  `consts` are arrays that the function closes over.
-
-    `x_wanted` and `y_wanted` mark the leaves of x and y that have a gradient (the floating ones);
-    dx and dy hold just those.
+class ParamUse(NamedTuple):
+    """Uses of a parameter: whether it has a gradient, and whether values that depend on it alone
+    are computed once a step.
     """
 
-    consts: tuple[Any, ...]
-    hoist: core.Jaxpr
-    forward: core.Jaxpr
-    evaluate: core.Jaxpr
-    recompute: core.Jaxpr
-    backward: core.Jaxpr
-    input_grad: core.Jaxpr
-    weight_grad: core.Jaxpr
+    trained: bool = True
+    once: bool = True
+
+    @classmethod
+    def of(cls, leaf: Any, *, frozen: bool) -> ParamUse:
+        """Frozen ones of fewer than 16 bits stay as small as they are: their values are computed
+        where they are needed, in each microbatch.
+        """
+        small = not jnp.issubdtype(leaf.dtype, jnp.inexact) or leaf.dtype.itemsize < 2
+        return cls(not frozen, not (frozen and small))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """The inputs and results of a stage, by leaf.
+
+    Those leaves of x and y have a gradient that are floating; dx and dy hold just these.
+    """
+
+    consts: tuple[Any, ...]  # arrays that the function closes over
+    uses: tuple[ParamUse, ...]  # of each parameter
+    x_avals: tuple[Any, ...] = ()
+    num_extra: int = 0  # the context, the rows of the microbatch, the state before it
     y_tree: Any
     y_avals: tuple[Any, ...]
-    loss: Any  # aval of the auxiliary loss, or None
-    state: tuple[Any, ...]  # avals of the state after it
-    x_avals: tuple[Any, ...]
-    once_avals: tuple[Any, ...]
-    residual_input: tuple[Any, ...]  # avals of what only I (and B) needs
-    residual_weight: tuple[Any, ...]  # avals of what W needs
-    stash: tuple[Any, ...]
-    x_wanted: tuple[bool, ...]
-    y_wanted: tuple[bool, ...]
-    trained: tuple[bool, ...]  # which parameters have a gradient
-    liveness: Liveness
+    loss: Any = None  # aval of the auxiliary loss
+    state: tuple[Any, ...] = ()  # avals of the state after it
     # avals of what passes between slices of a sequence; in the jaxprs carries come after x and y,
     # buffers after the carries
     carry: tuple[Any, ...] = ()
     buffers: tuple[Any, ...] = ()
-    offloads: bool = False  # a policy of `jax.checkpoint` in it asks for the host's memory
 
     @property
-    def residual_avals(self) -> tuple[Any, ...]:
-        """Avals of all that a backward reads of its forward."""
-        return (*self.residual_input, *self.residual_weight)
+    def known(self) -> tuple[bool, ...]:
+        """Of constants and parameters, those that are there before the step's loop: what depends on
+        them alone is computed once.
+        """
+        return (*(True for _ in self.consts), *(use.once for use in self.uses))
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Which parameters have a gradient."""
+        return tuple(use.trained for use in self.uses)
+
+    @property
+    def x_wanted(self) -> tuple[bool, ...]:
+        """Which leaves of x have a gradient."""
+        return tuple(map(inexact, self.x_avals))
+
+    @property
+    def y_wanted(self) -> tuple[bool, ...]:
+        """Which leaves of y have a gradient."""
+        return tuple(map(inexact, self.y_avals))
 
     @property
     def dx_avals(self) -> tuple[Any, ...]:
         """Avals of the gradient of x."""
-        return tuple(a for a, w in zip(self.x_avals, self.x_wanted, strict=True) if w)
+        return tuple(filter(inexact, self.x_avals))
 
     @property
     def dy_avals(self) -> tuple[Any, ...]:
         """Avals of the cotangent of y."""
-        return tuple(a for a, w in zip(self.y_avals, self.y_wanted, strict=True) if w)
+        return tuple(filter(inexact, self.y_avals))
 
     @property
     def passed(self) -> tuple[Any, ...]:
@@ -100,12 +119,12 @@ class StageCode:
     @property
     def num_dx(self) -> int:
         """Outputs of the input gradient before its stash."""
-        return sum(self.x_wanted) + len(self.carry_gradients) + len(self.buffer_gradients)
+        return len(self.dx_avals) + len(self.carry_gradients) + len(self.buffer_gradients)
 
     @property
     def num_params(self) -> int:
         """Parameters, frozen ones too."""
-        return len(self.trained)
+        return len(self.uses)
 
     @property
     def num_trained(self) -> int:
@@ -113,30 +132,48 @@ class StageCode:
         return sum(self.trained)
 
     @property
+    def num_inputs(self) -> int:
+        """Constants, parameters, x, what the slice before leaves, and what comes with the
+        microbatch.
+        """
+        return len(self.known) + len(self.x_avals) + len(self.passed) + self.num_extra
+
+    @property
     def num_outputs(self) -> int:
         """Outputs of the forward before its residuals."""
         return len(self.y_avals) + len(self.passed) + (self.loss is not None) + len(self.state)
 
+
+@dataclass(frozen=True, kw_only=True)
+class StageCode(Signature):
+    """The pieces of one stage function."""
+
+    hoist: core.Jaxpr
+    forward: core.Jaxpr
+    evaluate: core.Jaxpr
+    recompute: core.Jaxpr
+    backward: core.Jaxpr
+    input_grad: core.Jaxpr
+    weight_grad: core.Jaxpr
+    residual_input: tuple[Any, ...] = ()  # avals of what only I (and B) needs
+    residual_weight: tuple[Any, ...] = ()  # avals of what W needs
+    stash: tuple[Any, ...] = ()
+    liveness: Liveness = field(default_factory=Liveness)
+    offloads: bool = False  # a policy of `jax.checkpoint` in it asks for the host's memory
+
+    @property
+    def once_avals(self) -> tuple[Any, ...]:
+        """Avals of what is computed once a step."""
+        return outputs_of(self.hoist)
+
+    @property
+    def residual_avals(self) -> tuple[Any, ...]:
+        """Avals of all that a backward reads of its forward."""
+        return (*self.residual_input, *self.residual_weight)
+
     def __str__(self) -> str:
         parts = ("hoist", "forward", "backward", "input_grad", "weight_grad")
         return "\n".join(f"{name} = {getattr(self, name)}" for name in parts)
-
-
-class ParamUse(NamedTuple):
-    """What is done with a parameter: whether it has a gradient, and whether what depends on it
-    alone is made once a step.
-    """
-
-    trained: bool = True
-    once: bool = True
-
-    @classmethod
-    def of(cls, leaf: Any, *, frozen: bool) -> ParamUse:
-        """Frozen ones of fewer than 16 bits are kept small: what they stand for is made where it is
-        needed.
-        """
-        small = not jnp.issubdtype(leaf.dtype, jnp.inexact) or leaf.dtype.itemsize < 2
-        return cls(not frozen, not (frozen and small))
 
 
 @dataclass(frozen=True)
@@ -151,7 +188,6 @@ class LastCode:
     hoist: core.Jaxpr
     train: core.Jaxpr
     evaluate: core.Jaxpr
-    once_avals: tuple[Any, ...]
     aux_tree: Any
     aux_avals: tuple[Any, ...]
     loss_dtype: Any
@@ -161,10 +197,20 @@ class LastCode:
     # what one of them leaves in a pool for another
     left: Mapping[Place, tuple[Any, ...]] = field(default_factory=dict)
 
+    @property
+    def once_avals(self) -> tuple[Any, ...]:
+        """Avals of what is computed once a step."""
+        return outputs_of(self.hoist)
+
 
 def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
     """Evaluate a jaxpr without constants."""
     return results_of(core.ClosedJaxpr(jaxpr, []), *arguments)
+
+
+def outputs_of(jaxpr: core.Jaxpr) -> tuple[Any, ...]:
+    """The avals of a jaxpr's results."""
+    return tuple(atom.aval for atom in jaxpr.outvars)
 
 
 def inexact(leaf: Any) -> bool:

@@ -1,5 +1,5 @@
-"""What `Pipeline` asks of an executor: one job, a step or an evaluation, and the executor that does
-it.
+"""The job that `Pipeline` gives to an executor, a step or an evaluation, and the protocol of
+executors.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ..model.functions import Functions
 from ..model.param_layout import ParamLayout
 from ..model.spread import Cuts
 
-# Is told the job, what was traced for it (a `ModelCode`), and how each kind of stage stores it
+# Called with the job, its trace (a `ModelCode`), and the entries of each kind of stage
 # (`StageEntries`).
 Observe: TypeAlias = Callable[["Job", Any, Any], None]
 
-# Is called on the host with (place along the axes that are left to the partitioner, 0 at the begin
-# and 1 at the end, data shard, device, kind, stage, microbatch) of a block, in one array, and what
-# the call must wait for; returns int32 0.
+# Called on the host with two arguments, and returns int32 0.  The first is an array of (place along
+# the axes that are left to the partitioner, 0 at the begin and 1 at the end, data shard, device,
+# kind, stage, microbatch) of a block; the call waits for the second.
 Clock: TypeAlias = Callable[..., Any]
 
 
@@ -37,7 +37,7 @@ class Job:
     accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
     plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
-    # return what the last stage returns, which `functions.last` hands over as its metrics
+    # return the outputs of the last stage, which `functions.last` returns as its metrics
     outputs: bool = False
     # which parameters are cut over the pipe axis
     cuts: Cuts = field(default_factory=lambda: Cuts(1))
@@ -46,7 +46,7 @@ class Job:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What it returns besides gradients."""
+        """The results besides gradients, by name."""
         if self.outputs:
             return ("outputs", "state")
         return ("state",) if self.functions.last is None else ("loss", "losses", "metrics", "state")

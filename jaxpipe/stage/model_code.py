@@ -45,7 +45,7 @@ class ModelCode:
 
     @property
     def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
-        """What waits in pools for `first` and `last`."""
+        """The values that pools keep for `first` and `last`."""
         table, first = self.program.schedule.encoded, self.first
         found = {
             # what the gradient needs: what `first` keeps, or of all devices the input's gradient
@@ -105,7 +105,7 @@ def trace_model(
     for stage, function in enumerate(functions.stages):
         params, state = job.layout.avals_of(stage, owned), job.layout.avals_of(stage, kept)
         uses = _uses(params, job.layout.leaves_of(stage, job.plans["stages"])) + shared_uses
-        # and where they lie
+        # and the names of their leaves
         key = (
             function,
             _form(params),
@@ -139,12 +139,12 @@ def trace_model(
 
 
 def _form(tree: PyTree) -> Any:
-    """A tree's structure, shapes and dtypes, which can be compared."""
+    """A tree's structure, shapes and dtypes, to compare."""
     return jax.tree.structure(tree), tuple((tuple(a.shape), a.dtype) for a in jax.tree.leaves(tree))
 
 
 def _uses(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
-    """What is done with each of these parameters."""
+    """The uses of each of these parameters."""
     return [
         ParamUse.of(leaf, frozen=plan.frozen)
         for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)
@@ -198,8 +198,8 @@ def _check_takes(
 
 
 def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
-    """PipelineError for communication over the pipe axis, which would wait for ever: devices run
-    different stages at a time.
+    """PipelineError for communication over the pipe axis: devices run different stages at a time,
+    so it would wait for ever.
     """
     found = sorted(
         {primitive for jaxpr in jaxprs for primitive, axes in collectives(jaxpr) if axis in axes}

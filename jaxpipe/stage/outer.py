@@ -13,7 +13,6 @@ from jax.extend import core
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import drop_dead, flatten
-from ..table.effects import Liveness
 from .code import LastCode, ParamUse, StageCode, inexact
 from .split import Hoisted
 from .trace import chosen, filled
@@ -97,7 +96,6 @@ def trace_last(
         hoist=traced.hoisted.hoist,
         train=body,
         evaluate=evaluate.replace(invars=evaluate.invars[:-1]),
-        once_avals=traced.hoisted.once,
         aux_tree=aux_tree,
         aux_avals=tuple(aux_leaves),
         loss_dtype=loss.dtype,
@@ -108,8 +106,8 @@ def trace_last(
 def trace_spread_first(
     function: Callable[..., PyTree], params: PyTree, extra: PyTree, uses: Sequence[ParamUse]
 ) -> StageCode:
-    """Trace `function(params, (), extra) -> x` and its gradient, which keeps nothing of the
-    forward: a lookup's needs nothing of it.
+    """Trace `function(params, (), extra) -> x` and its gradient.  The forward leaves no residuals:
+    the gradient of a lookup needs none.
 
     What the gradient of another function needs it runs again.  The code is that of a stage without
     input, residuals and I and W.
@@ -139,6 +137,10 @@ def trace_spread_first(
     nothing = evaluate.replace(outvars=[], eqns=[])
     return StageCode(
         consts=traced.consts,
+        uses=tuple(uses),
+        num_extra=before,
+        y_tree=x_tree,
+        y_avals=tuple(x_leaves),
         hoist=traced.hoisted.hoist,
         forward=evaluate,
         evaluate=evaluate,
@@ -146,17 +148,4 @@ def trace_spread_first(
         backward=backward,
         input_grad=nothing,
         weight_grad=nothing,
-        y_tree=x_tree,
-        y_avals=tuple(x_leaves),
-        loss=None,
-        state=(),
-        x_avals=(),
-        once_avals=traced.hoisted.once,
-        residual_input=(),
-        residual_weight=(),
-        stash=(),
-        x_wanted=(),
-        y_wanted=tuple(inexact(leaf) for leaf in x_leaves),
-        trained=tuple(trained),
-        liveness=Liveness(),
     )

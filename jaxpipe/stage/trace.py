@@ -15,8 +15,8 @@ from ..jaxprs import flatten, stores_on_host
 from ..jaxprs.equations import renamed, with_equations
 from ..model.functions import StageOutput
 from .appended import writing_rows
-from .code import ParamUse, StageCode, inexact
-from .split import Inputs, Joint, Returns, pieces
+from .code import ParamUse, Signature, StageCode, inexact
+from .split import pieces
 
 
 def trace_stage(
@@ -71,8 +71,6 @@ def trace_stage(
     y, (state, rows), vjp = shapes
     vjp_leaves, vjp_tree = jax.tree.flatten(vjp)
     y_leaves, both_tree = jax.tree.flatten(y)
-    state_leaves = jax.tree.leaves(state)
-    row_leaves = jax.tree.leaves(rows)
     dy = [leaf for leaf in y_leaves if inexact(leaf)]
 
     def transposed(residuals: Leaves, dy: Leaves) -> PyTree:
@@ -81,29 +79,27 @@ def trace_stage(
         return jax.tree.unflatten(vjp_tree, residuals)(jax.tree.unflatten(both_tree, full))
 
     backward = jax.make_jaxpr(transposed)(vjp_leaves, dy)
-    outputs = [*y_leaves, *state_leaves, *row_leaves]
-    joint = _join(flatten(forward), flatten(backward), len(outputs), len(dy))
-    inputs = Inputs(
-        len(joint.consts),
-        tuple(uses),
-        len(x_leaves),
-        len(jax.tree.leaves(extra)),
-        carry,
-        buffers,
-    )
     has_loss = not isinstance(y[1], tuple)
-    y_count = len(y_leaves) - has_loss
-    returns = Returns(
+    y_count = len(y_leaves) - has_loss - carry - buffers
+    x_avals = tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in x_leaves)
+    x_count = len(x_leaves) - carry - buffers
+    flat = flatten(forward), flatten(backward)
+    signature = Signature(
+        consts=(*flat[0].consts, *flat[1].consts),
+        uses=tuple(uses),
+        x_avals=x_avals[:x_count],
+        num_extra=len(jax.tree.leaves(extra)),
         y_tree=jax.tree.structure(y[0][0]),
-        y=tuple(y_leaves[:y_count]),
+        y_avals=tuple(y_leaves[:y_count]),
         loss=y_leaves[-1] if has_loss else None,
-        state=tuple(state_leaves),
-        x=tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in x_leaves),
-        x_wanted=wanted,
-        appended=len(row_leaves),
+        state=tuple(jax.tree.leaves(state)),
+        carry=x_avals[x_count : x_count + carry],
+        buffers=x_avals[x_count + carry :],
     )
-    code = writing_rows(pieces(joint, inputs, returns), len(row_leaves))
-    return replace(code, offloads=stores_on_host(forward.jaxpr))
+    appended = len(jax.tree.leaves(rows))
+    joint = _join(flat[0].jaxpr, flat[1].jaxpr, signature.num_outputs + appended)
+    code = pieces(joint, len(flat[0].jaxpr.eqns), signature, appended=appended)
+    return replace(writing_rows(code, appended), offloads=stores_on_host(forward.jaxpr))
 
 
 def filled(values: Leaves, leaves: Leaves, replaced: Sequence[bool]) -> Leaves:
@@ -122,20 +118,14 @@ def _no_gradient(leaf: Any) -> Any:
     return np.zeros(leaf.shape, jax.dtypes.float0)
 
 
-def _join(
-    forward: core.ClosedJaxpr, backward: core.ClosedJaxpr, y_count: int, dy_count: int
-) -> Joint:
+def _join(forward: core.Jaxpr, backward: core.Jaxpr, outputs: int) -> core.Jaxpr:
     """One jaxpr of both, the backward reading the forward's variables."""
-    f = forward.jaxpr
-    residuals = f.outvars[y_count:]
-    inner = backward.jaxpr.invars[: len(residuals)]
-    b = renamed(backward.jaxpr, dict(zip(inner, residuals, strict=True)))
-    dy = b.invars[len(residuals) :]
-    assert len(dy) == dy_count
-    jaxpr = with_equations(
-        f,
-        [*f.eqns, *b.eqns],
-        [*f.constvars, *b.constvars, *f.invars, *dy],
-        [*f.outvars[:y_count], *b.outvars],
+    residuals = forward.outvars[outputs:]
+    dy = backward.invars[len(residuals) :]
+    joined = renamed(backward, dict(zip(backward.invars, residuals, strict=False)))
+    return with_equations(
+        forward,
+        [*forward.eqns, *joined.eqns],
+        [*forward.constvars, *backward.constvars, *forward.invars, *dy],
+        [*forward.outvars[:outputs], *joined.outvars],
     ).replace(constvars=[])
-    return Joint(jaxpr, (*forward.consts, *backward.consts), len(f.eqns))

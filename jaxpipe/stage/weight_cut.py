@@ -1,5 +1,5 @@
-"""Where I ends and W begins: of several cuts of a backward, the one that leaves the least in memory
-between them.
+"""The border between I and W: of two cuts of a backward, the one that leaves the fewest bytes in
+memory between them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def cut_weights(
     where no cut `fits`.
 
     Every matmul that the input's gradient needs is in I and every other one in W.  Light equations
-    may stand on either side: of the gradient of a norm's scale, a sum over what I has anyway, I
-    leaves the result where that is smaller than what the sum reads.  Inputs of the numbers `priced`
-    stay in memory until W where it reads them.
+    may be in either: the gradient of a norm's scale is a sum over values that I has, so I does it
+    where the result is smaller than those values.  Inputs of the numbers `priced` stay in memory
+    until W where it reads them.
     """
     mask = [False] * params + [True] * (len(backward.outvars) - params)
     held = [backward.invars[i] for i in priced]

@@ -124,7 +124,7 @@ class Effect:
         field: of the kind's record, the field that holds the slot; "" where the place is no pool.
         of: the stage to which the value belongs.
         when: the flag of the record that must be set; None where it always happens.
-        never: flags of the record; it does not happen in code where one of them is always set.
+        unless: flags of the record; it does not happen in code where one of them is always set.
         present: kinds of which the table must have one, where there are any.
         absent: kinds of which the table must have none.
         until: the field of `Liveness` for the place must be at least this, where there is one.
@@ -136,7 +136,7 @@ class Effect:
     field: str = ""
     of: Of = Of.OWN
     when: str | None = None
-    never: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
     present: tuple[Kind, ...] = ()
     absent: tuple[Kind, ...] = ()
     until: LastUse = LastUse.FORWARD
@@ -158,7 +158,7 @@ EFFECTS = (
     Effect(_F, WRITE, _EARLY, "residual_input", when="keeps", present=_BACKWARDS),
     Effect(_F, WRITE, _LATE, "residual_weight", when="keeps", present=_BACKWARDS),
     Effect(_F, WRITE, Place.X, "out", Of.NEXT, when="is_local"),
-    Effect(_F, WRITE, Place.SENT_X, of=Of.NEXT, never=_SENT_X),
+    Effect(_F, WRITE, Place.SENT_X, of=Of.NEXT, unless=_SENT_X),
     Effect(_F, WRITE, Place.STAGE_STATE),
     Effect(_F, WRITE, Place.LOSSES, when="has_loss"),  # of the stage itself
     Effect(_F, WRITE, Place.LAST, "out", when="is_last", present=(_L,)),
@@ -190,7 +190,7 @@ EFFECTS = (
             Effect(kind, READ, Place.FIRST, "first", when="is_first", absent=SPREAD_FIRST),
             *((Effect(kind, WRITE, _STASH, "stash"),) if kind is _I else ()),
             Effect(kind, WRITE, Place.COTANGENT, "out", Of.BEFORE, when="is_local"),
-            Effect(kind, WRITE, Place.SENT_DX, of=Of.BEFORE, never=_SENT_DX),
+            Effect(kind, WRITE, Place.SENT_DX, of=Of.BEFORE, unless=_SENT_DX),
             Effect(kind, WRITE, Place.FIRST, "out", when="is_first", present=SPREAD_FIRST),
             Effect(kind, WRITE, Place.FIRST_GRADIENTS, when="is_first", absent=SPREAD_FIRST),
             Effect(kind, WRITE, Place.SHARED_GRADIENTS, when="is_first", absent=SPREAD_FIRST),

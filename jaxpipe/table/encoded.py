@@ -62,7 +62,7 @@ class CollectiveAction(NamedTuple):
     user: int  # the action of that stage that reads what it makes; -1 where there is none
 
     @property
-    def home(self) -> int:
+    def partner(self) -> int:
         """An action of its stage and microbatch, on the device that gives it what it reads and
         takes what it makes.
         """

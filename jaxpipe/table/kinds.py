@@ -92,7 +92,7 @@ class KindSpec:
 
     Attributes:
         kind: the kind that is declared.
-        words: its name in pictures.
+        description: its name in pictures.
         direction: the pass that it belongs to.
         needs: what it needs of the neighbour stage that comes before it in its pass (where there is
             one).
@@ -112,7 +112,7 @@ class KindSpec:
     """
 
     kind: Kind
-    words: str
+    description: str
     direction: Pass
     needs: Value | None = None
     reads: tuple[Value, ...] = ()
@@ -154,7 +154,7 @@ class KindSpec:
 KINDS = (
     KindSpec(
         kind=Kind.F,
-        words="forward",
+        description="forward",
         direction=Pass.FORWARD,
         needs=Value.OUTPUT,
         makes=(Value.OUTPUT, Value.INPUT, Value.ACTIVATIONS),
@@ -165,7 +165,7 @@ KINDS = (
     ),
     KindSpec(
         kind=Kind.B,
-        words="backward",
+        description="backward",
         direction=Pass.BACKWARD,
         needs=Value.INPUT_GRAD,
         reads=(Value.ACTIVATIONS,),
@@ -178,7 +178,7 @@ KINDS = (
     ),
     KindSpec(
         kind=Kind.I,
-        words="input gradient",
+        description="input gradient",
         direction=Pass.BACKWARD,
         needs=Value.INPUT_GRAD,
         reads=(Value.ACTIVATIONS,),
@@ -191,7 +191,7 @@ KINDS = (
     ),
     KindSpec(
         kind=Kind.W,
-        words="weight gradient",
+        description="weight gradient",
         direction=Pass.BACKWARD,
         reads=(Value.STASH,),
         makes=(Value.WEIGHT_GRAD,),
@@ -200,13 +200,19 @@ KINDS = (
         light=("#7a4cb8", "#d8c5f0"),
         dark=("#8654c4", "#d0baee"),
     ),
-    KindSpec(kind=Kind.SEND_F, words="transfer", direction=Pass.FORWARD, sends=Value.OUTPUT),
-    KindSpec(kind=Kind.RECV_F, words="transfer", direction=Pass.FORWARD, receives=Kind.SEND_F),
-    KindSpec(kind=Kind.SEND_B, words="transfer", direction=Pass.BACKWARD, sends=Value.INPUT_GRAD),
-    KindSpec(kind=Kind.RECV_B, words="transfer", direction=Pass.BACKWARD, receives=Kind.SEND_B),
+    KindSpec(kind=Kind.SEND_F, description="transfer", direction=Pass.FORWARD, sends=Value.OUTPUT),
+    KindSpec(
+        kind=Kind.RECV_F, description="transfer", direction=Pass.FORWARD, receives=Kind.SEND_F
+    ),
+    KindSpec(
+        kind=Kind.SEND_B, description="transfer", direction=Pass.BACKWARD, sends=Value.INPUT_GRAD
+    ),
+    KindSpec(
+        kind=Kind.RECV_B, description="transfer", direction=Pass.BACKWARD, receives=Kind.SEND_B
+    ),
     KindSpec(
         kind=Kind.R,
-        words="recompute",
+        description="recompute",
         direction=Pass.BACKWARD,
         reads=(Value.INPUT,),
         makes=(Value.ACTIVATIONS,),
@@ -216,7 +222,7 @@ KINDS = (
     ),
     KindSpec(
         kind=Kind.L,
-        words="last, spread",
+        description="last, spread",
         direction=Pass.FORWARD,
         makes=(Value.SHARE_STASH,),
         end=End(-1, Value.OUTPUT, Value.INPUT_GRAD),
@@ -226,7 +232,7 @@ KINDS = (
     ),
     KindSpec(
         kind=Kind.E,
-        words="first, spread",
+        description="first, spread",
         direction=Pass.FORWARD,
         end=End(0, None, Value.OUTPUT),
         cost="first",
@@ -235,7 +241,7 @@ KINDS = (
     ),
     KindSpec(
         kind=Kind.G,
-        words="gradient of first, spread",
+        description="gradient of first, spread",
         direction=Pass.BACKWARD,
         end=End(0, Value.INPUT_GRAD, None),
         cost="first_grad",
@@ -244,7 +250,7 @@ KINDS = (
     ),
     KindSpec(
         kind=Kind.H,
-        words="weight gradient of last, spread",
+        description="weight gradient of last, spread",
         direction=Pass.BACKWARD,
         reads=(Value.SHARE_STASH,),
         part_of=Kind.L,

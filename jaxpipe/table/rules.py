@@ -181,7 +181,7 @@ def _late_parts(table: Encoded) -> list[Violation]:
             has, lacks = (sooner, later) if wanted[number, m] else (later, sooner)
             other = int(table.at[has, number, m])
             message = (
-                f"{number}{lacks.name}{m} is missing: {KINDS[lacks].words}, of the share "
+                f"{number}{lacks.name}{m} is missing: {KINDS[lacks].description}, of the share "
                 f"{table.text(other)}"
             )
             found.append(_at(table, "completeness", other, message))
@@ -198,7 +198,7 @@ def _lone_shares(table: Encoded) -> list[Violation]:
             other = int(there[0])
             message = (
                 f"the table has {KIND_NAMES[table.kind[other]]}, but no {kind.name}: "
-                f"{KINDS[kind].words}, on every device"
+                f"{KINDS[kind].description}, on every device"
             )
             found.append(_at(table, "completeness", other, message))
     return found

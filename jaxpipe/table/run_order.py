@@ -96,9 +96,9 @@ def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
     A device is either in `runnable`, once, or it has stopped, or it is done.
     """
     total, devices = table.num_actions, table.num_devices
-    meetings = dict(table.collectives)
+    collectives = dict(table.collectives)
     # how many are not there yet
-    absent = dict.fromkeys((meeting.members[0] for meeting in meetings.values()), devices)
+    absent = dict.fromkeys((collective.members[0] for collective in collectives.values()), devices)
     owner, is_send = table.device.tolist(), table.of_kinds(SENDS).tolist()
     done = bytearray(total + 1)
     done[total] = 1
@@ -126,8 +126,8 @@ def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
                     if stopped[owner[j]] != j:
                         break
                     at_once = (i, j) if is_send[i] else (j, i)
-                elif i in meetings:
-                    at_once = meetings[i].members
+                elif i in collectives:
+                    at_once = collectives[i].members
                     absent[at_once[0]] -= 1
                     if absent[at_once[0]]:
                         break
@@ -149,16 +149,16 @@ def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
         rounds -= 1
         if len(order) == total or rounds < 0:
             return RunOrder(tuple(order), tuple(cycles))
-        for cycle in _cycles(_stuck(stopped, meetings, mate, need, owner)):
+        for cycle in _cycles(_stuck(stopped, collectives, mate, need, owner)):
             cycles.append(cycle)
             # Pretend, so that later cycles are found too.
             device, at, on, _ = cycle[0]
             freed = [device]
-            if at in meetings:  # each device does its share alone
-                members = meetings[at].members
+            if at in collectives:  # each device does its share alone
+                members = collectives[at].members
                 freed = [d for d, member in enumerate(members) if stopped[d] == member]
                 for member in members:
-                    del meetings[member]
+                    del collectives[member]
             elif mate[at] >= 0:
                 mate[on] = mate[at] = -1
             else:
@@ -171,7 +171,7 @@ def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
 
 def _stuck(
     stopped: Sequence[int],
-    meetings: Mapping[int, CollectiveAction],
+    collectives: Mapping[int, CollectiveAction],
     mate: Sequence[int],
     need: Sequence[int],
     owner: Sequence[int],
@@ -183,10 +183,10 @@ def _stuck(
     for device, at in enumerate(stopped):
         if at < 0:
             continue
-        if at not in meetings:
+        if at not in collectives:
             on = mate[at] if mate[at] >= 0 else need[at]
         else:
-            members = meetings[at].members
+            members = collectives[at].members
             if members[0] not in missing:
                 missing[members[0]] = next(
                     member for d, member in enumerate(members) if stopped[d] != member

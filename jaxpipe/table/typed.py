@@ -87,7 +87,7 @@ def _read_all(given: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) -
     hints = _hints(owner)
     read = {name: _read(value, hints.get(name, Any)) for name, value in given.items()}
     faults = [
-        f"{name} must be {_words(hints[name])}, not {quoted(given[name])}"
+        f"{name} must be {_type_text(hints[name])}, not {quoted(given[name])}"
         for name, value in read.items()
         if value is _MISFIT
     ]
@@ -136,11 +136,11 @@ def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
     return _MISFIT if any(_MISFIT is each for each in found) else found
 
 
-def _words(hint: Any) -> str:
+def _type_text(hint: Any) -> str:
     """An annotation, as an error says what a value must be."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return " or ".join(map(_words, get_args(hint)))
+        return " or ".join(map(_type_text, get_args(hint)))
     if origin is not None:
         return "a mapping" if issubclass(origin, Mapping) else "a sequence"
     if hint in _WORDS:

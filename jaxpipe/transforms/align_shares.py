@@ -1,8 +1,7 @@
-"""E and G of a table with L moved to where an L is: what all devices do at once comes in equal
-sets, at the rhythm of L.
+"""Moves each E and G of a table to an L, so that collective actions come in equal sets.
 
-Meetings that come one by one are code of their own in the program, or under predicates.  An E may
-be done sooner, and a G later: each keeps one hidden state for longer.
+A collective action that comes alone needs code of its own in the program, or a predicate.  An E is
+moved to an earlier place and a G to a later one.  Each keeps one hidden state for longer.
 """
 
 from __future__ import annotations
@@ -14,22 +13,22 @@ from ..table.action import Action, Cell, Kind, parts
 from ..table.kinds import TOGETHER
 from ..table.schedule import Schedule
 
-# So many of what the first stage needs, or has made, may wait, and one more for two devices each:
-# bursts of interleaved tables need it.
+# The most inputs (E) and gradients (G) of the first stage that may wait, plus one for every two
+# devices: bursts of interleaved tables need them.
 _MOST_WAITING = {Kind.E: 1, Kind.G: 2}
 _ORDER = (Kind.L, Kind.E, Kind.G)
 
 
 @dataclass
 class _Group:
-    """Meetings without any work between them, and the work of each device before them."""
+    """Collective actions without any work between them, and the work of each device before them."""
 
     work: list[list[Cell]]
     microbatches: dict[Kind, list[int]] = field(
         default_factory=lambda: {kind: [] for kind in _ORDER}
     )
 
-    def made(self, kinds: Sequence[Kind]) -> int:
+    def count(self, kinds: Sequence[Kind]) -> int:
         """How many of the first stage's actions of these kinds are in the work."""
         return sum(
             a.stage == 0 and a.kind in kinds
@@ -41,10 +40,9 @@ class _Group:
 
 
 def align_shares(schedule: Schedule) -> Schedule:
-    """The table with E and G that have meetings of their own moved to an L, those of the L between
-    making room, while few wait.
+    """The table in which each E and G that is alone is moved to an L, while few values wait.
 
-    Within a meeting L come first, then E, then G.  No row changes the order of anything else.
+    In a set, L comes first, then E, then G.  All other actions keep their order in their row.
     """
     groups, rest = _groups(schedule)
     _move(groups, Kind.E, _waiting_inputs(groups))
@@ -67,15 +65,15 @@ def _groups(schedule: Schedule) -> tuple[list[_Group], list[list[Cell]]]:
                 work[-1].append([])
             else:
                 work[-1][-1].append(cell)
-    meetings = [
+    collectives = [
         cell for cell in schedule.rows[0] if isinstance(cell, Action) and cell.kind in TOGETHER
     ]
     *before, rest = ([list(cells) for cells in each] for each in zip(*work, strict=True))
     groups: list[_Group] = []
-    for cells, meeting in zip(before, meetings, strict=True):
+    for cells, collective in zip(before, collectives, strict=True):
         if not groups or any(cells):
             groups.append(_Group(cells))
-        groups[-1].microbatches[meeting.kind].append(meeting.microbatch)
+        groups[-1].microbatches[collective.kind].append(collective.microbatch)
     return groups, rest
 
 
@@ -83,7 +81,7 @@ def _waiting_inputs(groups: Sequence[_Group]) -> list[int]:
     """After each group, how many E are done for an F to come."""
     found, waiting = [], 0
     for group in groups:
-        waiting += len(group.microbatches[Kind.E]) - group.made((Kind.F,))
+        waiting += len(group.microbatches[Kind.E]) - group.count((Kind.F,))
         found.append(waiting)
     return found
 
@@ -92,7 +90,7 @@ def _waiting_gradients(groups: Sequence[_Group]) -> list[int]:
     """Before each group, how many gradients of the first stage's input wait for their G."""
     found, waiting = [], 0
     for group in groups:
-        waiting += group.made((Kind.B, Kind.I))
+        waiting += group.count((Kind.B, Kind.I))
         found.append(waiting)
         waiting -= len(group.microbatches[Kind.G])
     return found

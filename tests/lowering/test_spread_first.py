@@ -189,7 +189,7 @@ def test_bursts_of_meetings_are_loops_within_a_trip():
     plan = plan_of(pipe.schedule)
     steady = max(plan.segments, key=lambda segment: segment.repeats * segment.period)
     assert any(loop.times == 2 and loop.body for loop in steady.loops)
-    assert steady.num_meeting_predicates == 0
+    assert steady.num_collective_predicates == 0
 
 
 def test_first_alone_is_spread_too():

@@ -452,7 +452,7 @@ def test_between_meetings_ticks_share_their_code_and_meetings_have_no_predicate(
     plan = plan_of(jp.spread_last(schedule))
     steady = max(plan.segments, key=lambda segment: segment.repeats * segment.period)
     assert steady.repeats >= 28, "a trip a microbatch"
-    assert steady.num_meeting_predicates == 0
+    assert steady.num_collective_predicates == 0
     assert len(steady.emitted) == 2, "L, and one code for the ticks between"
     assert steady.sharing(1).tolist() == [
         t for t in range(steady.start, steady.stop) if (t - steady.start) % steady.period
@@ -471,7 +471,7 @@ def test_meetings_in_ramps_have_no_predicate_where_few_pieces_of_code_do(name, d
         schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
         costs = jp.Costs(last=0.2, first=0, first_grad=0)
         plan = plan_of(jp.spread_first(jp.spread_last(schedule, costs=costs), costs=costs))
-        assert sum(segment.num_meeting_predicates for segment in plan.segments) <= most
+        assert sum(segment.num_collective_predicates for segment in plan.segments) <= most
         assert faults(plan.program()) == ()
         once = [segment for segment in plan.segments if segment.repeats == 1]
         assert sum(len(segment.emitted) for segment in once) <= 24
@@ -526,7 +526,7 @@ def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(nam
     for microbatches in (64, 128):
         schedule = jp.schedules.build(name, devices=4, microbatches=microbatches, chunks=chunks)
         plan = plan_of(jp.spread_first(jp.spread_last(schedule, costs=costs), costs=costs))
-        asked.append(sum(segment.num_meeting_predicates for segment in plan.segments))
+        asked.append(sum(segment.num_collective_predicates for segment in plan.segments))
         sizes.append(sum(segment.stage_size for segment in plan.segments))
     assert asked[0] == asked[1]
     assert sizes[1] <= sizes[0]

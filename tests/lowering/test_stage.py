@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxpipe.inspect.step_report import fallbacks
 from jaxpipe.stage.code import run
 from jaxpipe.stage.trace import trace_stage
+from jaxpipe.table.effects import LastUse
 from tests.models import twin
 from tests.tiers import slow
 from tests.tolerance import FLOAT64, apart, longest_chain
@@ -514,6 +515,35 @@ def test_a_tanh_layer_keeps_its_output_and_nothing_else():
     # tanh' = 1 - y^2 needs y, or 1 - y^2 itself; x has a slot of its own and a is a parameter.
     assert bytes_of((*code.residual_input, *code.residual_weight)) == ROWS * WIDTH * 8
     assert bytes_of(code.stash) == ROWS * WIDTH * 8
+
+
+def test_between_i_and_w_are_the_fewest_bytes():
+    """W could make the input of each matmul again from x, dy and residuals, but these would stay in
+    memory until then.
+    """
+
+    def layer(params, x, extra):
+        centred = x - x.mean(-1, keepdims=True)
+        h = centred * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * params["scale"]
+        return (
+            x + jax.nn.gelu((h + params["shift"]) @ params["up"] + params["bias"]) @ params["down"]
+        )
+
+    rows, width, hidden = 64, 16, 64
+    shapes = {"scale": (width,), "shift": (width,), "bias": (hidden,)}
+    shapes |= {"up": (width, hidden), "down": (hidden, width)}
+    params, x = (
+        {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()},
+        (rows, width),
+    )
+    code = trace_stage(layer, params, jax.ShapeDtypeStruct(x, jnp.float32), {})
+    assert code.liveness.x is LastUse.INPUT_GRAD
+    assert not code.residual_weight
+    # The inputs of both matmuls and the gradient of the first; gradients of scale, shift and bias,
+    # which are sums over rows.
+    matmuls = [(rows, width), (rows, hidden), (rows, hidden)]
+    sums = [(width,), (width,), (hidden,)]
+    assert bytes_of(code.stash) == sum(4 * prod(shape) for shape in (*matmuls, *sums))
 
 
 def test_a_linear_layer_keeps_nothing():

@@ -25,7 +25,7 @@ from jaxpipe.distributed import (
     local_rows,
     make_mesh,
 )
-from jaxpipe.processes import Causes, LastWords, differences, roll_text
+from jaxpipe.processes import Causes, ExitMessage, differences, roll_text
 
 from .jobs import free_port, start
 
@@ -210,10 +210,10 @@ def test_last_words_name_process_0_where_it_is_the_one_that_is_gone(count, answe
         service.bind(("127.0.0.1", 0))
         if answers:
             service.listen()
-        words = LastWords(Causes.of(1, count), f"127.0.0.1:{service.getsockname()[1]}")
-        words.say("died before")
-        words.say("died in step 7. {}. Again")
-        words._reader.communicate()  # the pipe ends without a word
+        message = ExitMessage(Causes.of(1, count), f"127.0.0.1:{service.getsockname()[1]}")
+        message.say("died before")
+        message.say("died in step 7. {}. Again")
+        message._reader.communicate()  # the pipe ends without a word
     said = capfd.readouterr().err
     assert said.startswith("died in step 7. ")
     assert said.endswith(". Again\n")
@@ -225,9 +225,9 @@ def test_last_words_name_process_0_where_it_is_the_one_that_is_gone(count, answe
 
 
 def test_last_words_are_not_said_at_a_good_end(capfd):
-    words = LastWords(Causes.of(0, 2), "127.0.0.1:1")
-    words.say("died in step 7. {}")
-    words.close()
+    message = ExitMessage(Causes.of(0, 2), "127.0.0.1:1")
+    message.say("died in step 7. {}")
+    message.close()
     assert not capfd.readouterr().err
 
 

@@ -120,7 +120,7 @@ def test_the_program_keeps_the_makespan_one_slot_and_no_predicate_around_l():
         jp.simulate(table).makespan
     )
     assert program.slots.share == 1
-    assert sum(segment.num_meeting_predicates for segment in program.segments) == 0
+    assert sum(segment.num_collective_predicates for segment in program.segments) == 0
     assert faults(program) == ()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 
 import jaxpipe as jp
 from jaxpipe.engine import bounds
-from jaxpipe.engine.bounds import bound_beside, preemptive_one_machine
+from jaxpipe.engine.bounds import preemptive_one_machine, timeline_bound
 from tests.strategies import random_schedule, randoms
 
 NAMES = (
@@ -72,7 +72,7 @@ def test_no_random_table_is_below_it(rng):
         transfer=rng.choice((0, 1)),
     )
     timeline = jp.simulate(schedule, costs)
-    bound, cap = bound_beside(timeline)
+    bound, cap = timeline_bound(timeline)
     assert bound <= timeline.makespan + 1e-9
     assert (cap is None) == any(action.kind is jp.Kind.R for *_, action in schedule.actions())
 
@@ -90,7 +90,7 @@ def test_tables_with_recompute_go_below_a_cap_alone():
         jp.lower_bound(placement=table.placement, microbatches=8, max_activations=1)
         > timeline.makespan
     )
-    assert bound_beside(timeline) == (
+    assert timeline_bound(timeline) == (
         jp.lower_bound(placement=table.placement, microbatches=8),
         None,
     )
@@ -102,7 +102,7 @@ def test_a_microbatch_goes_through_one_device_of_a_stage():
     table = jp.Schedule.from_rows(rows, placement=jp.Placement.bidirectional(devices=2))
     timeline = jp.simulate(table)
     assert timeline.peak_activations == (1, 1)
-    assert bound_beside(timeline) == (5, 1)
+    assert timeline_bound(timeline) == (5, 1)
     mixed = jp.Placement.explicit([(0, 1), 0, 0], devices=2)
     # three F, three I, one W
     assert jp.lower_bound(placement=mixed, microbatches=1, max_activations=2) == 7

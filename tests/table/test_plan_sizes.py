@@ -87,7 +87,9 @@ def test_predicates_of_meetings_do_not_grow_with_microbatches():
         choose_candidate(spread_last(jp.schedules.build("zb_h1", devices=8, microbatches=count)))
         for count in (32, 64)
     ]
-    few, many = (sum(segment.num_meeting_predicates for segment in each.segments) for each in found)
+    few, many = (
+        sum(segment.num_collective_predicates for segment in each.segments) for each in found
+    )
     assert many <= few
 
 

@@ -377,7 +377,7 @@ def test_page_data_is_what_hovering_needs(name):
     t = TIMELINES[name]()
     data = json.loads(Page(to_html(t)).data)
     assert len(data["rows"]) == t.schedule.num_devices
-    words = dict(zip(data["kinds"], data["words"], strict=True))
+    words = dict(zip(data["kinds"], data["descriptions"], strict=True))
     assert [words[kind] for kind in "FBIW"] == [
         "forward",
         "backward",

@@ -7,6 +7,7 @@ from .build import build, names
 from .conv import ConvNet
 from .gpt import GPT
 from .llama import Llama
+from .mixture import Mixture
 from .mlp import MLP
 from .moe import MoE
 from .rnn import RNN
@@ -18,6 +19,7 @@ __all__ = [
     "Context",
     "ConvNet",
     "Llama",
+    "Mixture",
     "MoE",
     "StagedModel",
     "SumCount",

@@ -1,0 +1,199 @@
+"""Train a mixture of experts through a pipeline, of any published size, with experts on an axis of
+their own: on one host, or on a pod by the launchers of examples/pod/.
+
+python examples/moe.py --steps 50
+    a tiny one on pipe 2 x expert 2 x data 2 virtual CPU devices, and beside it plain JAX
+python examples/moe.py --model tiny-latent --capacity 1.25 --schedule dualpipev
+    latent attention, a dense layer, shared experts, a balancing bias, one more predicted token
+python examples/moe.py --model deepseek-v3 --cluster --pipe 16 --expert 64 --data 2 --fsdp
+    --fsdp-axis expert --schedule dualpipev --microbatches 120 --rows 15360 --context 4096
+    --remat layer --capacity 1.25 --loss-tokens 512 --tokens corpus.npy --end 1 --peak 989
+
+Start it again with the same --out and it goes on from the newest checkpoint, under any --schedule
+and any --pipe, --expert and --data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+import jaxpipe as jp
+import llama
+from gpt.devices import find
+from jaxpipe.distributed import make_mesh
+from llama_parts import initial, weights
+from llama_parts.model import Remat
+from moe_parts.model import MoE
+from moe_parts.sizes import PUBLISHED, Scores, from_config
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of examples/llama.py, and those of experts."""
+    p = llama.parser(__doc__, tuple(PUBLISHED), "out/moe")
+    p.add_argument("--expert", type=int, default=2, help="devices that share the experts (2)")
+    p.add_argument(
+        "--capacity",
+        type=float,
+        default=0,
+        help="how many times the tokens of an even load an expert takes of a row (0: all tokens)",
+    )
+    p.add_argument(
+        "--bias-rate",
+        type=float,
+        default=1e-3,
+        help="how far the bias of an expert moves in a step (1e-3), where scores are sigmoids",
+    )
+    p.add_argument(
+        "--plain",
+        action=argparse.BooleanOptionalAction,
+        help="the same training in plain JAX beside it (with the tiny models)",
+    )
+    p.add_argument(
+        "--fsdp-axis",
+        choices=("data", "expert"),
+        default="data",
+        help="the axis of --fsdp (data); experts are split over the expert axis anyway",
+    )
+    p.set_defaults(pipe=2, data=2, rows=32, context=64, dtype=None)
+    return p
+
+
+def build(args: argparse.Namespace, mesh: Mesh) -> tuple[MoE, jp.Pipeline]:
+    """The model, and the pipeline that runs it."""
+    sizes = from_config(weights.config_of(args.load)) if args.load else PUBLISHED[args.model]
+    if args.spread_head and (sizes.tied or sizes.predict):
+        raise jp.PipelineError(
+            "--spread-head cuts a head that no other layer uses; leave it out for a tied table or "
+            "for a model that predicts one more token"
+        )
+    expert = "expert" if args.expert > 1 else None
+    # XLA:CPU has no ragged all-to-all
+    ragged = mesh.devices.flat[0].platform != "cpu"
+    model = MoE(
+        sizes,
+        jnp.dtype(args.dtype),
+        args.remat,
+        args.attention,
+        args.loss_tokens,
+        "tensor" if args.tensor > 1 else None,
+        args.sequence,
+        expert=expert,
+        capacity=args.capacity,
+        ragged=ragged,
+    )
+    schedule = jp.schedules.build(
+        args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks
+    )
+    layout = llama.layout_of(args, sizes, schedule)
+    sharding = jp.Sharding(
+        data=("data",) if expert is None else ("data", expert),
+        local=() if expert is None else expert,
+        fsdp=args.fsdp_axis if args.fsdp else None,
+        specs=model.specs(spread_head=args.spread_head),
+    )
+    pipe = jp.Pipeline(
+        model.pipeline_model(sizes.letters(), spread_head=args.spread_head),
+        schedule,
+        mesh,
+        layout=layout,
+        sharding=sharding,
+        memory=jp.Memory(remat="full" if args.remat is Remat.STAGE else None),
+    )
+    return model, pipe
+
+
+def balance(rate: float) -> optax.GradientTransformation:
+    """Moves the bias of each expert by `rate`, towards an even load (Wang et al. 2024); what it is
+    given in the place of gradients [layers, E] is the load.
+    """
+
+    def update(load: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        def move(load: jax.Array) -> jax.Array:
+            return rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+
+        return jax.tree.map(move, load), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def optimizer_of(args: argparse.Namespace, model: MoE) -> optax.GradientTransformation:
+    """Llama's for all that is trained, and the bias has a rule of its own.
+
+    Scales decay too: where a layout puts dense layers beside layers with experts, parameters of
+    both are in one array, and the same rule is for all of it.
+    """
+    trained = llama.optimizer_of(args, decay=None)
+    if model.sizes.routing.scores is not Scores.SIGMOID:
+        return trained
+
+    def labels(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "bias" if path[-1] == jax.tree_util.DictKey("bias") else "trained",
+            params,
+        )
+
+    return optax.multi_transform({"trained": trained, "bias": balance(args.bias_rate)}, labels)
+
+
+class Plain:
+    """The same training in plain JAX on one device: the same first weights, batches and
+    optimizer.
+    """
+
+    def __init__(self, args: argparse.Namespace, model: MoE) -> None:
+        alone = dataclasses.replace(model, expert=None, tensor=None)
+        loss_of = alone.pipeline_model(model.sizes.letters()).loss
+        optimizer = optimizer_of(args, model)
+
+        def loss(params: Any, batch: Any) -> Any:
+            found = loss_of(params, batch)
+            return found[0] if model.capacity else found
+
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            value, grads = jax.value_and_grad(loss)(params, batch)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        self._step = jax.jit(step, donate_argnums=(0, 1))
+        self._params = initial.canonical(model, jax.random.key(args.seed))
+        self._state = optimizer.init(self._params)
+
+    def __call__(self, batch: Any) -> str:
+        self._params, self._state, value = self._step(self._params, self._state, batch)
+        return f"   plain {float(value)!r}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    tiny = args.model.startswith("tiny") and not args.load
+    args.dtype = args.dtype or ("float32" if tiny else "bfloat16")
+    jax.config.update("jax_enable_x64", args.dtype == "float64")
+    if args.cluster:
+        jax.distributed.initialize()
+    shape = {"pipe": args.pipe, "data": args.data, "expert": args.expert, "tensor": args.tensor}
+    count = args.pipe * args.data * args.expert * args.tensor
+    try:
+        mesh = make_mesh(shape, devices=None if args.cluster else find(count))
+        model, pipe = build(args, mesh)
+        llama.say(
+            f"{model.sizes.parameters():,} parameters, {model.sizes.active():,} active, {pipe}"
+        )
+        plain = (tiny and not args.cluster) if args.plain is None else args.plain
+        begun = args.out.exists() and any(args.out.iterdir())
+        beside = Plain(args, model) if plain and not begun else lambda batch: ""
+        params = llama.train(args, model, pipe, optimizer_of(args, model), beside)
+        if args.export:
+            weights.save(args.export, pipe, model, params)
+    except jp.JaxpipeError as error:  # the message tells what to write instead
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Collectives of a compiled program, checked before it runs: devices that meet in one all come to
+it, and no two that are in flight together can wait for each other.
+
+All devices run one text, in one order.  They differ where a predicate lets a block run: it depends
+on the coordinate along the pipe axis, but for blocks that all devices run together (E, G, L).
+Collectives of one queue run in the order in which they are issued.  Those of different queues run
+in any order, and where they share two devices, each can wait for the other (openxla/xla 19026,
+40656, 47467).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from ..errors import PipelineError
+from ..table.action import Kind
+from ..table.kinds import COLLECTIVE
+from .collectives import Collective, find_collectives
+from .hlo import Frame, Instruction, Module, inner, parse
+
+Group = frozenset[int]
+_COMPONENTS = "xla_gpu_collective_permute_connected_components=true"
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_QUEUE = re.compile(r'"operation_queue_id":"(\d+)"')
+# The scope of a block in a tick: "F chunk 0", "W stage 3", "F.0 with B.0", "L".
+_SCOPE = re.compile(r"/([A-Z])(?: chunk \d+| stage \d+|\.\d+ with [A-Z]\.\d+)?(?:/|$)")
+
+
+def check_collectives(
+    compiled: Any, mesh: Mesh, *, axis: str = "pipe", components: bool | None = None
+) -> None:
+    """Check the collectives of a compiled step, of real or described devices, before it runs.
+
+    Args:
+        compiled: what `pipe.lower(...).compile()` returns.
+        mesh: of the pipeline.
+        axis: its pipe axis, along which predicates differ.
+        components: a permute's communicator holds the devices that its pairs connect, not all;
+            None asks XLA_FLAGS.
+
+    Raises:
+        PipelineError: collectives that can hang; each fault names the two that are involved.
+    """
+    if components is None:
+        components = _COMPONENTS in os.environ.get("XLA_FLAGS", "")
+    coordinates = np.indices(mesh.devices.shape)[mesh.axis_names.index(axis)].ravel().tolist()
+    faults = collective_faults(parse(compiled.as_text()), coordinates, components=components)
+    if faults:
+        raise PipelineError.listing("collectives of this program can hang", faults)
+
+
+def collective_faults(
+    module: Module, coordinates: Sequence[int], *, components: bool = False
+) -> list[str]:
+    """What is wrong with the collectives of a program; `coordinates` are those of its devices along
+    the pipe axis.
+    """
+    found = [_Meeting.of(each, len(coordinates), components) for each in find_collectives(module)]
+    return [
+        *(fault for meeting in found for fault in _group_faults(meeting, len(coordinates))),
+        *_predicate_faults(found, coordinates),
+        *_flight_faults(module, found),
+    ]
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """A collective with the devices that exchange values, and those of each communicator."""
+
+    collective: Collective
+    groups: tuple[tuple[int, ...], ...]  # of a permute: pairs
+    cliques: tuple[Group, ...]
+
+    @classmethod
+    def of(cls, collective: Collective, count: int, components: bool) -> _Meeting:
+        groups = groups_of(collective.start, count)
+        sets = [frozenset(group) for group in groups]
+        if collective.kind == "collective-permute":
+            sets = connected(sets) if components else [frozenset(range(count))]
+        return cls(collective, groups, tuple(sets))
+
+    @property
+    def name(self) -> str:
+        return f"{self.collective.kind} {self.collective.start.name}"
+
+    @property
+    def queue(self) -> str:
+        match = _QUEUE.search(self.collective.start.attributes)
+        return match[1] if match else "0"
+
+    def shares(self, other: _Meeting) -> Group:
+        """The most devices that a clique of each has in common."""
+        common = [a & b for a in self.cliques for b in other.cliques]
+        return max(common, key=len, default=frozenset())
+
+
+def groups_of(start: Instruction, count: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of a collective, or the pairs of a permute; one of all devices where none are
+    listed.
+    """
+    iota = _IOTA.search(start.attributes)
+    if iota:
+        shape, dims = ([int(n) for n in iota[i].split(",")] for i in (1, 2))
+        numbers = np.arange(np.prod(dims)).reshape(dims)
+        if iota[3]:
+            numbers = numbers.transpose([int(n) for n in iota[3].split(",")])
+        return tuple(map(tuple, numbers.reshape(shape).tolist()))
+    listed = _LISTED.search(start.attributes)
+    found = re.findall(r"\{([\d,]+)\}", listed[1]) if listed else []
+    groups = tuple(tuple(int(n) for n in group.split(",")) for group in found)
+    return groups or (tuple(range(count)),)
+
+
+def connected(pairs: Sequence[Group]) -> list[Group]:
+    """The devices that pairs connect, a set each.
+
+    >>> connected([frozenset({0, 1}), frozenset({2, 3}), frozenset({1, 4})])
+    [frozenset({2, 3}), frozenset({0, 1, 4})]
+    """
+    found: list[Group] = []
+    for pair in pairs:
+        apart = [group for group in found if not group & pair]
+        found = [*apart, pair.union(*(group for group in found if group & pair))]
+    return found
+
+
+def _group_faults(meeting: _Meeting, count: int) -> Iterator[str]:
+    """Groups that no devices can agree on."""
+    groups, name = meeting.groups, meeting.name
+    unknown = sorted({d for group in groups for d in group if d >= count})
+    if unknown:
+        yield f"{name} has devices {unknown}; the program has {count}"
+    if "channel_id=" not in meeting.collective.start.attributes:
+        yield f"{name} has no channel: its groups are replicas, and every device waits for itself"
+    permute = meeting.collective.kind == "collective-permute"
+    columns = list(zip(*groups, strict=True)) if permute else [sum(groups, ())]
+    for what, column in zip(("a source", "a target") if permute else ("in a group",), columns):
+        twice = sorted({d for d in column if column.count(d) > 1})
+        if twice:
+            yield (
+                f"{name} has devices {twice} twice as {what}"
+                if permute
+                else (f"{name} has devices {twice} in two groups")
+            )
+    if not permute and len({len(group) for group in groups}) > 1:
+        yield f"{name} has groups of different sizes: {groups}"
+
+
+def _differs(frames: Sequence[Frame]) -> bool:
+    """Whether a predicate around it may differ along the pipe axis."""
+    for frame in frames:
+        if frame.trips is None:
+            scope = _SCOPE.search(frame.instruction.op_name)
+            if scope is None or Kind[scope[1]] not in COLLECTIVE:
+                return True
+    return False
+
+
+def _predicate_faults(found: Sequence[_Meeting], coordinates: Sequence[int]) -> Iterator[str]:
+    """Collectives for which devices wait that do not come to them."""
+    for number, meeting in enumerate(found):
+        if not _differs(meeting.collective.place.frames):
+            continue
+        for clique in meeting.cliques:
+            at = sorted({coordinates[d] for d in clique if d < len(coordinates)})
+            if len(at) < 2:
+                continue
+            others = (*found[number + 1 :], *found[:number])
+            other = next((o for o in others if o.shares(meeting) & clique), meeting)
+            yield (
+                f"{meeting.name} is under a predicate that differs along the pipe axis, and meets "
+                f"devices {sorted(clique)} at coordinates {at}: those that do not run it wait in "
+                f"{other.name}"
+            )
+            break
+
+
+def _flight_faults(module: Module, found: Sequence[_Meeting]) -> Iterator[str]:
+    """Pairs in flight together, of different queues, that share two devices or more."""
+    by_name = {meeting.collective.start.name: meeting for meeting in found}
+    for meeting in found:
+        place = meeting.collective.place.computation
+        for other in _between(module, place.instructions, meeting.collective.start, by_name):
+            common = meeting.shares(other)
+            if meeting.queue != other.queue and len(common) > 1:
+                yield (
+                    f"{meeting.name} (queue {meeting.queue}) and {other.name} (queue "
+                    f"{other.queue}) are in flight together and share devices {sorted(common)}: "
+                    "each can wait for the other"
+                )
+
+
+def _between(
+    module: Module,
+    instructions: Sequence[Instruction],
+    start: Instruction,
+    by_name: dict[str, _Meeting],
+) -> Iterator[_Meeting]:
+    """The collectives that are issued between the start of one and its done, in loops too."""
+    if not start.opcode.endswith("-start"):
+        return
+    position = next(i for i, each in enumerate(instructions) if each is start)
+    for each in instructions[position + 1 :]:
+        if each.opcode.endswith("-done") and start.name in each.operands:
+            return
+        yield from _issued(module, each, by_name)
+
+
+def _issued(
+    module: Module, instruction: Instruction, by_name: dict[str, _Meeting]
+) -> Iterator[_Meeting]:
+    if instruction.name in by_name:
+        yield by_name[instruction.name]
+        return
+    for computation, _ in inner(module, instruction):
+        for each in computation.instructions:
+            yield from _issued(module, each, by_name)

@@ -1,0 +1,63 @@
+"""The GPU program of examples/moe.py: its all-to-alls run next to matmuls of the other half, and
+gradients are summed once a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import jaxpipe as jp
+from jaxpipe.inspect.collectives import Beside
+from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
+from moe_parts.model import MoE
+from moe_parts.sizes import Mixture, Routing
+from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
+from tests.gpu.test_pairs import of_pairs
+from tests.tiers import exhaustive, slow
+
+ROWS, TOKENS, MICROBATCHES, LAYERS = 2, 1024, 8, 8
+SIZES = Mixture(LAYERS, 512, 4, 2, 1024, 512, routing=Routing(8, 2, 704, 704))
+
+
+def program(name: str, **fields: Any) -> GpuProgram:
+    """The step of a small model on pipe 2 x expert 2."""
+    schedule = jp.schedules.build(name, devices=2, microbatches=MICROBATCHES)
+    mesh = gpu_mesh((2, 2), ("pipe", "expert"))
+    model = MoE(SIZES, jnp.bfloat16, expert="expert", **fields)
+    stages = schedule.num_stages
+    layout = "E" + "|".join(["t" * (LAYERS // stages)] * stages) + "L"
+    pipe = jp.Pipeline(
+        model.pipeline_model(layout),
+        schedule,
+        mesh,
+        layout=layout,
+        sharding=jp.Sharding(data="expert", local="expert", specs=model.specs()),
+    )
+    rows = NamedSharding(mesh, PartitionSpec("expert"))
+    shape = (2 * ROWS * MICROBATCHES, TOKENS)
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
+        for name, dtype in (("tokens", "int32"), ("targets", "int32"), ("weights", "float32"))
+    }
+    return compile_and_read(pipe.lower(pipe.place(model.shapes()), batch))
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("name", [slow("1f1b_overlap"), exhaustive("dualpipev")])
+def test_all_to_alls_run_next_to_matmuls_of_the_other_half(name: str) -> None:
+    found = program(name, capacity=1.0)
+    collectives = of_pairs(found, "all-to-all")
+    assert len(collectives) >= 4
+    assert 4 * sum(c.beside is Beside.MATMUL for c in collectives) >= 3 * len(collectives)
+    # gradients are summed after the loop: no reduction of several devices is in it
+    looped = [c for c in found.collectives if c.place.in_loop]
+    assert [str(c) for c in looped if c.kind in ("all-reduce", "reduce-scatter")] == []
