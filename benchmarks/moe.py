@@ -151,6 +151,7 @@ class Case:
         total = found.total_bytes + other["moments"]
         line = (
             self.name,
+            self.schedule,
             f"{self.pipe} x {self.expert} x {self.data}",
             str(self.microbatches),
             self.remat.value,
@@ -184,12 +185,13 @@ class Case:
         back = 1 + again * (self.remat is not Remat.EXCHANGED)
         work = [(c, (2 + again) * c) for c in compute]
         wait = [(t, back * t) for t in there]
-        # DualPipe-V: a device's two stages are s and S - 1 - s, and each forward's partner is the
+        # a device's stages are s and, in DualPipe-V, S - 1 - s: each forward's partner is the
         # backward of the other
+        vee = self.schedule == "dualpipev"
         pair = [
             max(f + b, hidden * (x + y)) + (1 - hidden) * (x + y)
             for (f, _), (_, b), (x, _), (_, y) in zip(
-                work, reversed(work), wait, reversed(wait), strict=True
+                work, work[::-1] if vee else work, wait, wait[::-1] if vee else wait, strict=True
             )
         ]
         transfer = 2 * tokens * sizes.width / NETWORK
@@ -213,6 +215,7 @@ class Case:
         every = sum(sizes.flops(self.context)[x] for x in sizes.letters())
         return (
             self.name,
+            self.schedule,
             str(devices),
             f"{sum(compute) / len(compute) * 1e3:.1f}",
             f"{sum(there) / len(there) * 1e3:.1f}",
@@ -234,22 +237,12 @@ def _rest(leaf: Any) -> int:
     return found
 
 
-def _deepseek(name: str, data: int, remat: Remat, microbatches: int) -> Case:
-    layout = "Ed|dd|" + "tt|" * 14 + "tt|" * 14 + "t|tL"
-    published = "1,543 a GPU"
-    return Case(
-        name,
-        "deepseek-v3",
-        16,
-        64,
-        data,
-        microbatches,
-        4096,
-        remat,
-        layout,
-        published,
-        fsdp="expert",
-    )
+def _deepseek(name: str, data: int, schedule: str = "1f1b_overlap") -> Case:
+    layout = "Eddd|" + "t" * 4 + "|" + "tttt|" * 12 + "tttt|ttL"
+    if schedule == "dualpipev":
+        layout = "Ed|dd|" + "tt|" * 28 + "t|tL"
+    case = Case(name, "deepseek-v3", 16, 64, data, 120, 4096, Remat.LAYER, layout, "1,543 a GPU")
+    return dataclasses.replace(case, schedule=schedule, fsdp="expert")
 
 
 def _marin(name: str, remat: Remat) -> Case:
@@ -261,15 +254,38 @@ def _marin(name: str, remat: Remat) -> Case:
 CASES = {
     "67b": _marin("67B-A2B", Remat.LAYER),
     "67b-exchanged": _marin("67B-A2B", Remat.EXCHANGED),
-    "v3": _deepseek("DeepSeek-V3", 1, Remat.LAYER, 120),
-    "v3-data": _deepseek("DeepSeek-V3, data 2", 2, Remat.LAYER, 120),
+    "v3-dualpipev": _deepseek("DeepSeek-V3", 1, "dualpipev"),
+    "v3": _deepseek("DeepSeek-V3", 1),
+    "v3-data": _deepseek("DeepSeek-V3", 2),
 }
 COMPILED = (
-    *("run", "pipe x expert x data", "M", "remat", "fsdp", "arguments", "temp", "moments", "total"),
+    *(
+        "run",
+        "schedule",
+        "pipe x expert x data",
+        "M",
+        "remat",
+        "fsdp",
+        "arguments",
+        "temp",
+        "moments",
+        "total",
+    ),
     *("published", "host waits", "GiB moved", "beside", "trace", "compile"),
 )
 PREDICTED = (
-    *("run", "GPUs", "F ms", "sends ms", "step s", "exposed s", "tokens/s", "a GPU", "MFU"),
+    *(
+        "run",
+        "schedule",
+        "GPUs",
+        "F ms",
+        "sends ms",
+        "step s",
+        "exposed s",
+        "tokens/s",
+        "a GPU",
+        "MFU",
+    ),
     "published tokens/s",
 )
 NOTES = (
@@ -283,6 +299,8 @@ NOTES = (
         "that have most of them (a pair's), next to a matmul of the other half.  trace, compile: "
         "seconds of the wall clock on a loaded machine.  DeepSeek-V3 without its layer for one "
         "more token.",
+        "The moves of a step would take GiB moved / 3,120 seconds at the data sheet's memory "
+        "bandwidth, if all predicates were taken: no prediction has that.",
     ),
     (
         "Written down before anyone ran it.  F, sends: of an average stage and microbatch.  "
