@@ -5,6 +5,7 @@ run.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,14 @@ def test_every_file_with_an_example_is_in_one_of_the_tests() -> None:
         files_with_examples(WITH_JAX)
     )
     assert not files_with_examples(ROOF)
+
+
+def test_every_public_name_is_in_the_reference_of_the_site() -> None:
+    text = (DOCS / "reference.md").read_text()
+    missing = []
+    for name in jp.__all__:
+        value = getattr(jp, name)
+        home = value.__name__ if inspect.ismodule(value) else f"{value.__module__}.{name}"
+        if f"::: {home}\n" not in text:
+            missing.append(home)
+    assert missing == []

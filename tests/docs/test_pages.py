@@ -118,7 +118,8 @@ def test_several_hosts_names_only_flags_that_jaxlib_knows():
 
 def test_the_site_builds(tmp_path):
     """Every link and anchor leads somewhere, or mkdocs refuses."""
-    pytest.importorskip("mkdocs", reason="mkdocs is not installed: the site is not built")
+    for name in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(name, reason=f"{name} is not installed: the site is not built")
     command = [
         sys.executable,
         "-m",
