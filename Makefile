@@ -24,6 +24,11 @@ PARALLEL = --numprocesses $(WORKERS) --dist worksteal
 # Without compiled bytecode every process compiles the tests and what they import anew.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Results that README and docs cite, those that are out of date: hours, from a clean commit.
+.PHONY: results
+results: $(VENV)/.ready-test
+	$(BIN)/python -m benchmarks.regenerate --run
+
 .PHONY: help train test test-slow test-tables verify lint clean
 .DELETE_ON_ERROR:
 

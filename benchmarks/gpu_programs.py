@@ -257,7 +257,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
             "jax-cuda13-pjrt of jaxlib's version"
         )
-    options = dict(option.split("=", 1) for option in args.options)
+    flags = {"true": True, "false": False}  # JAX takes no text for these
+    given = dict(option.split("=", 1) for option in args.options)
+    options = {name: flags.get(value, value) for name, value in given.items()}
     machine, rows = describe(), []
     for case in cases(args):
         begin = time.process_time()

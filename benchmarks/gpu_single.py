@@ -39,6 +39,7 @@ from examples.gpt.model import GPT
 from jaxpipe.lowering.plan import Plan
 from jaxpipe.program.segments import Segment
 from jaxpipe.program.templates import Presence
+from jaxpipe.spmd.compiler_options import NO_GRAPHS
 
 MARK = "result "
 LAYERS = 8
@@ -47,7 +48,7 @@ WARM_UP = 2  # calls: a CUDA graph is recorded in the second
 _PROFILED = {"xla_enable_command_buffers_during_profiling": True}
 SETTINGS: dict[str, dict[str, str | bool]] = {
     "on": _PROFILED,
-    "off": {"xla_gpu_enable_command_buffer": ""},
+    "off": NO_GRAPHS,
     "": {},
 }
 

@@ -8,10 +8,12 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from benchmarks.engines import engines
+
 
 def describe(*packages: str) -> list[str]:
     """Lines that say what was measured on: processor, cores, memory, load when asked, versions,
-    commit.
+    engines and commit.
     """
     load = os.getloadavg()[0]
     return [
@@ -23,7 +25,7 @@ def describe(*packages: str) -> list[str]:
                 *(f"{p} {_version(p)}" for p in ("jax", "jaxlib", *packages)),
             ]
         ),
-        f"commit {_commit()}",
+        f"engines {engines()}, commit {commit()}",
     ]
 
 
@@ -52,7 +54,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit of the checkout, with -dirty where it has changes.
+
+    JAXPIPE_RESULTS_COMMIT goes before it: results that were written do not count as changes.
+    """
+    given = os.environ.get("JAXPIPE_RESULTS_COMMIT")
+    if given:
+        return given
     here = Path(__file__).parent
     command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=10"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

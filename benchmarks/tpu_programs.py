@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxpipe as jp
-from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat
+from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat, _layer_policy
 from benchmarks.llama import Model, Shape, batch, parameters
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
@@ -138,7 +138,7 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
 def plain_seconds(work: Work) -> float:
     """Seconds to compile plain JAX's loss and gradients of what one device has."""
     shape = dataclasses.replace(work.case.shape, layers=work.case.layers)
-    model = Model(shape, remat_layer=work.case.remat is not Remat.NOTHING)
+    model = Model(shape, remat_layer=_layer_policy(work.case.remat), tensor=False)
     own = jp.Model(model.stage, first=model.first, last=model.last)
     mesh = tpu_mesh((1,), ("pipe",), topology=work.topology)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -363,8 +363,8 @@ def _check_number(step: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What the error says; of tensorstore's, which tells each layer's part, the last: the file, and
-    why it was not written.
+    """The text of an error; of tensorstore's, which has a part for each layer, the last part: the
+    file, and why it was not written.
     """
     text = " ".join(str(error).split()).rpartition("Failed writing: ")[2]
     return f"{type(error).__name__}: {text[:400]}"

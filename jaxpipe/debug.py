@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -84,12 +84,14 @@ def find_nonfinite(
     """The first NaN or infinity in the step that `value_and_grad` would run with these arguments,
     or None.
 
-    Microbatches are taken in order, each through all its forwards and then its backwards, so the
-    first is what a run without a pipeline would meet first, whatever the schedule.  It is for use
-    after a loss or gradient was seen not to be finite: the step itself pays nothing, and this costs
-    a forward and a recomputing backward of each stage and microbatch, one after the other on the
-    pipeline's own mesh, with one stage's parameters whole on every device.  Sums over microbatches
-    are not looked at.
+    Use it after a loss or a gradient was not finite.  Microbatches are taken in order, each through
+    all its forwards and then its backwards, as in a run without a pipeline.  Sums over microbatches
+    are not examined.  Sequences that the schedule cuts into slices are run whole: the microbatch
+    that is named is then the number of the sequence.
+
+    A step costs nothing more.  The search costs a forward and a recomputing backward of each stage
+    and microbatch, one after the other on the pipeline's own mesh, with one stage's parameters
+    whole on every device.
 
     Raises:
         PipelineError: as `value_and_grad` does.
@@ -101,18 +103,17 @@ def find_nonfinite(
     """
     if pipe.functions.has_state:
         raise PipelineError(
-            "find_nonfinite runs stages apart from each other, and so none that takes `state`; "
+            "find_nonfinite runs each stage by itself, so no stage may take `state`; "
             "give that stage a constant one"
         )
     if pipe.functions.spreads_last or pipe.functions.spreads_first:
         raise PipelineError(
-            "find_nonfinite runs functions apart from each other, and so none that is spread "
-            "over the devices; build a pipeline whose "
-            "`last` runs on one device"
+            "find_nonfinite runs each function by itself, so none may be spread over the "
+            "devices; build a pipeline whose `last` runs on one device"
         )
     pipe.trace(params, batch, rng=rng)  # raises what a step would raise
     search = _Search(pipe, params, batch, rng)
-    for microbatch in range(pipe.schedule.num_microbatches):
+    for microbatch in range(search.count):
         found = search.microbatch(microbatch)
         if found is not None:
             return found
@@ -145,9 +146,11 @@ class _Search:
         self.batch = jax.tree.map(
             lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch
         )
-        functions, last = pipe.functions, pipe.schedule.num_stages - 1
-        # Every call in forward order, with its stage.  Unlike stages are compiled apart, alike ones
-        # once.
+        functions = replace(pipe.functions, slices=1)
+        last = pipe.schedule.num_stages - 1
+        self.count = pipe.schedule.num_microbatches // pipe.schedule.slices
+        # Every call in forward order, with its stage.  Unlike stages are compiled one by one, alike
+        # ones once.
         self.calls = [
             (_Call("first", functions.run_first, OUTER_WANTS), 0),
             *(
@@ -193,9 +196,7 @@ class _Search:
         """The cotangent of a microbatch's loss, as in the step."""
         pipe = self.pipe
         mean = pipe.functions.loss is Loss.MEAN
-        return jnp.asarray(
-            1.0 / (pipe.schedule.num_microbatches * pipe._data_size) if mean else 1.0, dtype
-        )
+        return jnp.asarray(1.0 / (self.count * pipe._data_size) if mean else 1.0, dtype)
 
     def _params(self, call: _Call, stage: int) -> PyTree:
         """(parameters of the call, shared ones)."""
@@ -272,10 +273,10 @@ class _Search:
     def _extra(
         self, call: _Call, batch: PyTree, rng: Any, stage: Any, microbatch: Any
     ) -> dict[str, PyTree]:
-        """What the step gives the function besides parameters and x."""
+        """The further arguments of the function in the step."""
         rng = shard_key(rng, self.pipe.data_axes, self.pipe._data_size)
         return make_extra(
-            split_batch(batch, self.pipe.schedule.num_microbatches),
+            split_batch(batch, self.count),
             rng,
             stage,
             microbatch,

@@ -1,5 +1,5 @@
 """Functions of a pipeline under `jax.grad`: a loss whose derivative is the table's own backward,
-and others that say they have none.
+and others that have none.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _plain(leaf: Any) -> Any:
 
 
 def _moves(leaf: Any) -> bool:
-    """Whether a leaf depends on what is differentiated, and could have a gradient."""
+    """Whether a leaf depends on the differentiated values, and can have a gradient."""
     return (
         isinstance(leaf, CustomVJPPrimal)
         and leaf.perturbed
@@ -114,7 +114,7 @@ def _moves(leaf: Any) -> bool:
 
 
 def _check_constant(rest: PyTree) -> None:
-    """PipelineError listing what else than parameters is differentiated."""
+    """PipelineError listing all differentiated leaves that are not parameters."""
     faults = [path for path, leaf in by_path(rest, is_leaf=_is_primal).items() if _moves(leaf)]
     if faults:
         raise PipelineError.listing(

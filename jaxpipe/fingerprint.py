@@ -22,15 +22,15 @@ _MOST = 400  # characters of an entry
 
 
 def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> dict[str, str]:
-    """Name -> text of what must be equal: versions, the table, the mesh, the pipeline's options,
-    shapes, and `more`.
+    """Name -> text of all that must be equal: versions, the table, the mesh, the pipeline's
+    options, shapes, and `more`.
 
     Args:
         pipe: the pipeline.
         params: canonical or placed parameters, or their shapes (`jax.eval_shape(init, key)`).
         batch: a batch of all rows, or its shapes; None where it is checked by the numbers that make
             it, as in `more`.
-        more: anything else that decides what is computed: a learning rate, a seed, the number of
+        more: other values that the results depend on: a learning rate, a seed, the number of
             steps.
     """
     table, mesh = pipe.schedule, pipe.mesh
@@ -39,7 +39,7 @@ def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) ->
         "versions": f"jaxpipe {__version__}, jax {jax.__version__}, jaxlib {version('jaxlib')}, "
         f"Python {sys.version.split()[0]}",
         "schedule": f"{table.name} of {table.num_stages} stages and {table.num_microbatches} "
-        f"microbatches {_digest(str(table.rows))}",
+        f"microbatches {_digest(str((table.slices, table.rows)))}",
         "mesh": f"{dict(mesh.shape)} of {mesh.devices.flat[0].device_kind} "
         f"{_digest(str([d.id for d in mesh.devices.flat]))}",
         "pipeline": _options(pipe),

@@ -1,5 +1,5 @@
-"""Optimizers on placed parameters: state beside its parameters, and rules that act on a layer
-at a time.
+"""Optimizers on placed parameters: state on the devices of its parameters, and rules that act on
+a layer at a time.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ class PerLayer(NamedTuple):
 
 
 def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None = None) -> PerLayer:
-    """The optimizer on the model's own view: each array that it sees is one layer's, as in the
-    model without a pipeline.
+    """The optimizer with one array for each layer, as in the model without a pipeline.
 
-    Placed leaves are stacks [P, ...] of stages, so a rule that looks at rank, shape or the norm of
+    Placed leaves are stacks [P, ...] of stages.  A rule that depends on the rank, shape or norm of
     an array would take a vector of scales for a matrix, and a norm over stages.  Under this wrapper
-    Muon, Shampoo, LAMB, LARS, Adafactor, and decay masks by rank do what they do in a plain loop.
-    What spans all parameters, as clipping by the global norm does, stands outside of it:
+    Muon, Shampoo, LAMB, LARS, Adafactor, and decay masks by rank act as in a plain loop.
+
+    A rule that spans all parameters, such as clipping by the global norm, goes outside of it:
 
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), jp.per_layer(pipe,
         optax.lamb(1e-3)))
 
-    Masks and labels are functions of the parameters: they are given {"stages": one layer's tree},
-    or {"first": ...} and so on. The state is laid out like parameters, one for each layer, and
-    `jaxpipe.checkpoint` brings it to other schedules.
+    Masks and labels are functions of the parameters: their argument is {"stages": one layer's
+    tree}, or {"first": ...} and so on.  The state is laid out like parameters, one for each layer.
+    `jaxpipe.checkpoint` converts it to other schedules.
 
     Args:
         pipe: the pipeline.
         optimizer: any optax transformation whose rule for an array needs that array alone.
         layer_axis: leaves of stages are [S, layers, ...]: a rule acts on each layer.  None is True
-            for stages that `jaxpipe.flax` made, which are so, and else False; where the pipeline is
-            given by `layers=`, a rule acts on each layer anyway.
+            for stages that `jaxpipe.flax` made, and else False.  Where the model has `layers=`, a
+            rule always acts on each layer.
 
     Raises:
-        PipelineError: the update of a parameter depends on the gradient of another; or the rule
-            tells stages of a list apart by number.
+        PipelineError: the update of a parameter depends on the gradient of another; or the
+            rule differs by the number of a stage in a list.
     """
     if pipe.partition.local and pipe.layout.unlike:
         raise PipelineError(
@@ -201,7 +201,7 @@ class _PerLayer:
         return jax.tree_util.tree_map_with_path(constrain, state)
 
     def _check_stages(self, stages: Chunks) -> None:
-        """PipelineError where a rule tells the stages of a list apart by their numbers: those of a
+        """PipelineError where a rule differs by the number of a stage in a list: the stages of a
         chunk go through it together.
         """
         own = {"stages": jax.eval_shape(self.pipe.layout.canonical_stages, stages)}
@@ -232,7 +232,7 @@ class _PerLayer:
             )
 
     def _update(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
-        """One layer's update; PipelineError where parameters do not go apart."""
+        """One layer's update; PipelineError where the update of a parameter depends on others."""
         shapes = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (grads, state, params)
         )
@@ -241,12 +241,14 @@ class _PerLayer:
             tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes)),
         )
         if key not in self.checked:
-            _check_apart(lambda *given: self.optimizer.update(*given, **extra)[0], shapes)
+            _check_independent(lambda *given: self.optimizer.update(*given, **extra)[0], shapes)
             self.checked.add(key)
         return self.optimizer.update(grads, state, params, **extra)
 
 
-def _check_apart(update: Callable[..., PyTree], shapes: tuple[PyTree, PyTree, PyTree]) -> None:
+def _check_independent(
+    update: Callable[..., PyTree], shapes: tuple[PyTree, PyTree, PyTree]
+) -> None:
     """PipelineError where the update of one array depends on the gradient of another: the rule
     spans more than a layer.
     """
@@ -260,6 +262,6 @@ def _check_apart(update: Callable[..., PyTree], shapes: tuple[PyTree, PyTree, Py
             raise PipelineError(
                 f"under per_layer the update of {paths[i]!r} depends on the gradient of "
                 f"{others[0]!r}: a rule that spans parameters, as "
-                "clipping by the global norm, stands outside, as in "
+                "clipping by the global norm, goes outside, as in "
                 "optax.chain(optax.clip_by_global_norm(1.0), jp.per_layer(pipe, ...))"
             )

@@ -70,8 +70,7 @@ class Pipeline:
         memory: rematerialisation, offload and the accumulators' dtype (`jaxpipe.Memory`).
         costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them.  The
             program and the places of spread ends in the table are chosen by them, since predicates
-            and transfers weigh more the shorter the actions are.  None stands for a forward of
-            5 ms.
+            and transfers weigh more the shorter the actions are.  None is a forward of 5 ms.
         overheads: seconds of a predicate, a hop and what a transfer takes of compute, by name.
             None stands for those that `jaxpipe doctor` measured on such devices, or for guesses.
         executor: the back end; None is the SPMD executor, one `shard_map` program.
@@ -223,7 +222,7 @@ class Pipeline:
 
     def init(self, optimizer: Any, params: dict[str, PyTree], *, as_placed: bool = False) -> PyTree:
         """`optimizer.init(params)`, with every array where a training step leaves it: moments
-        beside their parameters, counts on the mesh.
+        on the devices of their parameters, counts on the mesh.
 
         `optimizer.init` by itself leaves counts on one device, and moments in the dtype of
         parameters where gradients are wider, so that the step is compiled a second time for what
@@ -316,8 +315,8 @@ class Pipeline:
         differentiate by `params`.
 
         Differentiated, it runs the step of `value_and_grad` once and scales its gradients, which
-        then have the parameters' own dtypes; else it runs forwards alone, as in training
-        (`evaluate` tells functions `training=False`).  With has_metrics it is (loss, metrics), with
+        then have the parameters' own dtypes.  Else it runs forwards alone, with `training=True`
+        (`evaluate` runs them with `training=False`).  With has_metrics it is (loss, metrics), with
         state (loss, new state), with both (loss, (metrics, new state)), for `has_aux=True`: these
         are constants.
 
@@ -637,7 +636,7 @@ class Pipeline:
     def _result_shardings(
         self, job: Job, params: Mapping[str, PyTree]
     ) -> tuple[dict[str, NamedSharding], PyTree]:
-        """Where results and gradients lie, whatever the executor is."""
+        """The shardings of results and gradients, for every executor."""
         spread = {
             "state": PartitionSpec(self.axis),
             "outputs": PartitionSpec(self.data_axes or None),

@@ -22,7 +22,7 @@ from jax._src import distributed
 
 from .errors import PipelineError
 
-_WAIT = 600.0  # seconds that processes may come apart to a comparison: one may prepare data first
+_WAIT = 600.0  # seconds between two processes at a comparison: one may prepare data first
 _ANSWER = 2.0  # seconds that a process has to answer; it does so from a thread of its own
 _POLL = 0.05
 _LEAVE = 10.0  # seconds that a process waits until the others have read why they are refused
@@ -53,7 +53,7 @@ def compare(found: Mapping[str, str], processes: Sequence[int], *, wait: float =
     group = "jaxpipe/compare/" + "-".join(
         map(str, (min(processes), max(processes), len(processes)))
     )
-    # The service counts how often each process was here, so that the n-th comparison of one meets
+    # The service counts the comparisons of each process, so that the n-th of one is compared with
     # the n-th of the others.
     place = f"{group}/{service.key_value_increment(f'{group}/count/{me}', 1)}"
     service.key_value_set(f"{place}/of/{me}", json.dumps(dict(found)))
@@ -248,11 +248,12 @@ class Causes:
 
 
 class ExitMessage:
-    """Says what a process was doing in its place, where it dies without a word of its own: killed,
-    or ended by JAX or the system.
+    """Prints the last action of a process that dies without a message of its own: killed, or ended
+    by JAX or the system.
 
-    Another process reads lines from it.  When the pipe ends, that one asks whether process 0 still
-    answers, and prints the last line, with one of the causes for its "{}", to their standard error.
+    Another process reads lines from it through a pipe.  When the pipe ends, that process asks
+    whether process 0 still answers.  It then prints the last line, with the cause for its "{}", to
+    standard error.
     """
 
     _READER = """

@@ -5,12 +5,18 @@ torch.optim.AdamW updates them.
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import jaxpipe as jp
+
+# torch_ref is part of a checkout, and not of the wheel
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch_ref
 from torch_ref import optim
 from torch_ref.models import GPT as TorchGPT

@@ -25,10 +25,10 @@ from .terminal import Terminal
 class Command(NamedTuple):
     """A command; `run` returns False where a table is invalid.
 
-    `groups` are arguments that the help lists together: a title, then a line for each, flags and
-    what stands for the value before the bar ("-P --devices P | help").  A flag without a value is a
-    switch; a positional argument has its name first.  `more` holds what argparse is given besides,
-    by the argument's name.
+    `groups` are arguments that the help lists together: a title, then a line for each.  A line has
+    the flags and the name of the value, a bar, and the help ("-P --devices P | help").  A flag
+    without a value is a switch; a positional argument has its name first.  `more` holds further
+    keywords of argparse by the argument's name.
     """
 
     name: str
@@ -153,6 +153,7 @@ _SIZES = """model by its sizes
 --gated | the MLP has three matrices (SwiGLU)
 --kv-share X | heads of keys / heads (default: 1)
 --q-share X | width of the queries / width (default: 1)
+--loss-tokens N | tokens of a row whose logits are there at a time (default: all)
 --head N | features of a head (default: 128)
 --tensor N | devices that share a layer (default: 1)
 --sequence | they share what is between layers too
@@ -160,6 +161,11 @@ _SIZES = """model by its sizes
 --flops RATE | a second that matmuls reach (default: 4e14)
 --bandwidth RATE | bytes a second of a hop (default: 5e10)
 --tensor-bandwidth RATE | of sums over the devices of a layer (default: 3e11)
+"""
+_PUBLISHED = """published model, with its mesh chosen
+--model NAME | as examples/llama.py names it, llama3-70b
+--gpus N | devices in all; hosts have eight
+--batch ROWS | rows of a step
 """
 _FILE = """model by a file of costs
 --costs FILE | JSON: {"layers": "Et*80,L", "costs": {"t": {"forward": 0.01, ...}, ...},
@@ -246,8 +252,8 @@ COMMANDS = (
         "The fastest pipelines of a model that fit: layers to stages, schedule, chunks, remat; a "
         "step's seconds and a device's memory.  The model is given by its sizes (a decoder-only "
         "transformer; times are then estimates) or by a file of costs.",
-        (_PLAN, _VARY, _SIZES, _FILE, _JSON),
-        {name: {"type": whole, "required": True} for name in ("devices", "microbatches")}
+        (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
+        {name: {"type": whole} for name in ("devices", "microbatches", "gpus", "batch")}
         | {
             field.name: {"type": real}
             for field in fields(Transformer)

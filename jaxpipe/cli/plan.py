@@ -11,6 +11,7 @@ from typing import Any
 
 from ..lowering.target import Target
 from ..planner.layer_cost import LayerCost, read_layer_costs
+from ..planner.mesh import command_of, plan_mesh
 from ..planner.plan import plan
 from ..planner.result import COLUMNS, PipelinePlan, Plans
 from ..planner.transformer import Transformer
@@ -24,6 +25,14 @@ _SHOWN = 12  # of what was left out
 
 def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     """Print plans side by side, the reasons of the best one, and what was left out."""
+    if arguments.model is not None:
+        return _published(arguments, terminal)
+    missing = [n for n in ("devices", "microbatches") if getattr(arguments, n) is None]
+    if missing:
+        raise UsageError(
+            f"give {' and '.join(f'--{name}' for name in missing)}, or --model NAME --gpus N "
+            "--batch ROWS --memory SIZE, which chooses them"
+        )
     layers, costs, transfer = (
         _from_file(arguments.costs) if arguments.costs else _from_sizes(arguments)
     )
@@ -58,6 +67,31 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         terminal.write(json.dumps(found))
         return True
     _print(plans, terminal, estimated=not arguments.costs)
+    return True
+
+
+def _published(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+    """Plans of a published model with the mesh chosen, and the command that runs the best."""
+    missing = [n for n in ("gpus", "batch", "memory") if getattr(arguments, n) is None]
+    if missing:
+        raise UsageError(f"--model needs {', '.join(f'--{name}' for name in missing)} too")
+    name, context = arguments.model, int(arguments.context or 8192)
+    with terminal.doing(f"planning {name}"):
+        plans = plan_mesh(
+            name,
+            gpus=arguments.gpus,
+            batch=arguments.batch,
+            context=context,
+            memory=arguments.memory,
+            flops=arguments.flops or Transformer.flops,
+        )
+    command = command_of(name, plans.best, batch=arguments.batch, context=context)
+    if arguments.json:
+        facts = {"plans": [p.facts() for p in plans], "command": command}
+        terminal.write(json.dumps(facts))
+        return True
+    _print(plans, terminal, estimated=True)
+    terminal.write(command)
     return True
 
 

@@ -68,13 +68,13 @@ class Loop:
         # Alone, a device has all that it needs.
         hop = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages
         loop.second_half = {i: i + 1 for i in table.pairs.tolist()}
-        for number, meeting in table.collectives.items():
-            loop.groups[number] = meeting.members
-            if meeting.source >= 0:
-                loop.wait(number, int(table.last_half[meeting.source]), hop[meeting.stage])
-            if meeting.user >= 0:
-                share = meeting.members[loop.device[meeting.user]]
-                loop.wait(meeting.user, share, hop[meeting.stage])
+        for number, collective in table.collectives.items():
+            loop.groups[number] = collective.members
+            if collective.source >= 0:
+                loop.wait(number, int(table.last_half[collective.source]), hop[collective.stage])
+            if collective.user >= 0:
+                share = collective.members[loop.device[collective.user]]
+                loop.wait(collective.user, share, hop[collective.stage])
         if table.has_transfers and transfers is Transfers.RENDEZVOUS:
             for receive in table.receives.tolist():
                 send = int(table.producer[receive])

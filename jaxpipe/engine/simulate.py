@@ -33,7 +33,7 @@ def simulate(
     """Simulate a table: each action starts as early as its device is free and its inputs are there.
 
     An input from another device is there `costs.transfer` after its producer ended.  Idle cells are
-    not waited for. What all devices do together (L, E, G) starts and ends at the same time on all
+    not waited for. A collective action (L, E, G) starts and ends at the same time on all
     of them, a transfer after what it needs (L: the last stage's F, G: the first stage's B); what it
     makes is there for that stage (L: for its B, E: for its F) a transfer after its end. In a table
     with SEND and RECV these take no time of their own and the message leaves at the SEND;

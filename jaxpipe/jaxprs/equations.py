@@ -53,12 +53,20 @@ def with_bodies(params: Any, change: Callable[[core.Jaxpr], core.Jaxpr]) -> Any:
 
 
 def renamed(jaxpr: core.Jaxpr, env: dict[core.Var, Any]) -> core.Jaxpr:
-    """The jaxpr that reads other values in place of some of its variables."""
+    """The jaxpr that reads other values in place of some of its variables.
+
+    Equations that read none of these stay the same objects.
+    """
 
     def read(atom: Any) -> Any:
         return env.get(atom, atom) if isinstance(atom, core.Var) else atom
 
-    eqns = [eqn.replace(invars=[read(a) for a in eqn.invars]) for eqn in jaxpr.eqns]
+    eqns = [
+        eqn.replace(invars=[read(a) for a in eqn.invars])
+        if any(v in env for v in variables(eqn.invars))
+        else eqn
+        for eqn in jaxpr.eqns
+    ]
     return jaxpr.replace(eqns=eqns, outvars=[read(a) for a in jaxpr.outvars])
 
 

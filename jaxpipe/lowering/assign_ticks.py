@@ -21,7 +21,7 @@ class Ticks:
     """`when[i]` is the tick in which action i of `schedule.encoded` runs.
 
     Within a tick a device does at most one forward and one backward, or a W and then a forward;
-    what it produces is transferred. What all devices do together (L) has a tick of its own on every
+    what it produces is transferred. A collective action (L, E, G) has a tick of its own on every
     device.
     """
 
@@ -122,7 +122,7 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
     kind = table.kind.copy()
     kind[pairs] = kind[pairs + 1] = len(Kind) + table.kind[pairs + 1]  # a pair is a kind of its own
     kinds, turn = np.unique(kind, return_inverse=True)
-    # All devices have their turn at what they do together in the same tick.
+    # All devices have the turn of a collective action in the same tick.
     turn = np.where(table.together, turn, (turn + shift * table.device) % max(1, len(kinds)))
     return _earliest(schedule, turn, max(1, len(kinds)), table.last_half)
 

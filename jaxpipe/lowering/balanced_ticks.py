@@ -22,10 +22,10 @@ def balanced_ticks(schedule: Schedule, costs: Costs | None = None) -> Ticks:
     """Fill tick after tick, each with cells that take about equally long; a device may do an F (or
     R) and the backward after it in one.
 
-    For each tick one length is chosen: devices run what they can within it.  The choice is list
-    scheduling by the critical path (Graham 1969): that which leaves the least time from the end of
-    the tick to the end of the table, then that which gets most done. Every device keeps the order
-    of its row.
+    For each tick one length is chosen, and devices run the cells that fit into it.  The choice is
+    list scheduling by the critical path (Graham 1969): the length that leaves the least time from
+    the end of the tick to the end of the table, then the length that gets most work done.  Every
+    device keeps the order of its row.
     """
     table = _Table.of(schedule, costs or Costs())
     state = _State(table, [0] * len(table.rows), [-1] * schedule.encoded.num_actions)

@@ -1,5 +1,5 @@
-"""Spans in which what all devices do together has no predicate: between meetings that come at equal
-intervals, or in bursts.
+"""Spans in which collective actions have no predicate, because they come at equal intervals or in
+bursts.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from .spans import Span
 
 # Pieces into which ticks are cut that come once, so that collectives have no predicate.
 MOST_PIECES = 24
-# Ticks of a trip between equal meetings; of the longer trips of interleaved tables, which come back
-# after P V microbatches.
+# The most ticks of a trip between equal collective actions, and the most of the longer trips of
+# interleaved tables, which repeat after P V microbatches.
 SHORT_TRIP, LONG_TRIP = 12, 512
 
 
 def between_collectives(requirements: Requirements) -> Iterator[list[Span]]:
-    """Cut at meetings: around the longest stretch of equal intervals, and everywhere.
+    """Cut at collective actions: around the longest stretch of equal intervals, and everywhere.
 
-    Ticks between two meetings share their code.  Ramps too are cut at their meetings: where those
-    come at equal intervals into trips, else, where they are few, into pieces that are run once.  In
-    interleaved tables the intervals themselves come back, after P V actions of each direction: then
-    what is at equal intervals within such a trip is a loop.
+    Ticks between two collective actions share their code.  Ramps are cut in the same way: into
+    trips where the intervals are equal, and into pieces that run once where they are few.  In
+    interleaved tables the intervals repeat after P V actions of each direction.  Equal intervals
+    within such a trip are a loop.
     """
-    marks = requirements.meets
+    marks = requirements.collective
     stop = len(marks)
     for longest in (SHORT_TRIP, LONG_TRIP):
         steady = _equal_intervals(marks, 0, stop, longest=longest)
@@ -79,8 +79,8 @@ def _few_pieces(spans: list[Span]) -> list[Span]:
 def _equal_intervals(
     marks: IntArray, start: int, stop: int, *, longest: int = SHORT_TRIP
 ) -> Span | None:
-    """The longest stretch that begins at a meeting and repeats, with the shortest period; None
-    where nothing has two trips.
+    """The longest stretch that begins at a collective action and repeats, with its shortest period;
+    None where no stretch has two trips.
 
     Trips that are longer than `SHORT_TRIP` begin after their longest interval.
     """
@@ -122,7 +122,7 @@ def _num_pieces(span: Span) -> int:
 
 def _loops(marks: IntArray) -> tuple[Loop, ...]:
     """The loops of a trip: what comes at equal intervals within it is a loop; the rest is pieces,
-    alike in whether devices meet.
+    alike in whether they have a collective action.
     """
     inner = _equal_intervals(marks, 0, len(marks))
     if inner is not None:

@@ -79,7 +79,7 @@ def program_makespan(
 
     A device runs its ticks in order.  Where it awaits a transfer, it waits until all partners have
     issued it. `costs[tick, device]` or `[tick, part, device]` are durations; overheads and result
-    have their unit. Without parts, what is awaited within a tick is awaited before it.
+    have their unit. Without parts, transfers awaited within a tick are awaited before it.
     """
     durations = costs if isinstance(costs, Durations) else Durations.from_rows(costs)
     time = np.zeros(durations.of.shape[-1])

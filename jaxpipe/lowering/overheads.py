@@ -1,5 +1,5 @@
-"""What a program takes besides the stages' own work: three times that can be measured where it will
-run.
+"""The times of a program that are not the stages' own work: three numbers that can be measured on
+the user's machine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ class Overheads:
     there is one, and writes them into a file (`lowering.prices`).
 
     Args:
-        predicate: of a block's predicate, whether it lets the block run or not.  As a node of a
+        predicate: the time of a block's predicate, true or false.  As a node of a
             CUDA graph it takes about as long as some kernel launches; on the host (`ON_HOST`) it
             takes a copy of the flag and a wait.
-        hop: of a transfer that a device waits for: 32 MiB over one direction of NVLink on an H100.
-        sent: the compute time that a transfer takes away while it runs beside a block: memory
+        hop: the time of a transfer that a device waits for: 32 MiB over one direction of NVLink on
+            an H100.
+        sent: the compute time that a block loses to a transfer that runs during it: memory
             bandwidth, and processors that copy.
         source: where the times come from.
     """
@@ -47,8 +48,8 @@ class Overheads:
 
     @property
     def collective(self) -> float:
-        """Time of a predicate around a collective action: no CUDA graph takes it, and nothing runs
-        beside it.
+        """Time of a predicate around a collective action: it is in no CUDA graph, and no block runs
+        during it.
         """
         return self.predicate + self.hop
 

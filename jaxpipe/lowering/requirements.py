@@ -54,8 +54,8 @@ class Requirements:
         return len(self.codes)
 
     @cached_property
-    def meets(self) -> IntArray:
-        """Per tick, a number that ticks of equal shares have in common; 0 where nobody meets."""
+    def collective(self) -> IntArray:
+        """Per tick, a number that ticks with equal collective actions share; else 0."""
         shares = self.counts[:, np.array([block.together for block in self.blocks], bool), 0] > 0
         return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:][self.codes]
 

@@ -57,10 +57,11 @@ def assign_slots(
 
     Poletto and Sarkar 1999 (linear scan register allocation); intervals of one device form an
     interval graph, for which the greedy choice is optimal.  A device that takes part in an exchange
-    without a message for it writes what it gets to a free slot; where none is free it keeps what
-    the slot has (`Arrival.takes` is 0).  A value that waits on the host has a slot there, and two
-    lives on the device: until it has left, and from when it is back.  None waits where that saves
-    no memory.
+    without a message for it writes the received value to a free slot; where none is free the slot
+    keeps its value (`Arrival.takes` is 0).
+
+    A value that waits on the host has a slot there, and two intervals on the device: before it
+    leaves, and after it returns.  No value waits where that saves no memory.
     """
     needs = liveness or Liveness()
     program = _Writer(ticks, segments, needs).program()

@@ -20,7 +20,7 @@ from .requirements import equal_rows
 _Exchange: TypeAlias = "tuple[tuple[NDArray[np.intp], ...], NDArray[np.float64] | None]"
 
 
-# Trips by which those that repeat are told apart.
+# The number of trips that are compared to find a repetition.
 _AHEAD = 8
 
 
@@ -203,7 +203,7 @@ class _Code(NamedTuple):
 
 
 def _over(time: NDArray[np.float64], exchange: _Exchange) -> NDArray[np.float64]:
-    """When each device has met its partners."""
+    """When each device and its partners are ready, and the permutes are over."""
     partners, lasts = exchange
     latest = time
     for each in partners:
@@ -223,15 +223,15 @@ def _point(segment: Segment, point: Point, num_parts: int) -> Point:
 
 
 def _forward_first(blocks: Sequence[BlockUse]) -> bool:
-    """Whether these blocks are in the order that has forwards first; where they are of one part,
-    that which has it first.
+    """Whether these blocks are in the order with forwards first; blocks of one part are in the
+    order with that part first.
     """
     first, last = Part.of(blocks[0].block.kind), Part.of(blocks[-1].block.kind)
     return first > last or first is Part.FORWARD
 
 
 def _exchange(permutes: Sequence[Permute], num_devices: int, transfer: float) -> _Exchange:
-    """Who meets whom at permutes that are awaited together."""
+    """The partners at permutes that are awaited together, and how long the permutes last."""
     lasts = np.zeros(num_devices)
     for permute in permutes:
         lasts[sorted({d for pair in permute.pairs for d in pair})] += transfer
@@ -239,8 +239,8 @@ def _exchange(permutes: Sequence[Permute], num_devices: int, transfer: float) ->
 
 
 def _partners(permutes: Sequence[Permute], num_devices: int) -> tuple[NDArray[np.intp], ...]:
-    """Arrays of the devices that each device meets at these permutes; of itself where it meets
-    fewer than others.
+    """Arrays of the partners of each device at these permutes; a device with fewer partners than
+    others is its own partner there.
     """
     met: list[list[int]] = [[] for _ in range(num_devices)]
     for permute in permutes:

@@ -252,8 +252,7 @@ def _stage_cost(measured: Measured, stage: int, placed: Mapping[str, PyTree]) ->
 def _end_cost(
     measured: Measured, letter: str, placed: Mapping[str, PyTree], rows: int, *, shared: bool
 ) -> LayerCost:
-    """Of `first` or `last`; of the latter forward and gradient are one block of the program, whose
-    parts are not apart.
+    """The cost of `first` or `last`; forward and gradient of `last` are one block of the program.
 
     With the bytes of the `shared` parameters, which every device has too.
     """

@@ -25,7 +25,7 @@ from ..pipeline import Pipeline
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """What a device can do at most, for estimates by roofline (Williams et al. 2009): a block takes
+    """The peak rates of a device, for estimates by roofline (Williams et al. 2009): a block takes
     the longer of compute and memory.
 
     Args:
@@ -33,7 +33,7 @@ class Peak:
         bandwidth: bytes of memory a second.
         link: bytes a second to the next device of the pipeline; transfers take no time where it is
             None.
-        latency: seconds of a transfer besides.
+        latency: seconds of a transfer, independent of its size.
     """
 
     flops: float
@@ -90,7 +90,7 @@ def _value(aval: Any) -> Any:
 
 
 def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, run in turn, so that what else the machine does meets all alike; the
+    """Median seconds of each, run in turn, so that other work of the machine delays all alike; the
     first round warms up.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -51,6 +51,11 @@ class Choice(NamedTuple):
     cap: int | None = None
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """Its mesh, ends and remat."""
+        return (id(self.request), self.remat, self.policies, self.spread.replace(FIRST, ""))
+
+    @property
     def seconds(self) -> float:
         """No table of it is shorter: a device's work, and what is beside the table."""
         work = device_work(
@@ -112,7 +117,8 @@ class Choice(NamedTuple):
         """
         request, costs = self.request, self.stage_costs(layout)
         options: dict[str, Any] = {} if self.cap is None else {"max_activations": self.cap}
-        if any(option.name == "costs" for option in describe(self.name).options):
+        takes = [option.name for option in describe(self.name).options]
+        if "costs" in takes and not request.by_name:
             options["costs"] = costs
         table = build(
             self.name,
@@ -128,12 +134,12 @@ class Choice(NamedTuple):
                 f"by chunks=({per},)"
             )
         if LAST in self.spread:
-            table = spread_last(table, costs=costs)
+            table = spread_last(table, costs=None if request.by_name else costs)
         if FIRST in self.spread:
             table = spread_first(table, costs=costs)
         found = simulate(table, costs)
         yield Candidate(self, layout, found)
-        if LAST in self.spread:
+        if LAST in self.spread and not request.by_name:
             later = simulate(defer_last(table, costs=costs), costs)
             if later.makespan < (1 - _WORTH_LATER) * found.makespan:
                 yield Candidate(self, layout, later)
@@ -327,6 +333,8 @@ class Candidate(NamedTuple):
             first = next(both.built(self.layout))
             yield first
             yield from first.smaller()
+        if self.choice.name == "auto":
+            return  # a smaller cap makes room in less time
         if request.offloads:
             yield self._replace(offload=Offload.RESIDUALS)
         if Remat.STAGES not in request.remat or self.choice.remat is Remat.FULL:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby, zip_longest
 
+import numpy as np
+
 from ..engine.timeline import Timeline
 from ..layouts.layout import Layout
 from ..program.pools import UNDER_WAY, Slots
@@ -130,15 +132,18 @@ def device_work(layers: str, costs: Mapping[str, LayerCost], devices: int, *, ag
 
 def least_slots(timeline: Timeline) -> Slots:
     """Entries of pools that any program of a simulated table has: it keeps the order of rows, so
-    that as many forwards are kept, each with its input.
+    that as many forwards are kept, each with its input, and as many I wait for their W.
     """
-    peak = max(timeline.peak_activations)
+    peak, table = max(timeline.peak_activations), timeline.schedule.encoded
+    waiting = np.cumsum(table.of_kinds((Kind.I,)).astype(int) - table.of_kinds((Kind.W,)))
+    before = np.concatenate([[0], waiting])[np.asarray(table.first)[table.device]]
+    stash = int((waiting - before).max(initial=1))
     return Slots(
         x=peak,
         residual_input=1,
         residual_weight=peak,
         cotangent=1,
-        stash=1,
+        stash=stash,
         first=1,
     )
 

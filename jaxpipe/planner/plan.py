@@ -32,8 +32,9 @@ _Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
 _Progress: TypeAlias = "Callable[[int, int], None]"
 _MOVES = 60  # layouts that are simulated for each of the best candidates
 _REFINED = 4  # candidates whose layout is improved
-_MORE = 1  # programs that are made beyond as many as plans are asked for
-_NEAR = 1.03  # of a bound: no larger cap is tried then
+_MORE = 2  # programs that are made beyond as many as plans are asked for
+_NEAR = 1.08  # of a bound: no larger cap is tried then
+_FRONT = 3  # tables by which `auto` knows which ends and remat are worth its time
 _EVEN = 1e-9  # relative: stages that differ by less are equal
 
 
@@ -235,6 +236,15 @@ class Search:
         found = sorted(c.seconds for c in self._fitting)
         return found[self._most - 1] if len(found) >= self._most else float("inf")
 
+    def _front(self) -> list[object]:
+        """Ends and remat of the shortest tables of other schedules than `auto`, which takes
+        longest to build; all of them where no other is asked for.
+        """
+        others = [c for c in self._fitting if c.choice.name != "auto"]
+        if not others:
+            return [choice.kind for q in self._wanted for choice in choices(q)]
+        return [c.choice.kind for c in sorted(others, key=lambda c: c.seconds)[:_FRONT]]
+
     def _reject(self, choice: Choice, why: str, seconds: float | None = None) -> None:
         self._rejected.append(Rejected(choice.label, why, seconds))
 
@@ -259,6 +269,8 @@ class Search:
         limit = choice.request.memory
         if limit is not None and choice.bytes > limit:
             self._reject(choice, f"does not fit by {gib(choice.bytes - limit)} or more")
+        elif choice.name == "auto" and choice.kind not in self._front():
+            self._reject(choice, "the shortest tables of other schedules have other ends or remat")
         elif seconds >= self._worst():
             self._reject(
                 choice, f"takes {seconds:.4g} s or more, and {self._most} plans take less", seconds
@@ -325,11 +337,9 @@ class Search:
             candidate = candidates.pop(0)
             # No program is shorter than its table, so what comes now cannot be among the best.
             times = sorted(f.seconds for f in found)
-            if len(found) >= self._most and (
-                candidate.seconds >= times[self._most - 1] or done >= self._most + _MORE
-            ):
+            if len(found) >= self._most and candidate.seconds >= times[self._most - 1]:
                 break
-            if found and self._late():
+            if found and (self._late() or done >= self._most + _MORE):
                 break
             lowered = _lower(candidate, self._traced)
             memory = candidate.request.memory

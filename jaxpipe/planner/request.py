@@ -56,6 +56,7 @@ class Request:
     one_of_many: bool  # there are requests for other numbers of microbatches
     beside: float = 0.0  # seconds of a step that no table has: gradients summed over replicas
     gathered: float = 0.0  # devices that split parameters and accumulators (fsdp)
+    by_name: bool = False  # tables are those that names alone build, for programs that take a name
     label: tuple[str, ...] = ()  # the shape of its mesh
     mesh: Mapping[str, int] = field(default_factory=dict)  # where the mesh was chosen
 

@@ -38,6 +38,7 @@ class Transformer:
         shards: devices over which optimizer state is sharded.
         flops: floating point operations a second that one device reaches in matmuls.
         bandwidth: bytes a second between neighbours of the pipeline.
+        loss_tokens: tokens of a row whose logits are there at a time; all where it is None.
         latency: seconds of a hop besides.
         tensor_bandwidth: bytes a second of a device in sums over the devices of a layer.
     """
@@ -56,6 +57,7 @@ class Transformer:
     shards: float = 1
     flops: float = 4e14
     bandwidth: float = 5e10
+    loss_tokens: float | None = None
     latency: float = 1e-5
     tensor_bandwidth: float = 3e11
 
@@ -151,7 +153,7 @@ class Transformer:
                 forward=head,
                 input_grad=head,
                 weight_grad=head,
-                workspace=2 * logits,
+                workspace=2 * logits * min(1, (self.loss_tokens or self.context) / self.context),
                 stash=logits / 2,
                 ends=Ends.EITHER,
                 **self._held(table),

@@ -1,5 +1,5 @@
-"""Every reading and writing of a pool's slots by a program, with what is written and what a reader
-needs.
+"""Every reading and writing of a pool's slots by a program, with the value that is written or
+needed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class ProgramRule(enum.Enum):
     # every action of the table runs exactly once, on its device; so every gradient is added exactly
     # once
     ACTION = "action"
-    # what all devices do together, they do in one tick, which has nothing else
+    # a collective action has a tick of its own
     TOGETHER = "together"
     # what a device does is in its template's code, and the code does nothing that no device asked
     # for

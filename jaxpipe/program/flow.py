@@ -63,7 +63,7 @@ def _last_write(found: Accesses) -> NDArray[np.int64]:
 def _wrong_reads(
     pool: Pool, found: Accesses, held: NDArray[np.int64], wrong: NDArray[np.int64]
 ) -> Iterator[Fault]:
-    """A value that was here before and is no more was overwritten; another one never came."""
+    """A missing value was overwritten if it was in the slot before; else it never arrived."""
     for i in wrong[:_MOST_LISTED].tolist():
         same = (found.device == found.device[i]) & (found.slot == found.slot[i])
         was_here = (same & ~found.is_read & (found.value == found.value[i]))[:i].any()

@@ -39,15 +39,15 @@ class Model(Protocol):
     """
 
     def run(self, step: Step) -> Mapping[str, Any]:
-        """Do an action: what it makes by field of its record, "sent" for what is sent.
+        """Do an action; its values by field of the record, with "sent" for the one that is sent.
 
-        Of what every device has for itself it returns a list by device.
+        A value that every device has for itself is a list by device.
         """
 
 
 @dataclass
 class _Device:
-    """The pools of a device, and what it has to send."""
+    """The pools of a device, and the values that it sends."""
 
     pools: Mapping[Place, list[Any]]
     sent: dict[Payload, Any] = field(default_factory=lambda: dict.fromkeys(Payload))
@@ -105,8 +105,8 @@ def _run_segment(program: Program, model: Model, devices: list[_Device], segment
 
 
 def _move(device: _Device, row: TickRecord[int]) -> list[tuple[Place, int, Any]]:
-    """Store on the host what has to wait there; (pool, slot, value) of what is back on the device
-    when the tick is over.
+    """Store the values that wait on the host there; (pool, slot, value) of those that are back on
+    the device at the end of the tick.
     """
     found = []
     pools = device.pools

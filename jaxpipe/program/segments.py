@@ -149,7 +149,7 @@ class Segment:
 
     @property
     def num_collective_predicates(self) -> int:
-        """Those of them that are around what all devices do together."""
+        """Predicates around collective actions, of all trips."""
         return self.repeats * sum(p.num_collective_predicates for p in self.templates)
 
     @property
@@ -163,7 +163,7 @@ class Segment:
     def transits(self) -> tuple[Transit, ...]:
         """Every permute of a trip.
 
-        A transfer runs beside blocks: it is issued after the block that makes it, and written to
+        A transfer runs during blocks: it is issued after the block that makes it, and written to
         its slot before the first block that may need it.  Ticks that share code issue and write at
         their end.
         """
@@ -189,8 +189,8 @@ class Segment:
         return Transit(lane, permute, j, self._end(j), self._end(j), False)
 
     def _in_background(self, lane: int, permute: Permute, j: int) -> Transit:
-        """Issued when it is made, or where the next trip has more to run beside it, there; and
-        written when it is needed.
+        """Issued after its value is made, or in the next trip where more blocks run during it; and
+        written before its value is needed.
         """
         payload, last = permute.payload, self.period - 1
         if j == last and self.repeats > 1:

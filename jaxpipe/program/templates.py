@@ -206,14 +206,14 @@ class TickTemplate:
 
     @property
     def num_predicates(self) -> int:
-        """How many predicates of blocks a device is asked in a tick: of those that not every device
-        runs.
+        """How many predicates a device evaluates in a tick: one for each block that not every
+        device runs.
         """
         return sum(use.active is not Presence.ALWAYS for use in self.blocks)
 
     @property
     def num_collective_predicates(self) -> int:
-        """Those of them that are around what all devices do together."""
+        """Predicates around collective actions."""
         return sum(use.active is not Presence.ALWAYS for use in self.blocks if use.block.together)
 
     def __str__(self) -> str:

@@ -54,8 +54,8 @@ class Chart:
     heading: str
 
     def __post_init__(self) -> None:
-        """JaxpipeError where the width asked for leaves less than 100 pixels for time or is far too
-        large, or for a heading XML forbids.
+        """JaxpipeError for a `fixed_width` that leaves less than 100 pixels for time or is far too
+        large, or for a heading that XML forbids.
         """
         least = self.left + self.right + 100
         if self.fixed_width is not None and not least <= self.fixed_width <= MAX_WIDTH:

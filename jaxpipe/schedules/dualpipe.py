@@ -128,11 +128,11 @@ def _mixed(*columns: list[Slot]) -> list[Slot]:
 
 
 def _pairs(forward: list[Slot], backward: list[Slot], *, skip_first: bool) -> list[list[Cell]]:
-    """Overlapped pairs; where a half is a phantom, the other half alone; the first may be left
-    apart.
+    """Overlapped pairs; where a half is a phantom, the other half alone; the first may stay two
+    actions.
     """
     out: list[list[Cell]] = []
     for f, b in zip(forward, backward, strict=True):
-        apart = skip_first and not out
-        out.append([f, b] if apart or f is None or b is None else [Overlap(f, b)])
+        separate = skip_first and not out
+        out.append([f, b] if separate or f is None or b is None else [Overlap(f, b)])
     return out

@@ -60,9 +60,9 @@ _BLOCKS_COMMUNICATE: Options = {
 }
 
 
-# For programs that are only asked what the partitioner makes of them, on CPU devices: the
-# machine code that is made soonest.
-ASKED_ON_CPUS: Options = {
+# For programs that are only asked what the partitioner makes of them: the machine code that is made
+# soonest.
+_UNOPTIMISED: Options = {
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": True,
 }
@@ -70,6 +70,14 @@ ASKED_ON_CPUS: Options = {
 
 # The host decides every predicate.
 NO_GRAPHS: Options = {"xla_gpu_enable_command_buffer": ""}
+
+
+def asked_options(target: Target) -> Options:
+    """The options for a program that is neither run nor measured."""
+    if target.on_cpus:
+        return _UNOPTIMISED
+    # Calls of cuBLAS take no code.
+    return _UNOPTIMISED | {"xla_gpu_enable_triton_gemm": False} if target.on_gpus else {}
 
 
 def options_for(target: Target) -> Options:

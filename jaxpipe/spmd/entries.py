@@ -20,8 +20,8 @@ from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode, inexact, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
-from .compiler_options import ASKED_ON_CPUS, options_for
-from .mapped import mapped, on_cpus
+from .compiler_options import asked_options, options_for
+from .mapped import mapped
 
 # Values, and how each is split; None: as the partitioner likes.
 Group: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
@@ -224,9 +224,9 @@ def compiled_alone(
     lowered = jax.jit(alone, donate_argnums=tuple(donated)).lower(
         *([shape(*each) for each in group] for group in groups)
     )
+    target = target_of(job, mesh)
     return lowered.compile(
-        compiler_options=options_for(target_of(job, mesh))
-        | (ASKED_ON_CPUS if asked and on_cpus(mesh) else {})
+        compiler_options=options_for(target) | (asked_options(target) if asked else {})
     )
 
 

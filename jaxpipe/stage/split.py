@@ -73,12 +73,16 @@ def pieces(joint: core.Jaxpr, split: int, signature: Signature, *, appended: int
     known = signature.known
     others = [False] * (len(joint.invars) - len(known))
     jaxpr = keep_fewer_residuals(into_scans(joint), split, known=[*known, *others])
-    forward_makes = {v for eqn in jaxpr.eqns[:split] for v in eqn.outvars}
+    before = jaxpr.eqns[:split]
+    whole, made = {id(eqn) for eqn in before}, {v for eqn in before for v in eqn.outvars}
     hoisted = Hoisted.of(jaxpr, known, at=total)
     start = total + len(hoisted.hoist.outvars)
 
     # Forward | backward, at the border that jax.vjp drew.
-    border = tuple(any(v in forward_makes for v in eqn.outvars) for eqn in hoisted.rest.eqns)
+    # A print has no results, and a scan that is cut is another equation with some of its results.
+    border = tuple(
+        id(eqn) in whole or any(v in made for v in eqn.outvars) for eqn in hoisted.rest.eqns
+    )
     grads = len(jaxpr.outvars) - outputs
     halves = cut(hoisted.rest, border, outputs=[True] * outputs + [False] * grads)
     forward = halves.first.replace(invars=halves.first.invars[:start])

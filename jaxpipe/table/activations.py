@@ -12,12 +12,11 @@ from .kinds import Release as Release
 
 
 class Changes(NamedTuple):
-    """Per action, what begins and ends with it on its device, each for its own stage and
-    microbatch.
+    """Per action, the changes that it makes on its device, each for its own stage and microbatch.
 
     Attributes:
-        begins: 1 where activations begin to live at its start.
-        ends: 1 where they die at its end.
+        begins: 1 where activations are held from its start on.
+        ends: 1 where they are released at its end.
         inputs: 1 where only a stage's input is kept from its start on (an F with an R), -1 where
             activations replace it (the R).
     """
@@ -28,11 +27,11 @@ class Changes(NamedTuple):
 
 
 def activation_changes(table: Encoded, release: Release) -> Changes:
-    """What each action keeps and releases: activations live from F, or from R where there is one,
-    to the end of B (or of I or W).
+    """The activations that each action keeps and releases: they are held from F, or from R where
+    there is one, to the end of B (or of I or W).
 
-    An F whose microbatch has an R keeps the stage's input only.  In a forward-only table nothing is
-    kept: each F's activations live while it runs.
+    An F whose microbatch has an R keeps the stage's input only.  In a forward-only table
+    activations are held only while their F runs.
     """
     begins = table.of_kinds(makers(Value.ACTIVATIONS)).astype(np.int64)
     inputs = -table.of_kinds(RECOMPUTE).astype(np.int64)
@@ -56,8 +55,8 @@ def live_activations(table: Encoded, release: Release) -> IntArray:
     """Per action, how many activations its device holds while it runs, its own included (kept
     inputs are not counted).
 
-    The halves of an overlapped pair run at the same time: what the forward makes lives while the
-    backward runs.
+    The halves of an overlapped pair run at the same time: the forward's activations are held while
+    the backward runs.
     """
     begins, dies, _ = activation_changes(table, release)
     running = np.cumsum(begins) - (np.cumsum(dies) - dies)

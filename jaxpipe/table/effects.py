@@ -18,24 +18,24 @@ class Place(enum.Enum):
     """Where a value is.  Those with a letter are pools of slots; the others exist once a device."""
 
     X = "x"  # inputs of stages
-    RESIDUAL_INPUT = "residual_input"  # what a forward keeps for I (or B) alone
-    RESIDUAL_WEIGHT = "residual_weight"  # what a forward keeps for W (or B)
+    RESIDUAL_INPUT = "residual_input"  # values that a forward keeps for I (or B) alone
+    RESIDUAL_WEIGHT = "residual_weight"  # values that a forward keeps for W (or B)
     COTANGENT = "cotangent"  # gradients of outputs of stages
-    STASH = "stash"  # what I leaves for W
-    FIRST = "first"  # what waits for the gradient of `first`
+    STASH = "stash"  # values that I keeps for W
+    FIRST = "first"  # values that the gradient of `first` reads
     LAST = "last"  # outputs of the last stage that wait for L
-    SHARE = "share"  # what L leaves for H, on every device
-    # residuals of both kinds that live long, in the host's memory (`Offload.RESIDUALS`)
+    SHARE = "share"  # values that L keeps for H, on every device
+    # residuals of both kinds that are held long, in the host's memory (`Offload.RESIDUALS`)
     HOST = "host"
-    CARRY = "carry"  # what a slice of a sequence leaves for the next one in the same stage
+    CARRY = "carry"  # passed from a slice of a sequence to the next one in the same stage
     CARRY_GRADIENT = "carry_gradient"  # the gradients of carries
     BUFFER = "buffer"  # the rows that the slices of a sequence append in a stage
     BUFFER_GRADIENT = "buffer_gradient"  # the gradients of these rows
     SENT_X = "sent_x"  # the last output of a stage, which the tick's transfers send
     SENT_DX = "sent_dx"  # the last gradient of a stage's input
-    STAGE_STATE = "stage_state"  # what a stage hands from microbatch to microbatch
+    STAGE_STATE = "stage_state"  # passed from microbatch to microbatch in a stage
     LOSSES = "losses"
-    AUX = "aux"  # what `last` returns besides the loss
+    AUX = "aux"  # the further results of `last`
     # accumulated gradients of parameters
     STAGE_GRADIENTS = "stage_gradients"
     FIRST_GRADIENTS = "first_gradients"
@@ -61,9 +61,9 @@ ALWAYS = tuple(_LETTERS)[:6]
 
 
 class Access(enum.IntEnum):
-    """The order in which a block does what it does."""
+    """The accesses of a block, in their order."""
 
-    PREPARE = 0  # written before the block reads: what `first` makes inside of a forward
+    PREPARE = 0  # written before the block reads: the output of `first` inside of a forward
     READ = 1
     WRITE = 2
 
@@ -119,7 +119,7 @@ class Effect:
 
     Attributes:
         kind: the kind.
-        access: what is done.
+        access: prepare, read or write.
         place: where the value is.
         field: of the kind's record, the field that holds the slot; "" where the place is no pool.
         of: the stage to which the value belongs.

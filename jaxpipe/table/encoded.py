@@ -51,21 +51,18 @@ _LEAST_ROOM, _ROOM_PER_ACTION = 1 << 17, 64
 
 
 class CollectiveAction(NamedTuple):
-    """What all devices do at the same time for one microbatch: the number of each device's action,
-    and whom it stands between.
+    """A collective action of one microbatch: the number of each device's action, and its place
+    between the actions of a stage.
     """
 
     members: tuple[int, ...]
-    stage: int  # at which it stands: the first or the last
-    # the action of that stage whose result it reads; -1 where it needs none, or none is there
-    source: int
-    user: int  # the action of that stage that reads what it makes; -1 where there is none
+    stage: int  # the stage that it belongs to: the first or the last
+    source: int  # the action of that stage whose result it reads; -1 where there is none
+    user: int  # the action of that stage that reads its result; -1 where there is none
 
     @property
     def partner(self) -> int:
-        """An action of its stage and microbatch, on the device that gives it what it reads and
-        takes what it makes.
-        """
+        """The action of its stage that it reads from, or else that reads from it."""
         return self.source if self.source >= 0 else self.user
 
 
@@ -238,8 +235,8 @@ class Encoded:
                 ):
                     continue
                 source, user = (-1 if those is None else int(those[m]) for those in (before, after))
-                meeting = CollectiveAction(tuple(members.tolist()), stage, source, user)
-                found.update(dict.fromkeys(meeting.members, meeting))
+                collective = CollectiveAction(tuple(members.tolist()), stage, source, user)
+                found.update(dict.fromkeys(collective.members, collective))
         return found
 
     @cached_property

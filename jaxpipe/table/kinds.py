@@ -68,13 +68,11 @@ class Value(enum.Enum):
 
 
 class End(NamedTuple):
-    """Where in the model something stands that all devices do together: at a stage, between two of
-    its actions.
-    """
+    """The place of a collective action in the model: at a stage, between two of its actions."""
 
     stage: int  # 0 for the first, -1 for the last
-    needs: Value | None  # what that stage has made before
-    feeds: Value | None  # what that stage makes after it, and not without it
+    needs: Value | None  # the value of that stage that it reads
+    feeds: Value | None  # the value of that stage that is made from its result
 
 
 class Release(enum.Enum):
@@ -94,18 +92,17 @@ class KindSpec:
         kind: the kind that is declared.
         description: its name in pictures.
         direction: the pass that it belongs to.
-        needs: what it needs of the neighbour stage that comes before it in its pass (where there is
-            one).
-        reads: what it needs of its own stage and microbatch; made before it on the same device.
-        makes: what it makes, of its own stage and microbatch.
+        needs: the value that it reads of the stage before it in its pass, where there is one.
+        reads: the values that it reads of its own stage and microbatch, on the same device.
+        makes: the values that it makes, of its own stage and microbatch.
         releases: the rules of `Release` under which activations may be freed at its end.
         overlaps: whether it may be half of an overlapped pair.
-        sends: of a SEND, what it sends.
+        sends: of a SEND, the value that it sends.
         receives: of a RECV, its SEND.
-        end: of what all devices do at the same time, each its share, once for each microbatch; its
-            first number is then the device's.
-        part_of: of a collective action that a device does alone and later, the one that would do it
-            else.
+        end: of a collective action, its place in the model.  Each device does its share, once for
+            each microbatch, and the number before the kind is the device's.
+        part_of: of a share that a device does alone and later, the collective action that does it
+            otherwise.
         cost: the field of `Costs` that holds its time; None where it takes no time of its own.
         light, dark: its colours on a light and on a dark page; None where it is drawn as a
             transfer.
@@ -139,8 +136,8 @@ class KindSpec:
 
     @property
     def is_collective(self) -> bool:
-        """Whether it is a collective action: the number before it is the device's, which does its
-        share, and not a stage's.
+        """Whether it is a collective action or a share of one: the number before it is the
+        device's, not a stage's.
         """
         return self.together or self.part_of is not None
 
@@ -311,7 +308,7 @@ RECOMPUTE = readers(Value.INPUT)
 RUNS_FORWARD = makers(Value.ACTIVATIONS)
 # The values that stay on their device for a later action of the same stage and microbatch.
 KEPT = tuple(value for value in Value if readers(value))
-# What all devices do at the same time.
+# Collective actions, which all devices execute at the same time.
 TOGETHER = kinds_where(lambda spec: spec.together)
 # The collective actions: what has the number of its device before it.
 COLLECTIVE = kinds_where(lambda spec: spec.is_collective)

@@ -143,7 +143,7 @@ def _completeness(table: Encoded) -> list[Violation]:
 
 
 def _shares(table: Encoded) -> list[Violation]:
-    """What all devices do together, each has for every microbatch, or none for any."""
+    """A collective action is in every row for every microbatch, or in none."""
     found = []
     for kind in TOGETHER:
         there = table.at[kind, : table.num_devices] >= 0
@@ -295,15 +295,15 @@ def _order(table: Encoded) -> list[Violation]:
 
 
 def _late_shares(table: Encoded) -> list[Violation]:
-    """What all devices do together comes after what it needs of its stage, and before what needs it
-    there, on the device of these.
+    """A collective action comes after the action whose value it reads, and before the action that
+    reads its value, in the rows of these actions.
     """
     found = []
-    for number, meeting in table.collectives.items():
-        if meeting.source >= 0 and table.device[meeting.source] == table.device[number]:
-            found += _late(table, "order", np.array([number]), np.array([meeting.source]))
-        if meeting.user >= 0 and table.device[meeting.user] == table.device[number]:
-            found += _late(table, "order", np.array([meeting.user]), np.array([number]))
+    for number, collective in table.collectives.items():
+        if collective.source >= 0 and table.device[collective.source] == table.device[number]:
+            found += _late(table, "order", np.array([number]), np.array([collective.source]))
+        if collective.user >= 0 and table.device[collective.user] == table.device[number]:
+            found += _late(table, "order", np.array([collective.user]), np.array([number]))
     return found
 
 

@@ -134,8 +134,8 @@ class Schedule:
 
     @cached_property
     def cells(self) -> tuple[Row, ...]:
-        """The rows, of which all is known to be an Action, an Overlap or None; ScheduleError names
-        what is not.
+        """The rows, in which each cell is an Action, an Overlap or None; ScheduleError names every
+        other one.
         """
         return plain_rows(self.rows)
 

@@ -89,7 +89,7 @@ def _hint(text: str, rows: Sequence[Sequence[Cell]], bad: Sequence[Violation]) -
 
 
 def _other_separator(cell: str) -> str:
-    """What stands between the actions of a cell that holds several; empty where it does not."""
+    """The separator between the actions of a cell that holds several; empty where it holds one."""
     text = _PAIR.sub("0F0", cell)
     for separator in _SEPARATORS:
         found = [part.strip() for part in text.split(separator)]

@@ -1,8 +1,8 @@
-"""What users give: each value is what its annotation says, or the error names it and says what it
-must be.
+"""Checks arguments of users: each value has the type of its annotation, or the error names it and
+the type.
 
-Numbers of numpy, and fractions, become Python's own on the way in: whatever is made of them is
-plain, and can be written as JSON.
+Numbers of numpy, and fractions, become Python's own, so that all values made from them can be
+written as JSON.
 """
 
 from __future__ import annotations

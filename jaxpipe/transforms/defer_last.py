@@ -1,6 +1,4 @@
-"""Transform: the gradient of the parameters of a spread `last` where a device would idle, as
-actions H.
-"""
+"""Transform: computes the gradient of a spread `last`'s parameters in idle time, as actions H."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from ..table.typed import typed
 from .place_together import without_kinds
 
 _LATE = readers(Value.SHARE_STASH)
-# Times that differ by less, relative to what they are times of, are the same: a third of an L,
-# three times, is not always an L.
+# Times whose relative difference is smaller are equal: three thirds of an L are not always an L.
 _ROUNDING = 1e-9
 
 
@@ -28,27 +25,28 @@ _ROUNDING = 1e-9
 def defer_last(
     schedule: Schedule, *, max_deferred: int = 1, costs: Costs | None = None
 ) -> Schedule:
-    """Let L leave the gradient of the parameters of `last` to an H, which a device does where it
-    would wait, where that shortens the step.
+    """Move the gradient of `last`'s parameters from L to an H in idle time, where that shortens
+    the step.
 
-    All devices meet for an L, so what is not in it is not waited for: an H is done by one device
-    alone, for its own part of the parameters.  Here it fills time in which the device waits anyway.
-    Where none comes, the device does it before the L that would leave it more than `max_deferred`,
-    or at the end of its row.  For each that is left, a device keeps the gradient of its logits and
-    the hidden state of a microbatch.  Nothing else changes its place.  1F1B with whole backwards
-    has much time to fill; zero-bubble tables, whose W fill it, have none.  The zero-bubble
-    schedules (Qi et al. 2023, arXiv 2401.10241) do so with W; Megatron-LM's
-    `defer_embedding_wgrad_compute` does it with the head of the last stage, in its cool-down.
+    An L is a collective action, and an H is done by one device alone for its part of the
+    parameters.  An H is placed where its device waits.  If the device never waits, the H comes
+    before the L that would exceed `max_deferred`, or at the end of the row.  All other actions keep
+    their places.
+
+    For each deferred H, a device keeps the gradient of its logits and the hidden state of a
+    microbatch.  1F1B with whole backwards has much idle time.  Zero-bubble tables have none, since
+    their W fill it.  The zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) defer W in the
+    same way, and Megatron-LM's `defer_embedding_wgrad_compute` defers the head's gradient.
 
     Args:
-        schedule: a table with L that `check` accepts, without SEND and RECV.  The H that it has are
+        schedule: a table with L that `check` accepts, without SEND and RECV.  Its own H are
             dropped.
-        max_deferred: how many microbatches of H a device may have left to do, at least 1.
-        costs: by these (`Costs.last`: the time of a whole L, `Costs.last_weight_grad`: of an H)
-            waits are found; all 1, H a third, if None.
+        max_deferred: the most H that a device may defer at once, at least 1.
+        costs: the times by which waits are found (`Costs.last` of a whole L,
+            `Costs.last_weight_grad` of an H); if None, all are 1, and an H takes a third.
 
     Returns:
-        The table with an H for every L; the table without any where the step would take as long.
+        The table with an H for every L; or the table without H, where H does not shorten the step.
 
     Raises:
         ScheduleError: the table breaks a rule, has SEND and RECV, or no L; `max_deferred` is no

@@ -1,10 +1,10 @@
-"""Where all devices do what they do together: L, E and G put into the rows of a table.
+"""Puts the collective actions L, E and G into the rows of a table.
 
 Vocabulary parallelism (Yeung et al. 2024, Balancing Pipeline Parallelism with Vocabulary
 Parallelism, arXiv 2411.05288) cuts the embedding and the head of a language model over the
-pipeline's devices.  Here all devices do their shares of one microbatch in one step of the program,
-so that is where all of them meet.  A meeting costs nothing where every device is between two
-actions then; what is in the middle of an action keeps the others waiting.
+pipeline's devices.  Here all devices do their shares of one microbatch in one step of the program.
+A collective action costs nothing where every device is between two actions at that time.  A device
+in the middle of an action keeps the others waiting.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from .backward import split_backward
 # The share of the makespan that devices may lose by waiting for each other before backwards are
 # split: a split costs code and a stash.
 _WORTH_A_SPLIT = 0.01
-# The same for a table of overlapped pairs: with W apart neighbours run unlike ticks, and the
+# The same for a table of overlapped pairs: with separate W neighbours run unlike ticks, and the
 # program is up to 15 % longer than the table.
 _WORTH_A_SPLIT_OF_PAIRS = 0.03
-# So many gradients of the first stage's input may wait for a meeting that is for something else.
+# The most gradients of the first stage's input that may wait for a collective action of another
+# kind.
 _MOST_WAITING = 1
 
 
 def place_together(
     schedule: Schedule, kinds: frozenset[Kind], *, costs: Costs | None, split: bool | None
 ) -> Schedule:
-    """The table with these kinds of what all devices do together in every row for every microbatch,
-    those that it had dropped.
+    """The table with collective actions of these kinds in every row for every microbatch.
+
+    Actions of these kinds that the table has already are dropped.
 
     Args:
         schedule: a compute-only table that `check` accepts, with at least as many stages as
             devices.
-        kinds: those of L, E and G that are placed; what the table has of the others stays where it
-            is.
+        kinds: those of L, E and G that are placed; actions of the others keep their places.
         costs: the costs by which they are placed; all 1 where it is None.
-        split: split backwards B into I and W: True, False, or where devices would else wait for
-            each other (None).
+        split: split backwards B into I and W: True, False, or None for a split only where devices
+            would wait for each other without it.
     """
     plain = without_kinds(schedule, kinds)
     _refuse(plain, kinds)
     costs = costs or Costs()
     if split is not None:
         return _shortest(split_backward(plain) if split else plain, costs, kinds)
-    # Nobody waits at a meeting where the table takes no longer than without any, and all that is
-    # done in them besides.
+    # No device waits for a collective action where the makespan grows by no more than their time.
     stage_costs = costs.for_stages(plain.num_stages)
     added = sum(max(stage_costs.of(kind) or (0,)) for kind in kinds) * plain.num_microbatches
     worth = _WORTH_A_SPLIT_OF_PAIRS if len(plain.encoded.pairs) else _WORTH_A_SPLIT
@@ -73,12 +73,11 @@ def place_together(
 
 
 def _shortest(plain: Schedule, costs: Costs, kinds: frozenset[Kind]) -> Schedule:
-    """The table that takes the least time by the costs, of those that have their meetings at
-    several rhythms.
+    """The fastest table by the costs, of those with collective actions at several rhythms.
 
-    Meetings that are held as soon as they are due fall into the middle of actions where times
-    differ a little, or transfers take some: a device that has begun just before keeps all others
-    waiting for nearly a whole action.  At the rhythm of equal times it has not begun.
+    A collective action that runs as soon as it is due can come in the middle of other actions,
+    where times differ a little or transfers take time.  A device that has just begun an action
+    then keeps all others waiting.  At the rhythm of equal times it has not begun.
     """
     found = {
         _Run(plain, rhythm, kinds).table(): None for rhythm in _rhythms(costs, plain.num_stages)
@@ -108,7 +107,9 @@ def _rhythms(costs: Costs, stages: int) -> list[Costs]:
 
 
 def without_kinds(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
-    """The table without these kinds, what only these feed (H, without L), and idle cells."""
+    """The table without these kinds, without kinds that read only their values (H reads those of
+    L), and without idle cells.
+    """
     gone = {
         *kinds,
         *(
@@ -127,7 +128,7 @@ def without_kinds(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
 
 
 def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
-    """ScheduleError for a table that cannot have what all devices do together."""
+    """ScheduleError for a table that cannot have collective actions."""
     check(schedule)
     name = "`last`" if Kind.L in kinds else "`first`"
     if schedule.has_transfers:
@@ -148,10 +149,10 @@ class _Run:
     """Runs a table action by action, as early as each can start, with collectives as soon as they
     are due.
 
-    An L is due when the last stage's output is there, an E when the first stage's device has
-    nothing else to do before its F.  Whenever all devices meet they also do the E of the first
-    stage's next F, and the G whose gradients are there: that makes nobody wait.  A G is due by
-    itself where more than one would wait, and when no other collective is to come.
+    An L is due when the last stage's output is ready, and an E when the first stage's device has
+    nothing else to do before its F.  At every collective action, devices also do the E of the first
+    stage's next F, and each G whose gradient is ready: no device waits for that.  A G is due alone
+    where more than one would wait, and when no other collective action follows.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, kinds: frozenset[Kind]) -> None:
@@ -217,7 +218,7 @@ class _Run:
             if self._due and (not self._queue or self._due[0][0] <= self._queue[0][0]):
                 due, kind, microbatch = heapq.heappop(self._due)
                 if self._loop.ends[self._number(kind, microbatch)] == NEVER:
-                    yield from self._meet(due, kind, microbatch)
+                    yield from self._run_collective(due, kind, microbatch)
                 continue
             start, device, cell = heapq.heappop(self._queue)
             if start == self._start(device) and self._left[device][0] == cell:
@@ -279,8 +280,10 @@ class _Run:
             if other != device:
                 self._offer(other)
 
-    def _meet(self, due: float, kind: Kind, microbatch: int) -> Iterator[int]:
-        """All devices meet when the last of them is free; before that, each does what fits."""
+    def _run_collective(self, due: float, kind: Kind, microbatch: int) -> Iterator[int]:
+        """A collective action begins when the last device is free; until then, each device runs
+        the actions that fit.
+        """
         begin = max(due, *self._loop.free)
         moved = True
         while moved:

@@ -84,7 +84,7 @@ def add_recompute(
                 for m in range(schedule.num_microbatches)
             }
         else:
-            # What is recomputed early is held besides.
+            # Activations that are recomputed early are held in addition.
             wanted = had | fewest_recomputed(
                 plain, chosen, max_activations - (lead or 0), again=had
             )
@@ -211,14 +211,13 @@ def fewest_recomputed(
     *,
     again: Collection[Action] = (),
 ) -> frozenset[Action]:
-    """The R, of these stages, without which a device would hold more activations than that; those
-    in `again` are there anyway.
+    """The fewest R of these stages with which no device holds more activations than that; those in
+    `again` are kept in any case.
 
-    From its B or I on, until it is released, every activation is held; before that it is where its
-    forward keeps it.  Where there are too many, the one whose backward comes last of all makes
-    room, as a page does that is read again last (Belady 1966): no choice takes fewer R.  Where W
-    come so late that what is held from I on is too much by itself, more than `max_activations`
-    stay.
+    Every activation is held from its B or I until it is released, and from its F where that keeps
+    it.  Where there are too many, the one with the latest backward is dropped, as a cache drops the
+    page that is read last (Belady 1966): no choice takes fewer R.  Where W come so late that the
+    activations held from I on are too many alone, more than `max_activations` stay.
 
     >>> import jaxpipe as jp
     >>> schedule = jp.schedules.build("1f1b", devices=4, microbatches=8)

@@ -15,22 +15,23 @@ def spread_last(
     schedule: Schedule, *, costs: Costs | None = None, split: bool | None = None
 ) -> Schedule:
     """Put an L into every row for every microbatch, after the last stage's F and before its B,
-    where all devices lose the least time.
+    where devices lose the least time.
 
-    Every row keeps its order, so no device holds more activations than before.  An L is a meeting
-    of all devices: it begins when the last of them is done with what it is doing, and those that
-    are done sooner do what fits into the wait.  Where forwards and backwards take equally long, as
-    F, I and W do, nobody waits.  A B that takes twice as long as an F makes neighbours wait in
-    1F1B; with its backwards split into I and W it has no such waits.  Idle cells, and an L that is
-    in the table already, are dropped.
+    Every row keeps its order, so no device holds more activations than before.  An L is a
+    collective action: it begins when all devices are free, and a device that is free sooner runs
+    the actions that fit into the wait.  Idle cells, and each L that the table has already, are
+    dropped.
+
+    Where F, I and W take equally long, no device waits.  In 1F1B, a B that takes twice as long as
+    an F makes neighbours wait; backwards that are split into I and W avoid these waits.
 
     Args:
         schedule: a compute-only table that `check` accepts, with at least as many stages as
             devices.
         costs: the costs by which L are placed (`Costs.last` is the time of an L); all 1 where it is
             None.
-        split: split backwards B into I and W (`split_backward`): True, False, or where devices
-            would else wait for each other (None).
+        split: split backwards B into I and W (`split_backward`): True, False, or None for a split
+            only where devices would wait for each other without it.
 
     Raises:
         ScheduleError: the table breaks a rule, has SEND and RECV, or fewer stages than devices.
@@ -73,20 +74,20 @@ def spread_first(
     """Put an E into every row for every microbatch, before the first stage's F, and a G after its
     B: `first` and its gradient.
 
-    Each is a meeting of all devices, as L is (`spread_last`).  Where the table has L, the E of the
-    first stage's next F and the G of its last B come right after an L, for which all devices are
-    there anyway; so spread `last` first.  Where it has none, an E is due when the first stage's
-    device comes to the F, and a G goes with it.  Every row keeps its order.  The first stage's
-    device holds the input of one microbatch more at most, and the gradient of two.  A table without
-    backwards gets no G.
+    Both are collective actions, as L is (`spread_last`).  Where the table has L, the E of the first
+    stage's next F and the G of its last B come right after an L, so spread `last` first.  Where it
+    has none, an E is due when the first stage's device comes to the F, and a G comes with it.
+
+    Every row keeps its order.  The first stage's device holds the input of at most one more
+    microbatch, and the gradient of two.  A table without backwards gets no G.
 
     Args:
         schedule: a compute-only table that `check` accepts, with at least as many stages as
             devices.
         costs: the costs by which they are placed (`Costs.first`: the time of an E,
             `Costs.first_grad`: of a G); all 1 where it is None.
-        split: split backwards B into I and W (`split_backward`): True, False, or where devices
-            would else wait for each other (None).
+        split: split backwards B into I and W (`split_backward`): True, False, or None for a split
+            only where devices would wait for each other without it.
 
     Raises:
         ScheduleError: the table breaks a rule, has SEND and RECV, or fewer stages than devices.

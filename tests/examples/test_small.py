@@ -22,6 +22,7 @@ ENVIRONMENT, QUICK = outside(), quick()
     [
         ("mlp", QUICK, "on new points: loss"),
         slow("generate", QUICK, "the same tokens with a cache as without"),
+        slow("long_context", QUICK, "the losses of whole sequences"),
         slow("lora", QUICK, "the losses of plain JAX in every step"),
         slow("conv_net", ENVIRONMENT, "accuracy on new images"),
         ("custom_schedule", QUICK, "1B15 comes before 1F15"),

@@ -86,6 +86,10 @@ def test_memory_of_1f1b_by_pool():
         "first": 0,
         "last": 0,
         "share": 0,
+        "carry": 0,
+        "carry_gradient": 0,
+        "buffer": 0,
+        "buffer_gradient": 0,
         "host": 0,
     }
     assert found["residuals"] == [("residual_input", f"float32[{ROWS}, {WIDTH}]", ACTIVATION)]

@@ -13,6 +13,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.inspect.step_report import fallbacks
+from jaxpipe.jaxprs.equations import every_equation
 from jaxpipe.stage.code import run
 from jaxpipe.stage.trace import trace_stage
 from jaxpipe.table.effects import LastUse
@@ -617,6 +618,25 @@ def test_what_a_policy_offloads_is_left_on_the_device_also_in_bodies(function):
     assert code.offloads
     for piece in (code.forward, code.backward, code.input_grad):
         assert spaces(piece) == {"Device"}
+
+
+def test_prints_stay_in_the_forward():
+    def printing(params, x, extra):
+        jax.debug.print("{}", x.sum())
+
+        def layer(h, w):
+            jax.debug.print("{}", h.sum())
+            return jnp.tanh(h @ w), None
+
+        return jax.lax.scan(layer, x, params)[0]
+
+    code = trace_stage(printing, draw((3, WIDTH, WIDTH)), draw(X), {})
+
+    def prints(jaxpr):
+        return sum(eqn.primitive.name == "debug_print" for eqn in every_equation(jaxpr))
+
+    assert (prints(code.forward), prints(code.evaluate)) == (2, 2)
+    assert [prints(jaxpr) for jaxpr in (code.hoist, code.backward, code.input_grad)] == [0, 0, 0]
 
 
 def test_a_scan_that_returns_a_number_can_be_cut():

@@ -4,10 +4,11 @@ makes the table of it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
+
+from benchmarks.engines import engines
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "out"
@@ -15,16 +16,11 @@ GRID, PEER, MUTATIONS, TRAINING = (
     OUT / f"parity{part}.jsonl" for part in ("", "_peer", "_mutations", "_training")
 )
 TABLE = ROOT / "benchmarks/results/parity.txt"
-# The engines; a result of other sources says nothing of these.
-ENGINES = ("jaxpipe", "torch_ref")
 
 
 def sources() -> str:
     """A digest of the engines' code."""
-    total = hashlib.sha256()
-    for path in sorted(path for folder in ENGINES for path in (ROOT / folder).rglob("*.py")):
-        total.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return total.hexdigest()[:16]
+    return engines()
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:

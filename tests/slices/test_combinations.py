@@ -153,6 +153,15 @@ def test_evaluation_outputs_and_the_report():
     assert (report["slots"].buffer, report["slots"].buffer_gradient) == (2, 1)
 
 
+def test_find_nonfinite_runs_whole_sequences():
+    model, params, batch = data("recurrent", 2, 2)
+    pipe = pipeline(model, build("1f1b", devices=2, slices=4))
+    placed = pipe.place(params)
+    batch["x"][2, 5] = np.nan
+    found = jp.debug.find_nonfinite(pipe, placed, batch)
+    assert (found.function, found.stage, found.microbatch) == ("first", 0, 1)
+
+
 def refusal(call):
     with pytest.raises(jp.PipelineError) as caught:
         call()

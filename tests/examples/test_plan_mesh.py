@@ -1,0 +1,65 @@
+"""`jaxpipe plan --model`: the names, sizes and arguments are those of examples/llama.py."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxpipe as jp
+from jaxpipe.cli.main import main
+from jaxpipe.planner.mesh import decoders, plan_mesh
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+import llama
+from llama_parts.sizes import PUBLISHED
+
+
+def test_sizes_are_those_of_the_example():
+    found = {name: tuple(sizes) for name, sizes in decoders().items()}
+    assert found == {
+        name: (s.layers, s.width, s.heads, s.kv_heads, s.hidden, s.vocab)
+        for name, s in PUBLISHED.items()
+        if name != "tiny"
+    }
+
+
+def test_the_command_line_runs_the_best_plan(capsys):
+    """Every flag is one of the example, and its table and layout are those of the plan."""
+    given = ["--gpus", "8", "--batch", "16", "--context", "2048", "--memory", "40GB", "--json"]
+    assert main(["plan", "--model", "llama3.2-1b", *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    program, script, *flags = shlex.split(found["command"])
+    assert (program, script) == ("python", "examples/llama.py")
+    args, best = llama.parser().parse_args(flags), found["plans"][0]
+    assert args.pipe * args.data * args.tensor == 8
+    assert {axis: getattr(args, axis) for axis in ("pipe", "data", "tensor")} == {
+        axis: best["mesh"][axis] for axis in ("pipe", "data", "tensor")
+    }
+    assert args.rows == 16
+    assert args.microbatches * best["mesh"]["rows"] * args.data == 16
+    assert args.spread_head == bool(best["spread"])
+    table = jp.schedules.build(
+        args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks
+    )
+    assert list(table.stage_to_device) == best["placement"]
+    layout = jp.parse_layout(args.layout, devices=args.pipe)
+    assert layout.layers == "E" + "t" * 16 + "L"
+    assert layout.num_stages == table.num_stages
+    seconds = [plan["seconds"] for plan in found["plans"]]
+    assert seconds == sorted(seconds)
+    assert all(max(plan["memory"]) <= 40e9 for plan in found["plans"])
+
+
+def test_what_no_mesh_has_room_for_is_named():
+    given = {"gpus": 8, "batch": 16, "context": 2048}
+    with pytest.raises(jp.PlanError, match=r"nothing fits into 18\.6 GiB .* more; what would help"):
+        plan_mesh("llama3.1-405b", **given, memory=20e9)
+    with pytest.raises(jp.PlanError, match="there is no model 'llama4'"):
+        plan_mesh("llama4", **given, memory=20e9)
+    with pytest.raises(jp.PlanError, match="no mesh of 7 devices"):
+        plan_mesh("llama3-8b", gpus=7, batch=3, context=2048, memory=80e9, tensor=(2,))

@@ -1,0 +1,75 @@
+"""Results that pages cite: their commands, and when they are out of date."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.engines import ROOT, engines
+from benchmarks.regenerate import cited, commands, out_of_date, states
+
+
+def checkout(folder, *, code="x = 1\n", beside="y = 1\n", engine=None):
+    """A checkout with one cited result."""
+    for name, text in (
+        ("jaxpipe/table/check.py", code),
+        ("jaxpipe/cli/main.py", beside),
+        ("README.md", "see benchmarks/results/speed.txt"),
+        ("docs/page.md", ""),
+        ("benchmarks/speed.py", '"""How fast.\n\n    A=1 python -m benchmarks.speed \\\n'),
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "benchmarks/speed.py").write_text(
+        '"""How fast.\n\n    A=1 python -m benchmarks.speed --more 1,2\n'
+        '        -o benchmarks/results/speed.txt\n"""\n'
+    )
+    (folder / "torch_ref").mkdir(exist_ok=True)
+    if engine is not None:
+        (folder / "benchmarks/results").mkdir(exist_ok=True)
+        text = f"a title\na machine\nengines {engine}, commit 0123456789\n"
+        (folder / "benchmarks/results/speed.txt").write_text(text)
+    engines.cache_clear()
+    return folder
+
+
+def test_the_fingerprint_changes_with_code_alone(tmp_path):
+    first = engines(checkout(tmp_path))
+    same = (
+        {"code": '"""Says more."""\n# and more\nx = 1\n'},
+        {"beside": "y = 2\n"},
+    )
+    assert {engines(checkout(tmp_path, **change)) for change in same} == {first}
+    assert engines(checkout(tmp_path, code="x = 2\n")) != first
+
+
+def test_a_result_of_other_engines_is_out_of_date(tmp_path):
+    now = engines(checkout(tmp_path))
+    command = "A=1 python -m benchmarks.speed --more 1,2 -o benchmarks/results/speed.txt"
+
+    def state(**given):
+        (found,) = states(checkout(tmp_path, **given))
+        assert (found.name, found.commands) == ("speed.txt", (command,))
+        return found.why
+
+    assert state() == "not there"
+    assert state(engine=now) == ""
+    assert state(engine="0" * 16) == f"of engines {'0' * 16}; today's are {now}"
+    assert "today's are" in state(engine=now, code="x = 3\n")
+
+
+@pytest.mark.parametrize(
+    ("head", "why"),
+    [
+        ("engines 0123456789abcdef, commit 0123456789-dirty", "from a commit with changes"),
+        ("commit 0123456789", "without a fingerprint of the engines"),
+        ("engines 0123456789abcdef (commit 0123456), jax", ""),
+    ],
+)
+def test_heads_of_every_form_are_read(head, why):
+    assert out_of_date(f"a title\n{head}\n", "0123456789abcdef") == why
+
+
+def test_every_cited_result_has_a_command():
+    known = commands(ROOT)
+    assert len(cited(ROOT)) > 5
+    assert [name for name in cited(ROOT) if name not in known] == []
