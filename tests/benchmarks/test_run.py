@@ -84,6 +84,17 @@ def test_program_makespan(tmp_path):
 
 
 @pytest.mark.slow
+def test_moe(tmp_path):
+    """A prediction is never faster than the share of the peak, and hidden sends make it faster."""
+    none, all_ = (
+        rows_of(table_of(tmp_path, "moe", "--cases", "67b", "--hidden", share), "67B-A2B")[0]
+        for share in ("0", "1")
+    )
+    assert float(all_[5]) < float(none[5]) == float(none[6])
+    assert 0 < float(none[9].rstrip("%")) < float(all_[9].rstrip("%")) < 50
+
+
+@pytest.mark.slow
 def test_at_scale(tmp_path):
     """The bubble rates of the zero-bubble paper and the formulas of DeepSeek-V3 come out of the
     tables.

@@ -335,6 +335,12 @@ class TestSizes:
         assert sizes.parameters() - (bias if sizes.latent else 0) in (count, count - bias)
         assert sizes.active() == pytest.approx(active, rel=0.03)
 
+    def test_flops_are_those_of_a_published_run(self):
+        sizes = PUBLISHED["67b-a2b"]
+        flops = sum(sizes.flops(8192)[letter] for letter in sizes.letters())
+        # marin-community/marin 7024: tokens/s and MFU on 64 H100s
+        assert flops * 603_326.77 / 64 / 989e12 == pytest.approx(0.1945529, rel=0.005)
+
     @pytest.mark.parametrize("name", ["qwen3-235b-a22b", "deepseek-v3"])
     def test_a_config_tells_the_sizes(self, name):
         assert (
