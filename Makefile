@@ -84,7 +84,7 @@ $(BIN)/python:
 	exit 1
 
 $(VENV)/.ready-tables: | $(BIN)/python
-	$(PIP) numpy rich pytest pytest-timeout pytest-xdist hypothesis
+	$(PIP) numpy packaging platformdirs rich pytest pytest-timeout pytest-xdist hypothesis
 	@touch $@
 
 $(VENV)/.ready-train: pyproject.toml | $(BIN)/python

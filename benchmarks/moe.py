@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output, write_all
-from jaxpipe.inspect.collectives import Beside
+from jaxpipe.inspect.collectives import Compute
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
 from jaxpipe.inspect.waits import most_waits
@@ -145,7 +145,7 @@ class Case:
             loops.setdefault(each.place.frames[-1].instruction.name, []).append(each)
         most = max(map(len, loops.values()), default=0)
         pairs = [each for those in loops.values() if len(those) == most for each in those]
-        beside = sum(each.beside is Beside.MATMUL for each in pairs)
+        beside = sum(each.compute is Compute.MATMUL for each in pairs)
         moved = sum(m.nbytes_a_step for m in found.large_moves if m.place.in_loop)
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
         total = found.total_bytes + other["moments"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from .errors import PipelineError
 
@@ -81,7 +83,6 @@ def read_faults() -> tuple[Fault, ...]:
 # What was run; pyproject.toml allows the same.
 TESTED = {"jax": ">=0.10,<0.11", "jaxlib": ">=0.10,<0.11"}
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-_ONE = re.compile(r"(==|>=|<=|<|>)([\d.]+)")
 
 
 def installed_version(package: str) -> str | None:
@@ -97,25 +98,14 @@ def installed_version(package: str) -> str | None:
 def is_in(number: str, versions: str) -> bool:
     """Whether a version number is in a range such as ">=0.10,<0.11"; suffixes do not count.
 
-    >>> is_in("0.11.0", "==0.11.0"), is_in("0.11.1.dev2026", "<0.11"), is_in("0.9.2", "<0.11")
+    >>> is_in("0.11.0rc1", "==0.11.0"), is_in("0.11.1.dev2026", "<0.11"), is_in("0.9.2", "<0.11")
     (True, False, True)
     """
-    mine = _numbers(number)
-    compare: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
-        "==": lambda a, b: a == b,
-        ">=": lambda a, b: a >= b,
-        "<=": lambda a, b: a <= b,
-        "<": lambda a, b: a < b,
-        ">": lambda a, b: a > b,
-    }
-    parts = [_ONE.fullmatch(part.strip()) for part in versions.split(",")]
-    return all(part and compare[part[1]](mine, _numbers(part[2])) for part in parts)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(\.\d+)*", text)
-    numbers = [int(part) for part in found[0].split(".")] if found else []
-    return tuple([*numbers, 0, 0, 0][: max(3, len(numbers))])
+    try:
+        release = Version(number).base_version
+    except InvalidVersion:
+        return False
+    return release in SpecifierSet(versions)
 
 
 def faults_for(

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from importlib import import_module
 from typing import Any
 
-from ..lowering.prices import write_prices
+from ..lowering.prices import read_prices, write_prices
 from .arguments import UsageError, file_path
 from .terminal import Terminal
 
@@ -28,18 +28,22 @@ def doctor_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         )
     if arguments.output is not None and not arguments.output.lower().endswith((".html", ".htm")):
         raise UsageError(f"the report is HTML: {arguments.output} must end in .html")
+    writes = not arguments.no_prices and scope.process == 0
+    if writes:
+        read_prices()  # the checks take minutes: a faulty file is refused before them
+    page_path = None if arguments.output is None else file_path(arguments.output)
     with terminal.counting("checking") as progress:
         report = doctor.run(scope, minutes=arguments.minutes, checks=checks, tell=progress)
     facts: dict[str, Any] = report.facts() | {"prices_file": None}
-    if report.prices and not arguments.no_prices and scope.process == 0:
+    if report.prices and writes:
         versions = next((line.measured for line in report.lines if line.item == "versions"), "")
         day = datetime.now(UTC).strftime("%Y-%m-%d")
         path = write_prices(report.kind, report.prices, ", ".join(filter(None, [day, versions])))
         facts["prices_file"] = str(path)
         terminal.complain(f"wrote the prices of {report.kind} to {path}")
-    if arguments.output is not None:
+    if page_path is not None:
         page = import_module("jaxpipe.doctor.page")
-        file_path(arguments.output).write_text(page.to_page(report), encoding="utf-8")
+        page_path.write_text(page.to_page(report), encoding="utf-8")
         terminal.complain(f"wrote {arguments.output}")
     if arguments.json:
         terminal.write(json.dumps(facts))
@@ -55,7 +59,7 @@ def _scope(arguments: argparse.Namespace, doctor: Any) -> Any:
     several = arguments.coordinator is not None
     least = {"--devices": arguments.devices, "--steps": arguments.steps}
     faults = [f"{name} must be at least 1" for name, n in least.items() if n is not None and n < 1]
-    if arguments.minutes <= 0:
+    if not arguments.minutes > 0:  # nan too
         faults.append("--minutes must be above 0")
     if not 0 <= arguments.process < arguments.processes:
         faults.append("--process must be a number from 0 to --processes less 1")

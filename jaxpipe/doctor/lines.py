@@ -55,8 +55,8 @@ class Found:
     @classmethod
     def read(cls, text: str) -> Found:
         """What `text` returned."""
-        given: dict[str, Any] = json.loads(text)
-        return cls(tuple(map(Line.of, given["lines"])), given["prices"], given["kind"])
+        facts: dict[str, Any] = json.loads(text)
+        return cls(tuple(map(Line.of, facts["lines"])), facts["prices"], facts["kind"])
 
 
 def judged(

@@ -88,9 +88,9 @@ def hops(
     alone = {_name(pair): max(0.0, found[_name(pair)] - found["nothing"]) for pair in pairs}
     hop = statistics.median(alone.values())
     at("hops beside compute")
-    beside = timed(_beside(mesh, axis, forward, size), scope.repeats)
-    lines = (judge_hops(alone, size, target), judge_beside(beside, target))
-    return Found(lines, {"hop": hop, "sent": _taken(beside)})
+    overlap = timed(_overlap_calls(mesh, axis, forward, size), scope.repeats)
+    lines = (judge_hops(alone, size, target), judge_overlap(overlap, target))
+    return Found(lines, {"hop": hop, "sent": _lost(overlap)})
 
 
 def _name(pair: tuple[int, int]) -> str:
@@ -125,7 +125,7 @@ def judge_hops(seconds: Mapping[str, float], size: int, target: Target) -> Line:
     )
 
 
-def _beside(
+def _overlap_calls(
     mesh: Mesh, axis: str, pairs: list[tuple[int, int]], size: int
 ) -> dict[str, Callable[[], Any]]:
     """Matmuls on all devices, the hops, and both in one program."""
@@ -134,12 +134,12 @@ def _beside(
     spec = PartitionSpec(axis)
     count = mesh.shape[axis]
 
-    def made(value: float, shape: tuple[int, ...], dtype: Any) -> Any:
+    def full(value: float, shape: tuple[int, ...], dtype: Any) -> Any:
         place = NamedSharding(mesh, spec)
         return jax.jit(lambda: jnp.full((count, *shape), value, dtype), out_shardings=place)()
 
-    x = made(1.0, (size // 4,), jnp.float32)
-    w = made(1e-3, (width, width), jnp.float32 if on_cpu else jnp.bfloat16)
+    x = full(1.0, (size // 4,), jnp.float32)
+    w = full(1e-3, (width, width), jnp.float32 if on_cpu else jnp.bfloat16)
 
     def call(computes: bool, sends: bool) -> Callable[[], Any]:
         def body(x: Any, w: Any) -> tuple[Any, Any]:
@@ -162,16 +162,16 @@ def _beside(
     }
 
 
-def _taken(seconds: Mapping[str, float]) -> float:
+def _lost(seconds: Mapping[str, float]) -> float:
     """The time that a transfer takes from what runs beside it."""
     return max(0.0, seconds["both"] - max(seconds["compute"], seconds["hop"]))
 
 
-def judge_beside(seconds: Mapping[str, float], target: Target) -> Line:
+def judge_overlap(seconds: Mapping[str, float], target: Target) -> Line:
     """A line about a transfer beside compute: whether it hides, and what it takes."""
     short = min(seconds["compute"], seconds["hop"])
-    shown = 1 - _taken(seconds) / short if short else 1.0
-    text = f"{_taken(seconds) * 1e6:.3g} us longer; {max(0.0, shown):.0%} hidden"
+    shown = 1 - _lost(seconds) / short if short else 1.0
+    text = f"{_lost(seconds) * 1e6:.3g} us longer; {max(0.0, shown):.0%} hidden"
     if target.on_cpus:
         return Line("hops beside compute", Verdict.OK, text, "CPU devices wait for transfers")
     hides = shown >= 0.5
@@ -226,7 +226,7 @@ def judge_copies(seconds: Mapping[str, float], size: int) -> Line:
     return Line(
         "host copies",
         Verdict.SLOW if slow else Verdict.OK,
-        f"{rate / 1e9:.3g} GB/s; {_taken(seconds) * 1e6:.3g} us longer beside compute",
+        f"{rate / 1e9:.3g} GB/s; {_lost(seconds) * 1e6:.3g} us longer beside compute",
         f"at least {_HOST_RATE / 1e9:.3g} GB/s",
         "offload costs more than it saves here: use remat" if slow else "",
     )

@@ -127,8 +127,8 @@ def connected(pairs: Sequence[Group]) -> list[Group]:
     """
     found: list[Group] = []
     for pair in pairs:
-        apart = [group for group in found if not group & pair]
-        found = [*apart, pair.union(*(group for group in found if group & pair))]
+        separate = [group for group in found if not group & pair]
+        found = [*separate, pair.union(*(group for group in found if group & pair))]
     return found
 
 

@@ -127,7 +127,7 @@ class Step:
         spread = {"first", "first gradient"} if functions.spreads_first else set()
         spread |= {"last"} if functions.spreads_last else set()
         return any(
-            " collective-permute" in self.compiled(*run, asked=True).as_text()
+            " collective-permute" in self.compiled(*run, unrun=True).as_text()
             for run in self.runs
             if run[0].name not in spread
         )
@@ -137,7 +137,7 @@ class Step:
         memory = self.compiled(*blocks).memory_analysis()
         return int(getattr(memory, "temp_size_in_bytes", 0))
 
-    def compiled(self, *blocks: Block, asked: bool = False) -> Any:
+    def compiled(self, *blocks: Block, unrun: bool = False) -> Any:
         """Blocks that run as one, compiled alone; they read and write slots as in the step."""
         parts = [_part(self.job, block) for block in blocks]
 
@@ -149,7 +149,7 @@ class Step:
         # be room for the block's arrays.
         donated = [3 * k + group for k in range(len(parts)) for group in (1, 2)]
         groups = [group for own, _ in parts for group in own]
-        return compiled_alone(self.job, self.mesh, run, *groups, donated=donated, asked=asked)
+        return compiled_alone(self.job, self.mesh, run, *groups, donated=donated, unrun=unrun)
 
 
 # Takes a block's inputs, pools and accumulators as arrays, and returns its code.

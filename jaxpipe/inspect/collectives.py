@@ -16,7 +16,7 @@ LARGE = 2**24
 _MATMULS = ("gemm", "matmul", "conv", "cudnn", "dot", "fmha", "flash")
 
 
-class Beside(IntEnum):
+class Compute(IntEnum):
     """The most that is issued between start and done."""
 
     NOTHING = 0
@@ -33,18 +33,18 @@ class Collective:
     kind: str  # collective-permute, all-reduce, all-gather, all-to-all, reduce-scatter
     start: Instruction
     place: Place
-    beside: Beside
+    compute: Compute
 
     @property
     def overlapped(self) -> bool:
         """Whether compute is issued while it runs."""
-        return self.beside is not Beside.NOTHING
+        return self.compute is not Compute.NOTHING
 
     def __str__(self) -> str:
         guarded = " guarded" if self.place.guarded else ""
         return (
             f"{self.kind} {self.start.name}, {self.place.trips} x{guarded}, beside "
-            f"{self.beside.name.lower()}"
+            f"{self.compute.name.lower()}"
         )
 
 
@@ -53,7 +53,7 @@ class _Reader:
 
     def __init__(self, module: Module) -> None:
         self.module = module
-        self._known: dict[str, Beside] = {}
+        self._known: dict[str, Compute] = {}
 
     def of(self, place: Place) -> list[Collective]:
         """The collectives that one computation issues."""
@@ -73,11 +73,11 @@ class _Reader:
         kind = opcode.removesuffix("-start")
         return kind if kind in KINDS else None
 
-    def _between(self, instructions: Sequence[Instruction], start: int) -> Beside:
+    def _between(self, instructions: Sequence[Instruction], start: int) -> Compute:
         first = instructions[start]
         if not first.opcode.endswith("-start") or '"is_sync":true' in first.attributes:
-            return Beside.NOTHING
-        chain, most = {first.name}, Beside.NOTHING
+            return Compute.NOTHING
+        chain, most = {first.name}, Compute.NOTHING
         for instruction in instructions[start + 1 :]:
             if instruction.opcode.endswith("-done") and instruction.operands[0] in chain:
                 return most
@@ -87,30 +87,30 @@ class _Reader:
                 most = max(most, self._compute(instruction))
         raise AssertionError(f"{first.name} is never done")
 
-    def _compute(self, instruction: Instruction) -> Beside:
+    def _compute(self, instruction: Instruction) -> Compute:
         """What one instruction computes, with all that it issues."""
         if instruction.opcode in ("dot", "convolution"):
-            return Beside.MATMUL
+            return Compute.MATMUL
         if instruction.opcode == "custom-call":
             target = instruction.target.lower()
-            return Beside.MATMUL if any(word in target for word in _MATMULS) else Beside.NOTHING
+            return Compute.MATMUL if any(word in target for word in _MATMULS) else Compute.NOTHING
         if instruction.opcode == "fusion":
             (name,) = instruction.called["calls"]
             if any(
                 each.opcode in ("dot", "convolution")
                 for each in self.module.computations[name].instructions
             ):
-                return Beside.MATMUL
-            return Beside.ELEMENTWISE if instruction.nbytes >= LARGE else Beside.NOTHING
+                return Compute.MATMUL
+            return Compute.ELEMENTWISE if instruction.nbytes >= LARGE else Compute.NOTHING
         return max(
             (self._computed_by(body) for body, _ in inner(self.module, instruction)),
-            default=Beside.NOTHING,
+            default=Compute.NOTHING,
         )
 
-    def _computed_by(self, computation: Computation) -> Beside:
+    def _computed_by(self, computation: Computation) -> Compute:
         if computation.name not in self._known:
             self._known[computation.name] = max(
-                map(self._compute, computation.instructions), default=Beside.NOTHING
+                map(self._compute, computation.instructions), default=Compute.NOTHING
             )
         return self._known[computation.name]
 

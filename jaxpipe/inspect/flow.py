@@ -49,8 +49,8 @@ class Flow:
             for name in moving.operands
             for v in self._values(computation, computation.by_name[name])
         ]
-        made = self._values(computation, moving)
-        return bool(starts & _reached(read, self._before) or ends & _reached(made, self._after))
+        moved = self._values(computation, moving)
+        return bool(starts & _reached(read, self._before) or ends & _reached(moved, self._after))
 
     def _alike(self, value: Value, array: Array) -> bool:
         found = self._array(value)
@@ -114,8 +114,8 @@ class Flow:
         for role, names in instruction.called.items():
             for number, name in enumerate(names):
                 inside = self._module.computations[name]
-                given = operands[number + 1 : number + 2] if role == "branches" else operands
-                for values, parameter in zip(given, self._parameters(inside), strict=True):
+                passed = operands[number + 1 : number + 2] if role == "branches" else operands
+                for values, parameter in zip(passed, self._parameters(inside), strict=True):
                     yield from zip(values, self._values(inside, parameter), strict=True)
                 if role == "condition":
                     continue

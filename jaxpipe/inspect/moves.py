@@ -132,7 +132,7 @@ def _moves(
         (name,) = instruction.called["calls"]
         fused = module.computations[name]
         for root in _roots(fused):
-            move = _made_by(fused, root)
+            move = _move_of(fused, root)
             if move is not None:
                 yield move, fused, root
 
@@ -143,7 +143,7 @@ def _roots(fused: Computation) -> list[Instruction]:
     return [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
 
 
-def _made_by(fused: Computation, root: Instruction) -> Move | None:
+def _move_of(fused: Computation, root: Instruction) -> Move | None:
     maker = _behind(fused, root)
     if maker.opcode == "dynamic-update-slice":
         # XLA updates the operand in place where it is a parameter of the fusion, and copies before
@@ -153,11 +153,11 @@ def _made_by(fused: Computation, root: Instruction) -> Move | None:
             == "parameter"
         )
         return None if in_place else Move.REWRITE
-    made = _OPCODES.get(maker.opcode)
-    if made is Move.COPY:  # a slice in another layout
+    move = _OPCODES.get(maker.opcode)
+    if move is Move.COPY:  # a slice in another layout
         read = _OPCODES.get(_behind(fused, maker, through=(*_SEEN_THROUGH, "copy")).opcode)
-        return Move.SLICE if read is Move.SLICE else made
-    return made
+        return Move.SLICE if read is Move.SLICE else move
+    return move
 
 
 def _behind(

@@ -88,10 +88,10 @@ def placed_shapes(pipe: Pipeline, params: dict[str, PyTree]) -> dict[str, PyTree
 
 
 def step_sizes(
-    pipe: Pipeline, traced: TracedStep, given: dict[str, PyTree], batch: PyTree
+    pipe: Pipeline, traced: TracedStep, arrays: dict[str, PyTree], batch: PyTree
 ) -> Sizes:
     """Sizes of a traced model on one device."""
-    step, params = Step.of(pipe.mesh, traced), with_outer(placed_shapes(pipe, given))
+    step, params = Step.of(pipe.mesh, traced), with_outer(placed_shapes(pipe, arrays))
     job, code, program = step.job, step.code, step.code.program
     buffers = SharedBuffers.of(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
@@ -148,12 +148,12 @@ def _with_arrivals(program: Program, buffers: SharedBuffers, work: Mapping[str, 
     for segment in program.segments:
         for j, *_ in segment.emitted:
             for place, use in enumerate(segment.templates[j].blocks):
-                beside = [
+                arrivals = [
                     t.permute.payload
                     for t in segment.transits
                     if t.issued <= (j, place) < t.written
                 ]
-                arriving = sum(buffers.sent(payload).nbytes for payload in beside)
+                arriving = sum(buffers.sent(payload).nbytes for payload in arrivals)
                 most = max(most, work.get(use.block.kind.name, 0) + arriving)
     return most
 

@@ -57,11 +57,11 @@ def profile(
     traced = pipe.trace(params, batch, rng=rng, state=state, clock=clock)
     _refuse_permutes(pipe, traced)
     compiled = traced.function.lower().compile()
-    given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
+    optional = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
     runs = []
     for _ in range(repeats + 1):
         clock.events.clear()
-        jax.block_until_ready(compiled(params, batch, **given))
+        jax.block_until_ready(compiled(params, batch, **optional))
         # Callbacks may still be on their way when the results are there.
         jax.effects_barrier()
         runs.append(list(clock.events))

@@ -234,7 +234,7 @@ def _compiled(lowered: Any, target: Target) -> tuple[Any, GpuProgram | TpuProgra
 
 def _read(program: GpuProgram | TpuProgram | None, schedule: Schedule) -> dict[str, Any]:
     """Counts in the text of a program; None where there is none."""
-    found: dict[str, Any] = dict.fromkeys(("host_waits", "cycles", "padding_bytes", *_BESIDE))
+    found: dict[str, Any] = dict.fromkeys(("host_waits", "cycles", "padding_bytes", *_OVERLAPS))
     if program is None:
         return found
     permutes, others = (
@@ -242,8 +242,8 @@ def _read(program: GpuProgram | TpuProgram | None, schedule: Schedule) -> dict[s
         for kind in (True, False)
     )
     with_slack = [each for each in permutes if WITH_SLACK in each.start.attributes]
-    beside = zip(_BESIDE, (with_slack, steady(program.collectives), others), strict=True)
-    found |= {key: (sum(each.overlapped for each in those), len(those)) for key, those in beside}
+    overlaps = zip(_OVERLAPS, (with_slack, steady(program.collectives), others), strict=True)
+    found |= {key: (sum(each.overlapped for each in those), len(those)) for key, those in overlaps}
     if isinstance(program, TpuProgram):
         cycles = {purpose.value: count for purpose, count in program.cycles.items()}
         return found | {"host_waits": 0, "cycles": cycles, "padding_bytes": program.padding}
@@ -251,7 +251,7 @@ def _read(program: GpuProgram | TpuProgram | None, schedule: Schedule) -> dict[s
     return found | {"host_waits": round(most_waits(program.predicates, most, by_kind=by_kind))}
 
 
-_BESIDE = (
+_OVERLAPS = (
     "permutes_with_slack_beside_compute",
     "permutes_beside_compute",
     "collectives_beside_compute",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from platformdirs import user_config_path
 
 from ..errors import CostError, listed, quoted
 from ..table.limits import is_number
@@ -25,14 +26,7 @@ def prices_path() -> Path:
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named)
-    home = Path.home()
-    if sys.platform == "win32":
-        folder = Path(os.environ.get("APPDATA", home / "AppData" / "Roaming"))
-    elif sys.platform == "darwin":
-        folder = home / "Library" / "Application Support"
-    else:
-        folder = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
-    return folder / "jaxpipe" / "prices.json"
+    return user_config_path("jaxpipe", appauthor=False, roaming=True) / "prices.json"
 
 
 def read_prices(path: Path | None = None) -> dict[str, dict[str, Any]]:
@@ -69,9 +63,9 @@ def write_prices(
     found = read_prices(path)
     found[kind] = {**found.get(kind, {}), **seconds, "measured": where}
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    beside.replace(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
     return path
 
 
@@ -94,13 +88,13 @@ def measured_prices(
     if kind is None:
         kinds = [name for name in found if "NVIDIA" in name]
         kind = kinds[0] if len(kinds) == 1 else None
-    given = found.get(kind, {}) if kind is not None else {}
+    prices = found.get(kind, {}) if kind is not None else {}
     names = {"predicate": ON_THE_HOST if on_host else "predicate", "hop": "hop", "sent": "sent"}
-    seconds = {field: float(given[name]) for field, name in names.items() if name in given}
+    seconds = {field: float(prices[name]) for field, name in names.items() if name in prices}
     if not seconds:
         return None
     missing = [field for field in names if field not in seconds]
-    source = f"measured on {kind}" + (f", {given['measured']}" if "measured" in given else "")
+    source = f"measured on {kind}" + (f", {prices['measured']}" if "measured" in prices else "")
     source += f"; guessed: {', '.join(missing)}" if missing else ""
     return replace(guess, **seconds, source=source)
 
@@ -138,7 +132,7 @@ def overheads_of(value: Any) -> Overheads:
     return replace(GUESSED, **{name: float(value[name]) for name in value}, source=source)
 
 
-_AGAIN = "run `jaxpipe doctor` again, or remove the file"
+_AGAIN = "remove the file and run `jaxpipe doctor` again"
 
 
 def _is_seconds(value: Any) -> bool:

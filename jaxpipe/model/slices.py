@@ -1,4 +1,4 @@
-"""Slices of sequences: how a batch is cut into them, and the rows that a stage appends."""
+"""Cut a batch into slices of sequences, and hold the rows that a stage appends."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def split_slices(batch: PyTree, count: int, slices: int, time: tuple[str, ...]) 
 
 
 def join_slices(outputs: PyTree, slices: int, length: int) -> PyTree:
-    """Leaves [M, rows, ...] of slices -> [M / slices, rows, ...]: those whose axis after the rows
-    is a slice's `length` are whole sequences again, others are those of the last slice.
+    """Leaves [M, rows, ...] of slices -> [M / slices, rows, ...]: a leaf whose third axis has the
+    `length` of a slice becomes whole sequences.  Of another leaf the last slice is kept.
     """
 
     def join(leaf: Any) -> Any:
@@ -57,7 +57,7 @@ def join_slices(outputs: PyTree, slices: int, length: int) -> PyTree:
 
 
 def slice_length(batch: PyTree, time: tuple[str, ...]) -> int:
-    """Rows of time of a slice, in a batch that is cut."""
+    """Positions in a slice, from a batch that is already cut."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return int(next(leaf.shape[2] for path, leaf in leaves if has_time(path, time)))
 
@@ -92,9 +92,10 @@ def time_faults(batch: PyTree, slices: int, time: tuple[str, ...]) -> list[str]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _in_place(buffer: Any, rows: Any, offset: Any, size: int, axis: int) -> tuple[Any, Any]:
-    """A buffer that has the rows already: as it is read, and as it is left for other slices.
+    """Return a buffer that has the rows already: once to read, once to leave for later slices.
 
-    The gradient of the rows is what all slices that read them have added to the buffer's.
+    The gradient of the rows is their part of the buffer's gradient.  Every slice that read the rows
+    has added to it.
     """
     return buffer, buffer
 
@@ -116,31 +117,31 @@ _in_place.defvjp(_forwards, _backwards)
 class Ledger:
     """The rows that a stage appends while it is traced.
 
-    `number` is that of the slice.  `given` are the sequence's buffers by name, or None while their
-    shapes are looked for.  `holds`: they have the rows of this slice already, since the executor
-    writes them.
+    `number` is the number of the slice.  `before` are the sequence's buffers by name, or None while
+    their shapes are inferred.  `holds` says that they have the rows of this slice already, because
+    the executor writes them.
     """
 
     def __init__(
-        self, slices: int, number: Any, given: Mapping[str, Any] | None, *, holds: bool
+        self, slices: int, number: Any, before: Mapping[str, Any] | None, *, holds: bool
     ) -> None:
-        self.slices, self.number, self.given, self.holds = slices, number, given, holds
+        self.slices, self.number, self.before, self.holds = slices, number, before, holds
         self.rows: dict[str, Any] = {}
         self.buffers: dict[str, Any] = {}
         self._prefix = ""  # of names
 
     def again(self) -> Ledger:
-        """One that has nothing yet, for a function that is traced by itself."""
-        return Ledger(self.slices, self.number, self.given, holds=self.holds)
+        """An empty ledger, for a function that is traced by itself."""
+        return Ledger(self.slices, self.number, self.before, holds=self.holds)
 
     def of_layer(self, place: int) -> Ledger:
-        """The same for a layer of the stage, whose names are its own."""
+        """The same ledger for one layer of the stage: layers share no names."""
         found = copy(self)
         found._prefix = f"{place}/"
         return found
 
     def append(self, name: str, rows: Any, axis: int) -> Any:
-        """The whole buffer; PipelineError for a name that is there already, or other shapes."""
+        """Return the whole buffer; PipelineError for a name that is already used, or other shapes."""
         rows, name = jnp.asarray(rows), self._prefix + name
         if name in self.rows:
             raise PipelineError(
@@ -152,9 +153,9 @@ class Ledger:
             )
         axis %= rows.ndim
         shape = [n * self.slices if i == axis else n for i, n in enumerate(rows.shape)]
-        given = jnp.zeros(shape, rows.dtype) if self.given is None else self.given.get(name)
-        if given is None or (list(given.shape), given.dtype) != (shape, rows.dtype):
-            what = "no buffer" if given is None else f"a buffer {given.dtype}{list(given.shape)}"
+        buffer = jnp.zeros(shape, rows.dtype) if self.before is None else self.before.get(name)
+        if buffer is None or (list(buffer.shape), buffer.dtype) != (shape, rows.dtype):
+            what = "no buffer" if buffer is None else f"a buffer {buffer.dtype}{list(buffer.shape)}"
             raise PipelineError(
                 f"ctx.append({name!r}, ...) of rows {rows.dtype}{list(rows.shape)} finds {what}; "
                 "each slice of a sequence appends rows of the same name, shape and dtype, and the "
@@ -163,11 +164,11 @@ class Ledger:
         self.rows[name] = rows
         offset = self.number * rows.shape[axis]
         if not self.holds:
-            given = lax.dynamic_update_slice_in_dim(given, rows, offset, axis)
-            used = given
+            buffer = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
+            used = buffer
         elif jnp.issubdtype(rows.dtype, jnp.inexact):
-            used, given = _in_place(given, rows, offset, rows.shape[axis], axis)
+            used, buffer = _in_place(buffer, rows, offset, rows.shape[axis], axis)
         else:
-            used = given
-        self.buffers[name] = given
+            used = buffer
+        self.buffers[name] = buffer
         return used

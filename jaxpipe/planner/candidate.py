@@ -64,7 +64,7 @@ class Choice(NamedTuple):
             self.request.devices,
             again=self.remat is Remat.FULL,
         )
-        return self.request.microbatches * work + self.request.beside
+        return self.request.microbatches * work + self.request.reduction
 
     @property
     def bytes(self) -> float:
@@ -181,7 +181,7 @@ class Choice(NamedTuple):
             chunks=self.chunks,
             max_activations=self.cap,
         )
-        return max(found + request.beside, self.seconds)
+        return max(found + request.reduction, self.seconds)
 
 
 def choices(request: Request) -> Iterator[Choice]:
@@ -261,7 +261,7 @@ class Candidate(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of the step, by the table."""
-        return max(self.timeline.makespan, self.moving) + self.request.beside
+        return max(self.timeline.makespan, self.moving) + self.request.reduction
 
     @property
     def like(self) -> tuple[object, ...]:

@@ -219,13 +219,13 @@ def total(layers: Sequence[LayerCost], name: str) -> float:
     return found
 
 
-def read_layer_costs(given: Mapping[str, Any]) -> dict[str, LayerCost]:
+def read_layer_costs(costs: Mapping[str, Any]) -> dict[str, LayerCost]:
     """Costs of letters as `json.load` gives them: {"t": {"forward": 0.01, ...}, ...}; CostError
     lists what is wrong.
     """
     known = _numbers()
     faults, found = [], {}
-    for letter, values in given.items():
+    for letter, values in costs.items():
         if not isinstance(values, Mapping):
             faults.append(
                 f"layer {quoted(letter)}: give its costs as an object, not {quoted(values)}"

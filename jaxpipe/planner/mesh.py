@@ -140,7 +140,7 @@ def _promise(request: Request) -> float:
     costs = {**request.costs, "t": cost}
     work = device_work(request.layers, costs, request.devices, again=False)
     ramp = (request.devices - 1) * work / (2 * chunks)
-    return request.microbatches * work + ramp + request.beside
+    return request.microbatches * work + ramp + request.reduction
 
 
 def _cheapest_first(request: Request) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ def _requests(
         yield replace(
             request,
             policies=_cheapest_first(request),
-            beside=_reduction(held, shape, fsdp, model),
+            reduction=_reduction(held, shape, fsdp, model),
             gathered=shape.data if fsdp else 0,
             label=(text + (" fsdp" if fsdp else ""), f"M {shape.microbatches}"),
             mesh={**mesh, "fsdp": fsdp, "rows": shape.rows},

@@ -382,7 +382,7 @@ def _lower(candidate: Candidate, traced: _Traced | None) -> _Lowered:
     lowered = candidate.lowered
     request = candidate.request
     seconds = step_seconds(request.target, lowered, candidate.timeline.costs)
-    seconds = max(seconds, candidate.moving) + request.beside
+    seconds = max(seconds, candidate.moving) + request.reduction
     found = _Lowered(candidate, seconds, candidate.memory(lowered.program().slots))
     if traced is None:
         return found
@@ -491,14 +491,14 @@ def _result(lowered: _Lowered) -> PipelinePlan:
     c = lowered.candidate
     timeline = c.timeline
     bound, cap = timeline_bound(timeline)
-    bound += c.request.beside
+    bound += c.request.reduction
     proof, own = Proof.RELAXATION, c.schedule.certificate
     if (
         own is not None
         and own.objective is Objective.MAKESPAN
-        and own.bound + c.request.beside > bound
+        and own.bound + c.request.reduction > bound
     ):
-        bound, proof = own.bound + c.request.beside, own.proof
+        bound, proof = own.bound + c.request.reduction, own.proof
     certificate = Certificate(Objective.MAKESPAN, lowered.seconds, bound, proof, cap)
     times = timeline.costs.for_stages(c.schedule.num_stages)
     whole = [f + b for f, b in zip(times.forward, times.backward, strict=True)]

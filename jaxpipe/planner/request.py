@@ -54,20 +54,22 @@ class Request:
     target: Target
     overheads: Overheads | None  # that were given
     one_of_many: bool  # there are requests for other numbers of microbatches
-    beside: float = 0.0  # seconds of a step that no table has: gradients summed over replicas
+    reduction: float = 0.0  # seconds of a step that no table has: gradients summed over replicas
     gathered: float = 0.0  # devices that split parameters and accumulators (fsdp)
     by_name: bool = False  # tables are those that names alone build, for programs that take a name
     label: tuple[str, ...] = ()  # the shape of its mesh
     mesh: Mapping[str, int] = field(default_factory=dict)  # where the mesh was chosen
 
 
-def requests(given: Mapping[str, Any]) -> tuple[Request, ...]:
+def requests(arguments: Mapping[str, Any]) -> tuple[Request, ...]:
     """One for each number of microbatches, of the arguments of `plan` by name; PlanError lists what
     is wrong.
     """
-    wrong = [name for name, (accepts, _) in _ACCEPTED.items() if not accepts(given[name])]
-    _refuse(*(f"{name} must be {_ACCEPTED[name][1]}, not {quoted(given[name])}" for name in wrong))
-    costs, microbatches, transfer = (given[n] for n in ("costs", "microbatches", "transfer"))
+    wrong = [name for name, (accepts, _) in _ACCEPTED.items() if not accepts(arguments[name])]
+    _refuse(
+        *(f"{name} must be {_ACCEPTED[name][1]}, not {quoted(arguments[name])}" for name in wrong)
+    )
+    costs, microbatches, transfer = (arguments[n] for n in ("costs", "microbatches", "transfer"))
     if is_whole(microbatches):
         if any(is_whole(key) for key in costs):
             raise PlanError(
@@ -79,7 +81,7 @@ def requests(given: Mapping[str, Any]) -> tuple[Request, ...]:
                 "transfer is given by number of microbatches, but microbatches is one number; "
                 "give its seconds alone"
             )
-        return (_request(given, costs, microbatches, transfer, one_of_many=False),)
+        return (_request(arguments, costs, microbatches, transfer, one_of_many=False),)
     counts = tuple(dict.fromkeys(microbatches))
     if not counts:
         raise PlanError(
@@ -93,27 +95,32 @@ def requests(given: Mapping[str, Any]) -> tuple[Request, ...]:
             "costs={8: {...}, 16: {...}}, each measured for the microbatch of that number"
         )
     hops = transfer if isinstance(transfer, Mapping) else dict.fromkeys(counts, transfer)
+    if without := [count for count in counts if count not in hops]:
+        raise PlanError(
+            f"transfer is missing for {', '.join(map(str, without))} microbatches; give the "
+            "seconds of a hop for each number, or one number for all"
+        )
     return tuple(
-        _request(given, costs[m], m, hops.get(m, 0.0), one_of_many=len(counts) > 1) for m in counts
+        _request(arguments, costs[m], m, hops[m], one_of_many=len(counts) > 1) for m in counts
     )
 
 
 def _request(
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     costs: Mapping[str, Any],
     microbatches: int,
     transfer: float,
     *,
     one_of_many: bool,
 ) -> Request:
-    devices, mesh, chunks, remat = (given[n] for n in ("devices", "mesh", "chunks", "remat"))
-    axis, data_axes = given["axis"], _names(given["data_axes"])
-    memory = None if given["memory"] is None else plain(given["memory"])
+    devices, mesh, chunks, remat = (arguments[n] for n in ("devices", "mesh", "chunks", "remat"))
+    axis, data_axes = arguments["axis"], _names(arguments["data_axes"])
+    memory = None if arguments["memory"] is None else plain(arguments["memory"])
     known = {name for c in costs.values() if isinstance(c, LayerCost) for name in c.policies}
     if remat is None:
         # Where memory has no limit, nothing is computed again by stages to make room.
         remat = (None, *sorted(known), "full", *(() if memory is None else ("stages",)))
-    offload = given["offload"] if memory is not None else ()
+    offload = arguments["offload"] if memory is not None else ()
     _refuse(
         *(
             f"costs has a key {quoted(c)}; its keys are the letters of layers"
@@ -133,7 +140,7 @@ def _request(
             if not isinstance(v, LayerCost)
         ),
     )
-    text = given["model"]
+    text = arguments["model"]
     model = parse_layout(text, devices=1, letters="".join(sorted({*"EtmL", *costs})))
     letters, least = model.layers, min(chunks, default=1)
     missing = sorted(set(letters) - set(costs))
@@ -153,7 +160,7 @@ def _request(
     if not missing:
         faults += _unit_faults({c: costs[c] for c in letters}, memory, plain(transfer))
     _refuse(*faults)
-    overheads = None if given["overheads"] is None else overheads_of(given["overheads"])
+    overheads = None if arguments["overheads"] is None else overheads_of(arguments["overheads"])
     target = _target(mesh, (axis, *data_axes), overheads)
     return Request(
         layers=letters,
@@ -162,12 +169,13 @@ def _request(
         microbatches=microbatches,
         memory=memory,
         transfer=plain(transfer),
-        schedules=_names(given["schedules"] if given["schedules"] is not None else ()) or SCHEDULES,
+        schedules=_names(arguments["schedules"] if arguments["schedules"] is not None else ())
+        or SCHEDULES,
         chunks=tuple(dict.fromkeys(chunks)),
         remat=tuple(dict.fromkeys(Remat(r) for r in remat if r not in known)),
         policies=tuple(dict.fromkeys(r for r in remat if r in known)),
         offloads="residuals" in offload and target.on_gpus,
-        host_bandwidth=plain(given["host_bandwidth"]),
+        host_bandwidth=plain(arguments["host_bandwidth"]),
         axis=axis,
         data_axes=data_axes,
         target=target,
@@ -182,8 +190,8 @@ def _refuse(*faults: str) -> None:
         raise PlanError.listing(_NO_PLAN, list(faults))
 
 
-def _names(given: Any) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _names(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _is_count(value: object) -> bool:

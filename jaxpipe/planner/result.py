@@ -86,8 +86,8 @@ class PipelinePlan:
         if self.policies:
             arguments = import_module("jaxpipe.model.arguments")
             model = arguments.under_policies(model, dict(self.policies))
-        made = import_module("jaxpipe.pipeline").Pipeline
-        return made(model, self.schedule, mesh, **mine | options)
+        constructor = import_module("jaxpipe.pipeline").Pipeline
+        return constructor(model, self.schedule, mesh, **mine | options)
 
     def facts(self) -> dict[str, Any]:
         """As JSON takes it."""

@@ -21,12 +21,12 @@ class Block:
     """A piece of a tick's code.
 
     `run` returns the state after it; of that, `changes` are the entries that it may change.
-    `together`: all devices run it, and those where the predicate is False drop the result.
+    `everywhere`: all devices run it, and those where the predicate is False drop the result.
     """
 
     changes: Set[str]
     run: Callable[[State], State]
-    together: bool = False
+    everywhere: bool = False
 
     def part(self, state: State) -> State:
         """What it may change."""
@@ -70,7 +70,7 @@ def _run(
     """
     if presence is Presence.NEVER:
         return false(), state
-    if not block.together:
+    if not block.everywhere:
         if presence is Presence.ALWAYS:
             return false(), state | block.after(state)
         if start is not None:

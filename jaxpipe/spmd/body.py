@@ -95,19 +95,19 @@ def body(
     *,
     target: Target,
     entries: Sequence[StageEntries] | None,
-    together: bool,
+    everywhere: bool,
 ) -> tuple[dict[str, Any], dict[str, PyTree]]:
     """What each device runs: returns ({"loss", "losses", "metrics", "state"}, gradients laid out
     like `params`).
 
     It is given what `prepare` is.  `entries`: None where no axis is left to the partitioner.
-    `together`: the partitioner permutes in blocks (see `SpmdExecutor`).
+    `everywhere`: the partitioner permutes in blocks (see `SpmdExecutor`).
     """
     start, blocking = prepare(job, params, batch, rng, kept), target.on_cpus
     job = replace(job, functions=job.functions.for_batch(start.batch))
     code, kept, shared, first, last = start.code, start.kept, start.shared, start.first, start.last
-    together = together or (blocking and lax.axis_size(job.axis) > 1 and code.permutes)
-    if together and job.clock is not None:
+    everywhere = everywhere or (blocking and lax.axis_size(job.axis) > 1 and code.permutes)
+    if everywhere and job.clock is not None:
         raise PipelineError(CANNOT_BE_TIMED)
     if entries is None:
         entries = tuple(whole_entries(kind, target) for kind in code.kinds)
@@ -118,7 +118,7 @@ def body(
         chunks = with_replicas(job, start.owned)
         outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
         operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
-        shared_code = SharedCode(code, buffers, operands, job.axis, together, blocking)
+        shared_code = SharedCode(code, buffers, operands, job.axis, everywhere, blocking)
         emitter = TickEmitter(shared_code, job.data_axes, job.clock)
         state = _initial(job, code, buffers, chunks, kept, shared, first, last)
         # One table, one slice of it a trip: dozens of arrays would be as many slices.

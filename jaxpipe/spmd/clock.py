@@ -31,18 +31,20 @@ def clocked(
     def run(state: State) -> State:
         shard = lax.axis_index(data_axes) if data_axes else jnp.int32(0)
         numbers = (shard, lax.axis_index(axis), *what)
-        zero = _tell(clock, jnp.int32(0), *numbers)
+        zero = _call_host(clock, jnp.int32(0), *numbers)
         # In a loop whose predicate is what the first call answers: of a block that finds everything
         # in pools of one slot, XLA knows that it needs no number of its record, and would run it
         # before its begin is noted.  The second call depends on what the block wrote.
         after = run_where(Presence.SOMETIMES, zero == 0, block, state)
-        _tell(clock, jnp.int32(1), *numbers, wrote=_touched(jax.tree.leaves(block.part(after))))
+        _call_host(
+            clock, jnp.int32(1), *numbers, wrote=_touched(jax.tree.leaves(block.part(after)))
+        )
         return after
 
     return Block(block.changes, run)
 
 
-def _tell(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> Scalar:
+def _call_host(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> Scalar:
     """What the host answers each device, which is told besides its place among the axes that are
     left to the partitioner.
 
@@ -67,13 +69,13 @@ def _tell(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> Scalar
         )
         return zero
 
-    given = (*numbers, *(() if wrote is None else (wrote,)))
+    operands = (*numbers, *(() if wrote is None else (wrote,)))
     if not left:
-        return call(*given)
+        return call(*operands)
     whole = PartitionSpec()
     answered: Scalar = jax.shard_map(
         call, in_specs=whole, out_specs=whole, axis_names={*left}, check_vma=False
-    )(*given)
+    )(*operands)
     return answered
 
 

@@ -32,7 +32,7 @@ def collective_block(shared: SharedCode, kind: Kind, row: Collective[Scalar]) ->
     changes = {e.place.value for e in shared.effects(kind) if e.access is not Access.READ}
     run = _RUNS[kind]
     return Block(
-        changes, lambda state: run(shared, row, state), shared.together and kind not in TOGETHER
+        changes, lambda state: run(shared, row, state), shared.everywhere and kind not in TOGETHER
     )
 
 
@@ -49,7 +49,7 @@ def _first(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
     """
     code, buffer = shared.code.first, shared.buffers.x
     found = run(code.evaluate, *first_inputs(shared, _ordered(shared, row.microbatch, state)))
-    return state | {"x": _taken(buffer, code.y_avals, found, row, row.is_source != 0, state["x"])}
+    return state | {"x": _kept_on(buffer, code.y_avals, found, row, row.is_source != 0, state["x"])}
 
 
 def _first_gradient(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
@@ -106,7 +106,7 @@ def _last(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
     whole = lax.psum(dy, shared.axis)
     state = on_source(loss, aux, state)
     pool = state["cotangent"]
-    return state | {"cotangent": _taken(buffer, avals, whole, row, source, pool)}
+    return state | {"cotangent": _kept_on(buffer, avals, whole, row, source, pool)}
 
 
 def _last_weight_grad(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
@@ -135,24 +135,24 @@ def _cut_last(code: ModelCode, axis: str) -> ModelCode:
     late = outs[before : before + last.num_trained]
     rest = [*outs[:before], *outs[before + last.num_trained :]]
 
-    def alone(made: Cut) -> bool:
-        return all(axis not in axes for _, axes in collectives(made.second))
+    def alone(halves: Cut) -> bool:
+        return all(axis not in axes for _, axes in collectives(halves.second))
 
-    made = cut_weights(
+    halves = cut_weights(
         train.replace(outvars=[*late, *rest]),
         params=last.num_trained,
         priced=range(inputs.start, inputs.stop),
         fits=alone,
     )
-    if made is None:
+    if halves is None:
         raise PipelineError(
             "the gradient of a parameter of `last` needs communication over the pipe axis "
             f"{axis!r}, so an H cannot make it while other "
             "devices do something else; use the table without H: jaxpipe.spread_last(schedule)"
         )
-    first, second = made.first, made.second
-    read = [i for i in range(inputs.start, inputs.stop) if made.second_reads[i]]
-    crossing = len(made.crossing)
+    first, second = halves.first, halves.second
+    read = [i for i in range(inputs.start, inputs.stop) if halves.second_reads[i]]
+    crossing = len(halves.crossing)
     ins = second.invars[: len(second.invars) - crossing]
     kept = [*(second.invars[i] for i in read), *second.invars[len(ins) :]]
     count = len(first.outvars) - crossing
@@ -186,7 +186,7 @@ def _or_zeros(source: Flag, leaf: Any) -> Any:
     return jnp.where(source, leaf, jnp.zeros_like(leaf))
 
 
-def _taken(
+def _kept_on(
     buffer: Any, avals: Any, new: Leaves, row: Collective[Scalar], source: Flag, pool: Leaves
 ) -> Leaves:
     """The pool with what all devices made, on the one that takes it."""

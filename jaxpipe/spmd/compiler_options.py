@@ -72,7 +72,7 @@ _UNOPTIMISED: Options = {
 NO_GRAPHS: Options = {"xla_gpu_enable_command_buffer": ""}
 
 
-def asked_options(target: Target) -> Options:
+def options_unrun(target: Target) -> Options:
     """The options for a program that is neither run nor measured."""
     if target.on_cpus:
         return _UNOPTIMISED

@@ -20,7 +20,7 @@ from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode, inexact, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
-from .compiler_options import asked_options, options_for
+from .compiler_options import options_for, options_unrun
 from .mapped import mapped
 
 # Values, and how each is split; None: as the partitioner likes.
@@ -194,7 +194,7 @@ def _output_specs(
     job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group
 ) -> list[PartitionSpec]:
     """How the outputs of a function are split, given how its inputs are."""
-    found = compiled_alone(job, mesh, function, *groups, asked=True).output_shardings
+    found = compiled_alone(job, mesh, function, *groups, unrun=True).output_shardings
     return [sharding.spec if isinstance(sharding, NamedSharding) else _WHOLE for sharding in found]
 
 
@@ -204,7 +204,7 @@ def compiled_alone(
     function: Callable[..., Leaves],
     *groups: Group,
     donated: Sequence[int] = (),
-    asked: bool = False,
+    unrun: bool = False,
 ) -> Any:
     """A piece of a device's program compiled by itself for the mesh: it takes a list for each group
     and returns one.
@@ -226,7 +226,7 @@ def compiled_alone(
     )
     target = target_of(job, mesh)
     return lowered.compile(
-        compiler_options=options_for(target) | (asked_options(target) if asked else {})
+        compiler_options=options_for(target) | (options_unrun(target) if unrun else {})
     )
 
 

@@ -53,10 +53,10 @@ class SpmdExecutor:
         placed = self.partition.manual_specs(params)
         target = target_of(job, self.mesh)
         spread = {"state": kept, "outputs": rows}
-        entries, together = self._asked(job, placed, params, batch, rng, state)
+        entries, permutes = self._split(job, placed, params, batch, rng, state)
         run = mapped(
             lambda p, b, r, s: body(
-                job, p, b, r, s, target=target, entries=entries, together=together
+                job, p, b, r, s, target=target, entries=entries, everywhere=permutes
             ),
             self.mesh,
             {job.axis, *job.data_axes},
@@ -69,7 +69,7 @@ class SpmdExecutor:
         found: tuple[dict[str, Any], dict[str, PyTree]] = run(params, batch, rng, state)
         return found
 
-    def _asked(
+    def _split(
         self,
         job: Job,
         placed: PyTree,

@@ -186,30 +186,30 @@ def _entries(
     wanted: Sequence[Sequence[Entry]] | None,
 ) -> tuple[Entry, ...]:
     """How a pool keeps each leaf."""
-    asked: list[list[Entry]] = [[] for _ in avals]
+    by_leaf: list[list[Entry]] = [[] for _ in avals]
     raveled: set[int] = set()
     for kind, entries in zip(kinds, wanted or (), strict=wanted is not None):
         for place, entry in zip(places[_keys(kind)], entries, strict=True):
-            asked[place.at].append(entry)
+            by_leaf[place.at].append(entry)
             raveled |= {place.at} if place.flat else set()
     return tuple(
         _agreed(aval, entries, raveled=i in raveled)
-        for i, (aval, entries) in enumerate(zip(avals, asked, strict=True))
+        for i, (aval, entries) in enumerate(zip(avals, by_leaf, strict=True))
     )
 
 
-def _agreed(aval: Any, asked: Sequence[Entry], *, raveled: bool) -> Entry:
+def _agreed(aval: Any, wanted: Sequence[Entry], *, raveled: bool) -> Entry:
     """The entry in most parts that a kind asks for; a kind that asks for fewer, such as a stage
     without layers, takes it so too.
 
     What some kinds ravel is whole.
     """
-    tile = next((entry.tile for entry in asked), ())
-    whole = Entry(tuple(aval.shape), pinned=any(entry.pinned for entry in asked), tile=tile)
+    tile = next((entry.tile for entry in wanted), ())
+    whole = Entry(tuple(aval.shape), pinned=any(entry.pinned for entry in wanted), tile=tile)
     return (
         whole
         if raveled
-        else max(asked, key=lambda entry: (entry.local_share, asked.count(entry)), default=whole)
+        else max(wanted, key=lambda entry: (entry.local_share, wanted.count(entry)), default=whole)
     )
 
 

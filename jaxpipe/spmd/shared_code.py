@@ -23,7 +23,7 @@ class SharedCode:
     buffers: SharedBuffers
     operands: Operands
     axis: str  # of the pipeline
-    together: bool  # blocks permute, so all devices run each: see `permutes`
+    everywhere: bool  # blocks permute, so all devices run each: see `permutes`
     blocking: bool  # a permute holds its device's thread until it is over (CPU): see `permuted`
 
     @property

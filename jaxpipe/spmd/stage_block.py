@@ -77,7 +77,7 @@ class StageAction:
             (outs,) = run_in_slots(code)
             return _last_step(steps, outs, state)
 
-        return Block(self.changes(), run_alone, self.shared.together)
+        return Block(self.changes(), run_alone, self.shared.everywhere)
 
     def steps(self, state: State) -> Steps:
         """The action, up to the stage's code and on from it."""
@@ -94,7 +94,7 @@ class StageAction:
     ) -> State:
         """Run a part under its flag; `fits`: the stages of this kind may have it."""
         presence = self.use.presence(flag) if fits else Presence.NEVER
-        block = Block(self.changes(flag), run, self.shared.together)
+        block = Block(self.changes(flag), run, self.shared.everywhere)
         return run_where(presence, getattr(self.row, flag) != 0, block, state)
 
     def _inputs(self, state: State) -> Leaves:
@@ -397,4 +397,4 @@ def pair_block(forward: StageAction, backward: StageAction) -> Block:
         back_outs, ahead_outs = run_in_slots(back, ahead)
         return _last_step(back_steps, back_outs, _last_step(ahead_steps, ahead_outs, state))
 
-    return Block(forward.changes() | backward.changes(), run_both, forward.shared.together)
+    return Block(forward.changes() | backward.changes(), run_both, forward.shared.everywhere)

@@ -177,7 +177,7 @@ class TickEmitter:
         fuses = fuses and bool(ahead.any()) and all(len(those) == 1 for those in kinds)
         assert not fuses or template.paired, "a pair that its template does not know of"
         numbers = range(len(where)) if fuses else ()
-        apart = {}
+        unpaired = {}
         for f in (i for i in numbers if template.blocks[i].block.kind is Kind.F):
             for b in (i for i in numbers if template.blocks[i].block.kind is Kind.B):
                 both = ahead & where[f] & where[b]
@@ -186,13 +186,13 @@ class TickEmitter:
                     active = Presence.of(int(both.sum()), both.size)
                     yield 0, [_Run(uses, (kinds[f][0], kinds[b][0]), active)]
                     for i in (f, b):
-                        apart[i] = Presence.of(int((where[i] & ~ahead).sum()), both.size)
+                        unpaired[i] = Presence.of(int((where[i] & ~ahead).sum()), both.size)
         for place, use in enumerate(template.blocks):
-            active = apart.get(place, use.active)
+            active = unpaired.get(place, use.active)
             asks = len(kinds[place]) > 1
             those = kinds[place] if active is not Presence.NEVER else ()
             own = (replace(use, active=active),)
-            yield place, [_Run(own, (kind,), active, asks, bool(apart)) for kind in those]
+            yield place, [_Run(own, (kind,), active, asks, bool(unpaired)) for kind in those]
 
     def _transfers(
         self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought

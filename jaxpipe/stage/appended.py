@@ -1,7 +1,8 @@
-"""Rows that a stage appends to buffers: its forward is traced as if the buffers had them, and here
-it is made to write them before anything reads the buffers.
+"""Make a traced forward write the rows that its stage appends to buffers.
 
-So a buffer is an input to all pieces of a stage, and never a residual.
+The forward is traced as if the buffers had the rows already.  Here equations that write the rows
+are put before every reader of the buffers.  A buffer is an input of all pieces of a stage, and
+never a residual.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from .code import StageCode
 
 
 def writing_rows(code: StageCode, count: int) -> StageCode:
-    """The code whose forwards write the rows.
+    """Return the code with forwards that write the rows.
 
-    Their last `count` outputs before the residuals are the rows for each buffer, and the number of
-    the slice.
+    In `code`, the last `count` outputs before the residuals are the rows for each buffer, then the
+    number of the slice.
     """
     if not count:
         return code
@@ -52,7 +53,7 @@ def _writes(jaxpr: core.Jaxpr, code: StageCode, count: int) -> core.Jaxpr:
 
 
 def _write(buffer: core.Var, filled: core.Var, rows: Atom, number: Atom) -> list[core.JaxprEqn]:
-    """Equations: the buffer with these rows at the place of the slice of this number."""
+    """Equations that write the rows of slice `number` into the buffer."""
     shape, new = tuple(buffer.aval.shape), tuple(rows.aval.shape)  # type: ignore[attr-defined]
     axis = next(i for i, (whole, own) in enumerate(zip(shape, new, strict=True)) if whole != own)
 
@@ -62,11 +63,11 @@ def _write(buffer: core.Var, filled: core.Var, rows: Atom, number: Atom) -> list
         return lax.dynamic_update_slice_p.bind(buffer, rows, *starts)
 
     traced = jax.make_jaxpr(update)(buffer.aval, rows.aval, number.aval).jaxpr
-    given: dict[Any, Atom] = dict(zip(traced.invars, (buffer, rows, number), strict=True))
-    given[traced.outvars[0]] = filled
+    atoms: dict[Any, Atom] = dict(zip(traced.invars, (buffer, rows, number), strict=True))
+    atoms[traced.outvars[0]] = filled
 
     def named(atom: Any) -> Any:
-        return atom if isinstance(atom, core.Literal) else given.get(atom, atom)
+        return atom if isinstance(atom, core.Literal) else atoms.get(atom, atom)
 
     return [
         eqn.replace(invars=[named(a) for a in eqn.invars], outvars=[named(v) for v in eqn.outvars])
@@ -75,9 +76,12 @@ def _write(buffer: core.Var, filled: core.Var, rows: Atom, number: Atom) -> list
 
 
 def _in_order(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
-    """The equations, each after all that it reads, else in the given order."""
-    made = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    needs = [{made[v] for v in eqn.invars if isinstance(v, core.Var) and v in made} for eqn in eqns]
+    """Sort the equations so that each follows its inputs; the order is kept where inputs allow."""
+    producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    needs = [
+        {producer[v] for v in eqn.invars if isinstance(v, core.Var) and v in producer}
+        for eqn in eqns
+    ]
     users: list[list[int]] = [[] for _ in eqns]
     for i, own in enumerate(needs):
         for j in own:

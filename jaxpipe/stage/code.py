@@ -9,12 +9,12 @@ residuals between them.
     input_grad(parameters, x, extra, once, residuals, dy) -> dx, stash          I
     weight_grad(parameters, x, extra, once, residuals, dy, stash) -> dparameters    W
 
-`once` are values that depend on parameters alone, computed once a step.  A loss (an auxiliary one)
-and state are there where the stage returns them.  dy then ends with the cotangent of the loss.
+`once` are values that depend on parameters alone, computed once a step.  A stage may also return an
+auxiliary loss and state.  With a loss, dy ends with its cotangent.
 
-Residuals are no parameters, no values made of parameters alone, and no copy of the stage input.
-None is there twice, and none is a layout change of another.  Every matmul of B is done in exactly
-one of I and W.
+Residuals exclude parameters, values that depend on parameters alone, and copies of the stage input.
+No residual is kept twice, or as a layout change of another.  Every matmul of B is in exactly one of
+I and W.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ParamUse(NamedTuple):
 
     @classmethod
     def of(cls, leaf: Any, *, frozen: bool) -> ParamUse:
-        """Frozen ones of fewer than 16 bits stay as small as they are: their values are computed
-        where they are needed, in each microbatch.
+        """The uses of one parameter.  Values of a frozen parameter of fewer than 16 bits are
+        computed in each microbatch: one copy for the whole step would be larger than the parameter.
         """
         small = not jnp.issubdtype(leaf.dtype, jnp.inexact) or leaf.dtype.itemsize < 2
         return cls(not frozen, not (frozen and small))
@@ -53,7 +53,7 @@ class ParamUse(NamedTuple):
 class Signature:
     """The inputs and results of a stage, by leaf.
 
-    Those leaves of x and y have a gradient that are floating; dx and dy hold just these.
+    Floating leaves of x and y have a gradient.  dx and dy hold only these.
     """
 
     consts: tuple[Any, ...]  # arrays that the function closes over
@@ -64,15 +64,15 @@ class Signature:
     y_avals: tuple[Any, ...]
     loss: Any = None  # aval of the auxiliary loss
     state: tuple[Any, ...] = ()  # avals of the state after it
-    # avals of what passes between slices of a sequence; in the jaxprs carries come after x and y,
-    # buffers after the carries
+    # avals of values that pass between slices of a sequence; in the jaxprs carries follow x and y,
+    # and buffers follow the carries
     carry: tuple[Any, ...] = ()
     buffers: tuple[Any, ...] = ()
 
     @property
     def known(self) -> tuple[bool, ...]:
-        """Of constants and parameters, those that are there before the step's loop: what depends on
-        them alone is computed once.
+        """For each constant and parameter, whether values that depend on it alone are computed once
+        a step.
         """
         return (*(True for _ in self.consts), *(use.once for use in self.uses))
 
@@ -123,19 +123,17 @@ class Signature:
 
     @property
     def num_params(self) -> int:
-        """Parameters, frozen ones too."""
+        """The number of parameters, with frozen ones."""
         return len(self.uses)
 
     @property
     def num_trained(self) -> int:
-        """Parameters that have a gradient."""
+        """The number of parameters that have a gradient."""
         return sum(self.trained)
 
     @property
     def num_inputs(self) -> int:
-        """Constants, parameters, x, what the slice before leaves, and what comes with the
-        microbatch.
-        """
+        """The number of inputs: constants, parameters, x, carry and buffers, and `extra`."""
         return len(self.known) + len(self.x_avals) + len(self.passed) + self.num_extra
 
     @property
@@ -159,7 +157,7 @@ class StageCode(Signature):
     residual_weight: tuple[Any, ...] = ()  # avals of what W needs
     stash: tuple[Any, ...] = ()
     liveness: Liveness = field(default_factory=Liveness)
-    offloads: bool = False  # a policy of `jax.checkpoint` in it asks for the host's memory
+    offloads: bool = False  # a policy of `jax.checkpoint` in it uses the host's memory
 
     @property
     def once_avals(self) -> tuple[Any, ...]:
@@ -168,7 +166,7 @@ class StageCode(Signature):
 
     @property
     def residual_avals(self) -> tuple[Any, ...]:
-        """Avals of all that a backward reads of its forward."""
+        """Avals of all residuals."""
         return (*self.residual_input, *self.residual_weight)
 
     def __str__(self) -> str:
@@ -194,7 +192,7 @@ class LastCode:
     num_trained: int
     # the code of collective actions that do a part of `train`
     parts: Mapping[Kind, core.Jaxpr] = field(default_factory=dict)
-    # what one of them leaves in a pool for another
+    # avals of values that one of them leaves in a pool for another
     left: Mapping[Place, tuple[Any, ...]] = field(default_factory=dict)
 
     @property

@@ -1,4 +1,4 @@
-"""The job that `Pipeline` gives to an executor, a step or an evaluation, and the protocol of
+"""The job that `Pipeline` gives to an executor (a step or an evaluation), and the protocol of
 executors.
 """
 
@@ -20,13 +20,13 @@ Observe: TypeAlias = Callable[["Job", Any, Any], None]
 
 # Called on the host with two arguments, and returns int32 0.  The first is an array of (place along
 # the axes that are left to the partitioner, 0 at the begin and 1 at the end, data shard, device,
-# kind, stage, microbatch) of a block; the call waits for the second.
+# kind, stage, microbatch) of a block; the call waits for the second argument.
 Clock: TypeAlias = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Job:
-    """Everything about a step that is known before its arrays are."""
+    """Everything about a step that is known before its arrays."""
 
     plan: Plan
     functions: Functions
@@ -52,7 +52,7 @@ class Job:
         return ("state",) if self.functions.last is None else ("loss", "losses", "metrics", "state")
 
     def with_axis(self, sizes: dict[str, PyTree]) -> Job:
-        """The job whose spread functions know the axis, and the sizes of what is cut."""
+        """The job whose spread functions know the axis and the whole sizes of cut parameters."""
         return (
             replace(self, functions=replace(self.functions, axis=self.axis, sizes=sizes))
             if sizes
@@ -74,7 +74,7 @@ class Executor(Protocol):
 
     @property
     def compiles(self) -> bool:
-        """Whether `run` is to be traced and compiled, or called as it is."""
+        """Whether `run` is traced and compiled; otherwise it is called directly."""
 
     def run(
         self,

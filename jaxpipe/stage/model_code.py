@@ -1,6 +1,4 @@
-"""Trace the whole model: the code of every kind of stage, of first and last, and the program made
-for them.
-"""
+"""Trace the whole model: the code of every kind of stage, of first and last, and their program."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ from .trace import trace_stage
 
 @dataclass(frozen=True)
 class ModelCode:
-    """The stages', first's and last's code and the program made for them."""
+    """The code of stages, first and last, and their program."""
 
     kinds: tuple[StageCode, ...]  # of stages that differ in function, parameters or what they take
     kind_of: tuple[int, ...]  # per stage
@@ -71,7 +69,7 @@ class ModelCode:
 
     @property
     def liveness(self) -> Liveness:
-        """Until when what is kept is needed by any stage."""
+        """The last use, over all stages, of each kept value."""
         return longest([code.liveness for code in self.kinds])
 
 
@@ -139,7 +137,7 @@ def trace_model(
 
 
 def _form(tree: PyTree) -> Any:
-    """A tree's structure, shapes and dtypes, to compare."""
+    """A tree's structure, shapes and dtypes, for comparison."""
     return jax.tree.structure(tree), tuple((tuple(a.shape), a.dtype) for a in jax.tree.leaves(tree))
 
 
@@ -181,7 +179,7 @@ def _trace_one(
 def _check_takes(
     call: Callable[..., PyTree], stage: int, params: PyTree, x: PyTree, extra: PyTree
 ) -> None:
-    """PipelineError where a stage cannot be called with what the one before it returns."""
+    """PipelineError where a stage cannot take the output of the stage before it."""
     before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
     try:
         jax.eval_shape(call, params, x, extra)
@@ -198,8 +196,8 @@ def _check_takes(
 
 
 def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
-    """PipelineError for communication over the pipe axis: devices run different stages at a time,
-    so it would wait for ever.
+    """PipelineError for communication over the pipe axis.  Devices run different stages at the same
+    time, so such communication would wait for ever.
     """
     found = sorted(
         {primitive for jaxpr in jaxprs for primitive, axes in collectives(jaxpr) if axis in axes}
@@ -216,7 +214,7 @@ def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> No
 
 
 def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomputes: bool) -> None:
-    """PipelineError where a backward, or R, reads the state: by then it is not the forward's."""
+    """PipelineError where a backward or R reads the state: later forwards have changed it."""
     count = len(jax.tree.leaves(extra["state"]))
     before = len(code.hoist.invars) + len(code.x_avals) + len(code.passed)
     before += len(jax.tree.leaves(extra))

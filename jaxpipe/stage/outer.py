@@ -1,6 +1,4 @@
-"""Trace what is around the stages: `last` with its gradients, and a `first` that is spread over the
-pipe axis.
-"""
+"""Trace `last` with its gradients, and a `first` that is spread over the pipe axis."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from .trace import chosen, filled
 
 
 class _Traced(NamedTuple):
-    """A function of (parameters, *arguments), without what depends on parameters alone."""
+    """A function of (parameters, *arguments), with values of parameters alone hoisted out of it."""
 
     consts: tuple[Any, ...]
     hoisted: Hoisted
@@ -45,8 +43,8 @@ def _trace(
 
 
 def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The equations without the mark that they use a mesh axis: it orders nothing, and would keep
-    collectives that no output needs.
+    """The equations without their mesh axis effect.  It orders nothing, and it would keep unused
+    collectives.
     """
 
     def plain(effects: Any) -> Any:
@@ -63,8 +61,8 @@ def trace_last(
     extra: PyTree,
     uses: Sequence[ParamUse],
 ) -> LastCode:
-    """Trace `function(params, y, extra) -> (scalar, aux)`, its gradients, and what of both depends
-    on parameters alone.
+    """Trace `function(params, y, extra) -> (scalar, aux)` and its gradients, and hoist values of
+    parameters alone out of both.
     """
     y_leaves, y_tree = jax.tree.flatten(y)
     wanted = [inexact(leaf) for leaf in y_leaves]
@@ -84,7 +82,7 @@ def trace_last(
         dparams, dy = vjp(seed.astype(loss.dtype))
         return loss, aux, dparams, dy
 
-    # the widest: that of a float64 loss is not rounded
+    # the widest dtype, so that the seed of a float64 loss is not rounded
     seed = jax.ShapeDtypeStruct((), jnp.result_type(float))
     traced = _trace(train, uses, jax.tree.leaves(params), y_leaves, extra, seed)
     loss, aux, *_ = traced.shapes
@@ -109,8 +107,7 @@ def trace_spread_first(
     """Trace `function(params, (), extra) -> x` and its gradient.  The forward leaves no residuals:
     the gradient of a lookup needs none.
 
-    What the gradient of another function needs it runs again.  The code is that of a stage without
-    input, residuals and I and W.
+    Another function is run again for its gradient.  The code has no input, residuals, I or W.
     """
     tree, trained = jax.tree.structure(params), [use.trained for use in uses]
 

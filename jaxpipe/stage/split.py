@@ -29,8 +29,8 @@ from .weight_cut import cut_weights
 
 @dataclass(frozen=True)
 class Hoisted:
-    """A jaxpr in two parts: values that constants and parameters alone determine, computed once a
-    step, and the rest.
+    """A jaxpr in two parts.  The first is computed once a step, from constants and parameters
+    alone.
     """
 
     hoist: core.Jaxpr  # (consts, params) -> once
@@ -40,9 +40,9 @@ class Hoisted:
     def of(cls, jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> Hoisted:
         """Cut a jaxpr whose first inputs are constants and parameters.
 
-        `known` says of each of these whether what depends on it alone is computed once.  Values
-        that are computed once are inputs of the rest, after its first `at`.  Equal ones (under
-        remat the backward makes of parameters again what the forward made) are one.
+        `known` says for each of these whether values that depend on it alone are computed once.
+        Such values are inputs of the rest, after its first `at` inputs.  Equal values are computed
+        once only: under remat the backward repeats the forward's.
         """
         head, count = len(known), len(jaxpr.invars)
         parts = cut(
@@ -66,7 +66,7 @@ def pieces(joint: core.Jaxpr, split: int, signature: Signature, *, appended: int
     """Cut forward and backward in one jaxpr, (consts, params, x, extra, dy) -> (y, dparams, dx),
     into the pieces; the first `split` equations are the forward's.
 
-    The forward's last `appended` results are rows for buffers, and where they begin.
+    The forward's last `appended` results are the rows for buffers, then the slice's number.
     """
     total, outputs = signature.num_inputs, signature.num_outputs + appended
     dy = len(joint.invars) - total
@@ -74,14 +74,14 @@ def pieces(joint: core.Jaxpr, split: int, signature: Signature, *, appended: int
     others = [False] * (len(joint.invars) - len(known))
     jaxpr = keep_fewer_residuals(into_scans(joint), split, known=[*known, *others])
     before = jaxpr.eqns[:split]
-    whole, made = {id(eqn) for eqn in before}, {v for eqn in before for v in eqn.outvars}
+    whole, computed = {id(eqn) for eqn in before}, {v for eqn in before for v in eqn.outvars}
     hoisted = Hoisted.of(jaxpr, known, at=total)
     start = total + len(hoisted.hoist.outvars)
 
-    # Forward | backward, at the border that jax.vjp drew.
-    # A print has no results, and a scan that is cut is another equation with some of its results.
+    # Forward | backward, at the border that jax.vjp drew.  A print has no results.  A scan that is
+    # cut becomes other equations with the same results.
     border = tuple(
-        id(eqn) in whole or any(v in made for v in eqn.outvars) for eqn in hoisted.rest.eqns
+        id(eqn) in whole or any(v in computed for v in eqn.outvars) for eqn in hoisted.rest.eqns
     )
     grads = len(jaxpr.outvars) - outputs
     halves = cut(hoisted.rest, border, outputs=[True] * outputs + [False] * grads)
@@ -145,6 +145,6 @@ def pieces(joint: core.Jaxpr, split: int, signature: Signature, *, appended: int
 
 
 def _ranges(start: int, *groups: Sequence[Any]) -> list[range]:
-    """The numbers of inputs that follow each other in groups."""
+    """The ranges of consecutive groups of inputs."""
     ends = list(accumulate(map(len, groups), initial=start))
     return [range(a, b) for a, b in pairwise(ends)]

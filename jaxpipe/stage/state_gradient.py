@@ -1,6 +1,4 @@
-"""No gradient goes through a stage's state to an earlier microbatch: what would lose one is
-refused.
-"""
+"""Refuse stages whose state would need a gradient through it to an earlier microbatch."""
 
 from __future__ import annotations
 
@@ -26,10 +24,10 @@ def check_state_gradient(
     extra: dict[str, PyTree],
     trained: Sequence[bool],
 ) -> None:
-    """PipelineError where `call(params, x, extra)` depends on state that parameters or x made
-    before.
+    """PipelineError where `call(params, x, extra)` depends on state that parameters or x determined
+    in an earlier microbatch.
 
-    Only dependences with a gradient count.  `trained` says of each parameter whether it has one.
+    Only dependences with a gradient count.  `trained` says whether each parameter has one.
     """
     state = jax.tree_util.tree_leaves_with_path(extra["state"])
     count = sum(inexact(leaf) for _, leaf in state)
@@ -39,7 +37,7 @@ def check_state_gradient(
     results, after = jaxpr.outvars[:-count], jaxpr.outvars[-count:]
 
     def needed_by(outputs: Sequence[Atom]) -> tuple[list[bool], bool]:
-        """Which state these outputs depend on, and whether they depend on parameters or x."""
+        """The state that these outputs depend on, and whether they depend on parameters or x."""
         reads = drop_dead(jaxpr.replace(outvars=list(outputs)))[1][-moved:]
         return list(reads[-count:]), any(reads[:-count])
 
@@ -74,7 +72,7 @@ def _tangents(
 ) -> tuple[core.Jaxpr, int]:
     """The derivative, and how many tangents of trained parameters, x and state are its last inputs.
 
-    Its outputs are the tangents of what the stage returns, those of the new state last.
+    Its outputs are the tangents of the stage's results.  The tangents of the new state are last.
     """
     parts = params, x, extra["state"]
     leaves, tree = jax.tree.flatten(parts)

@@ -30,11 +30,11 @@ def trace_stage(
     """Cut `function(params, x, extra) -> y`, or `(y, StageOutput)`, into its pieces; arguments are
     arrays, tracers or ShapeDtypeStructs.
 
-    `passed` are the carry and the buffers that the slice before leaves: they come after x in all
-    pieces, and in `extra` as "carried".  The buffers that a forward returns have its rows.
+    `passed` are the carry and the buffers of the previous slice.  They follow x in all pieces, and
+    are in `extra` as "carried".  The buffers that a forward returns have its rows.
 
-    Parameters must be floating, but for frozen ones (`uses`, by leaf); leaves of x that are not
-    (segment ids, masks) get no gradient.
+    Parameters must be floating unless they are frozen (`uses`, by leaf).  Leaves of x that are not
+    floating (segment ids, masks) get no gradient.
     """
     uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
     trained = [use.trained for use in uses]
@@ -119,7 +119,7 @@ def _no_gradient(leaf: Any) -> Any:
 
 
 def _join(forward: core.Jaxpr, backward: core.Jaxpr, outputs: int) -> core.Jaxpr:
-    """One jaxpr of both, the backward reading the forward's variables."""
+    """Join both into one jaxpr, in which the backward reads the forward's variables."""
     residuals = forward.outvars[outputs:]
     dy = backward.invars[len(residuals) :]
     joined = renamed(backward, dict(zip(backward.invars, residuals, strict=False)))

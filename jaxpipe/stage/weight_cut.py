@@ -1,6 +1,4 @@
-"""The border between I and W: of two cuts of a backward, the one that leaves the fewest bytes in
-memory between them.
-"""
+"""Cut a backward into I and W: of two cuts, the one with the fewest bytes in memory between them."""
 
 from __future__ import annotations
 
@@ -22,10 +20,10 @@ def cut_weights(
     """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W; None
     where no cut `fits`.
 
-    Every matmul that the input's gradient needs is in I and every other one in W.  Light equations
-    may be in either: the gradient of a norm's scale is a sum over values that I has, so I does it
-    where the result is smaller than those values.  Inputs of the numbers `priced` stay in memory
-    until W where it reads them.
+    Every matmul that the input's gradient needs is in I.  Every other matmul is in W.  Light
+    equations may be in either.  For example, the gradient of a norm's scale is a sum over values
+    that I has, so I computes it where the result is smaller than those values.  An input whose
+    number is in `priced` stays in memory until W if W reads it.
     """
     mask = [False] * params + [True] * (len(backward.outvars) - params)
     held = [backward.invars[i] for i in priced]
@@ -40,17 +38,17 @@ def cut_weights(
         ),
     ]
 
-    def weight(made: Cut) -> int:
-        """Of what is in memory between I and W."""
-        return made.weight + sum(
-            cut_weight(backward.invars[i], None) for i in priced if made.second_reads[i]
+    def weight(halves: Cut) -> int:
+        """Bytes in memory between I and W."""
+        return halves.weight + sum(
+            cut_weight(backward.invars[i], None) for i in priced if halves.second_reads[i]
         )
 
     return min(filter(fits, found), key=weight, default=None)
 
 
 def _with_light(backward: core.Jaxpr, mask: Sequence[bool], params: int) -> list[bool]:
-    """The mask, and the gradients of parameters that cost no more matmuls."""
+    """The mask, with the parameters added whose gradients need no more matmuls."""
     least = _heavy_in(backward, needed_for(backward, mask))
     alone = [
         _heavy_in(backward, needed_for(backward, [m or j == i for j, m in enumerate(mask)]))
@@ -60,7 +58,7 @@ def _with_light(backward: core.Jaxpr, mask: Sequence[bool], params: int) -> list
 
 
 def _heavy_in(jaxpr: core.Jaxpr, assignment: Assignment) -> int:
-    """Heavy equations in the first part."""
+    """The number of heavy equations in the first part."""
     found = 0
     for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
         if choice is False:

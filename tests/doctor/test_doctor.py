@@ -218,8 +218,8 @@ def test_slow_and_exposed_transfers_are_slow():
     assert line.expected == "100 us, all equal"
     assert times.judge_hops(dict.fromkeys(good, 1e-2), 2**25, CPUS).verdict is Verdict.OK
     hidden = {"compute": 1e-2, "hop": 1e-3, "both": 1.01e-2}
-    assert times.judge_beside(hidden, GPUS).verdict is Verdict.OK
-    assert times.judge_beside(hidden | {"both": 1.1e-2}, GPUS).verdict is Verdict.SLOW
+    assert times.judge_overlap(hidden, GPUS).verdict is Verdict.OK
+    assert times.judge_overlap(hidden | {"both": 1.1e-2}, GPUS).verdict is Verdict.SLOW
 
 
 def test_slow_copies_to_the_host_are_slow(mesh):

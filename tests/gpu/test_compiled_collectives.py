@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpipe.inspect.collectives import Beside, Collective, find_collectives, steady
+from jaxpipe.inspect.collectives import Collective, Compute, find_collectives, steady
 from jaxpipe.inspect.gpu_program import compile_and_read
 from jaxpipe.inspect.hlo import parse
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
@@ -49,7 +49,7 @@ def test_a_permute_beside_a_matmul_and_one_that_its_matmul_waits_for() -> None:
         return send(jnp.tanh(x @ w)) @ w
 
     (overlapped,) = collectives_of(beside, sharded=1, whole=1)
-    assert (overlapped.kind, overlapped.beside) == ("collective-permute", Beside.MATMUL)
+    assert (overlapped.kind, overlapped.compute) == ("collective-permute", Compute.MATMUL)
     (alone,) = collectives_of(between, sharded=1, whole=1)
     assert (alone.kind, alone.overlapped) == ("collective-permute", False)
 
@@ -60,7 +60,7 @@ def test_a_loop_with_a_matmul_counts() -> None:
         return send(x) + lax.fori_loop(0, TRIPS, lambda i, y: jnp.tanh(y @ w), x)
 
     (found,) = collectives_of(beside, sharded=1, whole=1)
-    assert found.beside is Beside.MATMUL
+    assert found.compute is Compute.MATMUL
 
 
 @needs_gpu_compiler
@@ -76,7 +76,7 @@ def test_a_loop_with_a_matmul_counts() -> None:
 )
 def test_every_kind_of_collective_is_found(call: Any, kind: str) -> None:
     (found,) = collectives_of(lambda x, w: call(x) + jnp.tanh(x @ w) @ w, sharded=1, whole=1)
-    assert (found.kind, found.beside) == (kind, Beside.MATMUL)
+    assert (found.kind, found.compute) == (kind, Compute.MATMUL)
 
 
 @needs_gpu_compiler
@@ -119,16 +119,16 @@ ENTRY %main (a: f32[4096,1024], b: f32[16,16]) -> f32[4096,1024] {
 
 def test_starts_and_dones_are_paired_by_name() -> None:
     first, second = find_collectives(parse(PAIR))
-    assert (first.kind, first.beside) == ("all-to-all", Beside.ELEMENTWISE)
-    assert (second.kind, second.beside) == ("collective-permute", Beside.NOTHING), (
+    assert (first.kind, first.compute) == ("all-to-all", Compute.ELEMENTWISE)
+    assert (second.kind, second.compute) == ("collective-permute", Compute.NOTHING), (
         "a synchronous call hides nothing"
     )
     (unhidden, _) = find_collectives(
         parse(PAIR.replace("4096,1024]{1,0} fusion", "4095,1024]{1,0} fusion"))
     )
-    assert unhidden.beside is Beside.NOTHING, "a fusion of little"
+    assert unhidden.compute is Compute.NOTHING, "a fusion of little"
     matmul = 'custom-call(%a), custom_call_target="__cublas$gemm"'
     (gemm, _) = find_collectives(
         parse(PAIR.replace("fusion(%a), kind=kLoop, calls=%elementwise", matmul))
     )
-    assert gemm.beside is Beside.MATMUL
+    assert gemm.compute is Compute.MATMUL

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import jaxpipe as jp
-from jaxpipe.inspect.collectives import Beside
+from jaxpipe.inspect.collectives import Compute
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
 from moe_parts.model import MoE
 from moe_parts.sizes import Mixture, Routing
@@ -57,7 +57,7 @@ def test_all_to_alls_run_next_to_matmuls_of_the_other_half(name: str) -> None:
     found = program(name, capacity=1.0)
     collectives = of_pairs(found, "all-to-all")
     assert len(collectives) >= 4
-    assert 4 * sum(c.beside is Beside.MATMUL for c in collectives) >= 3 * len(collectives)
+    assert 4 * sum(c.compute is Compute.MATMUL for c in collectives) >= 3 * len(collectives)
     # gradients are summed after the loop: no reduction of several devices is in it
     looped = [c for c in found.collectives if c.place.in_loop]
     assert [str(c) for c in looped if c.kind in ("all-reduce", "reduce-scatter")] == []

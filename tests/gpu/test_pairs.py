@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.inspect.collectives import Beside, Collective
+from jaxpipe.inspect.collectives import Collective, Compute
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
 from jaxpipe.inspect.moves import Move
 from tests.flat import flat_pipeline
@@ -106,7 +106,7 @@ def of_pairs(found: GpuProgram, *kinds: str) -> list[Collective]:
 
 
 def check(found: GpuProgram, collectives: list[Collective]) -> None:
-    assert 4 * sum(each.beside is Beside.MATMUL for each in collectives) >= 3 * len(collectives)
+    assert 4 * sum(each.compute is Compute.MATMUL for each in collectives) >= 3 * len(collectives)
     activation = 2 * ROWS * WIDTH
     kinds = (Move.COPY, Move.TRANSPOSE, Move.FILL)
     looped = [each for each in found.large_moves if each.place.in_loop and each.move in kinds]
@@ -153,4 +153,6 @@ def test_a_forward_alone_covers_nothing() -> None:
     for each in found.collectives:
         if each.kind == "all-to-all":
             loops.setdefault(each.place.frames[-1].instruction.name, []).append(each)
-    assert any(all(each.beside is not Beside.MATMUL for each in those) for those in loops.values())
+    assert any(
+        all(each.compute is not Compute.MATMUL for each in those) for those in loops.values()
+    )

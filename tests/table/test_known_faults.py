@@ -84,6 +84,8 @@ def test_all_faults_are_listed_at_once():
         ("0.10.2", ">=0.10,<0.11", True),
         ("0.11", ">=0.10,<0.11", False),
         ("2.30.7.1", "==2.30.7", False),
+        ("0.10.2+cuda13", "==0.10.2", True),
+        ("no number", "<0.11", False),
     ],
 )
 def test_ranges_compare_numbers(number, versions, inside):

@@ -514,6 +514,10 @@ def test_auto_uses_the_memory_that_there_is():
             "transfer is given by number of microbatches, but microbatches is one number",
         ),
         (
+            {"transfer": {8: 2e-3}, "microbatches": (4, 8), "costs": {4: COSTS, 8: COSTS}},
+            "transfer is missing for 4 microbatches; give the seconds of a hop for each number",
+        ),
+        (
             {"transfer": {4: "fast"}, "microbatches": (4,), "costs": {4: COSTS}},
             "transfer must be seconds",
         ),

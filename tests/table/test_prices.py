@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from platformdirs.macos import MacOS
+from platformdirs.unix import Unix
+from platformdirs.windows import Windows
 
 import jaxpipe as jp
 from jaxpipe.cli.main import main
@@ -51,18 +54,29 @@ def test_without_a_file_prices_are_guesses(file):
 def test_the_folder_of_settings_is_that_of_the_platform(monkeypatch, tmp_path):
     monkeypatch.delenv("JAXPIPE_PRICES")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("platformdirs.PlatformDirs", Unix)
     assert prices_path() == tmp_path / "jaxpipe" / "prices.json"
-    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setattr("platformdirs.PlatformDirs", MacOS)
     assert prices_path().parts[-4:] == (
         "Library",
         "Application Support",
         "jaxpipe",
         "prices.json",
     )
-    monkeypatch.setattr("sys.platform", "win32")
-    monkeypatch.setenv("APPDATA", str(tmp_path / "roaming"))
+    monkeypatch.setattr("platformdirs.PlatformDirs", Windows)
+    folders = {"CSIDL_APPDATA": str(tmp_path / "roaming")}
+    monkeypatch.setattr("platformdirs.windows.get_win_folder", folders.__getitem__)
     assert prices_path() == tmp_path / "roaming" / "jaxpipe" / "prices.json"
+
+
+def test_the_doctor_refuses_a_faulty_file_before_its_checks(file, monkeypatch, capsys):
+    monkeypatch.setattr("jaxpipe.doctor.run.run", lambda *_, **__: pytest.fail("checks ran"))
+    file.write_text("{")
+    assert main(["doctor"]) == 2
+    advice = "remove the file and run `jaxpipe doctor` again"
+    assert f"{file} cannot be read as prices" in (shown := capsys.readouterr().err)
+    assert advice in shown
 
 
 def test_a_target_has_the_prices_of_its_kind_of_device(file):

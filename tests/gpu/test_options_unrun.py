@@ -16,13 +16,13 @@ from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 def test_the_answer_is_that_of_the_optimised_program(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("1f1b", devices=2, microbatches=4, axes=Axes.TENSOR)
 
-    def asked() -> tuple[entries.StageEntries, ...]:
+    def found_entries() -> tuple[entries.StageEntries, ...]:
         pipe, params, rows = case.arguments(gpu_mesh)
         return pipe.trace(params, rows).entries
 
-    found = asked()
+    found = found_entries()
     assert any(entry.parts for kind in found for entry in kind.residual_input)
     calls: list[bool] = []
-    monkeypatch.setattr(entries, "asked_options", lambda _: calls.append(True) or {})
-    assert asked() == found
+    monkeypatch.setattr(entries, "options_unrun", lambda _: calls.append(True) or {})
+    assert found_entries() == found
     assert calls
