@@ -141,7 +141,7 @@ class Ledger:
         return found
 
     def append(self, name: str, rows: Any, axis: int) -> Any:
-        """Return the whole buffer; PipelineError for a name that is already used, or other shapes."""
+        """Return the whole buffer; PipelineError for a used name or other shapes."""
         rows, name = jnp.asarray(rows), self._prefix + name
         if name in self.rows:
             raise PipelineError(

@@ -1,5 +1,5 @@
-"""A block: code that changes a declared part of the state, run under a predicate that carries just
-that part.
+"""A block: code that changes a declared part of the state, under a predicate that carries only that
+part.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .state import State
 class Block:
     """A piece of a tick's code.
 
-    `run` returns the state after it; of that, `changes` are the entries that it may change.
-    `everywhere`: all devices run it, and those where the predicate is False drop the result.
+    `run` returns the state after it, in which it may change the entries `changes`.  With
+    `everywhere`, all devices run the block, and a device whose predicate is False drops the result.
     """
 
     changes: Set[str]
@@ -29,11 +29,11 @@ class Block:
     everywhere: bool = False
 
     def part(self, state: State) -> State:
-        """What it may change."""
+        """The part of the state that it may change."""
         return {name: state[name] for name in sorted(self.changes)}
 
     def after(self, state: State) -> State:
-        """That part, after it."""
+        """That part after the block."""
         after = self.run(state)
         more = {name for name in state if after[name] is not state[name]} - self.changes
         assert not more, f"a block that changes {sorted(self.changes)} changes {sorted(more)} too"
@@ -46,11 +46,10 @@ def run_where(presence: Presence, predicate: Flag, block: Block, state: State) -
 
 
 def run_in_order(presence: Presence, predicate: Flag, block: Block, state: State) -> State:
-    """Run a block where the predicate holds, after all that ran before; what is run so next starts
-    after it.
+    """Run a block where the predicate holds, after earlier blocks and before later ones.
 
-    The state's token is False after every block, but XLA cannot know: a block that reads pools must
-    be done before the next writes them, and without this dependency XLA:GPU may run the writer
+    The state's token is False after every block, but XLA cannot know.  A block that reads pools
+    must end before the next one writes them.  Without this dependency XLA:GPU may run the writer
     first, on a copy of every pool.
     """
     token, state = _run(presence, predicate, jnp.logical_not(state["token"]), block, state)
@@ -62,11 +61,11 @@ def _run(
 ) -> tuple[Flag, State]:
     """A flag that is False once the block is over, and the state after it.
 
-    `start`: True, once the block may start; None where nothing is awaited.
+    `start` is True once the block may start; None where nothing is awaited.
 
-    A conditional would make XLA:GPU copy every buffer that passes through it; a `while_loop` of at
-    most one trip updates them in place, and of it only carries what the block writes.  Where the
-    predicate is known, nothing is tested.
+    A conditional would make XLA:GPU copy every buffer that passes through it.  A `while_loop` of at
+    most one trip updates them in place, and carries only the entries that the block writes.  Where
+    the predicate is known, nothing is tested.
     """
     if presence is Presence.NEVER:
         return false(), state
@@ -91,5 +90,5 @@ def _run(
 
 
 def false() -> Flag:
-    """A token of what is over."""
+    """The token of a block that has ended."""
     return jnp.zeros((), bool)

@@ -47,8 +47,8 @@ CANNOT_BE_TIMED = (
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a device starts from: whole parameters of its stages, its rows by microbatch, and the
-    model's code.
+    """The inputs of a device's step: whole parameters of its stages, its rows by microbatch, and
+    the model's code.
     """
 
     owned: list[PyTree]
@@ -66,8 +66,8 @@ def prepare(
 ) -> Prepared:
     """Gather parameters and trace the model.
 
-    Seen by `shard_map`: leaves of `params["stages"]` and of the stages' own state `kept` are [1,
-    ...], leaves of the batch [rows, ...] of this data shard.
+    The arguments are as `shard_map` passes them: leaves of `params["stages"]` and of the stages'
+    own state `kept` are [1, ...], and leaves of the batch are the [rows, ...] of this data shard.
     """
     with jax.named_scope("prepare"):
         batch = job.functions.split(batch, job.num_microbatches)
@@ -97,11 +97,11 @@ def body(
     entries: Sequence[StageEntries] | None,
     everywhere: bool,
 ) -> tuple[dict[str, Any], dict[str, PyTree]]:
-    """What each device runs: returns ({"loss", "losses", "metrics", "state"}, gradients laid out
-    like `params`).
+    """Run the step on each device; return ({"loss", "losses", "metrics", "state"}, gradients laid
+    out like `params`).
 
-    It is given what `prepare` is.  `entries`: None where no axis is left to the partitioner.
-    `everywhere`: the partitioner permutes in blocks (see `SpmdExecutor`).
+    The arguments are those of `prepare`.  `entries` is None where no axis is left to the
+    partitioner.  `everywhere` says that the partitioner permutes in blocks (see `SpmdExecutor`).
     """
     start, blocking = prepare(job, params, batch, rng, kept), target.on_cpus
     job = replace(job, functions=job.functions.for_batch(start.batch))
@@ -121,7 +121,7 @@ def body(
         shared_code = SharedCode(code, buffers, operands, job.axis, everywhere, blocking)
         emitter = TickEmitter(shared_code, job.data_axes, job.clock)
         state = _initial(job, code, buffers, chunks, kept, shared, first, last)
-        # One table, one slice of it a trip: dozens of arrays would be as many slices.
+        # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
         table = jnp.asarray(_narrow(np.stack([*arrays(code.program.ticks)], axis=-1)))
         rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
     with jax.named_scope("ticks"):
@@ -137,7 +137,7 @@ def _first_row(tree: PyTree) -> PyTree:
 
 
 def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
-    """The step's key on this data shard: shards have different rows, so they draw different
+    """The step's key on this data shard.  Shards have different rows, so they draw different
     numbers.
     """
     if rng is None or data_size == 1:
@@ -155,7 +155,7 @@ def _initial(
     first: PyTree,
     last: PyTree,
 ) -> State:
-    """Empty pools and accumulators, and the stages' state as it is."""
+    """Empty pools and accumulators, and the stages' present state."""
     slots, count = code.program.slots, job.num_microbatches
     losses = [kind.loss.dtype for kind in code.kinds if kind.loss is not None]
     losses += [] if code.last is None else [code.last.loss_dtype]
@@ -217,7 +217,7 @@ def _operands(
     batch: PyTree,
     rng: Any,
 ) -> Operands:
-    """Compute what depends on parameters alone, once, and gather the operands of the ticks."""
+    """Compute values of parameters alone once, and gather the operands of the ticks."""
     firsts, lasts = [*first, *shared], [*last, *shared]
     seed = (
         1.0
@@ -239,7 +239,7 @@ def _operands(
 def _stage_operands(
     job: Job, code: ModelCode, chunks: Sequence[PyTree], kept: Sequence[PyTree], shared: Leaves
 ) -> dict[tuple[int, int], StageOperand]:
-    """What each kind of stage reads on each chunk where it stands."""
+    """The operands of each kind of stage, on each chunk that has one."""
     found: dict[tuple[int, int], StageOperand] = {}
     layout = job.layout
     for stages in layout.placement.stages_of:
@@ -264,7 +264,7 @@ def _stage_operands(
 
 
 def _gradient_places(job: Job, stage: int, chunk: int, places: Places) -> Places:
-    """Where a stage's leaves that have a gradient lie among the accumulators of its chunk."""
+    """The places of a stage's trained leaves among the accumulators of its chunk."""
     plans = job.plans["stages"]
     held = leaf_plans(plans[min(chunk, len(plans) - 1)])
     before = np.cumsum([0, *(not plan.frozen for plan in held)]).tolist()
@@ -274,7 +274,7 @@ def _gradient_places(job: Job, stage: int, chunk: int, places: Places) -> Places
 
 
 def _narrow(table: Any) -> Any:
-    """The table in the smallest signed integers that hold it: it is a constant of the program, and
+    """The table in the smallest signed integers that hold it.  It is a constant of the program, and
     grows with M.
     """
     for dtype in (np.int8, np.int16):

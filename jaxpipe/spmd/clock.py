@@ -1,4 +1,4 @@
-"""Times of blocks while a step runs: the host is called at the begin and the end of each."""
+"""Times of blocks while a step runs: each block calls the host at its begin and its end."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ def clocked(
     axis: str,
     data_axes: tuple[str, ...],
 ) -> Block:
-    """A block that tells the host when it begins and when it is over; slower for two calls, and
-    else the same.
+    """The same block, with a call of the host at its begin and one at its end.
 
-    `what`: the kind, the number before it in the table, and the microbatch.
+    `what` is the kind, the number before it in the table, and the microbatch.
     """
 
     def run(state: State) -> State:
         shard = lax.axis_index(data_axes) if data_axes else jnp.int32(0)
         numbers = (shard, lax.axis_index(axis), *what)
         zero = _call_host(clock, jnp.int32(0), *numbers)
-        # In a loop whose predicate is what the first call answers: of a block that finds everything
-        # in pools of one slot, XLA knows that it needs no number of its record, and would run it
-        # before its begin is noted.  The second call depends on what the block wrote.
+        # The block is in a loop whose predicate is the answer of the first call.  A block whose
+        # pools have one slot each needs no number of its record, so XLA would run it before its
+        # begin is noted.  The second call depends on the values that the block wrote.
         after = run_where(Presence.SOMETIMES, zero == 0, block, state)
         _call_host(
             clock, jnp.int32(1), *numbers, wrote=_touched(jax.tree.leaves(block.part(after)))
@@ -45,11 +44,11 @@ def clocked(
 
 
 def _call_host(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> Scalar:
-    """What the host answers each device, which is told besides its place among the axes that are
-    left to the partitioner.
+    """Call the host from each device and return its answer.  The host also gets the device's place
+    along the axes that are left to the partitioner.
 
-    JAX calls the host where no axis is left to the partitioner, so that here, where nothing is
-    computed, none is.
+    JAX cannot call the host where an axis is left to the partitioner.  Nothing is computed here, so
+    the call is mapped over those axes too.
     """
     mesh = jax.sharding.get_abstract_mesh()
     left = tuple(
@@ -60,7 +59,7 @@ def _call_host(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> S
 
     def call(*after: Scalar) -> Scalar:
         partner = lax.axis_index(left) if left else jnp.int32(0)
-        # One array, since each that is handed over takes the host tens of microseconds.
+        # One array, because each array takes the host tens of microseconds.
         zero: Scalar = io_callback(
             clock,
             jax.ShapeDtypeStruct((), jnp.int32),
@@ -80,7 +79,7 @@ def _call_host(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> S
 
 
 def _touched(leaves: Leaves) -> Scalar:
-    """A number that depends on all of them: the sum of one of each."""
+    """A number that depends on all leaves: the sum of one number of each."""
     corners = [
         leaf[(0,) * leaf.ndim]
         for leaf in leaves

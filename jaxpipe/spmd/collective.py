@@ -1,5 +1,5 @@
-"""The blocks of collective actions: a device's share of `first` and `last` spread over the pipe
-axis.
+"""The blocks of collective actions: a device's shares of `first` and `last`, which are spread over
+the pipe axis.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .state import State
 
 
 def collective_block(shared: SharedCode, kind: Kind, row: Collective[Scalar]) -> Block:
-    """A device's share of an action.  All devices run those that are done together in any case."""
+    """A device's share of an action.  All devices run E, G and L in any case."""
     changes = {e.place.value for e in shared.effects(kind) if e.access is not Access.READ}
     run = _RUNS[kind]
     return Block(
@@ -37,15 +37,15 @@ def collective_block(shared: SharedCode, kind: Kind, row: Collective[Scalar]) ->
 
 
 def with_cuts(code: ModelCode, axis: str) -> ModelCode:
-    """The model's code as its table's actions need it."""
+    """The model's code, with cuts for the kinds in its table."""
     for kind in code.program.schedule.encoded.kinds & _CUTS.keys():
         code = _CUTS[kind](code, axis)
     return code
 
 
 def _first(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
-    """E: the first stage's input; every device has it whole, and that of the first stage keeps
-    it.
+    """E: the first stage's input.  Every device has it whole, and the device of the first stage
+    keeps it.
     """
     code, buffer = shared.code.first, shared.buffers.x
     found = run(code.evaluate, *first_inputs(shared, _ordered(shared, row.microbatch, state)))
@@ -55,9 +55,9 @@ def _first(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
 def _first_gradient(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
     """G: the gradient of a device's share of the parameters of `first`.
 
-    The device of the first stage begins with the gradient of its input, the others with zeros: what
-    is differentiated is the input that this device keeps.  The sum that made it from the shares has
-    a gradient that takes it to all of them, so no transfer is needed besides.
+    The device of the first stage begins with the gradient of its input, the others begin with
+    zeros.  The input is a sum of the devices' shares.  The gradient of that sum reaches all
+    devices, so no other transfer is needed.
     """
     dx = [_or_zeros(row.is_source != 0, leaf) for leaf in read(state["first"], row.y)]
     arguments = [*first_inputs(shared, _ordered(shared, row.microbatch, state)), *dx]
@@ -67,12 +67,12 @@ def _first_gradient(shared: SharedCode, row: Collective[Scalar], state: State) -
 def _last(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
     """L: the loss of a microbatch, and its gradient.
 
-    The output of the last stage goes to all devices as a sum in which the others are zero: its
-    source differs from microbatch to microbatch where stages stand on two devices, and one sum is
-    one collective, where a tree of permutes is log2(P) of them, each of the same size.  Every
-    device gets the same loss.  Each begins its backward with 1/P of the loss's cotangent: what is
-    differentiated is the mean over devices of their equal losses, so that a collective inside,
-    which sums cotangents over devices, counts none twice.
+    The output of the last stage goes to all devices as a sum, to which the other devices add zeros.
+    The source differs from microbatch to microbatch where a stage is on two devices.  One sum is
+    one collective; a tree of permutes would be log2(P) collectives of the same size.  Every device
+    gets the same loss and begins its backward with 1/P of the loss's cotangent.  The backward thus
+    differentiates the mean of P equal losses.  Collectives inside it sum cotangents over devices,
+    and count none twice.
     """
     code, buffer, avals = shared.last_code, shared.buffers.cotangent, shared.last_stage.dy_avals
     source = row.is_source != 0
@@ -101,8 +101,8 @@ def _last(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
     else:
         dy, stash = rest[: len(avals)], rest[len(avals) :]
         state = state | {"share": write(state["share"], row.stash, stash)}
-    # One reduction of all leaves; only the device of the last stage has room for the result, the
-    # others keep what is in the slot.
+    # All leaves take one reduction.  Only the device of the last stage has room for the result; the
+    # others keep their slot's contents.
     whole = lax.psum(dy, shared.axis)
     state = on_source(loss, aux, state)
     pool = state["cotangent"]
@@ -110,8 +110,8 @@ def _last(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
 
 
 def _last_weight_grad(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
-    """H: the gradient of a device's own part of the parameters of `last`, from what its L left; no
-    other device takes part.
+    """H: the gradient of a device's own part of the parameters of `last`, from the values that its
+    L left.  No other device takes part.
     """
     seed = shared.operands.seed / lax.axis_size(shared.axis)
     stash = read(state["share"], row.stash)
@@ -120,11 +120,11 @@ def _last_weight_grad(shared: SharedCode, row: Collective[Scalar], state: State)
 
 
 def _cut_last(code: ModelCode, axis: str) -> ModelCode:
-    """The model whose L leaves the gradient of its parameters to an H: `train(parameters, once, y,
-    extra, seed) -> loss, aux, dparams, dy` by the smallest cut, as W is cut from B.
+    """Cut `train(parameters, once, y, extra, seed) -> loss, aux, dparams, dy` into L and H by the
+    smallest cut, as B is cut into I and W.  H computes the gradient of parameters.
 
-    H is run by one device alone, at any time after its L.  So it has no collective over the pipe
-    axis, and what it reads of y, which devices have only while they are in L, is in the stash too.
+    One device runs H alone, at any time after its L, so H has no collective over the pipe axis.
+    Devices have y only during L, so the leaves of y that H reads are in the stash too.
     """
     last = code.last
     assert last is not None, "a table with L has a loss"
@@ -165,7 +165,7 @@ def _cut_last(code: ModelCode, axis: str) -> ModelCode:
     return replace(code, last=replace(last, parts=parts, left=left))
 
 
-# The kinds that take a part of another's code.
+# Cuts by the kind that takes a part of another kind's code.
 _CUTS: dict[Kind, Callable[[ModelCode, str], ModelCode]] = {Kind.H: _cut_last}
 _RUNS: dict[Kind, Callable[[SharedCode, Collective[Scalar], State], State]] = {
     Kind.E: _first,
@@ -176,8 +176,8 @@ _RUNS: dict[Kind, Callable[[SharedCode, Collective[Scalar], State], State]] = {
 
 
 def _ordered(shared: SharedCode, microbatch: Scalar, state: State) -> Scalar:
-    """The number, where a permute holds its device known no sooner than what ran before in the tick
-    is over: see `exchange.permuted`.
+    """The microbatch.  Where permutes block the device, it depends on the end of earlier blocks of
+    the tick (see `exchange.permuted`).
     """
     return jnp.where(state["token"], 0, microbatch) if shared.blocking else microbatch
 
@@ -189,7 +189,7 @@ def _or_zeros(source: Flag, leaf: Any) -> Any:
 def _kept_on(
     buffer: Any, avals: Any, new: Leaves, row: Collective[Scalar], source: Flag, pool: Leaves
 ) -> Leaves:
-    """The pool with what all devices made, on the one that takes it."""
+    """The pool, in which the device where `source` is True has the new values."""
     held = buffer.read(pool, row.out, avals)
     kept = [jnp.where(source, n, old) for n, old in zip(new, held, strict=True)]
     return buffer.write(pool, row.out, avals, kept)

@@ -1,4 +1,4 @@
-"""What a pipeline's program wants of XLA, by backend."""
+"""The options of XLA for a pipeline's program, by backend."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from ..lowering.target import Target
 
 Options: TypeAlias = dict[str, str | bool]
 
-# What may be part of a CUDA graph: XLA's default, and WHILE besides, so that a block under a
-# predicate is a node of a graph that the GPU decides upon and not a loop that the host waits for.
-# COLLECTIVES stays out: CUDA allows no communication in a conditional node's body.  These are all
-# other types that this XLA accepts: a block is a node only if all of its operations may be in a
-# graph.
+# Operations that may be in a CUDA graph: XLA's default and WHILE.  With WHILE a block under a
+# predicate is a node of a graph, and the host does not wait for its predicate.  COLLECTIVES is left
+# out: CUDA allows no communication in a conditional node's body.  The list has all other types that
+# this XLA accepts, because a block is a node only if all of its operations may be in a graph.
 _IN_GRAPHS = (
     "FUSION",
     "CUBLAS",
@@ -37,31 +36,31 @@ _GPU: Options = {
     "xla_gpu_graph_min_graph_size": "1",  # a predicate is one operation of its own
     # Stacks that a scan fills from zero are not filled with zeros first.
     _ZERO_INIT: True,
-    # Several collectives are under way at a time: transfers up and down the model of both payloads,
-    # or those of both halves of a pair. With one at a time, a transfer that something waits for
-    # keeps all others from running beside compute.
+    # Several collectives are in flight at a time: transfers of both payloads up and down the model,
+    # or those of both halves of a pair.  With one at a time, an awaited transfer keeps all others
+    # from running during compute.
     "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
-    # Transfers are not made one.  Where stages lie up and down the devices, activations of one half
-    # go the way of the other's cotangents: as one permute they would be awaited before the first
-    # backward, and no longer run beside it.
+    # Transfers are not merged.  In a vee placement, activations of one half and cotangents of the
+    # other have the same direction.  A merged permute would be awaited before the first backward,
+    # and could not run during it.
     "xla_gpu_collective_permute_combine_threshold_bytes": "0",
 }
 
 
 # Where blocks communicate, over axes that are left to the partitioner.
 _BLOCKS_COMMUNICATE: Options = {
-    # A gather of one half of an overlapped pair is not made one with that of the other, which would
-    # leave neither a matmul to run beside. Scatters are left to XLA: apart, more of a layer is in
-    # memory at a time.
+    # The gathers of the two halves of an overlapped pair are not merged: a merged gather would
+    # overlap no matmul.  XLA may merge scatters: without that, more of a layer is in memory at a
+    # time.
     "xla_gpu_all_gather_combine_threshold_bytes": "0",
-    # A transfer is under way beside a whole block with all of its collectives: with four at a time
-    # XLA would issue it after the block.
+    # A transfer is in flight during a whole block with all of its collectives.  With a limit of
+    # four, XLA would issue the transfer after the block.
     "xla_gpu_experimental_parallel_collective_overlap_limit": "16",
 }
 
 
-# For programs that are only asked what the partitioner makes of them: the machine code that is made
-# soonest.
+# Options for programs that are compiled only to read the partitioner's decisions: the fastest code
+# generation.
 _UNOPTIMISED: Options = {
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": True,
@@ -76,15 +75,15 @@ def options_unrun(target: Target) -> Options:
     """The options for a program that is neither run nor measured."""
     if target.on_cpus:
         return _UNOPTIMISED
-    # Calls of cuBLAS take no code.
+    # Calls of cuBLAS need no code generation.
     return _UNOPTIMISED | {"xla_gpu_enable_triton_gemm": False} if target.on_gpus else {}
 
 
 def options_for(target: Target) -> Options:
-    """The options for what a program runs on; none but on NVIDIA GPUs.
+    """The options for a target; none except on NVIDIA GPUs.
 
-    An explicit list of commands: the form with "+" is refused here, though XLA_FLAGS takes it
-    (jaxlib 0.10).
+    The list of commands is explicit: this interface refuses the form with "+", though XLA_FLAGS
+    takes it (jaxlib 0.10).
     """
     if not target.on_gpus:
         return {}
@@ -98,7 +97,7 @@ _MANY = 8  # devices of a node
 
 
 def features_of(target: Target, mesh: Mesh, offload: Offload) -> frozenset[Feature]:
-    """What a pipeline's program uses, as far as known faults depend on it."""
+    """The features of a pipeline's program that known faults depend on."""
     devices = list(mesh.devices.flat)
     pipes = any(size > 1 for size in mesh.shape.values())
     used = {

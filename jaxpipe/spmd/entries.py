@@ -1,6 +1,4 @@
-"""How pools keep what stages store, where the partitioner splits arrays over axes of the mesh that
-the pipeline leaves to it.
-"""
+"""The form of pool entries where the partitioner splits arrays over some axes of the mesh."""
 
 from __future__ import annotations
 
@@ -23,15 +21,15 @@ from ..stage.model_code import ModelCode
 from .compiler_options import options_for, options_unrun
 from .mapped import mapped
 
-# Values, and how each is split; None: as the partitioner likes.
+# Values, and the split of each; None leaves it to the partitioner.
 Group: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
 _WHOLE = PartitionSpec()
 
 
 @dataclass(frozen=True)
 class StageEntries:
-    """How each leaf of what one kind of stage stores may be kept, and how its parameters and the
-    shared ones are split.
+    """For one kind of stage, the entry of each stored leaf, and the splits of its parameters and
+    the shared ones.
     """
 
     parameters: tuple[PartitionSpec, ...]
@@ -56,12 +54,12 @@ def auto_axes(mesh: Mesh, job: Job) -> tuple[str, ...]:
 
 
 def target_of(job: Job, mesh: Mesh) -> Target:
-    """What the job's program runs on."""
+    """The target of the job's program."""
     return Target.of(mesh, (job.axis, *job.data_axes))
 
 
 def whole_entries(code: StageCode, target: Target) -> StageEntries:
-    """No axis is left to the partitioner."""
+    """The entries where no axis is left to the partitioner."""
 
     def whole(avals: Sequence[Any]) -> tuple[Entry, ...]:
         return tuple(_whole(aval, target) for aval in avals)
@@ -83,13 +81,13 @@ def _tile(aval: Any, target: Target) -> tuple[int, ...]:
 def split_entries(
     job: Job, mesh: Mesh, code: ModelCode, owned: Sequence[PyTree]
 ) -> tuple[StageEntries, ...]:
-    """For each kind of stage, how the partitioner splits what it stores: read off its forward and
-    its I, each compiled alone where axes are left to the partitioner.
+    """Read how the partitioner splits the stored values of each kind of stage: off its forward and
+    its I, each compiled alone.
 
     `owned` are the parameters of a device's stages.  The partitioner decides from a whole program,
-    and what it decides inside the loop cannot be asked; but the model's parameters and its own
-    constraints determine nearly all of it.  Where it would decide otherwise, it moves that value to
-    what is said here.
+    and its decisions inside the loop cannot be read.  The model's parameters and constraints
+    determine nearly all of them.  Where the partitioner would decide otherwise, it moves that value
+    to the split that is chosen here.
     """
     if not auto_axes(mesh, job):
         return tuple(whole_entries(kind, target_of(job, mesh)) for kind in code.kinds)
@@ -149,8 +147,8 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
     alike = [(a.shape, a.dtype) for a in code.x_avals] == [(a.shape, a.dtype) for a in code.y_avals]
     return StageEntries(
         parameters=tuple(specs),
-        # What arrives is split as the stage before left it, which is alike where it returns what it
-        # takes.
+        # An arriving value is split as the previous stage left it.  A stage that returns the form
+        # of its input leaves it alike.
         x=entries(code.x_avals, y)
         if alike
         else tuple(_whole(aval, target) for aval in code.x_avals),
@@ -193,7 +191,7 @@ def _split_as(plans: PyTree) -> list[PartitionSpec]:
 def _output_specs(
     job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group
 ) -> list[PartitionSpec]:
-    """How the outputs of a function are split, given how its inputs are."""
+    """The splits of a function's outputs, from those of its inputs."""
     found = compiled_alone(job, mesh, function, *groups, unrun=True).output_shardings
     return [sharding.spec if isinstance(sharding, NamedSharding) else _WHOLE for sharding in found]
 
@@ -209,9 +207,8 @@ def compiled_alone(
     """A piece of a device's program compiled by itself for the mesh: it takes a list for each group
     and returns one.
 
-    Groups that are `donated` are where the outputs are that are made of them, as pools and
-    accumulators do in the step. `asked`: the result is only asked what the partitioner made of it,
-    neither run nor measured.
+    Outputs take the room of the `donated` groups, as pools and accumulators are updated in place in
+    the step.  An `unrun` program is only read: it is neither run nor measured.
     """
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     alone = mapped(function, mesh, {job.axis, *job.data_axes}, in_specs=_WHOLE, out_specs=_WHOLE)

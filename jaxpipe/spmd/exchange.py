@@ -1,4 +1,4 @@
-"""Transfers at the end of a tick: permutes, and what arrives into its slots."""
+"""Transfers at the end of a tick: permutes, and the writes of arrivals to their slots."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..program.templates import Payload, Permute
 from .shared_buffers import SharedBuffer
 from .state import State
 
-# The scopes of transfers in a profile and in a compiled program: all, and those that are awaited in
-# a later tick.
+# The scopes of transfers in a profile and in a compiled program.  The second is of transfers that
+# are awaited in a later tick.
 EXCHANGE, WITH_SLACK = "exchange", "exchange_with_slack"
 
 
@@ -26,13 +26,13 @@ def scope_of(transit: Transit) -> str:
 
 
 def permuted(permute: Permute, axis: str, state: State, *, blocking: bool) -> tuple[Leaves, State]:
-    """What a permute brings to this device (zeros where nothing is sent to it), and the state after
-    it.
+    """The values that a permute brings to this device (zeros where nothing is sent to it), and the
+    state after it.
 
-    With `blocking`, on CPU devices, where a permute holds one of the process's few threads until
-    all partners have come: it starts after all that ran before in the tick, and what comes next
-    starts after it.  Else two permutes under way could keep the very block from starting that a
-    partner waits for, and all devices would hang.  On GPUs it runs beside the blocks.
+    On CPU devices (`blocking`) a permute holds one of the process's few threads until all partners
+    have arrived.  It therefore starts after earlier work of the tick, and later work starts after
+    it.  Otherwise two permutes in flight could keep a block from starting for which a partner
+    waits, and all devices would hang.  On GPUs the permute runs during the blocks.
     """
     sent = state["sent_x" if permute.payload is Payload.ACTIVATION else "sent_dx"]
     if not blocking:
@@ -42,19 +42,19 @@ def permuted(permute: Permute, axis: str, state: State, *, blocking: bool) -> tu
 
 
 def _after(leaf: Any, state: State) -> Any:
-    """The leaf, known no sooner than what ran before in the tick is over (the token is False after
-    every block).
+    """The leaf, with a dependence on the end of earlier blocks of the tick (the token is False
+    after every block).
     """
     return jnp.where(state["token"], jnp.zeros_like(leaf), leaf) if _is_ordered(leaf) else leaf
 
 
 def _is_ordered(leaf: Any) -> bool:
-    """Whether a token can be made of it: not of keys."""
+    """Whether a token can depend on it; keys cannot give one."""
     return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
 
 
 def settled(brought: Leaves, state: State) -> State:
-    """The state whose token is known no sooner than that a permute is over."""
+    """The state, whose token depends on the end of a permute."""
     token = state["token"]
     for leaf in brought:
         if leaf.size and _is_ordered(leaf):
@@ -71,8 +71,8 @@ def arrive(
     *,
     keep: bool,
 ) -> State:
-    """Write what has arrived; `keep`: some slots keep what they have, since nothing is meant for
-    their device and none is free.
+    """Write arrivals to their slots.  With `keep`, some devices have no arrival and no free slot,
+    and their slots keep their contents.
     """
     name = POOL_OF[payload].value
     pool = state[name]

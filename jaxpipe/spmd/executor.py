@@ -23,7 +23,7 @@ class TracedStep:
 
     job: Job
     code: ModelCode
-    entries: tuple[StageEntries, ...]  # how stages store what they keep, by kind of stage
+    entries: tuple[StageEntries, ...]  # the entries of pools, by kind of stage
     # the `jax.stages.Traced` step of (params, batch), and `rng` and `state` where they are given
     function: Any
 
@@ -78,19 +78,19 @@ class SpmdExecutor:
         rng: Any,
         state: tuple[PyTree, ...],
     ) -> tuple[tuple[StageEntries, ...] | None, bool]:
-        """How pools keep what stages store, where the partitioner splits it; whether it may permute
-        in blocks, on CPU devices.
+        """The entries of pools where the partitioner splits values, and whether it may permute in
+        blocks on CPU devices.
 
-        Every permute of XLA:CPU waits for all devices of the program, also those that it moves
-        nothing to.  Under a predicate some of them wait in the permute of one block and some in
-        that of another, until XLA ends the process.  So beside axes that are left to the
-        partitioner all devices run every block at once, and keep what it gives where its predicate
-        holds (see `block`).
+        Every permute of XLA:CPU waits for all devices of the program, also for those outside its
+        pairs.  Under predicates, some devices would wait in the permute of one block and some in
+        that of another, until XLA ends the process.  With axes that are left to the partitioner,
+        all devices therefore run every block at once, and keep the result where its predicate holds
+        (see `block`).
 
-        The model is traced once more for the first.  A block compiled alone does not tell of every
-        permute: the partitioner decides from a whole program, by what comes before and after the
-        block.  So the second is taken for granted but where blocks are timed, which needs their
-        predicates (`jaxpipe.inspect.profile` refuses blocks that permute).
+        The model is traced once more for the entries.  A block compiled alone does not show every
+        permute, because the partitioner decides from the whole program.  Permutes are therefore
+        assumed, except where blocks are timed.  Timing needs predicates, and
+        `jaxpipe.inspect.profile` refuses blocks that permute.
         """
         waits = on_cpus(self.mesh) and self.mesh.shape[job.axis] > 1
         if not auto_axes(self.mesh, job):

@@ -1,5 +1,5 @@
-"""Residuals in the memory of the host: how those that live long go there and come back, around the
-blocks of a tick.
+"""Residuals in the host's memory: long-lived ones are stored and fetched around the blocks of a
+tick.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# an array that nobody fills: what `lax.scan` makes its stacks of
+# an uninitialised array, as `lax.scan` uses for its stacks
 from jax._src.lax.lax import empty2
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
 
 
 class Moved(NamedTuple):
-    """What the ticks of a template move."""
+    """The moves in the ticks of a template."""
 
     stores: bool
     fetches: bool
@@ -39,7 +39,7 @@ class Moved(NamedTuple):
 
     @classmethod
     def at(cls, program: Program, ticks: NDArray[np.int64]) -> Moved:
-        """What these ticks move."""
+        """The moves in these ticks."""
         for move in program.ticks.moves:
             stores, fetches = (value[ticks] != NOBODY for value in (move.stores, move.fetches))
             return cls(bool(stores.any()), bool(fetches.any()), bool(fetches.all()))
@@ -51,7 +51,7 @@ class Packing:
     """One array for all residuals of a forward (one for each dtype, and each way in which the
     partitioner splits them).
 
-    One large copy is under way where XLA would let several small ones wait for each other.
+    One large copy is in flight at a time.  XLA would make several small ones wait for each other.
     """
 
     entries: tuple[Entry, ...]  # of both pools
@@ -60,7 +60,7 @@ class Packing:
 
     @classmethod
     def of(cls, buffers: SharedBuffers) -> Packing:
-        """The packing of what these pools hold."""
+        """The packing of these pools' values."""
         by_input, by_weight = buffers.residual_input, buffers.residual_weight
         dtypes = (aval.dtype for aval in (*by_input.avals, *by_weight.avals))
         return cls((*by_input.entries, *by_weight.entries), tuple(dtypes), len(by_input.entries))
@@ -76,7 +76,7 @@ class Packing:
         return list(found.values())
 
     def empty(self, slots: int) -> Leaves:
-        """A pool in the host's memory, with one slot more, for what nobody needs."""
+        """A pool in the host's memory, with one more slot for values that nobody needs."""
         return [self._empty(group, slots + 1) for group in self.groups] if slots else []
 
     def _empty(self, group: Sequence[int], slots: int) -> Any:
@@ -130,9 +130,9 @@ class HostMoves:
     """The moves of one tick: `begin` before its blocks, `store` once after the first of them, `end`
     after all.
 
-    XLA:GPU makes of each move a copy that starts in one place and is awaited in another.  A tick
-    that stores and fetches fetches beside its first block and stores beside the next: a pool that
-    is read and written at once would be copied whole, in every tick.
+    XLA:GPU turns each move into a copy that starts in one place and is awaited in another.  A tick
+    with both fetches during its first block and stores during the next.  A pool that is read and
+    written at once would be copied whole in every tick.
     """
 
     moved: Moved
@@ -145,8 +145,8 @@ class HostMoves:
         return move
 
     def begin(self, state: State) -> tuple[InFlight, State]:
-        """Read what is to be stored out of the device's pools, before a block overwrites it, and
-        start to fetch.
+        """Read values to store from the device's pools before a block overwrites them, and start to
+        fetch.
         """
         if not (self.moved.stores or self.moved.fetches):
             return InFlight([], []), state
@@ -157,8 +157,8 @@ class HostMoves:
             stored = self.packing.pack(
                 [_at(leaf, slot) for pool, slot in zip(pools, slots, strict=True) for leaf in pool]
             )
-        # No sooner than the blocks before, or what is stored beside them would be awaited before
-        # them; and no later than the blocks after.
+        # The fetch is ordered after the earlier blocks; otherwise the store during them would be
+        # awaited before them.  It is ordered before the later blocks.
         slot = jnp.where(state["token"], 0, jnp.maximum(move.from_host, 0))
         slot, stored, token = lax.optimization_barrier((slot, stored, state["token"]))
         fetched = (
@@ -170,7 +170,7 @@ class HostMoves:
         return self.store(way, state) if stored and not fetched else (way, state)
 
     def store(self, way: InFlight, state: State) -> tuple[InFlight, State]:
-        """Start to store, if that has not been done; what was fetched is there by now."""
+        """Start to store, unless that is done; the fetch has ended by now."""
         if not way.stored:
             return way, state
         fetched, host, token = _after(way.fetched, state)
@@ -187,7 +187,7 @@ class HostMoves:
         return InFlight([], fetched), state | {"host": new, "token": token}
 
     def end(self, way: InFlight, state: State) -> State:
-        """Put what was fetched into its slots."""
+        """Put fetched values into their slots."""
         way, state = self.store(way, state)
         if not way.fetched:
             return state
@@ -216,9 +216,9 @@ class HostMoves:
 
 
 def _after(fetched: Leaves, state: State) -> tuple[Leaves, Leaves, Flag]:
-    """What was fetched, known no sooner than what ran before is over, or XLA:TPU would await it
-    before that; and the host's pool, known no sooner than what was fetched from it: what is stored
-    next does not need a copy of the pool.
+    """Order the fetched values after earlier blocks, or XLA:TPU would await them before those
+    blocks.  Order the host's pool after the fetch, so that the next store needs no copy of the
+    pool.
     """
     host, token = state["host"], state["token"]
     return lax.optimization_barrier((fetched, host, token)) if fetched else (fetched, host, token)

@@ -16,7 +16,7 @@ from ..jaxprs import Reductions
 def mapped(
     function: Callable[..., Any], mesh: Mesh, axes: Set[str], in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., Any]:
-    """`jax.shard_map` of the function, whose reductions are such as XLA compiles."""
+    """`jax.shard_map` of the function, with reductions in a form that XLA compiles."""
     alone = {name for name, size in mesh.shape.items() if size == 1}
     changes = Reductions(alone, widen=on_cpus(mesh))
 

@@ -1,5 +1,5 @@
-"""What the ticks of a program read: parameters of every kind of stage, and how unlike kinds share
-pools.
+"""The inputs of a program's ticks: parameters of every kind of stage, and the pools that unlike
+kinds share.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .shared_buffers import SharedBuffer
 
 @dataclass(frozen=True)
 class SharedBuffers:
-    """What the pools hold, and what is sent, where stages are of several kinds."""
+    """The buffers of pools and transfers, for several kinds of stages."""
 
     x: SharedBuffer
     cotangent: SharedBuffer
@@ -35,7 +35,7 @@ class SharedBuffers:
     def of(
         cls, kinds: Sequence[StageCode], entries: Sequence[StageEntries] | None = None
     ) -> SharedBuffers:
-        """The buffers of these kinds of stages; `entries`: how each of them may be kept."""
+        """The buffers of these kinds of stages, with the entries of each."""
 
         def buffer(avals: Sequence[Sequence[Any]], name: str) -> SharedBuffer:
             return SharedBuffer.of(
@@ -55,15 +55,13 @@ class SharedBuffers:
         )
 
     def sent(self, payload: Payload) -> SharedBuffer:
-        """Where what is sent so arrives."""
+        """The buffer that a payload's transfer arrives in."""
         return self.x if payload is Payload.ACTIVATION else self.cotangent
 
 
 @dataclass(frozen=True)
 class StageOperand:
-    """The parameters of one kind of stage among those of its chunk, and where it keeps
-    its state.
-    """
+    """The places of one kind of stage's parameters and state in its chunk."""
 
     leaves: Leaves  # of the chunk, as its accumulators are
     places: Places
@@ -73,11 +71,11 @@ class StageOperand:
     gradient_places: Places  # of the leaves that have a gradient, among the accumulators
 
     def params(self) -> Leaves:
-        """The stage's parameters, then the shared ones; what lies in a longer array is a piece of
-        it.
+        """The stage's parameters, then the shared ones.  A parameter inside a longer array is a
+        `Piece` of it.
 
-        Taken inside a block: outside of it, every device would hold copies of the parameters of
-        every kind.
+        Call it inside a block.  Outside, every device would hold copies of the parameters of every
+        kind.
         """
         own = [
             Piece(self.leaves[p.at], p.start, p.entry) if p.flat else self.leaves[p.at]
@@ -86,7 +84,7 @@ class StageOperand:
         return [*own, *self.shared]
 
     def totals(self, chunk: Leaves) -> list[Total | TotalPiece]:
-        """Where the stage's own gradients are added, among the accumulators of its chunk."""
+        """The accumulators of the stage's own gradients, among those of its chunk."""
         return [
             TotalPiece(chunk[p.at], p.start, p.entry) if p.flat else Total(chunk[p.at])
             for p in self.gradient_places
@@ -100,7 +98,7 @@ class StageOperand:
         return found
 
     def read_state(self, state: Leaves) -> Leaves:
-        """The stage's state out of its chunk's."""
+        """The stage's state, from its chunk's."""
         return [p.take(state[p.at]) for p in self.state_places]
 
     def write_state(self, state: Leaves, new: Leaves) -> Leaves:
@@ -113,7 +111,7 @@ class StageOperand:
 
 @dataclass(frozen=True)
 class Operands:
-    """Everything that the ticks read and none of them writes (leaves, on this device)."""
+    """The read-only inputs of the ticks (leaves, on this device)."""
 
     stages: Mapping[tuple[int, int], StageOperand]  # by chunk and kind of stage
     first: Leaves

@@ -1,4 +1,4 @@
-"""`first` and `last`, each with its gradient: inside of a stage's block, or as a device's share."""
+"""`first` and `last`, each with its gradient: inside a stage's block, or as a device's share."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def first_inputs(shared: SharedCode, microbatch: Scalar) -> Leaves:
 
 
 def accumulate(name: str, jaxpr: Any, arguments: Leaves, state: State) -> State:
-    """Run what makes gradients of `first` or `last` and of the shared parameters, added in
-    place.
-    """
+    """Run code that adds gradients of `first` or `last` and of the shared parameters in place."""
     own, common = state[name], state["shared_gradients"]
     totals = {i: Total(leaf) for i, leaf in enumerate([*own, *common])}
     (found,) = run_in_slots(InSlots(jaxpr, arguments, writes=totals))
@@ -40,14 +38,16 @@ def last_inputs(shared: SharedCode, y: Leaves, microbatch: Scalar) -> Leaves:
 
 
 def run_last(shared: SharedCode, jaxpr: Any, arguments: Leaves) -> tuple[Any, Leaves, Leaves]:
-    """The loss, what comes with it, and all other outputs."""
+    """The loss, its auxiliary outputs, and all other outputs."""
     loss, *rest = run(jaxpr, *arguments)
     count = len(shared.last_code.aux_avals)
     return loss, rest[:count], rest[count:]
 
 
 def with_last_gradients(found: Leaves, state: State) -> tuple[State, Leaves]:
-    """The gradients of the parameters of `last` added, and what comes after them: that of y."""
+    """Add the gradients of the parameters of `last`; return the state and the rest, the gradient of
+    y.
+    """
     own, common = state["last_gradients"], state["shared_gradients"]
     last, rest = found[: len(own)], found[len(own) :]
     return state | {
@@ -57,7 +57,7 @@ def with_last_gradients(found: Leaves, state: State) -> tuple[State, Leaves]:
 
 
 def noted(loss: Any, aux: Leaves, microbatch: Scalar, state: State) -> State:
-    """The loss of a microbatch and what comes with it."""
+    """The state with the loss of a microbatch and its auxiliary outputs."""
     return state | {
         "losses": add_at(state["losses"], microbatch, loss),
         "aux": write(state["aux"], microbatch, aux),

@@ -1,5 +1,5 @@
-"""Zero-or-one-trip loops, and plain pools: how the lowered program predicates work and keeps
-buffers in place.
+"""Zero-or-one-trip loops, which are the program's predicates, and plain pools, which are updated in
+place.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def while_once(predicate: Flag, body: Callable[[T], T], carry: T) -> tuple[Flag, T]:
-    """A loop of one trip where the predicate holds, of none elsewhere: a flag that is False once it
-    is over, and the carry after it.
+    """A loop of one trip where the predicate holds, and of none elsewhere.  Return a flag that is
+    False after the loop, and the carry.
     """
 
     def once(state: tuple[Any, T]) -> tuple[Flag, T]:

@@ -1,6 +1,4 @@
-"""Stages that are on two devices (DualPipe): copies of parameters from their owner, and gradients
-back to it.
-"""
+"""Stages on two devices (DualPipe): copy parameters from the owner, and return gradients to it."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from .pools import add
 
 
 def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
-    """This device's stages in chunk order: its own, and copies of those that another
-    device owns.
-    """
+    """This device's stages in chunk order: its own stages, and copies of another device's."""
     replicas = job.layout.replicas()
     if not replicas:
         return list(owned)

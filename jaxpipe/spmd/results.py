@@ -1,4 +1,4 @@
-"""The end of a step: sum once over devices what only some of them have."""
+"""The end of a step: one sum over devices of values that only some of them have."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from .state import State, chunks_of
 def finish(
     job: Job, code: ModelCode, state: State, params: dict[str, PyTree], kept: Sequence[PyTree]
 ) -> tuple[PyTree, dict[str, PyTree]]:
-    """Sum once over devices what only some of them have: losses, gradients of first, last and
-    shared, data shards.
+    """Sum losses and the gradients of first, last and shared over devices, and all gradients over
+    data shards.
     """
     if job.outputs:
         return {"outputs": _outputs(job, code, state), "state": _new_state(job, state, kept)}, {}
@@ -57,9 +57,7 @@ def finish(
 
 
 def _outputs(job: Job, code: ModelCode, state: State) -> PyTree:
-    """What the last stage returned for every row of this data shard, on every device of the pipe
-    axis.
-    """
+    """The last stage's outputs for all rows of this data shard, on all devices of the pipe axis."""
     assert code.last is not None
 
     def whole(leaf: Any) -> Any:
@@ -72,8 +70,8 @@ def _outputs(job: Job, code: ModelCode, state: State) -> PyTree:
 
 
 def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, ...]:
-    """The stages' state after the step, leaves [1, ...]; what data shards disagree on
-    is averaged.
+    """The stages' state after the step, leaves [1, ...].  Floating leaves are averaged over data
+    shards.
     """
 
     def merge(leaf: Any) -> Any:
@@ -93,8 +91,8 @@ def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, 
 def _losses(
     job: Job, code: ModelCode, state: State, everyone: tuple[str, ...]
 ) -> tuple[PyTree, Any]:
-    """The step's loss, per-microbatch losses and metrics on every device; and what gradients are
-    still to be scaled by.
+    """The step's loss, per-microbatch losses and metrics on every device, and the remaining factor
+    of gradients.
     """
     if code.last is None:
         return {}, None

@@ -1,6 +1,4 @@
-"""One buffer for values of unlike kinds: a buffer has, for each kind, the place of each of its
-leaves.
-"""
+"""One buffer for values of unlike kinds, with the place of each leaf of each kind."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ Avals: TypeAlias = "Sequence[Any]"
 _Key: TypeAlias = "tuple[tuple[int, ...], Any]"
 
 
-# Room that keeping shapes is worth, over that of the largest kind.
+# The room that keeping shapes may take, as a multiple of the largest kind's.
 KEEP_SHAPES = 1.1
 
 
@@ -38,12 +36,12 @@ class _Leaf(NamedTuple):
 class SharedBuffer:
     """Leaves that hold any of several kinds of values, and their places by kind.
 
-    Leaves of one shape and dtype share a leaf of the buffer, as many as the kind has that has most
-    of them: so values keep their shapes, and with them how they are split over other mesh axes.
-    Where that takes much more room than the largest kind does, only leaves that all kinds have are
-    shared so; of the rest the largest of each kind share a leaf, then the next largest, raveled
-    where they differ.  Room is that of one device, with its part of what the partitioner splits
-    over other mesh axes.
+    Leaves of one shape and dtype share a leaf of the buffer.  The buffer has as many of these as
+    the kind with the most of them.  Values so keep their shapes, and their splits over other mesh
+    axes.  If that takes much more room than the largest kind, only leaves that all kinds have are
+    shared so.  Of the others, the largest leaves of each kind share one leaf, then the next
+    largest, raveled where they differ.  Room is counted on one device, with its part of split
+    values.
     """
 
     avals: tuple[Any, ...]
@@ -54,15 +52,15 @@ class SharedBuffer:
     def of(
         cls, kinds: Sequence[Avals], entries: Sequence[Sequence[Entry]] | None = None
     ) -> SharedBuffer:
-        """The buffer of these kinds; of one kind, that kind.  `entries`: how each leaf of each kind
-        may be kept.
+        """The buffer of these kinds; one kind alone is its own buffer.  `entries` has the entry of
+        each leaf of each kind.
         """
         keyed = list(dict.fromkeys(_keys(kind) for kind in kinds))
         shaped = cls._laid_out(kinds, entries, keyed, _by_shape(keyed))
         if len(keyed) < 2 or shaped.nbytes <= KEEP_SHAPES * max(_local_bytes(kinds, entries)):
             return shaped
         raveled = cls._laid_out(kinds, entries, keyed, _by_size(keyed))
-        # What is raveled is whole on all devices, also where the partitioner would split it.
+        # A raveled leaf is whole on all devices, also where the partitioner would split it.
         return min((raveled, shaped), key=lambda buffer: buffer.nbytes)
 
     @classmethod
@@ -75,9 +73,9 @@ class SharedBuffer:
     ) -> SharedBuffer:
         """The buffer of these leaves.
 
-        Where the partitioner splits any value, it is told that a raveled leaf is whole on its way
-        out of the buffer and into it.  It would cut the leaf as its reader wants it while it lies
-        beside others, and permute.
+        Where the partitioner splits any value, raveled leaves are constrained to be whole when they
+        are read or written.  Otherwise the partitioner would cut the buffer as the reader of one
+        leaf wants it, and permute.
         """
         pinned = any(entry.pinned for own in entries or () for entry in own)
         at: dict[tuple[int, int], int] = {
@@ -149,7 +147,7 @@ class SharedBuffer:
         ]
 
     def slots(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[Slot | None]:
-        """A slot for each leaf of a kind that lies in the buffer as it is."""
+        """A slot for each leaf of a kind that is in the buffer in its own shape."""
         return [None if p.flat else self._slot(pool, slot, p) for p in self.of_kind(avals)]
 
     def lazily(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
@@ -160,8 +158,8 @@ class SharedBuffer:
     def stored(
         self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]
     ) -> Leaves:
-        """The pool after a kind's values went into a slot; for those that `slots` gave a slot,
-        `values` holds their updated pool.
+        """The pool after a kind's values are written to a slot.  For leaves with a slot of `slots`,
+        `values` has the updated pool.
         """
         found = list(pool)
         places = self.of_kind(avals)
@@ -172,7 +170,7 @@ class SharedBuffer:
         return self._write(found, slot, flat)
 
     def put(self, leaves: Sequence[Any], avals: Avals, values: Sequence[Any]) -> Leaves:
-        """A buffer's leaves with a kind's values in place of what was there."""
+        """A buffer's leaves, in which a kind's values replace the old ones."""
         found = list(leaves)
         for place, value in zip(self.of_kind(avals), values, strict=True):
             found[place.at] = place.put(found[place.at], jnp.asarray(value))
@@ -199,10 +197,10 @@ def _entries(
 
 
 def _agreed(aval: Any, wanted: Sequence[Entry], *, raveled: bool) -> Entry:
-    """The entry in most parts that a kind asks for; a kind that asks for fewer, such as a stage
-    without layers, takes it so too.
+    """The wanted entry with the most parts.  Kinds that want fewer parts, such as a stage without
+    layers, use it too.
 
-    What some kinds ravel is whole.
+    A leaf that some kind ravels is whole.
     """
     tile = next((entry.tile for entry in wanted), ())
     whole = Entry(tuple(aval.shape), pinned=any(entry.pinned for entry in wanted), tile=tile)
@@ -225,7 +223,7 @@ def _keys(avals: Avals) -> tuple[_Key, ...]:
 
 
 def _by_shape(keyed: Sequence[tuple[_Key, ...]]) -> list[_Leaf]:
-    """A leaf for each shape and dtype, as many as the kind has that has most of them."""
+    """Leaves by shape and dtype, as many of each as the kind with the most."""
     found: dict[tuple[_Key, int], dict[int, int]] = {}
     for number in sorted(range(len(keyed)), key=lambda number: -len(keyed[number])):
         seen: Counter[_Key] = Counter()
@@ -236,8 +234,8 @@ def _by_shape(keyed: Sequence[tuple[_Key, ...]]) -> list[_Leaf]:
 
 
 def _by_size(keyed: Sequence[tuple[_Key, ...]]) -> list[_Leaf]:
-    """The leaves that all kinds have; and by dtype, one for the largest leaf that is left of each
-    kind, the second largest of each, and so on.
+    """The leaves that all kinds have.  For the others, by dtype, one leaf for the largest of each
+    kind, one for the second largest, and so on.
     """
     found = [leaf for leaf in _by_shape(keyed) if len(leaf.members) == len(keyed)]
     taken = {member for leaf in found for member in leaf.members.items()}

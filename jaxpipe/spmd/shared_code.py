@@ -1,4 +1,4 @@
-"""What the blocks of a step share: the stages' code, their buffers, and their operands."""
+"""The stages' code, buffers and operands, which the blocks of a step share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SharedCode:
 
     @property
     def training(self) -> bool:
-        """False: forwards only, nothing is kept and `last` has no gradient."""
+        """False in an evaluation: forwards keep nothing and `last` has no gradient."""
         return not self.code.program.schedule.forward_only
 
     @property
@@ -57,24 +57,22 @@ class SharedCode:
         return self.code.program.effects(kind)
 
     def outer_extra(self, stage: Scalar, microbatch: Scalar) -> Leaves:
-        """Leaves of what `first` and `last` are given besides parameters and x."""
+        """Leaves of the arguments of `first` and `last` besides parameters and x."""
         return self._extra(stage, microbatch, self.code.outer_wants)
 
     def stage_extra(
         self, kind: int, operand: StageOperand, stage: Scalar, microbatch: Scalar, state: Leaves
     ) -> Leaves:
-        """Leaves of what a stage is given besides parameters and x: "ctx",
-        "microbatch", "state".
-        """
+        """Leaves of a stage's arguments besides parameters and x: "ctx", "microbatch", "state"."""
         own = operand.read_state(state) if "state" in self.code.wants[kind] else []
         return [*self._extra(stage, microbatch, self.code.wants[kind]), *own]
 
     def fits_last(self, code: StageCode) -> bool:
-        """Whether the last stage may be of this kind: `last` takes what it returns."""
+        """Whether the last stage may be of this kind: `last` takes its output."""
         return self.last_stage.y_avals == code.y_avals
 
     def fits_first(self, code: StageCode) -> bool:
-        """Whether the first stage may be of this kind: it takes what `first` returns."""
+        """Whether the first stage may be of this kind: it takes the output of `first`."""
         return self.code.kinds[self.code.kind_of[0]].x_avals == code.x_avals
 
     def _extra(self, stage: Scalar, microbatch: Scalar, wants: frozenset[str]) -> Leaves:

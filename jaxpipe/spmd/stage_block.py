@@ -29,8 +29,8 @@ from .shared_buffers import SharedBuffer
 from .shared_code import SharedCode
 from .state import State, of_chunk
 
-# Hands out the stage's code to run, with the state before it; is given what it returns, with the
-# state by then; returns the state.
+# Yields the stage's code with the state before it, receives the code's results with the state after
+# it, and returns the last state.
 Steps: TypeAlias = Generator[tuple[InSlots, State], tuple[Leaves, State], State]
 
 
@@ -107,7 +107,7 @@ class StageAction:
         return [*code.consts, *operand.params(), *x, *passed, *extra, *operand.once]
 
     def _avals(self, name: str) -> tuple[Any, ...]:
-        """What the stage has in a pool of what passes between slices."""
+        """The stage's avals in a pool of values that pass between slices."""
         code = self.code
         return {
             "carry": code.carry,
@@ -117,9 +117,10 @@ class StageAction:
         }[name]
 
     def _read(self, name: str, state: State, *, flag: str | None = None) -> Leaves:
-        """What passes between slices, out of its slot; zeros where a flag of the record is 0.
+        """Values that pass between slices, read from their slot; zeros where a flag of the record
+        is 0.
 
-        What no effect of the action reads is zeros too: its code does not use it.
+        Values that no effect of the action reads are zeros too: its code does not use them.
         """
         avals, buffer = self._avals(name), getattr(self.shared.buffers, name)
         effects = self.shared.effects(self.use.block.kind)
@@ -131,7 +132,7 @@ class StageAction:
         return [jnp.where(getattr(self.row, flag) != 0, leaf, 0) for leaf in found]
 
     def _write(self, name: str, field: str, flag: str, values: Leaves, state: State) -> State:
-        """Leave something for another slice, where a flag of the record is set."""
+        """Write values for another slice, where a flag of the record is set."""
         avals, buffer = self._avals(name), getattr(self.shared.buffers, name)
         if not avals:
             return state
@@ -176,7 +177,7 @@ class StageAction:
         )
 
     def _pass_on(self, outs: Leaves, state: State) -> tuple[State, Leaves]:
-        """Leave the carry and the buffers for the next slice; what a forward returns after them."""
+        """Write the carry and the buffers for the next slice; return the other results."""
         code, buffer = self.code, self.shared.buffers.buffer
         carries, count = len(code.carry), len(code.passed)
         state = self._write("carry", "carry_out", "is_followed", outs[:carries], state)
@@ -188,15 +189,15 @@ class StageAction:
         return state, outs[count:]
 
     def _recompute(self, state: State) -> Steps:
-        """R: the residuals of a forward whose microbatch kept its input alone."""
+        """R: the residuals of a forward that kept only its input."""
         _, state = yield from self._keep(self.code.recompute, 0, state)
         return state
 
     def _keep(
         self, jaxpr: Any, count: int, state: State
     ) -> Generator[tuple[InSlots, State], tuple[Leaves, State], tuple[Leaves, State]]:
-        """Run a forward whose outputs after the first `count` are residuals, which go into their
-        slots: those, and the state after it.
+        """Run a forward and write its residuals, the outputs after the first `count`, to their
+        slots; return the first `count` outputs and the state.
         """
         code, buffers, row = self.code, self.shared.buffers, self.row
         early = len(code.residual_input)
@@ -229,8 +230,8 @@ class StageAction:
         return state | {"first": write(state["first"], row.first, residuals)}
 
     def _last(self, y: Leaves, state: State) -> State:
-        """The loss and, at once, its gradient: a cotangent of y is far smaller than the residuals
-        of a head.  Or y alone is kept, for the devices' shares.
+        """The loss and at once its gradient: a cotangent of y is far smaller than the residuals of
+        a head.  With a spread `last`, y alone is kept for the devices' shares.
         """
         shared, row, pool = self.shared, self.row, self.shared.buffers.cotangent
         if shared.spreads_last:
@@ -275,7 +276,7 @@ class StageAction:
         return self._hand_back(dx, state)
 
     def _pass_back(self, dx: Leaves, state: State) -> tuple[State, Leaves]:
-        """Leave the gradients of carry and buffers for the slice before; those of x."""
+        """Write the gradients of carry and buffers for the previous slice; return those of x."""
         code = self.code
         own, end = sum(code.x_wanted), sum(code.x_wanted) + len(code.carry_gradients)
         state = self._write("carry_gradient", "carry_gradient_out", "continues", dx[own:end], state)
@@ -338,9 +339,7 @@ class StageAction:
         }
 
     def _hand_back(self, dx: Leaves, state: State) -> State:
-        """Hand dx on, and at the first stage give it to `first`, or keep it for the devices'
-        shares.
-        """
+        """Pass dx on.  At the first stage, pass it to `first`, or keep it for shares."""
         shared, row = self.shared, self.row
 
         def first(state: State) -> State:
@@ -356,8 +355,8 @@ class StageAction:
     def _hand_on(self, name: str, end: str, avals: Any, values: Leaves, state: State) -> State:
         """Send what the neighbour stage needs, or write it to its slot on this device.
 
-        What the stage at this end of the model returns is never sent; where no other kind takes it,
-        it has no place in the buffer.
+        The output of the stage at this end of the model is never sent.  Where no other kind takes
+        it, it has no place in the buffer.
         """
         buffer: SharedBuffer = getattr(self.shared.buffers, name)
         if not buffer.has(avals):
@@ -373,7 +372,7 @@ class StageAction:
 
 
 def _last_step(steps: Steps, outs: Leaves, state: State) -> State:
-    """The state after a block whose code has returned these."""
+    """The state after a block, from the results of its code."""
     try:
         steps.send((outs, state))
     except StopIteration as done:
@@ -383,10 +382,10 @@ def _last_step(steps: Steps, outs: Leaves, state: State) -> State:
 
 
 def pair_block(forward: StageAction, backward: StageAction) -> Block:
-    """F and B of an OVERLAP_F_B cell under one predicate, layer by layer together (DualPipe,
+    """F and B of an OVERLAP_F_B cell under one predicate, interleaved layer by layer (DualPipe,
     DeepSeek-V3 section 3.2.1).
 
-    The backward reads its residuals before the forward writes its own: the pools are the same.
+    The backward reads its residuals before the forward writes its own, because they share pools.
     """
 
     def run_both(state: State) -> State:

@@ -1,5 +1,5 @@
-"""What a device carries from tick to tick: pools, what is sent, gradients, losses; parts of it are
-carried through predicates.
+"""The state that a device carries from tick to tick: pools, sent values, gradients and losses.
+Predicates carry parts of it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 from ..arrays import Leaves
 from ..table.effects import Place
 
-# By the name of its place, of what each chunk has by `of_chunk`: leaves, [slots, ...] of pools;
-# arrays "losses" [M] and "token".  The token is False, but XLA cannot know: see `block`.  A part of
-# a state has some of its entries.
+# Leaves by the name of their place ([slots, ...] of pools); `of_chunk` names places that each chunk
+# has.  "losses" [M] and "token" are arrays.  The token is False, but XLA cannot know (see `block`).
+# A part of a state has some of its entries.
 State: TypeAlias = dict[str, Any]
 
 _BY_CHUNK = (Place.STAGE_GRADIENTS, Place.STAGE_STATE)
@@ -23,6 +23,6 @@ def of_chunk(place: Place, chunk: int) -> str:
 
 
 def chunks_of(state: State, place: Place) -> list[Leaves]:
-    """What each chunk has in a place."""
+    """The leaves of each chunk in a place."""
     count = sum(name.startswith(f"{place.value}.") for name in state)
     return [state[of_chunk(place, chunk)] for chunk in range(count)]

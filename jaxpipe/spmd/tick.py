@@ -29,27 +29,27 @@ from .shared_code import SharedCode
 from .stage_block import StageAction, pair_block
 from .state import State
 
-# What this device does in ticks of a trip, and by -1 in the last tick of the trip before.
+# The records of this device in the ticks of a trip; -1 is the last tick of the previous trip.
 _Rows: TypeAlias = Mapping[int, TickRecord[Scalar]]
-# What permutes that are issued have brought, and is not yet in its slots.
+# Values that issued permutes have brought and that are not yet in their slots.
 _Brought: TypeAlias = dict[Transit, Leaves]
 
 
 class _Run(NamedTuple):
-    """What is emitted under one predicate: a block of one kind of stage, or a forward and a whole
-    backward that are run as one where a device has both in a tick.
+    """The code under one predicate: a block of one kind of stage, or a forward and a whole backward
+    of one tick that run as one.
     """
 
     uses: tuple[BlockUse, ...]
     kinds: tuple[int, ...]
     active: Presence
     asks: bool = False  # other kinds of stages may run the block too
-    alone: bool = False  # pairs are run apart
+    alone: bool = False  # its pairs are in another run
 
 
 def _is_pair(row: TickRecord[Scalar]) -> Any:
-    """Whether this device has a forward and a whole backward in this tick, of which neither needs
-    the other: see `pairs_of`.
+    """Whether this device has an independent forward and whole backward in this tick (see
+    `pairs_of`).
     """
     forward, backward = row.forward, row.backward
     other = jnp.logical_or(
@@ -90,7 +90,7 @@ class TickEmitter:
     def run_segment(self, segment: Segment, table: Any, state: State) -> State:
         """Emit one period of ticks; scan it over the segment's rows of the table where it repeats.
 
-        `table`: a line of numbers for each tick, what this device does in it.
+        `table` has a line of numbers for each tick: the record of this device.
         """
         lines = table[segment.start : segment.stop].reshape(
             segment.repeats, segment.period, table.shape[1]
@@ -109,8 +109,8 @@ class TickEmitter:
             return state, None
 
         if flies:
-            # Beside its own ticks a trip has the last of the trip before: zeros, so that nothing is
-            # taken, before the first.
+            # A trip also has the last tick of the previous trip.  The first trip has zeros there,
+            # so that nothing arrives.
             nothing = jnp.zeros_like(lines[:1, -1:])
             lines = jnp.concatenate([jnp.concatenate([nothing, lines[:-1, -1:]]), lines], axis=1)
         state = trip(state, lines[0])[0] if len(lines) == 1 else lax.scan(trip, state, lines)[0]
@@ -151,7 +151,7 @@ class TickEmitter:
     def _tick(
         self, segment: Segment, j: int, rows: _Rows, state: State, brought: _Brought
     ) -> State:
-        """One tick; what is under way in it is noted in `brought`."""
+        """One tick; `brought` records the transfers in flight."""
         row, begun = rows[j], -1
         moves = HostMoves(Moved.at(self._program, segment.sharing(j)), self._packing, row)
         way, state = moves.begin(state)
@@ -197,20 +197,18 @@ class TickEmitter:
     def _transfers(
         self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought
     ) -> State:
-        """The permutes that are issued at a point of the trip, and what is written there of those
-        under way.
-        """
+        """Issue the permutes of a point of the trip, and write the arrivals that are due there."""
         for transit in segment.transits:
             point = transit.issued
             if self.shared.blocking and point.block:
-                # It would hold up the blocks of its tick: when they are over.
+                # It would delay the blocks of its tick, so it follows them.
                 point = Point(point.tick, len(segment.templates[point.tick].blocks))
             if point == at and (-1 in rows or not transit.from_before):
                 with jax.named_scope(scope_of(transit)):
                     brought[transit], state = self._permuted(transit, state)
-        # A transfer with slack is written to its slot ticks later, so that nothing in between
-        # depends on it; what reads the pool in between must be done by then (see `run_in_order`),
-        # or XLA makes the write on a copy.
+        # A transfer with slack is written to its slot some ticks later, so that nothing before
+        # depends on it.  Readers of the pool must end before that write (see `run_in_order`), or
+        # XLA writes to a copy.
         for transit in [t for t in brought if t.written == at]:
             row = rows[-1 if transit.from_before else transit.tick]
             takes = self._program.ticks.arrivals[transit.lane].takes
@@ -231,13 +229,13 @@ class TickEmitter:
         *,
         keep: bool,
     ) -> State:
-        """Write what a permute has brought, no sooner than what ran before is over; `keep`: some
-        slots may keep what they have.
+        """Write a permute's arrivals after the end of earlier blocks.  With `keep`, some slots may
+        keep their contents.
         """
         payload = transit.permute.payload
         with jax.named_scope(EXCHANGE):
-            # Both, since a pool of one slot has no slot to ask for: XLA would then write all
-            # arrivals of a trip in one fusion.
+            # Both depend on the token, because a pool of one slot needs no slot number.  Otherwise
+            # XLA would write all arrivals of a trip in one fusion.
             at: Arrival[Scalar] = map_fields(
                 lambda number: jnp.where(state["token"], 0, number), row.arrivals[transit.lane]
             )
@@ -275,12 +273,13 @@ class TickEmitter:
                 flags.append(jnp.array(shared.code.kind_of)[stage] == run.kinds[0])
         active, how = Presence.SOMETIMES if run.asks else run.active, run_in_order
         if self.clock is not None:
-            # Under a predicate always: a loop's body begins when all that it reads is there.
+            # It is always under a predicate: a loop's body begins when all of its inputs are
+            # computed.
             active = Presence.SOMETIMES
             what = (jnp.int32(int(action)), stage, record.microbatch)
             block = clocked(block, what, self.clock, shared.axis, self.data_axes)
         elif use.block.together and active is Presence.ALWAYS:
-            how = run_where  # in order by what it exchanges
+            how = run_where  # its exchange keeps it in order
         state = how(active, _all(*flags), block, state)
         waits = shared.blocking and use.block.together
         return settled(jax.tree.leaves(block.part(state)), state) if waits else state
@@ -301,7 +300,7 @@ class TickEmitter:
         return f"{block.kind.name} {where}"
 
     def _where(self, use: BlockUse) -> NDArray[np.bool_]:
-        """`[tick, device]`: who runs the kind and chunk of a block."""
+        """`[tick, device]`: whether the device runs the kind and chunk of a block."""
         record: Any = self._program.ticks.of(use.block.kind)
         found: NDArray[np.bool_] = record.kind == int(use.block.kind)
         return found if use.block.collective else found & (record.chunk == use.block.chunk)

@@ -1,4 +1,4 @@
-"""Cut a backward into I and W: of two cuts, the one with the fewest bytes in memory between them."""
+"""Cut a backward into I and W: of two cuts, the one with the fewest bytes between them."""
 
 from __future__ import annotations
 
