@@ -1,8 +1,8 @@
-"""What a step is and does: its program, its memory, and when its actions ran.
+"""Reports of a step: its program, its memory, and the times of its actions.
 
 Nothing that trains imports it.  `hlo`, `moves`, `collectives`, `waits`, `gpu_program` and
-`tpu_program` read programs that XLA compiled for GPUs and TPUs; such a program can be compiled
-where there is neither.
+`tpu_program` read programs that XLA compiled for GPUs and TPUs; such a program can be compiled on a
+machine without them.
 """
 
 from .agreement import check_collectives as check_collectives

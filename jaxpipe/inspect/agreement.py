@@ -1,11 +1,10 @@
-"""Collectives of a compiled program, checked before it runs: devices that meet in one all come to
-it, and no two that are in flight together can wait for each other.
+"""Check the collectives of a compiled program before it runs: every device of a group reaches its
+collective, and no two collectives in flight can wait for each other.
 
-All devices run one text, in one order.  They differ where a predicate lets a block run: it depends
-on the coordinate along the pipe axis, but for blocks that all devices run together (E, G, L).
-Collectives of one queue run in the order in which they are issued.  Those of different queues run
-in any order, and where they share two devices, each can wait for the other (openxla/xla 19026,
-40656, 47467).
+All devices run one text, in one order.  They differ in predicates, which depend on the coordinate
+along the pipe axis.  The predicates of collective actions (E, G, L) are the same on all devices.
+Collectives of one queue run in the order of issue.  Those of different queues run in any order, and
+where they share two devices, each can wait for the other (openxla/xla 19026, 40656, 47467).
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ def check_collectives(
 def collective_faults(
     module: Module, coordinates: Sequence[int], *, components: bool = False
 ) -> list[str]:
-    """What is wrong with the collectives of a program; `coordinates` are those of its devices along
-    the pipe axis.
+    """The faults of a program's collectives; `coordinates` are those of its devices along the pipe
+    axis.
     """
     found = [_Meeting.of(each, len(coordinates), components) for each in find_collectives(module)]
     return [
@@ -73,7 +72,7 @@ def collective_faults(
 
 @dataclass(frozen=True)
 class _Meeting:
-    """A collective with the devices that exchange values, and those of each communicator."""
+    """A collective, with the groups that exchange values and the devices of each communicator."""
 
     collective: Collective
     groups: tuple[tuple[int, ...], ...]  # of a permute: pairs
@@ -97,7 +96,7 @@ class _Meeting:
         return match[1] if match else "0"
 
     def shares(self, other: _Meeting) -> Group:
-        """The most devices that a clique of each has in common."""
+        """The largest intersection of a clique of each."""
         common = [a & b for a in self.cliques for b in other.cliques]
         return max(common, key=len, default=frozenset())
 
@@ -120,7 +119,7 @@ def groups_of(start: Instruction, count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def connected(pairs: Sequence[Group]) -> list[Group]:
-    """The devices that pairs connect, a set each.
+    """The connected sets of devices.
 
     >>> connected([frozenset({0, 1}), frozenset({2, 3}), frozenset({1, 4})])
     [frozenset({2, 3}), frozenset({0, 1, 4})]
@@ -133,7 +132,7 @@ def connected(pairs: Sequence[Group]) -> list[Group]:
 
 
 def _group_faults(meeting: _Meeting, count: int) -> Iterator[str]:
-    """Groups that no devices can agree on."""
+    """Faults of groups that devices cannot agree on."""
     groups, name = meeting.groups, meeting.name
     unknown = sorted({d for group in groups for d in group if d >= count})
     if unknown:
@@ -155,7 +154,7 @@ def _group_faults(meeting: _Meeting, count: int) -> Iterator[str]:
 
 
 def _differs(frames: Sequence[Frame]) -> bool:
-    """Whether a predicate around it may differ along the pipe axis."""
+    """Whether a predicate around the collective may differ along the pipe axis."""
     for frame in frames:
         if frame.trips is None:
             scope = _SCOPE.search(frame.instruction.op_name)
@@ -165,7 +164,7 @@ def _differs(frames: Sequence[Frame]) -> bool:
 
 
 def _predicate_faults(found: Sequence[_Meeting], coordinates: Sequence[int]) -> Iterator[str]:
-    """Collectives for which devices wait that do not come to them."""
+    """Faults of collectives that some device of a group does not reach."""
     for number, meeting in enumerate(found):
         if not _differs(meeting.collective.place.frames):
             continue
@@ -184,7 +183,9 @@ def _predicate_faults(found: Sequence[_Meeting], coordinates: Sequence[int]) -> 
 
 
 def _flight_faults(module: Module, found: Sequence[_Meeting]) -> Iterator[str]:
-    """Pairs in flight together, of different queues, that share two devices or more."""
+    """Faults of two collectives of different queues that are in flight at the same time and share
+    two devices or more.
+    """
     by_name = {meeting.collective.start.name: meeting for meeting in found}
     for meeting in found:
         place = meeting.collective.place.computation
@@ -204,7 +205,7 @@ def _between(
     start: Instruction,
     by_name: dict[str, _Meeting],
 ) -> Iterator[_Meeting]:
-    """The collectives that are issued between the start of one and its done, in loops too."""
+    """The collectives that are issued between a start and its done, in loops too."""
     if not start.opcode.endswith("-start"):
         return
     position = next(i for i, each in enumerate(instructions) if each is start)

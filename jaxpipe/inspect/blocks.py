@@ -1,5 +1,5 @@
-"""The memory that a block needs while it runs, besides what it reads, stores and returns: read off
-each block compiled alone.
+"""The work space of each block, besides its inputs, stored values and results, read off the block
+compiled alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WHOLE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of code, how its inputs are split, and which inputs and outputs are in slots or
+    """A piece of code, the splits of its inputs, and the inputs and outputs in slots or
     accumulators.
     """
 
@@ -49,8 +49,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Step:
-    """A traced step on a mesh; `entries` say for each kind of stage how what it has and keeps is
-    split over the axes that are left to the partitioner.
+    """A traced step on a mesh.  `entries` has for each kind of stage the splits of its parameters
+    and stored values over the axes that are left to the partitioner.
     """
 
     job: Job
@@ -60,7 +60,7 @@ class Step:
 
     @classmethod
     def of(cls, mesh: Mesh, traced: TracedStep) -> Step:
-        """A pipeline's own."""
+        """The traced step of a pipeline."""
         code = traced.code
         return cls(traced.job, mesh, code, traced.entries)
 
@@ -70,19 +70,19 @@ class Step:
         return bool(auto_axes(self.mesh, self.job))
 
     def entry(self, kind: int) -> dict[str, int]:
-        """Bytes on one device of what a kind of stage has and keeps of one microbatch, by pool."""
+        """Bytes on one device of a kind of stage's values of one microbatch, by pool."""
         buffers = SharedBuffers.of([self.code.kinds[kind]], [self.entries[kind]])
         return {field.name: getattr(buffers, field.name).nbytes for field in fields(buffers)}
 
     def boundary(self, kind: int) -> int:
-        """Bytes on one device of what a kind of stage returns."""
+        """Bytes on one device of a kind of stage's output."""
         code = self.code.kinds[kind]
         split = output_entries(code, self.entries[kind])
         return sum(nbytes(a) // e.local_share for a, e in zip(code.y_avals, split, strict=True))
 
     @property
     def runs(self) -> list[tuple[Block, ...]]:
-        """The blocks of the step's table, those together that are run as one."""
+        """The blocks of the step's table, in groups that run as one."""
         table = self.code.program.schedule.encoded
         kinds = {k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if table.of_kinds((k,)).any()}
         kinds |= {"R"} if table.of_kinds(RECOMPUTE).any() else set()
@@ -99,8 +99,7 @@ class Step:
         The blocks are "F", "B", "I", "W", "R", and "B with F" of overlapped pairs, each of the kind
         of stage that needs most; "first", "first gradient" and "last".
 
-        Of the blocks of a tick one runs at a time, so the largest of these is what the step needs.
-        Takes a compilation of each block.
+        One block runs at a time, so the step needs the largest of these.  Each block is compiled.
         """
         found: dict[str, int] = {}
         for run in self.runs:
@@ -109,7 +108,7 @@ class Step:
         return found
 
     def work_without_gradients(self) -> dict[str, int]:
-        """The same of "first gradient" and "last", their gradients of parameters left out."""
+        """The same of "first gradient" and "last", without their gradients of parameters."""
         found = {}
         for block in outer_blocks(self):
             if block.parameters:
@@ -119,9 +118,9 @@ class Step:
         return found
 
     def permutes(self) -> bool:
-        """Whether the partitioner puts a permute into a block: read off each, compiled alone.
+        """Whether the partitioner puts a permute into a block, read off each block compiled alone.
 
-        What is spread does not count: all devices run it at once.
+        Spread blocks do not count: all devices run them at once.
         """
         functions = self.job.functions
         spread = {"first", "first gradient"} if functions.spreads_first else set()
@@ -138,26 +137,26 @@ class Step:
         return int(getattr(memory, "temp_size_in_bytes", 0))
 
     def compiled(self, *blocks: Block, unrun: bool = False) -> Any:
-        """Blocks that run as one, compiled alone; they read and write slots as in the step."""
+        """Compile blocks that run as one; they read and write slots as in the step."""
         parts = [_part(self.job, block) for block in blocks]
 
         def run(*groups: Leaves) -> Leaves:
             codes = [code(*groups[3 * k : 3 * k + 3]) for k, (_, code) in enumerate(parts)]
             return [leaf for outs in run_in_slots(*codes) for leaf in outs]
 
-        # Pools and accumulators are changed in place: were they outputs of their own, these would
-        # be room for the block's arrays.
+        # Pools and accumulators are changed in place.  As outputs of their own they would lend
+        # their room to the block's arrays.
         donated = [3 * k + group for k in range(len(parts)) for group in (1, 2)]
         groups = [group for own, _ in parts for group in own]
         return compiled_alone(self.job, self.mesh, run, *groups, donated=donated, unrun=unrun)
 
 
-# Takes a block's inputs, pools and accumulators as arrays, and returns its code.
+# A function of a block's inputs, pools and accumulators (arrays) that returns its code.
 _Code: TypeAlias = "Callable[[Leaves, Leaves, Leaves], InSlots]"
 
 
 def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
-    """A block's inputs, pools and accumulators as shapes, and its code once they are arrays."""
+    """A block's inputs, pools and accumulators as shapes, and the function that makes its code."""
     invars: list[Any] = [var.aval for var in block.jaxpr.invars]
     outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
     lazily = dict(block.reads)
@@ -245,7 +244,7 @@ def outer_blocks(step: Step) -> list[Block]:
 
 
 def output_entries(code: StageCode, entries: StageEntries) -> Iterator[Entry]:
-    """How each leaf of a stage's output is split: as its cotangent, where it has one."""
+    """The split of each leaf of a stage's output: that of its cotangent, where it has one."""
     cotangents = iter(entries.cotangent)
     for aval, wanted in zip(code.y_avals, code.y_wanted, strict=True):
         yield next(cotangents) if wanted else Entry(tuple(aval.shape))

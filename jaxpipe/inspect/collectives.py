@@ -1,5 +1,5 @@
-"""Collectives that run beside compute: what a compiled program issues between the start and the
-done of each.
+"""Collectives that overlap compute: the work that a compiled program issues between the start and
+the done of each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MATMULS = ("gemm", "matmul", "conv", "cudnn", "dot", "fmha", "flash")
 
 
 class Compute(IntEnum):
-    """The most that is issued between start and done."""
+    """The heaviest compute that is issued between start and done."""
 
     NOTHING = 0
     ELEMENTWISE = 1  # a fusion of at least LARGE bytes
@@ -26,9 +26,7 @@ class Compute(IntEnum):
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a program; `beside` is NOTHING too where start and done are one synchronous
-    call.
-    """
+    """One collective of a program; `compute` is NOTHING also for a synchronous call."""
 
     kind: str  # collective-permute, all-reduce, all-gather, all-to-all, reduce-scatter
     start: Instruction
@@ -49,7 +47,7 @@ class Collective:
 
 
 class _Reader:
-    """Reads the pairs of one module; what a computation computes is looked up once."""
+    """Reads the pairs of one module; the compute of each computation is looked up once."""
 
     def __init__(self, module: Module) -> None:
         self.module = module
@@ -88,7 +86,7 @@ class _Reader:
         raise AssertionError(f"{first.name} is never done")
 
     def _compute(self, instruction: Instruction) -> Compute:
-        """What one instruction computes, with all that it issues."""
+        """The compute of one instruction, with all that it issues."""
         if instruction.opcode in ("dot", "convolution"):
             return Compute.MATMUL
         if instruction.opcode == "custom-call":
@@ -129,7 +127,7 @@ KINDS = (
 def find_collectives(module: Module) -> list[Collective]:
     """All collectives, each where it is issued."""
     reader = _Reader(module)
-    # What an async-start wraps is that start's own.
+    # The computation that an async-start wraps belongs to that start.
     wrapped = {
         name
         for computation in module.computations.values()
@@ -147,10 +145,10 @@ def find_collectives(module: Module) -> list[Collective]:
 
 
 def steady(collectives: Iterable[Collective], kind: str = "collective-permute") -> list[Collective]:
-    """Those of a kind in the segment of most trips that has any, of equal ones in that where fewest
-    are under a predicate.
+    """The collectives of a kind in the segment of most trips that has any; of equal segments, in
+    the one with the fewest under a predicate.
 
-    Where no segment is a loop, those outside loops.
+    Where no segment is a loop, the collectives outside loops.
     """
     found = [each for each in collectives if each.kind == kind]
     segments: dict[str, tuple[int, list[Collective]]] = {}

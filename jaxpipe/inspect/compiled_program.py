@@ -1,4 +1,4 @@
-"""What the readers of this package find in a compiled program for any kind of device."""
+"""The readings of a compiled program for any kind of device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where whole arrays come from and go to in a compiled program: through layouts, loops, fusions and
-updates in place.
+"""The flow of whole arrays in a compiled program: through layouts, loops, fusions and updates in
+place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .hlo import Array, Computation, Instruction, Module
 
 _INDEX = re.compile(r"\bindex=(\d+)")
-# Their results are other arrays than their operands, also where those are as large.
+# Their results are new arrays, also where the operands are as large.
 _MAKE_OTHERS = ("dot", "convolution", "custom-call")
 
 
@@ -26,19 +26,19 @@ class Value(NamedTuple):
 
 
 class Flow:
-    """Which arrays are made, element by element, of which others of as many elements, across the
+    """The arrays that are computed element by element from others of as many elements, across the
     borders of computations.
 
-    An update in place, a copy, a transpose and a sum with something else all continue an array; a
-    matmul does not, nor does a slice.
+    An update in place, a copy, a transpose and a sum continue an array.  A matmul and a slice do
+    not.
     """
 
     def __init__(self, module: Module) -> None:
         self._module = module
 
     def is_of(self, loop: Instruction, computation: Computation, moving: Instruction) -> bool:
-        """Whether what an instruction moves, or makes, is an array that a loop around it carries,
-        or reads in each trip.
+        """Whether an instruction's operand or result is an array that the loop around it carries or
+        reads in each trip.
         """
         (body,) = (self._module.computations[name] for name in loop.called["body"])
         array = moving.results[0]
@@ -65,7 +65,7 @@ class Flow:
 
     @cached_property
     def _after(self) -> Mapping[Value, list[Value]]:
-        """What each array continues as."""
+        """The arrays that continue each array."""
         found: dict[Value, list[Value]] = {}
         for computation in self._module.computations.values():
             for instruction in computation.instructions:
@@ -76,7 +76,7 @@ class Flow:
 
     @cached_property
     def _before(self) -> Mapping[Value, list[Value]]:
-        """What each array continues."""
+        """The arrays that each array continues."""
         found: dict[Value, list[Value]] = {}
         for old, those in self._after.items():
             for new in those:
@@ -86,8 +86,8 @@ class Flow:
     def _steps(
         self, computation: Computation, instruction: Instruction
     ) -> Iterator[tuple[Value, Value]]:
-        """An array of an operand, and one of a result, that may continue it, where they have as
-        many elements.
+        """Pairs of an operand's array and a result's array that may continue it: those of as many
+        elements.
         """
         if instruction.opcode == "parameter":
             return
@@ -131,7 +131,8 @@ class Flow:
     def _index(self, instruction: Instruction, values: list[Value]) -> int:
         match = _INDEX.search(instruction.attributes)
         assert match, f"an element of a tuple without a number: {instruction.name}"
-        # Of nested tuples, those of transfers, the arrays are in order too, but not the numbers.
+        # The arrays of nested tuples, which transfers have, are in order too, but their numbers are
+        # not.
         return min(int(match[1]), len(values) - 1)
 
     def _parameters(self, computation: Computation) -> list[Instruction]:

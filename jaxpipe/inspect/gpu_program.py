@@ -1,4 +1,4 @@
-"""Compile a step, and read all that the readers of this package find in it."""
+"""Compile a step for GPUs, and read it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class GpuProgram(CompiledProgram):
 
 
 def compile_and_read(lowered: Any, options: Mapping[str, Any] | None = None) -> GpuProgram:
-    """Compile what `pipe.lower(...)` or `jax.jit(f).lower(...)` returns, with XLA options besides
-    its own.
+    """Compile and read the result of `pipe.lower(...)` or `jax.jit(f).lower(...)`, with XLA options
+    added to its own.
 
     XLA writes its thunks into a temporary folder; nothing is run.
 
@@ -41,8 +41,8 @@ def compile_and_read(lowered: Any, options: Mapping[str, Any] | None = None) -> 
 
 
 def compile_and_try_to_read(lowered: Any) -> tuple[Any, GpuProgram | None]:
-    """The compiled program, and what is read in it; None where it is none for GPUs, or where XLA
-    has not written its thunks.
+    """The compiled program and its reading, which is None if it is not for GPUs or if XLA has not
+    written its thunks.
     """
     with tempfile.TemporaryDirectory() as name:
         compiled = _compile(lowered, None, name)
@@ -72,8 +72,8 @@ _HOST = ("While", "Conditional")
 
 
 def graph_nodes(sequence: str, metadata: str) -> frozenset[str]:
-    """The names of `while` and `conditional` instructions that run inside a command buffer, so
-    without the host.
+    """The names of `while` and `conditional` instructions that run inside a command buffer, without
+    the host.
     """
     names = {
         int(match["number"]): match["name"]

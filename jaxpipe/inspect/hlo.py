@@ -1,9 +1,8 @@
 """The text of a compiled program (scheduled HLO after optimisation) as computations of
 instructions.
 
-The format is that of XLA's HLO parser (openxla.org/xla/operation_semantics names the opcodes).
-Only what the readers of this package need is taken from a line: name, shapes of the results,
-opcode, operands, and attributes as text.
+The format is that of XLA's HLO parser (openxla.org/xla/operation_semantics names the opcodes).  Of
+a line only these are read: name, shapes of the results, opcode, operands, and attributes as text.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call."""
         return _quoted(self.attributes, "custom_call_target=")
 
 
@@ -154,7 +153,7 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction:
-        """What it returns."""
+        """The instruction whose results it returns."""
         return next(each for each in self.instructions if each.is_root)
 
 
@@ -166,12 +165,13 @@ class Module:
     computations: Mapping[str, Computation]
 
     def calls(self, instruction: Instruction) -> Iterator[Computation]:
-        """The computations that it runs: loops, branches, fusions, what a reduction applies."""
+        """The computations that it runs: of loops, branches, fusions and reductions."""
         for names in instruction.called.values():
             yield from (self.computations[name] for name in names)
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """Of a while loop, where the compiler knows it: then a host asks for nothing between trips.
+        """The trip count of a while loop, if the compiler knows it; the host then waits for nothing
+        between trips.
 
         Programs for GPUs name it.  In programs for TPUs the condition compares a counter, which
         starts at 0, with a constant.
@@ -255,7 +255,7 @@ def _closing(line: str, start: int) -> int:
 @dataclass(frozen=True)
 class Frame:
     """A loop or conditional around a computation; `trips` is None where only the running program
-    knows how often it is run.
+    knows it.
     """
 
     instruction: Instruction
@@ -271,14 +271,12 @@ class Place:
 
     @property
     def trips(self) -> int:
-        """How often it is run a step; where it is guarded an upper bound, if each predicate is of
-        at most one trip.
-        """
+        """The number of runs a step; under predicates of at most one trip each, an upper bound."""
         return math.prod(frame.trips for frame in self.frames if frame.trips is not None)
 
     @property
     def guarded(self) -> bool:
-        """Whether a predicate says if it is run."""
+        """Whether it is under a predicate."""
         return any(frame.trips is None for frame in self.frames)
 
     @property

@@ -1,5 +1,5 @@
-"""What a compiled program moves or fills without computing anything: whole arrays copied,
-transposed, zeroed or padded.
+"""Moves of a compiled program that compute nothing: whole arrays copied, transposed, zeroed or
+padded.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ LARGE = 2**20
 
 
 class Move(Enum):
-    """How an array is made."""
+    """The kind of a move."""
 
     COPY = "copy"
     TRANSPOSE = "transpose"
     FILL = "fill"  # a broadcast: zeros of an accumulator or stack, mostly
     PAD = "pad"
     CONCATENATE = "concatenate"
-    REWRITE = "rewrite"  # a dynamic-update-slice of something that is not updated in place
-    SLICE = "slice"  # part of an array, read apart: an entry of a pool before its reader
+    REWRITE = "rewrite"  # a dynamic-update-slice that is not in place
+    SLICE = "slice"  # part of an array, read by itself: an entry of a pool before its reader
 
 
 MADE_ANEW = frozenset(Move) - {Move.SLICE}
@@ -37,24 +37,25 @@ _OPCODES = {
     "slice": Move.SLICE,
     "dynamic-slice": Move.SLICE,
 }
-# What changes neither the number of an array's elements nor their order; a root under it is what
-# makes the array.
+# Operations that change neither the number of an array's elements nor their order; the move is the
+# operation before them.
 _SEEN_THROUGH = ("bitcast", "reshape", "convert", "bitcast-convert", "copy-done")
 
 
 @dataclass(frozen=True)
 class LargeMove:
-    """One array that is made so, wherever it is run."""
+    """One moved array, at each place that runs it."""
 
     move: Move
     array: Array
     instruction: Instruction
     place: Place
-    # op_name of what makes the array, or, where XLA has added that, of the first that reads it
+    # op_name of the instruction that makes the array; if XLA has added that one, of the array's
+    # first reader
     origin: str
-    # The array is one that the outermost loop around it carries, or reads in each trip, or becomes
-    # one: a pool, an accumulator, stacked parameters, what is sent; a whole one of them is made
-    # again.  Others are a block's own.
+    # The outermost loop around it carries the array or reads it in each trip: it is a pool, an
+    # accumulator, stacked parameters or a sent value, and is written whole again.  Other arrays are
+    # a block's own.
     is_carried: bool
 
     @property
@@ -104,8 +105,8 @@ def large_moves(module: Module, *, least: int = LARGE) -> list[LargeMove]:
 
 
 def _named(computation: Computation, instruction: Instruction, root: Instruction) -> Instruction:
-    """The instruction itself, the root of its fusion, or else its nearest user, whichever has a
-    name of the program's.
+    """The instruction itself, the root of its fusion, or its nearest user: the first with a name of
+    the program's.
     """
     if root.op_name or instruction.op_name:
         return root if root.op_name else instruction
@@ -123,8 +124,8 @@ def _named(computation: Computation, instruction: Instruction, root: Instruction
 def _moves(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Move, Computation, Instruction]]:
-    """How it makes each array that it makes so, and the instruction, itself or a root of its
-    fusion, that does, with what that is in.
+    """The moves of an instruction, each with its computation and instruction: itself or a root of
+    its fusion.
     """
     if instruction.opcode in _OPCODES:
         yield _OPCODES[instruction.opcode], computation, instruction
@@ -138,7 +139,7 @@ def _moves(
 
 
 def _roots(fused: Computation) -> list[Instruction]:
-    """What makes each result of a fusion."""
+    """The instructions that compute the results of a fusion."""
     root = fused.root
     return [fused.by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
 

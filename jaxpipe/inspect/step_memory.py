@@ -1,5 +1,5 @@
-"""What one device holds in a step, by what it is for: predicted from the program, its pools, and
-each block compiled alone.
+"""The memory of one device in a step by purpose, predicted from the program, its pools, and each
+block compiled alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def memory(
     rng: Any = None,
     state: Any = (),
 ) -> dict[str, int]:
-    """Bytes that a step takes on one device, by what they are for, and their "total".
+    """Bytes that a step takes on one device by purpose, and their "total".
 
     Takes what `pipe.lower` takes.  The step is traced, and each block of it compiled alone; the
     step itself is not compiled.
@@ -71,7 +71,7 @@ def memory(
 
 
 def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
-    """What `memory` returns."""
+    """The result of `memory`."""
     found = memory_of(traced.code.program.slots, sizes)
     parts = {name: int(size) for name, size in found.facts().items() if name != "optimizer"}
     return {**parts, "total": int(found.total)}
@@ -129,8 +129,8 @@ def step_sizes(
 
 
 def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
-    """What is to be sent, of each payload, and once more where permutes of it are awaited in a
-    later tick, when the next is there.
+    """Bytes of the values to send, by payload; twice where a permute is awaited in a later tick,
+    after the next value is computed.
     """
     late = {
         p.payload
@@ -143,7 +143,7 @@ def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
 
 
 def _with_arrivals(program: Program, buffers: SharedBuffers, work: Mapping[str, int]) -> int:
-    """The most that a block needs with what arrives while it runs."""
+    """The largest sum of a block's work space and the arrivals during it."""
     most = max(work.values(), default=0)
     for segment in program.segments:
         for j, *_ in segment.emitted:
@@ -159,8 +159,8 @@ def _with_arrivals(program: Program, buffers: SharedBuffers, work: Mapping[str, 
 
 
 def _raveled(buffers: SharedBuffers, code: ModelCode, *, splits: bool) -> int:
-    """Copies of what has another shape in its pool, so that no block works on it in place; those of
-    one block are there at a time.
+    """Copies of values that have another shape in their pool, on which no block works in place.
+    Copies of one block exist at a time.
     """
 
     def copies(buffer: SharedBuffer, avals: Sequence[Any]) -> int:
@@ -185,17 +185,17 @@ def local_bytes(leaf: Any) -> int:
 
 
 def gradient_bytes(job: Job, leaf: Any) -> int:
-    """The same of its accumulator."""
+    """Bytes of one device's part of its accumulator."""
     wide = accumulator_dtype(leaf.dtype, job.accumulate).itemsize
     return int(local_bytes(leaf) // leaf.dtype.itemsize * wide)
 
 
 def _summed(step: Step, params: Mapping[str, PyTree], most: int) -> dict[str, Any]:
-    """Room that the results of sums need beside what the ticks do: they are no accumulators there,
-    but outputs of their own.
+    """Room for the results of sums of gradients on CPU devices, where they are outputs of their
+    own.
 
-    The room of what the ticks hold is free by then.  XLA puts the largest of it there that fits: of
-    `last`, the gradient of its own parameters.
+    The room of the ticks' values is free by then.  XLA reuses it for the largest result that fits:
+    the gradient of the own parameters of `last`.
     """
     sizes = {key: _summed_bytes(step, key, params[key]) for key in params}
     ends: tuple[int, ...] = ()
@@ -208,8 +208,8 @@ def _summed(step: Step, params: Mapping[str, PyTree], most: int) -> dict[str, An
 
 
 def _summed_bytes(step: Step, key: str, tree: PyTree) -> int:
-    """Of gradients that are summed over devices as they are; those of gathered parameters are parts
-    of their accumulators.
+    """Bytes of gradients that are summed whole over devices; gradients of gathered parameters are
+    parts of their accumulators.
     """
     job, mesh = step.job, step.mesh
     axes = job.data_axes if key == "stages" else (job.axis, *job.data_axes)
@@ -238,7 +238,7 @@ def _gathered(step: Step, params: Mapping[str, PyTree]) -> int:
 
 
 def _whole_bytes(step: Step, leaf: Any, plan: LeafPlan) -> int:
-    """A parameter with what its manual axes split brought together, and its accumulator."""
+    """Bytes of a parameter gathered over its manual axes, and of its accumulator."""
     share = math.prod(step.mesh.shape[name] for name, _ in plan.gathers)
     return share * (local_bytes(leaf) + (0 if plan.frozen else gradient_bytes(step.job, leaf)))
 
@@ -246,7 +246,7 @@ def _whole_bytes(step: Step, leaf: Any, plan: LeafPlan) -> int:
 def hoisted_bytes(
     step: Step, consts: int, jaxpr: core.Jaxpr, specs: Sequence[PartitionSpec]
 ) -> int:
-    """Of what is computed from parameters that are split so, once a step."""
+    """Bytes of values that are computed from parameters with these splits once a step."""
     if not jaxpr.outvars:
         return 0
     splits = [*(PartitionSpec() for _ in range(consts)), *specs]
@@ -256,7 +256,7 @@ def hoisted_bytes(
 
 
 def _hoisted(step: Step) -> int:
-    """Of every chunk of a device, and of first and last."""
+    """Bytes of hoisted values of every chunk of a device, and of first and last."""
     job, code = step.job, step.code
     kinds = [
         hoisted_bytes(step, len(kind.consts), kind.hoist, entries.parameters)

@@ -1,4 +1,4 @@
-"""What a step really did: its blocks timed while it runs, as a timeline like a simulated one."""
+"""The timeline of a real step: its blocks timed while it runs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def profile(
 
     Every block calls the host at its begin and its end, so the step is a little slower than without
     (tens of microseconds a block).  The first block begins at 0; of `repeats` runs the median one
-    is returned.  `timeline.over(planned)` compares it with a simulated one.  What devices share
-    along axes that are left to the partitioner begins when the last of them has come to it.  For
-    backends where the host can be called from a program.
+    is returned.  `timeline.over(planned)` compares it with a simulated one.  A block that devices
+    share along axes of the partitioner begins when the last of them has reached it.  For backends
+    where the host can be called from a program.
 
     Args:
         pipe: the pipeline.
@@ -72,8 +72,8 @@ def profile(
 
 
 def _refuse_permutes(pipe: Pipeline, traced: TracedStep) -> None:
-    """PipelineError where the partitioner permutes in blocks on CPU devices: all devices then have
-    to run every block at once, and no block has a time of its own.
+    """PipelineError where the partitioner permutes in blocks on CPU devices.  All devices then run
+    every block at once, and no block has a time of its own.
     """
     step = Step.of(pipe.mesh, traced)
     waits = on_cpus(pipe.mesh) and pipe.schedule.num_devices > 1
@@ -97,7 +97,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # JAX hashes what it calls
 class Clock:
-    """Writes down when the begin or end of a block came to pass."""
+    """Records the time of each begin and end of a block."""
 
     events: list[Event]
 
@@ -110,9 +110,9 @@ class Clock:
 
 
 def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -> Timeline:
-    """Of data shard 0; its first block begins at 0."""
+    """The timeline of data shard 0; its first block begins at 0."""
     table = schedule.encoded
-    # Each of the devices that share a block, along axes of the partitioner, notes its own times.
+    # Devices that share a block along axes of the partitioner each record their own times.
     times = np.full(
         (2, 1 + max((event.partner for event in events), default=0), table.num_actions), np.nan
     )
@@ -120,7 +120,8 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -
         number = int(table.at[event.kind, event.stage, event.microbatch])
         if event.shard == 0 and number >= 0:
             times[event.phase, event.partner, number] = event.now
-    # It begins when the last of them has come to it: until then the others wait in its collectives.
+    # A block begins when the last of them has reached it.  Until then the others wait in its
+    # collectives.
     starts, ends = times.max(axis=1)
     missing = [
         table.text(i)
@@ -132,8 +133,8 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -
             f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}; this program runs "
             "them otherwise"
         )
-    # What all devices do together begins when the last of them has come to it: until then the
-    # others wait in its collective.
+    # A collective action begins when the last device has reached it.  Until then the others wait in
+    # its collective.
     for meeting in set(table.collectives.values()):
         members = list(meeting.members)
         starts[members] = starts[members].max()
@@ -150,8 +151,8 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -
 def _costs(
     schedule: Schedule, starts: tuple[float, ...], ends: tuple[float, ...], unit: str
 ) -> Costs:
-    """The median time of each stage's actions in the run, of shares of each device's; transfers are
-    in the gaps.
+    """The median time of each stage's actions in the run, and of each device's shares; transfers
+    are in the gaps.
     """
     table = schedule.encoded
     names = {spec.kind: spec.cost for spec in KINDS if spec.cost is not None}
@@ -165,7 +166,7 @@ def _costs(
             found[name] = tuple(
                 statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers
             )
-    for kind in table.kinds:  # what an action takes with all that it left for later
+    for kind in table.kinds:  # the time of an action with its deferred part
         if (whole := KINDS[kind].part_of) is not None:
             name, part = names[whole], names[kind]
             found[name] = tuple(a + b for a, b in zip(found[name], found[part], strict=True))

@@ -1,6 +1,6 @@
-"""What a compiled step is: the numbers of `jaxpipe.inspect.report`.
+"""The numbers of a compiled step: `jaxpipe.inspect.report`.
 
-The table and the program made of it:
+The table and its program:
 
     schedule, devices, stages, microbatches
     table_makespan      the table's own, with F = I = W = 1, B = 2 and transfers that take no time
@@ -111,8 +111,8 @@ def report(
     XLA's memory, compile seconds.
 
     Takes what `pipe.lower` takes and runs nothing.  `jaxpipe.inspect.step_report` lists the keys;
-    those most asked for are "ticks", "segments" (texts), "slots", "transfers", "temp_bytes",
-    "flops" and "compile_seconds".
+    "ticks", "segments" (texts), "slots", "transfers", "temp_bytes", "flops" and "compile_seconds"
+    are used most.
 
     Raises:
         PipelineError: as `value_and_grad` does.
@@ -179,7 +179,7 @@ def table_makespan(schedule: Schedule) -> float:
 
 
 def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
-    """Pools, residuals and what is sent."""
+    """Pools, residuals and transfers."""
     program, buffers = code.program, SharedBuffers.of(code.kinds)
     kept = {
         "residual_input": buffers.residual_input.avals,
@@ -225,7 +225,7 @@ def _xla(compiled: Any) -> dict[str, Any]:
 
 
 def _compiled(lowered: Any, target: Target) -> tuple[Any, GpuProgram | TpuProgram | None]:
-    """The compiled step, and what is read in its text where there is a reader for it."""
+    """The compiled step, and the reading of its text where there is a reader for it."""
     if target.on_gpus:
         return compile_and_try_to_read(lowered)
     compiled = lowered.compile()
@@ -275,10 +275,10 @@ def most_of_each_kind(schedule: Schedule) -> dict[str, int]:
 
 
 def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
-    """Equations of I that have outputs which only W reads: nothing but a scan can be cut inside, so
-    I does that work too.
+    """Equations of I with outputs that only W reads.  Only a scan can be cut inside, so I does that
+    work too.
 
-    `input_grad` returns `num_dx` gradients, then what it leaves for W.
+    `input_grad` returns `num_dx` gradients, then the stash for W.
     """
     return _fallbacks(input_grad, [i < num_dx for i in range(len(input_grad.outvars))])
 

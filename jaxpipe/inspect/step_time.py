@@ -1,6 +1,4 @@
-"""How long a step takes by its plan: the stages, and what predicates and transfers take besides;
-and beside plain 1F1B.
-"""
+"""The seconds of a step by its plan: stages, predicates and transfers, compared with plain 1F1B."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ class StepTime(NamedTuple):
     """Seconds of a step, simulated from the plan."""
 
     seconds: float  # with all overheads
-    predicates: float  # of those, what predicates take
+    predicates: float  # the part of predicates
     one_f_one_b: float  # seconds of 1F1B with the same layers on as many devices
 
     @property
     def loses(self) -> bool:
-        """Whether 1F1B is faster, and would not be if predicates took no time."""
+        """Whether 1F1B is faster, and would be slower if predicates took no time."""
         return self.seconds - self.predicates <= self.one_f_one_b < self.seconds
 
     def __str__(self) -> str:
@@ -65,9 +63,7 @@ def _makespan(plan: Plan, overheads: Overheads, costs: Costs) -> float:
 
 
 def merged(schedule: Schedule, costs: Costs) -> Costs:
-    """The costs of stages that are each all that a device has, where the layers are
-    spread evenly.
-    """
+    """The costs of one stage a device, with the layers spread evenly."""
     stages = costs.for_stages(schedule.num_stages)
     share = schedule.num_stages / schedule.num_devices
 

@@ -1,7 +1,7 @@
-"""What the text of a program compiled for TPUs says: where XLA expects the time of a step to go,
-which arrays are copied, and what tiles pad.
+"""Read the text of a program compiled for TPUs: XLA's estimates of the time of a step, copies of
+arrays, and the padding of tiles.
 
-Such a program can be compiled where there is no TPU: libtpu describes the devices
+Such a program can be compiled without a TPU: libtpu describes the devices
 (`jax.experimental.topologies`).  A TPU decides on its predicates by itself, so no host waits.
 """
 
@@ -21,7 +21,7 @@ from .moves import LargeMove, large_moves
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _MATMULS = frozenset({"convolution", "dot"})
-# What moves or fills arrays and computes nothing.
+# Operations that move or fill arrays and compute nothing.
 _MOVES = frozenset(
     {
         "bitcast",
@@ -40,7 +40,7 @@ _MOVES = frozenset(
 
 
 class Purpose(Enum):
-    """What an operation is for: the first of these that it holds."""
+    """The purpose of an operation: the first of these that it contains."""
 
     MATMUL = "matmuls"
     KERNEL = "kernels"  # custom calls
@@ -70,8 +70,7 @@ class TpuProgram(CompiledProgram):
     def cycles(self) -> dict[Purpose, int]:
         """XLA's estimate of the cycles of a step's loops, by purpose.
 
-        What a predicate is around counts as if it were taken every time.  Collectives have no
-        estimates.
+        Every predicate counts as taken.  Collectives have no estimates.
         """
         found: Counter[Purpose] = Counter()
         for place, instruction in _issued(self.module):
@@ -82,7 +81,7 @@ class TpuProgram(CompiledProgram):
 
     @cached_property
     def padding(self) -> int:
-        """Bytes that tiles add to the arrays which the loops of the step's segments carry."""
+        """Bytes that tiles add to the arrays that the loops of the step's segments carry."""
         loops = {
             segment.instruction.name: segment.instruction
             for segment in (place.segment for place in walk(self.module))
@@ -117,7 +116,7 @@ def _purpose(module: Module, instruction: Instruction) -> Purpose:
 
 
 def _opcodes(module: Module, instruction: Instruction) -> Iterator[str]:
-    """Its own, or those of a fusion."""
+    """The opcodes of an instruction, or those in its fusion."""
     if instruction.opcode != "fusion":
         yield instruction.opcode
         return
@@ -127,7 +126,7 @@ def _opcodes(module: Module, instruction: Instruction) -> Iterator[str]:
 
 
 def _is_prefetch(move: LargeMove) -> bool:
-    """Whether it is a copy of an array as it is to another memory, or from there."""
+    """Whether it copies an array to or from another memory without a change of layout."""
     instruction = move.instruction
     if instruction.opcode not in ("copy", "copy-start"):
         return False

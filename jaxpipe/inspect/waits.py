@@ -1,8 +1,8 @@
 """How often a compiled program makes the host wait for the GPU.
 
-A `while` without a known trip count is run by the host: it runs the condition, copies the flag to
-the host and waits for the stream, before each trip and once more at the end, so a predicate made of
-a loop of at most one trip waits once where it is not taken and twice where it is.  A `conditional`
+The host runs a `while` without a known trip count.  It runs the condition, copies the flag to the
+host and waits for the stream, before each trip and once more at the end.  A predicate is a loop of
+at most one trip, so it waits once where it is not taken and twice where it is.  A `conditional`
 waits once, for the number of its branch.  Neither waits inside a CUDA graph, nor does a loop whose
 trip count is known (XLA's WhileThunk and ConditionalThunk).
 """
@@ -24,9 +24,9 @@ class Predicate:
 
     instruction: Instruction
     place: Place
-    times: int  # of a step, or, inside another predicate, of each time that one is taken
+    times: int  # a step; inside another predicate, each time that one is taken
     in_graph: bool  # a node of a CUDA graph: the host does not wait
-    sends: bool  # it holds a permute: the gate of an exchange
+    sends: bool  # it holds a permute, so it is around an exchange
     nested: tuple[Predicate, ...]
 
     @property
@@ -36,7 +36,7 @@ class Predicate:
 
     @property
     def kind(self) -> str | None:
-        """The kind of action whose block it is around, F of a pair; None where it is no block's."""
+        """The kind of action of its block (F of a pair); None where it is around no block."""
         found = _SCOPE.search(self.instruction.op_name)
         return found and found[1]
 
@@ -83,7 +83,7 @@ def _predicates(
 
 
 def _sends(module: Module, computation: Computation) -> bool:
-    """Whether it, or what it issues, has a permute."""
+    """Whether it, or a computation that it issues, has a permute."""
     for instruction in computation.instructions:
         if instruction.opcode.startswith("collective-permute"):
             return True
@@ -113,11 +113,11 @@ def count_waits(predicates: Sequence[Predicate], *, taken: bool, times: int = 1)
 def most_waits(
     predicates: Sequence[Predicate], actions: int, *, by_kind: Mapping[str, int] | None = None
 ) -> float:
-    """The most waits a step, of a device that runs so many actions, and of each kind so many where
-    that is given.
+    """The most waits a step of a device that runs so many actions, and with `by_kind` so many of
+    each kind.
 
-    Each action takes one predicate that is no gate of an exchange; of the gates that follow one
-    another with no other predicate between, those of one tick, at most one is taken.
+    Each action takes one predicate that is around no exchange.  Predicates around exchanges that
+    follow one another are those of one tick, and at most one of them is taken.
     """
     total: float = 0.0
     gains: list[tuple[float, int, str]] = []
