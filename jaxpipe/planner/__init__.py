@@ -1,4 +1,4 @@
-"""From what layers cost to the fastest pipeline that fits: layers to stages, schedules, memory of
+"""Plan the fastest pipeline that fits from the costs of layers: stages, schedules, and memory of
 the lowered program.
 """
 

@@ -1,5 +1,5 @@
-"""What a plan may choose, and a choice with its table, simulated: seconds and bytes from sums of
-sizes, before any program is made.
+"""The choices of a plan, and candidates: choices with a simulated table.  Seconds and bytes come
+from sums of sizes, before any program exists.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from .memory import Memory, device_work, layer_sizes, least_bytes, least_slots, 
 from .request import Request
 from .running import program_of
 
-# What a table gains by H, relative to its makespan, before its program gains too: it has more
-# blocks.
+# The least gain of a table by H, relative to its makespan.  Its program has more blocks, so it
+# gains less.
 _WORTH_LATER = 0.02
 _PLAINER = {"interleaved_1f1b": "1f1b", "interleaved_zb": "zb_h1"}
 
 
 class Choice(NamedTuple):
-    """A schedule, its chunks, what is computed again, and which ends are spread."""
+    """A schedule, its chunks, its recomputation and its spread ends."""
 
     request: Request
     name: str
     chunks: int
     remat: Remat
     policies: tuple[tuple[str, str], ...]  # a letter and its `jax.checkpoint` policy
-    spread: str  # of "E" and "L", those that all devices do together
+    spread: str  # the collective ends among "E" and "L"
     costs: Mapping[str, LayerCost]  # of its policies and shares
     cap: int | None = None
 
@@ -57,7 +57,7 @@ class Choice(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """No table of it is shorter: a device's work, and what is beside the table."""
+        """A lower bound of its tables: a device's work, and the reduction of gradients."""
         work = device_work(
             self.request.layers,
             self.costs,
@@ -68,8 +68,8 @@ class Choice(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """No program of it holds less: what a device keeps of parameters, and, where nothing is
-        computed again by stages or offloaded, of one microbatch.
+        """A lower bound of its programs' memory: parameters, and, without recomputation by stages
+        and offload, the residuals of one microbatch.
         """
         request = self.request
         held = least_bytes(request.layers, self.costs, request.devices)
@@ -80,7 +80,7 @@ class Choice(NamedTuple):
 
     @property
     def label(self) -> str:
-        """As a table names it."""
+        """Its name in a printed table."""
         parts = [*self.request.label, self.name, f"V {self.chunks}"]
         parts += [f"cap {self.cap}"] if self.cap else []
         parts += [f"M {self.request.microbatches}"] if self.request.one_of_many else []
@@ -112,8 +112,8 @@ class Choice(NamedTuple):
         return stage_costs(layout, self.costs, remat=remat, transfer=self.request.transfer)
 
     def built(self, layout: Layout) -> Iterator[Candidate]:
-        """Its tables: of a spread `last` also that whose gradient of the head comes later, where
-        that is shorter.
+        """Its tables.  With a spread `last`, the table with a later gradient of the head is one of
+        them if it is shorter.
         """
         request, costs = self.request, self.stage_costs(layout)
         options: dict[str, Any] = {} if self.cap is None else {"max_activations": self.cap}
@@ -162,8 +162,8 @@ class Choice(NamedTuple):
         return tuple(dict.fromkeys(max(self.chunks, cap) for cap in most))
 
     def with_first(self) -> Choice | None:
-        """The same with `first` spread too, which a device then holds a share of; None where it
-        cannot be.
+        """The same choice with a spread `first`, of which a device holds a share; None where it
+        cannot be spread.
         """
         end = self.costs.get(FIRST)
         if self.spread != LAST or end is None or self.request.costs[FIRST].ends is not Ends.EITHER:
@@ -172,7 +172,7 @@ class Choice(NamedTuple):
         return self._replace(spread=FIRST + LAST, costs={**self.costs, FIRST: share})
 
     def bound(self, layout: Layout) -> float:
-        """Seconds below which no table of it goes, by `lower_bound`; of the step, as `seconds`."""
+        """A lower bound of the step's seconds, by `lower_bound`."""
         costs, request = self.stage_costs(layout), self.request
         found = lower_bound(
             costs,
@@ -185,8 +185,8 @@ class Choice(NamedTuple):
 
 
 def choices(request: Request) -> Iterator[Choice]:
-    """All that a request leaves open: schedules with the chunks that they take and that the layers
-    are enough for.
+    """All choices of a request: schedules, with the chunks that they take and that the layers
+    suffice for.
     """
     shapes = [
         (name, chunks)
@@ -194,7 +194,7 @@ def choices(request: Request) -> Iterator[Choice]:
         for chunks in request.chunks
         if describe(name).chunks.nearest(chunks) == chunks
         and request.devices * chunks <= len(request.layers)
-        # With one stage a device they are 1F1B with more activations, and ZB-H1.
+        # With one stage a device they equal 1F1B with more activations, and ZB-H1.
         and not (chunks == 1 and _PLAINER.get(name) in request.schedules)
     ]
     for spread, (remat, policies) in product(_spreads(request), _ways(request)):
@@ -211,7 +211,7 @@ def choices(request: Request) -> Iterator[Choice]:
 
 
 def _spreads(request: Request) -> list[str]:
-    """Which ends may be spread; where both may be, `first` is only where memory is short
+    """The ends that may be spread.  Where both may be, `first` is spread only if memory is short
     (`Choice.with_first`).
     """
     ends = {c: request.costs[c].ends if c in request.layers else Ends.ONE for c in (FIRST, LAST)}
@@ -222,7 +222,7 @@ def _spreads(request: Request) -> list[str]:
 
 
 def _ways(request: Request) -> Iterator[tuple[Remat, tuple[tuple[str, str], ...]]]:
-    """What may be computed again: nothing, what policies say of each kind of layer, or all."""
+    """The kinds of recomputation: nothing, a policy for each kind of layer, or everything."""
     wanted = request.remat
     if Remat.NONE in wanted or Remat.STAGES in wanted:
         yield Remat.NONE, ()
@@ -250,7 +250,7 @@ class Candidate(NamedTuple):
 
     @property
     def request(self) -> Request:
-        """What was asked for."""
+        """The request of its choice."""
         return self.choice.request
 
     @property
@@ -260,19 +260,19 @@ class Candidate(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the step, by the table."""
+        """Seconds of the step, by the table."""
         return max(self.timeline.makespan, self.moving) + self.request.reduction
 
     @property
     def like(self) -> tuple[object, ...]:
-        """What two tables of one schedule under other names share."""
+        """A key that equal tables of different names share."""
         choice, peak = self.choice, max(self.timeline.peak_activations)
         costs = (choice.chunks, choice.remat, choice.policies, choice.spread, self.offload)
         return (id(self.request), *costs, peak, f"{self.seconds:.9g}")
 
     @property
     def moving(self) -> float:
-        """Seconds in which residuals travel to the host's memory, or back."""
+        """Seconds of the copies of residuals to the host's memory, or back."""
         if self.offload is Offload.NOTHING:
             return 0.0
         moved = self.request.microbatches * self.choice.chunks * self.entry("residual_weight")
@@ -290,7 +290,7 @@ class Candidate(NamedTuple):
         return self.memory(slots).pools[pool]
 
     def memory(self, slots: Slots) -> Memory:
-        """What a device holds of it, by sums of layers' sizes."""
+        """A device's memory, by sums of layers' sizes."""
         sizes = layer_sizes(
             self.layout,
             self.schedule,
@@ -303,7 +303,7 @@ class Candidate(NamedTuple):
 
     @property
     def least(self) -> Memory:
-        """What any program of its table holds."""
+        """The least memory of any program of its table."""
         slots = least_slots(self.timeline)
         if self.offload is not Offload.NOTHING:
             slots.residual_weight = min(slots.residual_weight, UNDER_WAY)
@@ -320,12 +320,12 @@ class Candidate(NamedTuple):
         return ", ".join(parts)
 
     def smaller(self) -> Iterator[Candidate]:
-        """The same with less memory: with `first` spread too; with residuals in the host's memory;
-        with the fewest R for as many activations as there is room for, and for one less.  Nothing
-        where it is one of these itself.
+        """Candidates with less memory: with a spread `first`; with residuals in the host's memory;
+        with the fewest R for as many activations as fit, and for one less.  There are none for a
+        candidate that is itself one of these.
         """
         request, table = self.request, self.schedule
-        assert request.memory is not None, "where memory has no limit, nothing makes room"
+        assert request.memory is not None, "without a limit of memory, nothing makes room"
         if self.recomputing or self.offload is not Offload.NOTHING:
             return
         both = self.choice.with_first()

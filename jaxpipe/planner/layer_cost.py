@@ -1,6 +1,4 @@
-"""What a layer costs: times and bytes of one microbatch, and what follows for the stages that are
-made of layers.
-"""
+"""The cost of a layer (times and bytes of one microbatch), and the costs of stages of layers."""
 
 from __future__ import annotations
 
@@ -15,21 +13,20 @@ from ..layouts.layout import Layout
 from ..table.limits import MAX_COST, is_number
 from ..table.typed import plain
 
-# Letters that are no layers of stages but `first` and `last`: they run in the blocks of the first
-# and the last stage.
+# The letters of `first` and `last`, which run in the blocks of the first and the last stage.
 FIRST, LAST = "E", "L"
 
 
 class Remat(Enum):
-    """What the backward of a stage computes again."""
+    """The recomputation in a stage's backward."""
 
     NONE = None
-    FULL = "full"  # everything: a forward keeps its input alone
-    STAGES = "stages"  # everything, on some devices alone: the table has an R for their stages
+    FULL = "full"  # everything: a forward keeps only its input
+    STAGES = "stages"  # everything, on some devices: the table has an R for their stages
 
 
 class Ends(Enum):
-    """Who does an end of the model: one device, or all of them together (`jaxpipe.spread`)."""
+    """The devices of an end of the model: one, or all of them (`jaxpipe.spread`)."""
 
     ONE = "one"
     EITHER = "either"  # a plan chooses; costs are of the whole
@@ -38,7 +35,7 @@ class Ends(Enum):
 
 
 class Kept(NamedTuple):
-    """What a layer keeps and computes again under a `jax.checkpoint` policy."""
+    """The kept bytes and the recomputation of a layer under a `jax.checkpoint` policy."""
 
     residuals: float  # bytes of one microbatch, the input not counted
     again: float  # seconds that its backward takes longer
@@ -47,7 +44,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCost:
-    """What one layer takes on one device: times of one microbatch in seconds, sizes in bytes.
+    """The cost of one layer on one device: times of one microbatch in seconds, sizes in bytes.
 
     Args:
         forward: seconds of the forward, with what it keeps written to memory.
@@ -199,7 +196,7 @@ def stage_costs(
 
 
 def spread_letters(layers: str, costs: Mapping[str, LayerCost]) -> str:
-    """The ends of the model that all devices do together, of "E" and "L"."""
+    """The collective ends of the model, among "E" and "L"."""
     return "".join(c for c in (FIRST, LAST) if c in layers and costs[c].ends is Ends.SHARE)
 
 
@@ -221,7 +218,7 @@ def total(layers: Sequence[LayerCost], name: str) -> float:
 
 def read_layer_costs(costs: Mapping[str, Any]) -> dict[str, LayerCost]:
     """Costs of letters as `json.load` gives them: {"t": {"forward": 0.01, ...}, ...}; CostError
-    lists what is wrong.
+    lists all faults.
     """
     known = _numbers()
     faults, found = [], {}

@@ -35,18 +35,17 @@ def balanced(
         + costs[c].backward_seconds
         for c in layers
     ]
-    # What every device holds anyway is no reason to split otherwise.
+    # Bytes that every device holds do not limit the split.
     sizes = [0.0 if c in (FIRST, LAST) else costs[c].held_bytes for c in layers]
     pieces = split_layers(seconds, stages=devices * chunks, sizes=sizes, most=most_bytes)
     return Layout(tuple(layers[r.start : r.stop] for r in pieces), devices)
 
 
 def improved(layout: Layout, makespan: Callable[[Layout], float], *, tries: int) -> Layout:
-    """The layout with single layers moved over borders between stages, one after the other, as long
-    as the step gets shorter.
+    """Move single layers over borders between stages as long as the step gets shorter.
 
-    What a balanced split cannot know is that a stage at either end may be lighter or heavier
-    without being waited for.
+    A balanced split does not know that a stage at either end may be lighter or heavier without a
+    delay.
     """
     best, shortest = layout, makespan(layout)
     settled = False
@@ -67,7 +66,7 @@ _WORTH = 1e-6  # relative; less is rounding
 
 
 def _moves(layout: Layout) -> Iterator[Layout]:
-    """Every layout with one layer on the other side of a border; no stage is left empty."""
+    """Every layout with one layer on the other side of a border and no empty stage."""
     stages = layout.stages
     for border in range(1, len(stages)):
         left, right = stages[border - 1], stages[border]

@@ -1,6 +1,4 @@
-"""The memory of one device during a step: one model for the sizes of layers, and for those of a
-traced model.
-"""
+"""The memory of one device during a step, from the sizes of layers or of a traced model."""
 
 from __future__ import annotations
 
@@ -30,10 +28,10 @@ from .layer_cost import (
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes on one device that do not depend on how many entries the pools have.
+    """Bytes on one device that do not depend on the number of entries of pools.
 
-    All devices run one program, so pools, and what `first` and `last` hold, are the same on all of
-    them; so is the room for parameters.
+    All devices run one program.  Pools, the values of `first` and `last`, and the room for
+    parameters are the same on all of them.
     """
 
     parameters: float
@@ -41,21 +39,21 @@ class Sizes:
     optimizer: float = 0.0
     batch: float = 0.0  # all rows of a step
     gathered: float = 0.0  # whole parameters and accumulators, of those that the mesh splits
-    hoisted: float = 0.0  # what is computed from parameters once a step
+    hoisted: float = 0.0  # values that are computed from parameters once a step
     entry: Mapping[str, float]  # an entry of each pool, by its name in `Slots`
-    sent: float  # what is to be sent, is under way, or arrives beside a block
-    raveled: float = 0.0  # copies of what a pool holds raveled
-    work: float  # of the block that needs most, its own arrays
-    # gradients of parameters that several devices hold, where their sum is an array of its own;
-    # GPUs sum in place
+    sent: float  # values that are to be sent, are in flight, or arrive during a block
+    raveled: float = 0.0  # copies of raveled values of a pool
+    work: float  # own arrays of the block that needs most
+    # gradients of parameters on several devices, where their sum is a separate array; GPUs sum in
+    # place
     summed: float = 0.0
-    # the same of `first` and of `last`, less the arrays of a block that are gone by then
+    # the same of `first` and of `last`, less the freed arrays of a block
     ends: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device by what they are for."""
+    """Bytes on one device by purpose."""
 
     parameters: float
     gradients: float
@@ -67,12 +65,12 @@ class Memory:
     sent: float
     raveled: float
     work: float
-    summed: float  # results of sums of gradients, but for what is in their room before
+    summed: float  # results of sums of gradients, less the values whose room they reuse
     host: float  # in the host's memory
 
     @property
     def total(self) -> float:
-        """All of it but what the host has."""
+        """The bytes in the device's memory."""
         found = self.facts()
         return sum(found.values()) - found["host"]
 
@@ -83,7 +81,7 @@ class Memory:
 
 
 def memory_of(slots: Slots, sizes: Sizes) -> Memory:
-    """The memory of a device whose program has so many entries in each pool."""
+    """The memory of a device, from the number of entries in each pool."""
     away = sizes.entry.get("host", 0.0)
     pools = {
         name: size * getattr(slots, name) for name, size in sizes.entry.items() if name != "host"
@@ -107,16 +105,14 @@ def memory_of(slots: Slots, sizes: Sizes) -> Memory:
 
 
 def least_bytes(layers: str, costs: Mapping[str, LayerCost], devices: int) -> float:
-    """Parameters, gradients and optimizer state that some device holds, however layers
-    are split.
-    """
+    """A lower bound over all splits: parameters, gradients and optimizer state of some device."""
     inner = sum(costs[c].held_bytes for c in layers if c not in (FIRST, LAST))
     return inner / devices + sum(costs[c].held_bytes for c in {*layers} & {FIRST, LAST})
 
 
 def device_work(layers: str, costs: Mapping[str, LayerCost], devices: int, *, again: bool) -> float:
-    """Seconds that some device computes for each microbatch, however layers are split; the forwards
-    of layers count twice where they run `again`.
+    """A lower bound over all splits: seconds that some device computes for each microbatch.
+    Forwards count twice where they run `again`.
     """
     spread = spread_letters(layers, costs)
 
@@ -131,8 +127,8 @@ def device_work(layers: str, costs: Mapping[str, LayerCost], devices: int, *, ag
 
 
 def least_slots(timeline: Timeline) -> Slots:
-    """Entries of pools that any program of a simulated table has: it keeps the order of rows, so
-    that as many forwards are kept, each with its input, and as many I wait for their W.
+    """The least entries of pools of any program of a simulated table.  A program keeps the order of
+    rows, so it keeps as many forwards, each with its input, and as many I wait for their W.
     """
     peak, table = max(timeline.peak_activations), timeline.schedule.encoded
     waiting = np.cumsum(table.of_kinds((Kind.I,)).astype(int) - table.of_kinds((Kind.W,)))
@@ -157,26 +153,26 @@ def layer_sizes(
     in_place: bool = True,
     gathered: float = 0,
 ) -> Sizes:
-    """Sizes on a device by sums of the sizes of layers; pools are as large as on the device that
+    """Sizes on a device by sums of the sizes of layers; pools have the size of the device that
     needs most.
 
-    `in_place` says whether gradients are summed over devices where they are, as on GPUs and not on
-    CPU devices.  `gathered` is the number of devices that split parameters and accumulators (fsdp),
-    whole copies of which each has during the step; 0 where they are not split.
+    `in_place` says whether gradients are summed over devices in place, as on GPUs and not on CPU
+    devices.  `gathered` is the number of devices that split parameters and accumulators (fsdp), or
+    0.  Each of them has whole copies during the step.
     """
     splits = bool(schedule.encoded.of_kinds((Kind.I,)).any())
     inner = _inner(layout)
     kept = _slot_bytes([_kept(letters, costs, "residuals") for letters in inner])
     left = _slot_bytes([_kept(letters, costs, "stash") for letters in inner])
     outer = [costs[letter] for letter in (FIRST, LAST) if letter in layout.layers]
-    # Every stage takes what the last layer of the one before it returns.
+    # Every stage takes the output of the previous stage's last layer.
     boundary = max(
         (costs[letters[-1]].boundary for letters in layout.stages[:-1] if letters), default=0.0
     )
     boundary = max(boundary, costs[FIRST].boundary if FIRST in layout.layers else 0.0)
     full = remat is Remat.FULL
-    # Recomputed residuals are arrays of the block that uses them, which the work space of a layer
-    # does not have.
+    # Recomputed residuals are arrays of the block that uses them.  The work space of a layer does
+    # not include them.
     again = 0.0 if splits or not full else kept
 
     def held(name: str) -> float:
@@ -222,13 +218,13 @@ def _inner(layout: Layout) -> list[str]:
 
 
 def _runs(letters: str) -> list[tuple[str, int]]:
-    """Letters with the lengths of their runs, which are scans."""
+    """Letters with the lengths of their runs; a run is a scan."""
     return [(letter, len(list(run))) for letter, run in groupby(letters)]
 
 
 def _kept(letters: str, costs: Mapping[str, LayerCost], name: str) -> list[float]:
-    """Bytes of the arrays that a stage keeps of one microbatch: its layers' own, and, where they
-    are a scan, what each of them takes.
+    """Bytes of the arrays that a stage keeps of one microbatch: its layers' residuals, and in a
+    scan also each layer's input.
     """
     found = []
     for letter, count in _runs(letters):
@@ -238,8 +234,8 @@ def _kept(letters: str, costs: Mapping[str, LayerCost], name: str) -> list[float
 
 
 def _slot_bytes(kinds: Sequence[Sequence[float]]) -> float:
-    """Of a slot that holds any of several kinds of values: the largest arrays of each kind share
-    their room, then the next largest.
+    """Bytes of a slot that holds any of several kinds of values: the largest arrays of each kind
+    share their room, then the next largest.
     """
     ranked = [sorted(kind, reverse=True) for kind in kinds]
     return sum(max(ranks) for ranks in zip_longest(*ranked, fillvalue=0.0))
@@ -248,8 +244,8 @@ def _slot_bytes(kinds: Sequence[Sequence[float]]) -> float:
 def _chunk_bytes(
     inner: Sequence[str], schedule: Schedule, costs: Mapping[str, LayerCost], name: str
 ) -> float:
-    """Of parameters, say: a chunk has, of each kind of layer, as much room as the device needs that
-    has most of it.
+    """Bytes of a chunk, of parameters for example.  For each kind of layer, a chunk has the room of
+    the device with the most of it.
     """
     found = 0.0
     for stages in zip_longest(*schedule.placement.stages_of):

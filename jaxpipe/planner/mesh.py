@@ -1,6 +1,4 @@
-"""Meshes for a published decoder: how many devices share a layer, stand in the pipeline, and have
-rows of their own.
-"""
+"""Meshes for a published decoder: the numbers of devices along the tensor, pipe and data axes."""
 
 from __future__ import annotations
 
@@ -120,7 +118,7 @@ def plan_mesh(
 
 def _promise(request: Request) -> float:
     """Seconds of a step with the bubble of interleaving and the least remat with which the
-    activations of 1F1B fit: what meshes are ranked by.
+    activations of 1F1B fit.  Meshes are ranked by it.
     """
     chunks = max(1, min(4, (len(request.layers) - 2) // request.devices))
     layer = request.costs["t"]
@@ -135,7 +133,7 @@ def _promise(request: Request) -> float:
         if held + kept <= request.memory:
             break
     else:
-        # Its memory is short: it comes after all that fit.
+        # Its memory is short, so it comes after all that fit.
         return _FAR + held + kept
     costs = {**request.costs, "t": cost}
     work = device_work(request.layers, costs, request.devices, again=False)
@@ -219,7 +217,7 @@ def _requests(
 
 
 def _split(cost: LayerCost, devices: int) -> LayerCost:
-    """What a device holds of a layer whose parameters replicas split."""
+    """The cost of a layer whose parameters replicas split."""
     return replace(
         cost,
         parameters=cost.parameters / devices,
@@ -229,8 +227,8 @@ def _split(cost: LayerCost, devices: int) -> LayerCost:
 
 
 def _reduction(gradients: float, shape: _Shape, fsdp: int, model: Transformer) -> float:
-    """Seconds in which replicas sum their gradients once a step, and under fsdp gather parameters
-    of half the bytes; none of it is hidden.
+    """Seconds in which replicas sum gradients once a step, and under fsdp gather parameters of half
+    the bytes.  Nothing of it is hidden.
     """
     inside = shape.data * shape.tensor <= _HOST
     link = model.tensor_bandwidth if inside else model.bandwidth

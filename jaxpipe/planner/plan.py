@@ -1,5 +1,5 @@
-"""The fastest pipelines that fit: every choice in the order of a bound, those that could be among
-the best simulated, and the front-runners lowered and compared.
+"""The fastest pipelines that fit.  Choices are tried in the order of a bound; those that could be
+among the best are simulated, and the shortest are lowered and compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
 _Progress: TypeAlias = "Callable[[int, int], None]"
 _MOVES = 60  # layouts that are simulated for each of the best candidates
 _REFINED = 4  # candidates whose layout is improved
-_MORE = 2  # programs that are made beyond as many as plans are asked for
+_MORE = 2  # programs that are lowered beyond the number of plans
 _NEAR = 1.08  # of a bound: no larger cap is tried then
 _FRONT = 3  # tables by which `auto` knows which ends and remat are worth its time
 _EVEN = 1e-9  # relative: stages that differ by less are equal
@@ -68,10 +68,10 @@ def plan(
     Choices are tried in the order of a bound of their seconds, until the rest cannot be among the
     best.  Layers are split over stages so that the slowest stage is as fast as possible (exact
     dynamic programming), then moved one by one where the simulated step gets shorter.  The
-    candidates of the shortest simulated steps are lowered as `Pipeline` lowers them for the mesh:
-    seconds are those of the lowered program for these costs, and memory is that of its pools,
-    accumulators, parameters and optimizer state.  `first` and `last` are spread where their costs
-    say that all devices may do them together (`LayerCost.ends`).
+    candidates of the shortest simulated steps are lowered as `Pipeline` lowers them for the mesh.
+    Seconds are those of the lowered program for these costs, and memory is that of its pools,
+    accumulators, parameters and optimizer state.  `first` and `last` may be spread where their
+    costs allow it (`LayerCost.ends`).
 
     Args:
         model: the letters of the layers, such as "E" + "t" * 80 + "L" ("E" is `first`, "L" is
@@ -172,7 +172,7 @@ def plan(
 
 @dataclass(frozen=True)
 class _Lowered:
-    """A candidate with what its program takes and holds."""
+    """A candidate with the seconds and the memory of its program."""
 
     candidate: Candidate
     seconds: float
@@ -181,7 +181,7 @@ class _Lowered:
 
     @property
     def needs(self) -> float:
-        """Bytes of one device."""
+        """Bytes that one device needs."""
         if self.traced is None:
             return self.memory.total
         return self.traced["total"] + self.memory.optimizer
@@ -207,7 +207,7 @@ class Search:
         self._rejected: list[Rejected] = []
 
     def plans(self, *, search: float, seed: int) -> Plans:
-        """The best, with what was left out."""
+        """The best plans, and the rejected choices."""
         self._simulate()
         fitting = self._lower_best()
         if not fitting:
@@ -232,13 +232,13 @@ class Search:
         return self._end is not None and time.monotonic() > self._end and bool(self._fitting)
 
     def _worst(self) -> float:
-        """Seconds that a choice must be below to be among the best."""
+        """The seconds that a choice must stay below."""
         found = sorted(c.seconds for c in self._fitting)
         return found[self._most - 1] if len(found) >= self._most else float("inf")
 
     def _front(self) -> list[object]:
-        """Ends and remat of the shortest tables of other schedules than `auto`, which takes
-        longest to build; all of them where no other is asked for.
+        """Ends and remat of the shortest tables of schedules other than `auto`, which takes longest
+        to build; all of them where `auto` is the only schedule.
         """
         others = [c for c in self._fitting if c.choice.name != "auto"]
         if not others:
@@ -253,7 +253,7 @@ class Search:
         todo = [choice for q in _roomy(self._wanted) for choice in choices(q)]
         # A table of `auto` takes longest to build, so the others come first.
         todo.sort(key=lambda c: (c.name == "auto", c.seconds))
-        # What comes first is a plan of each request's cheapest kind.
+        # A plan of each request's cheapest kind comes first.
         for done, choice in enumerate(todo):
             if self._late():
                 self._reject(choice, "not tried: the time was over")
@@ -297,7 +297,7 @@ class Search:
                 self._sort(capped, layout)
 
     def _sort(self, choice: Choice, layout: Layout) -> None:
-        """Keep its tables that fit as far as a table says; where none does, what takes less
+        """Keep its tables that fit by the table's sizes; where none does, try candidates with less
         memory.
         """
         candidate, *others = choice.built(layout)
@@ -314,7 +314,7 @@ class Search:
         return
 
     def _keep(self, candidate: Candidate) -> None:
-        """A candidate, if no other has so short a table with so few activations."""
+        """Keep a candidate, unless another has as short a table with as few activations."""
         same = next((c for c in self._fitting if c.like == candidate.like), None)
         if same is None:
             self._fitting.append(candidate)
@@ -323,7 +323,7 @@ class Search:
 
     def _fits(self, candidate: Candidate) -> bool:
         memory = candidate.request.memory
-        # Sums of layers' sizes say nothing of a traced model.
+        # Sums of layers' sizes are no measure of a traced model.
         return memory is None or self._traced is not None or candidate.least.total <= memory
 
     def _lower_best(self) -> list[_Lowered]:
@@ -335,7 +335,7 @@ class Search:
         done = 0
         while candidates:
             candidate = candidates.pop(0)
-            # No program is shorter than its table, so what comes now cannot be among the best.
+            # No program is shorter than its table, so later candidates cannot be among the best.
             times = sorted(f.seconds for f in found)
             if len(found) >= self._most and candidate.seconds >= times[self._most - 1]:
                 break
@@ -355,9 +355,9 @@ class Search:
 
 
 def _refined(candidate: Candidate) -> Candidate:
-    """The candidate with a better layout for its table, and the table fitted again to it."""
+    """The candidate with a better layout for its table, and the table adapted to that layout."""
     choice = candidate.choice
-    # What is certified of the table is so for the costs that it was made for.
+    # The table's certificate holds only for the costs of its layout.
     table = replace(candidate.schedule, certificate=None)
     recomputing = bool(candidate.recomputing)
 
@@ -378,7 +378,7 @@ def _refined(candidate: Candidate) -> Candidate:
 
 
 def _lower(candidate: Candidate, traced: _Traced | None) -> _Lowered:
-    """What the lowered program takes and holds."""
+    """The seconds and the memory of the lowered program."""
     lowered = candidate.lowered
     request = candidate.request
     seconds = step_seconds(request.target, lowered, candidate.timeline.costs)
@@ -421,8 +421,8 @@ def _searched(best: _Lowered, seconds: float, seed: int, traced: _Traced | None)
 
 
 def _roomy(wanted: Sequence[Request]) -> list[Request]:
-    """Those for which parameters, gradients and optimizer state alone fit; PlanError where that is
-    none.
+    """The requests whose parameters, gradients and optimizer state alone fit; PlanError if there
+    are none.
     """
     least = [(least_bytes(q.layers, q.costs, q.devices), q) for q in wanted]
     found = [q for needs, q in least if q.memory is None or needs <= q.memory]
@@ -441,7 +441,7 @@ def _roomy(wanted: Sequence[Request]) -> list[Request]:
 def _nothing_fits(
     request: Request, beyond: Sequence[_Lowered], rejected: Sequence[Rejected]
 ) -> PlanError:
-    """By how much, and what comes nearest."""
+    """The error that nothing fits, with the nearest candidate and the missing bytes."""
     if not beyond:
         return PlanError.listing(
             "no schedule can be built for this model",
@@ -472,7 +472,7 @@ _ADVICE = (
 
 
 def _parts(memory: Memory) -> dict[str, float]:
-    """Bytes of a device by what they are for."""
+    """Bytes of a device by purpose."""
     return {
         "parameters, gradients and optimizer state": memory.parameters
         + memory.gradients

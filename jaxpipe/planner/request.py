@@ -54,16 +54,16 @@ class Request:
     target: Target
     overheads: Overheads | None  # that were given
     one_of_many: bool  # there are requests for other numbers of microbatches
-    reduction: float = 0.0  # seconds of a step that no table has: gradients summed over replicas
+    reduction: float = 0.0  # seconds in which replicas sum gradients, outside the table
     gathered: float = 0.0  # devices that split parameters and accumulators (fsdp)
-    by_name: bool = False  # tables are those that names alone build, for programs that take a name
+    by_name: bool = False  # only tables that a name builds, for programs that take a name
     label: tuple[str, ...] = ()  # the shape of its mesh
     mesh: Mapping[str, int] = field(default_factory=dict)  # where the mesh was chosen
 
 
 def requests(arguments: Mapping[str, Any]) -> tuple[Request, ...]:
-    """One for each number of microbatches, of the arguments of `plan` by name; PlanError lists what
-    is wrong.
+    """Requests from the arguments of `plan` by name, one for each number of microbatches; PlanError
+    lists all faults.
     """
     wrong = [name for name, (accepts, _) in _ACCEPTED.items() if not accepts(arguments[name])]
     _refuse(
@@ -118,7 +118,7 @@ def _request(
     memory = None if arguments["memory"] is None else plain(arguments["memory"])
     known = {name for c in costs.values() if isinstance(c, LayerCost) for name in c.policies}
     if remat is None:
-        # Where memory has no limit, nothing is computed again by stages to make room.
+        # Without a limit of memory, stages recompute nothing to make room.
         remat = (None, *sorted(known), "full", *(() if memory is None else ("stages",)))
     offload = arguments["offload"] if memory is not None else ()
     _refuse(
@@ -185,7 +185,7 @@ def _request(
 
 
 def _refuse(*faults: str) -> None:
-    """PlanError that lists faults, where there are any."""
+    """Raise a PlanError that lists the faults, if there are any."""
     if faults:
         raise PlanError.listing(_NO_PLAN, list(faults))
 
@@ -199,9 +199,7 @@ def _is_count(value: object) -> bool:
 
 
 def _are(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Whether a value is a sequence of values that are accepted; NumPy's arrays of no dimension
-    only look like one.
-    """
+    """A test for a sequence of accepted values.  NumPy scalars are not sequences."""
 
     def are(value: Any) -> bool:
         listed = (
@@ -226,7 +224,7 @@ def _is_function(value: object) -> bool:
     return value is None or callable(value)
 
 
-# What each argument accepts, and what to write.
+# For each argument, the test of its values and the text of an error.
 _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (
         _is_text,
@@ -281,7 +279,7 @@ def _target(mesh: Any, own: tuple[str, ...], overheads: Overheads | None) -> Tar
 
 
 def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int) -> list[str]:
-    """What a plan's `Pipeline` would refuse too."""
+    """Faults of the mesh that a plan's `Pipeline` would refuse too."""
     if mesh is None or isinstance(mesh, RunsOn | Target):
         return []
     if not (hasattr(mesh, "devices") and hasattr(mesh, "shape")):
@@ -307,7 +305,7 @@ def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int)
 def _unit_faults(
     costs: Mapping[str, LayerCost], memory: float | None, transfer: float
 ) -> list[str]:
-    """Numbers that are thousands of times too large or small beside the others."""
+    """Faults of numbers that are thousands of times too large or small compared with the others."""
     faults = []
     if memory is not None and memory < _LEAST_MEMORY:
         faults.append(f"memory={memory:g} is {memory:g} bytes; for gigabytes write {memory:g}e9")

@@ -1,4 +1,4 @@
-"""What `plan` returns: plans side by side, and what was left out."""
+"""The result of `plan`: plans, and the rejected choices."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ class PipelinePlan:
 
     @property
     def timeline(self) -> Timeline:
-        """The table simulated under the planned costs: what a run is compared with."""
+        """The table, simulated under the planned costs, for comparison with a run."""
         return simulate(self.schedule, self.costs)
 
     def pipeline(self, model: Any, mesh: Any, **options: Any) -> Any:
         """The `jaxpipe.Pipeline` that runs it; options are those of `Pipeline`.
 
-        Its program is the one that was planned, chosen by the same costs.  `sharding` and `memory`
-        replace those of the plan: its axes (`axis`, `data_axes`) and its `remat`.
+        Its program is the planned one, chosen by the same costs.  `sharding` and `memory` replace
+        the plan's axes (`axis`, `data_axes`) and its `remat`.
         """
-        # By name: plans are made where JAX is not installed.
+        # By name: JAX need not be installed where plans are made.
         settings = import_module("jaxpipe.model.settings")
         mine = {
             "layout": self.layout,
@@ -113,9 +113,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A choice that was left out, why, and the seconds that it would have taken (None where it
-    cannot be built).
-    """
+    """A rejected choice, with the reason and its seconds (None if it cannot be built)."""
 
     what: str
     why: str
@@ -127,7 +125,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Plans(Sequence[PipelinePlan]):
-    """Plans, best first, and what was rejected."""
+    """Plans, best first, and the rejected choices."""
 
     found: tuple[PipelinePlan, ...]
     rejected: tuple[Rejected, ...]
@@ -152,8 +150,8 @@ class Plans(Sequence[PipelinePlan]):
         return iter(self.found)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """One line a plan: choices, layout, seconds, against the best, bubble, memory, the lower
-        bound, and how far above it.
+        """One line a plan: choices, layout, seconds, ratio to the best, bubble, memory, lower
+        bound, and distance above it.
         """
         return [
             (

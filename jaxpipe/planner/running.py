@@ -1,4 +1,4 @@
-"""What a plan's program is where it will run, and how long a step takes there."""
+"""The program of a plan on its target, and the seconds of a step there."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def program_of(target: Target, schedule: Schedule, costs: Costs) -> Plan:
 
 
 def step_seconds(target: Target, plan: Plan, costs: Costs) -> float:
-    """Of a step: the program simulated for these costs, with a hop's seconds for each transfer that
-    a device takes part in.
+    """Seconds of a step: the program simulated for these costs, with a hop's seconds for each
+    transfer of a device.
 
-    On GPUs and TPUs predicates take time too (`Overheads`), and transfers run beside compute.  On
-    CPU devices a transfer is awaited where it is issued: by its two ends, or among virtual devices
-    of one process by all.
+    On GPUs and TPUs predicates take time too (`Overheads`), and transfers overlap compute.  On CPU
+    devices a transfer is awaited where it is issued: by its two ends, or by all virtual devices of
+    one process.
     """
     hop = float(np.max(costs.transfer))
     if target.overlaps:
@@ -42,10 +42,10 @@ def step_seconds(target: Target, plan: Plan, costs: Costs) -> float:
 def awaited_at_once(
     costs: NDArray[np.float64], segments: Sequence[Segment], hop: float, *, by_all: bool
 ) -> float:
-    """The makespan where whoever issues a transfer waits until its partners have, or all devices:
+    """The makespan where a device that issues a transfer waits for its partners or for all devices:
     XLA:CPU blocks in a permute.
 
-    The emitter sees to it that no block of a device runs meanwhile (`spmd.exchange.permuted`).
+    The emitter lets no block of the device run meanwhile (`spmd.exchange.permuted`).
     """
     time = np.zeros(costs.shape[1])
     for segment in segments:
@@ -60,7 +60,7 @@ def awaited_at_once(
 
 
 def _met(time: NDArray[np.float64], exchange: Sequence[Permute], hop: float) -> NDArray[np.float64]:
-    """Device times when each has met those that it exchanges something with."""
+    """Device times after each device has waited for its partners."""
     met = time.copy()
     for permute in exchange:
         ends = np.array(permute.pairs).T

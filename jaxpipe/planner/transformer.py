@@ -1,5 +1,5 @@
-"""Costs of the layers of a decoder-only transformer, estimated from its sizes: flops at a rate that
-is reached, bytes by formula.
+"""Estimated costs of the layers of a decoder-only transformer: flops at a reached rate, bytes by
+formula.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from .layer_cost import Ends, Kept, LayerCost
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A transformer by its sizes, and how a device computes it; what `jaxpipe plan --width ...`
-    describes.
+    """A transformer by its sizes, and the rates of a device (`jaxpipe plan --width ...`).
 
     An estimate, not a measurement: matmuls alone take time, attention is causal and keeps no scores
     (Dao et al. 2022, FlashAttention). Parameters are 2 bytes each, gradients 4, the optimizer's
@@ -111,8 +110,8 @@ class Transformer:
         between = self.width * (self.tensor if not self.sequence else 1)
         none = between + 2 * queries + 2 * keys + matrices * ffn
         dots = between + queries + 2 * keys + (matrices - 1) * ffn
-        # What the input's gradient leaves for that of the weights: the gradients of the results of
-        # products with weights, and the inputs that are made again.
+        # I leaves these for W: the gradients of the results of products with weights, and the
+        # recomputed inputs.
         left = 2 * between + queries + 2 * keys + (1 if self.gated else 0) * ffn
 
         def numbers(count: float) -> float:
