@@ -1,5 +1,5 @@
-"""Train a mixture of experts through a pipeline, of any published size, with experts on an axis of
-their own: on one host, or on a pod by the launchers of examples/pod/.
+"""Train a mixture of experts of any published size through a pipeline, with experts on an axis of
+their own.  It runs on one host, or on a pod by the launchers of examples/pod/.
 
 python examples/moe.py --steps 50
     a tiny one on pipe 2 x expert 2 x data 2 virtual CPU devices, and beside it plain JAX
@@ -9,8 +9,8 @@ python examples/moe.py --model deepseek-v3 --cluster --pipe 16 --expert 64 --dat
     --fsdp-axis expert --schedule dualpipev --microbatches 120 --rows 15360 --context 4096
     --remat layer --capacity 1.25 --loss-tokens 512 --tokens corpus.npy --end 1 --peak 989
 
-Start it again with the same --out and it goes on from the newest checkpoint, under any --schedule
-and any --pipe, --expert and --data.
+Start it again with the same --out to continue from the newest checkpoint, under any --schedule and
+any --pipe, --expert and --data.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[MoE, jp.Pipeline]:
 
 
 def balance(rate: float) -> optax.GradientTransformation:
-    """Moves the bias of each expert by `rate`, towards an even load (Wang et al. 2024); what it is
-    given in the place of gradients [layers, E] is the load.
+    """Move the bias of each expert by `rate` towards an even load (Wang et al. 2024).  It gets the
+    load [layers, E] in place of gradients.
     """
 
     def update(load: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -124,10 +124,10 @@ def balance(rate: float) -> optax.GradientTransformation:
 
 
 def optimizer_of(args: argparse.Namespace, model: MoE) -> optax.GradientTransformation:
-    """Llama's for all that is trained, and the bias has a rule of its own.
+    """Llama's optimizer for trained parameters, and `balance` for the bias.
 
-    Scales decay too: where a layout puts dense layers beside layers with experts, parameters of
-    both are in one array, and the same rule is for all of it.
+    Scales decay too.  A layout may put parameters of dense layers and of layers with experts into
+    one array, which has one rule.
     """
     trained = llama.optimizer_of(args, decay=None)
     if model.sizes.routing.scores is not Scores.SIGMOID:
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
         params = llama.train(args, model, pipe, optimizer_of(args, model), beside)
         if args.export:
             weights.save(args.export, pipe, model, params)
-    except jp.JaxpipeError as error:  # the message tells what to write instead
+    except jp.JaxpipeError as error:  # the message says what to write instead
         raise SystemExit(str(error)) from None
 
 

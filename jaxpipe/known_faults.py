@@ -1,4 +1,4 @@
-"""Versions that are known to be faulty for what a pipeline uses, with their public threads."""
+"""Versions with known faults in the features that a pipeline uses, with their public threads."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from .errors import PipelineError
 
 
 class Effect(Enum):
-    """What a fault does."""
+    """The effect of a fault."""
 
     WRONG = "wrong numbers"
     HANGS = "a hang"
     FAILS = "an error of XLA"
     SLOW = "lower speed"
-    AVOIDED = "nothing"  # jaxpipe leaves out what would meet it, or has a remedy
+    AVOIDED = "nothing"  # jaxpipe avoids the fault, or has a remedy
 
 
 class Feature(Enum):
-    """What a program uses, as far as faults depend on it."""
+    """The features of a program that faults depend on."""
 
     OFFLOAD = "offload"
     ZERO_INIT = "zero-init elimination"
@@ -55,7 +55,7 @@ class Fault:
     workaround: str
 
     def holds(self, installed: str | None) -> bool:
-        """Whether a version has it; one that is not known has not."""
+        """Whether a version has the fault; an unknown version does not have it."""
         return installed is not None and is_in(installed, self.versions)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Fault:
 
 
 def read_faults() -> tuple[Fault, ...]:
-    """All that are known: known_faults.json."""
+    """The known faults, from known_faults.json."""
     text = (files(__package__) / "known_faults.json").read_text(encoding="utf-8")
     return tuple(
         Fault(
@@ -80,13 +80,13 @@ def read_faults() -> tuple[Fault, ...]:
     )
 
 
-# What was run; pyproject.toml allows the same.
+# The versions that jaxpipe was run with; pyproject.toml allows the same.
 TESTED = {"jax": ">=0.10,<0.11", "jaxlib": ">=0.10,<0.11"}
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 def installed_version(package: str) -> str | None:
-    """Of a distribution; "nccl" is NVIDIA's wheel for CUDA 13 or 12."""
+    """The version of a distribution, or None; "nccl" is NVIDIA's wheel for CUDA 13 or 12."""
     for name in _NCCL if package == "nccl" else (package,):
         try:
             return version(name)
@@ -111,7 +111,7 @@ def is_in(number: str, versions: str) -> bool:
 def faults_for(
     platform: str, features: Collection[Feature], versions: Mapping[str, str | None] | None = None
 ) -> tuple[Fault, ...]:
-    """Those that the installed versions (or `versions`, by package) have for what is used."""
+    """The faults of the installed versions (or of `versions`, by package) in these features."""
 
     def number(package: str) -> str | None:
         return installed_version(package) if versions is None else versions.get(package)
@@ -128,7 +128,7 @@ def faults_for(
 def refuse_faults(
     platform: str, features: Collection[Feature], versions: Mapping[str, str | None] | None = None
 ) -> None:
-    """Refuse what would compute wrong numbers, hang or fail; warn of what is slow.
+    """Refuse faults that give wrong numbers, a hang or an error; warn of faults that cost speed.
 
     Raises:
         PipelineError: the installed versions have such a fault; each is listed with its thread and

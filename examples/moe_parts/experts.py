@@ -1,10 +1,10 @@
-"""Experts on the devices of a mesh axis: who computes which token, and how tokens get there.
+"""Experts on the devices of a mesh axis, and the exchange of tokens.
 
-Each device has its own part of the experts.  With a capacity, an expert takes so many tokens of a
-row and not more (GShard, Lepikhin et al. 2020, section 2.2), by one all-to-all of equal parts; a
-row is a group, so what is dropped does not depend on the mesh.  Without one, nothing is dropped:
-devices send as many tokens as were routed (`jax.lax.ragged_all_to_all`), and experts take as many
-as came (`jax.lax.ragged_dot`; MegaBlocks, Gale et al. 2022).
+Each device has its own part of the experts.  A capacity limits the tokens of a row that an expert
+takes (GShard, Lepikhin et al. 2020, section 2.2), and one all-to-all has equal parts.  A row is a
+group, so dropped choices do not depend on the mesh.  Without a capacity nothing is dropped.
+Devices send the routed tokens (`jax.lax.ragged_all_to_all`), and experts take all of them
+(`jax.lax.ragged_dot`; MegaBlocks, Gale et al. 2022).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jax.ad_checkpoint import checkpoint_name
 from .sizes import Routing, Scores
 
 Tree = Any
-EXCHANGED = "exchanged"  # the name of what comes out of an exchange, for a policy of remat
+EXCHANGED = "exchanged"  # the name of an exchange's results, for a policy of remat
 
 
 class Routed(NamedTuple):
-    """Where the tokens of N rows go."""
+    """The routes of the tokens of N rows."""
 
     experts: jax.Array  # int [N, T, k]
     gates: jax.Array  # [N, T, k]
@@ -133,7 +133,7 @@ class Experts:
         return jnp.moveaxis(done.reshape(experts, rows, places, width), 0, 1)
 
     def _all(self, kernels: Tree, u: jax.Array, to: Routed) -> tuple[jax.Array, jax.Array]:
-        """Nothing is dropped: choices are sorted by expert, and so by device."""
+        """Run all choices, sorted by expert and so by device."""
         width, experts = u.shape[-1], self.routing.experts
         flat = to.experts.reshape(-1)
         order = jnp.argsort(flat, stable=True)
@@ -152,7 +152,7 @@ class Experts:
         every = lax.all_gather(counts.reshape(devices, -1), self.axis)  # [from, to, own experts]
         sizes = jnp.sum(every, axis=2)
         me = lax.axis_index(self.axis)
-        # room for all tokens of all devices: what it takes when everyone chooses the same experts
+        # room for all tokens of all devices, in case all choose the same experts
         came = self._ragged(rows, sizes, devices * len(rows))
         mine = every[:, me]  # from each device, of each of the own experts
         by_source = mine.reshape(-1)
@@ -196,14 +196,14 @@ class Experts:
 
 
 def _swiglu(kernels: Tree, rows: jax.Array, counts: jax.Array) -> jax.Array:
-    """Rows that are sorted by expert, through their experts; what comes after all of them is 0."""
+    """Rows that are sorted by expert, through their experts; the rows after them are 0."""
     gate, up, down = (kernels[name]["kernel"] for name in ("gate", "up", "down"))
     hidden = jax.nn.silu(lax.ragged_dot(rows, gate, counts)) * lax.ragged_dot(rows, up, counts)
     return lax.ragged_dot(hidden, down, counts)
 
 
 def _permuted(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x[order] of rows [n, d], where each row occurs equally often; `inverse` says where."""
+    """x[order] of rows [n, d], where each row occurs equally often; `inverse` lists its places."""
     return _gathered(x[None], order[None], inverse.reshape(1, len(x), -1))[0]
 
 
@@ -212,7 +212,7 @@ def _gathered(x: jax.Array, at: jax.Array, back: jax.Array) -> jax.Array:
     """Rows x[n, at[n, i]], 0 where `at` is past the end; `back[n, j]` lists all i with at[n, i] =
     j, and numbers past the end.
 
-    Its gradient gathers too: a scatter adds row after row, in no fixed order on GPUs.
+    Its gradient gathers too, because a scatter adds rows in no fixed order on GPUs.
     """
     found = jnp.take_along_axis(x, jnp.minimum(at, x.shape[1] - 1)[:, :, None], axis=1)
     return jnp.where((at < x.shape[1])[:, :, None], found, 0)

@@ -1,14 +1,14 @@
-"""A mixture of experts in plain JAX, as the layers of a pipeline: a Llama whose feed-forward parts
-are experts, with the attention and the routing of Qwen3 or of DeepSeek-V3.
+"""A mixture of experts in plain JAX, as the layers of a pipeline.  It is a Llama with experts as
+feed-forward parts, and with the attention and the routing of Qwen3 or DeepSeek-V3.
 
 Letters of a layout: E embedding, d a dense layer, t a layer with experts, m the layer that predicts
-one more token (DeepSeek-V3, section 2.2), L norm, head and loss.  Between layers travels {"h": [N,
-T, d]}, with a capacity also {"dropped": [N]}, the choices of each row that found no place.
+one more token (DeepSeek-V3, section 2.2), L norm, head and loss.  Layers pass {"h": [N, T, d]} on,
+and with a capacity also {"dropped": [N]}, the dropped choices of each row.
 
 The loss is the cross entropy, the auxiliary losses of the layers, and `PREDICT` times that of m.
-The bias that keeps the load of experts even is no parameter that an optimizer trains: it has no
-gradient of the loss.  In the place of its gradient is the load of the experts in this step, summed
-over microbatches and data shards as gradients are, and `moe.balance` moves it by that.
+The bias that keeps the load of experts even has no gradient of the loss.  Its gradient is replaced
+by the load of the experts in this step, summed over microbatches and data shards like gradients.
+`moe.balance` moves the bias by it.
 """
 
 from __future__ import annotations
@@ -156,9 +156,7 @@ class MoE(Llama):
         }
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor may be in a file that this model does without: those of m repeat table
-        and head.
-        """
+        """Whether a tensor of a file is unused here: the tensors of m repeat table and head."""
         repeated = (f"layers.{self.sizes.layers}.embed_tokens.weight", "shared_head.head.weight")
         return super().ignores(name) or name.endswith(repeated)
 
@@ -168,7 +166,7 @@ class MoE(Llama):
         s = self.sizes
         return s.dense, s.layers - s.dense, s.predict
 
-    # What the pipeline calls
+    # The functions of the pipeline
 
     def first(self, params: Tree, microbatch: Tree, *, shared: Tree = None) -> Tree:
         """Token embedding."""
@@ -193,8 +191,8 @@ class MoE(Llama):
     def predict(
         self, params: Tree, x: Tree, *, microbatch: Tree, ctx: jp.Context, shared: Tree
     ) -> tuple[Tree, jax.Array]:
-        """x as it is, and the loss of the token after the next, by a layer with experts that sees
-        the next one.
+        """x unchanged, and the loss of the token after the next, from a layer with experts that
+        sees the next token.
         """
         known = self._table({}, shared)[microbatch["targets"]]
         joined = jnp.concatenate(
@@ -268,7 +266,7 @@ class MoE(Llama):
         return h + self._between(mixed), dropped, loss
 
     def _after(self, microbatch: Tree) -> Tree:
-        """What m predicts: the targets' own successors, where these are of the same document."""
+        """The targets of m: the successors of the targets, if they are of the same document."""
         targets, weights = microbatch["targets"], microbatch["weights"]
         counted = weights[:, :-1] * weights[:, 1:]
         return {
@@ -319,6 +317,6 @@ class MoE(Llama):
 
 
 def _paired(x: jax.Array) -> jax.Array:
-    """Features 2 i and 2 i + 1, which turn together in DeepSeek's files, as i and i + h / 2."""
+    """Reorder features 2 i and 2 i + 1, a rotary pair in DeepSeek's files, to i and i + h / 2."""
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     return jnp.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1)

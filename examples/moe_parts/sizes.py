@@ -10,7 +10,7 @@ from llama_parts.sizes import Sizes
 
 
 class Scores(StrEnum):
-    """How a router makes scores of its logits, and how the load of experts is kept even."""
+    """The scores of a router, and the rule that keeps the load of experts even."""
 
     # over all experts; an auxiliary loss of each row (Fedus et al. 2021, equation 4)
     SOFTMAX = "softmax"
@@ -48,7 +48,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Mixture(Sizes):
-    """All that makes one mixture of experts differ from another; `hidden` is of dense layers."""
+    """The sizes of a mixture of experts; `hidden` is of dense layers."""
 
     routing: Routing = Routing(8, 2, 32)
     dense: int = 0  # first layers without experts
@@ -66,11 +66,13 @@ class Mixture(Sizes):
         return f"E{'d' * self.dense}{'t' * (self.layers - self.dense)}{'m' * self.predict}L"
 
     def parameters(self) -> int:
-        """How many parameters there are, with those of `predict`."""
+        """The number of parameters, with those of `predict`."""
         return self._counted(self.routing.experts)
 
     def active(self) -> int:
-        """How many of them a token is multiplied with, the table too, without `predict`."""
+        """The number of parameters that a token is multiplied with, the table too, without
+        `predict`.
+        """
         return replace(self, predict=0)._counted(self.routing.chosen)
 
     def flops(self, context: int) -> dict[str, float]:
@@ -183,7 +185,7 @@ PUBLISHED = {
     ),
 }
 
-# What transformers calls the two families, and what of a config.json this model has.
+# The names of the two families in transformers, and the supported values of a config.json.
 _QWEN, _DEEPSEEK = "qwen3_moe", "deepseek_v3"
 _FIXED = {"hidden_act": "silu", "attention_bias": False}
 _FIXED_OF = {
@@ -193,7 +195,7 @@ _FIXED_OF = {
 
 
 def to_config(sizes: Mixture, dtype: str) -> dict[str, Any]:
-    """The config.json of a model, as `transformers` reads that of its family."""
+    """The config.json of a model, for `transformers`."""
     s, r = sizes, sizes.routing
     family = _QWEN if s.latent is None else _DEEPSEEK
     found = {
@@ -242,7 +244,7 @@ def to_config(sizes: Mixture, dtype: str) -> dict[str, Any]:
 
 
 def from_config(config: dict[str, Any]) -> Mixture:
-    """The sizes that a config.json tells; SystemExit names what this model does not have."""
+    """The sizes in a config.json; SystemExit names unsupported values."""
     family = config.get("model_type")
     wanted = _FIXED | _FIXED_OF.get(str(family), {"model_type": f"{_QWEN} or {_DEEPSEEK}"})
     rope = config.get("rope_scaling") or {}

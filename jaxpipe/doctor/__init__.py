@@ -1,5 +1,5 @@
-"""Checks of a machine before a long run on it: versions, options of XLA, times, numbers and memory;
-each check is a process of its own with a limit of time.
+"""Check a machine before a long run: versions, options of XLA, times, numbers and memory.  Each
+check is a process of its own with a limit of time.
 
 `run` starts the checks and needs no JAX; `child` runs one of them.
 """

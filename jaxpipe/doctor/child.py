@@ -1,6 +1,6 @@
 """One check in a process of its own: `python -m jaxpipe.doctor.child MODULE:FUNCTION SCOPE`.
 
-It prints what it finds as one line of JSON, after `MARK`.
+It prints its findings as one line of JSON, after `MARK`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COUNT = "xla_force_host_platform_device_count"
 
 
 def main(name: str, facts: str) -> None:
-    """Start JAX as the scope says, run the check and print what it finds."""
+    """Start JAX for the scope, run the check and print its findings."""
     scope = Scope.of(json.loads(facts))
     at("the start of JAX")
     mesh = make_mesh(scope)

@@ -1,4 +1,4 @@
-"""What a check finds: lines with a verdict, and prices."""
+"""The findings of a check: lines with a verdict, and prices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Verdict(Enum):
-    """How a line is judged."""
+    """The verdict of a line."""
 
     OK = "ok"
     SLOW = "slow"
@@ -20,7 +20,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Line:
-    """One item: the measured figure, the expected one, and what to do."""
+    """One item: the measured figure, the expected one, and advice."""
 
     item: str
     verdict: Verdict
@@ -29,7 +29,7 @@ class Line:
     advice: str = ""
 
     def facts(self) -> dict[str, str]:
-        """As JSON takes it."""
+        """The values for JSON."""
         return {**vars(self), "verdict": self.verdict.value}
 
     @classmethod
@@ -54,7 +54,7 @@ class Found:
 
     @classmethod
     def read(cls, text: str) -> Found:
-        """What `text` returned."""
+        """Read the result of `text`."""
         facts: dict[str, Any] = json.loads(text)
         return cls(tuple(map(Line.of, facts["lines"])), facts["prices"], facts["kind"])
 
@@ -75,5 +75,5 @@ def judged(
 
 
 def not_tried(item: str, why: str) -> Line:
-    """A line about what was left out."""
+    """A line about a check that was left out."""
     return Line(item, Verdict.NOT_TRIED, advice=why)

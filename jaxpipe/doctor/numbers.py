@@ -1,4 +1,4 @@
-"""Whether a small model gives the numbers of the plain function by six schedules, run after run."""
+"""Check that six schedules give the numbers of a small model's plain function, in every run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Step = Callable[[Any, Any], tuple[Any, PyTree]]
 
 @dataclass(frozen=True)
 class Case:
-    """A schedule, and what its pipeline uses."""
+    """A schedule, and the options of its pipeline."""
 
     name: str
     chunks: int | None = None
@@ -39,7 +39,7 @@ class Case:
     offload: str | None = None
 
     def title(self) -> str:
-        """As a line names it."""
+        """The item of its lines."""
         more = [", spread ends"] * self.spread + [", offload"] * (self.offload is not None)
         return f"numbers: {self.name}{''.join(more)}"
 
@@ -55,12 +55,12 @@ def chunks(scope: Scope, mesh: Mesh) -> Found:
 
 
 def split_backward(scope: Scope, mesh: Mesh) -> Found:
-    """I and W apart."""
+    """Split backwards: I and W."""
     return check(scope, mesh, Case("zb_h1"))
 
 
 def vee(scope: Scope, mesh: Mesh) -> Found:
-    """Two chunks up and down, I and W apart."""
+    """Two chunks up and down, with split backwards."""
     return check(scope, mesh, Case("zbv"))
 
 
@@ -115,8 +115,8 @@ def judge(
     expected: Sequence[tuple[Any, PyTree]],
     count: int,
 ) -> Line:
-    """Run a step with batches in turn: the first results against the plain ones, later ones against
-    the first, bit by bit.
+    """Run a step with batches in turn.  Compare the first results with the plain ones, and later
+    results with the first, bit by bit.
     """
     at(item)
     first = [step(params, batch) for batch in batches]
@@ -184,7 +184,7 @@ def small_model(stages: int, *, spread: bool) -> tuple[Model, dict[str, PyTree]]
         return Model(block, first=VocabEmbedding(), last=VocabHead()), weights
 
     def embed(p: Any, microbatch: Any) -> Any:
-        # no scatter in the gradient: sums in a fixed order
+        # no scatter in the gradient, so sums have a fixed order
         return jax.nn.one_hot(microbatch["tokens"], WORDS, dtype=jnp.float32) @ p["table"]
 
     def head(p: Any, x: Any, microbatch: Any) -> Any:
@@ -196,7 +196,7 @@ def small_model(stages: int, *, spread: bool) -> tuple[Model, dict[str, PyTree]]
 
 
 def _batch(microbatches: int, seed: int) -> dict[str, Any]:
-    """Rows of which no microbatch has a word twice, so that no sum depends on an order."""
+    """Rows without repeated words in a microbatch, so that no sum depends on an order."""
     draw = np.random.default_rng(seed)
     words = np.concatenate(
         [

@@ -1,4 +1,4 @@
-"""Whether XLA takes the options that a pipeline's program wants, and does what they say."""
+"""Check that XLA takes the options of a pipeline's program, and that they have an effect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def predicated(kind: str) -> Any:
 
 
 def arguments() -> tuple[Any, Any]:
-    """What `predicated` takes, with all flags set."""
+    """The arguments of `predicated`, with all flags set."""
     return jnp.full((64, 64), 0.01, jnp.float32), jnp.ones(TICKS, jnp.int32)
 
 
@@ -55,10 +55,10 @@ def _lowered() -> Any:
 
 
 def _refused(options: Options) -> str:
-    """Why XLA does not compile with them; empty where it does."""
+    """XLA's reason not to compile with the options; empty where it compiles."""
     try:
         _lowered().compile(compiler_options=options)
-    except Exception as error:  # what XLA raises differs between versions
+    except Exception as error:  # XLA's errors differ between versions
         return str(error).splitlines()[0][:200]
     return ""
 

@@ -1,4 +1,4 @@
-"""Runs checks one after the other, each in a process that is ended at its limit of time."""
+"""Run checks one after the other, each in a process with a limit of time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAST = 300  # characters of a failure
 
 
 class Check(NamedTuple):
-    """A check: its title, module:function, the most seconds, and what to do if it hangs."""
+    """A check: its title, module:function, its limit in seconds, and advice for a hang."""
 
     item: str
     function: str
@@ -73,7 +73,7 @@ class Report:
         return all(line.verdict is not Verdict.WRONG for line in self.lines)
 
     def facts(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """The values for JSON."""
         lines = [line.facts() for line in self.lines]
         return {"kind": self.kind, "lines": lines, "prices": dict(self.prices)}
 
@@ -85,7 +85,7 @@ def run(
     checks: Sequence[Check] = CHECKS,
     tell: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Run the checks in order; what no time is left for is not tried.
+    """Run the checks in order; a check without time left is not tried.
 
     Args:
         scope: the devices, and whether this is one of several processes.
@@ -104,7 +104,7 @@ def run(
         else:
             found = run_one(check, scope, min(check.limit, left))
             lines += found.lines
-            # A time that is lost in noise is no price.
+            # A time of 0 is below the noise, and is no price.
             prices |= {name: each for name, each in found.prices.items() if each > 0}
             kind = found.kind or kind
         if tell is not None:
@@ -113,7 +113,7 @@ def run(
 
 
 def run_one(check: Check, scope: Scope, limit: float) -> Found:
-    """One check in a process of its own; a hang or a crash is a line that names it."""
+    """Run one check in a process of its own; a hang or a crash becomes a line."""
     command = [sys.executable, "-m", "jaxpipe.doctor.child", check.function]
     command.append(json.dumps(scope.facts()))
     root = str(Path(__file__).parents[2])
@@ -141,7 +141,7 @@ def run_one(check: Check, scope: Scope, limit: float) -> Found:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the process, with all that it has started."""
+    """End the process and its children."""
     if child.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -154,7 +154,7 @@ def _all(file: Any) -> str:
 
 
 def _failed(check: Check, status: int | None, limit: float, err: Sequence[str]) -> Line:
-    """The line of a check that was ended, or that ended without a result."""
+    """The line of a check that ended without a result."""
     began = [line.removeprefix(AT) for line in err if line.startswith(AT)]
     where = began[-1] if began else "its start"
     if status is None:

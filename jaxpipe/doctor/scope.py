@@ -1,4 +1,4 @@
-"""What a check is given: the devices, and how much it may do."""
+"""The arguments of a check: the devices and the numbers of runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scope:
     process: int = 0
 
     def facts(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """The values for JSON."""
         return asdict(self)
 
     @classmethod
@@ -40,5 +40,5 @@ class Scope:
 
 
 def at(what: str) -> None:
-    """Say what begins now, so that a hang can be named."""
+    """Print the begin of a part, so that a hang can be located."""
     print(f"{AT}{what}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Whole steps: their memory, their speed on one device, and where they lose time against a plan."""
+"""Check whole steps: memory, speed on one device, and time against a plan."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ GPU_FLOPS: Mapping[str, float] = {
     "GB200": 2.5e15,
 }
 _REPORT = "take options that change collectives out of XLA_FLAGS, and try another jaxlib"
-_MEMORY, _SPEED, _PLAN = 1.25, 1.15, 1.3  # the most times the expected figure
+_MEMORY, _SPEED, _PLAN = 1.25, 1.15, 1.3  # limits, as multiples of the expected figure
 
 
 class Sizes(NamedTuple):
-    """Of the model and the batch of a check."""
+    """The sizes of the model and the batch of a check."""
 
     width: int
     layers: int  # of a stage
@@ -54,9 +54,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(mesh: Mesh) -> Sizes:
-    """Layers of a model of a billion parameters (width 2048, 50 million parameters each); small
-    ones on CPU devices.
-    """
+    """Layers of width 2048 with 34 million parameters each; small ones on CPU devices."""
     if mesh.devices.flat[0].platform == "cpu":
         return Sizes(128, 1, 64, 8, jnp.float32)
     return Sizes(2048, 2, 4096, 8, jnp.bfloat16)
@@ -169,7 +167,7 @@ def _pipe(mesh: Mesh, name: str, chunks: int, sizes: Sizes, **options: Any) -> P
 
 
 def speed(scope: Scope, mesh: Mesh) -> Found:
-    """One device with 1 and 4 chunks against plain accumulation; as a ratio, and as MFU."""
+    """Compare one device with 1 and 4 chunks with plain accumulation: as a ratio, and as MFU."""
     one = Mesh(np.array(jax.local_devices()[:1]), mesh.axis_names)
     sizes = sizes_of(mesh)
     device = one.devices.flat[0]
@@ -215,7 +213,7 @@ def _accumulate(model: Model, microbatches: int) -> Callable[..., Any]:
 
 
 def peak_flops(kind: str, target: Target) -> float | None:
-    """Of one device; None where its kind is not known."""
+    """The peak of one device in operations a second; None if its kind is not known."""
     if target.chip is not None:
         return target.chip.flops
     names = [name for name in GPU_FLOPS if all(part in kind for part in name.split())]
@@ -244,7 +242,7 @@ def judge_speed(seconds: Mapping[str, float], flops: float, peak: float | None) 
 
 
 def plan(scope: Scope, mesh: Mesh) -> Found:
-    """A step on several devices against the time that its plan says, and where it lost time."""
+    """Compare a step on several devices with its planned time, and find lost time."""
     count = mesh.shape[mesh.axis_names[0]]
     item = "a step against its plan"
     if count == 1:

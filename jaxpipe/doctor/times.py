@@ -1,4 +1,4 @@
-"""Times of what a pipeline does besides its stages' work: predicates, hops, copies to the host."""
+"""Time a pipeline's work besides its stages: predicates, hops, copies to the host."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ON_CPU = 2**20  # bytes of a transfer among CPU devices
 
 
 def predicates(scope: Scope, mesh: Mesh) -> Found:
-    """Microseconds of a predicate: on GPUs as a node of a CUDA graph, and decided by the host."""
+    """Time a predicate: on GPUs as a node of a CUDA graph, and decided by the host."""
     target = Target.of(mesh, ())
     # without prices of an earlier run
     guess = Target(target.runs_on, chip=target.chip).overheads
@@ -52,7 +52,7 @@ def _predicate(item: str, seconds: float, expected: float) -> Line:
 
 
 def predicate_seconds(options: Options, repeats: int) -> float:
-    """Of one predicate: the longer of those that let a block run and those that do not."""
+    """The time of one predicate: the longer of a true and a false one."""
     at(f"predicates with {options or 'no options'}")
     x, flags = arguments()
     step = jax.jit(predicated("while"), compiler_options=options or None)
@@ -69,7 +69,7 @@ def predicate_seconds(options: Options, repeats: int) -> float:
 def hops(
     scope: Scope, mesh: Mesh, *, exchange: Callable[..., Callable[[], Any]] = exchange
 ) -> Found:
-    """Each neighbour in each direction alone, then all forward hops beside matmuls."""
+    """Time each neighbour in each direction alone, then all forward hops during matmuls."""
     (axis,) = mesh.axis_names
     count, target = mesh.shape[axis], Target.of(mesh, ())
     if count == 1:
@@ -163,12 +163,12 @@ def _overlap_calls(
 
 
 def _lost(seconds: Mapping[str, float]) -> float:
-    """The time that a transfer takes from what runs beside it."""
+    """The time that overlapping work loses to a transfer."""
     return max(0.0, seconds["both"] - max(seconds["compute"], seconds["hop"]))
 
 
 def judge_overlap(seconds: Mapping[str, float], target: Target) -> Line:
-    """A line about a transfer beside compute: whether it hides, and what it takes."""
+    """A line about a transfer during compute: the hidden part of it, and the lost time."""
     short = min(seconds["compute"], seconds["hop"])
     shown = 1 - _lost(seconds) / short if short else 1.0
     text = f"{_lost(seconds) * 1e6:.3g} us longer; {max(0.0, shown):.0%} hidden"
@@ -188,7 +188,7 @@ _HOST_RATE = 10e9  # bytes a second to the host: PCIe 3.0 of 16 lanes
 
 
 def host_copies(scope: Scope, mesh: Mesh) -> Found:
-    """Copies of residuals to the host and back, alone and beside matmuls."""
+    """Time copies of residuals to the host and back, alone and during matmuls."""
     device = jax.local_devices()[0]
     if Target.of(mesh, ()).on_cpus:
         why = "the memory of CPU devices is the host's"

@@ -1,4 +1,4 @@
-"""Which versions are installed, and which known faults they have."""
+"""The installed versions and their known faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLUGIN_OF = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def installed() -> dict[str, str]:
-    """Name -> version, of what is installed."""
+    """Name -> version of each installed package."""
     found = {"python": sys.version.split()[0]}
     names = {"jax": ("jax",), "jaxlib": ("jaxlib",), **_PACKAGES}
     for name, packages in names.items():
@@ -52,7 +52,7 @@ def _driver() -> str:
 
 
 def versions(scope: Scope, mesh: Mesh) -> Found:
-    """A line about what is installed, and one for each known fault of it."""
+    """A line about the installed versions, and one for each of their known faults."""
     target = Target.of(mesh, ())
     features = features_of(target, mesh, Offload.RESIDUALS)
     faults = faults_for(target.platform, features)
@@ -60,7 +60,7 @@ def versions(scope: Scope, mesh: Mesh) -> Found:
 
 
 def judge(found: dict[str, str], platform: str) -> Line:
-    """Whether these versions belong together, and were run with jaxpipe."""
+    """A line that says whether these versions agree and were run with jaxpipe."""
     text = ", ".join(f"{name} {number}" for name, number in found.items())
     expected = ", ".join(f"{name} {range_}" for name, range_ in TESTED.items())
     wrong = [

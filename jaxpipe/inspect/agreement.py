@@ -62,16 +62,16 @@ def collective_faults(
     """The faults of a program's collectives; `coordinates` are those of its devices along the pipe
     axis.
     """
-    found = [_Meeting.of(each, len(coordinates), components) for each in find_collectives(module)]
+    found = [_Exchange.of(each, len(coordinates), components) for each in find_collectives(module)]
     return [
-        *(fault for meeting in found for fault in _group_faults(meeting, len(coordinates))),
+        *(fault for exchange in found for fault in _group_faults(exchange, len(coordinates))),
         *_predicate_faults(found, coordinates),
         *_flight_faults(module, found),
     ]
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _Exchange:
     """A collective, with the groups that exchange values and the devices of each communicator."""
 
     collective: Collective
@@ -79,7 +79,7 @@ class _Meeting:
     cliques: tuple[Group, ...]
 
     @classmethod
-    def of(cls, collective: Collective, count: int, components: bool) -> _Meeting:
+    def of(cls, collective: Collective, count: int, components: bool) -> _Exchange:
         groups = groups_of(collective.start, count)
         sets = [frozenset(group) for group in groups]
         if collective.kind == "collective-permute":
@@ -95,7 +95,7 @@ class _Meeting:
         match = _QUEUE.search(self.collective.start.attributes)
         return match[1] if match else "0"
 
-    def shares(self, other: _Meeting) -> Group:
+    def shares(self, other: _Exchange) -> Group:
         """The largest intersection of a clique of each."""
         common = [a & b for a in self.cliques for b in other.cliques]
         return max(common, key=len, default=frozenset())
@@ -131,15 +131,15 @@ def connected(pairs: Sequence[Group]) -> list[Group]:
     return found
 
 
-def _group_faults(meeting: _Meeting, count: int) -> Iterator[str]:
+def _group_faults(exchange: _Exchange, count: int) -> Iterator[str]:
     """Faults of groups that devices cannot agree on."""
-    groups, name = meeting.groups, meeting.name
+    groups, name = exchange.groups, exchange.name
     unknown = sorted({d for group in groups for d in group if d >= count})
     if unknown:
         yield f"{name} has devices {unknown}; the program has {count}"
-    if "channel_id=" not in meeting.collective.start.attributes:
+    if "channel_id=" not in exchange.collective.start.attributes:
         yield f"{name} has no channel: its groups are replicas, and every device waits for itself"
-    permute = meeting.collective.kind == "collective-permute"
+    permute = exchange.collective.kind == "collective-permute"
     columns = list(zip(*groups, strict=True)) if permute else [sum(groups, ())]
     for what, column in zip(("a source", "a target") if permute else ("in a group",), columns):
         twice = sorted({d for d in column if column.count(d) > 1})
@@ -163,37 +163,37 @@ def _differs(frames: Sequence[Frame]) -> bool:
     return False
 
 
-def _predicate_faults(found: Sequence[_Meeting], coordinates: Sequence[int]) -> Iterator[str]:
+def _predicate_faults(found: Sequence[_Exchange], coordinates: Sequence[int]) -> Iterator[str]:
     """Faults of collectives that some device of a group does not reach."""
-    for number, meeting in enumerate(found):
-        if not _differs(meeting.collective.place.frames):
+    for number, exchange in enumerate(found):
+        if not _differs(exchange.collective.place.frames):
             continue
-        for clique in meeting.cliques:
+        for clique in exchange.cliques:
             at = sorted({coordinates[d] for d in clique if d < len(coordinates)})
             if len(at) < 2:
                 continue
             others = (*found[number + 1 :], *found[:number])
-            other = next((o for o in others if o.shares(meeting) & clique), meeting)
+            other = next((o for o in others if o.shares(exchange) & clique), exchange)
             yield (
-                f"{meeting.name} is under a predicate that differs along the pipe axis, and meets "
+                f"{exchange.name} is under a predicate that differs along the pipe axis, and meets "
                 f"devices {sorted(clique)} at coordinates {at}: those that do not run it wait in "
                 f"{other.name}"
             )
             break
 
 
-def _flight_faults(module: Module, found: Sequence[_Meeting]) -> Iterator[str]:
+def _flight_faults(module: Module, found: Sequence[_Exchange]) -> Iterator[str]:
     """Faults of two collectives of different queues that are in flight at the same time and share
     two devices or more.
     """
-    by_name = {meeting.collective.start.name: meeting for meeting in found}
-    for meeting in found:
-        place = meeting.collective.place.computation
-        for other in _between(module, place.instructions, meeting.collective.start, by_name):
-            common = meeting.shares(other)
-            if meeting.queue != other.queue and len(common) > 1:
+    by_name = {exchange.collective.start.name: exchange for exchange in found}
+    for exchange in found:
+        place = exchange.collective.place.computation
+        for other in _between(module, place.instructions, exchange.collective.start, by_name):
+            common = exchange.shares(other)
+            if exchange.queue != other.queue and len(common) > 1:
                 yield (
-                    f"{meeting.name} (queue {meeting.queue}) and {other.name} (queue "
+                    f"{exchange.name} (queue {exchange.queue}) and {other.name} (queue "
                     f"{other.queue}) are in flight together and share devices {sorted(common)}: "
                     "each can wait for the other"
                 )
@@ -203,8 +203,8 @@ def _between(
     module: Module,
     instructions: Sequence[Instruction],
     start: Instruction,
-    by_name: dict[str, _Meeting],
-) -> Iterator[_Meeting]:
+    by_name: dict[str, _Exchange],
+) -> Iterator[_Exchange]:
     """The collectives that are issued between a start and its done, in loops too."""
     if not start.opcode.endswith("-start"):
         return
@@ -216,8 +216,8 @@ def _between(
 
 
 def _issued(
-    module: Module, instruction: Instruction, by_name: dict[str, _Meeting]
-) -> Iterator[_Meeting]:
+    module: Module, instruction: Instruction, by_name: dict[str, _Exchange]
+) -> Iterator[_Exchange]:
     if instruction.name in by_name:
         yield by_name[instruction.name]
         return

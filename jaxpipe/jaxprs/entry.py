@@ -1,5 +1,5 @@
-"""The form of a value in a pool: raveled or in tiles, so that no reader's layout reaches the pool,
-and in the parts that the partitioner makes of it.
+"""The form of a value in a pool: raveled or in tiles, and in the partitioner's parts.  A reader's
+layout then does not reach the pool.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Entry:
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
-    pinned: bool = False  # there are axes that the partitioner may split over: say what it does
+    pinned: bool = False  # constrain the split, because the mesh has axes of the partitioner
     tile: tuple[int, ...] = ()  # of the devices' memory
 
     @property
@@ -62,7 +62,7 @@ class Entry:
 
     @cached_property
     def _numbers(self) -> int:
-        """Numbers in a part of a row."""
+        """The number of elements in a part of a row."""
         if 0 in self.shape:
             return 0
         return math.prod(self.shape) // math.prod([*self._rows, *self.counts])
@@ -71,7 +71,7 @@ class Entry:
     def rest(self) -> tuple[int, ...]:
         """The shape of a part of a row: its numbers, or tiles, of which the last may be padded.
 
-        Few numbers make no tiles: padding would be more than an eighth of them.
+        A part is in tiles only if their padding is at most an eighth of it.
         """
         tile = math.prod(self.tile)
         if not self.tile or (self._numbers % tile and self._numbers < 8 * tile):
@@ -79,8 +79,8 @@ class Entry:
         return (-(-self._numbers // tile), *self.tile)
 
     def holds(self, rows: Entry) -> bool:
-        """Whether equal parts of the value along dim 1 are kept one after the other, each as an
-        entry of its own would be.
+        """Whether equal parts of the value along dim 1 are consecutive, each in the form of its own
+        entry.
         """
         others = all(
             a == b for d, (a, b) in enumerate(zip(self.shape, rows.shape, strict=True)) if d != 1
@@ -92,7 +92,7 @@ class Entry:
 
     @property
     def local_share(self) -> int:
-        """Of how many devices each has an equal share of the value."""
+        """The number of devices that each have an equal share of the value."""
         return math.prod(part.count for part in self.parts)
 
     @property
@@ -102,17 +102,17 @@ class Entry:
 
     @property
     def length(self) -> int:
-        """Numbers in each part."""
+        """The number of elements in each part."""
         return math.prod(self.shape) // self.local_share
 
     @property
     def spec(self) -> PartitionSpec:
-        """How the partitioner splits the value."""
+        """The split of the value."""
         return self._spec(0)
 
     @property
     def pool_spec(self) -> PartitionSpec:
-        """How it splits a pool of such entries."""
+        """The split of a pool of such entries."""
         axes = (part.axes for part in self.parts)
         return PartitionSpec(*[None] * (1 + self.by_row), *axes, *[None] * len(self.rest))
 
@@ -121,27 +121,27 @@ class Entry:
         return jax.ShapeDtypeStruct((slots, *self.kept), dtype)
 
     def constrain_pool(self, pool: Any) -> Any:
-        """Tell the partitioner how a pool [slots, *kept] is split."""
+        """Constrain the split of a pool [slots, *kept]."""
         return self._constrain(pool, self.pool_spec)
 
     def pack(self, value: Any) -> Any:
-        """A value [*shape] as it is kept."""
+        """A value [*shape] in the form of the pool."""
         return self._folded(self._cut(value, 0), self.kept)
 
     def unpack(self, kept: Any) -> Any:
-        """The value."""
+        """The value [*shape] of an entry."""
         return self._join(self._unfolded(kept), 0)
 
     @property
     def units(self) -> int:
-        """The size of the dim of a raveled entry (`ravel`) along which others may follow: numbers
-        of a part, or tiles.
+        """The size of a raveled entry (`ravel`) along the dim of consecutive entries: elements of a
+        part, or tiles.
         """
         return -(-math.prod([*self._rows, *self.rest]) // math.prod(self.tile))
 
     def ravel(self, kept: Any) -> Any:
-        """[parts, ...] [units] [*tile] of an entry, row by row: a device's part of it is one piece
-        of memory, that of others may follow.
+        """[parts, ...] [units] [*tile] of an entry, row by row.  A device's part is one piece of
+        memory, and other entries may follow it.
         """
         if self.by_row:
             kept = jnp.moveaxis(kept, 0, len(self.parts))
@@ -167,7 +167,7 @@ class Entry:
         return _padded(value, (), value.size, whole).reshape(-1, *self.tile)
 
     def pack_row(self, value: Any) -> Any:
-        """A row [*shape[1:]] as it is kept."""
+        """A row [*shape[1:]] in the form of the pool."""
         return self._folded(self._cut(value, 1), self.kept[1:])
 
     def unpack_row(self, kept: Any) -> Any:
@@ -186,7 +186,7 @@ class Entry:
         return (*own[:-2], own[-2] // self.tile[0], own[-1] // self.tile[1], *self.tile)
 
     def _folded(self, value: Any, kept: tuple[int, ...]) -> Any:
-        """A value whose parts come first, in the shape that is kept of it."""
+        """A value whose parts come first, in the kept shape."""
         before = kept[: len(kept) - len(self.rest)]
         if self._tiled:
             *outer, down, across, height, width = self._tiled
@@ -242,7 +242,7 @@ class Entry:
 
 
 def _padded(value: Any, before: tuple[int, ...], size: int, whole: int) -> Any:
-    """Any shape of [*before, size]; with zeros behind it is [*before, whole]."""
+    """[*before, size] in any shape, padded with zeros to [*before, whole]."""
     if size == whole:
         return value
     flat = value.reshape(*before, size)
@@ -252,7 +252,7 @@ def _padded(value: Any, before: tuple[int, ...], size: int, whole: int) -> Any:
 
 
 def _cut_off(value: Any, before: tuple[int, ...], size: int) -> Any:
-    """What `_padded` was given, without a shape of its own."""
+    """Remove the padding of `_padded`; the shape may be any."""
     if value.size == math.prod([*before, size]):
         return value
     return lax.slice_in_dim(value.reshape(*before, -1), 0, size, axis=-1)

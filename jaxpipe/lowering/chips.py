@@ -1,11 +1,11 @@
-"""Numbers of TPUs, as their makers publish them."""
+"""Published numbers of TPUs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-# Bytes of a transfer where none are known: 4096 tokens of width 4096 in bfloat16.
+# Assumed bytes of a transfer: 4096 tokens of width 4096 in bfloat16.
 TRANSFER = 2**25
 
 
@@ -36,8 +36,8 @@ class Chip:
 
     @classmethod
     def of(cls, mesh: Any) -> Chip | None:
-        """The devices of a `jax.sharding.Mesh`; None where they are not known or of several
-        kinds.
+        """The kind of the devices of a `jax.sharding.Mesh`; None if it is not known, or if there
+        are several.
         """
         kinds = {getattr(device, "device_kind", "") for device in mesh.devices.flat}
         return next((chip for chip in CHIPS if {chip.kind} == kinds), None)

@@ -1,13 +1,12 @@
-"""The times of a program that are not the stages' own work: three numbers that can be measured on
-the user's machine.
+"""The times of a program besides the stages' work: three numbers that can be measured on the user's
+machine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-# Seconds of a stage's forward where no costs are given: one layer of a model of some billion
-# parameters.
+# Assumed seconds of a stage's forward: one layer of a model of some billion parameters.
 FORWARD = 5e-3
 GUESSES = "guessed; `jaxpipe doctor` measures them"
 
@@ -16,8 +15,8 @@ GUESSES = "guessed; `jaxpipe doctor` measures them"
 class Overheads:
     """Times in seconds, or in the unit of the costs (`in_unit`).
 
-    The defaults are guesses: none has been measured on a GPU.  `jaxpipe doctor` measures them where
-    there is one, and writes them into a file (`lowering.prices`).
+    The defaults are guesses, none of them measured on a GPU.  `jaxpipe doctor` measures them and
+    writes them into a file (`lowering.prices`).
 
     Args:
         predicate: the time of a block's predicate, true or false.  As a node of a
@@ -48,8 +47,8 @@ class Overheads:
 
     @property
     def collective(self) -> float:
-        """Time of a predicate around a collective action: it is in no CUDA graph, and no block runs
-        during it.
+        """Time of a predicate around a collective action.  It is in no CUDA graph, and no block
+        runs during it.
         """
         return self.predicate + self.hop
 

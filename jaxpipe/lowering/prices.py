@@ -1,4 +1,4 @@
-"""Prices that were measured, by kind of device: the small file that `jaxpipe doctor` writes."""
+"""Measured prices by kind of device, in the file that `jaxpipe doctor` writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..table.limits import is_number
 from .overheads import GUESSED, Overheads
 
 VARIABLE = "JAXPIPE_PRICES"
-# The price of a predicate that the host decides; of the others, the names in `Overheads`.
+# The price of a predicate that the host decides.  The other prices have the names of `Overheads`.
 ON_THE_HOST = "predicate_on_host"
 NAMES = ("predicate", ON_THE_HOST, "hop", "sent")
 
@@ -30,7 +30,7 @@ def prices_path() -> Path:
 
 
 def read_prices(path: Path | None = None) -> dict[str, dict[str, Any]]:
-    """Kind of device -> seconds by name, and where they were measured; empty without a file.
+    """Kind of device -> seconds by name, and the source of the measurement; empty without a file.
 
     Raises:
         CostError: the file is not one of prices.
@@ -100,7 +100,7 @@ def measured_prices(
 
 
 def overheads_of(value: Any) -> Overheads:
-    """What a user gives as `overheads=`: an `Overheads`, or seconds by name.
+    """Read the argument `overheads=`: an `Overheads`, or seconds by name.
 
     >>> overheads_of({"hop": 2e-4}).hop
     0.0002

@@ -1,5 +1,5 @@
-"""What a program runs on, as far as the search for it must know: the kind of devices, and what
-blocks do along other axes of the mesh.
+"""The target of a program: the kind of devices, and whether blocks communicate over other axes of
+the mesh.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RunsOn(Enum):
 
     @classmethod
     def of(cls, mesh: Any) -> RunsOn:
-        """Those of a `jax.sharding.Mesh`."""
+        """The kind of the devices of a `jax.sharding.Mesh`."""
         devices = list(mesh.devices.flat)
         platforms = {device.platform for device in devices}
         if platforms <= {"gpu", "cuda"}:
@@ -40,33 +40,33 @@ class RunsOn(Enum):
 
 @dataclass(frozen=True)
 class Target:
-    """What a program runs on; without a mesh, NVIDIA GPUs along a pipe axis alone."""
+    """The target of a program; the default is NVIDIA GPUs along a pipe axis alone."""
 
     runs_on: RunsOn = RunsOn.GPUS
     # blocks hold collectives over other axes (tensor parallelism), which no CUDA graph takes
     communicates: bool = False
     chip: Chip | None = None  # where its numbers are known
-    # that were given or measured; guesses where it is None
+    # of the user or measured; guesses where it is None
     prices: Overheads | None = None
 
     @classmethod
     def of(cls, mesh: Any, own: Sequence[str], overheads: Overheads | None = None) -> Target:
-        """Of a `jax.sharding.Mesh`; `own`: the axes over which no block communicates.
+        """The target of a `jax.sharding.Mesh`; blocks do not communicate over the axes `own`.
 
-        The prices are `overheads`, or those that were measured on such devices.
+        The prices are `overheads`, or those measured on such devices.
         """
         communicates = any(size > 1 for name, size in mesh.shape.items() if name not in own)
         target = cls(RunsOn.of(mesh), communicates, Chip.of(mesh), overheads)
         return target if overheads else target.measured(str(mesh.devices.flat[0].device_kind))
 
     def measured(self, kind: str | None) -> Target:
-        """With the prices that were measured on a kind of device, if any were."""
+        """The target with the measured prices of a kind of device, if there are any."""
         on_host = self.on_gpus and self.communicates
         return replace(self, prices=measured_prices(kind, self.overheads, on_host=on_host))
 
     @property
     def overheads(self) -> Overheads:
-        """What a program takes there besides the stages' work."""
+        """The times of a program besides the stages' work."""
         if self.prices is not None:
             return self.prices
         if self.runs_on is RunsOn.TPUS:
@@ -76,17 +76,17 @@ class Target:
 
     @property
     def platform(self) -> str:
-        """Its name, as JAX has it."""
+        """JAX's name of the platform."""
         return "cpu" if self.on_cpus else "gpu" if self.on_gpus else "tpu"
 
     @property
     def tile(self) -> tuple[int, ...]:
-        """The shape in which memory keeps the last dims of an array; () where it keeps rows."""
+        """The tiles of memory over the last dims of an array; () where memory keeps rows."""
         return (8, 128) if self.runs_on is RunsOn.TPUS else ()
 
     @property
     def overlaps(self) -> bool:
-        """Whether transfers run beside compute, and predicates cost time, as on GPUs and TPUs.
+        """Whether transfers overlap compute and predicates cost time, as on GPUs and TPUs.
 
         On CPU devices a transfer is awaited where it is issued.
         """
