@@ -87,7 +87,7 @@ def hops(
     found = timed(calls, scope.repeats)
     alone = {_name(pair): max(0.0, found[_name(pair)] - found["nothing"]) for pair in pairs}
     hop = statistics.median(alone.values())
-    at("hops beside compute")
+    at("hops during compute")
     overlap = timed(_overlap_calls(mesh, axis, forward, size), scope.repeats)
     lines = (judge_hops(alone, size, target), judge_overlap(overlap, target))
     return Found(lines, {"hop": hop, "sent": _lost(overlap)})
@@ -107,7 +107,7 @@ def judge_hops(seconds: Mapping[str, float], size: int, target: Target) -> Line:
     all_slow = expected is not None and hop > FACTOR * expected
     rate = size / hop / 1e9 if hop else float("inf")
     text = f"{hop * 1e6:.3g} us for {size / 2**20:.0f} MiB ({rate:.3g} GB/s)"
-    text = text if hop else "below what can be measured beside noise"
+    text = text if hop else "below the noise of the measurement"
     text += "".join(f"; {name}: {seconds[name] * 1e6:.3g} us" for name in slow)
     advice = []
     if slow:
@@ -173,14 +173,14 @@ def judge_overlap(seconds: Mapping[str, float], target: Target) -> Line:
     shown = 1 - _lost(seconds) / short if short else 1.0
     text = f"{_lost(seconds) * 1e6:.3g} us longer; {max(0.0, shown):.0%} hidden"
     if target.on_cpus:
-        return Line("hops beside compute", Verdict.OK, text, "CPU devices wait for transfers")
+        return Line("hops during compute", Verdict.OK, text, "CPU devices wait for transfers")
     hides = shown >= 0.5
     return Line(
-        "hops beside compute",
+        "hops during compute",
         Verdict.OK if hides else Verdict.SLOW,
         text,
         "at least 50% hidden",
-        "" if hides else "transfers do not run beside compute: take debug flags out of XLA_FLAGS",
+        "" if hides else "transfers do not run during compute: take debug flags out of XLA_FLAGS",
     )
 
 
@@ -226,7 +226,7 @@ def judge_copies(seconds: Mapping[str, float], size: int) -> Line:
     return Line(
         "host copies",
         Verdict.SLOW if slow else Verdict.OK,
-        f"{rate / 1e9:.3g} GB/s; {_lost(seconds) * 1e6:.3g} us longer beside compute",
+        f"{rate / 1e9:.3g} GB/s; {_lost(seconds) * 1e6:.3g} us longer during compute",
         f"at least {_HOST_RATE / 1e9:.3g} GB/s",
         "offload costs more than it saves here: use remat" if slow else "",
     )

@@ -450,9 +450,9 @@ class Functions:
             shapes = jax.eval_shape(partial(returned, extra=extra), own, x, shared)
         except Exception as error:
             raise PipelineError(
-                f"`{function.name}` takes `carry`, but the shapes of the first one cannot be told "
-                "from the number 0; give jaxpipe.Model(..., carry=function(stage_params, x) -> "
-                "the first carry)"
+                f"`{function.name}` takes `carry`, but the shapes of the first one cannot be "
+                "inferred from the number 0; give jaxpipe.Model(..., "
+                "carry=function(stage_params, x) -> the first carry)"
             ) from error
         return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 

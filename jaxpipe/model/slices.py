@@ -78,11 +78,12 @@ def time_faults(batch: PyTree, slices: int, time: tuple[str, ...]) -> list[str]:
     absent = [name for name in time if not any(has_time(path, (name,)) for path, _ in leaves)]
     faults = [f"the batch has no {name!r}, which time= of the model names" for name in absent]
     for name, shape in timed:
-        if len(shape) < 2 or not shape[1] or shape[1] % slices:
-            what = f"{shape[1]} positions of time" if len(shape) > 1 else "no axis 1, of time"
+        if len(shape) < 2:
+            faults.append(f"{name} has shape {list(shape)}; a leaf in time= needs axis 1, of time")
+        elif not shape[1] or shape[1] % slices:
             faults.append(
-                f"{name} has {what}, which do not divide into {slices} equal slices"
-                + (f"; use {max(1, round(shape[1] / slices)) * slices}" if len(shape) > 1 else "")
+                f"{name} has {shape[1]} positions of time, which do not divide into {slices} equal "
+                f"slices; use {max(1, round(shape[1] / slices)) * slices}"
             )
     if len({shape[1] for _, shape in timed if len(shape) > 1}) > 1:
         lengths = ", ".join(f"{name} {shape[1]}" for name, shape in timed if len(shape) > 1)
@@ -145,11 +146,13 @@ class Ledger:
         rows, name = jnp.asarray(rows), self._prefix + name
         if name in self.rows:
             raise PipelineError(
-                f"ctx.append({name!r}, ...) is called twice in a stage; give each buffer its name"
+                f"ctx.append({name!r}, ...) is called twice in a stage; "
+                "give each buffer its own name"
             )
         if not -rows.ndim <= axis < rows.ndim:
             raise PipelineError(
-                f"ctx.append({name!r}, rows, axis={axis}): the rows have shape {rows.shape}"
+                f"ctx.append({name!r}, rows, axis={axis}) has no such axis: the rows have shape "
+                f"{list(rows.shape)}"
             )
         axis %= rows.ndim
         shape = [n * self.slices if i == axis else n for i, n in enumerate(rows.shape)]

@@ -445,7 +445,7 @@ def _nothing_fits(
     if not beyond:
         return PlanError.listing(
             "no schedule can be built for this model",
-            [f"{r.what}: {r.why}" for r in rejected] or ["none was asked for"],
+            [f"{r.what}: {r.why}" for r in rejected] or ["no schedule was named"],
         )
     assert request.memory is not None
     near = min(beyond, key=lambda b: b.needs)

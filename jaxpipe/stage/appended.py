@@ -98,7 +98,7 @@ def _in_order(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
                 heapq.heappush(ready, j)
     if len(found) < len(eqns):
         raise PipelineError(
-            "a stage appends rows that are made of the buffer that they go to; append rows that "
-            "do not depend on what the same ctx.append returns"
+            "a stage appends rows that depend on their own buffer; append rows that do not depend "
+            "on the result of the same ctx.append"
         )
     return found

@@ -187,6 +187,11 @@ def test_bad_batches_are_refused_before_anything_is_traced():
     assert "use 9" in text
     assert "the batch has no 'z', which time= of the model names" in text
     _, _, batch = data("recurrent", 2, 2)
+    flat = {"x": batch["x"], "y": batch["y"][:, 0, 0]}
+    expected = (
+        f"batch['y'] has shape {list(flat['y'].shape)}; a leaf in time= needs axis 1, of time"
+    )
+    assert expected in refusal(lambda: step(plain, batch=flat))
     short = {"x": batch["x"], "y": batch["y"][:, :4]}
     assert "have different lengths: batch['x'] 8, batch['y'] 4" in refusal(
         lambda: step(plain, batch=short)
@@ -202,7 +207,7 @@ def test_bad_carries_and_rows_are_refused():
     assert "must return (x, carry), since it takes `carry`" in refusal(
         lambda: step(lambda p, x, *, carry: x, carry=begin)
     )
-    assert "the shapes of the first one cannot be told" in refusal(
+    assert "the shapes of the first one cannot be inferred" in refusal(
         lambda: step(lambda p, x, *, carry: (x, carry["h"]))
     )
     assert "carry must be a function" in refusal(lambda: jp.Model(plain, carry=3))
@@ -211,7 +216,7 @@ def test_bad_carries_and_rows_are_refused():
         return ctx.append("a", x)[:, :4] + ctx.append("a", x)[:, :4]
 
     assert "is called twice" in refusal(lambda: step(twice))
-    assert "the rows have shape" in refusal(
+    assert "axis=5) has no such axis: the rows have shape" in refusal(
         lambda: step(lambda p, x, *, ctx: x + ctx.append("a", x, axis=5))
     )
 
