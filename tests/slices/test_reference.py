@@ -143,7 +143,7 @@ def small(name, stages):
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("name", ["rnn", "gpt", "llama"])
 def test_slices_in_torch_are_whole_sequences(name, schedule, slices):
-    """Recomputation too, and a table of forwards."""
+    """With recomputation, with ends that are spread, and a table of forwards too."""
     table = build(schedule, devices=2, slices=slices)
     model, batch = small(name, table.num_stages)
     weights = model.init()
@@ -151,7 +151,8 @@ def test_slices_in_torch_are_whole_sequences(name, schedule, slices):
     whole = jp.schedules.build(schedule, devices=2, microbatches=2).to_csv()
     found = torch_ref.run(whole, model, batch, weights=weights)
     wanted = Outcome(found.loss, found.grads)
-    for each in (table, jp.add_recompute(table)):
+    spread = jp.spread_first(jp.defer_last(jp.spread_last(table)))
+    for each in (table, jp.add_recompute(table), spread):
         _, sliced = reference_step(each, model, batch, weights, slices=slices)
         assert worst_error(sliced, wanted) < FLOAT64
     shape = {"devices": 2, "microbatches": 2 * slices, "slices": slices}
