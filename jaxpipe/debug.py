@@ -20,6 +20,7 @@ from .arrays import PyTree, by_index
 from .errors import PipelineError
 from .model.functions import Functions, Loss, make_extra, split_batch
 from .model.leaf_plan import leaf_plans
+from .model.masks import values_of_later_rows
 from .model.packed import Packed
 from .pipeline import Pipeline
 from .spmd.body import shard_key
@@ -87,14 +88,16 @@ def find_nonfinite(
     Use it after a loss or a gradient was not finite.  Microbatches are taken in order, each through
     all its forwards and then its backwards, as in a run without a pipeline.  Sums over microbatches
     are not examined.  Sequences that the schedule cuts into slices are run whole: the microbatch
-    that is named is then the number of the sequence.
+    that is named is then the number of the sequence.  Stages that append rows (`Context.append`)
+    also run the first sequence slice by slice, to find rows that no causal mask hides.
 
     A step costs nothing more.  The search costs a forward and a recomputing backward of each stage
     and microbatch, one after the other on the pipeline's own mesh, with one stage's parameters
     whole on every device.
 
     Raises:
-        PipelineError: as `value_and_grad` does.
+        PipelineError: as `value_and_grad` does, and where the results of a slice depend on rows of
+            later slices.
 
     Example:
         loss, grads = pipe.value_and_grad(params, batch, rng=key)
@@ -146,6 +149,7 @@ class _Search:
         self.batch = jax.tree.map(
             lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch
         )
+        self.slices = pipe.schedule.slices
         functions = replace(pipe.functions, slices=1)
         last = pipe.schedule.num_stages - 1
         self.count = pipe.schedule.num_microbatches // pipe.schedule.slices
@@ -170,6 +174,7 @@ class _Search:
             ),
         ]
         self._compiled: dict[tuple[Phase, str], Callable[..., Any]] = {}
+        self._masks: dict[str, Callable[..., Any]] = {}
         self._pick = jax.jit(
             lambda tree, d: jax.tree.map(
                 lambda leaf: lax.dynamic_index_in_dim(leaf, d, 0, False), tree
@@ -182,6 +187,8 @@ class _Search:
         x: PyTree = ()
         for call, stage in self.calls:
             entered.append(x)
+            if microbatch == 0 and self.slices > 1:
+                self._check_mask(call, stage, x)
             x, found = self._run(Phase.FORWARD, call, stage, microbatch, x)
             if found is not None:
                 return found
@@ -239,20 +246,8 @@ class _Search:
         key = (phase, call.name)
         if key not in self._compiled:
             body = self._forward(call) if phase is Phase.FORWARD else self._backward(call)
-            everywhere, rows, params = PartitionSpec(), self.rows, self._specs(call, stage)
-            self._compiled[key] = jax.jit(
-                mapped(
-                    body,
-                    self.mesh,
-                    {self.pipe.axis, *self.pipe.data_axes},
-                    in_specs=(params, rows, rows, everywhere, everywhere, everywhere),
-                    out_specs=(rows, everywhere),
-                )
-            )
-        where = jnp.int32(stage), jnp.int32(microbatch)
-        result, counts = self._compiled[key](
-            self._params(call, stage), x, self.batch, self.rng, *where
-        )
+            self._compiled[key] = self._mapped(body, call, stage)
+        result, counts = self._called(self._compiled[key], call, stage, microbatch, x)
         counts = jax.tree.map(np.asarray, counts)
         for shard in range(self.pipe._data_size):
             values, inputs = (_described(counts[which], shard) for which in ("results", "inputs"))
@@ -260,6 +255,68 @@ class _Search:
                 inputs = inputs or self._of_others(counts["inputs"], shard)
                 return result, Nonfinite(phase, call.name, stage, microbatch, shard, values, inputs)
         return result, None
+
+    def _mapped(self, body: Callable[..., Any], call: _Call, stage: int) -> Callable[..., Any]:
+        """A body on all devices of the mesh, compiled."""
+        everywhere, rows, params = PartitionSpec(), self.rows, self._specs(call, stage)
+        return jax.jit(
+            mapped(
+                body,
+                self.mesh,
+                {self.pipe.axis, *self.pipe.data_axes},
+                in_specs=(params, rows, rows, everywhere, everywhere, everywhere),
+                out_specs=(rows, everywhere),
+            )
+        )
+
+    def _called(
+        self, run: Callable[..., Any], call: _Call, stage: int, microbatch: int, x: PyTree
+    ) -> Any:
+        where = jnp.int32(stage), jnp.int32(microbatch)
+        return run(self._params(call, stage), x, self.batch, self.rng, *where)
+
+    def _check_mask(self, call: _Call, stage: int, x: PyTree) -> None:
+        """PipelineError where a slice of the first sequence reads rows of later slices."""
+        if call.name in ("first", "last") or "ctx" not in call.wants:
+            return
+        if call.name not in self._masks:
+            self._masks[call.name] = self._mapped(self._later_rows(call, stage), call, stage)
+        counts = self._called(self._masks[call.name], call, stage, 0, x)[1]
+        faults = [
+            f"  slice {k} reads later rows of {name!r}: {read} values of its results depend on them"
+            for name, of_slices in counts.items()
+            for k, read in enumerate(np.asarray(of_slices))
+            if read
+        ]
+        if faults:
+            raise PipelineError(
+                f"stage {stage} reads appended rows of later slices, which no causal mask hides:\n"
+                + "\n".join(faults)
+                + "\nmask what comes after each position: seen = (ctx.offset + "
+                "jnp.arange(x.shape[1]))[:, None] >= jnp.arange(buffer.shape[1])"
+            )
+
+    def _later_rows(self, call: _Call, at: int) -> Callable[..., Any]:
+        count, slices = self.count * self.slices, self.slices
+
+        def later_rows(
+            params: PyTree, x: PyTree, batch: PyTree, rng: Any, stage: Any, _: Any
+        ) -> tuple[PyTree, PyTree]:
+            x = jax.tree.map(lambda leaf: leaf[0], x)
+            cut = self.pipe.functions.split(batch, count)
+            functions = self.pipe.functions.for_batch(cut)
+            key = shard_key(rng, self.pipe.data_axes, self.pipe._data_size)
+            counts = values_of_later_rows(
+                functions,
+                at,
+                params,
+                x,
+                lambda k: make_extra(cut, key, stage, k, call.wants, slices),
+            )
+            axes = self.pipe.data_axes
+            return (), jax.tree.map(lambda n: lax.psum(n, axes) if axes else n, counts)
+
+        return later_rows
 
     def _of_others(self, counts: dict[str, Any], shard: int) -> tuple[str, ...]:
         """Inputs of other data shards that are not finite, where functions may exchange them."""

@@ -72,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows", type=int, nargs="+", help="rows of each microbatch (default: equal)"
     )
+    parser.add_argument("--slices", type=int, default=1, help="slices of each sequence")
+    parser.add_argument(
+        "--time", nargs="+", default=[], help="arrays of the batch that slices cut along axis 1"
+    )
     parser.add_argument("--loss-scale", type=float, default=1.0)
     parser.add_argument(
         "--optimizer",
@@ -89,6 +93,8 @@ def _common(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": _DTYPES.get(options.dtype),
         "rows": options.rows,
         "loss_scale": options.loss_scale,
+        "slices": options.slices,
+        "time": options.time,
     }
 
 

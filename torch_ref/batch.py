@@ -30,10 +30,15 @@ def split(
     *,
     rows: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    slices: int = 1,
+    time: Sequence[str] = (),
 ) -> Microbatches:
     """Cut every array along its leading axis into M parts, equal or of the given numbers of rows;
     BatchError if it cannot be.
+
+    With slices the parts are sequences, and the arrays named in `time` are cut along axis 1 too.
     """
+    microbatches //= slices
     arrays = {name: torch.as_tensor(value) for name, value in batch.items()}
     total = _total(arrays)
     if rows is None:
@@ -58,7 +63,36 @@ def split(
         {name: value[start : start + count] for name, value in arrays.items()}
         for start, count in zip(starts, rows, strict=True)
     )
-    return Microbatches(parts, tuple(rows))
+    if slices == 1:
+        return Microbatches(parts, tuple(rows))
+    _check_time(arrays, slices, time)
+    cut = tuple(_slice_of(part, k, slices, time) for part in parts for k in range(slices))
+    return Microbatches(cut, tuple(count for count in rows for _ in range(slices)))
+
+
+def _slice_of(
+    part: Mapping[str, Tensor], k: int, slices: int, time: Sequence[str]
+) -> dict[str, Tensor]:
+    """Slice k of the rows of a sequence; arrays without an axis of time are in every slice."""
+    return {
+        name: value.tensor_split(slices, dim=1)[k] if name in time else value
+        for name, value in part.items()
+    }
+
+
+def _check_time(arrays: Mapping[str, Tensor], slices: int, time: Sequence[str]) -> None:
+    faults = [f"the batch has no {name!r}" for name in time if name not in arrays]
+    if not time:
+        faults.append('name the arrays that are cut along axis 1: time=("tokens", "targets")')
+    for name in time:
+        shape = tuple(arrays[name].shape) if name in arrays else (0, 0)
+        if len(shape) < 2 or shape[1] % slices:
+            faults.append(f"{name} of shape {shape} has no axis 1 that {slices} divides")
+    if faults:
+        raise BatchError(
+            f"the batch cannot be cut into {slices} slices a sequence:\n"
+            + "\n".join(f"  {fault}" for fault in faults)
+        )
 
 
 def _total(arrays: Mapping[str, Tensor]) -> int:

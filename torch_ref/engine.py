@@ -23,6 +23,7 @@ from .gradients import Gradients
 from .kept import Input, Late, Ran, Saved
 from .models.base import Context, StagedModel, SumCount, Value, WithAux
 from .result import Result, to_numpy
+from .slices import Passing, Sequences
 from .stuck import why_stuck
 from .table import TOGETHER, Action, Cell, Kind, Table
 from .weights import Weights
@@ -39,6 +40,7 @@ class Engine:
         microbatches: Microbatches,
         scale: float,
         step: int,
+        slices: int = 1,
     ) -> None:
         self.table, self.model, self.weights, self.microbatches = (
             table,
@@ -51,6 +53,7 @@ class Engine:
         self.activations: dict[tuple[int, int], Value] = {}  # (stage, microbatch) -> its input
         # -> the gradients of its output's leaves
         self.cotangents: dict[tuple[int, int], list[Tensor | None]] = {}
+        self.sequences = Sequences(slices)
         self.kept: list[dict[tuple[int, int], Input | Saved | Late]] = [{} for _ in table.rows]
         self.peaks = [0] * table.num_devices
         self.losses: list[Tensor | None] = [None] * len(microbatches.parts)
@@ -122,11 +125,9 @@ class Engine:
             return [*self._lacks_together(kind, m), *absent]
         if kind is Kind.F:
             missing = (stage > 0 or self.table.spreads_first) and (stage, m) not in self.activations
-            return (
-                [Action(stage - 1, Kind.F, m) if stage > 0 else Action(device, Kind.E, m)]
-                if missing
-                else []
-            )
+            needs = [Action(stage - 1, Kind.F, m) if stage > 0 else Action(device, Kind.E, m)]
+            before = [Action(stage, Kind.F, n) for n in self.sequences.before(m)[-1:]]
+            return [*(needs if missing else []), *filter(self._is_to_come, before)]
         if kind is Kind.W:
             return [] if isinstance(kept, Late) else [Action(stage, Kind.I, m)]
         if kind is Kind.R:
@@ -137,8 +138,9 @@ class Engine:
             else [Action(stage, Kind.R if self._is_recomputed(stage, m) else Kind.F, m)]
         )
         if stage < self.last_stage and (stage, m) not in self.cotangents:
-            whole = Action(stage + 1, Kind.B, m)
-            lacks.append(whole if whole in self.table.places else Action(stage + 1, Kind.I, m))
+            lacks.append(self._backward_of(stage + 1, m))
+        if self.sequences.is_followed(m):
+            lacks += filter(self._is_to_come, [self._backward_of(stage, m + 1)])
         if (
             stage == self.last_stage
             and self.table.spreads_last
@@ -152,9 +154,18 @@ class Engine:
         if kind is Kind.L and m not in self.ends:
             return [Action(self.last_stage, Kind.F, m)]
         if kind is Kind.G and (-1, m) not in self.cotangents:
-            whole = Action(0, Kind.B, m)
-            return [whole if whole in self.table.places else Action(0, Kind.I, m)]
+            return [self._backward_of(0, m)]
         return []
+
+    def _backward_of(self, stage: int, m: int) -> Action:
+        """The action that makes the gradient of a stage's input."""
+        whole = Action(stage, Kind.B, m)
+        return whole if whole in self.table.places else Action(stage, Kind.I, m)
+
+    def _is_to_come(self, action: Action) -> bool:
+        """Whether a device has not come past an action of its row."""
+        place = self.table.places[action]
+        return self.at[place.device] <= place.position
 
     def _here(self, device: int) -> Cell:
         """The cell that a device is at."""
@@ -180,6 +191,7 @@ class Engine:
             else:
                 self.peaks[device] = max(self.peaks[device], 1)
         self._hand_on(stage, m, ran)
+        self.sequences.keep(stage, m, ran.left, forward_only=self.table.forward_only)
 
     def _recompute(self, device: int, action: Action) -> None:
         """The forward once more, for what its backward reads; all else that it gives has been
@@ -194,13 +206,15 @@ class Engine:
         """Run a stage on its input, the first with `first` before it, the last with `last` after
         it; nothing is handed on.
         """
-        ctx, batch = Context(stage, m, self.step), self.microbatches.parts[m]
+        batch = self.microbatches.parts[m]
+        passing = self.sequences.passing(stage, m)
+        ctx = Context(stage, m, self.step, passing)
         uses = Uses(self.weights.of_stage(stage), grad=torch.is_grad_enabled())
         embedded: list[Tensor] = []
         embedding_uses = None
         if stage == 0 and not self.table.spreads_first:
             embedding_uses = Uses(self.weights.outer, grad=torch.is_grad_enabled())
-            x = self.model.first(embedding_uses, batch, ctx)
+            x = self.model.first(embedding_uses, batch, self._outside(0, m))
             embedded = tree.leaves(x)
         inputs = [leaf.detach().requires_grad_(leaf.requires_grad) for leaf in tree.leaves(x)]
         y, aux = self.model.stage(uses, tree.rebuild(x, inputs), ctx), None
@@ -214,12 +228,19 @@ class Engine:
             roots, seeds = [loss], [self._seed(m, loss)]
         if aux is not None:
             roots, seeds = [*roots, aux], [*seeds, self._seed(m, aux)]
-        return Ran(Saved(inputs, uses, roots, seeds, embedded, embedding_uses), y, aux, loss, count)
+        left = passing.left if self.sequences.is_followed(m) else None
+        roots = [*roots, *([] if left is None else tree.leaves(left))]
+        saved = Saved(inputs, uses, roots, seeds, embedded, embedding_uses, passing.inputs)
+        return Ran(saved, y, aux, loss, count, left)
+
+    def _outside(self, stage: int, m: int) -> Context:
+        """The context of `first` and `last`, which take nothing from other slices."""
+        return Context(stage, m, self.step, Passing(m % self.sequences.slices))
 
     def _loss(self, uses: Uses, y: Value, m: int) -> tuple[Tensor, Tensor | None]:
         """`last` of a microbatch: its loss, and its count where it is a sum."""
         loss = self.model.last(
-            uses, y, self.microbatches.parts[m], Context(self.last_stage, m, self.step)
+            uses, y, self.microbatches.parts[m], self._outside(self.last_stage, m)
         )
         count = None
         if isinstance(loss, SumCount):
@@ -266,7 +287,7 @@ class Engine:
         if device > 0:
             return
         uses = Uses(self.weights.outer, grad=torch.is_grad_enabled())
-        x = self.model.first(uses, self.microbatches.parts[m], Context(0, m, self.step))
+        x = self.model.first(uses, self.microbatches.parts[m], self._outside(0, m))
         embedded = tree.leaves(x)
         if not self.table.forward_only:
             self.begins[m] = embedded, uses
@@ -335,12 +356,14 @@ class Engine:
         if stage < self.last_stage or self.table.spreads_last:
             arrived = self.cotangents.pop((stage, m))
             seeds[: len(arrived)] = arrived
-        return saved, seeds
+        return saved, [*seeds, *self.sequences.take(stage, m)]
 
     def _backward(self, device: int, action: Action) -> None:
         saved, seeds = self._take(device, action)
-        dx, named = full_backward(saved.roots, seeds, saved.inputs, saved.uses)
+        given = [*saved.inputs, *saved.earlier]
+        found, named = full_backward(saved.roots, seeds, given, saved.uses)
         self.gradients.add(action.stage, named)
+        dx = self._give_back(action, saved, found)
         if saved.embedding_uses is not None:
             _, named = full_backward(saved.embedded, dx, [], saved.embedding_uses)
             self.gradients.add(0, named)
@@ -348,7 +371,9 @@ class Engine:
 
     def _input_gradient(self, device: int, action: Action) -> None:
         saved, seeds = self._take(device, action)
-        dx, late = input_gradients(saved.roots, seeds, saved.inputs, saved.uses)
+        given = [*saved.inputs, *saved.earlier]
+        found, late = input_gradients(saved.roots, seeds, given, saved.uses)
+        dx = self._give_back(action, saved, found)
         first = None
         if saved.embedding_uses is not None:
             _, first = input_gradients(saved.embedded, dx, [], saved.embedding_uses)
@@ -362,6 +387,14 @@ class Engine:
         if late.first is not None:
             self.gradients.add(0, late.first.finish())
 
+    def _give_back(
+        self, action: Action, saved: Saved, found: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Give earlier slices the gradients of what they left; gives those of the stage's input."""
+        count = len(saved.inputs)
+        self.sequences.give(action.stage, action.microbatch, found[count:])
+        return found[:count]
+
     def _send_back(self, action: Action, dx: list[Tensor | None]) -> None:
         if action.stage > 0 or self.table.spreads_first:
             self.cotangents[action.stage - 1, action.microbatch] = dx
@@ -374,6 +407,8 @@ class Engine:
             *self.cotangents,
             *self.ends,
             *self.begins,
+            *self.sequences.left,
+            *self.sequences.arrived,
         ]
         left += [m for waiting in self.left for m in waiting]
         assert not left, f"something was never used: {left}"

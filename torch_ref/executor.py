@@ -9,7 +9,7 @@ import torch
 
 from .batch import split
 from .engine import Engine
-from .errors import TableError
+from .errors import TableError, TorchRefError
 from .models.base import StagedModel
 from .result import Array, Result
 from .table import read_table
@@ -26,6 +26,8 @@ def run(
     rows: Sequence[int] | None = None,
     loss_scale: float = 1.0,
     step: int = 0,
+    slices: int = 1,
+    time: Sequence[str] = (),
 ) -> Result:
     """Run a table on a model, weights and a batch; losses, gradients, outputs and the peak of kept
     activations.
@@ -36,15 +38,19 @@ def run(
         batch: arrays with a leading axis of rows, cut into the table's M microbatches.
         weights: by name, the shapes of `model.shapes()`.
         dtype: what to cast weights and floating entries of the batch to; as they are, where None.
-        rows: how many rows each microbatch has; equal numbers where None.
+        rows: how many rows each microbatch (with slices, each sequence) has; equal numbers where
+            None.
         loss_scale: the backward starts from the loss times this, and the gradients are divided by
             it at the end.
         step: handed to the model in its `Context`.
+        slices: K; microbatch m is slice m % K of sequence m // K.  A table does not say it.
+        time: with slices, the arrays of the batch that are cut along axis 1.
 
     Raises:
         TableError: the table cannot be read, or cannot be run to its end.
         WeightsError: names or shapes do not fit.
         BatchError: the batch cannot be cut.
+        TorchRefError: the model does not take slices.
 
     >>> import numpy as np
     >>> from torch_ref.models import MLP
@@ -55,15 +61,24 @@ def run(
     ((2, 1), (2, 8, 8))
     """
     table = read_table(table_csv)
+    if slices < 1 or table.num_microbatches % slices:
+        raise TableError(
+            f"{table.num_microbatches} microbatches are no whole sequences of {slices} slices"
+        )
+    if slices > 1 and not model.takes_slices:
+        raise TorchRefError(
+            f"{type(model).__name__} passes nothing from slice to slice; run it with slices=1"
+        )
     if table.num_stages != model.num_stages:
         raise TableError(
             f"the table has {table.num_stages} stages, the model {model.num_stages}; they must "
             "be equal"
         )
     model.check(weights)
-    microbatches = split(batch, table.num_microbatches, rows=rows, dtype=dtype)
-    engine = Engine(
-        table, model, Weights.of(weights, model.num_stages, dtype), microbatches, loss_scale, step
+    microbatches = split(
+        batch, table.num_microbatches, rows=rows, dtype=dtype, slices=slices, time=time
     )
+    held = Weights.of(weights, model.num_stages, dtype)
+    engine = Engine(table, model, held, microbatches, loss_scale, step, slices)
     with torch.set_grad_enabled(not table.forward_only):
         return engine.run()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .cut import PendingWeights, Uses
 from .models.base import Value
+from .slices import Left
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Saved:
     seeds: list[Tensor | None]  # the gradients of roots that are known already: of losses
     embedded: list[Tensor]  # what `first` made, on stage 0
     embedding_uses: Uses | None
+    earlier: list[Tensor]  # further inputs, which earlier slices of the sequence left
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Ran:
     aux: Tensor | None
     loss: Tensor | None = None
     count: Tensor | None = None
+    left: Left | None = None  # to later slices of the sequence, where there are any
 
 
 @dataclass

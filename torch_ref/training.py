@@ -43,6 +43,8 @@ def train(
     dtype: torch.dtype | None = None,
     rows: Sequence[int] | None = None,
     loss_scale: float = 1.0,
+    slices: int = 1,
+    time: Sequence[str] = (),
 ) -> Trained:
     """Train a model on one batch a step, every step through the table; the weights that are given
     stay as they are.
@@ -56,7 +58,7 @@ def train(
         dtype: what weights and floating entries of the batches are computed in; the weights
             themselves keep their own type.
         rows: how many rows each microbatch has; equal numbers where None.
-        loss_scale: as `run` takes it.
+        loss_scale, slices, time: as `run` takes them.
 
     Raises:
         TableError, WeightsError, BatchError: as `run` does.
@@ -90,6 +92,8 @@ def train(
             rows=rows,
             loss_scale=loss_scale,
             step=step,
+            slices=slices,
+            time=time,
         )
         if not result.grads:
             raise TableError(

@@ -115,7 +115,8 @@ def cheapest(
             continue
         seen.add(var)
         eqn = maker.get(var)
-        graph.edge(_in(var), _out(var), weight(var, eqn))
+        # Of equal choices an input is the better one: it is in memory, and need not be written.
+        graph.edge(_in(var), _out(var), weight(var, eqn) - (eqn is None))
         if eqn is None or not (repeat(eqn) or var in numbers):
             graph.edge(_SOURCE, _in(var), None)
             continue

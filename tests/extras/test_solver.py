@@ -45,7 +45,9 @@ def test_what_is_proven_is_said_with_where_it_comes_from():
     assert found.bound > relaxed  # so it is the solver's
     cheaper = replace(COSTS, backward=tuple(1.5 * time for time in LONG))
     split = jp.schedules.build("auto", **SETTING | {"costs": cheaper}, search=20).certificate
-    assert (split.value, split.proof) == (found.value, jp.table.Proof.RELAXATION)
+    # Whole backwards are shorter than what the solver proves of tables of F, I and W.
+    assert split.value < found.value
+    assert split.proof is jp.table.Proof.RELAXATION
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -221,7 +223,10 @@ def test_no_table_at_all_is_below_a_certificate(devices, microbatches):
             least = min(
                 t.makespan for t in timelines if cap is None or max(t.peak_activations) <= cap
             )
-            assert found.certificate.bound <= least <= found.certificate.value
+            assert found.certificate.bound <= min(least, found.certificate.value)
+            # `auto` may also have pairs, which these tables have not.
+            if costs.overlap is None:
+                assert least <= found.certificate.value
 
 
 def test_a_whole_backward_that_is_cheaper_refutes_no_proof():
@@ -232,6 +237,6 @@ def test_a_whole_backward_that_is_cheaper_refutes_no_proof():
     costs = jp.Costs(forward=1, input_grad=5, weight_grad=5, backward=1)
     found = jp.schedules.build("auto", devices=2, microbatches=2, costs=costs, search=2).certificate
     best = jp.simulate(jp.schedules.build("1f1b", devices=2, microbatches=2), costs).makespan
-    assert found.bound <= best < found.value
+    assert found.bound <= best
+    assert found.value <= best
     assert found.proof is jp.table.Proof.RELAXATION
-    assert not found.is_optimal

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as Spec
 import jaxpipe as jp
 from tests.slices.models import MODELS, TIME, TIMED, WIDTH, attention, data, embed, loss
 from tests.slices.test_parity import BOUND, build, check, error, pipeline
+from tests.tiers import slow
 
 EXHAUSTIVE = pytest.mark.exhaustive
 PARTS = {"q", "k", "v", "up"}
@@ -160,6 +161,46 @@ def test_find_nonfinite_runs_whole_sequences():
     batch["x"][2, 5] = np.nan
     found = jp.debug.find_nonfinite(pipe, placed, batch)
     assert (found.function, found.stage, found.microbatch) == ("first", 0, 1)
+
+
+def unmasked(params, x, *, ctx):
+    """Attention without a causal mask in the second stage; in the first one it sees one position
+    too many.
+    """
+    keys = ctx.append("keys", x @ params)
+    values = ctx.append("values", x)
+    at = ctx.offset + jnp.arange(x.shape[1]) + ctx.stage * 8 + (ctx.stage == 0) * wrong[0]
+    seen = at[:, None] >= jnp.arange(keys.shape[1])
+    scores = jnp.where(seen, jnp.einsum("rtd,rsd->rts", x, keys), -jnp.inf)
+    return x + jnp.einsum("rts,rsd->rtd", jax.nn.softmax(scores), values)
+
+
+wrong = [0]
+
+
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_a_missing_causal_mask_is_found(too_many):
+    wrong[0] = too_many
+    model = jp.Model(unmasked, last=loss, time=("x", "y"))
+    _, _, batch = data("recurrent", 2, 2)
+    params = {"stages": np.ones((2, WIDTH, WIDTH)) / WIDTH, "last": np.ones((WIDTH, 3))}
+    pipe = pipeline(model, build("1f1b", devices=2, slices=4))
+    text = refusal(lambda: jp.debug.find_nonfinite(pipe, pipe.place(params), batch))
+    assert f"stage {1 - too_many} reads appended rows of later slices" in text
+    for name in ("keys", "values"):
+        found = [k for k in range(4) if f"slice {k} reads later rows of '{name}'" in text]
+        assert found == [0, 1, 2]
+    # The last row of a slice alone sees a row of the next one.
+    assert ("16 values" in text) == bool(too_many)
+    assert ("32 values" in text) == (not too_many)
+    assert "mask what comes after each position" in text
+
+
+@pytest.mark.parametrize("name", ["attention", slow("state_space")])
+def test_correct_masks_are_passed(name):
+    model, params, batch = data(name, 2, 2)
+    pipe = pipeline(model, build("1f1b", devices=2, slices=4))
+    assert jp.debug.find_nonfinite(pipe, pipe.place(params), batch) is None
 
 
 def refusal(call):

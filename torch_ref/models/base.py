@@ -16,14 +16,15 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import WeightsError
+from ..slices import Passing
 
 Arrays: TypeAlias = dict[str, np.ndarray[Any, Any]]
 Params: TypeAlias = Mapping[str, Tensor]
@@ -36,11 +37,35 @@ Value: TypeAlias = Any
 class Context:
     """Where a function runs: the stage, the microbatch and the training step (a path for
     randomness, later).
+
+    With slices of sequences a microbatch is a slice, and `passing` connects it with the others of
+    its sequence on the same stage.
     """
 
     stage: int
     microbatch: int
     step: int = 0
+    passing: Passing = field(default_factory=Passing)
+
+    @property
+    def carry(self) -> Value:
+        """What the slice before handed on; None for the first slice of a sequence."""
+        before = self.passing.before
+        return before[-1]["carry"] if before else None
+
+    def hand_on(self, carry: Value) -> None:
+        """Give a value to the next slice of the sequence."""
+        self.passing.left["carry"] = carry
+
+    def append(self, name: str, rows: Tensor, dim: int = 1) -> Tensor:
+        """The rows of this name of all slices so far, joined along `dim`; later slices get these
+        rows too.
+        """
+        return self.passing.append(name, rows, dim)
+
+    def offset(self, length: int) -> int:
+        """Position in its sequence of the first row of a slice of this length."""
+        return self.passing.number * length
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,8 @@ class StagedModel(abc.ABC):
     """
 
     num_stages: int
+    # Whether stages are right for slices of sequences: they pass on all that later slices need.
+    takes_slices: ClassVar[bool] = False
     # Whether `last` returns a sum and a count: a field of the models that can do both.
     sum_count: bool
 

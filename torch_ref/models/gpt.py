@@ -21,7 +21,7 @@ Parameters (kernel is [in, out])
     last/ln/scale            [d]               last/ln/bias            [d]
     last/head/kernel         [d, V]            untied only; the head has no bias
 
-first:   x = wte[tokens] + wpe[0:T]                                                       [N, T, d]
+first:   x = wte[tokens] + wpe[o:o + T], o = 0, or the position of a slice's first token   [N, T, d]
 stage:   for each of its L layers, in order
              u = ln(x; ln1);  x = x + attention(u)
              u = ln(x; ln2);  x = x + (gelu(u @ up.kernel + up.bias) @ down.kernel + down.bias)
@@ -35,8 +35,8 @@ ln(x):   (x - mean) / sqrt(var + eps) * scale + bias; mean and the biased varian
 1e-5 attention(u): qkv = u @ qkv.kernel + qkv.bias; q, k, v are its three contiguous blocks of d;
 each is split into H heads of h
          contiguous features; a = softmax over keys of (q . k / sqrt(h)), where a query sees no
-         later key (-inf); heads (a @ v) are joined in order to [N, T, d];  result = joined @
-         out.kernel + out.bias
+         later key (-inf), and sees those of earlier slices too; heads (a @ v) are joined in order
+         to [N, T, d];  result = joined @ out.kernel + out.bias
 gelu:    `gelu_tanh`: 0.5 u (1 + tanh(sqrt(2/pi) (u + 0.044715 u^3))), which is jax.nn.gelu's
          default (approximate=True); otherwise 0.5 u (1 + erf(u / sqrt(2)))
 """
@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as nnf
@@ -58,6 +59,7 @@ from .base import Batch, Context, Params, StagedModel, SumCount, Value
 class GPT(StagedModel):
     """The GPT of this file's formulas; the fields are its sizes and flags."""
 
+    takes_slices: ClassVar[bool] = True
     num_stages: int
     layers_per_stage: int = 1
     vocab: int = 64
@@ -110,18 +112,21 @@ class GPT(StagedModel):
     def first(self, params: Params, microbatch: Batch, ctx: Context) -> Tensor:
         """Token plus position embedding, [N, T, d]."""
         tokens = microbatch["tokens"].long()
-        if tokens.shape[-1] > self.block:
+        start = ctx.offset(tokens.shape[-1])
+        end = start + tokens.shape[-1]
+        if end > self.block:
             raise TorchRefError(
-                f"rows of {tokens.shape[-1]} tokens do not fit {self.block} positions; cut the "
+                f"rows of {end} tokens do not fit {self.block} positions; cut the "
                 "rows or raise `block`"
             )
         table = params["shared/wte" if self.tied else "first/wte"]
-        return nnf.embedding(tokens, table) + params["first/wpe"][: tokens.shape[-1]]
+        return nnf.embedding(tokens, table) + params["first/wpe"][start:end]
 
     def stage(self, params: Params, x: Tensor, ctx: Context) -> Value:
         """L pre-norm blocks, [N, T, d] -> [N, T, d]."""
         for layer in range(self.layers_per_stage):
-            x = x + self._attention(params, layer, self._norm(params, "stages/ln1", layer, x))
+            u = self._norm(params, "stages/ln1", layer, x)
+            x = x + self._attention(params, layer, u, ctx)
             up = _dense(params, "stages/mlp/up", layer, self._norm(params, "stages/ln2", layer, x))
             up = nnf.gelu(up, approximate="tanh" if self.gelu_tanh else "none")
             x = x + _dense(params, "stages/mlp/down", layer, up)
@@ -144,14 +149,15 @@ class GPT(StagedModel):
             self.eps,
         )
 
-    def _attention(self, params: Params, layer: int, u: Tensor) -> Tensor:
+    def _attention(self, params: Params, layer: int, u: Tensor, ctx: Context) -> Tensor:
         rows, tokens, width = u.shape
         qkv = _dense(params, "stages/attn/qkv", layer, u)
         q, k, v = (
             t.view(rows, tokens, self.heads, -1).transpose(1, 2) for t in qkv.split(width, dim=-1)
         )
+        k, v = (ctx.append(f"{layer}/{name}", t, dim=2) for name, t in (("k", k), ("v", v)))
         scores = q @ k.transpose(-1, -2) / math.sqrt(width // self.heads)
-        later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        later = torch.ones(tokens, k.shape[2], dtype=torch.bool).triu(1 + ctx.offset(tokens))
         mixed = scores.masked_fill(later, -math.inf).softmax(-1) @ v
         return _dense(
             params, "stages/attn/out", layer, mixed.transpose(1, 2).reshape(rows, tokens, width)

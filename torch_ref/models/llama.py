@@ -32,7 +32,8 @@ rms(x):  x / sqrt(mean(x^2) + eps) * scale, the mean over d
 attention(u): q = u @ q.kernel in H heads of h contiguous features, k and v likewise in K heads;
          head n of the queries sees head floor(n K / H) of the keys and values; q and k turn; a =
          softmax over keys of (q . k / sqrt(h)), where a query sees no later key and none of another
-         segment (-inf); heads (a @ v) are joined in order;  result = joined @ out.kernel
+         segment (-inf), and sees those of earlier slices too; heads (a @ v) are joined in order;
+         result = joined @ out.kernel
 turn:    features i and i + h / 2 of a head are a complex number z_i, and z_i <- z_i exp(1j p w_i)
          at position p, with w_i = theta^(-2 i / h), i = 0 ... h / 2 - 1, and where `rope_factor` is
          not 1 (Llama 3.1's stretch)
@@ -47,7 +48,9 @@ silu(x): x * sigmoid(x)
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as nnf
@@ -66,6 +69,7 @@ class Llama(StagedModel):
     "segments"} between stages.
     """
 
+    takes_slices: ClassVar[bool] = True
     num_stages: int
     layers_per_stage: int = 1
     vocab: int = 64
@@ -121,7 +125,9 @@ class Llama(StagedModel):
         """Token embedding, with the positions and segments of the rows."""
         tokens = microbatch["tokens"].long()
         h = nnf.embedding(tokens, params["shared/table" if self.tied else "first/table"])
-        positions = microbatch.get("positions", torch.arange(tokens.shape[-1]).expand_as(tokens))
+        start, length = ctx.offset(tokens.shape[-1]), tokens.shape[-1]
+        default = torch.arange(start, start + length).expand_as(tokens)
+        positions = microbatch.get("positions", default)
         return {
             "h": h,
             "positions": positions,
@@ -133,13 +139,19 @@ class Llama(StagedModel):
         h = x["h"]
         turn = self._turns(x["positions"].to(h.dtype))
         segments = x["segments"]
-        later = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).triu(1)
-        unseen = later | (segments[:, :, None] != segments[:, None, :])
+        start, known = ctx.offset(h.shape[1]), ctx.append("segments", segments)
+        later = torch.ones(h.shape[1], known.shape[1], dtype=torch.bool).triu(1 + start)
+        unseen = later | (segments[:, :, None] != known[:, None, :])
         for layer in range(self.layers_per_stage):
             own = {
                 name: value[layer] for name, value in params.items() if name.startswith("stages/")
             }
-            h = h + self._attention(own, _rms(h, own["stages/norm1/scale"], self.eps), turn, unseen)
+            u = _rms(h, own["stages/norm1/scale"], self.eps)
+
+            def append(name: str, rows: Tensor, layer: int = layer) -> Tensor:
+                return ctx.append(f"{layer}/{name}", rows)
+
+            h = h + self._attention(own, u, turn, unseen, append)
             u = _rms(h, own["stages/norm2/scale"], self.eps)
             gated = nnf.silu(u @ own["stages/mlp/gate/kernel"]) * (u @ own["stages/mlp/up/kernel"])
             h = h + gated @ own["stages/mlp/down/kernel"]
@@ -165,13 +177,20 @@ class Llama(StagedModel):
         angle = positions[:, :, None, None] * w
         return torch.polar(torch.ones_like(angle), angle)
 
-    def _attention(self, params: Params, u: Tensor, turn: Tensor, unseen: Tensor) -> Tensor:
+    def _attention(
+        self,
+        params: Params,
+        u: Tensor,
+        turn: Tensor,
+        unseen: Tensor,
+        append: Callable[[str, Tensor], Tensor],
+    ) -> Tensor:
         rows, tokens, _ = u.shape
         q, k, v = (
             (u @ params[f"stages/attn/{name}/kernel"]).view(rows, tokens, heads, self.head)
             for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
         )
-        q, k = _turned(q, turn), _turned(k, turn)
+        q, k, v = _turned(q, turn), append("k", _turned(k, turn)), append("v", v)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=2) for t in (k, v))
         scores = torch.einsum("nqhf,nkhf->nhqk", q, k) / math.sqrt(self.head)
         a = scores.masked_fill(unseen[:, None], -math.inf).softmax(-1)

@@ -16,11 +16,11 @@ Parameters (kernel is [in, out])
     [d, o]       last/dense/bias           [o]
 
 first:  x = x @ kernel + bias                                                              [N, T, d]
-stage:  with s_0 = 0 [N, d], for t = 1 .. T
+stage:  with s_0 = 0 [N, d], or the carry of the slice before, for t = 1 .. T
             f_t = sigmoid(x_t @ gate.kernel + s_{t-1} @ gate.recurrent + gate.bias)
             c_t = tanh(x_t @ candidate.kernel + (f_t s_{t-1}) @ candidate.recurrent +
             candidate.bias) s_t = (1 - f_t) s_{t-1} + f_t c_t
-        output_t = x_t + s_t
+        output_t = x_t + s_t;  the carry is s_T
 last:   p = x @ kernel + bias;  loss = mean over N, T and o of (p - y)^2;
         where `sum_count`: loss_sum = the sum of (p - y)^2, count = N T o
 """
@@ -28,6 +28,7 @@ last:   p = x @ kernel + bias;  loss = mean over N, T and o of (p - y)^2;
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from .base import Batch, Context, Params, StagedModel, SumCount, Value, dense
 class RNN(StagedModel):
     """The recurrent net of this file's formulas; the fields are its sizes and flags."""
 
+    takes_slices: ClassVar[bool] = True
     num_stages: int
     width: int = 8
     features_in: int = 4
@@ -67,13 +69,14 @@ class RNN(StagedModel):
         """One cell over all of time, [N, T, d] -> [N, T, d]; the weights are looked up once a step,
         so each step can be cut.
         """
-        state = torch.zeros_like(x[:, 0])
+        state = torch.zeros_like(x[:, 0]) if ctx.carry is None else ctx.carry
         states = []
         for step in x.unbind(1):
             gate = torch.sigmoid(_cell(params, "stages/gate", step, state))
             candidate = torch.tanh(_cell(params, "stages/candidate", step, gate * state))
             state = (1 - gate) * state + gate * candidate
             states.append(state)
+        ctx.hand_on(state)
         return x + torch.stack(states, 1)
 
     def last(self, params: Params, x: Tensor, microbatch: Batch, ctx: Context) -> Tensor | SumCount:
