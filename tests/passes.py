@@ -64,7 +64,8 @@ def exchanges(segments):
 
 def random_liveness(rng):
     return Liveness(
-        x=rng.choice(list(LastUse)), cotangent=rng.choice([LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD])
+        x=rng.choice([LastUse.FORWARD, LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD]),
+        cotangent=rng.choice([LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD]),
     )
 
 

@@ -127,7 +127,9 @@ def leaves(model: Llama, pipe: jp.Pipeline) -> list[Leaf | Shared]:
 
     def one(path: Any, leaf: jax.ShapeDtypeStruct) -> Leaf | Shared:
         if path[0].key != "stages":
-            return Leaf(joined(path), leaf, canonical[joined(path)].shape, None)
+            # A table with zeros at its end, so that it divides, is an object with one array.
+            name = joined([key for key in path if not isinstance(key, jax.tree_util.GetAttrKey)])
+            return Leaf(name, leaf, canonical[name].shape, None)
         chunk, own = path[1].idx, placed["stages"][path[1].idx]
         packed = getattr(own, "layout", None)  # unlike stages: arrays by name, and buffers
         if packed is None or packed.of(path[2].key) is None:
