@@ -80,7 +80,8 @@ class Loop:
 
 
 def run_loops(loops: Sequence[Loop]) -> list[State]:
-    """Loops of one length as one: in each trip all read, then compute, then store.
+    """Loops of one length as one: in each trip all read, then compute, then store, one after the
+    other.
 
     Rows are read, stored and stacked by an index that is scanned: XLA:GPU makes no CUDA graph of a
     loop whose slices follow its counter. Where the partitioner splits values, scan stacks them
@@ -106,10 +107,13 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
             loop.compute(state.carry, values)
             for loop, state, values in zip(loops, states, read, strict=True)
         ]
-        after, ys = [], []
-        for loop, state, row, (carry, results) in zip(loops, states, rows, found, strict=True):
-            pools, new = loop.store(state.pools, row, results), loop.stacked(results)
-            stacks = [] if by_scan else _with_rows(state.stacks, row, new)
+        after: list[State] = []
+        ys: list[list[Any]] = []
+        for loop, before, row, (carry, results) in zip(loops, states, rows, found, strict=True):
+            if after and not by_scan:
+                row = _row_after(row, [leaf for state in after for kept in state for leaf in kept])
+            pools, new = loop.store(before.pools, row, results), loop.stacked(results)
+            stacks = [] if by_scan else _with_rows(before.stacks, row, new)
             after.append(State(carry, pools, stacks))
             ys.append(new if by_scan else [])
         return after, ys
@@ -132,11 +136,29 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
     ]
 
 
+def _row_after(row: Any, values: Sequence[Any]) -> Any:
+    """The row, with a dependence on these values: XLA stores there after all reads that the values
+    are computed from.
+
+    Otherwise it may run a late read of a pool after the write, and copy the whole pool for that.
+    The flags are False, also for values that are not finite, but XLA cannot know.
+    """
+    starts = [
+        jnp.real(leaf.ravel()[0])
+        for leaf in values
+        if leaf.size and jnp.issubdtype(leaf.dtype, jnp.number)
+    ]
+    for start in starts:
+        row = row + jnp.logical_and(start < 0, start > 0).astype(row.dtype)
+    return row
+
+
 def _read_before_writing(
     loops: Sequence[Loop], states: list[State], read: list[list[Any]]
 ) -> tuple[list[State], list[list[Any]]]:
     """Order reads of pools that a loop writes before the writes.  XLA would slice the pool again
-    after the write, and copy the pool for that.
+    after the write, and copy the pool for that.  Where the partitioner splits values, an element of
+    them (see `_row_after`) would have to be sent to the other devices.
 
     Other reads have no such order: a row of parameters is best sliced where it is used, not kept
     from the beginning of the trip.

@@ -21,7 +21,7 @@ from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
 from moe_parts.model import MoE
 from moe_parts.sizes import Mixture, Routing
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
-from tests.gpu.test_pairs import of_pairs
+from tests.gpu.test_pairs import made_again, of_pairs
 from tests.tiers import exhaustive, slow
 
 ROWS, TOKENS, MICROBATCHES, LAYERS = 2, 1024, 8, 8
@@ -61,3 +61,4 @@ def test_all_to_alls_run_next_to_matmuls_of_the_other_half(name: str) -> None:
     # gradients are summed after the loop: no reduction of several devices is in it
     looped = [c for c in found.collectives if c.place.in_loop]
     assert [str(c) for c in looped if c.kind in ("all-reduce", "reduce-scatter")] == []
+    assert made_again(found, over=2 * ROWS * TOKENS * SIZES.width) == []
