@@ -144,7 +144,7 @@ def _row_after(row: Any, values: Sequence[Any]) -> Any:
     The flags are False, also for values that are not finite, but XLA cannot know.
     """
     starts = [
-        jnp.real(leaf.ravel()[0])
+        jnp.real(lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim)).reshape(())
         for leaf in values
         if leaf.size and jnp.issubdtype(leaf.dtype, jnp.number)
     ]

@@ -98,6 +98,8 @@ class Piece(NamedTuple):
             return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
         size = self.entry.length // self.entry.shape[0]
         own = lax.dynamic_slice_in_dim(self.pool, jnp.int32(self.start) + row * size, size, axis=-1)
+        if not self.entry.by_row:  # the rows are single numbers
+            return own.reshape(())
         return self.entry.unpack_row(own.reshape(self.entry.kept[1:]))
 
 

@@ -8,14 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpipe.jaxprs import (
     Entry,
     InSlots,
     Part,
+    Piece,
     Slot,
     Total,
+    TotalPiece,
     into_scans,
     run_in_slots,
 )
@@ -49,6 +52,22 @@ def test_a_value_comes_back_out_of_its_slot(shape, parts, tile):
         np.testing.assert_array_equal(
             Slot(pool, jnp.int32(0), entry).load_row(jnp.int32(row)), value[row] + 1
         )
+
+
+@pytest.mark.parametrize(("shape", "parts"), SHAPES[1:-1], ids=str)
+def test_a_piece_of_a_long_array_is_read_and_added_to_row_by_row(shape, parts):
+    entry = Entry(shape, parts)
+    value = jnp.arange(np.prod(shape, dtype=int), dtype=float).reshape(shape)
+    counts = [(0, 0, 0)] * len(parts)
+    array = lax.pad(entry.ravel(entry.pack(value)), -1.0, [*counts, (2, 3, 0)])
+    for row in range(shape[0]):
+        read = Piece(array, 2, entry).load_row(jnp.int32(row))
+        np.testing.assert_array_equal(read, value[row])
+    total = array
+    for row in range(shape[0]):
+        total = TotalPiece(total, 2, entry).store_row(jnp.int32(row), value[row] + 1)
+    np.testing.assert_array_equal(Piece(total, 2, entry).load(), 2 * value + 1)
+    assert jnp.all(total[..., :2] == -1) and jnp.all(total[..., -3:] == -1)
 
 
 def test_a_device_s_part_of_an_entry_is_one_piece():
