@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves
 from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_in_slots
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import leaf_plans
 from ..spmd.body import accumulator_dtype
-from ..spmd.entries import Group, StageEntries, auto_axes, compiled_alone, outer_specs
+from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
 from ..spmd.executor import TracedStep
 from ..spmd.operands import SharedBuffers
 from ..stage.code import StageCode
@@ -49,25 +49,23 @@ class Block:
 
 @dataclass(frozen=True)
 class Step:
-    """A traced step on a mesh.  `entries` has for each kind of stage the splits of its parameters
+    """A traced step.  `entries` has for each kind of stage the splits of its parameters
     and stored values over the axes that are left to the partitioner.
     """
 
     job: Job
-    mesh: Mesh
     code: ModelCode
     entries: tuple[StageEntries, ...]
 
     @classmethod
-    def of(cls, mesh: Mesh, traced: TracedStep) -> Step:
+    def of(cls, traced: TracedStep) -> Step:
         """The traced step of a pipeline."""
-        code = traced.code
-        return cls(traced.job, mesh, code, traced.entries)
+        return cls(traced.job, traced.code, traced.entries)
 
     @property
     def is_shared(self) -> bool:
         """Whether several devices share a stage."""
-        return bool(auto_axes(self.mesh, self.job))
+        return bool(self.job.partition.auto_axes)
 
     def entry(self, kind: int) -> dict[str, int]:
         """Bytes on one device of a kind of stage's values of one microbatch, by pool."""
@@ -148,7 +146,7 @@ class Step:
         # their room to the block's arrays.
         donated = [3 * k + group for k in range(len(parts)) for group in (1, 2)]
         groups = [group for own, _ in parts for group in own]
-        return compiled_alone(self.job, self.mesh, run, *groups, donated=donated, unrun=unrun)
+        return compiled_alone(self.job, run, *groups, donated=donated, unrun=unrun)
 
 
 # A function of a block's inputs, pools and accumulators (arrays) that returns its code.

@@ -13,7 +13,7 @@ import jax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from ..arrays import PyTree
+from ..arrays import Params, PyTree
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import LeafPlan, leaf_plans, trained
 from ..model.param_layout import with_outer
@@ -36,12 +36,7 @@ from .blocks import Step
 
 
 def memory(
-    pipe: Pipeline,
-    params: dict[str, PyTree],
-    batch: PyTree,
-    *,
-    rng: Any = None,
-    state: Any = (),
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()
 ) -> dict[str, int]:
     """Bytes that a step takes on one device by purpose, and their "total".
 
@@ -77,12 +72,12 @@ def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
     return {**parts, "total": int(found.total)}
 
 
-def placed_shapes(pipe: Pipeline, params: dict[str, PyTree]) -> dict[str, PyTree]:
+def placed_shapes(pipe: Pipeline, params: Params) -> dict[str, PyTree]:
     """Parameters as shapes, with the shardings that a step has."""
     found: dict[str, PyTree] = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         params,
-        pipe.partition.shardings(pipe.mesh, params),
+        pipe.partition.shardings(params),
     )
     return found
 
@@ -91,7 +86,7 @@ def step_sizes(
     pipe: Pipeline, traced: TracedStep, arrays: dict[str, PyTree], batch: PyTree
 ) -> Sizes:
     """Sizes of a traced model on one device."""
-    step, params = Step.of(pipe.mesh, traced), with_outer(placed_shapes(pipe, arrays))
+    step, params = Step.of(traced), with_outer(placed_shapes(pipe, arrays))
     job, code, program = step.job, step.code, step.code.program
     buffers = SharedBuffers.of(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
@@ -125,7 +120,7 @@ def step_sizes(
         raveled=_raveled(buffers, code, splits=splits),
         work=most,
     )
-    return replace(found, **_summed(step, params, most)) if on_cpus(step.mesh) else found
+    return replace(found, **_summed(step, params, most)) if on_cpus(job.mesh) else found
 
 
 def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
@@ -211,14 +206,14 @@ def _summed_bytes(step: Step, key: str, tree: PyTree) -> int:
     """Bytes of gradients that are summed whole over devices; gradients of gathered parameters are
     parts of their accumulators.
     """
-    job, mesh = step.job, step.mesh
+    job = step.job
     axes = job.data_axes if key == "stages" else (job.axis, *job.data_axes)
     leaves = zip(jax.tree.leaves(tree), leaf_plans(job.plans[key]), strict=True)
     return sum(
         gradient_bytes(job, leaf)
         for leaf, plan in leaves
         if not (plan.frozen or plan.gathers)
-        and math.prod(mesh.shape[name] for name in plan.whole_axes(axes)) > 1
+        and math.prod(job.mesh.shape[name] for name in plan.whole_axes(axes)) > 1
     )
 
 
@@ -239,7 +234,7 @@ def _gathered(step: Step, params: Mapping[str, PyTree]) -> int:
 
 def _whole_bytes(step: Step, leaf: Any, plan: LeafPlan) -> int:
     """Bytes of a parameter gathered over its manual axes, and of its accumulator."""
-    share = math.prod(step.mesh.shape[name] for name, _ in plan.gathers)
+    share = math.prod(step.job.mesh.shape[name] for name, _ in plan.gathers)
     return share * (local_bytes(leaf) + (0 if plan.frozen else gradient_bytes(step.job, leaf)))
 
 
@@ -251,7 +246,7 @@ def hoisted_bytes(
         return 0
     splits = [*(PartitionSpec() for _ in range(consts)), *specs]
     group = list(zip([v.aval for v in jaxpr.invars], splits, strict=True))
-    compiled = compiled_alone(step.job, step.mesh, lambda values: run(jaxpr, *values), group)
+    compiled = compiled_alone(step.job, lambda values: run(jaxpr, *values), group)
     return int(getattr(compiled.memory_analysis(), "output_size_in_bytes", 0))
 
 

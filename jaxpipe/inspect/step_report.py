@@ -73,7 +73,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from ..arrays import PyTree
+from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..jaxprs import needed_for
@@ -100,12 +100,7 @@ from .waits import most_waits
 
 
 def report(
-    pipe: Pipeline,
-    params: dict[str, PyTree],
-    batch: PyTree,
-    *,
-    rng: Any = None,
-    state: Any = (),
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()
 ) -> dict[str, Any]:
     """Compile the step and describe it: ticks, segments, slots, transfers, makespans, residuals,
     XLA's memory, compile seconds.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..arrays import Leaves, PyTree, wider
+from ..arrays import Leaves, Params, PyTree, wider
 from ..errors import PipelineError
 from ..jaxprs import Piece
 from ..lowering.target import Target
@@ -62,7 +62,7 @@ class Prepared:
 
 
 def prepare(
-    job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: tuple[PyTree, ...]
+    job: Job, params: Params, batch: PyTree, rng: Any, kept: tuple[PyTree, ...]
 ) -> Prepared:
     """Gather parameters and trace the model.
 
@@ -88,7 +88,7 @@ def prepare(
 
 def body(
     job: Job,
-    params: dict[str, PyTree],
+    params: Params,
     batch: PyTree,
     rng: Any,
     kept: tuple[PyTree, ...],
