@@ -14,7 +14,6 @@ from jax.extend import core
 
 from .arrays import PyTree, described
 from .processes import compare
-from .program.records import arrays
 from .version import __version__
 
 _MOST = 400  # characters of an entry
@@ -112,7 +111,7 @@ def code_texts(code: Any) -> dict[str, str]:
     for name, function in functions:
         lines = sorted((*_operations(function.hoist), *_operations(function.evaluate)))
         found[f"code of {name}"] = f"{len(lines)} operations {_digest(chr(10).join(lines))}"
-    ticks = np.stack([*arrays(code.program.ticks)], axis=-1)
+    ticks = np.stack(code.program.ticks.columns, axis=-1)
     segments = [(s.start, s.stop, s.period) for s in code.program.segments]
     found["program"] = f"{len(ticks)} ticks {_digest(f'{segments} {ticks.tobytes().hex()}')}"
     return found

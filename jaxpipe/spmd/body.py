@@ -20,7 +20,6 @@ from ..model.leaf_plan import gather, leaf_plans
 from ..model.packed import on_one_device
 from ..model.places import Places
 from ..model.spread import unpadded
-from ..program.records import arrays
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
@@ -122,7 +121,7 @@ def body(
         emitter = TickEmitter(shared_code, job.data_axes, job.clock)
         state = _initial(job, code, buffers, chunks, kept, shared, first, last)
         # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
-        table = jnp.asarray(_narrow(np.stack([*arrays(code.program.ticks)], axis=-1)))
+        table = jnp.asarray(_narrow(np.stack(code.program.ticks.columns, axis=-1)))
         rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
     with jax.named_scope("ticks"):
         for segment in code.program.segments:

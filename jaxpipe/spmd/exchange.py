@@ -9,7 +9,7 @@ from jax import lax
 
 from ..arrays import Leaves, Scalar
 from ..program.pools import POOL_OF
-from ..program.records import Arrival
+from ..program.records import Record
 from ..program.segments import Transit
 from ..program.templates import Payload, Permute
 from .shared_buffers import SharedBuffer
@@ -66,7 +66,7 @@ def arrive(
     state: State,
     payload: Payload,
     buffer: SharedBuffer,
-    arrival: Arrival[Scalar],
+    arrival: Record[Scalar],
     leaves: Leaves,
     *,
     keep: bool,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..arrays import Flag, Leaves, Scalar
 from ..jaxprs import Entry
 from ..program.ir import Program
-from ..program.records import NOBODY, Move, TickRecord
+from ..program.records import NOBODY, Record, TickRecord
 from .operands import SharedBuffers
 from .pools import zeros
 from .state import State
@@ -140,7 +140,7 @@ class HostMoves:
     row: TickRecord[Scalar]
 
     @property
-    def _move(self) -> Move[Scalar]:
+    def _move(self) -> Record[Scalar]:
         (move,) = self.row.moves
         return move
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import Program
-from ..program.records import NOBODY, Arrival, TickRecord, map_fields, pairs_of
+from ..program.records import NOBODY, Record, TickRecord, pairs_of
 from ..program.segments import Loop, Point, Segment, Transit
 from ..program.templates import BlockUse, Presence
 from ..stage.job import Clock
@@ -145,8 +145,8 @@ class TickEmitter:
 
     def _record(self, line: Any) -> TickRecord[Scalar]:
         """A line of numbers as a record."""
-        column, like = iter(range(line.shape[0])), cast("TickRecord[Any]", self._program.ticks)
-        return map_fields(lambda _: line[next(column)], like)
+        column = iter(range(line.shape[0]))
+        return self._program.ticks.map(lambda _: line[next(column)])
 
     def _tick(
         self, segment: Segment, j: int, rows: _Rows, state: State, brought: _Brought
@@ -236,8 +236,8 @@ class TickEmitter:
         with jax.named_scope(EXCHANGE):
             # Both depend on the token, because a pool of one slot needs no slot number.  Otherwise
             # XLA would write all arrivals of a trip in one fusion.
-            at: Arrival[Scalar] = map_fields(
-                lambda number: jnp.where(state["token"], 0, number), row.arrivals[transit.lane]
+            at: Record[Scalar] = row.arrivals[transit.lane].map(
+                lambda number: jnp.where(state["token"], 0, number)
             )
             return arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
 
