@@ -20,17 +20,17 @@ from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes, memory_of
 from ..program.ir import Program
+from ..program.pools import POOL_OF
 from ..program.templates import Payload
 from ..spmd.body import accumulator_dtype
 from ..spmd.entries import compiled_alone, outer_specs
 from ..spmd.executor import TracedStep
 from ..spmd.mapped import on_cpus
-from ..spmd.operands import SharedBuffers
-from ..spmd.shared_buffers import SharedBuffer
+from ..spmd.operands import Buffers, shared_buffers
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
-from ..table.effects import OF_SLICES
+from ..table.effects import Place
 from ..table.kinds import Kind
 from .blocks import Step
 
@@ -88,9 +88,9 @@ def step_sizes(
     """Sizes of a traced model on one device."""
     step, params = Step.of(traced), with_outer(placed_shapes(pipe, arrays))
     job, code, program = step.job, step.code, step.code.program
-    buffers = SharedBuffers.of(code.kinds, step.entries)
+    buffers = shared_buffers(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
-    residuals = buffers.residual_input.nbytes, buffers.residual_weight.nbytes
+    entry = {place.value: buffer.nbytes for place, buffer in buffers.items()}
     work = step.work_space()
     most = max(work.values(), default=0)
     found = Sizes(
@@ -104,17 +104,13 @@ def step_sizes(
         hoisted=_hoisted(step),
         entry=dict.fromkeys(vars(program.slots), 0)
         | {
-            "x": buffers.x.nbytes,
-            "residual_input": residuals[0],
-            "residual_weight": residuals[1],
-            "cotangent": buffers.cotangent.nbytes,
-            "stash": buffers.stash.nbytes if splits else 0,
-            **{place.value: getattr(buffers, place.value).nbytes for place in OF_SLICES},
+            **entry,
+            "stash": entry["stash"] if splits else 0,
             **{
                 place.value: sum(nbytes(aval) for aval in avals)
                 for place, avals in code.outer_pools.items()
             },
-            "host": sum(residuals) if program.slots.host else 0,
+            "host": entry["residual_input"] + entry["residual_weight"] if program.slots.host else 0,
         },
         sent=_sent_bytes(program, buffers) + _with_arrivals(program, buffers, work) - most,
         raveled=_raveled(buffers, code, splits=splits),
@@ -123,7 +119,7 @@ def step_sizes(
     return replace(found, **_summed(step, params, most)) if on_cpus(job.mesh) else found
 
 
-def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
+def _sent_bytes(program: Program, buffers: Buffers) -> int:
     """Bytes of the values to send, by payload; twice where a permute is awaited in a later tick,
     after the next value is computed.
     """
@@ -134,10 +130,10 @@ def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
         for p in template.permutes
         if p.delay
     }
-    return sum((1 + (payload in late)) * buffers.sent(payload).nbytes for payload in Payload)
+    return sum((1 + (payload in late)) * buffers[POOL_OF[payload]].nbytes for payload in Payload)
 
 
-def _with_arrivals(program: Program, buffers: SharedBuffers, work: Mapping[str, int]) -> int:
+def _with_arrivals(program: Program, buffers: Buffers, work: Mapping[str, int]) -> int:
     """The largest sum of a block's work space and the arrivals during it."""
     most = max(work.values(), default=0)
     for segment in program.segments:
@@ -148,30 +144,27 @@ def _with_arrivals(program: Program, buffers: SharedBuffers, work: Mapping[str, 
                     for t in segment.transits
                     if t.issued <= (j, place) < t.written
                 ]
-                arriving = sum(buffers.sent(payload).nbytes for payload in arrivals)
+                arriving = sum(buffers[POOL_OF[payload]].nbytes for payload in arrivals)
                 most = max(most, work.get(use.block.kind.name, 0) + arriving)
     return most
 
 
-def _raveled(buffers: SharedBuffers, code: ModelCode, *, splits: bool) -> int:
+def _raveled(buffers: Buffers, code: ModelCode, *, splits: bool) -> int:
     """Copies of values that have another shape in their pool, on which no block works in place.
     Copies of one block exist at a time.
     """
 
-    def copies(buffer: SharedBuffer, avals: Sequence[Any]) -> int:
+    kept = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, *((Place.STASH,) if splits else ()))
+
+    def copies(stored: Mapping[Place, Sequence[Any]]) -> int:
         return sum(
             nbytes(aval)
-            for aval, place in zip(avals, buffer.of_kind(avals), strict=True)
+            for pool in kept
+            for aval, place in zip(stored[pool], buffers[pool].of_kind(stored[pool]), strict=True)
             if place.flat
         )
 
-    kept = [
-        copies(buffers.residual_input, k.residual_input)
-        + copies(buffers.residual_weight, k.residual_weight)
-        for k in code.kinds
-    ]
-    left = [copies(buffers.stash, kind.stash) if splits else 0 for kind in code.kinds]
-    return max(one + other for one, other in zip(kept, left, strict=True))
+    return max(copies(kind.stored) for kind in code.kinds)
 
 
 def local_bytes(leaf: Any) -> int:

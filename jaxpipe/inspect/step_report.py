@@ -86,7 +86,7 @@ from ..planner.memory import Sizes
 from ..program.ir import Program
 from ..program.templates import Payload
 from ..spmd.exchange import WITH_SLACK
-from ..spmd.operands import SharedBuffers
+from ..spmd.operands import shared_buffers
 from ..stage.model_code import ModelCode
 from ..table.action import Overlap, parts
 from ..table.effects import Place
@@ -175,11 +175,11 @@ def table_makespan(schedule: Schedule) -> float:
 
 def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
     """Pools, residuals and transfers."""
-    program, buffers = code.program, SharedBuffers.of(code.kinds)
+    program, buffers = code.program, shared_buffers(code.kinds)
     kept = {
-        "residual_input": buffers.residual_input.avals,
-        "residual_weight": buffers.residual_weight.avals,
-        "stash": buffers.stash.avals if sizes.entry["stash"] else (),
+        "residual_input": buffers[Place.RESIDUAL_INPUT].avals,
+        "residual_weight": buffers[Place.RESIDUAL_WEIGHT].avals,
+        "stash": buffers[Place.STASH].avals if sizes.entry["stash"] else (),
         "first": code.outer_pools[Place.FIRST],
     }
     of = {

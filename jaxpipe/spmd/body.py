@@ -28,7 +28,7 @@ from .block import false
 from .collective import with_cuts
 from .entries import StageEntries, whole_entries
 from .host import Packing
-from .operands import Operands, SharedBuffers, StageOperand
+from .operands import Buffers, Operands, StageOperand, shared_buffers
 from .pools import empty, empty_pool
 from .replicas import with_replicas
 from .results import finish
@@ -110,7 +110,7 @@ def body(
         raise PipelineError(CANNOT_BE_TIMED)
     if entries is None:
         entries = tuple(whole_entries(kind, target) for kind in code.kinds)
-    buffers = SharedBuffers.of(code.kinds, entries)
+    buffers = shared_buffers(code.kinds, entries)
     if job.observe is not None:
         job.observe(job, code, entries)
     with jax.named_scope("prepare"):
@@ -147,7 +147,7 @@ def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
 def _initial(
     job: Job,
     code: ModelCode,
-    buffers: SharedBuffers,
+    buffers: Buffers,
     chunks: Sequence[PyTree],
     kept: Sequence[PyTree],
     shared: PyTree,
@@ -160,15 +160,16 @@ def _initial(
     losses += [] if code.last is None else [code.last.loss_dtype]
     state: State = {
         "token": false(),
-        "x": buffers.x.empty(slots.x),
-        "sent_x": empty(buffers.x.avals),
+        "sent_x": empty(buffers[Place.X].avals),
         "losses": jnp.zeros(count, wider(*losses) if losses else jnp.float32),
         "aux": None if code.last is None else empty_pool(code.last.aux_avals, count),
     }
     for v in range(len(chunks)):
         state[of_chunk(Place.STAGE_STATE, v)] = jax.tree.leaves(kept[v]) if kept else []
-    for name in [place.value for place in OF_SLICES if getattr(slots, place.value)]:
-        state[name] = getattr(buffers, name).empty(getattr(slots, name))
+    for place, buffer in buffers.items():
+        size = getattr(slots, place.value)
+        if size and (job.training or place in (Place.X, *OF_SLICES)):
+            state[place.value] = buffer.empty(size)
     for place, avals in code.outer_pools.items():
         if job.training or place is Place.LAST:
             state[place.value] = empty_pool(avals, getattr(slots, place.value))
@@ -191,11 +192,7 @@ def _initial(
         "first_gradients": accumulators(first, job.plans["first"]),
         "last_gradients": accumulators(last, job.plans["last"]),
         "shared_gradients": accumulators(shared, job.plans["shared"]),
-        "cotangent": buffers.cotangent.empty(slots.cotangent),
-        "sent_dx": empty(buffers.cotangent.avals),
-        "residual_input": buffers.residual_input.empty(slots.residual_input),
-        "residual_weight": buffers.residual_weight.empty(slots.residual_weight),
-        "stash": buffers.stash.empty(slots.stash),
+        "sent_dx": empty(buffers[Place.COTANGENT].avals),
         "host": Packing.of(buffers).empty(slots.host),
     }
 

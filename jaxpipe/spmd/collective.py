@@ -47,7 +47,7 @@ def _first(shared: SharedCode, row: Record[Scalar], state: State) -> State:
     """E: the first stage's input.  Every device has it whole, and the device of the first stage
     keeps it.
     """
-    code, buffer = shared.code.first, shared.buffers.x
+    code, buffer = shared.code.first, shared.buffers[Place.X]
     found = run(code.evaluate, *first_inputs(shared, _ordered(shared, row.microbatch, state)))
     return state | {"x": _kept_on(buffer, code.y_avals, found, row, row.is_source != 0, state["x"])}
 
@@ -74,7 +74,11 @@ def _last(shared: SharedCode, row: Record[Scalar], state: State) -> State:
     differentiates the mean of P equal losses.  Collectives inside it sum cotangents over devices,
     and count none twice.
     """
-    code, buffer, avals = shared.last_code, shared.buffers.cotangent, shared.last_stage.dy_avals
+    code, buffer, avals = (
+        shared.last_code,
+        shared.buffers[Place.COTANGENT],
+        shared.last_stage.dy_avals,
+    )
     source = row.is_source != 0
     if shared.blocking:
         source = jnp.logical_and(source, jnp.logical_not(state["token"]))

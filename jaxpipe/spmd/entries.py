@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode, inexact, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
+from ..table.effects import Place
 from .compiler_options import options_for, options_unrun
 from .mapped import mapped
 
@@ -33,26 +34,15 @@ class StageEntries:
     """
 
     parameters: tuple[PartitionSpec, ...]
-    x: tuple[Entry, ...]
-    cotangent: tuple[Entry, ...]
-    residual_input: tuple[Entry, ...]
-    residual_weight: tuple[Entry, ...]
-    stash: tuple[Entry, ...]
-    carry: tuple[Entry, ...] = ()
-    carry_gradient: tuple[Entry, ...] = ()
-    buffer: tuple[Entry, ...] = ()
-    buffer_gradient: tuple[Entry, ...] = ()
+    stored: Mapping[Place, tuple[Entry, ...]]
 
 
 def whole_entries(code: StageCode, target: Target) -> StageEntries:
     """The entries where no axis is left to the partitioner."""
-
-    def whole(avals: Sequence[Any]) -> tuple[Entry, ...]:
-        return tuple(_whole(aval, target) for aval in avals)
-
-    stored = (code.x_avals, code.dy_avals, code.residual_input, code.residual_weight, code.stash)
-    passed = (code.carry, code.carry_gradients, code.buffers, code.buffer_gradients)
-    return StageEntries((_WHOLE,) * code.num_params, *map(whole, (*stored, *passed)))
+    stored = {
+        place: tuple(_whole(aval, target) for aval in avals) for place, avals in code.stored.items()
+    }
+    return StageEntries((_WHOLE,) * code.num_params, stored)
 
 
 def _whole(aval: Any, target: Target) -> Entry:
@@ -120,36 +110,31 @@ def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> Stage
     stash = _output_specs(job, input_grad, parameters, x, extra, kept, dy)[code.num_dx :]
 
     target = job.target
-
-    def entries(avals: Sequence[Any], specs: Sequence[PartitionSpec]) -> tuple[Entry, ...]:
-        return tuple(
-            _entry(job.mesh, aval, spec, _tile(aval, target))
-            for aval, spec in zip(avals, specs, strict=True)
-        )
-
     early = len(code.residual_input)
     alike = [(a.shape, a.dtype) for a in code.x_avals] == [(a.shape, a.dtype) for a in code.y_avals]
-    return StageEntries(
-        parameters=tuple(specs),
+    specs_of = {
         # An arriving value is split as the previous stage left it.  A stage that returns the form
         # of its input leaves it alike.
-        x=entries(code.x_avals, y)
-        if alike
-        else tuple(_whole(aval, target) for aval in code.x_avals),
-        cotangent=entries(code.dy_avals, cotangent),
-        residual_input=entries(code.residual_input, residuals[:early]),
-        residual_weight=entries(code.residual_weight, residuals[early:]),
-        stash=entries(code.stash, stash),
-        **{
-            name: entries([aval for aval, _ in those], [spec for _, spec in those])
-            for name, those in (
-                ("carry", carry),
-                ("carry_gradient", later[0]),
-                ("buffer", buffers),
-                ("buffer_gradient", later[1]),
-            )
-        },
-    )
+        Place.X: y if alike else None,
+        Place.COTANGENT: cotangent,
+        Place.RESIDUAL_INPUT: residuals[:early],
+        Place.RESIDUAL_WEIGHT: residuals[early:],
+        Place.STASH: stash,
+        Place.CARRY: [spec for _, spec in carry],
+        Place.CARRY_GRADIENT: [spec for _, spec in later[0]],
+        Place.BUFFER: [spec for _, spec in buffers],
+        Place.BUFFER_GRADIENT: [spec for _, spec in later[1]],
+    }
+    stored = whole_entries(code, target).stored
+    split = {
+        place: tuple(
+            _entry(job.mesh, aval, spec, _tile(aval, target))
+            for aval, spec in zip(code.stored[place], own, strict=True)
+        )
+        for place, own in specs_of.items()
+        if own is not None
+    }
+    return StageEntries(tuple(specs), {**stored, **split})
 
 
 def param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[PartitionSpec]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import Program
+from ..program.pools import POOL_OF
 from ..program.records import NOBODY, Record, TickRecord, pairs_of
 from ..program.segments import Loop, Point, Segment, Transit
 from ..program.templates import BlockUse, Presence
@@ -239,7 +240,9 @@ class TickEmitter:
             at: Record[Scalar] = row.arrivals[transit.lane].map(
                 lambda number: jnp.where(state["token"], 0, number)
             )
-            return arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
+            return arrive(
+                state, payload, self.shared.buffers[POOL_OF[payload]], at, leaves, keep=keep
+            )
 
     def _run(self, run: _Run, row: TickRecord[Scalar], state: State) -> State:
         """Run a block, or a pair, under its predicate."""
