@@ -16,12 +16,12 @@ from .engine.costs import Costs
 from .errors import PipelineError
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
-from .lowering.offload import Offload
 from .lowering.overheads import Overheads
 from .lowering.plan import Plan
 from .lowering.prices import overheads_of
+from .lowering.slots import Offload
 from .lowering.target import Target
-from .model.arguments import check_kinds, costs_of, rematerialised, with_shares
+from .model.arguments import check_kinds, costs_of, rematerialised, staged, with_shares
 from .model.follow import init_as_updated
 from .model.mesh import automatic
 from .model.model import Model
@@ -30,7 +30,6 @@ from .model.param_layout import check_canonical
 from .model.partition import Partition
 from .model.placed import State
 from .model.placer import Placer
-from .model.read import staged
 from .model.settings import Memory, Sharding
 from .model.specs import frozen_filter
 from .model.spread import Cuts

@@ -15,8 +15,8 @@ from .arrays import Params, PyTree
 from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
-from .lowering.offload import Offload
 from .lowering.plan import Plan, plan_of
+from .lowering.slots import Offload
 from .lowering.target import Target
 from .model.functions import Functions
 from .model.mesh import on_mesh

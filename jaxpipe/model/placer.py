@@ -17,8 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..arrays import Params, PyTree
 from ..errors import PipelineError
 from .follow import Follow, Followers, shardings
-from .mesh import explicit_context
-from .mover import Mover, has
+from .mesh import Mover, explicit_context, has
 from .packed import Packed, is_missing, repacked
 from .partition import Partition
 from .placed import State, owner_faults

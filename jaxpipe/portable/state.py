@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from ..arrays import PyTree, path_text
 from ..errors import CheckpointError
 from ..model.follow import Follow, Followers, is_params
-from ..model.mover import has
+from ..model.mesh import has
 from ..model.packed import Packed
 from ..model.placed import Chunks, owner_faults
 from ..model.placer import Placer

@@ -29,11 +29,10 @@ from .collective import with_cuts
 from .entries import StageEntries, whole_entries
 from .host import Packing
 from .operands import Buffers, Operands, StageOperand, shared_buffers
-from .pools import empty, empty_pool
+from .pools import State, empty, empty_pool, of_chunk
 from .replicas import with_replicas
 from .results import finish
 from .shared_code import SharedCode
-from .state import State, of_chunk
 from .tick import TickEmitter
 
 CANNOT_BE_TIMED = (

@@ -22,9 +22,8 @@ from ..table.effects import Access, Place
 from ..table.kinds import TOGETHER, Kind
 from .block import Block
 from .outer import accumulate, first_inputs, last_inputs, noted, run_last, with_last_gradients
-from .pools import read, write
+from .pools import State, read, write
 from .shared_code import SharedCode
-from .state import State
 
 
 def collective_block(shared: SharedCode, kind: Kind, row: Record[Scalar]) -> Block:

@@ -12,8 +12,8 @@ from ..program.pools import POOL_OF
 from ..program.records import Record
 from ..program.segments import Transit
 from ..program.templates import Payload, Permute
+from .pools import State
 from .shared_buffers import SharedBuffer
-from .state import State
 
 # The scopes of transfers in a profile and in a compiled program.  The second is of transfers that
 # are awaited in a later tick.

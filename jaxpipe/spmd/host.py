@@ -24,8 +24,7 @@ from ..program.ir import Program
 from ..program.records import NOBODY, Record, TickRecord
 from ..table.effects import Place
 from .operands import Buffers
-from .pools import zeros
-from .state import State
+from .pools import State, zeros
 
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)

@@ -16,8 +16,8 @@ from ..model.placed import Chunks
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
+from .pools import State, chunks_of
 from .replicas import return_replicas
-from .state import State, chunks_of
 
 
 def finish(

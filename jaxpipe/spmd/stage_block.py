@@ -24,9 +24,8 @@ from .outer import (
     run_last,
     with_last_gradients,
 )
-from .pools import add, add_at, read, without_weak_types, write
+from .pools import State, add, add_at, of_chunk, read, without_weak_types, write
 from .shared_code import SharedCode
-from .state import State, of_chunk
 
 # Yields the stage's code with the state before it, receives the code's results with the state after
 # it, and returns the last state.

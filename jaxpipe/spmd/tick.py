@@ -26,9 +26,9 @@ from .clock import clocked
 from .collective import collective_block
 from .exchange import EXCHANGE, arrive, permuted, scope_of, settled
 from .host import HostMoves, Moved, Packing
+from .pools import State
 from .shared_code import SharedCode
 from .stage_block import StageAction, pair_block
-from .state import State
 
 # The records of this device in the ticks of a trip; -1 is the last tick of the previous trip.
 _Rows: TypeAlias = Mapping[int, TickRecord[Scalar]]

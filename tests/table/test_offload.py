@@ -12,9 +12,8 @@ from hypothesis import given
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
-from jaxpipe.lowering.offload import Offload
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.slots import Offload, assign_slots
 from jaxpipe.program.faults import ProgramRule
 from jaxpipe.program.pools import UNDER_WAY
 from jaxpipe.program.records import MOVE, NOBODY
