@@ -33,13 +33,12 @@ from .model.placer import Placer
 from .model.settings import Memory, Sharding
 from .model.specs import frozen_filter
 from .model.spread import Cuts
-from .model.step_arguments import key_faults
 from .same_code import jit_same, key_of
 from .spmd.compiler_options import features_of, options_for
 from .spmd.executor import SpmdExecutor, TracedStep
 from .stage.job import Clock, Executor, Job
 from .stage.model_code import ModelCode
-from .steps import Steps
+from .steps import Steps, key_faults
 from .table.check import check
 from .table.schedule import Schedule
 
