@@ -27,7 +27,6 @@ from ..engine.timeline import Timeline
 from ..errors import ScheduleError
 from ..table.action import Action, Cell, parts
 from ..table.encoded import Encoded
-from ..table.garbage_collection import paused_collector
 from ..table.kinds import MESSAGES, SENDS
 from ..table.run_order import Transfers, Wait, buffered_order, mates, rendezvous_order, waits
 from ..table.schedule import Schedule
@@ -67,10 +66,9 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
             "the table has L or E, for which no SEND and RECV are defined; "
             "jaxpipe.transforms.remove_spread takes them out"
         )
-    with paused_collector():
-        timeline = simulate(schedule, costs)
-        late = schedule.with_rows(_late_receives(timeline))
-        return late.with_rows(_early_in_cycles(late, timeline))
+    timeline = simulate(schedule, costs)
+    late = schedule.with_rows(_late_receives(timeline))
+    return late.with_rows(_early_in_cycles(late, timeline))
 
 
 @typed()
