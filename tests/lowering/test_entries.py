@@ -67,7 +67,8 @@ def test_a_piece_of_a_long_array_is_read_and_added_to_row_by_row(shape, parts):
     for row in range(shape[0]):
         total = TotalPiece(total, 2, entry).store_row(jnp.int32(row), value[row] + 1)
     np.testing.assert_array_equal(Piece(total, 2, entry).load(), 2 * value + 1)
-    assert jnp.all(total[..., :2] == -1) and jnp.all(total[..., -3:] == -1)
+    assert jnp.all(total[..., :2] == -1)
+    assert jnp.all(total[..., -3:] == -1)
 
 
 def test_a_device_s_part_of_an_entry_is_one_piece():
