@@ -31,7 +31,7 @@ from .stage.model_code import ModelCode
 from .table.kinds import Kind
 from .table.schedule import Schedule
 from .transforms.forward_only import for_evaluation
-from .transforms.place_together import without_kinds
+from .transforms.place_collectives import without_kinds
 
 
 @dataclass(eq=False)

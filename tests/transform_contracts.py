@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterator
 
 from jaxpipe.table.action import Action, parts
 from jaxpipe.table.kinds import (
-    COLLECTIVE,
+    COLLECTIVES,
     COMPUTE,
     KINDS,
     RECOMPUTE,
-    TOGETHER,
+    SHARES,
     TRANSFERS,
     Kind,
     Pass,
@@ -71,7 +71,7 @@ def _spreads(
 
     def faults(before: Schedule, after: Schedule) -> Faults:
         shares = [
-            [(a.kind, a.microbatch) for a in row if a.kind in TOGETHER] for row in _rows(after)
+            [(a.kind, a.microbatch) for a in row if a.kind in COLLECTIVES] for row in _rows(after)
         ]
         asked = [
             kind
@@ -104,7 +104,7 @@ def _work(row: list[Action]) -> list[Action]:
             [a._replace(kind=Kind.I), a._replace(kind=Kind.W)] if a.kind is Kind.B else [a]
         )
     ]
-    return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in COLLECTIVE)
+    return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in SHARES)
 
 
 def _names(kinds: Collection[Kind]) -> str:
@@ -139,9 +139,7 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
         spread_first,
         _spreads(keeps(_without(*_BACKWARD, Kind.E, Kind.G), whole=True), Kind.E, Kind.G),
     ),
-    Contract(
-        "remove_spread", remove_spread, keeps(_without(*COLLECTIVE), holds=_without(*COLLECTIVE))
-    ),
+    Contract("remove_spread", remove_spread, keeps(_without(*SHARES), holds=_without(*SHARES))),
     Contract("defer_last", defer_last, keeps(_without(Kind.H), whole=True)),
     Contract(
         "remove_recompute",

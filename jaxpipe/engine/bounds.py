@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ScheduleError, listed, quoted
 from ..table.certificate import Objective
-from ..table.kinds import RECOMPUTE, TOGETHER
+from ..table.kinds import COLLECTIVES, RECOMPUTE
 from ..table.limits import MAX_COUNT, is_whole
 from ..table.placement import Placement
 from ..table.typed import typed
@@ -124,7 +124,7 @@ def _with_meetings(timeline: Timeline) -> float:
     shares are work besides.
     """
     schedule, table = timeline.schedule, timeline.schedule.encoded
-    kinds = [kind for kind in TOGETHER if table.of_kinds((kind,)).any()]
+    kinds = [kind for kind in COLLECTIVES if table.of_kinds((kind,)).any()]
     if not kinds:
         return 0
     times, count = timeline.costs.for_stages(schedule.num_stages), schedule.num_microbatches

@@ -63,7 +63,7 @@ class _Table:
         lengths = action_durations(table, costs.for_stages(table.num_stages))
         alone[table.pairs + 1] = False
         forward = table.of_kinds(RUNS_FORWARD)
-        backward = ~forward & ~table.together
+        backward = ~forward & ~table.is_collective
         fusible = np.append(
             (alone & forward)[:-1] & (alone & backward)[1:] & (np.diff(table.device) == 0), False
         )

@@ -61,7 +61,7 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
         raise ScheduleError(
             "the table has SEND and RECV already; jaxpipe.transforms.remove_transfers removes them"
         )
-    if schedule.encoded.together.any():
+    if schedule.encoded.is_collective.any():
         raise ScheduleError(
             "the table has L or E, for which no SEND and RECV are defined; "
             "jaxpipe.transforms.remove_spread takes them out"

@@ -14,7 +14,7 @@ from ..table.check import check
 from ..table.kinds import Value, readers
 from ..table.schedule import Schedule
 from ..table.typed import typed
-from .place_together import without_kinds
+from .place_collectives import without_kinds
 
 _LATE = readers(Value.SHARE_STASH)
 # Times whose relative difference is smaller are equal: three thirds of an L are not always an L.

@@ -11,7 +11,7 @@ from ..table.schedule import Schedule
 
 _KEPT = (
     *makers(Value.OUTPUT),
-    *kinds_where(lambda spec: spec.together and spec.direction is Pass.FORWARD),
+    *kinds_where(lambda spec: spec.is_collective and spec.direction is Pass.FORWARD),
 )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..engine.costs import Costs
 from ..table.action import Action, Kind
-from ..table.kinds import COLLECTIVE
+from ..table.kinds import SHARES
 from ..table.schedule import Schedule
 from ..table.typed import typed
-from .place_together import place_together
+from .place_collectives import place_collectives
 
 
 @typed()
@@ -47,7 +47,7 @@ def spread_last(
     0F0,0F1,0L0,0L1,0B0,0B1
     1F0,1L0,1F1,1L1,1B0,1B1
     """
-    return place_together(schedule, frozenset({Kind.L}), costs=costs, split=split)
+    return place_collectives(schedule, frozenset({Kind.L}), costs=costs, split=split)
 
 
 @typed()
@@ -61,7 +61,7 @@ def remove_spread(schedule: Schedule) -> Schedule:
     """
     return schedule.with_rows(
         [
-            [c for c in row if not isinstance(c, Action) or c.kind not in COLLECTIVE]
+            [c for c in row if not isinstance(c, Action) or c.kind not in SHARES]
             for row in schedule.cells
         ]
     )
@@ -104,4 +104,4 @@ def spread_first(
     1E0,1E1,1F0,1F1,1B0,1B1,1G0,1G1
     """
     kinds = {Kind.E} if schedule.encoded.forward_only else {Kind.E, Kind.G}
-    return place_together(schedule, frozenset(kinds), costs=costs, split=split)
+    return place_collectives(schedule, frozenset(kinds), costs=costs, split=split)

@@ -24,7 +24,7 @@ from ..table.check import check
 from ..table.encoded import Encoded
 from ..table.kinds import KINDS, Value, makers, readers
 from ..table.schedule import Schedule
-from .align_shares import align_shares
+from .align_collectives import align_collectives
 from .backward import split_backward
 
 # The share of the makespan that devices may lose by waiting for each other before backwards are
@@ -38,7 +38,7 @@ _WORTH_A_SPLIT_OF_PAIRS = 0.03
 _MOST_WAITING = 1
 
 
-def place_together(
+def place_collectives(
     schedule: Schedule, kinds: frozenset[Kind], *, costs: Costs | None, split: bool | None
 ) -> Schedule:
     """The table with collective actions of these kinds in every row for every microbatch.
@@ -115,7 +115,7 @@ def without_kinds(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
         *(
             late
             for kind in kinds
-            if KINDS[kind].together
+            if KINDS[kind].is_collective
             for value in KINDS[kind].makes
             for late in readers(value)
         ),
@@ -209,7 +209,7 @@ class _Run:
         """Run it to its end."""
         found = self._insertion.run(self._policy())
         assert not any(self._left), "a valid table runs to its end"
-        return found if self._placed == {Kind.L} else align_shares(found)
+        return found if self._placed == {Kind.L} else align_collectives(found)
 
     def _policy(self) -> Iterator[int]:
         for device in range(len(self._left)):
@@ -296,13 +296,13 @@ class _Run:
                 if start + self._loop.duration[last] <= begin:
                     yield from self._run(device)
                     moved = True
-        yield self._together(kind, microbatch)
+        yield self._collective_of(kind, microbatch)
         for following in self._next_inputs() if kind is not Kind.E else ():
-            yield self._together(Kind.E, following)
+            yield self._collective_of(Kind.E, following)
         while self._waiting and self._waiting[0][0] <= begin:
             waiting = heapq.heappop(self._waiting)[1]
             if self._loop.ends[self._collective[Kind.G, waiting]] == NEVER:
-                yield self._together(Kind.G, waiting)
+                yield self._collective_of(Kind.G, waiting)
         if not self._to_come:
             while self._waiting:
                 there, waiting = heapq.heappop(self._waiting)
@@ -322,7 +322,7 @@ class _Run:
                 found.append(following)
         return found
 
-    def _together(self, kind: Kind, microbatch: int) -> int:
+    def _collective_of(self, kind: Kind, microbatch: int) -> int:
         """The number of a collective; one of the table's own leaves the rows."""
         self._to_come -= kind is not Kind.G or kind not in self._placed
         if kind not in self._placed:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..table.action import Action, Cell, Kind, parts
-from ..table.kinds import TOGETHER
+from ..table.kinds import COLLECTIVES
 from ..table.schedule import Schedule
 
 # The most inputs (E) and gradients (G) of the first stage that may wait, plus one for every two
@@ -39,7 +39,7 @@ class _Group:
         )
 
 
-def align_shares(schedule: Schedule) -> Schedule:
+def align_collectives(schedule: Schedule) -> Schedule:
     """The table in which each E and G that is alone is moved to an L, while few values wait.
 
     In a set, L comes first, then E, then G.  All other actions keep their order in their row.
@@ -61,12 +61,12 @@ def _groups(schedule: Schedule) -> tuple[list[_Group], list[list[Cell]]]:
     for row in schedule.rows:
         work.append([[]])
         for cell in row:
-            if isinstance(cell, Action) and cell.kind in TOGETHER:
+            if isinstance(cell, Action) and cell.kind in COLLECTIVES:
                 work[-1].append([])
             else:
                 work[-1][-1].append(cell)
     collectives = [
-        cell for cell in schedule.rows[0] if isinstance(cell, Action) and cell.kind in TOGETHER
+        cell for cell in schedule.rows[0] if isinstance(cell, Action) and cell.kind in COLLECTIVES
     ]
     *before, rest = ([list(cells) for cells in each] for each in zip(*work, strict=True))
     groups: list[_Group] = []
