@@ -18,12 +18,17 @@ from jaxpipe.table.kinds import (
     Pass,
 )
 from jaxpipe.table.schedule import Schedule
-from jaxpipe.transforms.add_transfers import add_transfers, remove_transfers
+from jaxpipe.transforms.add_transfers import add_transfers
 from jaxpipe.transforms.backward import merge_backward, split_backward
 from jaxpipe.transforms.defer_last import defer_last
-from jaxpipe.transforms.forward_only import forward_only
-from jaxpipe.transforms.recompute import add_recompute, remove_recompute
-from jaxpipe.transforms.spread import remove_spread, spread_first, spread_last
+from jaxpipe.transforms.recompute import add_recompute
+from jaxpipe.transforms.remove import (
+    forward_only,
+    remove_recompute,
+    remove_spread,
+    remove_transfers,
+)
+from jaxpipe.transforms.spread import spread_first, spread_last
 from tests.contract import Contract
 
 Faults = tuple[str, ...]

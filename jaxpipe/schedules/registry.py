@@ -14,7 +14,7 @@ from ..table.certificate import Objective
 from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ..transforms.forward_only import forward_only as only_forwards
+from ..transforms.remove import forward_only as only_forwards
 from ..transforms.slices import sliced
 from ._orders import forward_order
 from ._waves import shortest

@@ -71,17 +71,6 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
     return late.with_rows(_early_in_cycles(late, timeline))
 
 
-@typed()
-def remove_transfers(schedule: Schedule) -> Schedule:
-    """The compute-only table: without SEND and RECV, everything else as it is."""
-    return schedule.with_rows(
-        [
-            [cell for cell in row if not isinstance(cell, Action) or cell.kind.is_compute]
-            for row in schedule.cells
-        ]
-    )
-
-
 _Urgent: TypeAlias = tuple[float, int, Action]
 
 
