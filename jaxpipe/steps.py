@@ -30,8 +30,7 @@ from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.kinds import Kind
 from .table.schedule import Schedule
-from .transforms.forward_only import for_evaluation
-from .transforms.place_together import without_kinds
+from .transforms.remove import for_evaluation, without_kinds
 
 
 @dataclass(eq=False)

@@ -44,7 +44,7 @@ def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
         if table.device[i] != table.device[j]:
             continue
         one, other = Block(Kind(table.kind[i]), 0), Block(Kind(table.kind[j]), 0)
-        paired = one.runs_forward and not other.runs_forward and not other.together
+        paired = one.runs_forward and not other.runs_forward and not other.is_collective
         joined = one.kind is Kind.W and other.kind is Kind.F
         if when[i] > when[j] or (when[i] == when[j] and not (paired or joined)):
             found.append(

@@ -87,7 +87,7 @@ def _directions(ticks: Ticks) -> tuple[BoolArray, BoolArray]:
     """`[tick, device]`: whether it runs a forward, and whether it runs a backward."""
     table = ticks.schedule.encoded
     busy = np.zeros((2, ticks.num_ticks, table.num_devices), bool)
-    mine = ~table.together
+    mine = ~table.is_collective
     direction = (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)
     busy[direction[mine], ticks.when[mine], table.device[mine]] = True
     return busy[0], busy[1]

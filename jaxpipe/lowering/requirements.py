@@ -55,7 +55,9 @@ class Requirements:
     @cached_property
     def collective(self) -> IntArray:
         """Per tick, a number that ticks with equal collective actions share; else 0."""
-        shares = self.counts[:, np.array([block.together for block in self.blocks], bool), 0] > 0
+        shares = (
+            self.counts[:, np.array([block.is_collective for block in self.blocks], bool), 0] > 0
+        )
         return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:][self.codes]
 
     @cached_property

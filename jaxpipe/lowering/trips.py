@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ..program.segments import Point, Segment
 from ..program.templates import Part, Permute, TickTemplate
 from ..table.encoded import IntArray
-from ..table.kinds import TOGETHER
+from ..table.kinds import COLLECTIVES
 from .overheads import Overheads
 from .requirements import equal_rows
 
@@ -135,7 +135,7 @@ class _Code(NamedTuple):
     """One trip as steps."""
 
     steps: tuple[_Step, ...]
-    together: tuple[bool, ...]  # the ticks that no device begins before the others
+    aligned: tuple[bool, ...]  # the ticks that no device begins before the others
 
     @classmethod
     def of(cls, segment: Segment, num_parts: int, num_devices: int, transfer: float) -> _Code:
@@ -163,7 +163,9 @@ class _Code(NamedTuple):
                     steps.append(_Step(here, awaits, j, slice(start, stop)))
         return cls(
             tuple(steps),
-            tuple(any(use.block.kind in TOGETHER for use in p.blocks) for p in segment.templates),
+            tuple(
+                any(use.block.kind in COLLECTIVES for use in p.blocks) for p in segment.templates
+            ),
         )
 
     def trip(
@@ -184,7 +186,7 @@ class _Code(NamedTuple):
             for number in step.awaits:
                 if number in done:
                     time = np.maximum(time, done.pop(number))
-            if step.parts.start == 0 and self.together[step.tick]:
+            if step.parts.start == 0 and self.aligned[step.tick]:
                 time = np.full_like(time, time.max())
             if lasting is not None:
                 time = time + lasting

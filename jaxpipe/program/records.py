@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..table.effects import EFFECTS, OF_SLICES
-from ..table.kinds import COLLECTIVE, RUNS_FORWARD, Kind
+from ..table.kinds import RUNS_FORWARD, SHARES, Kind
 
 IntTable: TypeAlias = NDArray[np.int32]
 # An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick
@@ -53,7 +53,7 @@ class Record(Generic[A]):
 
 # Of an action: its kind (or NOBODY), and of a stage's also the chunk of the device (or NOBODY).
 # Then come the flags and the slots of its effects.
-_STAGE, _COLLECTIVE = ("kind", "chunk", "stage", "microbatch"), ("kind", "microbatch", "is_source")
+_STAGE, _SHARE = ("kind", "chunk", "stage", "microbatch"), ("kind", "microbatch", "is_source")
 # What a permute brings: the slot that it writes, where `takes` is 1.  Elsewhere the slot keeps what
 # it has: nothing is meant for the device and none of its slots is free, or the tick has no such
 # permute.
@@ -74,7 +74,7 @@ def columns_of(kinds: Collection[Kind], *, slices: bool = True) -> tuple[str, ..
     >>> columns_of({Kind.E, Kind.H})
     ('kind', 'microbatch', 'is_source', 'out', 'stash')
     """
-    head = _COLLECTIVE if set(kinds) <= set(COLLECTIVE) else _STAGE
+    head = _SHARE if set(kinds) <= set(SHARES) else _STAGE
     own = [e for e in EFFECTS if e.kind in kinds and (slices or e.place not in OF_SLICES)]
     names = [name for e in own for name in (e.when, *e.unless, e.field)]
     return tuple(dict.fromkeys(name for name in (*head, *names) if name and name != "has_loss"))
@@ -95,7 +95,7 @@ class TickRecord(Generic[A]):
 
     def of(self, kind: Kind) -> Record[A]:
         """The record of what a kind does."""
-        if kind in COLLECTIVE:
+        if kind in SHARES:
             return self.collectives[0]
         return self.forward if kind in RUNS_FORWARD else self.backward
 
@@ -148,6 +148,6 @@ def empty_ticks(
         actions(RUNS_FORWARD),
         actions({Kind.B, Kind.I, Kind.W}),
         tuple(Record.filled(shape, ARRIVAL, ()) for _ in range(lanes)),
-        (actions(COLLECTIVE),) if collective else (),
+        (actions(SHARES),) if collective else (),
         (Record.filled(shape, MOVE, MOVE),) if moves else (),
     )

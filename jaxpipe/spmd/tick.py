@@ -262,7 +262,7 @@ class TickEmitter:
         action = use.block.kind
         record: Any = row.of(action)
         flags = [record.kind == int(action)]
-        if use.block.collective:
+        if use.block.is_share:
             stage, block = lax.axis_index(shared.axis), collective_block(shared, action, record)
         else:
             stage, block = record.stage, StageAction(shared, use, run.kinds[0], record).block()
@@ -281,10 +281,10 @@ class TickEmitter:
             active = Presence.SOMETIMES
             what = (jnp.int32(int(action)), stage, record.microbatch)
             block = clocked(block, what, self.clock, shared.axis, self.data_axes)
-        elif use.block.together and active is Presence.ALWAYS:
+        elif use.block.is_collective and active is Presence.ALWAYS:
             how = run_where  # its exchange keeps it in order
         state = how(active, _all(*flags), block, state)
-        waits = shared.blocking and use.block.together
+        waits = shared.blocking and use.block.is_collective
         return settled(jax.tree.leaves(block.part(state)), state) if waits else state
 
     def _scope(self, run: _Run) -> str:
@@ -294,7 +294,7 @@ class TickEmitter:
         if len(run.uses) == 2:
             return " with ".join(str(use.block) for use in run.uses)
         block = run.uses[0].block
-        if block.collective:
+        if block.is_share:
             return block.kind.name
         record: Any = self._program.ticks.of(block.kind)
         every = np.unique(record.stage[self._where(run.uses[0])]).tolist()
@@ -306,11 +306,11 @@ class TickEmitter:
         """`[tick, device]`: whether the device runs the kind and chunk of a block."""
         record: Any = self._program.ticks.of(use.block.kind)
         found: NDArray[np.bool_] = record.kind == int(use.block.kind)
-        return found if use.block.collective else found & (record.chunk == use.block.chunk)
+        return found if use.block.is_share else found & (record.chunk == use.block.chunk)
 
     def _kinds(self, use: BlockUse, ticks: NDArray[np.int64]) -> tuple[int, ...]:
         """The kinds of the stages that run a block in these ticks."""
-        if use.block.collective:
+        if use.block.is_share:
             return (0,)
         record: Any = self._program.ticks.of(use.block.kind)
         stages = record.stage[ticks][self._where(use)[ticks]]
