@@ -78,8 +78,8 @@ from ..arrays import Params, PyTree
 from ..engine.costs import Cost, Costs
 from ..engine.simulate import simulate
 from ..jaxprs import needed_for
+from ..jaxprs.cut import Split
 from ..jaxprs.sizes import nbytes
-from ..jaxprs.slices import Split
 from ..lowering.cost_model import cost_parts, program_makespan
 from ..lowering.overheads import FORWARD, Overheads
 from ..lowering.plan import Plan, plan_of
@@ -96,10 +96,9 @@ from ..table.action import Overlap, parts
 from ..table.effects import Place
 from ..table.schedule import Schedule
 from .collectives import steady
-from .gpu_program import GpuProgram, compile_and_try_to_read
+from .gpu_program import GpuProgram, compile_and_try_to_read, most_waits
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes
 from .tpu_program import TpuProgram
-from .waits import most_waits
 
 
 class StepTime(NamedTuple):

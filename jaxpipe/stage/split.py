@@ -24,9 +24,9 @@ from ..jaxprs import (
     known_from,
     needed_for,
 )
+from ..jaxprs.cut import Assignment, Split
 from ..jaxprs.equations import reads
 from ..jaxprs.min_cut import is_view
-from ..jaxprs.slices import Assignment, Split
 from ..table.effects import LastUse, Liveness
 from .code import Signature, StageCode
 
