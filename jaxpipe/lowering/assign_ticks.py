@@ -27,8 +27,6 @@ class Ticks:
 
     schedule: Schedule
     when: IntArray
-    # in a tick with a forward and a backward, the forward runs first (else the backward does)
-    forward_first: bool = False
     # the period of the whole table's code, for which the ticks were made; 1 leaves it to
     # `span_candidates`
     period: int = 1

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..engine.costs import Costs
 from ..engine.loop import action_durations
 from ..program.segments import Segment
-from ..program.templates import Part, parts_in_order
+from ..program.templates import Part
 from ..table.kinds import RUNS_FORWARD, Kind
 from .assign_ticks import Ticks
 from .overheads import NO_OVERHEADS, Overheads
@@ -38,8 +38,7 @@ def cost_parts(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
     has them.
     """
     table = ticks.schedule.encoded
-    order = parts_in_order(ticks.forward_first)
-    place = np.array([order.index(Part.of(kind)) for kind in Kind])[table.kind]
+    place = np.array([Part.of(kind) for kind in Kind])[table.kind]
     ahead, back = (np.zeros((ticks.num_ticks, table.num_devices), bool) for _ in range(2))
     for mine, kinds in ((ahead, RUNS_FORWARD), (back, (Kind.B,))):
         runs = table.of_kinds(kinds)

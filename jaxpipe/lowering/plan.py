@@ -18,7 +18,6 @@ from ..program.segments import Segment
 from ..table.effects import Liveness
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks, assign_ticks, joined_ticks, joins_weights, modulo_ticks
-from .balanced_ticks import balanced_ticks
 from .candidates import span_candidates
 from .cost_model import program_makespan, program_price, tick_durations
 from .overheads import FORWARD, GUESSED, Overheads
@@ -65,7 +64,7 @@ class Candidate(NamedTuple):
 def candidates(
     schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED
 ) -> tuple[Candidate, ...]:
-    """Every way to emit a table: five ways to assign ticks, and each of their lists of spans.
+    """Every way to emit a table: four ways to assign ticks, and each of their lists of spans.
 
     All keep the order of every row.  `costs` are in seconds; without any F = I = W = 1 and B = 2,
     where 1 is `FORWARD`.
@@ -74,7 +73,6 @@ def candidates(
         assign_ticks(schedule),
         modulo_ticks(schedule),
         modulo_ticks(schedule, shift=1),
-        balanced_ticks(schedule),
     ]
     ways += [joined_ticks(schedule)] if joins_weights(schedule).any() else []
     return tuple(each for ticks in ways for each in candidates_of(ticks, costs, overheads))

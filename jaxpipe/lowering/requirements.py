@@ -48,7 +48,6 @@ class Requirements:
     slack: NDArray[np.int32]
     paired: BoolArray  # per code, whether some device runs a forward and a whole backward
     num_devices: int
-    forward_first: bool
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -136,14 +135,10 @@ def collect(ticks: Ticks) -> Requirements:
     lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int32)
     lines[ticks.when, table.device, (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)] = fields
     codes = equal_rows(lines.reshape(ticks.num_ticks, -1))
-    return _requirements(
-        lines[np.unique(codes, return_index=True)[1]], codes, forward_first=ticks.forward_first
-    )
+    return _requirements(lines[np.unique(codes, return_index=True)[1]], codes)
 
 
-def _requirements(
-    lines: NDArray[np.int32], codes: IntArray, *, forward_first: bool
-) -> Requirements:
+def _requirements(lines: NDArray[np.int32], codes: IntArray) -> Requirements:
     """Read the lines of `collect`, one of each code: `[code, device, half, field]`."""
     num_codes, num_devices = lines.shape[:2]
     there = lines[..., 0] >= 0
@@ -181,7 +176,6 @@ def _requirements(
         slack=slack,
         paired=(there[:, :, 0] & (lines[:, :, 1, 0] == Kind.B)).any(axis=1),
         num_devices=num_devices,
-        forward_first=forward_first,
     )
 
 
