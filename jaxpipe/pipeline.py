@@ -121,7 +121,8 @@ class Pipeline:
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
         self.accumulate_dtype, self.offload = memory.accumulate, Offload(memory.offload)
         prices = None if overheads is None else overheads_of(overheads)
-        self._target = Target.of(self.mesh, (self.axis, *self.data_axes), prices)
+        own = (name for name in (self.axis, *self.data_axes) if name not in sharding.local)
+        self._target = Target.of(self.mesh, tuple(own), prices)
         self._key = (key, self._target)
         refuse_faults(self._target.platform, features_of(self._target, self.mesh, self.offload))
         self.costs = costs_of(costs, schedule)
@@ -505,7 +506,12 @@ class Pipeline:
 
     @cached_property
     def _plan(self) -> Any:
-        plan = plan_of(self.schedule, costs=self.costs, overheads=self._target.overheads)
+        plan = plan_of(
+            self.schedule,
+            costs=self.costs,
+            overheads=self._target.overheads,
+            as_one=any(self.mesh.shape[name] > 1 for name in self.sharding.local),
+        )
         return replace(plan, offload=self.offload)
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:

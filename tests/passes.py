@@ -24,6 +24,7 @@ MAKERS = {
     "shifted turns": lambda s: modulo_ticks(s, shift=1),
     "level": balanced_ticks,
     "joined": joined_ticks,
+    "as one": lambda s: joined_ticks(s, as_one=True),
 }
 KEEP_ORDER = ("fewest", "turns", "shifted turns", "level")
 

@@ -180,13 +180,20 @@ def arrays(record: object) -> Iterator[IntTable]:
             yield from arrays(getattr(record, f.name))
 
 
-def pairs_of(forward: Forward[IntTable], backward: Backward[IntTable]) -> NDArray[np.bool_]:
-    """`[tick, device]`: a forward and a whole backward in one tick, which executors may run as one.
+# Backwards that executors may run as one block with a forward of their tick.
+JOINT = (Kind.B,)
+
+
+def pairs_of(
+    forward: Forward[IntTable], backward: Backward[IntTable], joint: Sequence[Kind] = JOINT
+) -> NDArray[np.bool_]:
+    """`[tick, device]`: a forward and a `joint` backward in one tick, which executors may run as
+    one.
 
     So are overlapped pairs, and cells that lowering puts side by side; but not where the backward
     is that very forward's, and needs it.
     """
-    both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & (backward.kind == int(Kind.B))
+    both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & np.isin(backward.kind, joint)
     distinct: NDArray[np.bool_] = both & (
         (forward.stage != backward.stage) | (forward.microbatch != backward.microbatch)
     )
