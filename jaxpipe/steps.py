@@ -49,7 +49,13 @@ class Steps:
     @cached_property
     def plan(self) -> Plan:
         """The plan of a training step."""
-        plan = plan_of(self.schedule, costs=self.costs, overheads=self.target.overheads)
+        mesh = self.partition.mesh
+        plan = plan_of(
+            self.schedule,
+            costs=self.costs,
+            overheads=self.target.overheads,
+            as_one=any(mesh.shape[name] > 1 for name in self.partition.sharding.local),
+        )
         return replace(plan, offload=Offload(self.memory.offload))
 
     def step(
