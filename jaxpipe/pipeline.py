@@ -26,9 +26,11 @@ from .lowering.plan import plan_of
 from .lowering.prices import overheads_of
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, with_shares
+from .model.cache import Cache, cache_faults, cache_trees, hide_beyond, positioned, positions
 from .model.follow import init_as_updated
 from .model.mesh import automatic, on_mesh
 from .model.model import Model
+from .model.mover import has
 from .model.own_rules import check_rules
 from .model.param_layout import check_canonical, with_outer
 from .model.partition import Partition
@@ -36,7 +38,7 @@ from .model.placed import Chunks
 from .model.placer import Placer
 from .model.read import staged
 from .model.settings import Memory, Sharding
-from .model.slices import time_faults
+from .model.slices import Positioned, time_faults
 from .model.specs import frozen_filter
 from .model.spread import Cuts
 from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
@@ -379,20 +381,84 @@ class Pipeline:
         *,
         rng: Any = None,
         state: Chunks | tuple[()] = (),
+        cache: Cache | None = None,
+        position: Any = 0,
     ) -> PyTree:
         """What the last stage returns, before `last`: leaves [rows, ...] in the order of the
         batch's rows, by forwards alone.
 
         A leaf that is a scalar of each microbatch gives one entry a microbatch.  With `state` (see
-        `place_state`) it is (outputs, new state): what a step of generation leaves in its cache of
-        keys and values, for instance.
+        `place_state`) it is (outputs, new state).
+
+        With a `cache` (see `empty_cache`) it is (outputs, new cache): carries and appended rows go
+        on from the calls before.  `position` is that of the first row of time in its sequence, a
+        whole number or one for each sequence.  Where it is traced, floating outputs are NaN for
+        rows beyond the buffers.
+
+        Raises:
+            PipelineError: as `value_and_grad` does; a cache of another form, or with `state` or
+                data axes; rows beyond the buffers.
+
+        Example:
+            out, cache = pipe.outputs(params, {"tokens": newest}, cache=cache, position=17)
         """
-        results = self._call(self._jit_outputs, params, batch, rng, state)
-        return (
-            (results["outputs"], results["state"])
-            if self.functions.has_state
-            else results["outputs"]
+        if cache is None:
+            results = self._call(self._jit_outputs, params, batch, rng, state)
+            both = (results["outputs"], results["state"])
+            return both if self.functions.has_state else results["outputs"]
+        if self.functions.has_state or state:
+            raise PipelineError("a cache does not combine with stages that take `state`")
+        given = positioned(
+            cache,
+            batch,
+            position,
+            sequences=self._sequences,
+            slices=self.schedule.slices,
+            time=self.model.time,
+            owners=self.layout.owners,
+            axes=self.data_axes,
         )
+        results = self._call(self._jit_outputs, params, given, rng, cache.stages)
+        more = positions(batch, self.model.time)
+        return (
+            hide_beyond(results["outputs"], given, more),
+            replace(cache, stages=results["state"]),
+        )
+
+    def empty_cache(self, params: dict[str, PyTree], batch: PyTree, *, length: int) -> Cache:
+        """A cache for the sequences of the schedule: zeros for the carries and the rows that stages
+        append for such a batch, with room for `length` positions.  Parameters as
+        ShapeDtypeStructs give ShapeDtypeStructs.
+
+        Pipelines with other slices and the same placement of stages take it too.
+
+        Raises:
+            PipelineError: batch or parameters do not fit, or a stage takes `state`.
+
+        Example:
+            cache = pipe.empty_cache(params, {"tokens": prompts}, length=4096)
+        """
+        faults = cache_faults(batch, self.schedule.slices, self.model.time, self.data_axes)
+        if not isinstance(length, int) or length < 1:
+            faults.append(f"length must be a whole number of at least 1, not {length!r}")
+        if self.functions.has_state:
+            faults.append("a cache does not combine with stages that take `state`")
+        if faults:
+            raise PipelineError.listing("there is no cache for this batch", faults)
+        functions = replace(self.functions, training=False).with_cache(length)
+        self._check_step(params, batch, None, ())
+        trees = cache_trees(
+            functions,
+            self.layout,
+            self._cuts,
+            self.axis,
+            with_outer(params),
+            batch,
+            self.schedule.num_microbatches,
+        )
+        described = has(params, jax.ShapeDtypeStruct)
+        placed = self._placer.place_zeros(trees, shapes=described)
+        return Cache(placed, self._sequences, length)
 
     def lower(
         self,
@@ -570,9 +636,12 @@ class Pipeline:
         """Do a job; `training`: with gradients; `training_flag`: the `training` of functions,
         the same where it is None; `observe`: a tool traces it, which one process may do by itself.
         """
+        rows, functions = batch, self.functions
+        if isinstance(batch, Positioned):
+            rows, functions = batch.batch, functions.with_cache(batch.room)
         self._check_step(params, batch, rng, state, training=training)
         functions = replace(
-            self.functions, training=training if training_flag is None else training_flag
+            functions, training=training if training_flag is None else training_flag
         )
         given, params = params, with_outer(params)
         # what the last stage returns needs no `last`
@@ -581,7 +650,7 @@ class Pipeline:
             plan=self._plan
             if training
             else plan_of(
-                for_evaluation(table, self._microbatches_of(batch)),
+                for_evaluation(table, self._microbatches_of(rows)),
                 overheads=self._target.overheads,
             ),
             functions=functions.returning_outputs() if outputs else functions,
@@ -629,9 +698,13 @@ class Pipeline:
         evaluation divide; whole sequences of slices.
         """
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self._data_size
-        table = self.schedule
-        sequences = range(1, table.num_microbatches // table.slices + 1)
-        return table.slices * max(count for count in sequences if rows % count == 0)
+        sequences = range(1, self._sequences + 1)
+        return self.schedule.slices * max(count for count in sequences if rows % count == 0)
+
+    @property
+    def _sequences(self) -> int:
+        """The sequences of a step; without slices these are the microbatches."""
+        return self.schedule.num_microbatches // self.schedule.slices
 
     def _result_shardings(
         self, job: Job, params: Mapping[str, PyTree]
@@ -662,16 +735,18 @@ class Pipeline:
         """PipelineError, before anything is traced, for parameters that are not placed for this
         schedule or rows that do not divide.
         """
+        cached = isinstance(batch, Positioned)
+        rows = batch.batch if cached else batch
         faults = [
             *param_faults(params, self.layout.owners, self.schedule.num_devices),
             *batch_faults(
-                batch,
-                self.schedule.num_microbatches // self.schedule.slices if training else 1,
+                rows,
+                self._sequences if training or cached else 1,
                 data_shards=self._data_size,
             ),
-            *time_faults(batch, self.schedule.slices, self.model.time),
+            *time_faults(rows, self.schedule.slices, self.model.time),
             *key_faults(rng),
-            *state_faults(state, self.layout.owners, wanted=self.functions.has_state),
+            *state_faults(state, self.layout.owners, wanted=cached or self.functions.has_state),
         ] or self.partition.frozen_faults(params)
         if faults:
             raise PipelineError.listing("this step cannot be lowered", faults)
