@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..arrays import PyTree
+from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..engine.timeline import Timeline
 from ..errors import PipelineError, quoted
@@ -27,7 +27,7 @@ from .blocks import Step
 
 def profile(
     pipe: Pipeline,
-    params: dict[str, PyTree],
+    params: Params,
     batch: PyTree,
     *,
     rng: Any = None,
@@ -75,7 +75,7 @@ def _refuse_permutes(pipe: Pipeline, traced: TracedStep) -> None:
     """PipelineError where the partitioner permutes in blocks on CPU devices.  All devices then run
     every block at once, and no block has a time of its own.
     """
-    step = Step.of(pipe.mesh, traced)
+    step = Step.of(traced)
     waits = on_cpus(pipe.mesh) and pipe.schedule.num_devices > 1
     if step.is_shared and waits and step.permutes():
         raise PipelineError(CANNOT_BE_TIMED)

@@ -21,10 +21,9 @@ from .assign_ticks import Ticks, assign_ticks, joined_ticks, joins_weights, modu
 from .balanced_ticks import balanced_ticks
 from .candidates import span_candidates
 from .cost_model import program_makespan, program_price, tick_durations
-from .offload import Offload
 from .overheads import FORWARD, GUESSED, Overheads
 from .requirements import NO_TRANSFER, Edge, collect
-from .slots import assign_slots
+from .slots import Offload, assign_slots
 from .spans import segments_of
 
 # A program this much longer than another is as good.

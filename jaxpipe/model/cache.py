@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import PyTree
+from ..arrays import Params, PyTree
 from ..errors import PipelineError
+from ..table.schedule import Schedule
 from .functions import Functions, make_extra
-from .param_layout import ParamLayout
-from .placed import Chunks, StageOwners, owner_faults
+from .param_layout import with_outer
+from .partition import Partition
+from .placed import Chunks
 from .slices import Positioned, has_time, time_faults
-from .spread import Cuts
 
 _WANTS = frozenset({"microbatch", "ctx"})
 
@@ -42,24 +42,33 @@ class Cache:
     length: int
 
 
-def cache_trees(
+def cache_shapes(
     functions: Functions,
-    layout: ParamLayout,
-    cuts: Cuts,
-    axis: str,
-    params: dict[str, PyTree],
+    partition: Partition,
+    schedule: Schedule,
+    *,
+    params: Params,
     batch: PyTree,
-    count: int,
+    length: int,
 ) -> list[PyTree]:
-    """Shapes for each stage, leaves [sequences, ...]; `count` microbatches are cut from the batch,
-    and `functions` are those of a cache.
-    """
-    sequences, zero = count // functions.slices, jnp.int32(0)
-    sizes = {key: cuts.sizes(key, params[key], parts=1) for key in cuts.dims}
+    """What each stage keeps in a cache with room for `length` positions, leaves [sequences, ...].
 
-    def shapes(params: dict[str, PyTree], batch: PyTree) -> list[PyTree]:
+    Raises:
+        PipelineError: the batch or the length does not fit; every fault is listed.
+    """
+    faults = _batch_faults(functions, partition, batch)
+    if not isinstance(length, int) or length < 1:
+        faults.append(f"length must be a whole number of at least 1, not {length!r}")
+    if faults:
+        raise PipelineError.listing("there is no cache for this batch", faults)
+    cuts, axis, zero = partition.cuts, partition.axis, jnp.int32(0)
+    params, count = with_outer(params), schedule.num_microbatches
+    sizes = {key: cuts.sizes(key, params[key], parts=1) for key in cuts.dims}
+    functions = replace(functions, training=False, axis=axis, sizes=sizes).with_cache(length)
+
+    def shapes(params: Params, batch: PyTree) -> list[PyTree]:
         rows, shared, found = functions.split(batch, count), params["shared"], []
-        own = replace(functions.for_batch(rows), axis=axis, sizes=sizes)
+        own = functions.for_batch(rows)
         extra = make_extra(rows, None, zero, zero, _WANTS, own.slices)
         if own.spreads_first:
             shares = cuts.shares("first", params["first"]), cuts.shares("shared", shared)
@@ -71,12 +80,13 @@ def cache_trees(
         else:
             x = own.run_first((params["first"], shared), (), extra)
         for stage, function in enumerate(own.stages):
-            both = layout.of_stage(stage, params["stages"]), shared
+            both = partition.layout.of_stage(stage, params["stages"]), shared
             extra = make_extra(rows, None, zero + stage, zero, function.wants_arrays, own.slices)
             x, returned = own.run_stage(stage, both, x, extra)
             found.append(returned.carried)
         return found
 
+    sequences = count // schedule.slices
     return [
         jax.tree.map(lambda a: jax.ShapeDtypeStruct((sequences, *a.shape), a.dtype), tree)
         for tree in jax.eval_shape(shapes, params, batch)
@@ -84,50 +94,52 @@ def cache_trees(
 
 
 def positioned(
+    functions: Functions,
+    partition: Partition,
+    schedule: Schedule,
+    *,
     cache: Any,
     batch: PyTree,
     position: Any,
-    *,
-    sequences: int,
-    slices: int,
-    time: tuple[str, ...],
-    owners: StageOwners,
-    axes: Sequence[str],
 ) -> Positioned:
     """The batch of a call that goes on at a position of its cache.
 
     Raises:
         PipelineError: cache, batch and position do not fit; every fault is listed.
     """
-    if faults := cache_faults(batch, slices, time, axes):
-        raise PipelineError.listing("this call with a cache cannot be lowered", faults)
+    faults = _batch_faults(functions, partition, batch)
+    sequences, owners = schedule.num_microbatches // schedule.slices, partition.layout.owners
     if not isinstance(cache, Cache):
-        faults = [
+        faults += [
             f"cache= takes what `empty_cache` or `outputs` returned, not {type(cache).__name__}"
         ]
-    else:
-        faults = owner_faults(cache.stages, owners, "the cache", "empty_cache")
+    elif not faults:
+        if cache.stages.owners != owners:
+            faults += [
+                f"the cache is for {cache.stages.owners}, but this schedule has {owners}; make it "
+                "by `empty_cache` of this pipeline"
+            ]
         if cache.sequences != sequences:
             faults += [
                 f"the cache has {cache.sequences} sequences, but the schedule has {sequences}"
             ]
-        faults += _position_faults(cache, position, positions(batch, time))
+        faults += _position_faults(cache, position, positions(batch, functions.time))
     if faults:
         raise PipelineError.listing("this call with a cache cannot be lowered", faults)
     at = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (sequences,))
     return Positioned(batch, at, cache.length)
 
 
-def cache_faults(
-    batch: PyTree, slices: int, time: tuple[str, ...], axes: Sequence[str]
-) -> list[str]:
+def _batch_faults(functions: Functions, partition: Partition, batch: PyTree) -> list[str]:
     """Why a batch cannot go with a cache."""
-    faults = time_faults(batch, slices, time, always=True)
-    if axes:
+    faults = time_faults(batch, functions.slices, functions.time, always=True)
+    if axes := partition.data_axes:
         faults.append(
             f"a cache does not combine with the data axes {', '.join(axes)}; give each data shard "
             "a pipeline of its own"
         )
+    if functions.has_state:
+        faults.append("a cache does not combine with stages that take `state`")
     return faults
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from ..lowering.offload import Offload
+from ..lowering.slots import Offload
 from ..table.schedule import Schedule
 from .specs import axes_of
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from ..table.effects import Access, Effect, Of, Place
 from ..table.kinds import Kind
 from .ir import Program
 from .pools import POOL_OF
-from .records import NOBODY, TickRecord, map_fields
+from .records import NOBODY, TickRecord
 from .segments import Segment
 from .templates import BlockUse, Payload
 
@@ -128,8 +128,7 @@ def _move(device: _Device, row: TickRecord[int]) -> list[tuple[Place, int, Any]]
 
 def _record(program: Program, tick: int, device: int) -> TickRecord[int]:
     """What one device does in one tick, as numbers."""
-    record: Any = program.ticks
-    return cast(TickRecord[int], map_fields(lambda table: int(table[tick, device]), record))
+    return program.ticks.map(lambda table: int(table[tick, device]))
 
 
 def _run_block(

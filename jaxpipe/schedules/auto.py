@@ -248,10 +248,16 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     costs, cap = wanted.costs, wanted.requested_cap
     found: list[tuple[float, float, Schedule]] = []
     for place in wanted.places:
-        times = costs.for_stages(place.num_stages)
-        shop = _shop(wanted, place, costs)
-        steady = least_period(shop, times, seconds=seconds / len(wanted.places), seed=seed)
+        steady = least_period(
+            place,
+            costs,
+            microbatches=wanted.microbatches,
+            cap=wanted.cap,
+            seconds=seconds / len(wanted.places),
+            seed=seed,
+        )
         if steady is not None:
+            shop = _shop(wanted, place, costs)
             table = _table(shop, steady.order(shop), place)
             found.append((steady.period, simulate(table, costs).makespan, table))
     if not found:

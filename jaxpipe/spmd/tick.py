@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import Program
-from ..program.records import NOBODY, Arrival, TickRecord, map_fields, pairs_of
+from ..program.pools import POOL_OF
+from ..program.records import NOBODY, Record, TickRecord, pairs_of
 from ..program.segments import Loop, Point, Segment, Transit
 from ..program.templates import BlockUse, Presence
 from ..stage.job import Clock
@@ -25,9 +26,9 @@ from .clock import clocked
 from .collective import collective_block
 from .exchange import EXCHANGE, arrive, permuted, scope_of, settled
 from .host import HostMoves, Moved, Packing
+from .pools import State
 from .shared_code import SharedCode
 from .stage_block import StageAction, pair_block
-from .state import State
 
 # The records of this device in the ticks of a trip; -1 is the last tick of the previous trip.
 _Rows: TypeAlias = Mapping[int, TickRecord[Scalar]]
@@ -145,8 +146,8 @@ class TickEmitter:
 
     def _record(self, line: Any) -> TickRecord[Scalar]:
         """A line of numbers as a record."""
-        column, like = iter(range(line.shape[0])), cast("TickRecord[Any]", self._program.ticks)
-        return map_fields(lambda _: line[next(column)], like)
+        column = iter(range(line.shape[0]))
+        return self._program.ticks.map(lambda _: line[next(column)])
 
     def _tick(
         self, segment: Segment, j: int, rows: _Rows, state: State, brought: _Brought
@@ -236,10 +237,12 @@ class TickEmitter:
         with jax.named_scope(EXCHANGE):
             # Both depend on the token, because a pool of one slot needs no slot number.  Otherwise
             # XLA would write all arrivals of a trip in one fusion.
-            at: Arrival[Scalar] = map_fields(
-                lambda number: jnp.where(state["token"], 0, number), row.arrivals[transit.lane]
+            at: Record[Scalar] = row.arrivals[transit.lane].map(
+                lambda number: jnp.where(state["token"], 0, number)
             )
-            return arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
+            return arrive(
+                state, payload, self.shared.buffers[POOL_OF[payload]], at, leaves, keep=keep
+            )
 
     def _run(self, run: _Run, row: TickRecord[Scalar], state: State) -> State:
         """Run a block, or a pair, under its predicate."""

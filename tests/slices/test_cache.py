@@ -142,6 +142,9 @@ def test_what_does_not_fit_a_cache_is_refused():
     placed = pipe.place(params)
     cache = pipe.empty_cache(placed, batch, length=TIME)
     assert jax.tree.leaves(cache)[0].shape[:2] == (2, 2)
+    assert "parameters are not placed" in refusal(
+        lambda: pipe.empty_cache(params, batch, length=TIME)
+    )
 
     def call(pipe=pipe, batch=batch, **options):
         return refusal(lambda: pipe.outputs(placed, batch, **{"cache": cache, **options}))
@@ -151,12 +154,13 @@ def test_what_does_not_fit_a_cache_is_refused():
     assert "make it with length=9" in text
     assert "rows at position -1 are beyond" in call(position=-1)
     assert "position has shape [3]; give a number, or 2 of them" in call(position=np.zeros(3, int))
+    assert "does not combine with state=; leave it out" in call(state=cache.stages)
     assert "position is float" in call(position=0.5)
     assert "cache= takes what `empty_cache` or `outputs` returned" in call(cache={})
     other = pipeline(model, forwards("gpipe", devices=2, slices=2, sequences=4))
     assert "the cache has 2 sequences, but the schedule has 4" in call(pipe=other)
     vee = pipeline(model, forwards("zbv", devices=2, slices=2))
-    assert "the cache are placed for stages by device" in call(pipe=vee)
+    assert "the cache is for stages by device" in call(pipe=vee)
     assert "do not divide into 2 equal slices" in call(batch=part(batch, 0, 3))
     assert "length must be a whole number of at least 1, not 0" in refusal(
         lambda: pipe.empty_cache(placed, batch, length=0)

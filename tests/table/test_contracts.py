@@ -138,6 +138,6 @@ def test_a_program_of_other_segments_is_found():
     table = program.ticks.forward.x.copy()
     table[program.ticks.forward.chunk >= 0] += 1
     wrong = replace(
-        program, ticks=replace(program.ticks, forward=replace(program.ticks.forward, x=table))
+        program, ticks=replace(program.ticks, forward=program.ticks.forward.changed(x=table))
     )
     assert SLOTS.faults(cut, wrong)
