@@ -111,6 +111,7 @@ def _ticks(name: str, run: Callable[[Schedule], Ticks]) -> Contract[Schedule, Ti
 TICKS = (
     _ticks("assign_ticks", assign_ticks),
     _ticks("joined_ticks", joined_ticks),
+    _ticks("joined_ticks as one", lambda schedule: joined_ticks(schedule, as_one=True)),
     _ticks("modulo_ticks", modulo_ticks),
     _ticks("modulo_ticks shifted", lambda schedule: modulo_ticks(schedule, shift=1)),
 )

@@ -22,6 +22,7 @@ MAKERS = {
     "turns": modulo_ticks,
     "shifted turns": lambda s: modulo_ticks(s, shift=1),
     "joined": joined_ticks,
+    "as one": lambda s: joined_ticks(s, as_one=True),
 }
 KEEP_ORDER = ("fewest", "turns", "shifted turns")
 

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..table.effects import Access, Effect, Liveness, effects_of
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
-from .records import NOBODY, POOL_OF, IntTable, Pool, Slots, TickRecord
+from .records import JOINT, NOBODY, POOL_OF, IntTable, Pool, Slots, TickRecord, pairs_of
 from .segments import Segment
 
 # Ticks that are printed; the steady state is in the segments anyway.
@@ -137,6 +140,7 @@ class Program:
     ticks: TickRecord[IntTable]
     pools: tuple[Pool, ...]
     liveness: Liveness
+    joint: tuple[Kind, ...] = JOINT  # backwards that a forward of their tick runs with
 
     @property
     def num_ticks(self) -> int:
@@ -146,6 +150,11 @@ class Program:
     def effects(self, kind: Kind) -> tuple[Effect, ...]:
         """What the actions of a kind read and write in this program."""
         return effects_of(kind, self.schedule.encoded.kinds, self.liveness)
+
+    @cached_property
+    def pairs(self) -> NDArray[np.bool_]:
+        """`[tick, device]`: a forward and a backward that run as one."""
+        return pairs_of(self.ticks.forward, self.ticks.backward, self.joint)
 
     @cached_property
     def slots(self) -> Slots:
