@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxpipe.doctor.lines import Verdict
+from jaxpipe.doctor.findings import Verdict
 
 import jaxpipe as jp
 from jaxpipe.doctor import steps
