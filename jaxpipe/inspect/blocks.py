@@ -25,7 +25,7 @@ from ..spmd.operands import shared_buffers
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
-from ..table.effects import Place
+from ..table.effects import OF_SLICES, Place
 from ..table.kinds import RECOMPUTE, Kind
 
 _WHOLE = PartitionSpec()
@@ -228,29 +228,24 @@ def _passed(code: StageCode, entries: StageEntries, block: Block) -> int:
     """Bytes on one device of carries, buffers and their gradients that a block reads whole, and of
     those that it returns.  A forward writes rows of buffers in place.
     """
-    pools = {
-        "carry": code.carry,
-        "buffer": code.buffers,
-        "carry_gradient": code.carry_gradients,
-        "buffer_gradient": code.buffer_gradients,
-    }
     sizes = {
-        name: [
+        place: [
             nbytes(aval) // entry.local_share
-            for aval, entry in zip(avals, getattr(entries, name), strict=True)
+            for aval, entry in zip(code.stored[place], entries.stored[place], strict=True)
         ]
-        for name, avals in pools.items()
+        for place in OF_SLICES
     }
     is_read, forward = reads(block.jaxpr), block.name in ("F", "R")
-    own = [*sizes["carry"], *([0] * len(code.buffers) if forward else sizes["buffer"])]
+    buffers = [0] * len(code.buffers) if forward else sizes[Place.BUFFER]
+    own = [*sizes[Place.CARRY], *buffers]
     begin = len(code.consts) + code.num_params + len(code.x_avals)
     found = sum(size for size, used in zip(own, is_read[begin:], strict=False) if used)
-    later = sizes["carry_gradient"] + sizes["buffer_gradient"]
+    later = sizes[Place.CARRY_GRADIENT] + sizes[Place.BUFFER_GRADIENT]
     begin = len(code.forward.invars) + len(code.residual_input) + len(code.residual_weight)
     begin += len(code.dy_avals)
     if not forward:
         found += sum(size for size, used in zip(later, is_read[begin:], strict=False) if used)
-    returned = {"F": sizes["carry"], "B": later, "I": later}
+    returned = {"F": sizes[Place.CARRY], "B": later, "I": later}
     return found + sum(returned.get(block.name, []))
 
 

@@ -129,7 +129,7 @@ class GpuProgram(CompiledProgram):
 
     @cached_property
     def predicates(self) -> tuple[Predicate, ...]:
-        """See `waits`."""
+        """Loops of unknown trip count, and conditionals, in the order in which they run."""
         return find_predicates(self.module, self.graph_nodes)
 
 
