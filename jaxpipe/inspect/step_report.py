@@ -77,8 +77,7 @@ from jax.extend import core
 from ..arrays import Params, PyTree
 from ..engine.costs import Cost, Costs
 from ..engine.simulate import simulate
-from ..jaxprs import needed_for
-from ..jaxprs.cut import Split
+from ..jaxprs.cut import Split, needed_for
 from ..jaxprs.sizes import nbytes
 from ..lowering.cost_model import cost_parts, program_makespan
 from ..lowering.overheads import FORWARD, Overheads

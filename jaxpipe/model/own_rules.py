@@ -18,7 +18,7 @@ from jax.extend import core
 
 from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
-from ..jaxprs import flatten
+from ..jaxprs.flatten import flatten
 from .leaf_plan import leaf_plans
 
 # What is done with each parameter alone, by path: the texts of equations.

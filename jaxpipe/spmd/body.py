@@ -13,7 +13,7 @@ from jax import lax
 
 from ..arrays import Leaves, Params, PyTree, wider
 from ..errors import PipelineError
-from ..jaxprs import Piece
+from ..jaxprs.slots import Piece
 from ..lowering.target import Target
 from ..model.functions import Loss
 from ..model.leaf_plan import gather, leaf_plans

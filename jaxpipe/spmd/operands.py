@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..arrays import Leaves, PyTree
-from ..jaxprs import Piece, Total, TotalPiece
+from ..jaxprs.slots import Piece, Total, TotalPiece
 from ..model.packed import Places
 from ..stage.code import StageCode
 from ..table.effects import Place

@@ -13,7 +13,7 @@ from jax.extend import core
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from ..jaxprs import collectives
+from ..jaxprs.collectives import collectives
 from ..jaxprs.equations import reads
 from ..lowering.slots import Offload
 from ..model.functions import Functions, make_extra

@@ -9,8 +9,9 @@ from jax.extend import core
 
 from ..arrays import Leaves, PyTree
 from ..errors import PipelineError
-from ..jaxprs import drop_dead, flatten
+from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import Atom
+from ..jaxprs.flatten import flatten
 from ..model.functions import StageOutput
 from .code import inexact
 from .trace import chosen, filled
