@@ -32,12 +32,11 @@ from .model.partition import Partition
 from .model.placer import Placer
 from .model.settings import Memory, Sharding, frozen_filter
 from .model.spread import Cuts
-from .same_code import jit_same, key_of
 from .spmd.compiler_options import features_of, options_for
 from .spmd.executor import SpmdExecutor, TracedStep
 from .stage.job import Clock, Executor, Job
 from .stage.model_code import ModelCode
-from .steps import Steps, key_faults
+from .steps import Steps, jit_same, key_faults, key_of
 from .table.check import check
 from .table.schedule import Schedule
 

@@ -88,8 +88,8 @@ from ..planner.memory import Sizes
 from ..program.ir import Program
 from ..program.templates import Payload
 from ..schedules.registry import build
-from ..spmd.exchange import WITH_SLACK
 from ..spmd.operands import shared_buffers
+from ..spmd.tick import WITH_SLACK
 from ..stage.model_code import ModelCode
 from ..table.action import Overlap, parts
 from ..table.effects import Place
