@@ -1,5 +1,5 @@
-"""The steps of a pipeline: check their arguments, make their jobs, and run these.  Pipelines of equal
-arguments share what JAX has compiled.
+"""The steps of a pipeline: check their arguments, make their jobs, and run these.  Pipelines of
+equal arguments share what JAX has compiled.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Emits the JAX program of a program's segments, template by template, from the stages' code: blocks,
-permutes, and the writes of arrivals to their slots.
+"""Emits the JAX program of a program's segments, template by template, from the stages' code:
+blocks, permutes, and the writes of arrivals to their slots.
 """
 
 from __future__ import annotations
