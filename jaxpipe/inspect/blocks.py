@@ -25,7 +25,7 @@ from ..spmd.operands import shared_buffers
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
-from ..table.effects import Place
+from ..table.effects import OF_SLICES, Place
 from ..table.kinds import RECOMPUTE, Kind
 
 _WHOLE = PartitionSpec()
@@ -228,18 +228,12 @@ def _passed(code: StageCode, entries: StageEntries, block: Block) -> int:
     """Bytes on one device of carries, buffers and their gradients that a block reads whole, and of
     those that it returns.  A forward writes rows of buffers in place.
     """
-    pools = {
-        "carry": code.carry,
-        "buffer": code.buffers,
-        "carry_gradient": code.carry_gradients,
-        "buffer_gradient": code.buffer_gradients,
-    }
     sizes = {
-        name: [
+        place.value: [
             nbytes(aval) // entry.local_share
-            for aval, entry in zip(avals, getattr(entries, name), strict=True)
+            for aval, entry in zip(code.stored[place], entries.stored[place], strict=True)
         ]
-        for name, avals in pools.items()
+        for place in OF_SLICES
     }
     is_read, forward = reads(block.jaxpr), block.name in ("F", "R")
     own = [*sizes["carry"], *([0] * len(code.buffers) if forward else sizes["buffer"])]
