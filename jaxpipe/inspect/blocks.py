@@ -229,22 +229,23 @@ def _passed(code: StageCode, entries: StageEntries, block: Block) -> int:
     those that it returns.  A forward writes rows of buffers in place.
     """
     sizes = {
-        place.value: [
+        place: [
             nbytes(aval) // entry.local_share
             for aval, entry in zip(code.stored[place], entries.stored[place], strict=True)
         ]
         for place in OF_SLICES
     }
     is_read, forward = reads(block.jaxpr), block.name in ("F", "R")
-    own = [*sizes["carry"], *([0] * len(code.buffers) if forward else sizes["buffer"])]
+    buffers = [0] * len(code.buffers) if forward else sizes[Place.BUFFER]
+    own = [*sizes[Place.CARRY], *buffers]
     begin = len(code.consts) + code.num_params + len(code.x_avals)
     found = sum(size for size, used in zip(own, is_read[begin:], strict=False) if used)
-    later = sizes["carry_gradient"] + sizes["buffer_gradient"]
+    later = sizes[Place.CARRY_GRADIENT] + sizes[Place.BUFFER_GRADIENT]
     begin = len(code.forward.invars) + len(code.residual_input) + len(code.residual_weight)
     begin += len(code.dy_avals)
     if not forward:
         found += sum(size for size, used in zip(later, is_read[begin:], strict=False) if used)
-    returned = {"F": sizes["carry"], "B": later, "I": later}
+    returned = {"F": sizes[Place.CARRY], "B": later, "I": later}
     return found + sum(returned.get(block.name, []))
 
 

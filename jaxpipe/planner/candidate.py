@@ -17,7 +17,7 @@ from ..errors import ScheduleError
 from ..layouts.layout import Layout
 from ..lowering.plan import Plan
 from ..lowering.slots import Offload
-from ..program.pools import UNDER_WAY, Slots
+from ..program.records import UNDER_WAY, Slots
 from ..schedules import build
 from ..schedules.registry import describe
 from ..table.kinds import Kind

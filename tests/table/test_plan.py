@@ -17,7 +17,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.cli import terminal
 from jaxpipe.cli.main import main
-from jaxpipe.inspect.step_time import step_time
+from jaxpipe.inspect.step_report import step_time
 from jaxpipe.lowering.overheads import ON_HOST
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import RunsOn
