@@ -128,6 +128,11 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
     Contract("remove_transfers", remove_transfers, keeps(COMPUTE, holds=COMPUTE, whole=True)),
     Contract("merge_backward", merge_backward, keeps(_without(*_BACKWARD), whole=True)),
     Contract(
+        "merge_backward delayed",
+        lambda schedule: merge_backward(schedule, delayed=True),
+        keeps(_without(*_BACKWARD), holds=_without(Kind.I, Kind.W), whole=True),
+    ),
+    Contract(
         "split_backward",
         split_backward,
         keeps(_without(*_BACKWARD), holds=_without(Kind.B), whole=True),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from ..errors import ScheduleError
+from ..program.records import JOINT
 from ..table.action import Action, Cell, Kind, Overlap
 from ..table.encoded import BoolArray, IntArray
 from ..table.grid import grid
@@ -27,11 +28,11 @@ class Ticks:
 
     schedule: Schedule
     when: IntArray
-    # in a tick with a forward and a backward, the forward runs first (else the backward does)
-    forward_first: bool = False
     # the period of the whole table's code, for which the ticks were made; 1 leaves it to
     # `span_candidates`
     period: int = 1
+    # backwards that run as one block with a forward of their tick
+    joint: tuple[Kind, ...] = JOINT
 
     @cached_property
     def num_ticks(self) -> int:
@@ -90,16 +91,18 @@ def joins_weights(schedule: Schedule) -> BoolArray:
     )
 
 
-def joined_ticks(schedule: Schedule) -> Ticks:
+def joined_ticks(schedule: Schedule, *, as_one: bool = False) -> Ticks:
     """As `assign_ticks`, but a W is in the tick of the F right after it: fewer ticks, and in each
     of them predicates to ask.
 
     A W neither awaits nor makes a transfer, so where transfers run beside blocks it runs while its
-    tick's F awaits its input.
+    tick's F awaits its input.  With `as_one` both are one block: where blocks communicate, matmuls
+    of the W run beside collectives of the F.
     """
     table = schedule.encoded
     ends = np.where(joins_weights(schedule), np.arange(table.num_actions) + 1, table.last_half)
-    return _earliest(schedule, np.zeros(table.num_actions, np.int64), 1, ends)
+    ticks = _earliest(schedule, np.zeros(table.num_actions, np.int64), 1, ends)
+    return replace(ticks, joint=(*JOINT, Kind.W)) if as_one else ticks
 
 
 def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..program.segments import Point, Segment
-from ..program.templates import BlockUse, Part, Permute, TickTemplate, parts_in_order
+from ..program.templates import Part, Permute, TickTemplate
 from ..table.encoded import IntArray
 from ..table.kinds import COLLECTIVES
 from .overheads import Overheads
@@ -218,18 +218,8 @@ def _point(segment: Segment, point: Point, num_parts: int) -> Point:
     blocks = segment.templates[point.tick].blocks
     if point.block >= len(blocks):
         return Point(point.tick, num_parts)
-    order = parts_in_order(_forward_first(blocks))
-    return Point(
-        point.tick, order.index(Part.of(blocks[point.block].block.kind)) if num_parts > 1 else 0
-    )
-
-
-def _forward_first(blocks: Sequence[BlockUse]) -> bool:
-    """Whether these blocks are in the order with forwards first; blocks of one part are in the
-    order with that part first.
-    """
-    first, last = Part.of(blocks[0].block.kind), Part.of(blocks[-1].block.kind)
-    return first > last or first is Part.FORWARD
+    part = Part.of(blocks[point.block].block.kind)
+    return Point(point.tick, part if num_parts > 1 else 0)
 
 
 def _exchange(permutes: Sequence[Permute], num_devices: int, transfer: float) -> _Exchange:

@@ -4,7 +4,7 @@ int arrays [ticks, devices].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -115,13 +115,20 @@ class TickRecord(Generic[A]):
         return [c for r in (self.forward, self.backward, *several) for c in r.columns.values()]
 
 
-def pairs_of(forward: Record[IntTable], backward: Record[IntTable]) -> NDArray[np.bool_]:
-    """`[tick, device]`: a forward and a whole backward in one tick, which executors may run as one.
+# Backwards that executors may run as one block with a forward of their tick.
+JOINT = (Kind.B,)
+
+
+def pairs_of(
+    forward: Record[IntTable], backward: Record[IntTable], joint: Sequence[Kind] = JOINT
+) -> NDArray[np.bool_]:
+    """`[tick, device]`: a forward and a `joint` backward in one tick, which executors may run as
+    one.
 
     So are overlapped pairs, and cells that lowering puts side by side; but not where the backward
     is that very forward's, and needs it.
     """
-    both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & (backward.kind == int(Kind.B))
+    both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & np.isin(backward.kind, joint)
     distinct: NDArray[np.bool_] = both & (
         (forward.stage != backward.stage) | (forward.microbatch != backward.microbatch)
     )

@@ -35,7 +35,7 @@ class Presence(enum.Enum):
 
 
 class Part(enum.IntEnum):
-    """Blocks of a tick by what they do with transfers, in the order in which most ticks
+    """Blocks of a tick by what they do with transfers, in the order in which ticks
     have them.
     """
 
@@ -49,11 +49,6 @@ class Part(enum.IntEnum):
         if kind in RUNS_FORWARD:
             return cls.FORWARD
         return cls.APART if kind not in COLLECTIVES and KINDS[kind].needs is None else cls.BACKWARD
-
-
-def parts_in_order(forward_first: bool) -> tuple[Part, ...]:
-    """The order in which a tick has its blocks."""
-    return tuple(reversed(Part)) if forward_first else tuple(Part)
 
 
 class Block(NamedTuple):
