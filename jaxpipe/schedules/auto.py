@@ -18,8 +18,8 @@ from ..table.certificate import Certificate, Objective, Proof
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.slices import sliced_rows
+from ._beam import improved, rows_of
 from ._list_scheduling import ListSchedule
-from ._local_search import improved, rows_of
 from ._mixed import mixed, whole_backwards
 from ._orders import turn_order, zbv_order
 from ._waves import Order, OrderMaker, best_of, cost_waves, shortest

@@ -110,41 +110,40 @@ class _OptionKind(NamedTuple):
     wants: str
 
 
+def _instance(of: type, wants: str, summary: str) -> _OptionKind:
+    return _OptionKind(summary, lambda value: isinstance(value, of), wants)
+
+
+def _count(summary: str) -> _OptionKind:
+    return _OptionKind(summary, _is_count, "a whole number of at least 1")
+
+
 def _option_kinds() -> Mapping[str, _OptionKind]:
-    count = "a whole number of at least 1"
     return {
-        "costs": _OptionKind(
-            "the times of the actions (a jaxpipe.Costs), to which the order is fitted",
-            lambda v: isinstance(v, Costs),
+        "costs": _instance(
+            Costs,
             "a jaxpipe.Costs",
+            "the times of the actions (a jaxpipe.Costs), to which the order is fitted",
         ),
-        "forward_only": _OptionKind(
-            "leave out all backwards, for evaluation",
-            lambda v: isinstance(v, bool),
-            "True or False",
-        ),
-        "group_size": _OptionKind(
+        "forward_only": _instance(bool, "True or False", "leave out all backwards, for evaluation"),
+        "group_size": _count(
             "microbatches that go through a chunk before the next chunk starts (P or more); "
-            "without it, equal groups of P or more",
-            _is_count,
-            count,
+            "without it, equal groups of P or more"
         ),
-        "lean": _OptionKind(
+        "lean": _instance(
+            bool,
+            "True or False",
             "warm up with one forward per hop instead of two: fewer activations, and the same "
             "makespan where transfers take no time",
-            lambda v: isinstance(v, bool),
-            "True or False",
         ),
-        "max_activations": _OptionKind(
-            "the most activations that a device may hold, if they are released at W",
-            _is_count,
-            count,
+        "max_activations": _count(
+            "the most activations that a device may hold, if they are released at W"
         ),
-        "objective": _OptionKind(
+        "objective": _instance(
+            Objective,
+            "a jaxpipe.table.Objective",
             "what is made short (a jaxpipe.table.Objective): the whole step, or the time of a "
             "microbatch in its steady state",
-            lambda v: isinstance(v, Objective),
-            "a jaxpipe.table.Objective",
         ),
         "search": _OptionKind(
             "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the "
@@ -157,11 +156,11 @@ def _option_kinds() -> Mapping[str, _OptionKind]:
             lambda v: is_whole(v) and 0 <= v < 2**31,
             "a whole number of at least 0",
         ),
-        "placement": _OptionKind(
+        "placement": _instance(
+            Placement,
+            "a jaxpipe.Placement",
             "the devices of the stages (a jaxpipe.Placement); without it a loop or a V, "
             "whichever gives the shorter schedule",
-            lambda v: isinstance(v, Placement),
-            "a jaxpipe.Placement",
         ),
     }
 
