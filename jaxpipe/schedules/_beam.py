@@ -4,7 +4,7 @@ arrays.
 Each step gives every partial schedule its next action: on the device where an action can end first,
 one of those that could start before that end (Giffler and Thompson 1960).  Of all extensions, those
 with the least bounds of the makespan are kept: a start, a length and a tail for each next action,
-and for each device what is left to do on it.
+and for each device its remaining work.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Partial(NamedTuple):
     ends: Times
     free: Times  # per device
     live: Numbers  # per device, the activations it holds
-    reached: Times  # the least makespan that what is placed leaves possible
+    reached: Times  # the least makespan after the actions that are placed
 
     def take(self, rows: Numbers) -> Partial:
         """Some of them."""

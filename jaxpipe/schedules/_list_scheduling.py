@@ -94,7 +94,7 @@ class _Lane:
 
 
 class _Device:
-    """One device: what is left of its order, what it holds, and what it has run."""
+    """One device: the rest of its order, its activations, and the actions that it has run."""
 
     __slots__ = (
         *("cap", "done", "first", "head", "lane_of", "lanes"),
@@ -193,7 +193,7 @@ class _Run:
             if reader < 0:
                 continue
             there, start = on[reader], ends[i] + latency[reader]
-            # A device that is busy until then looks at what is ready when it is free.
+            # A device that is busy until then looks again when it is free.
             if there != number and (free[there] < start or start <= time):
                 heapq.heappush(events, (start, there))
 

@@ -95,7 +95,7 @@ def in_turns(forward: Sequence[C], backward: Sequence[C], ahead: int) -> list[C]
 
 
 def drop_phantoms(rows: Iterable[Iterable[Cell]], microbatches: int) -> list[list[Cell]]:
-    """The rows without microbatches >= M; of an overlapped pair, what is left of it.
+    """The rows without microbatches >= M; of an overlapped pair, the half that is left.
 
     Microbatches never depend on each other, so a valid table stays valid, and needs no more memory
     or time, when some are removed.  Generators that need a round number of microbatches build a

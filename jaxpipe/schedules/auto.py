@@ -100,7 +100,7 @@ _TWO_CHUNKS = (zbv, v_half, v_min, dualpipev)
 
 
 class _Wanted(NamedTuple):
-    """What is asked for."""
+    """The arguments of `auto`."""
 
     places: list[Placement]
     microbatches: int
@@ -280,7 +280,7 @@ def _bound(wanted: _Wanted) -> float:
 
 
 def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedule:
-    """The schedule with what is known of it; `proven` by the solver, under the cap that it had."""
+    """The schedule with its certificate; `proven` by the solver, under the cap that it had."""
     costs, cap, bound = wanted.costs, wanted.requested_cap, _bound(wanted)
     proof = Proof.RELAXATION
     # The solver's tables are of F, I and W alone.

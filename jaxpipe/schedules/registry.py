@@ -279,10 +279,10 @@ def build(
     shape |= {"slices": int(slices)} if slices > 1 else {}
     schedule = _generated(entry, forward_only, **shape, **given)
     costs = given.pop("costs", None)
-    # what is certified, or made for slices, began with the better of both itself
+    # a certified table, or one for slices, began with the better of both itself
     if costs is None or schedule.certificate is not None or slices > 1:
         return schedule
-    # List scheduling is a heuristic: now and then the table that was built without the costs is
+    # List scheduling is a heuristic: in some cases the table that was built without the costs is
     # the shorter one.
     return shortest((schedule, _generated(entry, forward_only, **shape, **given)), costs)
 

@@ -2,7 +2,7 @@
 other.
 
 Each device runs its row in order.  Devices are advanced as far as they can go, and one that must
-wait is parked at what it waits for, so the work is linear in the number of actions.
+wait is parked at the action that it waits for.  A cycle is found when its last device stops.
 """
 
 from __future__ import annotations
