@@ -103,6 +103,7 @@ def _run(
     collectives = dict(table.collectives)
     # how many are not there yet
     absent = dict.fromkeys((collective.members[0] for collective in collectives.values()), devices)
+    missing = dict.fromkeys(absent, 0)  # the devices before this one are there
     owner, is_send = table.device.tolist(), table.of_kinds(SENDS).tolist()
     done = bytearray(total + 1)
     done[total] = 1
@@ -118,7 +119,9 @@ def _run(
         at = stopped[device]
         if at in collectives:
             members = collectives[at].members
-            return next(member for d, member in enumerate(members) if stopped[d] != member)
+            while stopped[missing[members[0]]] == members[missing[members[0]]]:
+                missing[members[0]] += 1
+            return members[missing[members[0]]]
         return mate[at] if mate[at] >= 0 else need[at]
 
     def cycle_from(device: int) -> tuple[Wait, ...]:
