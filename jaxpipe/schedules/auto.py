@@ -23,9 +23,15 @@ from ._list_scheduling import ListSchedule
 from ._mixed import mixed, whole_backwards
 from ._orders import turn_order, zbv_order
 from ._waves import Order, OrderMaker, best_of, cost_waves, shortest
-from .basic import gpipe, one_f_one_b
 from .dualpipe import dualpipev
-from .interleaved import interleaved_1f1b, interleaved_1f1b_overlap, looped_bfs, one_f_one_b_overlap
+from .loop import (
+    gpipe,
+    interleaved_1f1b,
+    interleaved_1f1b_overlap,
+    looped_bfs,
+    one_f_one_b,
+    one_f_one_b_overlap,
+)
 from .vee import v_half, v_min, zbv
 from .zero_bubble import interleaved_zb, zb_1p, zb_h1, zb_h2
 

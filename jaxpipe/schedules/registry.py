@@ -19,9 +19,16 @@ from ..transforms.slices import sliced
 from ._orders import forward_order
 from ._waves import shortest
 from .auto import auto
-from .basic import gpipe, no_pipelining, one_f_one_b
 from .dualpipe import dualpipe, dualpipev
-from .interleaved import interleaved_1f1b, interleaved_1f1b_overlap, looped_bfs, one_f_one_b_overlap
+from .loop import (
+    gpipe,
+    interleaved_1f1b,
+    interleaved_1f1b_overlap,
+    looped_bfs,
+    no_pipelining,
+    one_f_one_b,
+    one_f_one_b_overlap,
+)
 from .vee import v_half, v_min, zbv
 from .zero_bubble import interleaved_zb, zb_1p, zb_h1, zb_h2
 

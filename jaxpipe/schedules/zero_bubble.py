@@ -4,6 +4,7 @@ bubble.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from ..engine.costs import Costs
@@ -25,8 +26,8 @@ def zb_h1(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     most F and at most I.  Every device holds min(P, M) activations at its peak, if they are
     released at W.
     """
-    ahead = [devices - 1 - d for d in range(devices)]
-    return _in_order("zb_h1", devices, 1, microbatches, ahead, delay=list(range(devices)))
+    table = interleaved_zb(devices=devices, microbatches=microbatches, chunks=chunks)
+    return replace(table, name="zb_h1")
 
 
 def zb_h2(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -64,8 +65,8 @@ def zb_1p(
     shortest of that one (where the cap allows it) and of waves of several paces, list-scheduled
     under the cap.
     """
-    ahead = [devices - 1 - d for d in range(devices)]
-    figure = _in_order("zb_1p", devices, 1, microbatches, ahead, delay=list(range(devices)))
+    table = interleaved_zb(devices=devices, microbatches=microbatches, chunks=chunks)
+    figure = replace(table, name="zb_1p")
     if costs is None and max_activations is None:
         return figure
     costs, cap = costs or Costs(), max_activations or devices

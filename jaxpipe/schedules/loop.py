@@ -1,12 +1,55 @@
-"""Several chunks per device: interleaved 1F1B, looped BFS, and 1F1B of overlapped pairs."""
+"""Schedules of whole backwards on a loop: GPipe, 1F1B, these of several chunks, and 1F1B of
+overlapped pairs.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ..table.action import Action, Cell, Kind, Overlap
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.slices import sliced
-from ._rows import drop_phantoms, groups_of, in_groups, in_turns
+from ._rows import actions, alternate, drop_phantoms, groups_of, in_groups, in_turns
+
+
+def no_pipelining(*, devices: int, microbatches: int, chunks: int) -> Schedule:
+    """Forward and backward of one microbatch after the other, as plain gradient accumulation does.
+
+    Any P, V, M; stages are placed in a loop.  Only one device works at a time: bubble 1 - 1/P at
+    equal costs.  A device holds V activations at its peak.
+    """
+    placement = Placement.loop(devices=devices, chunks=chunks)
+    rows = []
+    for stages in placement.stages_of:
+        columns = [actions(s, Kind.F, range(microbatches)) for s in stages] + [
+            actions(s, Kind.B, range(microbatches)) for s in reversed(stages)
+        ]
+        rows.append(alternate(*columns))
+    return Schedule.from_rows(
+        rows, placement=placement, num_microbatches=microbatches, name="no_pipelining"
+    )
+
+
+def gpipe(*, devices: int, microbatches: int, chunks: int) -> Schedule:
+    """All forwards, then all backwards (GPipe, Huang et al. 2019, figure 2c).
+
+    Any P and M, one chunk.  Makespan (M + P - 1)(F + B), so the bubble is (P - 1) / (M + P - 1);
+    every device holds M activations at its peak.
+    """
+    table = looped_bfs(devices=devices, microbatches=microbatches, chunks=chunks)
+    return replace(table, name="gpipe")
+
+
+def one_f_one_b(*, devices: int, microbatches: int, chunks: int) -> Schedule:
+    """One forward, one backward in the steady state (PipeDream-flush, Narayanan et al. 2021, figure
+    4 top).
+
+    Any P and M, one chunk.  Makespan (M + P - 1)(F + B), so the bubble is (P - 1) / (M + P - 1);
+    device d holds min(P - d, M) activations at its peak.
+    """
+    table = interleaved_1f1b(devices=devices, microbatches=microbatches, chunks=chunks, lean=True)
+    return replace(table, name="1f1b")
 
 
 def interleaved_1f1b(
