@@ -135,7 +135,8 @@ def one_f_one_b_overlap(*, devices: int, microbatches: int, chunks: int) -> Sche
     warms up with 2 (P - 1 - d) + 1 and holds min(M, 2 (P - d)) activations at its peak.  With X the
     cost of a pair (not less than either half's), the makespan is P (F + B) + (M - 1) X for M >= P.
     """
-    return _overlapped("1f1b_overlap", devices, chunks, microbatches, (microbatches,))
+    shape = {"devices": devices, "microbatches": microbatches, "chunks": chunks}
+    return replace(interleaved_1f1b_overlap(**shape), name="1f1b_overlap")
 
 
 def interleaved_1f1b_overlap(
@@ -151,12 +152,6 @@ def interleaved_1f1b_overlap(
     M - (V - 1) G - 1) X in costs of a chunk for M >= P.
     """
     groups = groups_of(group_size, devices=devices, microbatches=microbatches)
-    return _overlapped("interleaved_1f1b_overlap", devices, chunks, microbatches, groups)
-
-
-def _overlapped(
-    name: str, devices: int, chunks: int, microbatches: int, groups: tuple[int, ...]
-) -> Schedule:
     placement = Placement.loop(devices=devices, chunks=chunks)
     rows: list[list[Cell]] = []
     for device, stages in enumerate(placement.stages_of):
@@ -170,4 +165,6 @@ def _overlapped(
         rows.append([*warmup, *steady, *cooldown])
     if sum(groups) > microbatches:
         rows = drop_phantoms(rows, microbatches)
-    return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name=name)
+    return Schedule.from_rows(
+        rows, placement=placement, num_microbatches=microbatches, name="interleaved_1f1b_overlap"
+    )
