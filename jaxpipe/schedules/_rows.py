@@ -8,8 +8,17 @@ from typing import Any, TypeVar
 
 from ..errors import ScheduleError
 from ..table.action import Action, Cell, Kind, Overlap
+from ..table.placement import Placement
+from ..table.schedule import Schedule
 
 C = TypeVar("C", bound=Action | Overlap | None)
+
+
+def schedule_of(
+    rows: Iterable[Iterable[Cell]], placement: Placement, microbatches: int
+) -> Schedule:
+    """A schedule, which `build` names."""
+    return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches)
 
 
 def actions(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[Action]:

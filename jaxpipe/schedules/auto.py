@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -22,6 +22,7 @@ from ._beam import improved, rows_of
 from ._list_scheduling import ListSchedule
 from ._mixed import mixed, whole_backwards
 from ._orders import turn_order, zbv_order
+from ._rows import schedule_of
 from ._waves import Order, OrderMaker, best_of, cost_waves, shortest
 from .dualpipe import dualpipev
 from .loop import (
@@ -147,9 +148,7 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
             f"max_activations={wanted.cap}; a device holds those of all slices of a sequence"
         )
     best, place = min(found, key=lambda f: (f[0].makespan, f[0].peak))
-    return Schedule.from_rows(
-        best.rows, placement=place, num_microbatches=wanted.microbatches, name="auto"
-    )
+    return schedule_of(best.rows, place, wanted.microbatches)
 
 
 def _sliced_order(maker: OrderMaker, slices: int, microbatches: int) -> Order:
@@ -251,7 +250,7 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
         )
         if steady is not None:
             shop = _shop(wanted, place, costs)
-            table = _table(shop, steady.order(shop), place)
+            table = schedule_of(rows_of(shop, steady.order(shop)), place, wanted.microbatches)
             found.append((steady.period, simulate(table, costs).makespan, table))
     if not found:
         raise ScheduleError(
@@ -265,14 +264,6 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     ]
     return replace(
         table, certificate=Certificate(Objective.PERIOD, period, min(bounds), Proof.RELAXATION, cap)
-    )
-
-
-def _table(shop: JobShop, order: Sequence[int], placement: Placement) -> Schedule:
-    """The table of an order of all actions, by their nodes."""
-    rows = rows_of(shop, order)
-    return Schedule.from_rows(
-        rows, placement=placement, num_microbatches=shop.microbatches, name="auto"
     )
 
 

@@ -4,13 +4,11 @@ overlapped pairs.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..table.action import Action, Cell, Kind, Overlap
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.slices import sliced
-from ._rows import actions, alternate, drop_phantoms, groups_of, in_groups, in_turns
+from ._rows import actions, alternate, drop_phantoms, groups_of, in_groups, in_turns, schedule_of
 
 
 def no_pipelining(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -26,9 +24,7 @@ def no_pipelining(*, devices: int, microbatches: int, chunks: int) -> Schedule:
             actions(s, Kind.B, range(microbatches)) for s in reversed(stages)
         ]
         rows.append(alternate(*columns))
-    return Schedule.from_rows(
-        rows, placement=placement, num_microbatches=microbatches, name="no_pipelining"
-    )
+    return schedule_of(rows, placement, microbatches)
 
 
 def gpipe(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -37,8 +33,7 @@ def gpipe(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     Any P and M, one chunk.  Makespan (M + P - 1)(F + B), so the bubble is (P - 1) / (M + P - 1);
     every device holds M activations at its peak.
     """
-    table = looped_bfs(devices=devices, microbatches=microbatches, chunks=chunks)
-    return replace(table, name="gpipe")
+    return looped_bfs(devices=devices, microbatches=microbatches, chunks=chunks)
 
 
 def one_f_one_b(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -48,8 +43,7 @@ def one_f_one_b(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     Any P and M, one chunk.  Makespan (M + P - 1)(F + B), so the bubble is (P - 1) / (M + P - 1);
     device d holds min(P - d, M) activations at its peak.
     """
-    table = interleaved_1f1b(devices=devices, microbatches=microbatches, chunks=chunks, lean=True)
-    return replace(table, name="1f1b")
+    return interleaved_1f1b(devices=devices, microbatches=microbatches, chunks=chunks, lean=True)
 
 
 def interleaved_1f1b(
@@ -101,7 +95,6 @@ def interleaved_1f1b(
         kept,
         placement=placement,
         num_microbatches=microbatches,
-        name="interleaved_1f1b",
         slices=slices,
     )
 
@@ -121,9 +114,7 @@ def looped_bfs(*, devices: int, microbatches: int, chunks: int) -> Schedule:
         in_groups(stages, Kind.F, once) + in_groups(stages[::-1], Kind.B, once)
         for stages in placement.stages_of
     ]
-    return Schedule.from_rows(
-        rows, placement=placement, num_microbatches=microbatches, name="looped_bfs"
-    )
+    return schedule_of(rows, placement, microbatches)
 
 
 def one_f_one_b_overlap(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -135,8 +126,7 @@ def one_f_one_b_overlap(*, devices: int, microbatches: int, chunks: int) -> Sche
     warms up with 2 (P - 1 - d) + 1 and holds min(M, 2 (P - d)) activations at its peak.  With X the
     cost of a pair (not less than either half's), the makespan is P (F + B) + (M - 1) X for M >= P.
     """
-    shape = {"devices": devices, "microbatches": microbatches, "chunks": chunks}
-    return replace(interleaved_1f1b_overlap(**shape), name="1f1b_overlap")
+    return interleaved_1f1b_overlap(devices=devices, microbatches=microbatches, chunks=chunks)
 
 
 def interleaved_1f1b_overlap(
@@ -165,6 +155,4 @@ def interleaved_1f1b_overlap(
         rows.append([*warmup, *steady, *cooldown])
     if sum(groups) > microbatches:
         rows = drop_phantoms(rows, microbatches)
-    return Schedule.from_rows(
-        rows, placement=placement, num_microbatches=microbatches, name="interleaved_1f1b_overlap"
-    )
+    return schedule_of(rows, placement, microbatches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -304,6 +304,7 @@ def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
         schedule = sliced(
             entry.generator(**more | {"microbatches": microbatches + slices - 1}), slices
         )
+    schedule = replace(schedule, name=entry.name)
     if not forward_only:
         return schedule
     if entry.memory_bound:
