@@ -1,4 +1,4 @@
-"""What stages and layers cost, and what a plan of them holds."""
+"""The costs of stages and layers, and the memory of a plan."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def measure_stages(
         found.step.job.functions,
         len(found.step.code.kind_of) - 1,
     )
-    # Names of what runs with a stage; of what is spread, none do.
+    # Names of the blocks that run with a stage; a spread `first` or `last` does not.
     first, first_gradient = ("", "") if functions.spreads_first else ("first", "first gradient")
     last = "" if functions.spreads_last else "last"
 
