@@ -217,7 +217,7 @@ def _spreads(request: Request) -> list[str]:
     ends = {c: request.costs[c].ends if c in request.layers else Ends.ONE for c in (FIRST, LAST)}
     always = "".join(c for c in (FIRST, LAST) if ends[c] is Ends.ALL)
     if ends[LAST] is Ends.EITHER:
-        return [always, always + LAST]
+        return [always, (FIRST if ends[FIRST] is Ends.WITH_LAST else always) + LAST]
     return [always, always + FIRST] if ends[FIRST] is Ends.EITHER else [always]
 
 

@@ -10,9 +10,9 @@ from ..errors import PlanError, quoted
 from ..lowering.target import Target
 from .layer_cost import FIRST, LAST, Ends, LayerCost
 from .memory import device_work, least_bytes
-from .plan import Search
 from .request import SCHEDULES, Request, requests
 from .result import PipelinePlan, Plans, gib
+from .search import Search
 from .transformer import Transformer
 
 _HOST = 8  # devices of a host, which share its fast links
