@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
 import re
+import shlex
 from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
