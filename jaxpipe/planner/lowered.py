@@ -101,12 +101,13 @@ def nothing_fits(
         f"nothing fits into {gib(request.memory)} a device: the nearest is "
         f"{near.candidate.label}, layout {near.candidate.layout}, "
         f"which needs at least {gib(near.needs)}, {gib(needs)} more (most of it, {gib(held)}, "
-        f"{part}); what would help most: {_HELPS.get(part, 'smaller microbatches')}; or {ADVICE}"
+        f"{part}); what would help most: {HELPS.get(part, 'smaller microbatches')}; or {ADVICE}"
     )
 
 
-_HELPS = {
-    "parameters, gradients and optimizer state": "more devices, or shares of each",
+HELD = "parameters, gradients and optimizer state"
+HELPS = {
+    HELD: "more devices, or shares of each",
     "residuals": "remat='full', or offload='residuals'",
     "stash": "whole backwards (1f1b, interleaved_1f1b)",
     "workspace": "a `last` that is spread, or smaller microbatches",
@@ -120,9 +121,7 @@ ADVICE = (
 def _parts(memory: Memory) -> dict[str, float]:
     """Bytes of a device by purpose."""
     return {
-        "parameters, gradients and optimizer state": memory.parameters
-        + memory.gradients
-        + memory.optimizer,
+        HELD: memory.parameters + memory.gradients + memory.optimizer,
         "residuals": memory.pools["residual_weight"],
         "stash": memory.pools["stash"],
         "stage inputs and cotangents": memory.pools["x"] + memory.pools["cotangent"] + memory.sent,

@@ -71,8 +71,8 @@ def plan(
             `jaxpipe[solver]`).
         seed: of the search.
         most: how many plans to return.
-        within: seconds after which no further choice is tried: the plans are then the best of what
-            was tried.
+        within: seconds of the search: after half of them no further choice is tried, and of what
+            was tried as many programs are lowered as the rest allows, at least one.
         progress: called with (how many choices are simulated, of how many), then with (how many
             candidates are lowered, of how many).
         traced: the memory of a step by what it is for, and its "total", of the traced model

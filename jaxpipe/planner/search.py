@@ -16,7 +16,7 @@ from ..layouts.layout import Layout, LayoutError
 from ..lowering.slots import Offload
 from .candidate import Candidate, Choice, choices
 from .layers import improved
-from .lowered import ADVICE, Lowered, Traced, lower, nothing_fits, result_of, searched
+from .lowered import ADVICE, HELD, HELPS, Lowered, Traced, lower, nothing_fits, result_of, searched
 from .memory import least_bytes
 from .request import Request
 from .result import Plans, Rejected, gib
@@ -25,7 +25,7 @@ _Progress: TypeAlias = "Callable[[int, int], None]"
 _MOVES = 60  # layouts that are simulated for each of the best candidates
 _REFINED = 4  # candidates whose layout is improved
 _MORE = 2  # programs that are lowered beyond the number of plans
-_NEAR = 1.08  # of a bound: `auto` is not tried then
+_NEAR = 1.08  # of a bound: `auto` is not tried where another table is as short
 _FRONT = 3  # tables by which `auto` knows which ends and remat are worth its time
 _EVEN = 1e-9  # relative: stages that differ by less are equal
 
@@ -43,17 +43,19 @@ class Search:
         traced: Traced | None = None,
     ) -> None:
         self._wanted, self._most, self._traced = wanted, most, traced
-        self._end = None if within is None else time.monotonic() + within
+        self._begin, self._within = time.monotonic(), within
         self._progress = progress or (lambda done, of: None)
         self._fitting: list[Candidate] = []
         self._beyond: list[Lowered] = []
         self._rejected: list[Rejected] = []
+        self._large: list[Choice] = []  # whose tables are not built
 
     def plans(self, *, search: float, seed: int) -> Plans:
         """The best plans, and the rejected choices."""
         self._simulate()
         fitting = self._lower_best()
         if not fitting:
+            self._build_nearest()
             raise nothing_fits(self._wanted[0], self._beyond, self._rejected)
         if search:
             best = min(fitting, key=lambda f: f.seconds)
@@ -70,9 +72,10 @@ class Search:
         found = tuple(result_of(f) for f in fitting[: self._most])
         return Plans(found, tuple(rejected), str(self._wanted[0].target.overheads))
 
-    def _late(self) -> bool:
-        """Whether the time is over and there is something to return."""
-        return self._end is not None and time.monotonic() > self._end and bool(self._fitting)
+    def _late(self, share: float = 1) -> bool:
+        """Whether a share of the time is over and there is something to return."""
+        spent = time.monotonic() - self._begin
+        return self._within is not None and spent > share * self._within and bool(self._fitting)
 
     def _worst(self) -> float:
         """The seconds that a choice must stay below."""
@@ -94,11 +97,11 @@ class Search:
     def _simulate(self) -> None:
         """Tables of every choice that could be among the best."""
         todo = [choice for q in _roomy(self._wanted) for choice in choices(q)]
-        # A table of `auto` takes longest to build, so the others come first.
-        todo.sort(key=lambda c: (c.name == "auto", c.seconds))
-        # A plan of each request's cheapest kind comes first.
+        # A table of `auto` takes longest to build, so the others come first; of equal bounds those
+        # with spread ends, which are usually shorter.
+        todo.sort(key=lambda c: (c.name == "auto", c.seconds, -len(c.spread)))
         for done, choice in enumerate(todo):
-            if self._late():
+            if self._late(0.5):
                 self._reject(choice, "not tried: the time was over")
             elif self._passes(choice, choice.seconds):
                 try:
@@ -111,6 +114,7 @@ class Search:
         """Whether a choice may fit and be among the best; else it is rejected."""
         limit = choice.request.memory
         if limit is not None and choice.bytes > limit:
+            self._large.append(choice)
             self._reject(choice, f"does not fit by {gib(choice.bytes - limit)} or more")
         elif choice.name == "auto" and choice.kind not in self._front():
             self._reject(choice, "the shortest tables of other schedules have other ends or remat")
@@ -131,10 +135,12 @@ class Search:
         for cap in choice.caps(layout):
             capped = choice._replace(cap=cap)
             bound = capped.bound(layout)
-            near = [c for c in self._fitting if c.choice._replace(cap=cap) == capped]
-            if near and near[-1].seconds <= _NEAR * bound:
+            # Tables of the same stages, for which no table of `auto` can be much shorter.
+            same = [c for c in self._fitting if c.choice.like == choice.like]
+            near = min(same, key=lambda c: c.seconds, default=None)
+            if near is not None and near.seconds <= _NEAR * bound:
                 self._reject(
-                    capped, f"takes {bound:.4g} s or more, {near[-1].label} {near[-1].seconds:.4g}"
+                    capped, f"takes {bound:.4g} s or more, {near.label} {near.seconds:.4g}"
                 )
             elif self._passes(capped, bound):
                 self._sort(capped, layout)
@@ -155,6 +161,19 @@ class Search:
         for smaller in filter(self._fits, candidate.smaller()):
             self._keep(smaller)
         return
+
+    def _build_nearest(self) -> None:
+        """Build the smallest choice whose table was not built, if it may be the nearest of all."""
+        least = min((b.needs for b in self._beyond), default=float("inf"))
+        for choice in sorted(self._large, key=lambda c: c.bytes):
+            if choice.bytes >= least:
+                return
+            try:
+                candidate = next(choice.built(choice.layout()))
+            except (ScheduleError, LayoutError):
+                continue
+            self._beyond.append(Lowered(candidate, candidate.seconds, candidate.least))
+            return
 
     def _keep(self, candidate: Candidate) -> None:
         """Keep a candidate, unless another has as short a table with as few activations."""
@@ -233,6 +252,6 @@ def _roomy(wanted: Sequence[Request]) -> list[Request]:
     raise PlanError(
         f"nothing fits into {gib(request.memory)} a device: the nearest is an even split of the "
         f"layers, which needs {gib(needs)} for "
-        f"parameters, gradients and optimizer state alone, {gib(needs - request.memory)} more; "
-        f"{ADVICE}"
+        f"{HELD} alone, {gib(needs - request.memory)} more; what would help most: {HELPS[HELD]}; "
+        f"or {ADVICE}"
     )

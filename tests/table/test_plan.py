@@ -183,6 +183,45 @@ def test_what_does_not_fit_is_named_with_what_it_lacks(plans):
         jp.plan(MODEL, COSTS, **SHAPE, memory=5e9)
 
 
+@pytest.mark.parametrize(
+    ("more", "memory", "part", "help_", "choice"),
+    [
+        (
+            {"residuals": 3e9},
+            4.5e10,
+            "residuals",
+            "remat='full', or offload='residuals'",
+            {"schedules": ("gpipe",), "remat": ("full",)},
+        ),
+        (
+            {"stash": 1e10},
+            4e10,
+            "stash",
+            "whole backwards (1f1b, interleaved_1f1b)",
+            {"schedules": ("1f1b",)},
+        ),
+        (
+            {"parameters": 4e9},
+            2e10,
+            "parameters, gradients and optimizer state",
+            "more devices, or shares of each",
+            {"devices": 8},
+        ),
+    ],
+)
+def test_the_choice_that_would_help_most_is_named(more, memory, part, help_, choice):
+    """And with it the model fits."""
+    costs = {"t": replace(T, **more)}
+    shape = {"devices": 2, "microbatches": 4, "schedules": ("zb_h1",), "chunks": (1,)}
+    shape |= {"memory": memory, "remat": (None,), "offload": (None,)}
+    shape |= {"schedules": ("gpipe",)} if part == "residuals" else {}
+    with pytest.raises(jp.PlanError, match=r"nothing fits into .* help most: ") as error:
+        jp.plan("t*8", costs, **shape)
+    assert f"what would help most: {help_}; or" in str(error.value)
+    assert part in str(error.value)
+    assert max(jp.plan("t*8", costs, **shape | choice).best.memory) <= memory
+
+
 def test_what_cannot_fit_is_not_lowered(monkeypatch):
     """Parameters alone are too much before any table is built, and activations before any table is
     lowered.
