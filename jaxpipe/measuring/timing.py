@@ -79,7 +79,7 @@ def call_of(compiled: Any, jaxpr: core.Jaxpr) -> Callable[[], Any]:
 
 def _value(aval: Any) -> Any:
     """Ordinary numbers (zeros and denormals can be faster or slower than those of a model); zeros
-    for what is not floating.
+    for other types.
     """
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0, impl=str(aval.dtype._impl.name)), aval.shape)
