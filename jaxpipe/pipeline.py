@@ -61,7 +61,7 @@ class Pipeline:
             program and the places of spread ends in the table are chosen by them, since predicates
             and transfers weigh more the shorter the actions are.  None is a forward of 5 ms.
         overheads: seconds of a predicate, a hop and what a transfer takes of compute, by name.
-            None stands for those that `jaxpipe doctor` measured on such devices, or for guesses.
+            None is those that `jaxpipe doctor` measured on such devices, or for guesses.
         executor: the back end; None is the SPMD executor, one `shard_map` program.
             `jaxpipe.eager.EagerExecutor()` runs the same program in eager JAX, for debugging.
 
