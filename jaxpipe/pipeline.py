@@ -36,7 +36,7 @@ from .spmd.compiler_options import features_of, options_for
 from .spmd.executor import SpmdExecutor, TracedStep
 from .stage.job import Clock, Executor, Job
 from .stage.model_code import ModelCode
-from .steps import Steps, jit_same, key_faults, key_of
+from .steps import StepRunner, jit_same, key_faults, key_of
 from .table.check import check
 from .table.schedule import Schedule
 
@@ -130,7 +130,7 @@ class Pipeline:
             frozen_filter(model.frozen),
         )
         self._placer = Placer(self.partition)
-        self._steps = steps = Steps(
+        self._steps = steps = StepRunner(
             self.schedule,
             self.functions,
             self.partition,

@@ -77,8 +77,8 @@ def _hashable(value: Any) -> Any:
 
 
 @dataclass(eq=False)
-class Steps:
-    """Steps of one schedule.  `given` are the parameters, the batch, the key and the state."""
+class StepRunner:
+    """StepRunner of one schedule.  `given` are the parameters, the batch, the key and the state."""
 
     schedule: Schedule
     functions: Functions
