@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpipe.lowering.assign_ticks import Ticks, assign_ticks, joined_ticks, modulo_ticks, needs_of
-from jaxpipe.lowering.plan import cheapest
 from jaxpipe.lowering.requirements import NO_TRANSFER, collect
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.program.ir import Program
@@ -21,6 +20,7 @@ from jaxpipe.program.verify import faults as program_faults
 from jaxpipe.table.kinds import Kind
 from jaxpipe.table.schedule import Schedule
 from tests.contract import Contract
+from tests.passes import cut
 
 Faults = tuple[str, ...]
 
@@ -116,7 +116,7 @@ TICKS = (
     _ticks("modulo_ticks shifted", lambda schedule: modulo_ticks(schedule, shift=1)),
 )
 SEGMENTS: Contract[Ticks, Cut] = Contract(
-    "cheapest", lambda ticks: Cut(ticks, cheapest(ticks).segments), segments_faults
+    "cheapest", lambda ticks: Cut(ticks, cut(ticks)), segments_faults
 )
 SLOTS: Contract[Cut, Program] = Contract(
     "assign_slots", lambda cut: assign_slots(cut.ticks, cut.segments), slots_faults

@@ -10,7 +10,8 @@ from itertools import pairwise
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.lowering.candidates import span_candidates
-from jaxpipe.lowering.plan import cheapest, choose_candidate
+from jaxpipe.lowering.overheads import GUESSED
+from jaxpipe.lowering.plan import candidates_of, choose_candidate
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.spans import Span, segments_of
 from jaxpipe.program.templates import Part, Payload
@@ -44,7 +45,8 @@ def random_segments(rng, ticks):
 
 def cut(ticks):
     """The cheapest segments of these ticks."""
-    return cheapest(ticks).segments
+    found = candidates_of(ticks, None, GUESSED)
+    return min(found, key=lambda each: each.price).segments
 
 
 def cuts(ticks):

@@ -96,11 +96,6 @@ def candidates_of(ticks: Ticks, costs: Costs | None, overheads: Overheads) -> It
         yield Candidate.of(ticks, segments_of(spans, collect(ticks)), costs, overheads)
 
 
-def cheapest(ticks: Ticks) -> Candidate:
-    """The cheapest of one way to assign ticks, without costs."""
-    return min(candidates_of(ticks, None, GUESSED), key=lambda each: each.price)
-
-
 def choose_candidate(
     schedule: Schedule,
     *,
