@@ -78,7 +78,7 @@ def _hashable(value: Any) -> Any:
 
 @dataclass(eq=False)
 class StepRunner:
-    """Runs the steps of one schedule.  `given` are the parameters, the batch, the key and the state."""
+    """Runs the steps of a schedule.  `given` are parameters, batch, key and state."""
 
     schedule: Schedule
     functions: Functions
