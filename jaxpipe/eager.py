@@ -22,7 +22,7 @@ from .model.leaf_plan import LeafPlan, leaf_plans
 from .program.interpret import Step, interpret
 from .program.verify import verify
 from .stage.job import Job
-from .stage.state_gradient import check_state_gradient
+from .stage.model_code import check_state_gradient
 from .table.effects import Liveness, Place
 from .table.kinds import Kind
 

@@ -14,9 +14,11 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves
-from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_in_slots
+from ..jaxprs.entry import Entry
 from ..jaxprs.equations import reads
+from ..jaxprs.eval_in_slots import run_in_slots
 from ..jaxprs.sizes import nbytes
+from ..jaxprs.slots import InSlots, Slot, Target, Total
 from ..lowering.target import RunsOn
 from ..model.leaf_plan import leaf_plans
 from ..spmd.body import accumulator_dtype

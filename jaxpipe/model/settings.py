@@ -29,7 +29,7 @@ def is_spec(value: Any) -> bool:
 
 
 def holds(prefix: str, name: str) -> bool:
-    """Whether a spec at the path `prefix` is meant for the parameter `name`."""
+    """Whether a spec at the path `prefix` applies to the parameter `name`."""
     return prefix in ("", name) or name.startswith(prefix + "/")
 
 

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 
 from ..arrays import Leaves
-from ..jaxprs import InSlots, Slot, Target, run_in_slots
+from ..jaxprs.eval_in_slots import run_in_slots
+from ..jaxprs.slots import InSlots, Slot, Target
 from ..program.templates import BlockUse, Presence
 from ..stage.code import StageCode, run
 from ..table.effects import Access, Place
