@@ -17,6 +17,7 @@ from ..arrays import Leaves
 from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_in_slots
 from ..jaxprs.equations import reads
 from ..jaxprs.sizes import nbytes
+from ..lowering.target import RunsOn
 from ..model.leaf_plan import leaf_plans
 from ..spmd.body import accumulator_dtype
 from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
@@ -25,7 +26,7 @@ from ..spmd.operands import shared_buffers
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
-from ..table.effects import Place
+from ..table.effects import OF_SLICES, Place
 from ..table.kinds import RECOMPUTE, Kind
 
 _WHOLE = PartitionSpec()
@@ -144,7 +145,8 @@ class Step:
 
     def compiled(self, *blocks: Block, unrun: bool = False) -> Any:
         """Compile blocks that run as one; they read and write slots as in the step."""
-        parts = [_part(self.job, block) for block in blocks]
+        on_tpus = RunsOn.of(self.mesh) is RunsOn.TPUS
+        parts = [_part(self.job, block, in_order=on_tpus) for block in blocks]
 
         def run(*groups: Leaves) -> Leaves:
             codes = [code(*groups[3 * k : 3 * k + 3]) for k, (_, code) in enumerate(parts)]
@@ -161,7 +163,7 @@ class Step:
 _Code: TypeAlias = "Callable[[Leaves, Leaves, Leaves], InSlots]"
 
 
-def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
+def _part(job: Job, block: Block, *, in_order: bool) -> tuple[tuple[Group, Group, Group], _Code]:
     """A block's inputs, pools and accumulators as shapes, and the function that makes its code."""
     invars: list[Any] = [var.aval for var in block.jaxpr.invars]
     outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
@@ -181,7 +183,10 @@ def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
 
     def code(values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
         at = jnp.int32(0)
-        writes: dict[int, Target] = {i: Total(leaf) for i, leaf in zip(added, totals, strict=True)}
+        splits = block.parameters if in_order else [None for _ in totals]
+        writes: dict[int, Target] = {
+            i: Total(leaf, split) for i, leaf, split in zip(added, totals, splits, strict=True)
+        }
         slots = {i: Slot(pool, at, entry) for (i, entry), pool in zip(stored, pools, strict=True)}
         reads = {i: Slot(values[i], at, entry) for i, entry in block.reads}
         reads |= {before: slots[after] for before, after, _ in block.updates}
@@ -228,29 +233,24 @@ def _passed(code: StageCode, entries: StageEntries, block: Block) -> int:
     """Bytes on one device of carries, buffers and their gradients that a block reads whole, and of
     those that it returns.  A forward writes rows of buffers in place.
     """
-    pools = {
-        "carry": code.carry,
-        "buffer": code.buffers,
-        "carry_gradient": code.carry_gradients,
-        "buffer_gradient": code.buffer_gradients,
-    }
     sizes = {
-        name: [
+        place: [
             nbytes(aval) // entry.local_share
-            for aval, entry in zip(avals, getattr(entries, name), strict=True)
+            for aval, entry in zip(code.stored[place], entries.stored[place], strict=True)
         ]
-        for name, avals in pools.items()
+        for place in OF_SLICES
     }
     is_read, forward = reads(block.jaxpr), block.name in ("F", "R")
-    own = [*sizes["carry"], *([0] * len(code.buffers) if forward else sizes["buffer"])]
+    buffers = [0] * len(code.buffers) if forward else sizes[Place.BUFFER]
+    own = [*sizes[Place.CARRY], *buffers]
     begin = len(code.consts) + code.num_params + len(code.x_avals)
     found = sum(size for size, used in zip(own, is_read[begin:], strict=False) if used)
-    later = sizes["carry_gradient"] + sizes["buffer_gradient"]
+    later = sizes[Place.CARRY_GRADIENT] + sizes[Place.BUFFER_GRADIENT]
     begin = len(code.forward.invars) + len(code.residual_input) + len(code.residual_weight)
     begin += len(code.dy_avals)
     if not forward:
         found += sum(size for size, used in zip(later, is_read[begin:], strict=False) if used)
-    returned = {"F": sizes["carry"], "B": later, "I": later}
+    returned = {"F": sizes[Place.CARRY], "B": later, "I": later}
     return found + sum(returned.get(block.name, []))
 
 

@@ -19,7 +19,7 @@ from ..arrays import Leaves
 from ..errors import PipelineError
 from ..inspect.blocks import Step, output_entries
 from ..jaxprs.sizes import count_work, nbytes
-from ..lowering.chips import CHIPS, Chip
+from ..lowering.target import CHIPS, Chip
 from ..pipeline import Pipeline
 
 
