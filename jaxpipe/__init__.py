@@ -21,7 +21,7 @@ from .errors import (
     ScheduleError,
 )
 from .layouts.layout import parse_layout
-from .lowering.offload import Offload
+from .lowering.slots import Offload
 from .table.action import Action, Kind, Overlap
 from .table.check import check
 from .table.placement import Placement

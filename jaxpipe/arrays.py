@@ -12,7 +12,9 @@ from jaxtyping import Array, Bool, Int32
 
 # A tree of arrays, tracers or `jax.ShapeDtypeStruct`s: JAX itself has no type for it.
 PyTree: TypeAlias = Any
-# The leaves of one, in `jax.tree.leaves` order.
+# Trees by part of the model: "first", "stages", "last", "shared".
+Params: TypeAlias = "dict[str, Any]"
+# The leaves of a tree, in `jax.tree.leaves` order.
 Leaves: TypeAlias = "list[Any]"
 # Numbers that a tick reads from its records, and predicates.
 Scalar: TypeAlias = Int32[Array, ""]

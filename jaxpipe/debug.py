@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .arrays import PyTree, by_index
+from .arrays import Params, PyTree, by_index
 from .errors import PipelineError
 from .model.functions import Functions, Loss, make_extra, split_batch
 from .model.leaf_plan import leaf_plans
@@ -80,7 +80,7 @@ class Nonfinite:
 
 
 def find_nonfinite(
-    pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, *, rng: Any = None
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None
 ) -> Nonfinite | None:
     """The first NaN or infinity in the step that `value_and_grad` would run with these arguments,
     or None.
@@ -142,7 +142,7 @@ def _x_of_stage(
 class _Search:
     """The compiled pieces, each made once for all stages and microbatches."""
 
-    def __init__(self, pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any) -> None:
+    def __init__(self, pipe: Pipeline, params: Params, batch: PyTree, rng: Any) -> None:
         self.pipe, self.params, self.rng = pipe, params, rng
         self.mesh = pipe.mesh
         self.rows = PartitionSpec(pipe.data_axes or None)
@@ -203,7 +203,7 @@ class _Search:
         """The cotangent of a microbatch's loss, as in the step."""
         pipe = self.pipe
         mean = pipe.functions.loss is Loss.MEAN
-        return jnp.asarray(1.0 / (self.count * pipe._data_size) if mean else 1.0, dtype)
+        return jnp.asarray(1.0 / (self.count * pipe.partition.data_size) if mean else 1.0, dtype)
 
     def _params(self, call: _Call, stage: int) -> PyTree:
         """(parameters of the call, shared ones)."""
@@ -249,7 +249,7 @@ class _Search:
             self._compiled[key] = self._mapped(body, call, stage)
         result, counts = self._called(self._compiled[key], call, stage, microbatch, x)
         counts = jax.tree.map(np.asarray, counts)
-        for shard in range(self.pipe._data_size):
+        for shard in range(self.pipe.partition.data_size):
             values, inputs = (_described(counts[which], shard) for which in ("results", "inputs"))
             if values:
                 inputs = inputs or self._of_others(counts["inputs"], shard)
@@ -305,7 +305,7 @@ class _Search:
             x = jax.tree.map(lambda leaf: leaf[0], x)
             cut = self.pipe.functions.split(batch, count)
             functions = self.pipe.functions.for_batch(cut)
-            key = shard_key(rng, self.pipe.data_axes, self.pipe._data_size)
+            key = shard_key(rng, self.pipe.data_axes, self.pipe.partition.data_size)
             counts = values_of_later_rows(
                 functions,
                 at,
@@ -320,10 +320,10 @@ class _Search:
 
     def _of_others(self, counts: dict[str, Any], shard: int) -> tuple[str, ...]:
         """Inputs of other data shards that are not finite, where functions may exchange them."""
-        others = [s for s in range(self.pipe._data_size) if s != shard]
+        others = [s for s in range(self.pipe.partition.data_size) if s != shard]
         return tuple(
             f"{text} on data shard {other}"
-            for other in (others if self.pipe.partition.local else ())
+            for other in (others if self.pipe.sharding.local else ())
             for text in _described(counts, other)
         )
 
@@ -331,7 +331,7 @@ class _Search:
         self, call: _Call, batch: PyTree, rng: Any, stage: Any, microbatch: Any
     ) -> dict[str, PyTree]:
         """The further arguments of the function in the step."""
-        rng = shard_key(rng, self.pipe.data_axes, self.pipe._data_size)
+        rng = shard_key(rng, self.pipe.data_axes, self.pipe.partition.data_size)
         return make_extra(
             split_batch(batch, self.count),
             rng,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import PyTree, summable, wider
+from .arrays import Params, PyTree, summable, wider
 from .errors import PipelineError
 from .model.functions import Loss, StageOutput, inverse_count, make_extra
 from .model.leaf_plan import LeafPlan, leaf_plans
@@ -50,12 +50,7 @@ class EagerExecutor:
     compiles = False
 
     def run(
-        self,
-        job: Job,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        rng: Any,
-        state: tuple[PyTree, ...],
+        self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job; PipelineError under `jax.jit`, since an eager program needs numbers."""
         if any(
@@ -108,7 +103,7 @@ class _Shard:
     def __init__(
         self,
         job: Job,
-        params: dict[str, PyTree],
+        params: Params,
         batch: PyTree,
         rng: Any,
         state: tuple[PyTree, ...],

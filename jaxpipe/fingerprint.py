@@ -14,8 +14,6 @@ from jax.extend import core
 
 from .arrays import PyTree, described
 from .processes import compare
-from .program.records import arrays
-from .stage.model_code import ModelCode
 from .version import __version__
 
 _MOST = 400  # characters of an entry
@@ -33,7 +31,12 @@ def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) ->
         more: other values that the results depend on: a learning rate, a seed, the number of
             steps.
     """
-    table, mesh = pipe.schedule, pipe.mesh
+    return _of_steps(pipe._steps, params, batch, **more)
+
+
+def _of_steps(steps: Any, params: PyTree, batch: PyTree, **more: Any) -> dict[str, str]:
+    """The `fingerprint` of a pipeline's steps."""
+    table, mesh = steps.schedule, steps.partition.mesh
     settings: Any = jax.config
     found = {
         "versions": f"jaxpipe {__version__}, jax {jax.__version__}, jaxlib {version('jaxlib')}, "
@@ -42,7 +45,7 @@ def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) ->
         f"microbatches {_digest(str((table.slices, table.rows)))}",
         "mesh": f"{dict(mesh.shape)} of {mesh.devices.flat[0].device_kind} "
         f"{_digest(str([d.id for d in mesh.devices.flat]))}",
-        "pipeline": _options(pipe),
+        "pipeline": _options(steps),
         "parameters": _tree(params),
         "batch": _tree(batch),
         "precision": f"x64={settings.jax_enable_x64}, "
@@ -73,26 +76,26 @@ def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> 
     )
 
 
-def compare_first_step(pipe: Any, call: str, given: Mapping[str, PyTree], code: ModelCode) -> None:
+def compare_first_step(steps: Any, call: str, given: Mapping[str, PyTree], code: Any) -> None:
     """Compare what the processes of a pipeline's mesh are about to compile, when it first runs.
 
     Raises:
         PipelineError: in every process, with each difference and the processes on its two sides.
     """
-    processes = sorted({device.process_index for device in pipe.mesh.devices.flat})
+    processes = sorted({device.process_index for device in steps.partition.mesh.devices.flat})
     if len(processes) == 1:
         return
     more = {key: _tree(given[key]) for key in ("rng", "state")}
     compare(
         {"call": call}
-        | fingerprint(pipe, given["params"], given["batch"])
+        | _of_steps(steps, given["params"], given["batch"])
         | more
         | code_texts(code),
         processes,
     )
 
 
-def code_texts(code: ModelCode) -> dict[str, str]:
+def code_texts(code: Any) -> dict[str, str]:
     """Name -> text of each traced function: how many operations it has, and a digest of what they
     are.
 
@@ -108,7 +111,7 @@ def code_texts(code: ModelCode) -> dict[str, str]:
     for name, function in functions:
         lines = sorted((*_operations(function.hoist), *_operations(function.evaluate)))
         found[f"code of {name}"] = f"{len(lines)} operations {_digest(chr(10).join(lines))}"
-    ticks = np.stack([*arrays(code.program.ticks)], axis=-1)
+    ticks = np.stack(code.program.ticks.columns, axis=-1)
     segments = [(s.start, s.stop, s.period) for s in code.program.segments]
     found["program"] = f"{len(ticks)} ticks {_digest(f'{segments} {ticks.tobytes().hex()}')}"
     return found
@@ -127,16 +130,14 @@ def _operations(jaxpr: Any) -> Iterator[str]:
             yield from _operations(inner)
 
 
-def _options(pipe: Any) -> str:
+def _options(steps: Any) -> str:
     """What else a pipeline was given."""
-    functions, dtype = pipe.functions, pipe.accumulate_dtype
-    parts = [f"axis={pipe.axis!r}", f"data_axes={pipe.data_axes}", f"loss={functions.loss.value}"]
+    functions, dtype, own = steps.functions, steps.memory.accumulate, steps.partition
+    parts = [f"axis={own.axis!r}", f"data_axes={own.data_axes}", f"loss={functions.loss.value}"]
     parts += [f"accumulate_dtype={None if dtype is None else np.dtype(dtype).name}"]
-    parts += [f"prices={pipe._target.overheads}"]
+    parts += [f"prices={steps.target.overheads}"]
     parts += (
-        [f"layout={'|'.join(pipe.layout.layers.stages)!r}"]
-        if pipe.layout.layers is not None
-        else []
+        [f"layout={'|'.join(own.layout.layers.stages)!r}"] if own.layout.layers is not None else []
     )
     return ", ".join(
         [*parts, *(f"with {f.name}" for f in (functions.first, functions.last) if f is not None)]

@@ -69,14 +69,14 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None =
         PipelineError: the update of a parameter depends on the gradient of another; or the
             rule differs by the number of a stage in a list.
     """
-    if pipe.partition.local and pipe.layout.unlike:
+    if pipe.sharding.local and pipe.layout.unlike:
         raise PipelineError(
             "per_layer takes arrays of unlike stages apart, and cannot where devices of a data "
-            f"axis have their own parts (local={pipe.partition.local}); give all stages the same "
+            f"axis have their own parts (local={pipe.sharding.local}); give all stages the same "
             "layers, or use a rule that acts on each number alone, without per_layer"
         )
     layer_axis = pipe.layout.stacks if layer_axis is None else layer_axis
-    stages = StackedStages(pipe.mesh, pipe.axis, pipe.layout, pipe.partition, layer_axis)
+    stages = StackedStages(pipe.partition, layer_axis)
     rule = _PerLayer(pipe, optimizer, stages)
     return PerLayer(rule.init, rule.update)
 

@@ -2,54 +2,45 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from .arrays import PyTree
+from .arrays import Params, PyTree
 from .differentiable import differentiable_loss, without_gradient
 from .engine.costs import Costs
 from .errors import PipelineError
-from .fingerprint import compare_first_step
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
-from .lowering.offload import Offload
 from .lowering.overheads import Overheads
-from .lowering.plan import plan_of
+from .lowering.plan import Plan
 from .lowering.prices import overheads_of
+from .lowering.slots import Offload
 from .lowering.target import Target
-from .model.arguments import check_kinds, costs_of, rematerialised, with_shares
+from .model.arguments import check_kinds, costs_of, rematerialised, staged, with_shares
 from .model.follow import init_as_updated
-from .model.mesh import automatic, on_mesh
+from .model.mesh import automatic
 from .model.model import Model
 from .model.own_rules import check_rules
-from .model.param_layout import check_canonical, with_outer
+from .model.param_layout import check_canonical
 from .model.partition import Partition
-from .model.placed import Chunks
+from .model.placed import State
 from .model.placer import Placer
-from .model.read import staged
 from .model.settings import Memory, Sharding
-from .model.slices import time_faults
 from .model.specs import frozen_filter
 from .model.spread import Cuts
-from .model.step_arguments import batch_faults, key_faults, param_faults, state_faults
 from .same_code import jit_same, key_of
 from .spmd.compiler_options import features_of, options_for
 from .spmd.executor import SpmdExecutor, TracedStep
-from .stage.job import Clock, Executor, Job, Observe
+from .stage.job import Clock, Executor, Job
 from .stage.model_code import ModelCode
+from .steps import Steps, key_faults
 from .table.check import check
-from .table.kinds import Kind
 from .table.schedule import Schedule
-from .transforms.forward_only import for_evaluation
-from .transforms.place_together import without_kinds
 
 
 class Pipeline:
@@ -121,8 +112,7 @@ class Pipeline:
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
         self.accumulate_dtype, self.offload = memory.accumulate, Offload(memory.offload)
         prices = None if overheads is None else overheads_of(overheads)
-        own = (name for name in (self.axis, *self.data_axes) if name not in sharding.local)
-        self._target = Target.of(self.mesh, tuple(own), prices)
+        self._target = Target.of(self.mesh, sharding.apart, prices)
         self._key = (key, self._target)
         refuse_faults(self._target.platform, features_of(self._target, self.mesh, self.offload))
         self.costs = costs_of(costs, schedule)
@@ -130,39 +120,30 @@ class Pipeline:
         cut = staged(model, schedule.placement, layout)
         first, last = model.outer
         self.schedule = with_shares(schedule, self.costs, first=first, last=last)
-        self._cuts = Cuts(schedule.num_devices, cut.cuts)
-        self.partition = Partition(
-            axis=self.axis,
-            mesh=dict(mesh.shape),
-            data_axes=self.data_axes,
-            local=tuple(sharding.local),
-            fsdp=sharding.fsdp,
-            outer=sharding.outer,
-            specs=sharding.specs,
-            layered=cut.layout.layers is not None,
-            numbered=cut.layout.unlike and cut.layout.layers is None,
-            frozen=frozen_filter(model.frozen),
-            cuts=self._cuts,
-        )
-        self._executor: Executor = (
-            SpmdExecutor(self.mesh, self.partition) if executor is None else executor
-        )
         functions = model.functions(rematerialised(cut.stages, memory.remat))
         self.functions = replace(functions, slices=schedule.slices)
         self.layout = cut.layout
-        self._compared = False  # with the other processes, where there are some
-        self._placer = Placer(
-            mesh=self.mesh,
-            axis=self.axis,
-            layout=self.layout,
-            partition=self.partition,
-            cuts=self._cuts,
+        self.partition = Partition(
+            self.mesh,
+            sharding,
+            cut.layout,
+            Cuts(schedule.num_devices, cut.cuts),
+            frozen_filter(model.frozen),
         )
-        code = copy(self)
-        step, forwards = self._jitted(code._step), self._jitted(code._forwards)
+        self._placer = Placer(self.partition)
+        self._steps = steps = Steps(
+            self.schedule,
+            self.functions,
+            self.partition,
+            memory,
+            self.costs,
+            self._target,
+            SpmdExecutor() if executor is None else executor,
+        )
+        step, forwards = self._jitted(steps.step), self._jitted(steps.forwards)
         self._jit_step = without_gradient(step, "value_and_grad")
-        self._jit_evaluate = without_gradient(self._jitted(code._evaluate), "evaluate")
-        self._jit_outputs = without_gradient(self._jitted(code._outputs), "outputs")
+        self._jit_evaluate = without_gradient(self._jitted(steps.evaluate), "evaluate")
+        self._jit_outputs = without_gradient(self._jitted(steps.outputs), "outputs")
         # What stages hand from microbatch to microbatch is known after a step alone.
         self._jit_loss = differentiable_loss(
             (lambda *given: step(*given)[0]) if self.functions.has_state else forwards, step
@@ -221,7 +202,7 @@ class Pipeline:
         """
         return self._placer.canonical(placed, spread=spread)
 
-    def init(self, optimizer: Any, params: dict[str, PyTree], *, as_placed: bool = False) -> PyTree:
+    def init(self, optimizer: Any, params: Params, *, as_placed: bool = False) -> PyTree:
         """`optimizer.init(params)`, with every array where a training step leaves it: moments
         on the devices of their parameters, counts on the mesh.
 
@@ -244,7 +225,7 @@ class Pipeline:
         return self._placer.init(begin, placed, params)
 
     def trained(
-        self, tree: dict[str, PyTree], *, like: Mapping[str, PyTree] | None = None
+        self, tree: Params, *, like: Mapping[str, PyTree] | None = None
     ) -> dict[str, PyTree]:
         """Placed parameters, or a tree like them, with None for those that are `frozen`: what an
         optimizer is for.
@@ -257,9 +238,7 @@ class Pipeline:
         plans = self.partition.plans(tree if like is None else like)
         return jax.tree.map(lambda plan, leaf: None if plan.frozen else leaf, plans, tree)
 
-    def with_trained(
-        self, params: dict[str, PyTree], trained: dict[str, PyTree]
-    ) -> dict[str, PyTree]:
+    def with_trained(self, params: Params, trained: Params) -> dict[str, PyTree]:
         """Placed parameters with new values for those that are not `frozen`."""
         plans = self.partition.plans(params)
         return jax.tree.map(
@@ -269,7 +248,7 @@ class Pipeline:
             trained,
         )
 
-    def place_state(self, state: PyTree) -> Chunks | tuple[()]:
+    def place_state(self, state: PyTree) -> State:
         """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid
         out as `place` does.
 
@@ -279,19 +258,14 @@ class Pipeline:
         """
         return self._placer.place_state(state)
 
-    def canonical_state(self, placed: Chunks | tuple[()]) -> PyTree:
+    def canonical_state(self, placed: State) -> PyTree:
         """The stages' own state back in the canonical layout."""
         return self._placer.canonical_state(placed)
 
     # Steps
 
     def value_and_grad(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        *,
-        rng: Any = None,
-        state: Chunks | tuple[()] = (),
+        self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()
     ) -> tuple[Any, dict[str, PyTree]]:
         """The loss (with has_metrics: (loss, metrics)) and its gradients, laid out like `params`;
         may be jitted, donates nothing.
@@ -304,14 +278,7 @@ class Pipeline:
         results, grads = self._call(self._jit_step, params, batch, rng, state)
         return self._answer(results, with_state=self.functions.has_state), grads
 
-    def loss(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        *,
-        rng: Any = None,
-        state: Chunks | tuple[()] = (),
-    ) -> Any:
+    def loss(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """The loss of a training step, a scalar that `jax.grad` and `jax.value_and_grad`
         differentiate by `params`.
 
@@ -342,14 +309,7 @@ class Pipeline:
             (results["loss"], aux[0] if len(aux) == 1 else tuple(aux)) if aux else results["loss"]
         )
 
-    def evaluate(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        *,
-        rng: Any = None,
-        state: Chunks | tuple[()] = (),
-    ) -> Any:
+    def evaluate(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every
         process; the state after it is dropped.
 
@@ -359,27 +319,15 @@ class Pipeline:
         """
         return self._answer(self._call(self._jit_evaluate, params, batch, rng, state))
 
-    def losses(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        *,
-        rng: Any = None,
-        state: Chunks | tuple[()] = (),
-    ) -> Any:
+    def losses(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`);
         fewer where `evaluate` cuts fewer.
         """
-        self._check_last("`losses`")
+        self._steps.check_last("`losses`")
         return self._call(self._jit_evaluate, params, batch, rng, state)["losses"]
 
     def outputs(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        *,
-        rng: Any = None,
-        state: Chunks | tuple[()] = (),
+        self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()
     ) -> PyTree:
         """What the last stage returns, before `last`: leaves [rows, ...] in the order of the
         batch's rows, by forwards alone.
@@ -395,14 +343,7 @@ class Pipeline:
             else results["outputs"]
         )
 
-    def lower(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        *,
-        rng: Any = None,
-        state: Chunks | tuple[()] = (),
-    ) -> Any:
+    def lower(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too;
         `.compile()` works for any mesh.
 
@@ -413,11 +354,11 @@ class Pipeline:
 
     def trace(
         self,
-        params: dict[str, PyTree],
+        params: Params,
         batch: PyTree,
         *,
         rng: Any = None,
-        state: Chunks | tuple[()] = (),
+        state: State = (),
         clock: Clock | None = None,
     ) -> TracedStep:
         """Trace the step that `lower` lowers: what the tools of `jaxpipe.inspect` start from.
@@ -430,10 +371,15 @@ class Pipeline:
         found: list[tuple[Job, ModelCode, Any]] = []
 
         def step(
-            params: dict[str, PyTree], batch: PyTree, *, rng: Any = None, state: Any = ()
+            params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()
         ) -> tuple[Any, dict[str, PyTree]]:
-            results, grads = self._step(
-                params, batch, rng, state, lambda *traced: found.append(traced), clock
+            results, grads = self._steps.step(
+                params,
+                batch,
+                rng,
+                state,
+                observe=lambda *traced: found.append(traced),
+                clock=clock,
             )
             return self._answer(results, with_state=self.functions.has_state), grads
 
@@ -475,7 +421,7 @@ class Pipeline:
         """The function compiled, with the options where it is called from outside of any other
         `jax.jit`.
         """
-        if not self._executor.compiles:
+        if not self._steps.executor.compiles:
             return function
         key = (function.__name__, self._key)
         inner = jit_same(key, function)
@@ -501,183 +447,15 @@ class Pipeline:
         try:
             return function(params, batch, rng, state)
         except TypeError:
-            self._check_step(params, batch, rng, state)
+            self._steps.check(params, batch, rng, state)
             raise
 
-    @cached_property
-    def _plan(self) -> Any:
-        plan = plan_of(
-            self.schedule,
-            costs=self.costs,
-            overheads=self._target.overheads,
-            as_one=any(self.mesh.shape[name] > 1 for name in self.sharding.local),
-        )
-        return replace(plan, offload=self.offload)
+    @property
+    def _plan(self) -> Plan:
+        return self._steps.plan
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
         found = [results["loss"]]
         found += [results["metrics"]] if self.functions.has_metrics else []
         found += [results["state"]] if with_state else []
         return found[0] if len(found) == 1 else tuple(found)
-
-    def _step(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        rng: Any,
-        state: Any,
-        observe: Observe | None = None,
-        clock: Clock | None = None,
-    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
-        self._check_last("a training step")
-        if self.schedule.forward_only:
-            raise PipelineError(
-                f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a "
-                "schedule with backwards"
-            )
-        return self._run(params, batch, rng, state, training=True, observe=observe, clock=clock)
-
-    def _forwards(
-        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
-    ) -> dict[str, Any]:
-        """The results of a step, without its gradients."""
-        self._check_last("`loss`")
-        return self._run(params, batch, rng, state, training=False, training_flag=True)[0]
-
-    def _check_last(self, what: str) -> None:
-        if self.functions.last is None:
-            raise PipelineError(
-                f"{what} needs a loss; give Model(..., last=function(last_params, x, "
-                "microbatch) -> scalar)"
-            )
-
-    def _evaluate(
-        self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
-    ) -> dict[str, Any]:
-        self._check_last("`evaluate`")
-        return self._run(params, batch, rng, state, training=False)[0]
-
-    def _outputs(self, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> PyTree:
-        return self._run(params, batch, rng, state, training=False, outputs=True)[0]
-
-    def _run(
-        self,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        rng: Any,
-        state: Any,
-        *,
-        training: bool,
-        training_flag: bool | None = None,
-        outputs: bool = False,
-        observe: Observe | None = None,
-        clock: Clock | None = None,
-    ) -> Any:
-        """Do a job; `training`: with gradients; `training_flag`: the `training` of functions,
-        the same where it is None; `observe`: a tool traces it, which one process may do by itself.
-        """
-        self._check_step(params, batch, rng, state, training=training)
-        functions = replace(
-            self.functions, training=training if training_flag is None else training_flag
-        )
-        given, params = params, with_outer(params)
-        # what the last stage returns needs no `last`
-        table = without_kinds(self.schedule, {Kind.L}) if outputs else self.schedule
-        job = Job(
-            plan=self._plan
-            if training
-            else plan_of(
-                for_evaluation(table, self._microbatches_of(batch)),
-                overheads=self._target.overheads,
-            ),
-            functions=functions.returning_outputs() if outputs else functions,
-            layout=self.layout,
-            axis=self.axis,
-            data_axes=self.data_axes,
-            data_size=self._data_size,
-            accumulate=self.accumulate_dtype,
-            plans=self.partition.plans(params),
-            training=training,
-            outputs=outputs,
-            cuts=self._cuts,
-            observe=observe or self._comparing(params, batch, rng, state),
-            clock=clock,
-        )
-        shardings = self._result_shardings(job, params)
-        if self._executor.compiles:
-            results, grads = on_mesh(
-                self.mesh, partial(self._executor.run, job), lambda *_: shardings
-            )(params, batch, rng, state)
-        else:
-            found = self._executor.run(job, params, batch, rng, state)
-            results, grads = jax.tree.map(
-                lambda to, tree: jax.device_put(tree, to), shardings, found
-            )
-        return results, {key: grads[key] for key in given if key in grads}
-
-    def _comparing(self, params: Any, batch: Any, rng: Any, state: Any) -> Observe:
-        """Compares this step with those of the other processes, the first time, as soon as it is
-        traced.
-        """
-        given = {"params": params, "batch": batch, "rng": rng, "state": state}
-
-        def compare(job: Job, code: ModelCode, _: Any) -> None:
-            if not self._compared:
-                self._compared = True
-                compare_first_step(
-                    self, "a step" if job.training else "forwards alone", given, code
-                )
-
-        return compare
-
-    def _microbatches_of(self, batch: PyTree) -> int:
-        """The most microbatches, up to those of the schedule, into which the rows of a batch for
-        evaluation divide; whole sequences of slices.
-        """
-        rows = np.shape(jax.tree.leaves(batch)[0])[0] // self._data_size
-        table = self.schedule
-        sequences = range(1, table.num_microbatches // table.slices + 1)
-        return table.slices * max(count for count in sequences if rows % count == 0)
-
-    def _result_shardings(
-        self, job: Job, params: Mapping[str, PyTree]
-    ) -> tuple[dict[str, NamedSharding], PyTree]:
-        """The shardings of results and gradients, for every executor."""
-        spread = {
-            "state": PartitionSpec(self.axis),
-            "outputs": PartitionSpec(self.data_axes or None),
-        }
-        results = {
-            key: NamedSharding(self.mesh, spread.get(key, PartitionSpec())) for key in job.results
-        }
-        return results, self.partition.shardings(self.mesh, params) if job.training else {}
-
-    @property
-    def _data_size(self) -> int:
-        return math.prod(self.mesh.shape[name] for name in self.data_axes)
-
-    def _check_step(
-        self,
-        params: Mapping[str, PyTree],
-        batch: PyTree,
-        rng: Any,
-        state: Any,
-        *,
-        training: bool = True,
-    ) -> None:
-        """PipelineError, before anything is traced, for parameters that are not placed for this
-        schedule or rows that do not divide.
-        """
-        faults = [
-            *param_faults(params, self.layout.owners, self.schedule.num_devices),
-            *batch_faults(
-                batch,
-                self.schedule.num_microbatches // self.schedule.slices if training else 1,
-                data_shards=self._data_size,
-            ),
-            *time_faults(batch, self.schedule.slices, self.model.time),
-            *key_faults(rng),
-            *state_faults(state, self.layout.owners, wanted=self.functions.has_state),
-        ] or self.partition.frozen_faults(params)
-        if faults:
-            raise PipelineError.listing("this step cannot be lowered", faults)

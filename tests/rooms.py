@@ -28,7 +28,8 @@ WITHOUT_JAX = (
 )
 WITH_JAX = (
     *("arrays", "jaxprs", "model", "stage", "spmd", "eager", "differentiable", "same_code"),
-    *("processes", "fingerprint", "pipeline", "vocabulary", "optimizers", "debug", "portable"),
+    *("processes", "fingerprint", "steps", "pipeline", "vocabulary", "optimizers"),
+    *("debug", "portable"),
     *("checkpoint", "distributed", "flax", "inspect", "measuring", "doctor"),
 )
 ROOMS = (*WITHOUT_JAX, *WITH_JAX)

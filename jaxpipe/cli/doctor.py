@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import import_module
 from typing import Any
@@ -34,7 +35,7 @@ def doctor_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     page_path = None if arguments.output is None else file_path(arguments.output)
     with terminal.counting("checking") as progress:
         report = doctor.run(scope, minutes=arguments.minutes, checks=checks, tell=progress)
-    facts: dict[str, Any] = report.facts() | {"prices_file": None}
+    facts: dict[str, Any] = asdict(report) | {"prices_file": None}
     if report.prices and writes:
         versions = next((line.measured for line in report.lines if line.item == "versions"), "")
         day = datetime.now(UTC).strftime("%Y-%m-%d")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from typing import Any, NamedTuple
 
 from ..errors import quoted
 from ..planner.plan import SCHEDULES
-from ..planner.transformer import Transformer
 from ..render import Theme
 from ..table.activations import Release
 from ..table.run_order import Transfers
@@ -27,8 +26,9 @@ class Command(NamedTuple):
 
     `groups` are arguments that the help lists together: a title, then a line for each.  A line has
     the flags and the name of the value, a bar, and the help ("-P --devices P | help").  A flag
-    without a value is a switch; a positional argument has its name first.  `more` holds further
-    keywords of argparse by the argument's name.
+    without a value is a switch; a positional argument has its name first.  The name of the value
+    says what is accepted (`_KINDS`).  `more` holds further keywords of argparse by the argument's
+    name.
     """
 
     name: str
@@ -73,11 +73,24 @@ def remat(text: str) -> str | None:
     return None if text == "none" else text
 
 
-def _choice(values: Any, default: str | None = None) -> dict[str, Any]:
+def _values(choices: Iterable[Enum]) -> dict[str, Any]:
     """One of the values of an enum."""
-    return {"choices": [each.value for each in values], "default": default}
+    return {"choices": [each.value for each in choices]}
 
 
+# By the name of a value in the lines below: what argparse accepts.
+_WHOLE = ("P", "M", "V", "K", "N", "I")
+_REAL = ("COUNT", "WIDTH", "SHARE", "TOKENS", "RATE", "PIXELS", "SECONDS", "MINUTES")
+_KINDS: Mapping[str, dict[str, Any]] = {
+    **{name: {"type": whole} for name in _WHOLE},
+    **{name: {"type": real} for name in _REAL},
+    "SIZE": {"type": size},
+    "POLICY": {"type": remat},
+    "FORMAT": {"choices": ("grid", "csv", "svg", "html", "trace", "json")},
+    "THEME": _values(Theme),
+    "WHO": _values(Transfers),
+    "WHEN": _values(Release),
+}
 _SOURCE = """
 source NAME|FILE | a name of `jaxpipe list`, a .csv or .json table, or - for CSV from standard input
 """
@@ -100,10 +113,10 @@ _COSTS = """costs
 --first E | the same of a spread `first` (default 1)
 --first-grad G | the same of its gradient (default 1)
 --activation A | memory of a stage's activations of one microbatch (default 1)
---buffer X | memory of the rows that a stage's slices append for one sequence (default 0)
---slice-factors X | by slice, joined by :, what its times are multiplied with (default 1)
+--buffer S | memory of the rows that a stage's slices append for one sequence (default 0)
+--slice-factors F:F | by slice, joined by :, what its times are multiplied with (default 1)
 --checkpoint C | memory of the stage input kept where a table has an R (default 0)
---release R | when activations are freed where the backward is split (default: weight_grad)
+--release WHEN | when activations are freed where the backward is split (default: weight_grad)
 """
 _DRAWING = """svg and html
 --title TITLE
@@ -138,26 +151,26 @@ _PLAN = """
 _VARY = f"""what may vary
 --schedules NAME | default: {" ".join(SCHEDULES)}
 -V --chunks V | default: 1 2 4
---remat NAME | none, full, stages, or a policy (default: all; stages with --memory)
+--remat POLICY | none, full, stages, or a policy (default: all; stages with --memory)
 --no-offload | keep residuals in the device's memory
 --within SECONDS | try no further choice after this time
 --search SECONDS | search for a shorter table (needs jaxpipe[solver])
 """
 _SIZES = """model by its sizes
 --layers N
---width W
---vocab N
+--width WIDTH
+--vocab COUNT
 --context TOKENS | of a sequence (default: 4096)
---rows N | sequences of a microbatch (default: 1)
---ffn W | width of the MLP (default: 4 times the width)
+--rows COUNT | sequences of a microbatch (default: 1)
+--ffn WIDTH | width of the MLP (default: 4 times the width)
 --gated | the MLP has three matrices (SwiGLU)
---kv-share X | heads of keys / heads (default: 1)
---q-share X | width of the queries / width (default: 1)
---loss-tokens N | tokens of a row whose logits are there at a time (default: all)
---head N | features of a head (default: 128)
---tensor N | devices that share a layer (default: 1)
+--kv-share SHARE | heads of keys / heads (default: 1)
+--q-share SHARE | width of the queries / width (default: 1)
+--loss-tokens TOKENS | tokens of a row whose logits are there at a time (default: all)
+--head COUNT | features of a head (default: 128)
+--tensor COUNT | devices that share a layer (default: 1)
 --sequence | they share what is between layers too
---shards N | devices that share the optimizer's state (default: 1)
+--shards COUNT | devices that share the optimizer's state (default: 1)
 --flops RATE | a second that matmuls reach (default: 4e14)
 --bandwidth RATE | bytes a second of a hop (default: 5e10)
 --tensor-bandwidth RATE | of sums over the devices of a layer (default: 3e11)
@@ -165,7 +178,7 @@ _SIZES = """model by its sizes
 _PUBLISHED = """published model, with its mesh chosen
 --model NAME | as examples/llama.py names it, llama3-70b
 --gpus N | devices in all; hosts have eight
---batch ROWS | rows of a step
+--batch N | rows of a step
 """
 _FILE = """model by a file of costs
 --costs FILE | JSON: {"layers": "Et*80,L", "costs": {"t": {"forward": 0.01, ...}, ...},
@@ -185,12 +198,8 @@ _PROCESSES = """one of several processes, each of which runs the command
 --process I | the number of this one
 """
 _SHARED: dict[str, dict[str, Any]] = {
-    "devices": {"type": whole},
-    "microbatches": {"type": whole},
-    "chunks": {"type": whole},
-    "slices": {"type": whole},
     "option": {"action": "append", "default": []},
-    "release": _choice(Release, Release.WEIGHT_GRAD.value),
+    "release": {"default": Release.WEIGHT_GRAD.value},
 }
 COMMANDS = (
     Command(
@@ -207,12 +216,7 @@ COMMANDS = (
         "print or draw a schedule",
         "Print or draw a schedule.",
         (_SOURCE, _SHAPE, _COSTS, _WRITE, _DRAWING),
-        _SHARED
-        | {
-            "format": {"choices": ("grid", "csv", "svg", "html", "trace", "json")},
-            "width": {"type": real},
-            "theme": _choice(Theme, Theme.AUTO.value),
-        },
+        _SHARED | {"theme": {"default": Theme.AUTO.value}},
     ),
     Command(
         "simulate",
@@ -220,7 +224,7 @@ COMMANDS = (
         "makespan, bubble, memory and times of a schedule",
         "Simulate a schedule with given costs.",
         (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
-        _SHARED | {"transfers": _choice(Transfers, "async")},
+        _SHARED | {"transfers": {"default": "async"}},
     ),
     Command(
         "check",
@@ -228,11 +232,7 @@ COMMANDS = (
         "check a table and list everything that is invalid in it",
         "Check a table: completeness, order, placement, deadlock, and a cap on activations.",
         (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
-        {
-            "transfers": _choice(Transfers, "rendezvous"),
-            "max_activations": {"type": whole},
-            "slices": {"type": whole},
-        },
+        {"transfers": {"default": "rendezvous"}},
     ),
     Command(
         "compare",
@@ -253,20 +253,11 @@ COMMANDS = (
         "step's seconds and a device's memory.  The model is given by its sizes (a decoder-only "
         "transformer; times are then estimates) or by a file of costs.",
         (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
-        {name: {"type": whole} for name in ("devices", "microbatches", "gpus", "batch")}
-        | {
-            field.name: {"type": real}
-            for field in fields(Transformer)
-            if field.name not in ("gated", "sequence")
-        }
-        | {
-            "memory": {"type": size},
+        {
             "schedules": {"nargs": "+"},
-            "chunks": {"type": whole, "nargs": "+", "default": [1, 2, 4]},
-            "remat": {"type": remat, "nargs": "+"},
-            "within": {"type": real},
-            "search": {"type": real, "default": 0.0},
-            "layers": {"type": whole},
+            "chunks": {"nargs": "+", "default": [1, 2, 4]},
+            "remat": {"nargs": "+"},
+            "search": {"default": 0.0},
         },
     ),
     Command(
@@ -280,11 +271,10 @@ COMMANDS = (
         "settings).  Exit status 1 where a line is wrong.",
         (_DOCTOR, _PROCESSES, _JSON),
         {
-            "devices": {"type": whole},
-            "minutes": {"type": real, "default": 3.0},
-            "steps": {"type": whole, "default": 200},
-            "processes": {"type": whole, "default": 1},
-            "process": {"type": whole, "default": 0},
+            "minutes": {"default": 3.0},
+            "steps": {"default": 200},
+            "processes": {"default": 1},
+            "process": {"default": 0},
         },
     ),
 )
@@ -320,6 +310,7 @@ def _add(
     options = {"help": text.replace("%", "%%"), **more.get(name, {})}
     if len(words) == len(flags):
         options["action"] = "store_true"
-    elif "choices" not in options:
-        options["metavar"] = words[-1]
+    else:
+        options |= _KINDS.get(words[-1], {})
+        options |= {} if "choices" in options else {"metavar": words[-1]}
     parser.add_argument(*(flags or words[:1]), **options)

@@ -31,7 +31,7 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     if missing:
         raise UsageError(
             f"give {' and '.join(f'--{name}' for name in missing)}, or --model NAME --gpus N "
-            "--batch ROWS --memory SIZE, which chooses them"
+            "--batch N --memory SIZE, which chooses them"
         )
     layers, costs, transfer = (
         _from_file(arguments.costs) if arguments.costs else _from_sizes(arguments)

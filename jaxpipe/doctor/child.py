@@ -1,4 +1,4 @@
-"""One check in a process of its own: `python -m jaxpipe.doctor.child MODULE:FUNCTION SCOPE`.
+"""One check in a process of its own: `python -m jaxpipe.doctor.child CHECK SCOPE`.
 
 It prints its findings as one line of JSON, after `MARK`.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict, replace
 from importlib import import_module
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .lines import Found
+from .findings import Found, Scope, at
 from .run import MARK
-from .scope import Scope, at
 
 AXIS = "pipe"
 _COUNT = "xla_force_host_platform_device_count"
@@ -24,14 +24,14 @@ _COUNT = "xla_force_host_platform_device_count"
 
 def main(name: str, facts: str) -> None:
     """Start JAX for the scope, run the check and print its findings."""
-    scope = Scope.of(json.loads(facts))
+    scope = Scope(**json.loads(facts))
     at("the start of JAX")
     mesh = make_mesh(scope)
-    module, _, function = name.partition(":")
+    module, function, *more = name.split(":")
     at(function)
-    found: Found = getattr(import_module(module), function)(scope, mesh)
-    kind = str(mesh.devices.flat[0].device_kind)
-    print(MARK + Found(found.lines, found.prices, kind).text(), flush=True)
+    found: Found = getattr(import_module(module), function)(scope, mesh, *more)
+    found = replace(found, kind=str(mesh.devices.flat[0].device_kind))
+    print(MARK + json.dumps(asdict(found)), flush=True)
 
 
 def make_mesh(scope: Scope) -> Mesh:

@@ -20,8 +20,7 @@ from ..pipeline import Pipeline
 from ..schedules.registry import build
 from ..spmd.compiler_options import NO_GRAPHS
 from ..vocabulary import VocabEmbedding, VocabHead
-from .lines import Found, Line, Verdict, not_tried
-from .scope import Scope, at
+from .findings import Found, Line, Scope, at, judged, not_tried
 
 WIDTH, WORDS, TOKENS = 16, 32, 8
 ROWS = 2  # of a microbatch
@@ -44,38 +43,19 @@ class Case:
         return f"numbers: {self.name}{''.join(more)}"
 
 
-def one_f_one_b(scope: Scope, mesh: Mesh) -> Found:
-    """1F1B."""
-    return check(scope, mesh, Case("1f1b"))
+CASES = {
+    "one_f_one_b": Case("1f1b"),
+    "chunks": Case("interleaved_1f1b", 2),  # a device
+    "split_backward": Case("zb_h1"),
+    "vee": Case("zbv"),
+    "spread_ends": Case("1f1b", spread=True),
+    "offload": Case("zb_h1", offload="residuals"),
+}
 
 
-def chunks(scope: Scope, mesh: Mesh) -> Found:
-    """Two chunks a device."""
-    return check(scope, mesh, Case("interleaved_1f1b", 2))
-
-
-def split_backward(scope: Scope, mesh: Mesh) -> Found:
-    """Split backwards: I and W."""
-    return check(scope, mesh, Case("zb_h1"))
-
-
-def vee(scope: Scope, mesh: Mesh) -> Found:
-    """Two chunks up and down, with split backwards."""
-    return check(scope, mesh, Case("zbv"))
-
-
-def spread_ends(scope: Scope, mesh: Mesh) -> Found:
-    """Embedding and head on all devices."""
-    return check(scope, mesh, Case("1f1b", spread=True))
-
-
-def offload(scope: Scope, mesh: Mesh) -> Found:
-    """Residuals in the host's memory."""
-    return check(scope, mesh, Case("zb_h1", offload="residuals"))
-
-
-def check(scope: Scope, mesh: Mesh, case: Case) -> Found:
-    """The pipeline against `Model.loss`; on GPUs with CUDA graphs and without them."""
+def numbers(scope: Scope, mesh: Mesh, name: str) -> Found:
+    """The pipeline of a case against `Model.loss`; on GPUs with CUDA graphs and without them."""
+    case = CASES[name]
     (axis,) = mesh.axis_names
     count = mesh.shape[axis]
     try:
@@ -124,26 +104,26 @@ def judge(
     bound = f"below {TOLERANCE:g} of the plain function, equal bits in {count} runs"
     worst = max(errors, key=lambda error: error if error == error else np.inf)
     if not worst <= TOLERANCE:
-        return Line(
+        return judged(
             item,
-            Verdict.WRONG,
             f"{worst:.2g} from the plain function",
             bound,
             "do not train with this: see known faults above, and try another version of jaxlib",
+            wrong=True,
         )
     for number in range(count):
         at(f"{item}, run {number + len(batches) + 1}")
         which = number % len(batches)
         if not bool(_same(step(params, batches[which]), first[which])):
-            return Line(
+            return judged(
                 item,
-                Verdict.WRONG,
                 f"{worst:.1g} at first, other bits in run {number + len(batches) + 1}",
                 bound,
                 "the same program gives other numbers: try "
                 "XLA_FLAGS=--xla_gpu_enable_command_buffer= and look for faulty memory",
+                wrong=True,
             )
-    return Line(item, Verdict.OK, f"{worst:.1g}, equal bits in {count} runs", bound)
+    return judged(item, f"{worst:.1g}, equal bits in {count} runs", bound)
 
 
 @jax.jit

@@ -14,8 +14,7 @@ from ..inspect.gpu_program import compile_and_read
 from ..lowering.target import Target
 from ..spmd.compiler_options import Options, options_for
 from ..spmd.pools import while_once
-from .lines import Found, Line, Verdict, not_tried
-from .scope import Scope, at
+from .findings import Found, Line, Scope, at, judged, not_tried
 
 TICKS = 64
 
@@ -65,13 +64,13 @@ def _refused(options: Options) -> str:
 
 def judge_accepted(wanted: Mapping[str, Any], refused: Mapping[str, str]) -> Line:
     """A line about options that XLA does not take."""
-    return Line(
+    return judged(
         "XLA options: accepted",
-        Verdict.WRONG if refused else Verdict.OK,
         f"{len(wanted) - len(refused)} of {len(wanted)}"
         + "".join(f"; {name}: {reason}" for name, reason in refused.items()),
         f"{len(wanted)} of {len(wanted)}",
-        "install a version of jaxlib that jaxpipe was run with" if refused else "",
+        "install a version of jaxlib that jaxpipe was run with",
+        wrong=refused,
     )
 
 
@@ -87,11 +86,10 @@ def _effective(wanted: Options, refused: Mapping[str, str]) -> Line:
 
 def judge_effective(in_graph: list[bool]) -> Line:
     """A line about predicates that are nodes of CUDA graphs."""
-    good = bool(in_graph) and all(in_graph)
-    return Line(
+    return judged(
         "XLA options: effective",
-        Verdict.OK if good else Verdict.SLOW,
         f"{sum(in_graph)} of {len(in_graph)} predicates in CUDA graphs",
         "all of them",
-        "" if good else "the driver or the toolkit is too old for loops in graphs (CUDA 12.3)",
+        "the driver or the toolkit is too old for loops in graphs (CUDA 12.3)",
+        slow=not (in_graph and all(in_graph)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from .lines import Verdict
+from .findings import Verdict
 from .run import Report
 
 _COLORS = {

@@ -9,21 +9,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .lines import Found, Line, Verdict, not_tried
-from .scope import AT, Scope
+from .findings import AT, Found, Line, Scope, Verdict, judged, not_tried
 
 MARK = "doctor-found: "
 _LAST = 300  # characters of a failure
 
 
 class Check(NamedTuple):
-    """A check: its title, module:function, its limit in seconds, and advice for a hang."""
+    """A check: its title, module:function (with what it is given besides, after another colon), its
+    limit in seconds, and advice for a hang.
+    """
 
     item: str
     function: str
@@ -40,7 +41,7 @@ CHECKS = (
     Check("versions", f"{_HERE}versions:versions", advice="the driver may be stuck: nvidia-smi"),
     Check("XLA options", f"{_HERE}options:options", advice=_HANG),
     *(
-        Check(f"numbers: {name}", f"{_HERE}numbers:{name}", advice=_HANG)
+        Check(f"numbers: {name}", f"{_HERE}numbers:numbers:{name}", advice=_HANG)
         for name in (
             "one_f_one_b",
             "chunks",
@@ -60,22 +61,13 @@ CHECKS = (
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Found):
     """All lines, and the prices that were measured."""
-
-    lines: tuple[Line, ...]
-    prices: Mapping[str, float] = field(default_factory=dict)
-    kind: str = ""
 
     @property
     def is_good(self) -> bool:
         """Whether no line is wrong."""
         return all(line.verdict is not Verdict.WRONG for line in self.lines)
-
-    def facts(self) -> dict[str, Any]:
-        """The values for JSON."""
-        lines = [line.facts() for line in self.lines]
-        return {"kind": self.kind, "lines": lines, "prices": dict(self.prices)}
 
 
 def run(
@@ -115,7 +107,7 @@ def run(
 def run_one(check: Check, scope: Scope, limit: float) -> Found:
     """Run one check in a process of its own; a hang or a crash becomes a line."""
     command = [sys.executable, "-m", "jaxpipe.doctor.child", check.function]
-    command.append(json.dumps(scope.facts()))
+    command.append(json.dumps(asdict(scope)))
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -136,7 +128,8 @@ def run_one(check: Check, scope: Scope, limit: float) -> Found:
         texts = [_all(file).splitlines() for file in (out, err)]
     found = [line.removeprefix(MARK) for line in texts[0] if line.startswith(MARK)]
     if found and status == 0:
-        return Found.read(found[-1])
+        facts = json.loads(found[-1])
+        return Found(**facts | {"lines": tuple(Line(**line) for line in facts["lines"])})
     return Found((_failed(check, status, limit, texts[1]),))
 
 
@@ -159,10 +152,10 @@ def _failed(check: Check, status: int | None, limit: float, err: Sequence[str]) 
     where = began[-1] if began else "its start"
     if status is None:
         measured = f"no end after {limit:.0f} s, at {where}: the process was ended"
-        return Line(check.item, Verdict.WRONG, measured, "an end", check.advice)
+        return judged(check.item, measured, "an end", check.advice, wrong=True)
     last = next(_reasons(err), "no message")
     measured = f"it failed with status {status} at {where}: {last[:_LAST]}"
-    return Line(check.item, Verdict.WRONG, measured, "a result", "the message says why")
+    return judged(check.item, measured, "a result", "the message says why", wrong=True)
 
 
 def _reasons(err: Sequence[str]) -> Iterator[str]:

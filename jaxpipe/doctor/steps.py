@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +26,7 @@ from ..model.settings import Memory
 from ..pipeline import Pipeline
 from ..planner.running import step_seconds
 from ..schedules.registry import build
-from .lines import Found, Line, Verdict, judged, not_tried
-from .scope import Scope, at
+from .findings import Found, Line, Scope, at, judged, not_tried, timed_line
 
 # bfloat16 matmuls a second without sparsity, from NVIDIA's data sheets; TPUs are in `Chip`.
 GPU_FLOPS: Mapping[str, float] = {
@@ -139,22 +139,21 @@ def collectives(compiled: Any, mesh: Mesh) -> Line:
     try:
         inspect.check_collectives(compiled, mesh, axis=axis)
     except PipelineError as error:
-        return Line(item, Verdict.WRONG, "; ".join(error.faults), "none that can hang", _REPORT)
-    return Line(item, Verdict.OK, "none can hang", "none that can hang")
+        return judged(item, "; ".join(error.faults), "none that can hang", _REPORT, wrong=True)
+    return judged(item, "none can hang", "none that can hang")
 
 
 def judge_memory(predicted: int, by_xla: int, reported: int | None) -> Line:
     """A line about memory; the device may report none."""
     most = max(by_xla, reported or 0)
-    wrong = most > _MEMORY * predicted + 2**20
     text = f"XLA {by_xla / 2**20:.1f} MiB, device "
     text += "reports none" if reported is None else f"{reported / 2**20:.1f} MiB at its peak"
-    return Line(
+    return judged(
         "memory",
-        Verdict.WRONG if wrong else Verdict.OK,
         text,
         f"{predicted / 2**20:.1f} MiB (predicted)",
-        "plans of jaxpipe plan need more room here: plan with a smaller --memory" if wrong else "",
+        "plans of jaxpipe plan need more room here: plan with a smaller --memory",
+        wrong=most > _MEMORY * predicted + 2**20,
     )
 
 
@@ -227,15 +226,14 @@ def judge_speed(seconds: Mapping[str, float], flops: float, peak: float | None) 
     for name, each in seconds.items():
         if name == "plain":
             continue
-        slow = each > _SPEED * plain
         mfu = "" if peak is None else f", MFU {flops / each / peak:.1%}"
         lines.append(
-            Line(
+            judged(
                 f"speed of one device, {name}",
-                Verdict.SLOW if slow else Verdict.OK,
                 f"{each / plain:.3f} of plain accumulation's time{mfu}",
                 f"at most {_SPEED}",
-                "look at predicates above; prefer fewer chunks" if slow else "",
+                "look at predicates above; prefer fewer chunks",
+                slow=each > _SPEED * plain,
             )
         )
     return tuple(lines)
@@ -272,5 +270,6 @@ def plan(scope: Scope, mesh: Mesh) -> Found:
 
 def judge_plan(item: str, found: float, planned: float, where: str) -> Line:
     """A line about a step's time."""
-    line = judged(item, found, planned, unit="ms", factor=_PLAN, advice="see hops and predicates")
-    return Line(item, line.verdict, f"{line.measured}: {where}", line.expected, line.advice)
+    advice = "see hops and predicates"
+    line = timed_line(item, found, planned, unit="ms", factor=_PLAN, advice=advice)
+    return replace(line, measured=f"{line.measured}: {where}")

@@ -17,9 +17,8 @@ from ..lowering.prices import ON_THE_HOST
 from ..lowering.target import Target
 from ..measuring.timing import exchange, timed
 from ..spmd.compiler_options import NO_GRAPHS, Options, options_for
-from .lines import Found, Line, Verdict, judged, not_tried
+from .findings import Found, Line, Scope, at, judged, not_tried, timed_line
 from .options import TICKS, arguments, predicated
-from .scope import Scope, at
 
 # A time is slow above this multiple of the expected one.
 FACTOR = 3.0
@@ -48,7 +47,7 @@ def predicates(scope: Scope, mesh: Mesh) -> Found:
 
 def _predicate(item: str, seconds: float, expected: float) -> Line:
     advice = "prefer schedules of fewer chunks; jaxpipe plan reads the measured price"
-    return judged(item, seconds, expected, factor=FACTOR, advice=advice)
+    return timed_line(item, seconds, expected, factor=FACTOR, advice=advice)
 
 
 def predicate_seconds(options: Options, repeats: int) -> float:
@@ -116,13 +115,8 @@ def judge_hops(seconds: Mapping[str, float], size: int, target: Target) -> Line:
         advice.append(
             "all hops are slow: look for NVLink or RDMA that is not used (NCCL_DEBUG=INFO)"
         )
-    return Line(
-        "hops",
-        Verdict.SLOW if advice else Verdict.OK,
-        text,
-        "equal hops" if expected is None else f"{expected * 1e6:.3g} us, all equal",
-        "; ".join(advice),
-    )
+    equal = "equal hops" if expected is None else f"{expected * 1e6:.3g} us, all equal"
+    return judged("hops", text, equal, "; ".join(advice), slow=advice)
 
 
 def _overlap_calls(
@@ -173,14 +167,13 @@ def judge_overlap(seconds: Mapping[str, float], target: Target) -> Line:
     shown = 1 - _lost(seconds) / short if short else 1.0
     text = f"{_lost(seconds) * 1e6:.3g} us longer; {max(0.0, shown):.0%} hidden"
     if target.on_cpus:
-        return Line("hops during compute", Verdict.OK, text, "CPU devices wait for transfers")
-    hides = shown >= 0.5
-    return Line(
+        return judged("hops during compute", text, "CPU devices wait for transfers")
+    return judged(
         "hops during compute",
-        Verdict.OK if hides else Verdict.SLOW,
         text,
         "at least 50% hidden",
-        "" if hides else "transfers do not run during compute: take debug flags out of XLA_FLAGS",
+        "transfers do not run during compute: take debug flags out of XLA_FLAGS",
+        slow=shown < 0.5,
     )
 
 
@@ -222,11 +215,10 @@ def host_copies(scope: Scope, mesh: Mesh) -> Found:
 def judge_copies(seconds: Mapping[str, float], size: int) -> Line:
     """A line about copies to the host and back."""
     rate = size / seconds["hop"]
-    slow = rate < _HOST_RATE
-    return Line(
+    return judged(
         "host copies",
-        Verdict.SLOW if slow else Verdict.OK,
         f"{rate / 1e9:.3g} GB/s; {_lost(seconds) * 1e6:.3g} us longer during compute",
         f"at least {_HOST_RATE / 1e9:.3g} GB/s",
-        "offload costs more than it saves here: use remat" if slow else "",
+        "offload costs more than it saves here: use remat",
+        slow=rate < _HOST_RATE,
     )

@@ -9,11 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from jax.sharding import Mesh
 
 from ..known_faults import TESTED, Effect, Fault, faults_for, installed_version, is_in
-from ..lowering.offload import Offload
+from ..lowering.slots import Offload
 from ..lowering.target import Target
 from ..spmd.compiler_options import features_of
-from .lines import Found, Line, Verdict
-from .scope import Scope
+from .findings import Found, Line, Scope, Verdict, judged
 
 _PACKAGES = {
     "plugin": ("jax-cuda13-plugin", "jax-cuda12-plugin", "libtpu"),
@@ -71,8 +70,7 @@ def judge(found: dict[str, str], platform: str) -> Line:
     plugin = next((n for p in _PLUGIN_OF if (n := installed_version(p)) is not None), None)
     if platform == "gpu" and plugin is not None and found.get("plugin", plugin) != found["jaxlib"]:
         wrong.append(f"the plugin has another version than jaxlib {found['jaxlib']}: install both")
-    verdict = Verdict.WRONG if wrong else Verdict.OK
-    return Line("versions", verdict, text, expected, "; ".join(wrong))
+    return judged("versions", text, expected, "; ".join(wrong), wrong=wrong)
 
 
 def line_of(fault: Fault) -> Line:

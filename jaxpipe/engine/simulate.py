@@ -142,10 +142,7 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     held = Transfers.BUFFERED if transfers is Transfers.ASYNC else transfers
     check(schedule, transfers=held)
     table = schedule.encoded
-    loop = Loop.of(table, Costs().for_stages(table.num_stages), held)
-    loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
-    # A RECV may share the step of its SEND.
-    loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()
+    loop = in_steps(table, held)
     loop.run(schedule.run_order(held).order)
     _join_pairs(table, loop.starts, loop.ends)
     count = int(max(loop.ends, default=0))
@@ -154,6 +151,14 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     for device, position, step in cells:
         rows[device][int(step)] = schedule.rows[device][position]
     return Steps(tuple(map(tuple, rows)))
+
+
+def in_steps(table: Encoded, transfers: Transfers) -> Loop:
+    """The actions of a table, a step each; a RECV may share the step of its SEND."""
+    loop = Loop.of(table, Costs().for_stages(table.num_stages), transfers)
+    loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
+    loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()
+    return loop
 
 
 def _check_memory(timeline: Timeline, most: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, by_path
+from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
 from ..model.layers import EMBEDDING, LOSS
@@ -41,7 +41,7 @@ class FlaxModel:
     """
 
     model: Model
-    params: dict[str, PyTree]
+    params: Params
     state: PyTree
     specs: dict[str, PyTree] | None
     layout: Layout | str | None

@@ -11,7 +11,7 @@ import jax
 from flax import core, errors
 from flax import linen as nn
 
-from ..arrays import PyTree, by_path
+from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import FlaxModel, adapt, check_cut
@@ -26,7 +26,7 @@ FIXED = ("params", "perturbations")
 class LinenModel(FlaxModel):
     """A model of linen modules as a pipeline takes it (see `FlaxModel`)."""
 
-    def to_linen(self, params: dict[str, PyTree], state: PyTree = None) -> Any:
+    def to_linen(self, params: Params, state: PyTree = None) -> Any:
         """Canonical parameters, and state, as the blocks' variables, in the form in which they were
         given: a list, or stacked.
 

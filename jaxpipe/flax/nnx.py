@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..arrays import PyTree, by_path
+from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import FlaxModel, adapt, check_cut
@@ -24,7 +24,7 @@ MODES = {"deterministic": True, "use_running_average": True}  # what `nnx.Module
 class NnxModel(FlaxModel):
     """A model of nnx modules as a pipeline takes it (see `FlaxModel`)."""
 
-    def to_nnx(self, params: dict[str, PyTree], state: PyTree = None) -> None:
+    def to_nnx(self, params: Params, state: PyTree = None) -> None:
         """Write canonical parameters, and state, into the variables of the modules that the model
         was made of.
         """

@@ -5,25 +5,26 @@ compiled alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves
 from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_in_slots
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import leaf_plans
 from ..spmd.body import accumulator_dtype
-from ..spmd.entries import Group, StageEntries, auto_axes, compiled_alone, outer_specs
+from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
 from ..spmd.executor import TracedStep
-from ..spmd.operands import SharedBuffers
+from ..spmd.operands import shared_buffers
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
+from ..table.effects import Place
 from ..table.kinds import RECOMPUTE, Kind
 
 _WHOLE = PartitionSpec()
@@ -49,30 +50,28 @@ class Block:
 
 @dataclass(frozen=True)
 class Step:
-    """A traced step on a mesh.  `entries` has for each kind of stage the splits of its parameters
+    """A traced step.  `entries` has for each kind of stage the splits of its parameters
     and stored values over the axes that are left to the partitioner.
     """
 
     job: Job
-    mesh: Mesh
     code: ModelCode
     entries: tuple[StageEntries, ...]
 
     @classmethod
-    def of(cls, mesh: Mesh, traced: TracedStep) -> Step:
+    def of(cls, traced: TracedStep) -> Step:
         """The traced step of a pipeline."""
-        code = traced.code
-        return cls(traced.job, mesh, code, traced.entries)
+        return cls(traced.job, traced.code, traced.entries)
 
     @property
     def is_shared(self) -> bool:
         """Whether several devices share a stage."""
-        return bool(auto_axes(self.mesh, self.job))
+        return bool(self.job.partition.auto_axes)
 
     def entry(self, kind: int) -> dict[str, int]:
         """Bytes on one device of a kind of stage's values of one microbatch, by pool."""
-        buffers = SharedBuffers.of([self.code.kinds[kind]], [self.entries[kind]])
-        return {field.name: getattr(buffers, field.name).nbytes for field in fields(buffers)}
+        buffers = shared_buffers([self.code.kinds[kind]], [self.entries[kind]])
+        return {place.value: buffer.nbytes for place, buffer in buffers.items()}
 
     def boundary(self, kind: int) -> int:
         """Bytes on one device of a kind of stage's output."""
@@ -151,7 +150,7 @@ class Step:
         # their room to the block's arrays.
         donated = [3 * k + group for k in range(len(parts)) for group in (1, 2)]
         groups = [group for own, _ in parts for group in own]
-        return compiled_alone(self.job, self.mesh, run, *groups, donated=donated, unrun=unrun)
+        return compiled_alone(self.job, run, *groups, donated=donated, unrun=unrun)
 
 
 # A function of a block's inputs, pools and accumulators (arrays) that returns its code.
@@ -189,32 +188,33 @@ def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
 
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     """The blocks of a kind of stage, by name."""
-    before = [
-        *(_WHOLE for _ in code.consts),
-        *entries.parameters,
-        *(entry.spec for entry in (*entries.x, *entries.carry, *entries.buffer)),
-    ]
+
+    def stored(*places: Place) -> list[Entry]:
+        return [entry for place in places for entry in entries.stored[place]]
+
+    taken = [entry.spec for entry in stored(Place.X, Place.CARRY, Place.BUFFER)]
+    before = [*(_WHOLE for _ in code.consts), *entries.parameters, *taken]
     free = len(code.forward.invars) - len(before)  # extra and once: left to the partitioner
     start = (*before, *(None for _ in range(free)))
-    kept = (*entries.residual_input, *entries.residual_weight)
-    cotangents = (*entries.cotangent, *entries.carry_gradient, *entries.buffer_gradient)
+    kept = stored(Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)
+    cotangents = stored(Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
     dy = [*(entry.spec for entry in cotangents), *([] if code.loss is None else [_WHOLE])]
     begin, after = len(before) - len(code.buffers), len(code.y_avals) + len(code.carry)
-    updates = tuple((begin + i, after + i, entry) for i, entry in enumerate(entries.buffer))
+    updates = tuple((begin + i, after + i, entry) for i, entry in enumerate(stored(Place.BUFFER)))
     late = (*start, *(entry.spec for entry in kept), *dy)
     read = tuple((len(start) + i, entry) for i, entry in enumerate(kept))
-    stash = tuple((len(late) + i, entry) for i, entry in enumerate(entries.stash))
+    stash = tuple((len(late) + i, entry) for i, entry in enumerate(stored(Place.STASH)))
 
     def written(first: int, those: Sequence[Entry]) -> tuple[tuple[int, Entry], ...]:
         return tuple((first + i, entry) for i, entry in enumerate(those))
 
     trained = tuple(spec for spec, has in zip(entries.parameters, code.trained, strict=True) if has)
-    every = (*late, *(entry.spec for entry in entries.stash))
+    every = (*late, *(entry.spec for entry in stored(Place.STASH)))
     blocks = (
         Block("F", code.forward, start, writes=written(code.num_outputs, kept), updates=updates),
         Block("R", code.recompute, start, writes=written(0, kept)),
         Block("B", code.backward, late, read, parameters=trained),
-        Block("I", code.input_grad, late, read, written(code.num_dx, entries.stash)),
+        Block("I", code.input_grad, late, read, written(code.num_dx, stored(Place.STASH))),
         Block("W", code.weight_grad, every, (*read, *stash), parameters=trained),
     )
     return {block.name: block for block in blocks}
@@ -248,6 +248,6 @@ def outer_blocks(step: Step) -> list[Block]:
 
 def output_entries(code: StageCode, entries: StageEntries) -> Iterator[Entry]:
     """The split of each leaf of a stage's output: that of its cotangent, where it has one."""
-    cotangents = iter(entries.cotangent)
+    cotangents = iter(entries.stored[Place.COTANGENT])
     for aval, wanted in zip(code.y_avals, code.y_wanted, strict=True):
         yield next(cotangents) if wanted else Entry(tuple(aval.shape))

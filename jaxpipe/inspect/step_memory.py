@@ -13,35 +13,30 @@ import jax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from ..arrays import PyTree
+from ..arrays import Params, PyTree
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import LeafPlan, leaf_plans, trained
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes, memory_of
 from ..program.ir import Program
+from ..program.pools import POOL_OF
 from ..program.templates import Payload
 from ..spmd.body import accumulator_dtype
 from ..spmd.entries import compiled_alone, outer_specs
 from ..spmd.executor import TracedStep
 from ..spmd.mapped import on_cpus
-from ..spmd.operands import SharedBuffers
-from ..spmd.shared_buffers import SharedBuffer
+from ..spmd.operands import Buffers, shared_buffers
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
-from ..table.effects import OF_SLICES
+from ..table.effects import Place
 from ..table.kinds import Kind
 from .blocks import Step
 
 
 def memory(
-    pipe: Pipeline,
-    params: dict[str, PyTree],
-    batch: PyTree,
-    *,
-    rng: Any = None,
-    state: Any = (),
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()
 ) -> dict[str, int]:
     """Bytes that a step takes on one device by purpose, and their "total".
 
@@ -77,12 +72,12 @@ def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
     return {**parts, "total": int(found.total)}
 
 
-def placed_shapes(pipe: Pipeline, params: dict[str, PyTree]) -> dict[str, PyTree]:
+def placed_shapes(pipe: Pipeline, params: Params) -> dict[str, PyTree]:
     """Parameters as shapes, with the shardings that a step has."""
     found: dict[str, PyTree] = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         params,
-        pipe.partition.shardings(pipe.mesh, params),
+        pipe.partition.shardings(params),
     )
     return found
 
@@ -91,11 +86,11 @@ def step_sizes(
     pipe: Pipeline, traced: TracedStep, arrays: dict[str, PyTree], batch: PyTree
 ) -> Sizes:
     """Sizes of a traced model on one device."""
-    step, params = Step.of(pipe.mesh, traced), with_outer(placed_shapes(pipe, arrays))
+    step, params = Step.of(traced), with_outer(placed_shapes(pipe, arrays))
     job, code, program = step.job, step.code, step.code.program
-    buffers = SharedBuffers.of(code.kinds, step.entries)
+    buffers = shared_buffers(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
-    residuals = buffers.residual_input.nbytes, buffers.residual_weight.nbytes
+    entry = {place.value: buffer.nbytes for place, buffer in buffers.items()}
     work = step.work_space()
     most = max(work.values(), default=0)
     found = Sizes(
@@ -109,26 +104,22 @@ def step_sizes(
         hoisted=_hoisted(step),
         entry=dict.fromkeys(vars(program.slots), 0)
         | {
-            "x": buffers.x.nbytes,
-            "residual_input": residuals[0],
-            "residual_weight": residuals[1],
-            "cotangent": buffers.cotangent.nbytes,
-            "stash": buffers.stash.nbytes if splits else 0,
-            **{place.value: getattr(buffers, place.value).nbytes for place in OF_SLICES},
+            **entry,
+            "stash": entry["stash"] if splits else 0,
             **{
                 place.value: sum(nbytes(aval) for aval in avals)
                 for place, avals in code.outer_pools.items()
             },
-            "host": sum(residuals) if program.slots.host else 0,
+            "host": entry["residual_input"] + entry["residual_weight"] if program.slots.host else 0,
         },
         sent=_sent_bytes(program, buffers) + _with_arrivals(program, buffers, work) - most,
         raveled=_raveled(buffers, code, splits=splits),
         work=most,
     )
-    return replace(found, **_summed(step, params, most)) if on_cpus(step.mesh) else found
+    return replace(found, **_summed(step, params, most)) if on_cpus(job.mesh) else found
 
 
-def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
+def _sent_bytes(program: Program, buffers: Buffers) -> int:
     """Bytes of the values to send, by payload; twice where a permute is awaited in a later tick,
     after the next value is computed.
     """
@@ -139,10 +130,10 @@ def _sent_bytes(program: Program, buffers: SharedBuffers) -> int:
         for p in template.permutes
         if p.delay
     }
-    return sum((1 + (payload in late)) * buffers.sent(payload).nbytes for payload in Payload)
+    return sum((1 + (payload in late)) * buffers[POOL_OF[payload]].nbytes for payload in Payload)
 
 
-def _with_arrivals(program: Program, buffers: SharedBuffers, work: Mapping[str, int]) -> int:
+def _with_arrivals(program: Program, buffers: Buffers, work: Mapping[str, int]) -> int:
     """The largest sum of a block's work space and the arrivals during it."""
     most = max(work.values(), default=0)
     for segment in program.segments:
@@ -153,30 +144,27 @@ def _with_arrivals(program: Program, buffers: SharedBuffers, work: Mapping[str, 
                     for t in segment.transits
                     if t.issued <= (j, place) < t.written
                 ]
-                arriving = sum(buffers.sent(payload).nbytes for payload in arrivals)
+                arriving = sum(buffers[POOL_OF[payload]].nbytes for payload in arrivals)
                 most = max(most, work.get(use.block.kind.name, 0) + arriving)
     return most
 
 
-def _raveled(buffers: SharedBuffers, code: ModelCode, *, splits: bool) -> int:
+def _raveled(buffers: Buffers, code: ModelCode, *, splits: bool) -> int:
     """Copies of values that have another shape in their pool, on which no block works in place.
     Copies of one block exist at a time.
     """
 
-    def copies(buffer: SharedBuffer, avals: Sequence[Any]) -> int:
+    kept = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, *((Place.STASH,) if splits else ()))
+
+    def copies(stored: Mapping[Place, Sequence[Any]]) -> int:
         return sum(
             nbytes(aval)
-            for aval, place in zip(avals, buffer.of_kind(avals), strict=True)
+            for pool in kept
+            for aval, place in zip(stored[pool], buffers[pool].of_kind(stored[pool]), strict=True)
             if place.flat
         )
 
-    kept = [
-        copies(buffers.residual_input, k.residual_input)
-        + copies(buffers.residual_weight, k.residual_weight)
-        for k in code.kinds
-    ]
-    left = [copies(buffers.stash, kind.stash) if splits else 0 for kind in code.kinds]
-    return max(one + other for one, other in zip(kept, left, strict=True))
+    return max(copies(kind.stored) for kind in code.kinds)
 
 
 def local_bytes(leaf: Any) -> int:
@@ -211,14 +199,14 @@ def _summed_bytes(step: Step, key: str, tree: PyTree) -> int:
     """Bytes of gradients that are summed whole over devices; gradients of gathered parameters are
     parts of their accumulators.
     """
-    job, mesh = step.job, step.mesh
+    job = step.job
     axes = job.data_axes if key == "stages" else (job.axis, *job.data_axes)
     leaves = zip(jax.tree.leaves(tree), leaf_plans(job.plans[key]), strict=True)
     return sum(
         gradient_bytes(job, leaf)
         for leaf, plan in leaves
         if not (plan.frozen or plan.gathers)
-        and math.prod(mesh.shape[name] for name in plan.whole_axes(axes)) > 1
+        and math.prod(job.mesh.shape[name] for name in plan.whole_axes(axes)) > 1
     )
 
 
@@ -239,7 +227,7 @@ def _gathered(step: Step, params: Mapping[str, PyTree]) -> int:
 
 def _whole_bytes(step: Step, leaf: Any, plan: LeafPlan) -> int:
     """Bytes of a parameter gathered over its manual axes, and of its accumulator."""
-    share = math.prod(step.mesh.shape[name] for name, _ in plan.gathers)
+    share = math.prod(step.job.mesh.shape[name] for name, _ in plan.gathers)
     return share * (local_bytes(leaf) + (0 if plan.frozen else gradient_bytes(step.job, leaf)))
 
 
@@ -251,7 +239,7 @@ def hoisted_bytes(
         return 0
     splits = [*(PartitionSpec() for _ in range(consts)), *specs]
     group = list(zip([v.aval for v in jaxpr.invars], splits, strict=True))
-    compiled = compiled_alone(step.job, step.mesh, lambda values: run(jaxpr, *values), group)
+    compiled = compiled_alone(step.job, lambda values: run(jaxpr, *values), group)
     return int(getattr(compiled.memory_analysis(), "output_size_in_bytes", 0))
 
 

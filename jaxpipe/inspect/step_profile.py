@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..arrays import PyTree
+from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..engine.timeline import Timeline
 from ..errors import PipelineError, quoted
@@ -19,7 +19,7 @@ from ..pipeline import Pipeline
 from ..spmd.body import CANNOT_BE_TIMED
 from ..spmd.executor import TracedStep
 from ..spmd.mapped import on_cpus
-from ..table.kinds import COLLECTIVE, KINDS
+from ..table.kinds import KINDS, SHARES
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from .blocks import Step
@@ -27,7 +27,7 @@ from .blocks import Step
 
 def profile(
     pipe: Pipeline,
-    params: dict[str, PyTree],
+    params: Params,
     batch: PyTree,
     *,
     rng: Any = None,
@@ -75,7 +75,7 @@ def _refuse_permutes(pipe: Pipeline, traced: TracedStep) -> None:
     """PipelineError where the partitioner permutes in blocks on CPU devices.  All devices then run
     every block at once, and no block has a time of its own.
     """
-    step = Step.of(pipe.mesh, traced)
+    step = Step.of(traced)
     waits = on_cpus(pipe.mesh) and pipe.schedule.num_devices > 1
     if step.is_shared and waits and step.permutes():
         raise PipelineError(CANNOT_BE_TIMED)
@@ -162,7 +162,7 @@ def _costs(
             np.flatnonzero((table.kind == kind) & (table.stage == s)).tolist()
             for s in range(table.num_stages)
         ]
-        if all(numbers) or (kind in COLLECTIVE and any(numbers)):
+        if all(numbers) or (kind in SHARES and any(numbers)):
             found[name] = tuple(
                 statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers
             )

@@ -73,7 +73,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from ..arrays import PyTree
+from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..jaxprs import needed_for
@@ -86,7 +86,7 @@ from ..planner.memory import Sizes
 from ..program.ir import Program
 from ..program.templates import Payload
 from ..spmd.exchange import WITH_SLACK
-from ..spmd.operands import SharedBuffers
+from ..spmd.operands import shared_buffers
 from ..stage.model_code import ModelCode
 from ..table.action import Overlap, parts
 from ..table.effects import Place
@@ -100,12 +100,7 @@ from .waits import most_waits
 
 
 def report(
-    pipe: Pipeline,
-    params: dict[str, PyTree],
-    batch: PyTree,
-    *,
-    rng: Any = None,
-    state: Any = (),
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()
 ) -> dict[str, Any]:
     """Compile the step and describe it: ticks, segments, slots, transfers, makespans, residuals,
     XLA's memory, compile seconds.
@@ -180,11 +175,11 @@ def table_makespan(schedule: Schedule) -> float:
 
 def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
     """Pools, residuals and transfers."""
-    program, buffers = code.program, SharedBuffers.of(code.kinds)
+    program, buffers = code.program, shared_buffers(code.kinds)
     kept = {
-        "residual_input": buffers.residual_input.avals,
-        "residual_weight": buffers.residual_weight.avals,
-        "stash": buffers.stash.avals if sizes.entry["stash"] else (),
+        "residual_input": buffers[Place.RESIDUAL_INPUT].avals,
+        "residual_weight": buffers[Place.RESIDUAL_WEIGHT].avals,
+        "stash": buffers[Place.STASH].avals if sizes.entry["stash"] else (),
         "first": code.outer_pools[Place.FIRST],
     }
     of = {

@@ -13,9 +13,8 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-from .hlo import Computation, Instruction, Module, Place, inner
+from .hlo import Instruction, Module, Place, inner
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class Predicate:
     place: Place
     times: int  # a step; inside another predicate, each time that one is taken
     in_graph: bool  # a node of a CUDA graph: the host does not wait
-    sends: bool  # it holds a permute, so it is around an exchange
     nested: tuple[Predicate, ...]
 
     @property
@@ -42,10 +40,8 @@ class Predicate:
 
     def __str__(self) -> str:
         kind = "loop" if self.is_loop else "conditional"
-        return (
-            f"{kind} {self.instruction.name} asked "
-            f"{self.times}{' (graph)' if self.in_graph else ''}{' (sends)' if self.sends else ''}"
-        )
+        graph = " (graph)" if self.in_graph else ""
+        return f"{kind} {self.instruction.name} asked {self.times}{graph}"
 
 
 # The scope of a block in a tick: "F chunk 0", "W stage 3", "F.0 with B.0".
@@ -72,24 +68,11 @@ def _predicates(
             nested = tuple(
                 each for body, _ in inside for each in _predicates(module, graph_nodes, body, 1)
             )
-            sends = any(_sends(module, body.computation) for body, _ in inside)
-            yield Predicate(
-                instruction, place, times, instruction.name in graph_nodes, sends, nested
-            )
+            yield Predicate(instruction, place, times, instruction.name in graph_nodes, nested)
         else:
             for body, frames in inside:
                 trips = math.prod(frame.trips or 1 for frame in frames)
                 yield from _predicates(module, graph_nodes, body, times * trips)
-
-
-def _sends(module: Module, computation: Computation) -> bool:
-    """Whether it, or a computation that it issues, has a permute."""
-    for instruction in computation.instructions:
-        if instruction.opcode.startswith("collective-permute"):
-            return True
-        if any(_sends(module, body) for body, _ in inner(module, instruction)):
-            return True
-    return False
 
 
 def flat(predicates: Sequence[Predicate]) -> Iterator[Predicate]:
@@ -116,22 +99,13 @@ def most_waits(
     """The most waits a step of a device that runs so many actions, and with `by_kind` so many of
     each kind.
 
-    Each action takes one predicate that is around no exchange.  Predicates around exchanges that
-    follow one another are those of one tick, and at most one of them is taken.
+    Each action takes one predicate.
     """
-    total: float = 0.0
     gains: list[tuple[float, int, str]] = []
-    for (sends, _), run in groupby(
-        predicates, lambda each: (each.sends, each.place.computation.name)
-    ):
-        these = list(run)
-        total += count_waits(these, taken=False)
-        gain_of = [count_waits([p], taken=True) - count_waits([p], taken=False) for p in these]
-        each_gain = [(g / max(1, p.times), p.times) for g, p in zip(gain_of, these, strict=True)]
-        if sends:
-            total += max(gain * times for gain, times in each_gain)
-        else:
-            gains += [(*gain, p.kind or "") for gain, p in zip(each_gain, these, strict=True)]
+    for each in predicates:
+        more = count_waits([each], taken=True) - count_waits([each], taken=False)
+        gains.append((more / max(1, each.times), each.times, each.kind or ""))
+    total: float = count_waits(predicates, taken=False)
     left, of_kind = actions, dict(by_kind or {})
     for gain, times, kind in sorted(gains, reverse=True):
         taken = min(left, times, of_kind.get(kind, times))

@@ -3,8 +3,8 @@
 from .collectives import Reductions, collectives
 from .cut import Cut, cut, drop_dead
 from .entry import Entry, Part
+from .equations import results_of
 from .eval_in_slots import run_in_slots
-from .evaluate import results_of
 from .flatten import flatten, stores_on_host
 from .min_cut import weight as cut_weight
 from .scan_residuals import into_scans, keep_fewer_residuals

@@ -1,5 +1,5 @@
-"""For all passes over equations: their variables, copies under other names, and the parts of
-scans.
+"""For all passes over equations: their variables, copies under other names, the parts of scans, and
+results.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
 from jax.extend import core
 
 Atom: TypeAlias = core.Var | core.Literal
@@ -171,3 +172,33 @@ class Scan:
             params=params,
             effects=body.effects,
         )
+
+
+def literal(atom: core.Literal) -> Any:
+    """The value of a literal (it may be a plain number) as an array."""
+    aval: Any = atom.aval
+    return jnp.asarray(atom.val, aval.dtype)
+
+
+def results_of(code: core.ClosedJaxpr, *arguments: Any) -> list[Any]:
+    """Evaluate a jaxpr: arrays, also where an output is a literal."""
+    found = core.jaxpr_as_fun(code)(*arguments)
+    pairs = zip(found, code.jaxpr.outvars, strict=True)
+    return [literal(atom) if isinstance(atom, core.Literal) else value for value, atom in pairs]
+
+
+def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
+    """Run one equation of a jaxpr."""
+    variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+    values = [x for v, x in zip(eqn.invars, inputs, strict=True) if isinstance(v, core.Var)]
+    named = dict(zip(variables, values, strict=True))
+    newvar = core.gensym()
+    outs = [newvar(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
+    single = jaxpr.replace(
+        constvars=[],
+        invars=list(named),
+        outvars=outs,
+        eqns=[eqn.replace(outvars=outs)],
+        effects=eqn.effects,
+    )
+    return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*named.values())

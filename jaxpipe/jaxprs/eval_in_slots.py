@@ -10,8 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from .equations import Scan, scan_counts, variables
-from .evaluate import bind, literal
+from .equations import Scan, bind, literal, scan_counts, variables
 from .loops import Loop, State, run_loops
 from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import get_abstract_mesh
 
-from .evaluate import results_of
+from .equations import results_of
 from .slots import Piece, Slot, Target
 
 

@@ -4,6 +4,7 @@ and written.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,6 @@ LETTERS = "EtmL"
 # hundred thousand layers.
 MAX_SYMBOLS = 100_000  # of the text, and of the layout with every repeat written out
 MAX_NESTING = 100  # of groups
-DIGITS = "0123456789"
 _SYNTAX = "|()*,"
 
 
@@ -227,7 +227,7 @@ def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
             f"the layout has {len(text):,} characters; {MAX_SYMBOLS:,} are the most (repeats are "
             "written t*3)"
         )
-    stages = tuple(_Reader(text, letters).read().split("|"))
+    stages = tuple(_written_out(text, letters).split("|"))
     if len(stages) % devices:
         raise LayoutError(
             _point(text, [(len(text), _does_not_divide(len(stages), devices))]), (len(text),)
@@ -298,111 +298,73 @@ def _point(text: str, faults: list[tuple[int, str]]) -> str:
     return listed(head, [shown, carets, *(f"character {at + 1}: {why}" for at, why in faults)])
 
 
-class _Reader:
-    """Recursive descent over `items := (letter | '|' | '(' items ')') ['*' number] ...`; collects
-    faults and goes on.
-    """
+# A repeat with its number, a number, or any character that has a meaning.
+_TOKEN = re.compile(r"\*[\s,]*([0-9]*)|[0-9]+|[^\s,]")
 
-    def __init__(self, text: str, letters: str) -> None:
-        self.text, self.letters, self.at = text, letters, 0
-        self.made = 0  # symbols so far, with every repeat written out
-        self.stopped = False
-        self.faults: list[tuple[int, str]] = []
 
-    def read(self) -> str:
-        """The text with every repeat written out; LayoutError with all faults."""
-        expanded = self.items(opened_at=())
-        if self.faults:
-            self.faults.sort()
-            raise LayoutError(_point(self.text, self.faults), tuple(at for at, _ in self.faults))
-        return expanded
-
-    def peek(self) -> str:
-        """The next character that has a meaning, or '' at the end."""
-        while self.at < len(self.text) and (
-            self.text[self.at] == "," or self.text[self.at].isspace()
-        ):
-            self.at += 1
-        return self.text[self.at] if self.at < len(self.text) else ""
-
-    def fault(self, at: int, why: str) -> None:
-        """Note a fault; reading goes on, so that all are found."""
-        self.faults.append((at, why))
-
-    def items(self, *, opened_at: tuple[int, ...]) -> str:
-        """Read up to the end, or to the parenthesis that closes this group; `opened_at` are those
-        that are open.
-        """
-        pieces: list[str] = []
-        while (char := self.peek()) and not (char == ")" and opened_at):
-            at = self.at
-            self.at += 1
-            if char == "(" and len(opened_at) == MAX_NESTING:
-                self.fault(
-                    at,
-                    f"this '(' opens group {MAX_NESTING + 1} inside another; write fewer "
-                    "parentheses",
-                )
-                self.at, self.stopped = len(self.text), True
-                return ""
-            if char == "(":
-                pieces.append(self.repeated(self.items(opened_at=(*opened_at, at)), at))
-            elif char == "|" or char in self.letters:
-                self.made += 1
-                pieces.append(self.repeated(char, at))
+def _written_out(text: str, letters: str) -> str:
+    """The text with every repeat written out; LayoutError with all faults."""
+    faults: list[tuple[int, str]] = []
+    # The groups that are open: where each begins, and the pieces in it.
+    groups: list[tuple[int, list[str]]] = [(-1, [])]
+    symbols = 0
+    # Where the last piece begins, which a repeat may follow; None where it may not.
+    begin: int | None = None
+    repeated = False
+    for token in _TOKEN.finditer(text):
+        at, char, pieces = token.start(), token[0][0], groups[-1][1]
+        why, was_repeated, repeated = "", repeated, False
+        if char == "(" and len(groups) > MAX_NESTING:
+            why = f"this '(' opens group {MAX_NESTING + 1} inside another; write fewer parentheses"
+            faults.append((at, why))
+            groups = groups[:1]
+            break
+        if char == "(":
+            groups.append((at, []))
+            begin = None
+        elif char == ")" and len(groups) > 1:
+            begin, inner = groups.pop()
+            groups[-1][1].append("".join(inner))
+        elif char == "|" or char in letters:
+            symbols += 1
+            begin = at
+            pieces.append(char)
+        elif char == "*" and was_repeated:
+            why = "a repeat cannot be repeated; put it in parentheses, as in (t*2)*3"
+        elif char == "*" and begin is not None and token[1]:
+            # Python refuses to read numbers of thousands of digits, so look at the length first.
+            times = int(token[1]) if len(token[1]) <= 9 else MAX_SYMBOLS + 1
+            more = len(pieces[-1]) * (times - 1)
+            repeated = True
+            if symbols + more <= MAX_SYMBOLS:
+                symbols += more
+                pieces[-1] *= times
             else:
-                self.fault(at, self.why_not(char))
-        if opened_at and not self.peek() and not self.stopped:
-            self.fault(opened_at[-1], "this '(' is never closed; write ')' after its group")
-        self.at += bool(opened_at)
-        return "".join(pieces)
+                many = f"there are more than {MAX_SYMBOLS:,} layers and stages"
+                faults.append((begin, f"with this repeat {many}; write a smaller number"))
+        elif char == "*" and begin is not None:
+            why = "'*' needs a number after it, as in t*3"
+        else:
+            why = _why_not(token[0], letters)
+        if why:
+            faults.append((at, why))
+            begin = None
+    faults += [(at, "this '(' is never closed; write ')' after its group") for at, _ in groups[1:]]
+    if faults:
+        faults.sort()
+        raise LayoutError(_point(text, faults), tuple(at for at, _ in faults))
+    return "".join(groups[0][1])
 
-    def repeated(self, piece: str, at: int) -> str:
-        """Apply the `*n` that may follow a letter or a group."""
-        if self.peek() != "*":
-            return piece
-        star = self.at
-        self.at += 1
-        number = self.number()
-        if not number:
-            self.fault(star, "'*' needs a number after it, as in t*3")
-            return piece
-        if self.peek() == "*":
-            self.fault(self.at, "a repeat cannot be repeated; put it in parentheses, as in (t*2)*3")
-            self.at += 1
-            self.number()
-        # Python refuses to read numbers of thousands of digits, so look at the length first.
-        times = int(number) if len(number) <= 9 else MAX_SYMBOLS + 1
-        more = len(piece) * (times - 1)
-        if self.made + more > MAX_SYMBOLS:
-            self.fault(
-                at,
-                f"with this repeat there are more than {MAX_SYMBOLS:,} layers and stages; write "
-                "a smaller number",
-            )
-            return piece
-        self.made += more
-        return piece * times
 
-    def number(self) -> str:
-        """The digits that come next, perhaps none."""
-        self.peek()
-        start = self.at
-        while self.at < len(self.text) and self.text[self.at] in DIGITS:
-            self.at += 1
-        return self.text[start : self.at]
-
-    def why_not(self, char: str) -> str:
-        """Why a character is not allowed here."""
-        if char == ")":
-            return "this ')' closes no group; remove it, or open one with '('"
-        if char == "*":
-            self.number()
-            return "'*' needs a layer or a group before it, as in t*3 or (tt|)*29"
-        if char in DIGITS:
-            self.at -= 1
-            return f"the number {self.number()[:_SHOWN]} has no '*' before it; write t*3 for ttt"
-        return (
-            f"{char!r} is not a layer; write one of {' '.join(self.letters)}, or pass "
-            f"letters={quoted(self.letters + char)} to allow it"
-        )
+def _why_not(token: str, letters: str) -> str:
+    """Why a token is not allowed where it is."""
+    if token == ")":
+        return "this ')' closes no group; remove it, or open one with '('"
+    if token[0] == "*":
+        return "'*' needs a layer or a group before it, as in t*3 or (tt|)*29"
+    if token[0] in "0123456789":
+        return f"the number {token[:_SHOWN]} has no '*' before it; write t*3 for ttt"
+    return (
+        f"{token!r} is not a layer; write one of {' '.join(letters)}, or pass "
+        f"letters={quoted(letters + token)} to allow it"
+    )

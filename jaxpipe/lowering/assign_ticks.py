@@ -28,8 +28,6 @@ class Ticks:
 
     schedule: Schedule
     when: IntArray
-    # in a tick with a forward and a backward, the forward runs first (else the backward does)
-    forward_first: bool = False
     # the period of the whole table's code, for which the ticks were made; 1 leaves it to
     # `span_candidates`
     period: int = 1
@@ -128,7 +126,7 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
     kind[pairs] = kind[pairs + 1] = len(Kind) + table.kind[pairs + 1]  # a pair is a kind of its own
     kinds, turn = np.unique(kind, return_inverse=True)
     # All devices have the turn of a collective action in the same tick.
-    turn = np.where(table.together, turn, (turn + shift * table.device) % max(1, len(kinds)))
+    turn = np.where(table.is_collective, turn, (turn + shift * table.device) % max(1, len(kinds)))
     return _earliest(schedule, turn, max(1, len(kinds)), table.last_half)
 
 
@@ -148,7 +146,7 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -
     paired, met = np.isin(last - 1, table.pairs), np.isin(last, list(table.collectives))
     # After the last cell of a device there is one that can never run.
     stops = np.searchsorted(last, table.first[1:])
-    cells, turns, together = (
+    cells, turns, are_collective = (
         np.insert(last, stops, never),
         np.insert(turn[last], stops, 0),
         np.insert(met, stops, False),
@@ -165,7 +163,7 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -
             ready &= when[of_forward[at]] < tick
         if period > 1:
             ready &= turns[at] == tick % period
-        if table.collectives and not (waiting := together[at]).all():
+        if table.collectives and not (waiting := are_collective[at]).all():
             ready &= ~waiting
         running = at[ready]
         when[cells[running]] = tick

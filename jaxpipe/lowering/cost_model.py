@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..engine.costs import Costs
 from ..engine.loop import action_durations
 from ..program.segments import Segment
-from ..program.templates import Part, parts_in_order
+from ..program.templates import Part
 from ..table.kinds import RUNS_FORWARD, Kind
 from .assign_ticks import Ticks, joins_weights
 from .overheads import NO_OVERHEADS, Overheads
@@ -42,8 +42,7 @@ def cost_parts(
     has them.  With `hides`, a W that is one block with an F hides the collectives of the F.
     """
     table = ticks.schedule.encoded
-    order = parts_in_order(ticks.forward_first)
-    place = np.array([order.index(Part.of(kind)) for kind in Kind])[table.kind]
+    place = np.array([Part.of(kind) for kind in Kind])[table.kind]
     ahead, back = (np.zeros((ticks.num_ticks, table.num_devices), bool) for _ in range(2))
     for mine, kinds in ((ahead, RUNS_FORWARD), (back, ticks.joint)):
         runs = table.of_kinds(kinds)

@@ -18,13 +18,11 @@ from ..program.segments import Segment
 from ..table.effects import Liveness
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks, assign_ticks, joined_ticks, joins_weights, modulo_ticks
-from .balanced_ticks import balanced_ticks
 from .candidates import span_candidates
 from .cost_model import program_makespan, program_price, tick_durations
-from .offload import Offload
 from .overheads import FORWARD, GUESSED, Overheads
 from .requirements import NO_TRANSFER, Edge, collect
-from .slots import assign_slots
+from .slots import Offload, assign_slots
 from .spans import segments_of
 
 # A program this much longer than another is as good.
@@ -70,7 +68,7 @@ def candidates(
     overheads: Overheads = GUESSED,
     as_one: bool = False,
 ) -> tuple[Candidate, ...]:
-    """Every way to emit a table: five ways to assign ticks, and each of their lists of spans.
+    """Every way to emit a table: four ways to assign ticks, and each of their lists of spans.
 
     All keep the order of every row.  `costs` are in seconds; without any F = I = W = 1 and B = 2,
     where 1 is `FORWARD`.  With `as_one` a W and the F of its tick may be one block.
@@ -79,7 +77,6 @@ def candidates(
         assign_ticks(schedule),
         modulo_ticks(schedule),
         modulo_ticks(schedule, shift=1),
-        balanced_ticks(schedule),
     ]
     if joins_weights(schedule).any():
         ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]

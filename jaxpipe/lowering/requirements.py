@@ -50,7 +50,6 @@ class Requirements:
     # per code, whether some device runs a forward and a backward that may be one block
     paired: BoolArray
     num_devices: int
-    forward_first: bool
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -58,7 +57,9 @@ class Requirements:
     @cached_property
     def collective(self) -> IntArray:
         """Per tick, a number that ticks with equal collective actions share; else 0."""
-        shares = self.counts[:, np.array([block.together for block in self.blocks], bool), 0] > 0
+        shares = (
+            self.counts[:, np.array([block.is_collective for block in self.blocks], bool), 0] > 0
+        )
         return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:][self.codes]
 
     @cached_property
@@ -136,16 +137,11 @@ def collect(ticks: Ticks) -> Requirements:
     lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int32)
     lines[ticks.when, table.device, (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)] = fields
     codes = equal_rows(lines.reshape(ticks.num_ticks, -1))
-    return _requirements(
-        lines[np.unique(codes, return_index=True)[1]],
-        codes,
-        forward_first=ticks.forward_first,
-        joint=ticks.joint,
-    )
+    return _requirements(lines[np.unique(codes, return_index=True)[1]], codes, joint=ticks.joint)
 
 
 def _requirements(
-    lines: NDArray[np.int32], codes: IntArray, *, forward_first: bool, joint: Sequence[Kind]
+    lines: NDArray[np.int32], codes: IntArray, *, joint: Sequence[Kind]
 ) -> Requirements:
     """Read the lines of `collect`, one of each code: `[code, device, half, field]`."""
     num_codes, num_devices = lines.shape[:2]
@@ -184,7 +180,6 @@ def _requirements(
         slack=slack,
         paired=np.any(there[:, :, 0] & np.isin(lines[:, :, 1, 0], joint), axis=1),
         num_devices=num_devices,
-        forward_first=forward_first,
     )
 
 

@@ -4,6 +4,7 @@ records.
 
 from __future__ import annotations
 
+import enum
 import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -21,8 +22,16 @@ from ..table.encoded import IntArray
 from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, Kind, Value, makers
 from .assign_ticks import Ticks
 from .moments import Arrivals, Clock, places
-from .offload import Offload
 from .requirements import chunks_of, consumers, keeps
+
+
+class Offload(enum.Enum):
+    """What is kept in the host's memory."""
+
+    NOTHING = "nothing"
+    # what forwards keep for their backwards, where these are some ticks away
+    RESIDUALS = "residuals"
+
 
 # The pools whose values wait on the host, with the fields of `Move` for both ways.
 _MOVE = {

@@ -5,7 +5,7 @@ the step would, with their seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from ..arrays import PyTree
+from ..arrays import Params, PyTree
 from ..errors import PipelineError, quoted
 from ..inspect.blocks import Block, Step, outer_blocks, stage_blocks
 from ..model.param_layout import with_outer
@@ -32,19 +32,20 @@ _WHOLE = PartitionSpec()
 BLOCKS = ("F", "B", "I", "W")
 
 
-def traced(pipe: Pipeline, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any) -> Step:
+def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) -> Step:
     """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
     axes are left to it.
     """
     job = pipe.trace(params, batch, rng=rng, state=state).job
     mesh = one_coordinate(pipe)
     job, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
-    code = _retraced(mesh, job, shapes)
-    return Step(job, mesh, code, split_entries(job, mesh, code, shapes[0]))
+    job = replace(job, partition=replace(job.partition, mesh=mesh))
+    code = _retraced(job, shapes)
+    return Step(job, code, split_entries(job, code, shapes[0]))
 
 
 def _local_shapes(
-    pipe: Pipeline, job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, state: Any
+    pipe: Pipeline, job: Job, params: Params, batch: PyTree, rng: Any, state: Any
 ) -> tuple[Job, tuple[Any, ...]]:
     """The job with the sizes of what is cut, and shapes of what one device starts from: the
     arguments of `trace_model`.
@@ -65,7 +66,7 @@ def _local_shapes(
     return found[0]
 
 
-def _retraced(mesh: Mesh, job: Job, shapes: tuple[Any, ...]) -> ModelCode:
+def _retraced(job: Job, shapes: tuple[Any, ...]) -> ModelCode:
     """The model's code for a mesh of one coordinate: a traced program remembers the size of its
     mesh.
     """
@@ -76,7 +77,7 @@ def _retraced(mesh: Mesh, job: Job, shapes: tuple[Any, ...]) -> ModelCode:
         return ()
 
     axes = {job.axis, *job.data_axes}
-    jax.eval_shape(mapped(look, mesh, axes, _WHOLE, _WHOLE), shapes)
+    jax.eval_shape(mapped(look, job.mesh, axes, _WHOLE, _WHOLE), shapes)
     return found[0]
 
 
@@ -108,7 +109,7 @@ def compile_block(step: Step, block: Block) -> Any:
         return PartitionSpec() if is_key or not step.is_shared else given
 
     inputs = [(aval, spec(aval, given)) for aval, given in zip(avals, block.specs, strict=True)]
-    return compiled_alone(step.job, step.mesh, lambda values: run(block.jaxpr, *values), inputs)
+    return compiled_alone(step.job, lambda values: run(block.jaxpr, *values), inputs)
 
 
 def refuse_layers(layers: Any, params: Any) -> None:
@@ -157,7 +158,7 @@ class Measured:
 
 def measure_blocks(
     pipe: Pipeline,
-    params: dict[str, PyTree],
+    params: Params,
     batch: PyTree,
     rng: Any,
     state: Any,
@@ -186,7 +187,9 @@ def measure_blocks(
         for name, (compiled, _) in blocks.items()
     }
     if peak is not None:
-        seconds = {name: peak.seconds(jaxpr, step.mesh.size) for name, (_, jaxpr) in blocks.items()}
+        seconds = {
+            name: peak.seconds(jaxpr, step.job.mesh.size) for name, (_, jaxpr) in blocks.items()
+        }
         boundary = max(map(step.boundary, range(len(step.code.kinds))), default=0)
         unit = (
             f"seconds, estimated for {peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"

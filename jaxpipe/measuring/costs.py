@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import inspect
-from ..arrays import PyTree
+from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..errors import PipelineError, quoted
 from ..inspect.blocks import stage_blocks
@@ -101,7 +101,7 @@ def measure(
     schedule = build(name, devices=devices, microbatches=devices, chunks=chunks)
     pipe = Pipeline(model, schedule, mesh, **settings)
     placed = pipe.place(jax.tree.map(shape_of, dict(params)))
-    shards = pipe.schedule.num_microbatches * pipe._data_size
+    shards = pipe.schedule.num_microbatches * pipe.partition.data_size
 
     def whole(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((leaf.shape[0] * shards, *leaf.shape[1:]), leaf.dtype)
@@ -133,7 +133,7 @@ def _count(model: Model, params: Mapping[str, PyTree]) -> int:
 
 def measure_stages(
     pipe: Pipeline,
-    params: dict[str, PyTree],
+    params: Params,
     batch: PyTree,
     *,
     rng: Any = None,

@@ -16,7 +16,7 @@ from ..arrays import PyTree, path_text, wider
 from .leaf_plan import leaf_plans
 from .mesh import trimmed
 from .packed import Packed
-from .param_layout import OUTER, ParamLayout
+from .param_layout import OUTER
 from .partition import Partition
 
 
@@ -47,19 +47,19 @@ class Followers:
 
     Args:
         params: the placed parameters (arrays or shapes), or canonical ones of a plain program.
-        layout, partition: the pipeline's; None for a plain program.
+        partition: the pipeline's; None for a plain program.
         layer_axis: leaves of stages are [S, layers, ...].
     """
 
     def __init__(
         self,
         params: Mapping[str, PyTree],
-        layout: ParamLayout | None,
         partition: Partition | None,
         *,
         layer_axis: bool = False,
     ) -> None:
-        self._layout, self._partition, self._layer_axis = layout, partition, layer_axis
+        self._partition, self._layer_axis = partition, layer_axis
+        self._layout = None if partition is None else partition.layout
         self._stages = params["stages"]
         leaves = jax.tree_util.tree_leaves_with_path(dict(params))
         specs: list[tuple[Any, ...]] = [()] * len(leaves)
@@ -92,13 +92,15 @@ class Followers:
 
         return jax.tree_util.tree_map_with_path(of_leaf, node)
 
-    def shardings(self, mesh: Mesh, state: PyTree) -> PyTree:
+    def shardings(self, state: PyTree) -> PyTree:
         """A sharding for each leaf of an optimizer's state (shapes)."""
+        partition = self._partition
+        assert partition is not None
 
         def of_node(node: PyTree) -> PyTree:
             if is_params(node):
-                return shardings(mesh, self._axis, self.of(node))
-            return NamedSharding(mesh, PartitionSpec())
+                return shardings(partition, self.of(node))
+            return NamedSharding(partition.mesh, PartitionSpec())
 
         return jax.tree.map(of_node, state, is_leaf=is_params)
 
@@ -155,17 +157,12 @@ class Followers:
             for one, other in zip(stages, self._stages, strict=False)
         )
 
-    @property
-    def _axis(self) -> str:
-        assert self._partition is not None
-        return self._partition.axis
 
-
-def shardings(mesh: Mesh, axis: str, follows: Mapping[str, PyTree]) -> dict[str, PyTree]:
+def shardings(partition: Partition, follows: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """The shardings of a tree like the placed parameters."""
 
     def of(key: str, rule: Follow) -> NamedSharding:
-        return rule.sharding(mesh, *([axis] if key == "stages" else []))
+        return rule.sharding(partition.mesh, *([partition.axis] if key == "stages" else []))
 
     return {
         key: jax.tree.map(lambda rule, key=key: of(key, rule), rules)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ..arrays import PyTree, by_path
+from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
 from ..jaxprs import flatten
 from .leaf_plan import leaf_plans
@@ -96,7 +96,7 @@ def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None
     return None
 
 
-def _rules_of(optimizer: Any, tree: dict[str, PyTree], extra: dict[str, Any]) -> Rules:
+def _rules_of(optimizer: Any, tree: Params, extra: dict[str, Any]) -> Rules:
     paths = list(by_path(tree))
     state = jax.eval_shape(optimizer.init, tree)
     closed, shapes = jax.make_jaxpr(

@@ -6,21 +6,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree, by_path, path_text
 from ..errors import PipelineError
 from ..jaxprs import Part
 from .leaf_plan import LeafPlan, leaf_plans
 from .packed import Buffer, Group, InBuffer, Packed, Parameter
+from .param_layout import ParamLayout
 from .placed import Chunks
+from .settings import Sharding
 from .sharing import Sharing, by_name
 from .specs import Patterns, holds, is_spec, names_of, spec_faults
 from .spread import Cuts, is_padded, own_shape, unpadded
@@ -28,21 +30,34 @@ from .spread import Cuts, is_padded, own_shape, unpadded
 
 @dataclass(frozen=True)
 class Partition:
-    """The rules: which axes, which specs."""
+    """How a model's parameters are stored on a mesh of automatic axes: the stages of each device,
+    and the axes over which each parameter is split.
+    """
 
-    axis: str
-    mesh: Mapping[str, int]  # the mesh's axes and their sizes
-    data_axes: tuple[str, ...] = ()
-    local: tuple[str, ...] = ()  # data axes that specs may name
-    fsdp: str | None = None  # a data axis: parameters and their gradients are split over it
-    outer: bool = False  # first, last and shared are split over the pipe axis
-    # canonical specs without the axis of stages or layers, of those parameters that are split
-    specs: Mapping[str, PyTree] | None = None
-    layered: bool = False  # stages are made of layers
-    numbered: bool = False  # stages are a list
+    mesh: Mesh
+    sharding: Sharding
+    layout: ParamLayout
+    cuts: Cuts  # parameters that are cut over the pipe axis, for functions that are spread
     frozen: Callable[[str, Any], bool] | None = None  # of a path, "stages/w", and a shape
-    # which parameters are cut over the pipe axis, for functions that are spread
-    cuts: Cuts = field(default_factory=lambda: Cuts(1))
+
+    @property
+    def axis(self) -> str:
+        """The pipe axis."""
+        return self.sharding.pipe
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which rows are spread."""
+        return tuple(self.sharding.data)
+
+    @property
+    def data_size(self) -> int:
+        """The number of data shards."""
+        return math.prod(self.mesh.shape[name] for name in self.data_axes)
+
+    @property
+    def _layered(self) -> bool:
+        return self.layout.layers is not None
 
     def plans(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists
@@ -82,17 +97,16 @@ class Partition:
     @cached_property
     def _given(self) -> dict[str, dict[str, Any]]:
         """Specs by the paths at which they are given, below each key."""
-        return {key: by_path(tree, is_spec) for key, tree in (self.specs or {}).items()}
+        return {key: by_path(tree, is_spec) for key, tree in (self.sharding.specs or {}).items()}
 
     def _name(self, path: str) -> str:
         """A parameter's path as specs know it: one tree of specs may be for all stages of a
         list.
         """
         key, _, name = path.partition("/")
-        by_stage = isinstance((self.specs or {}).get("stages"), list | tuple)
-        return (
-            name.partition("/")[2] if key == "stages" and self.numbered and not by_stage else name
-        )
+        numbered = self.layout.unlike and not self._layered
+        by_stage = isinstance((self.sharding.specs or {}).get("stages"), list | tuple)
+        return name.partition("/")[2] if key == "stages" and numbered and not by_stage else name
 
     def _spec(self, path: str) -> Any:
         """The spec that holds for a parameter: one that is given for it, or for all below a path;
@@ -129,7 +143,7 @@ class Partition:
         for chunk, numbers in chunks:
             if isinstance(chunk, Packed):
                 for form, stage in zip(chunk.layout.forms, numbers, strict=True):
-                    found += form.gaps(stage, layered=self.layered)
+                    found += form.gaps(stage, layered=self._layered)
                 continue
             leaves = by_path({key: chunk}, is_leaf=lambda node: node is None)
             found += [path for path, leaf in leaves.items() if leaf is None]
@@ -168,7 +182,7 @@ class Partition:
 
     def _packed(self, chunk: Packed, numbers: Sequence[int], faults: list[str]) -> Packed:
         """The plans of the arrays of unlike stages."""
-        named = by_name(chunk.layout.forms, numbers, layered=self.layered)
+        named = by_name(chunk.layout.forms, numbers, layered=self._layered)
 
         def plan(name: str, leaf: Any) -> LeafPlan:
             buffer = chunk.layout.of(name)
@@ -200,7 +214,7 @@ class Partition:
     def _of_stack(self, path: str) -> Any:
         """The spec of a parameter as a stage has it: the layers of a stage are stacked."""
         spec = self._spec(path)
-        stacked = self.layered and path.startswith("stages/") and isinstance(spec, PartitionSpec)
+        stacked = self._layered and path.startswith("stages/") and isinstance(spec, PartitionSpec)
         return PartitionSpec(None, *spec) if stacked else spec
 
     @cached_property
@@ -218,17 +232,22 @@ class Partition:
             parts = tuple(
                 Part(dim, names_of(entry), count)
                 for dim, entry in enumerate(self._of_stack(own.path) or ())
-                if (count := math.prod(self.mesh[axis] for axis in names_of(entry))) > 1
+                if (count := math.prod(self.mesh.shape[axis] for axis in names_of(entry))) > 1
             )
             if self._is_frozen(own, dtype):
                 return InBuffer(Group.FROZEN, parts)
             trained = jnp.issubdtype(dtype, jnp.inexact)
             return InBuffer(Group.TRAINED, parts) if trained else InBuffer(Group.ALONE)
 
-        left = any(
-            size > 1 for name, size in self.mesh.items() if name not in (self.axis, *self.data_axes)
-        )
-        return Sharing(kept, 1 if self.fsdp is None else self.mesh[self.fsdp], left, self.layered)
+        fsdp = self.sharding.fsdp
+        multiple = 1 if fsdp is None else self.mesh.shape[fsdp]
+        return Sharing(kept, multiple, bool(self.auto_axes), self._layered)
+
+    @property
+    def auto_axes(self) -> tuple[str, ...]:
+        """The axes of more than one device that are left to the partitioner."""
+        own = (self.axis, *self.data_axes)
+        return tuple(name for name, size in self.mesh.shape.items() if size > 1 and name not in own)
 
     def _planned(
         self,
@@ -255,10 +274,11 @@ class Partition:
                 f"{self.axis!r}; split another dim"
             )
         gathers: list[tuple[str, int]] = []
-        wanted = [self.axis] if self.outer and not stage and cut is None else []
-        wanted += [] if self.fsdp is None or self.fsdp in dict(held) else [self.fsdp]
+        wanted = [self.axis] if self.sharding.outer and not stage and cut is None else []
+        fsdp = self.sharding.fsdp
+        wanted += [] if fsdp is None or fsdp in dict(held) else [fsdp]
         for name in wanted:
-            size = self.mesh[name]
+            size = self.mesh.shape[name]
             free = [
                 d
                 for d in range(len(shape))
@@ -276,7 +296,7 @@ class Partition:
             (name, dim)
             for dim, entry in enumerate(spec or ())
             for name in names_of(entry)
-            if name in self.local
+            if name in self.sharding.local
         ]
 
     def _is_frozen(self, own: Parameter, dtype: Any) -> bool:
@@ -290,20 +310,20 @@ class Partition:
             where,
             shape,
             spec,
-            mesh=self.mesh,
+            mesh=dict(self.mesh.shape),
             axis=self.axis,
             data_axes=self.data_axes,
-            local=self.local,
+            local=tuple(self.sharding.local),
         )
 
     def buffer_spec(self, buffer: Buffer, shape: tuple[int, ...]) -> PartitionSpec:
         """How a buffer [P, ...] of parameters, or of an optimizer's state, is spread."""
         return self._planned("stages", shape[1:], buffer.spec, [], stage=True).spec(self.axis)
 
-    def shardings(self, mesh: Any, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def shardings(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Shardings of placed parameters."""
         return jax.tree.map(
-            lambda plan: NamedSharding(mesh, plan.spec(self.axis)), self.plans(params)
+            lambda plan: NamedSharding(self.mesh, plan.spec(self.axis)), self.plans(params)
         )
 
     def manual_specs(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:

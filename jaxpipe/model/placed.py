@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.tree_util import SequenceKey
@@ -65,6 +65,9 @@ class Chunks(tuple[PyTree, ...]):
         """Change the tree of every chunk."""
         return self.like(map(function, self))
 
+
+# The stages' own state, or nothing.
+State: TypeAlias = "Chunks | tuple[()]"
 
 jax.tree_util.register_pytree_with_keys(
     Chunks,

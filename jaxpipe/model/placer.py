@@ -12,54 +12,47 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ..arrays import PyTree
+from ..arrays import Params, PyTree
 from ..errors import PipelineError
 from .follow import Follow, Followers, shardings
-from .mesh import explicit_context
-from .mover import Mover, has
+from .mesh import Mover, explicit_context, has
 from .packed import Packed, is_missing, repacked
-from .param_layout import ParamLayout
 from .partition import Partition
-from .placed import Chunks, owner_faults
-from .spread import Cuts, cut_off, is_padded, pad_like
+from .placed import State, owner_faults
+from .spread import cut_off, is_padded, pad_like
 
 
 class Placer:
     """Rearranges whole trees; each way of doing so is compiled once."""
 
-    def __init__(
-        self, *, mesh: Mesh, axis: str, layout: ParamLayout, partition: Partition, cuts: Cuts
-    ) -> None:
-        self._mesh = mesh
-        self._axis = axis
-        self._layout = layout
-        self._partition = partition
-        self._cuts = cuts
+    def __init__(self, partition: Partition) -> None:
+        self._partition, self._layout = partition, partition.layout
+        self._mesh, self._axis = partition.mesh, partition.axis
         # has not what is compiled from it: without circles, a dropped placer is freed at once
         self._rules = copy(self)
-        self._mover = Mover(mesh)
+        self._mover = Mover(partition.mesh)
 
-    def place(self, params: dict[str, PyTree]) -> dict[str, PyTree]:
+    def place(self, params: Params) -> dict[str, PyTree]:
         """Canonical parameters to placed ones; shapes, where there are any, to shapes.
 
         Raises:
             PipelineError: dims that cannot be cut over the devices, or dtypes that the partition
                 refuses.
         """
-        if faults := self._cuts.faults(params):
+        if faults := self._partition.cuts.faults(params):
             raise PipelineError.listing("these parameters cannot be cut over the devices", faults)
 
         def to(like: dict[str, PyTree]) -> dict[str, PyTree]:
             faults = [*self._partition.frozen_faults(like), *self._partition.dtype_faults(like)]
             if faults:
                 raise PipelineError.listing("these parameters do not fit the pipeline", faults)
-            return self._partition.shardings(self._mesh, like)
+            return self._partition.shardings(like)
 
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
         arrange = self._rules._arranged_where_traced if traced else self._rules._arranged
-        placed: dict[str, PyTree] = self._mover.run(arrange.__name__, arrange, params, to)
+        placed: Params = self._mover.run(arrange.__name__, arrange, params, to)
         return placed
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool) -> dict[str, PyTree]:
@@ -69,11 +62,11 @@ class Placer:
         tree = self.checked(placed)
         if not spread:
             return self.in_model_order(tree, None)
-        followers = Followers(placed, self._layout, self._partition)
+        followers = Followers(placed, self._partition)
         return self.in_model_order(tree, followers.of(tree))
 
     def in_model_order(
-        self, tree: dict[str, PyTree], follows: PyTree, *, layer_axis: bool = False
+        self, tree: Params, follows: PyTree, *, layer_axis: bool = False
     ) -> dict[str, PyTree]:
         """A tree like the placed parameters to the canonical layout, stages over the pipe axis
         where they divide.
@@ -91,16 +84,11 @@ class Placer:
         return found
 
     def placed_like(
-        self,
-        tree: dict[str, PyTree],
-        like: dict[str, PyTree],
-        follows: PyTree,
-        *,
-        layer_axis: bool = False,
+        self, tree: Params, like: dict[str, PyTree], follows: PyTree, *, layer_axis: bool = False
     ) -> dict[str, PyTree]:
         """The inverse of `in_model_order`; `like` are the shapes of the result."""
         arrange = partial(self._rules._arranged_like, like, follows, layer_axis)
-        to = shardings(self._mesh, self._axis, follows)
+        to = shardings(self._partition, follows)
         shapes = tuple(leaf.shape for leaf in jax.tree.leaves(like))
         key = ("like", layer_axis, jax.tree.structure(like), shapes, *jax.tree.leaves(follows))
         found: dict[str, PyTree] = self._mover.run(key, arrange, tree, lambda _: to)
@@ -134,8 +122,8 @@ class Placer:
         self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Mapping[str, PyTree]
     ) -> PyTree:
         """The state that an optimizer's `init` makes of trained parameters, sharded as they are."""
-        followers = Followers(params, self._layout, self._partition)
-        to = partial(followers.shardings, self._mesh)
+        followers = Followers(params, self._partition)
+        to = followers.shardings
         return Mover(self._mesh).run("init", begin, trained, to)
 
     def place_state(self, state: PyTree) -> PyTree:
@@ -147,7 +135,7 @@ class Placer:
             "place_state", self._layout.place_stages, state, partial(jax.tree.map, lambda _: to)
         )
 
-    def canonical_state(self, placed: Chunks | tuple[()]) -> PyTree:
+    def canonical_state(self, placed: State) -> PyTree:
         """The stages' own state, placed to canonical."""
         self._check_owners(placed, "state", "place_state")
         return self._mover.run("canonical_state", self._layout.canonical_stages, placed, None)
@@ -158,11 +146,11 @@ class Placer:
 
     # Canonical to placed
 
-    def _arranged(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
+    def _arranged(self, tree: Params) -> dict[str, PyTree]:
         stages = self._layout.place_stages(tree["stages"], self._partition.sharing)
         return {**self._padded_outer(tree), "stages": stages}
 
-    def _arranged_where_traced(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
+    def _arranged_where_traced(self, tree: Params) -> dict[str, PyTree]:
         """The same, of arrays that the program around it makes: each device makes a part of each.
 
         Stages in other than their order on the devices are picked out of the whole stack, which
@@ -187,8 +175,10 @@ class Placer:
             "stages": placed.like(repacked(self._mesh, self._axis, a, b.layout) for a, b in chunks),
         }
 
-    def _padded_outer(self, tree: dict[str, PyTree]) -> dict[str, PyTree]:
-        return self._cuts.pad({key: value for key, value in tree.items() if key != "stages"})
+    def _padded_outer(self, tree: Params) -> dict[str, PyTree]:
+        return self._partition.cuts.pad(
+            {key: value for key, value in tree.items() if key != "stages"}
+        )
 
     def _split_along_another_dim(self, leaf: Any) -> Any:
         """Split a leaf over its longest dim that divides, other than the first (that of stages or
@@ -206,11 +196,7 @@ class Placer:
         return lax.with_sharding_constraint(leaf, NamedSharding(self._mesh, PartitionSpec(*spec)))
 
     def _arranged_like(
-        self,
-        like: dict[str, PyTree],
-        follows: dict[str, PyTree],
-        layer_axis: bool,
-        tree: dict[str, PyTree],
+        self, like: dict[str, PyTree], follows: dict[str, PyTree], layer_axis: bool, tree: Params
     ) -> dict[str, PyTree]:
         found = {
             key: jax.tree.map(pad_like, value, tree.get(key, value), is_leaf=is_padded)
@@ -245,9 +231,7 @@ class Placer:
 
     # Placed to canonical
 
-    def _rearranged(
-        self, follows: PyTree, layer_axis: bool, tree: dict[str, PyTree]
-    ) -> dict[str, PyTree]:
+    def _rearranged(self, follows: PyTree, layer_axis: bool, tree: Params) -> dict[str, PyTree]:
         outer = {key: cut_off(value) for key, value in tree.items() if key != "stages"}
         stages = tree["stages"]
         if not stages:

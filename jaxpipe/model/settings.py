@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from ..lowering.offload import Offload
+from ..lowering.slots import Offload
 from ..table.schedule import Schedule
 from .specs import axes_of
 
@@ -58,6 +58,12 @@ class Sharding:
         for name in ("data", "replicated", "local"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The axes over which blocks do not communicate."""
+        axes = (self.pipe, *self.data)
+        return tuple(name for name in axes if name not in self.local)
 
     def check(self, schedule: Schedule, mesh: Mesh) -> None:
         """PipelineError lists every fault of the mesh for this schedule."""

@@ -11,12 +11,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from ..arrays import PyTree, by_path
 from ..errors import PipelineError
 from .packed import ChunkLayout, Group, InBuffer, Packed, Parameter, TreeForm, repacked
-from .param_layout import ParamLayout
 from .partition import Partition
 from .sharing import Sharing, by_name
 
@@ -52,15 +50,15 @@ class StackedStages:
     "2".  Otherwise the name is "".
     """
 
-    mesh: Mesh
-    axis: str
-    layout: ParamLayout
     partition: Partition
     layer_axis: bool
 
     @property
     def _layered(self) -> bool:
-        return self.layout.layers is not None
+        return self.partition.layout.layers is not None
+
+    def _repacked(self, chunk: PyTree, layout: ChunkLayout) -> PyTree:
+        return repacked(self.partition.mesh, self.partition.axis, chunk, layout)
 
     def of(self, chunk: PyTree) -> dict[str, Stack]:
         """The stacks of a chunk; none where nothing is trained."""
@@ -71,7 +69,7 @@ class StackedStages:
                     "layer_axis=True wants leaves of stages [S, layers, ...]", faults
                 )
             return {"": Stack({"stages": chunk}, axes)} if jax.tree.leaves(chunk) else {}
-        chunk = repacked(self.mesh, self.axis, chunk, chunk.layout.separate)
+        chunk = self._repacked(chunk, chunk.layout.separate)
         found: dict[str, dict[str, Any]] = {}
         for leaf, seat in self._seats(chunk.layout).items():
             *above, last = seat.names
@@ -87,7 +85,7 @@ class StackedStages:
         Leaves that a device does not have are zero, whatever a rule made of zeros.
         """
         if not isinstance(like, Packed):
-            there = [stage >= 0 for stage in self.layout.stage_at(v)]
+            there = [stage >= 0 for stage in self.partition.layout.stage_at(v)]
             own = trees[""]["stages"] if trees else like
             return jax.tree.map(lambda leaf: _masked(leaf, there), own)
         layout = like.layout.separate
@@ -100,7 +98,7 @@ class StackedStages:
             return None if node is None else _masked(node, [name in own for own in paths])
 
         leaves = {name: leaf(name, seat) for name, seat in self._seats(layout).items()}
-        return repacked(self.mesh, self.axis, Packed(leaves, layout), like.layout)
+        return self._repacked(Packed(leaves, layout), like.layout)
 
     def parameters(
         self, chunk: Packed, numbers: Sequence[int], stack: str
@@ -156,13 +154,13 @@ class StackedStages:
         dtypes = {path: leaf.dtype for path, leaf in leaves.items()}
         sharing = self._state_sharing(layout, v)
         packed = ChunkLayout(forms, sharing.buffers(forms, range(len(forms)), dtypes))
-        return repacked(self.mesh, self.axis, Packed(leaves, ChunkLayout(forms)), packed)
+        return self._repacked(Packed(leaves, ChunkLayout(forms)), packed)
 
     def unpack_state(
         self, packed: Packed, stacks: Mapping[str, Stack], init: Callable[[PyTree], PyTree]
     ) -> dict[str, PyTree]:
         """The inverse: states by stack, with zeros on devices that do not have it."""
-        leaves = repacked(self.mesh, self.axis, packed, packed.layout.separate).leaves
+        leaves = self._repacked(packed, packed.layout.separate).leaves
         found = {}
         for name, stack in stacks.items():
             like = jax.eval_shape(lambda tree, s=stack: s.apply(init, tree), stack.tree)
@@ -174,7 +172,7 @@ class StackedStages:
         """Which leaves of such states share a buffer: all of one dtype, those that follow a
         parameter split as it is.
         """
-        numbers, sharing = self.layout.stage_at(v), self.partition.sharing
+        numbers, sharing = self.partition.layout.stage_at(v), self.partition.sharing
         named = by_name(layout.forms, numbers, layered=self._layered)
         seats = self._seats(layout)
 

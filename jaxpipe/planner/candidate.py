@@ -15,8 +15,8 @@ from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import ScheduleError
 from ..layouts.layout import Layout
-from ..lowering.offload import Offload
 from ..lowering.plan import Plan
+from ..lowering.slots import Offload
 from ..program.pools import UNDER_WAY, Slots
 from ..schedules import build
 from ..schedules.registry import describe

@@ -14,8 +14,8 @@ from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout, LayoutError
-from ..lowering.offload import Offload
 from ..lowering.overheads import Overheads
+from ..lowering.slots import Offload
 from ..schedules import build
 from ..table.certificate import Certificate, Objective, Proof
 from ..table.limits import is_number

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from ..arrays import PyTree, path_text
 from ..errors import CheckpointError
 from ..model.follow import Follow, Followers, is_params
-from ..model.mover import has
+from ..model.mesh import has
 from ..model.packed import Packed
 from ..model.placed import Chunks, owner_faults
 from ..model.placer import Placer
@@ -101,11 +101,9 @@ class PortableState:
         params = state["params"]
         if home := self._owner_faults(params, "params"):
             raise CheckpointError.listing("this state is not the pipeline's", home)
-        if self.pipe is None:
-            followers = Followers(params, None, None)
-        else:
-            layout, partition = self.pipe.layout, self.pipe.partition
-            followers = Followers(params, layout, partition, layer_axis=self.layer_axis)
+        partition = None if self.pipe is None else self.pipe.partition
+        by_layer = self.layer_axis and partition is not None
+        followers = Followers(params, partition, layer_axis=by_layer)
         faults: list[str] = []
         unlike: list[str] = []
 
@@ -151,16 +149,7 @@ class PortableState:
 
     @cached_property
     def _placer(self) -> Placer | None:
-        pipe = self.pipe
-        if pipe is None:
-            return None
-        return Placer(
-            mesh=pipe.mesh,
-            axis=pipe.axis,
-            layout=pipe.layout,
-            partition=pipe.partition,
-            cuts=pipe.partition.cuts,
-        )
+        return None if self.pipe is None else Placer(self.pipe.partition)
 
     def _merged(self, leaf: Any, rule: Follow) -> Any:
         """A leaf of a plain program's stages, [S, layers, ...], as [S * layers, ...]."""

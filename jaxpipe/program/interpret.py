@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 from ..table.effects import Access, Effect, Of, Place
 from ..table.kinds import Kind
 from .ir import Program
 from .pools import POOL_OF
-from .records import NOBODY, TickRecord, map_fields
+from .records import NOBODY, TickRecord
 from .segments import Segment
 from .templates import BlockUse, Payload
 
@@ -128,8 +128,7 @@ def _move(device: _Device, row: TickRecord[int]) -> list[tuple[Place, int, Any]]
 
 def _record(program: Program, tick: int, device: int) -> TickRecord[int]:
     """What one device does in one tick, as numbers."""
-    record: Any = program.ticks
-    return cast(TickRecord[int], map_fields(lambda table: int(table[tick, device]), record))
+    return program.ticks.map(lambda table: int(table[tick, device]))
 
 
 def _run_block(
@@ -137,14 +136,14 @@ def _run_block(
 ) -> None:
     """A block on the devices whose records ask for it."""
     kind = use.block.kind
-    if use.block.together:
+    if use.block.is_collective:
         if records[0].kind == kind:
             # One device gives what all of them read.
             (source,) = (d for d, record in enumerate(records) if record.is_source)
             _run(kind, model, program, devices, records, source, range(len(devices)))
         return
     for number, record in enumerate(records):
-        asked = record.kind == kind and (use.block.collective or record.chunk == use.block.chunk)
+        asked = record.kind == kind and (use.block.is_share or record.chunk == use.block.chunk)
         if kind is Kind.F and not program.schedule.forward_only:
             asked = asked and bool(record.keeps) is use.block.keeps
         if asked:

@@ -9,7 +9,7 @@ from ..table.effects import Access, Effect
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .pools import POOL_OF, Pool
-from .records import NOBODY, IntTable, TickRecord, map_fields
+from .records import NOBODY, IntTable, TickRecord
 from .segments import Segment
 
 # Ticks that are printed; the steady state is in the segments anyway.
@@ -75,7 +75,7 @@ def _cell(
     device: int,
 ) -> str:
     """What one device does in one tick."""
-    record: Any = map_fields(lambda table: int(table[tick, device]), ticks)
+    record: Any = ticks.map(lambda table: int(table[tick, device]))
     template = segment.template(tick)
     parts = [
         _action(each, effects(Kind(each.kind)), device)

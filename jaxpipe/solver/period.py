@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import Any, NamedTuple
 
 from ..engine.bounds import period_bound_of
-from ..engine.costs import StageCosts
+from ..engine.costs import Costs
 from ..engine.job_shop import JobShop
-from .cp import cp_model, tick_scale
+from ..table.placement import Placement
+from .cp import cp_model, in_ticks, solved
 
 _TURNS = (1, 2, 3, 4)  # microbatches of a turn
 _MOST_NODES = 400  # stages and kinds, times microbatches of a turn
@@ -44,67 +46,74 @@ class Steady(NamedTuple):
 
 
 def least_period(
-    shop: JobShop, costs: StageCosts, *, seconds: float, seed: int = 0
+    placement: Placement,
+    costs: Costs,
+    *,
+    microbatches: int,
+    cap: int,
+    seconds: float,
+    seed: int = 0,
 ) -> Steady | None:
     """The steady state of least period that is found, of those with the least time of a microbatch;
     None where there was no time for one.
 
     Args:
-        shop: the instance; its number of microbatches does not count.
-        costs: its costs, which say how fine a tick is.
+        placement, costs, microbatches: the instance.
+        cap: the most activations on a device.
         seconds: of the solver's deterministic time.
         seed: which random choices the solver makes.
     """
-    scale, _ = tick_scale(costs)
+    stages = placement.num_stages
+    ticks, scale, _ = in_ticks(costs.for_stages(stages))
+    shop = JobShop.of(placement, ticks.for_stages(stages), costs.release, microbatches, cap)
     bound = period_bound_of(shop)
     best: Steady | None = None
-    best_turn = 1
     for each in _TURNS:
         if each * len(shop.nodes) > _MOST_NODES or (
             best is not None and best.period <= bound * (1 + _EQUAL)
         ):
             break
-        turn = _Turn.of(shop, scale, each, bound)
-        found = turn.solve(
-            seconds / (2 * len(_TURNS)), seed, None, None if best is None else best.period
-        )
+        below = None if best is None else best.period
+        found = _Turn(shop, each, bound).solve(seconds / (2 * len(_TURNS)), seed, None, below)
         if found is not None and (best is None or found.period < best.period * (1 - _EQUAL)):
-            best, best_turn = found, each
+            best = found
     if best is None:
         return None
-    return _Turn.of(shop, scale, best_turn, bound).solve(seconds / 2, seed, best, None) or best
+    turn = _Turn(shop, len(best.starts[0]), bound)
+    best = turn.solve(seconds / 2, seed, best, None) or best
+    return best._replace(period=best.period / scale)
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn of `each` microbatches, in ticks."""
+    """A turn of `each` microbatches; all times are in ticks."""
 
     shop: JobShop
-    scale: float
     each: int
-    lengths: Sequence[int]
-    least: int  # ticks of a turn
-    most: int
-    late: int  # turns that an action may start after the first
+    bound: float  # of a microbatch
 
-    @classmethod
-    def of(cls, shop: JobShop, scale: float, each: int, bound: float) -> _Turn:
-        """The turn of an instance."""
-        lengths = [_ticks(node.length, scale) for node in shop.nodes]
-        # One microbatch after the other.
-        most = each * (
-            sum(lengths) + sum(_ticks(arc.delay, scale) for arc in shop.arcs if not arc.lag)
-        )
-        held = shop.cap if shop.cap is not None else 2 * shop.chunks * shop.devices
-        return cls(
-            shop,
-            scale,
-            each,
-            lengths,
-            max(1, ceil(each * bound * scale - 1e-6)),
-            max(1, most),
-            -(-held // each) + 2,
-        )
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Per node."""
+        return [int(node.length) for node in self.shop.nodes]
+
+    @cached_property
+    def least(self) -> int:
+        """The least length of a turn."""
+        return max(1, ceil(self.each * self.bound - 1e-6))
+
+    @cached_property
+    def most(self) -> int:
+        """That of one microbatch after the other."""
+        delays = sum(int(arc.delay) for arc in self.shop.arcs if not arc.lag)
+        return max(1, self.each * (sum(self.lengths) + delays))
+
+    @cached_property
+    def late(self) -> int:
+        """The turns that an action may start after the first."""
+        cap, shop = self.shop.cap, self.shop
+        held = 2 * shop.chunks * shop.devices if cap is None else cap
+        return -(-held // self.each) + 2
 
     def solve(
         self, seconds: float, seed: int, known: Steady | None, below: float | None
@@ -112,9 +121,7 @@ class _Turn:
         """The shortest turn; of a `known` length, the one in which microbatches take the least
         time.
         """
-        most = (
-            self.most if below is None else min(self.most, ceil(below * self.each * self.scale) - 1)
-        )
+        most = self.most if below is None else min(self.most, ceil(below * self.each) - 1)
         if most < self.least:
             return None
         model = cp_model.CpModel()
@@ -137,11 +144,8 @@ class _Turn:
                 for i in range(self.each):
                     model.add(last >= rest[n][i] + known.turn * later[n][i] + length)
             model.minimize(last)
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.random_seed = seed
-        solver.parameters.max_deterministic_time = seconds
-        if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        solver, status = solved(model, seconds=seconds, seed=seed)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
         length = int(solver.value(turn))
         starts = tuple(
@@ -151,7 +155,7 @@ class _Turn:
             )
             for rs, qs in zip(rest, later, strict=True)
         )
-        return Steady(starts, length, length / self.each / self.scale)
+        return Steady(starts, length, length / self.each)
 
     def _times(self, model: Any, turn: Any, most: int) -> tuple[list[list[Any]], list[list[Any]]]:
         """Of each action the time in its turn and the number of the turn; microbatch 0 enters
@@ -187,7 +191,7 @@ class _Turn:
         same one.
         """
         for source, target, lag, delay in self.shop.arcs:
-            wait = self.lengths[source] + _ticks(delay, self.scale)
+            wait = self.lengths[source] + int(delay)
             for i in range(self.each):
                 ago, j = divmod(i - lag, self.each)
                 turns = later[target][i] - later[source][j] - ago
@@ -258,7 +262,3 @@ class _Turn:
             room = model.new_int_var(0, shop.cap, "")
             model.add(room == shop.cap - sum(whole))
             model.add_cumulative(intervals, [1] * len(intervals), room)
-
-
-def _ticks(time: float, scale: float) -> int:
-    return ceil(time * scale - 1e-9)

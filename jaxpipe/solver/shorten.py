@@ -10,22 +10,21 @@ far less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import ceil, floor
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
 from ..engine.bounds import lower_bound
 from ..engine.costs import Costs
+from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
-from ..table.action import Action, Kind
-from ..table.kinds import Release
+from ..table.action import Action
 from ..table.schedule import Schedule
-from .cp import cp_model, tick_scale
+from .cp import cp_model, in_ticks, solved
 
-F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
-Starts: TypeAlias = Mapping[Action, int]
+Slot: TypeAlias = tuple[int, int]  # a node of the job shop, and a microbatch
 # actions of a window, and of a table that is ordered as a whole once
 _MOST_FREE, _MOST_WHOLE = 160, 800
 _MOST_ACTIONS = 20_000  # of a table; a model of more takes longer to build than to solve
@@ -59,28 +58,30 @@ def improve(
             is: one takes about one of an idle core.
         seed: which random choices the solver makes.
     """
-    at_least = lower_bound(
-        costs,
-        placement=schedule.placement,
-        microbatches=schedule.num_microbatches,
-        max_activations=cap,
-    )
+    shape: dict[str, Any] = {
+        "placement": schedule.placement,
+        "microbatches": schedule.num_microbatches,
+    }
+    at_least = lower_bound(costs, **shape, max_activations=cap)
     best, makespan, proven = schedule, simulate(schedule, costs).makespan, 0.0
     actions = schedule.encoded.num_actions
     if actions > _MOST_ACTIONS:
         return Improved(schedule, proven)
+    ticks, scale, exact = in_ticks(costs.for_stages(schedule.num_stages))
+    times = ticks.for_stages(schedule.num_stages)
+    shop = JobShop.of(**shape, times=times, release=costs.release, cap=cap)
+    problem = _Problem(shop, ticks, scale, exact)
     spent, dice = 0.0, Random(seed)
     for turn in _turns(actions, dice):
         if spent >= seconds or makespan <= max(at_least, proven) * (1 + _EQUAL):
             break
         share = max(_LEAST_TURN, turn.share * seconds)
-        problem = _Problem.of(best, costs, cap)
-        least = max(at_least, proven) if turn.is_whole else at_least
         found = problem.solve(
-            _free(best, costs, turn.window),
+            best,
+            turn.window,
             min(share, seconds - spent),
             dice.randrange(1 << 30),
-            least,
+            max(at_least, proven) if turn.is_whole else at_least,
         )
         spent += max(found.spent, _LEAST_SPENT)
         shorter = simulate(found.schedule, costs).makespan
@@ -119,13 +120,6 @@ def _turns(actions: int, dice: Random) -> Iterator[_Turn]:
             yield _Turn(range(begin, begin + size), 1 / 40)
 
 
-def _free(schedule: Schedule, costs: Costs, window: range) -> frozenset[Action]:
-    """The actions of a window of time."""
-    timeline = simulate(schedule, costs)
-    actions = sorted((timeline.start[a], d, p, a) for d, p, a in schedule.actions())
-    return frozenset(a for *_, a in actions[window.start : window.stop])
-
-
 class _Found(NamedTuple):
     schedule: Schedule
     spent: float
@@ -133,76 +127,58 @@ class _Found(NamedTuple):
     is_optimal: bool = False
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """A schedule with its times in whole ticks, each rounded up."""
+class _Problem(NamedTuple):
+    """The job shop and its costs in whole ticks."""
 
-    schedule: Schedule
-    lengths: Mapping[Kind, Sequence[int]]
-    transfer: Sequence[int]
+    shop: JobShop
+    ticks: Costs
     scale: float  # ticks of a unit of cost
     exact: bool  # whether times are whole numbers of ticks
-    cap: int | None
-    release: Kind
 
-    @classmethod
-    def of(cls, schedule: Schedule, costs: Costs, cap: int | None) -> _Problem:
-        """The problem in ticks."""
-        stages = costs.for_stages(schedule.num_stages)
-        scale, exact = tick_scale(stages)
-        lengths = {F: stages.forward, I: stages.input_grad, W: stages.weight_grad}
-        ticks = {
-            kind: [ceil(time * scale - 1e-9) for time in times] for kind, times in lengths.items()
-        }
-        release = I if costs.release is Release.INPUT_GRAD else W
-        return cls(
-            schedule,
-            ticks,
-            [ceil(time * scale - 1e-9) for time in stages.transfer],
-            scale,
-            exact,
-            cap,
-            release,
-        )
-
-    def solve(self, free: frozenset[Action], seconds: float, seed: int, at_least: float) -> _Found:
-        """The best order of the free actions that is found; the others keep theirs."""
-        rows = [[a for a in row if isinstance(a, Action)] for row in self.schedule.rows]
-        hint = self._hint(rows)
-        horizon = max(hint[a] + self._length(a) for a in hint)
+    def solve(
+        self, schedule: Schedule, window: range, seconds: float, seed: int, at_least: float
+    ) -> _Found:
+        """The best order of the actions in a window of time that is found; the others keep
+        theirs.
+        """
+        table, timeline = schedule.encoded, simulate(schedule, self.ticks)
+        node = {(n.stage, n.kind): number for number, n in enumerate(self.shop.nodes)}
+        slots = [(node[a.stage, a.kind], a.microbatch) for *_, a in schedule.actions()]
+        rows = [slots[a:b] for a, b in pairwise(table.first)]
+        # In an order in which none comes before what it needs.
+        times = sorted(zip(timeline.starts, timeline.ends, range(len(slots)), strict=True))
+        hint = {slots[i]: int(begin) for begin, _, i in times}
+        free = frozenset(list(hint)[window.start : window.stop])
+        horizon = max(tick + self._length(slot) for slot, tick in hint.items())
         model = cp_model.CpModel()
-        start = {a: model.new_int_var(0, horizon, "") for a in hint}
+        start = {slot: model.new_int_var(0, horizon, "") for slot in hint}
         span = model.new_int_var(floor(at_least * self.scale), horizon, "")
         self._precedences(model, start, span)
         for row in rows:
             self._one_machine(model, start, row, free)
             self._places(model, start, row, free)
-        for action, tick in hint.items():
-            model.add_hint(start[action], tick)
+        for slot, tick in hint.items():
+            model.add_hint(start[slot], tick)
         model.add_hint(span, horizon)
         model.minimize(span)
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1  # what it finds then depends on the seed alone
-        solver.parameters.random_seed = seed
-        solver.parameters.max_deterministic_time = seconds
-        status = solver.solve(model)
+        solver, status = solved(model, seconds=seconds, seed=seed)
         spent = float(solver.response_proto.deterministic_time)
+        proven = self._in_costs(solver.best_objective_bound)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return _Found(
-                self.schedule,
-                spent,
-                self._in_costs(solver.best_objective_bound) if status == cp_model.UNKNOWN else 0.0,
-            )
+            return _Found(schedule, spent, proven if status == cp_model.UNKNOWN else 0.0)
         # At equal times those that take none come first, in an order in which none needs a later
         # one.
-        place: dict[Any, tuple[int, ...]] = {
-            a: (solver.value(v), self._length(a), a.microbatch, self._depth(a))
-            for a, v in start.items()
+        place = {
+            (n, k): (solver.value(v), self._length((n, k)), k, n) for (n, k), v in start.items()
         }
-        ordered = self.schedule.with_rows([sorted(row, key=place.__getitem__) for row in rows])
-        return _Found(
-            ordered, spent, self._in_costs(solver.best_objective_bound), status == cp_model.OPTIMAL
-        )
+        ordered = [
+            [
+                Action(self.shop.nodes[n].stage, self.shop.nodes[n].kind, k)
+                for n, k in sorted(row, key=place.__getitem__)
+            ]
+            for row in rows
+        ]
+        return _Found(schedule.with_rows(ordered), spent, proven, status == cp_model.OPTIMAL)
 
     def _in_costs(self, ticks: float) -> float:
         """What no schedule goes below in units of cost if none goes below so many ticks."""
@@ -210,155 +186,81 @@ class _Problem:
         if self.exact:
             return ticks / self.scale
         # Each action and transfer of the longest chain was rounded up by less than a tick.
-        shortest = min(min(times) for times in self.lengths.values())
-        chain = self.schedule.encoded.num_actions
+        shortest = min(node.length for node in self.shop.nodes)
+        chain = len(self.shop.nodes) * self.shop.microbatches
         chain = min(chain, floor(ticks / shortest)) if shortest else chain
         return max(0.0, (ticks - 2 * chain) / self.scale)
 
-    def _depth(self, action: Action) -> int:
-        """The place of a stage and kind on a microbatch's way through the stages and back."""
-        last = self.schedule.num_stages - 1
-        return (
-            action.stage
-            if action.kind is F
-            else 2 * (last - action.stage) + last + 1 + (action.kind is W)
-        )
+    def _length(self, slot: Slot) -> int:
+        return int(self.shop.nodes[slot[0]].length)
 
-    def _length(self, action: Action) -> int:
-        return self.lengths[action.kind][action.stage]
-
-    def _hint(self, rows: Sequence[Sequence[Action]]) -> dict[Action, int]:
-        """The start of each action in ticks, in an order in which none comes before what
-        it needs.
-        """
-        ticks = Costs(
-            forward=self.lengths[F],
-            input_grad=self.lengths[I],
-            weight_grad=self.lengths[W],
-            transfer=self.transfer,
-        )
-        timeline = simulate(self.schedule, ticks)
-        order = sorted(
-            (timeline.start[a], timeline.end[a], d, p)
-            for d, row in enumerate(rows)
-            for p, a in enumerate(row)
-        )
-        return {rows[d][p]: int(begin) for begin, _, d, p in order}
-
-    def _before(self, action: Action) -> list[tuple[Action, int]]:
-        """What an action comes after, and how long after its end."""
-        stage, kind, microbatch = action
-        found = [(Action(stage, kind, microbatch - 1), 0)] if microbatch else []
-        device = self.schedule.stage_to_device
-        if kind is W:
-            return [*found, (Action(stage, I, microbatch), 0)]
-        source = stage - 1 if kind is F else stage + 1
-        if source < 0:
-            return found
-        if source == self.schedule.num_stages:
-            return [*found, (Action(stage, F, microbatch), 0)]
-        delay = 0 if device[source] == device[stage] else self.transfer[source]
-        return [*found, (Action(source, kind, microbatch), delay)]
-
-    def _precedences(self, model: Any, start: Mapping[Action, Any], span: Any) -> None:
-        for action, begin in start.items():
-            for other, delay in self._before(action):
-                model.add(begin >= start[other] + self._length(other) + delay)
-            model.add(span >= begin + self._length(action))
+    def _precedences(self, model: Any, start: Mapping[Slot, Any], span: Any) -> None:
+        for source, target, lag, delay in self.shop.arcs:
+            wait = self._length((source, 0)) + int(delay)
+            for k in range(lag, self.shop.microbatches):
+                model.add(start[target, k] >= start[source, k - lag] + wait)
+        for slot, begin in start.items():
+            model.add(span >= begin + self._length(slot))
 
     def _one_machine(
-        self,
-        model: Any,
-        start: Mapping[Action, Any],
-        row: Sequence[Action],
-        free: frozenset[Action],
+        self, model: Any, start: Mapping[Slot, Any], row: Sequence[Slot], free: frozenset[Slot]
     ) -> None:
         """One action at a time; those that are not free stay in the order of the row, and free ones
         on their side of them.
         """
         model.add_no_overlap(
             [
-                model.new_fixed_size_interval_var(start[a], self._length(a), "")
-                for a in row
-                if a in free
+                model.new_fixed_size_interval_var(start[slot], self._length(slot), "")
+                for slot in row
+                if slot in free
             ]
         )
-        last: Action | None = None
-        waiting: list[Action] = []
-        for action in row:
+        last: Slot | None = None
+        waiting: list[Slot] = []
+        for slot in row:
             if last is not None:
-                model.add(start[action] >= start[last] + self._length(last))
-            if action in free:
-                waiting.append(action)
+                model.add(start[slot] >= start[last] + self._length(last))
+            if slot in free:
+                waiting.append(slot)
                 continue
             for other in waiting:
-                model.add(start[action] >= start[other] + self._length(other))
-            waiting, last = [], action
+                model.add(start[slot] >= start[other] + self._length(other))
+            waiting, last = [], slot
 
     def _places(
-        self,
-        model: Any,
-        start: Mapping[Action, Any],
-        row: Sequence[Action],
-        free: frozenset[Action],
+        self, model: Any, start: Mapping[Slot, Any], row: Sequence[Slot], free: frozenset[Slot]
     ) -> None:
         """At most `cap` activations at once, when any of the free F starts; before and after the
         free actions nothing changes.
         """
-        stages = sorted({a.stage for a in row})
-        if self.cap is None or self.cap >= len(stages) * self.schedule.num_microbatches:
+        nodes, cap = self.shop.nodes, self.shop.cap
+        stages = {nodes[n].stage for n, _ in row}
+        # With one stage a device, the cap is an arc of the job shop.
+        if cap is None or len(stages) == 1 or cap >= len(stages) * self.shop.microbatches:
             return
-        begins = {s: [a for a in row if a in free and a.kind is F and a.stage == s] for s in stages}
-        ends = {
-            s: [a for a in row if a in free and a.kind is self.release and a.stage == s]
-            for s in stages
-        }
-        first = next((place for place, a in enumerate(row) if a in free), 0)
-        held = sum(a.kind is F for a in row[:first]) - sum(
-            a.kind is self.release for a in row[:first]
-        )
-        order = _Order(model, start, self._length)
-        for stage in stages:
-            for passed, action in enumerate(begins[stage]):
-                # So many activations live if the F of other stages come after it and nothing is
-                # released.
-                live = held + passed + 1 - self.cap
-                others = [s for s in stages if s != stage]
-                # A microbatch's own release comes after its F.
-                mine = [a for a in ends[stage] if a.microbatch < action.microbatch]
-                if others:
-                    freed = [*mine, *(a for s in others for a in ends[s])]
-                    taken = [a for s in others for a in begins[s]]
-                    model.add(
-                        live + sum(order.before(a, action) for a in taken)
-                        <= sum(order.before(a, action) for a in freed)
-                    )
-                elif live > 0:
-                    assert live <= len(mine), "the table breaks the cap"
-                    model.add(start[action] >= start[mine[live - 1]] + self._length(mine[live - 1]))
+        begins = [slot for slot in row if slot in free and nodes[slot[0]].begins]
+        ends = [slot for slot in row if slot in free and nodes[slot[0]].releases]
+        first = next((place for place, slot in enumerate(row) if slot in free), 0)
+        held = sum(nodes[n].begins - nodes[n].releases for n, _ in row[:first])
+        known: dict[tuple[Slot, Slot], Any] = {}
 
+        def before(one: Slot, other: Slot) -> Any:
+            """Whether `one` ends before `other` starts; if not, it starts after its end."""
+            if (one, other) not in known:
+                known[one, other] = found = model.new_bool_var("")
+                known[other, one] = ~found
+                later, sooner = start[other] - start[one], start[one] - start[other]
+                model.add(later >= self._length(one)).only_enforce_if(found)
+                model.add(sooner >= self._length(other)).only_enforce_if(~found)
+            return known[one, other]
 
-class _Order:
-    """Which of two actions of a device comes first, as variables that are made when they are asked
-    for.
-    """
-
-    def __init__(
-        self, model: Any, start: Mapping[Action, Any], length: Callable[[Action], int]
-    ) -> None:
-        self._model, self._start, self._length = model, start, length
-        self._known: dict[tuple[Action, Action], Any] = {}
-
-    def before(self, one: Action, other: Action) -> Any:
-        """Whether `one` ends before `other` starts; if not, it starts after its end."""
-        found = self._known.get((one, other))
-        if found is None:
-            found = self._model.new_bool_var("")
-            self._model.add(
-                self._start[other] >= self._start[one] + self._length(one)
-            ).only_enforce_if(found)
-            self._model.add(
-                self._start[one] >= self._start[other] + self._length(other)
-            ).only_enforce_if(~found)
-            self._known[one, other], self._known[other, one] = found, ~found
-        return found
+        for slot in begins:
+            stage, microbatch = nodes[slot[0]].stage, slot[1]
+            # A stage works in the order of microbatches, and a release comes after its F.
+            mine = [s for s in begins if nodes[s[0]].stage == stage and s[1] <= microbatch]
+            taken = [s for s in begins if nodes[s[0]].stage != stage]
+            freed = [s for s in ends if nodes[s[0]].stage != stage or s[1] < microbatch]
+            model.add(
+                held + len(mine) + sum(before(s, slot) for s in taken)
+                <= cap + sum(before(s, slot) for s in freed)
+            )

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 
 from ..arrays import Flag
 from ..program.templates import Presence
-from .pools import while_once
-from .state import State
+from .pools import State, while_once
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..arrays import Leaves, PyTree, wider
+from ..arrays import Leaves, Params, PyTree, wider
 from ..errors import PipelineError
 from ..jaxprs import Piece
 from ..lowering.target import Target
@@ -20,7 +20,6 @@ from ..model.leaf_plan import gather, leaf_plans
 from ..model.packed import on_one_device
 from ..model.places import Places
 from ..model.spread import unpadded
-from ..program.records import arrays
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
@@ -29,12 +28,11 @@ from .block import false
 from .collective import with_cuts
 from .entries import StageEntries, whole_entries
 from .host import Packing
-from .operands import Operands, SharedBuffers, StageOperand
-from .pools import empty, empty_pool
+from .operands import Buffers, Operands, StageOperand, shared_buffers
+from .pools import State, empty, empty_pool, of_chunk
 from .replicas import with_replicas
 from .results import finish
 from .shared_code import SharedCode
-from .state import State, of_chunk
 from .tick import TickEmitter
 
 CANNOT_BE_TIMED = (
@@ -62,7 +60,7 @@ class Prepared:
 
 
 def prepare(
-    job: Job, params: dict[str, PyTree], batch: PyTree, rng: Any, kept: tuple[PyTree, ...]
+    job: Job, params: Params, batch: PyTree, rng: Any, kept: tuple[PyTree, ...]
 ) -> Prepared:
     """Gather parameters and trace the model.
 
@@ -88,7 +86,7 @@ def prepare(
 
 def body(
     job: Job,
-    params: dict[str, PyTree],
+    params: Params,
     batch: PyTree,
     rng: Any,
     kept: tuple[PyTree, ...],
@@ -111,7 +109,7 @@ def body(
         raise PipelineError(CANNOT_BE_TIMED)
     if entries is None:
         entries = tuple(whole_entries(kind, target) for kind in code.kinds)
-    buffers = SharedBuffers.of(code.kinds, entries)
+    buffers = shared_buffers(code.kinds, entries)
     if job.observe is not None:
         job.observe(job, code, entries)
     with jax.named_scope("prepare"):
@@ -122,7 +120,7 @@ def body(
         emitter = TickEmitter(shared_code, job.data_axes, job.clock)
         state = _initial(job, code, buffers, chunks, kept, shared, first, last)
         # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
-        table = jnp.asarray(_narrow(np.stack([*arrays(code.program.ticks)], axis=-1)))
+        table = jnp.asarray(_narrow(np.stack(code.program.ticks.columns, axis=-1)))
         rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
     with jax.named_scope("ticks"):
         for segment in code.program.segments:
@@ -148,7 +146,7 @@ def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
 def _initial(
     job: Job,
     code: ModelCode,
-    buffers: SharedBuffers,
+    buffers: Buffers,
     chunks: Sequence[PyTree],
     kept: Sequence[PyTree],
     shared: PyTree,
@@ -161,15 +159,16 @@ def _initial(
     losses += [] if code.last is None else [code.last.loss_dtype]
     state: State = {
         "token": false(),
-        "x": buffers.x.empty(slots.x),
-        "sent_x": empty(buffers.x.avals),
+        "sent_x": empty(buffers[Place.X].avals),
         "losses": jnp.zeros(count, wider(*losses) if losses else jnp.float32),
         "aux": None if code.last is None else empty_pool(code.last.aux_avals, count),
     }
     for v in range(len(chunks)):
         state[of_chunk(Place.STAGE_STATE, v)] = jax.tree.leaves(kept[v]) if kept else []
-    for name in [place.value for place in OF_SLICES if getattr(slots, place.value)]:
-        state[name] = getattr(buffers, name).empty(getattr(slots, name))
+    for place, buffer in buffers.items():
+        size = getattr(slots, place.value)
+        if size and (job.training or place in (Place.X, *OF_SLICES)):
+            state[place.value] = buffer.empty(size)
     for place, avals in code.outer_pools.items():
         if job.training or place is Place.LAST:
             state[place.value] = empty_pool(avals, getattr(slots, place.value))
@@ -192,11 +191,7 @@ def _initial(
         "first_gradients": accumulators(first, job.plans["first"]),
         "last_gradients": accumulators(last, job.plans["last"]),
         "shared_gradients": accumulators(shared, job.plans["shared"]),
-        "cotangent": buffers.cotangent.empty(slots.cotangent),
-        "sent_dx": empty(buffers.cotangent.avals),
-        "residual_input": buffers.residual_input.empty(slots.residual_input),
-        "residual_weight": buffers.residual_weight.empty(slots.residual_weight),
-        "stash": buffers.stash.empty(slots.stash),
+        "sent_dx": empty(buffers[Place.COTANGENT].avals),
         "host": Packing.of(buffers).empty(slots.host),
     }
 

@@ -12,7 +12,7 @@ from ..arrays import Leaves, Scalar
 from ..program.templates import Presence
 from ..stage.job import Clock
 from .block import Block, run_where
-from .state import State
+from .pools import State
 
 
 def clocked(

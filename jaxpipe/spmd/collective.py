@@ -14,25 +14,26 @@ from jax import lax
 from ..arrays import Flag, Leaves, Scalar
 from ..errors import PipelineError
 from ..jaxprs import Cut, collectives
-from ..program.records import Collective
+from ..program.records import Record
 from ..stage.code import run
 from ..stage.model_code import ModelCode
 from ..stage.weight_cut import cut_weights
 from ..table.effects import Access, Place
-from ..table.kinds import TOGETHER, Kind
+from ..table.kinds import COLLECTIVES, Kind
 from .block import Block
 from .outer import accumulate, first_inputs, last_inputs, noted, run_last, with_last_gradients
-from .pools import read, write
+from .pools import State, read, write
 from .shared_code import SharedCode
-from .state import State
 
 
-def collective_block(shared: SharedCode, kind: Kind, row: Collective[Scalar]) -> Block:
+def collective_block(shared: SharedCode, kind: Kind, row: Record[Scalar]) -> Block:
     """A device's share of an action.  All devices run E, G and L in any case."""
     changes = {e.place.value for e in shared.effects(kind) if e.access is not Access.READ}
     run = _RUNS[kind]
     return Block(
-        changes, lambda state: run(shared, row, state), shared.everywhere and kind not in TOGETHER
+        changes,
+        lambda state: run(shared, row, state),
+        shared.everywhere and kind not in COLLECTIVES,
     )
 
 
@@ -43,16 +44,16 @@ def with_cuts(code: ModelCode, axis: str) -> ModelCode:
     return code
 
 
-def _first(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+def _first(shared: SharedCode, row: Record[Scalar], state: State) -> State:
     """E: the first stage's input.  Every device has it whole, and the device of the first stage
     keeps it.
     """
-    code, buffer = shared.code.first, shared.buffers.x
+    code, buffer = shared.code.first, shared.buffers[Place.X]
     found = run(code.evaluate, *first_inputs(shared, _ordered(shared, row.microbatch, state)))
     return state | {"x": _kept_on(buffer, code.y_avals, found, row, row.is_source != 0, state["x"])}
 
 
-def _first_gradient(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+def _first_gradient(shared: SharedCode, row: Record[Scalar], state: State) -> State:
     """G: the gradient of a device's share of the parameters of `first`.
 
     The device of the first stage begins with the gradient of its input, the others begin with
@@ -64,7 +65,7 @@ def _first_gradient(shared: SharedCode, row: Collective[Scalar], state: State) -
     return accumulate("first_gradients", shared.code.first.backward, arguments, state)
 
 
-def _last(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+def _last(shared: SharedCode, row: Record[Scalar], state: State) -> State:
     """L: the loss of a microbatch, and its gradient.
 
     The output of the last stage goes to all devices as a sum, to which the other devices add zeros.
@@ -74,7 +75,11 @@ def _last(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
     differentiates the mean of P equal losses.  Collectives inside it sum cotangents over devices,
     and count none twice.
     """
-    code, buffer, avals = shared.last_code, shared.buffers.cotangent, shared.last_stage.dy_avals
+    code, buffer, avals = (
+        shared.last_code,
+        shared.buffers[Place.COTANGENT],
+        shared.last_stage.dy_avals,
+    )
     source = row.is_source != 0
     if shared.blocking:
         source = jnp.logical_and(source, jnp.logical_not(state["token"]))
@@ -109,7 +114,7 @@ def _last(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
     return state | {"cotangent": _kept_on(buffer, avals, whole, row, source, pool)}
 
 
-def _last_weight_grad(shared: SharedCode, row: Collective[Scalar], state: State) -> State:
+def _last_weight_grad(shared: SharedCode, row: Record[Scalar], state: State) -> State:
     """H: the gradient of a device's own part of the parameters of `last`, from the values that its
     L left.  No other device takes part.
     """
@@ -167,7 +172,7 @@ def _cut_last(code: ModelCode, axis: str) -> ModelCode:
 
 # Cuts by the kind that takes a part of another kind's code.
 _CUTS: dict[Kind, Callable[[ModelCode, str], ModelCode]] = {Kind.H: _cut_last}
-_RUNS: dict[Kind, Callable[[SharedCode, Collective[Scalar], State], State]] = {
+_RUNS: dict[Kind, Callable[[SharedCode, Record[Scalar], State], State]] = {
     Kind.E: _first,
     Kind.G: _first_gradient,
     Kind.L: _last,
@@ -187,7 +192,7 @@ def _or_zeros(source: Flag, leaf: Any) -> Any:
 
 
 def _kept_on(
-    buffer: Any, avals: Any, new: Leaves, row: Collective[Scalar], source: Flag, pool: Leaves
+    buffer: Any, avals: Any, new: Leaves, row: Record[Scalar], source: Flag, pool: Leaves
 ) -> Leaves:
     """The pool, in which the device where `source` is True has the new values."""
     held = buffer.read(pool, row.out, avals)

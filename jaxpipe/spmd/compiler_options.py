@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..known_faults import Feature, faults_for
-from ..lowering.offload import Offload
+from ..lowering.slots import Offload
 from ..lowering.target import Target
 
 Options: TypeAlias = dict[str, str | bool]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import Entry, Part
@@ -18,6 +18,7 @@ from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode, inexact, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
+from ..table.effects import Place
 from .compiler_options import options_for, options_unrun
 from .mapped import mapped
 
@@ -33,40 +34,15 @@ class StageEntries:
     """
 
     parameters: tuple[PartitionSpec, ...]
-    x: tuple[Entry, ...]
-    cotangent: tuple[Entry, ...]
-    residual_input: tuple[Entry, ...]
-    residual_weight: tuple[Entry, ...]
-    stash: tuple[Entry, ...]
-    carry: tuple[Entry, ...] = ()
-    carry_gradient: tuple[Entry, ...] = ()
-    buffer: tuple[Entry, ...] = ()
-    buffer_gradient: tuple[Entry, ...] = ()
-
-
-def auto_axes(mesh: Mesh, job: Job) -> tuple[str, ...]:
-    """The axes of more than one device that are left to the partitioner."""
-    return tuple(
-        name
-        for name, size in mesh.shape.items()
-        if size > 1 and name not in (job.axis, *job.data_axes)
-    )
-
-
-def target_of(job: Job, mesh: Mesh) -> Target:
-    """The target of the job's program."""
-    return Target.of(mesh, (job.axis, *job.data_axes))
+    stored: Mapping[Place, tuple[Entry, ...]]
 
 
 def whole_entries(code: StageCode, target: Target) -> StageEntries:
     """The entries where no axis is left to the partitioner."""
-
-    def whole(avals: Sequence[Any]) -> tuple[Entry, ...]:
-        return tuple(_whole(aval, target) for aval in avals)
-
-    stored = (code.x_avals, code.dy_avals, code.residual_input, code.residual_weight, code.stash)
-    passed = (code.carry, code.carry_gradients, code.buffers, code.buffer_gradients)
-    return StageEntries((_WHOLE,) * code.num_params, *map(whole, (*stored, *passed)))
+    stored = {
+        place: tuple(_whole(aval, target) for aval in avals) for place, avals in code.stored.items()
+    }
+    return StageEntries((_WHOLE,) * code.num_params, stored)
 
 
 def _whole(aval: Any, target: Target) -> Entry:
@@ -78,9 +54,7 @@ def _tile(aval: Any, target: Target) -> tuple[int, ...]:
     return () if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else target.tile
 
 
-def split_entries(
-    job: Job, mesh: Mesh, code: ModelCode, owned: Sequence[PyTree]
-) -> tuple[StageEntries, ...]:
+def split_entries(job: Job, code: ModelCode, owned: Sequence[PyTree]) -> tuple[StageEntries, ...]:
     """Read how the partitioner splits the stored values of each kind of stage: off its forward and
     its I, each compiled alone.
 
@@ -89,16 +63,16 @@ def split_entries(
     determine nearly all of them.  Where the partitioner would decide otherwise, it moves that value
     to the split that is chosen here.
     """
-    if not auto_axes(mesh, job):
-        return tuple(whole_entries(kind, target_of(job, mesh)) for kind in code.kinds)
+    if not job.partition.auto_axes:
+        return tuple(whole_entries(kind, job.target) for kind in code.kinds)
     kinds = range(len(code.kinds))
     return tuple(
-        _of_kind(job, mesh, code.kinds[kind], param_specs(job, code.kind_of.index(kind), owned))
+        _of_kind(job, code.kinds[kind], param_specs(job, code.kind_of.index(kind), owned))
         for kind in kinds
     )
 
 
-def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpec]) -> StageEntries:
+def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> StageEntries:
     own = len(code.consts) + code.num_params
     inputs = [var.aval for var in code.forward.invars]
     parameters: Group = list(
@@ -120,7 +94,7 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
             code.input_grad, *parameters, *x, *extra, *run(code.hoist, *parameters), *kept, *dy
         )
 
-    found = _output_specs(job, mesh, forward, parameters, x, extra)
+    found = _output_specs(job, forward, parameters, x, extra)
     y, residuals = found[: len(code.y_avals)], found[code.num_outputs :]
     kept: Group = list(zip((*code.residual_input, *code.residual_weight), residuals, strict=True))
     cotangent = [spec for spec, wanted in zip(y, code.y_wanted, strict=True) if wanted]
@@ -133,39 +107,34 @@ def _of_kind(job: Job, mesh: Mesh, code: StageCode, specs: Sequence[PartitionSpe
         *later[1],
         *([] if code.loss is None else [(code.loss, _WHOLE)]),
     ]
-    stash = _output_specs(job, mesh, input_grad, parameters, x, extra, kept, dy)[code.num_dx :]
+    stash = _output_specs(job, input_grad, parameters, x, extra, kept, dy)[code.num_dx :]
 
-    target = target_of(job, mesh)
-
-    def entries(avals: Sequence[Any], specs: Sequence[PartitionSpec]) -> tuple[Entry, ...]:
-        return tuple(
-            _entry(mesh, aval, spec, _tile(aval, target))
-            for aval, spec in zip(avals, specs, strict=True)
-        )
-
+    target = job.target
     early = len(code.residual_input)
     alike = [(a.shape, a.dtype) for a in code.x_avals] == [(a.shape, a.dtype) for a in code.y_avals]
-    return StageEntries(
-        parameters=tuple(specs),
+    specs_of = {
         # An arriving value is split as the previous stage left it.  A stage that returns the form
         # of its input leaves it alike.
-        x=entries(code.x_avals, y)
-        if alike
-        else tuple(_whole(aval, target) for aval in code.x_avals),
-        cotangent=entries(code.dy_avals, cotangent),
-        residual_input=entries(code.residual_input, residuals[:early]),
-        residual_weight=entries(code.residual_weight, residuals[early:]),
-        stash=entries(code.stash, stash),
-        **{
-            name: entries([aval for aval, _ in those], [spec for _, spec in those])
-            for name, those in (
-                ("carry", carry),
-                ("carry_gradient", later[0]),
-                ("buffer", buffers),
-                ("buffer_gradient", later[1]),
-            )
-        },
-    )
+        Place.X: y if alike else None,
+        Place.COTANGENT: cotangent,
+        Place.RESIDUAL_INPUT: residuals[:early],
+        Place.RESIDUAL_WEIGHT: residuals[early:],
+        Place.STASH: stash,
+        Place.CARRY: [spec for _, spec in carry],
+        Place.CARRY_GRADIENT: [spec for _, spec in later[0]],
+        Place.BUFFER: [spec for _, spec in buffers],
+        Place.BUFFER_GRADIENT: [spec for _, spec in later[1]],
+    }
+    stored = whole_entries(code, target).stored
+    split = {
+        place: tuple(
+            _entry(job.mesh, aval, spec, _tile(aval, target))
+            for aval, spec in zip(code.stored[place], own, strict=True)
+        )
+        for place, own in specs_of.items()
+        if own is not None
+    }
+    return StageEntries(tuple(specs), {**stored, **split})
 
 
 def param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[PartitionSpec]:
@@ -188,29 +157,26 @@ def _split_as(plans: PyTree) -> list[PartitionSpec]:
     return [PartitionSpec(*plan.auto) for plan in leaf_plans(plans)]
 
 
-def _output_specs(
-    job: Job, mesh: Mesh, function: Callable[..., Leaves], *groups: Group
-) -> list[PartitionSpec]:
+def _output_specs(job: Job, function: Callable[..., Leaves], *groups: Group) -> list[PartitionSpec]:
     """The splits of a function's outputs, from those of its inputs."""
-    found = compiled_alone(job, mesh, function, *groups, unrun=True).output_shardings
+    found = compiled_alone(job, function, *groups, unrun=True).output_shardings
     return [sharding.spec if isinstance(sharding, NamedSharding) else _WHOLE for sharding in found]
 
 
 def compiled_alone(
     job: Job,
-    mesh: Mesh,
     function: Callable[..., Leaves],
     *groups: Group,
     donated: Sequence[int] = (),
     unrun: bool = False,
 ) -> Any:
-    """A piece of a device's program compiled by itself for the mesh: it takes a list for each group
-    and returns one.
+    """A piece of a device's program compiled by itself for the job's mesh: it takes a list for each
+    group and returns one.
 
     Outputs take the room of the `donated` groups, as pools and accumulators are updated in place in
     the step.  An `unrun` program is only read: it is neither run nor measured.
     """
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    mesh, target = job.mesh, job.target
     alone = mapped(function, mesh, {job.axis, *job.data_axes}, in_specs=_WHOLE, out_specs=_WHOLE)
 
     def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
@@ -221,7 +187,6 @@ def compiled_alone(
     lowered = jax.jit(alone, donate_argnums=tuple(donated)).lower(
         *([shape(*each) for each in group] for group in groups)
     )
-    target = target_of(job, mesh)
     return lowered.compile(
         compiler_options=options_for(target) | (options_unrun(target) if unrun else {})
     )

@@ -9,11 +9,11 @@ from jax import lax
 
 from ..arrays import Leaves, Scalar
 from ..program.pools import POOL_OF
-from ..program.records import Arrival
+from ..program.records import Record
 from ..program.segments import Transit
 from ..program.templates import Payload, Permute
+from .pools import State
 from .shared_buffers import SharedBuffer
-from .state import State
 
 # The scopes of transfers in a profile and in a compiled program.  The second is of transfers that
 # are awaited in a later tick.
@@ -66,7 +66,7 @@ def arrive(
     state: State,
     payload: Payload,
     buffer: SharedBuffer,
-    arrival: Arrival[Scalar],
+    arrival: Record[Scalar],
     leaves: Leaves,
     *,
     keep: bool,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from ..arrays import PyTree
-from ..model.partition import Partition
+from ..arrays import Params, PyTree
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from .body import Prepared, body, prepare
-from .entries import StageEntries, auto_axes, split_entries, target_of
+from .entries import StageEntries, split_entries
 from .mapped import mapped, on_cpus
 
 
@@ -28,21 +27,13 @@ class TracedStep:
     function: Any
 
 
-@dataclass(frozen=True)
 class SpmdExecutor:
-    """Runs a job's program on the devices of a mesh, all in one program (an `Executor`)."""
+    """Runs a job's program on the devices of its mesh, all in one program (an `Executor`)."""
 
-    mesh: Mesh
-    partition: Partition
-    compiles: ClassVar[bool] = True
+    compiles = True
 
     def run(
-        self,
-        job: Job,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        rng: Any,
-        state: tuple[PyTree, ...],
+        self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job; it may be traced."""
         everywhere, rows, kept = (
@@ -50,15 +41,14 @@ class SpmdExecutor:
             PartitionSpec(job.data_axes or None),
             PartitionSpec(job.axis),
         )
-        placed = self.partition.manual_specs(params)
-        target = target_of(job, self.mesh)
+        placed = job.partition.manual_specs(params)
         spread = {"state": kept, "outputs": rows}
         entries, permutes = self._split(job, placed, params, batch, rng, state)
         run = mapped(
             lambda p, b, r, s: body(
-                job, p, b, r, s, target=target, entries=entries, everywhere=permutes
+                job, p, b, r, s, target=job.target, entries=entries, everywhere=permutes
             ),
-            self.mesh,
+            job.mesh,
             {job.axis, *job.data_axes},
             in_specs=(placed, rows, everywhere, kept),
             out_specs=(
@@ -73,7 +63,7 @@ class SpmdExecutor:
         self,
         job: Job,
         placed: PyTree,
-        params: dict[str, PyTree],
+        params: Params,
         batch: PyTree,
         rng: Any,
         state: tuple[PyTree, ...],
@@ -92,8 +82,8 @@ class SpmdExecutor:
         assumed, except where blocks are timed.  Timing needs predicates, and
         `jaxpipe.inspect.profile` refuses blocks that permute.
         """
-        waits = on_cpus(self.mesh) and self.mesh.shape[job.axis] > 1
-        if not auto_axes(self.mesh, job):
+        waits = on_cpus(job.mesh) and job.mesh.shape[job.axis] > 1
+        if not job.partition.auto_axes:
             return None, False
         if not job.training:
             return None, waits
@@ -110,11 +100,11 @@ class SpmdExecutor:
         )
         axes = {job.axis, *job.data_axes}
         jax.eval_shape(
-            mapped(trace, self.mesh, axes, (placed, rows, whole, kept), whole),
+            mapped(trace, job.mesh, axes, (placed, rows, whole, kept), whole),
             params,
             batch,
             rng,
             state,
         )
-        entries = split_entries(job, self.mesh, found[0].code, found[0].owned)
+        entries = split_entries(job, found[0].code, found[0].owned)
         return entries, waits and job.clock is None

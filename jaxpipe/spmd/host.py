@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from ..arrays import Flag, Leaves, Scalar
 from ..jaxprs import Entry
 from ..program.ir import Program
-from ..program.records import NOBODY, Move, TickRecord
-from .operands import SharedBuffers
-from .pools import zeros
-from .state import State
+from ..program.records import NOBODY, Record, TickRecord
+from ..table.effects import Place
+from .operands import Buffers
+from .pools import State, zeros
 
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
@@ -59,9 +59,9 @@ class Packing:
     num_input: int  # how many of them are of the pool that only I (and B) reads
 
     @classmethod
-    def of(cls, buffers: SharedBuffers) -> Packing:
+    def of(cls, buffers: Buffers) -> Packing:
         """The packing of these pools' values."""
-        by_input, by_weight = buffers.residual_input, buffers.residual_weight
+        by_input, by_weight = buffers[Place.RESIDUAL_INPUT], buffers[Place.RESIDUAL_WEIGHT]
         dtypes = (aval.dtype for aval in (*by_input.avals, *by_weight.avals))
         return cls((*by_input.entries, *by_weight.entries), tuple(dtypes), len(by_input.entries))
 
@@ -140,7 +140,7 @@ class HostMoves:
     row: TickRecord[Scalar]
 
     @property
-    def _move(self) -> Move[Scalar]:
+    def _move(self) -> Record[Scalar]:
         (move,) = self.row.moves
         return move
 

@@ -6,57 +6,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import Piece, Total, TotalPiece
 from ..model.places import Places
-from ..program.templates import Payload
 from ..stage.code import StageCode
+from ..table.effects import Place
 from .entries import StageEntries
 from .shared_buffers import SharedBuffer
 
+# The buffers of pools and transfers.
+Buffers: TypeAlias = "Mapping[Place, SharedBuffer]"
 
-@dataclass(frozen=True)
-class SharedBuffers:
-    """The buffers of pools and transfers, for several kinds of stages."""
 
-    x: SharedBuffer
-    cotangent: SharedBuffer
-    residual_input: SharedBuffer
-    residual_weight: SharedBuffer
-    stash: SharedBuffer
-    carry: SharedBuffer
-    carry_gradient: SharedBuffer
-    buffer: SharedBuffer
-    buffer_gradient: SharedBuffer
-
-    @classmethod
-    def of(
-        cls, kinds: Sequence[StageCode], entries: Sequence[StageEntries] | None = None
-    ) -> SharedBuffers:
-        """The buffers of these kinds of stages, with the entries of each."""
-
-        def buffer(avals: Sequence[Sequence[Any]], name: str) -> SharedBuffer:
-            return SharedBuffer.of(
-                avals, None if entries is None else [getattr(each, name) for each in entries]
-            )
-
-        return cls(
-            x=buffer([k.x_avals for k in kinds], "x"),
-            cotangent=buffer([k.dy_avals for k in kinds], "cotangent"),
-            residual_input=buffer([k.residual_input for k in kinds], "residual_input"),
-            residual_weight=buffer([k.residual_weight for k in kinds], "residual_weight"),
-            stash=buffer([k.stash for k in kinds], "stash"),
-            carry=buffer([k.carry for k in kinds], "carry"),
-            carry_gradient=buffer([k.carry_gradients for k in kinds], "carry_gradient"),
-            buffer=buffer([k.buffers for k in kinds], "buffer"),
-            buffer_gradient=buffer([k.buffer_gradients for k in kinds], "buffer_gradient"),
+def shared_buffers(
+    kinds: Sequence[StageCode], entries: Sequence[StageEntries] | None = None
+) -> Buffers:
+    """The buffers of several kinds of stages, with the entries of each."""
+    return {
+        place: SharedBuffer.of(
+            [kind.stored[place] for kind in kinds],
+            None if entries is None else [each.stored[place] for each in entries],
         )
-
-    def sent(self, payload: Payload) -> SharedBuffer:
-        """The buffer that a payload's transfer arrives in."""
-        return self.x if payload is Payload.ACTIVATION else self.cotangent
+        for place in kinds[0].stored
+    }
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from ..arrays import Leaves, Scalar
 from ..jaxprs import InSlots, Total, run_in_slots
 from ..stage.code import run
-from .pools import add, add_at, write
+from .pools import State, add, add_at, write
 from .shared_code import SharedCode
-from .state import State
 
 
 def first_inputs(shared: SharedCode, microbatch: Scalar) -> Leaves:

@@ -1,17 +1,37 @@
-"""Zero-or-one-trip loops, which are the program's predicates, and plain pools, which are updated in
-place.
+"""The state that a device carries from tick to tick, loops of at most one trip, which are the
+program's predicates, and plain pools, which are updated in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar
+from ..table.effects import Place
+
+# Leaves by the name of their place ([slots, ...] of pools); `of_chunk` names places that each chunk
+# has.  "losses" [M] and "token" are arrays.  The token is False, but XLA cannot know (see `block`).
+# A part of a state has some of its entries.
+State: TypeAlias = dict[str, Any]
+
+_BY_CHUNK = (Place.STAGE_GRADIENTS, Place.STAGE_STATE)
+
+
+def of_chunk(place: Place, chunk: int) -> str:
+    """The name of a place in a state."""
+    return f"{place.value}.{chunk}" if place in _BY_CHUNK else place.value
+
+
+def chunks_of(state: State, place: Place) -> list[Leaves]:
+    """The leaves of each chunk in a place."""
+    count = sum(name.startswith(f"{place.value}.") for name in state)
+    return [state[of_chunk(place, chunk)] for chunk in range(count)]
+
 
 T = TypeVar("T")
 

@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arrays import Leaves, PyTree, summable
+from ..arrays import Leaves, Params, PyTree, summable
 from ..model.functions import Loss, inverse_count
 from ..model.leaf_plan import leaf_plans, reduce_gradients, trained, with_frozen
 from ..model.placed import Chunks
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
+from .pools import State, chunks_of
 from .replicas import return_replicas
-from .state import State, chunks_of
 
 
 def finish(
-    job: Job, code: ModelCode, state: State, params: dict[str, PyTree], kept: Sequence[PyTree]
+    job: Job, code: ModelCode, state: State, params: Params, kept: Sequence[PyTree]
 ) -> tuple[PyTree, dict[str, PyTree]]:
     """Sum losses and the gradients of first, last and shared over devices, and all gradients over
     data shards.

@@ -12,7 +12,7 @@ from ..stage.code import LastCode, StageCode
 from ..stage.model_code import ModelCode
 from ..table.effects import Effect
 from ..table.kinds import Kind
-from .operands import Operands, SharedBuffers, StageOperand
+from .operands import Buffers, Operands, StageOperand
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class SharedCode:
     """The code and operands of a step, on one device."""
 
     code: ModelCode
-    buffers: SharedBuffers
+    buffers: Buffers
     operands: Operands
     axis: str  # of the pipeline
     everywhere: bool  # blocks permute, so all devices run each: see `permutes`

@@ -24,14 +24,13 @@ from .outer import (
     run_last,
     with_last_gradients,
 )
-from .pools import add, add_at, read, without_weak_types, write
-from .shared_buffers import SharedBuffer
+from .pools import State, add, add_at, of_chunk, read, without_weak_types, write
 from .shared_code import SharedCode
-from .state import State, of_chunk
 
 # Yields the stage's code with the state before it, receives the code's results with the state after
 # it, and returns the last state.
 Steps: TypeAlias = Generator[tuple[InSlots, State], tuple[Leaves, State], State]
+_RESIDUALS = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -100,40 +99,31 @@ class StageAction:
     def _inputs(self, state: State) -> Leaves:
         """(consts, parameters, x, carry, buffers, extra, once)."""
         shared, code, row, operand = self.shared, self.code, self.row, self.operand
-        x = shared.buffers.x.read(state["x"], row.x, code.x_avals)
+        x = shared.buffers[Place.X].read(state["x"], row.x, code.x_avals)
         own = state[self.name(Place.STAGE_STATE)]
         extra = shared.stage_extra(self.kind, operand, row.stage, row.microbatch, own)
-        passed = self._read("carry", state) + self._read("buffer", state)
+        passed = self._read(Place.CARRY, state) + self._read(Place.BUFFER, state)
         return [*code.consts, *operand.params(), *x, *passed, *extra, *operand.once]
 
-    def _avals(self, name: str) -> tuple[Any, ...]:
-        """The stage's avals in a pool of values that pass between slices."""
-        code = self.code
-        return {
-            "carry": code.carry,
-            "carry_gradient": code.carry_gradients,
-            "buffer": code.buffers,
-            "buffer_gradient": code.buffer_gradients,
-        }[name]
-
-    def _read(self, name: str, state: State, *, flag: str | None = None) -> Leaves:
+    def _read(self, place: Place, state: State, *, flag: str | None = None) -> Leaves:
         """Values that pass between slices, read from their slot; zeros where a flag of the record
         is 0.
 
         Values that no effect of the action reads are zeros too: its code does not use them.
         """
-        avals, buffer = self._avals(name), getattr(self.shared.buffers, name)
+        avals, buffer = self.code.stored[place], self.shared.buffers[place]
         effects = self.shared.effects(self.use.block.kind)
-        if not any(e.place.value == name and e.access is Access.READ for e in effects):
+        if not any(e.place is place and e.access is Access.READ for e in effects):
             return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+        name = place.value
         found: Leaves = buffer.read(state[name], getattr(self.row, name), avals)
         if flag is None:
             return found
         return [jnp.where(getattr(self.row, flag) != 0, leaf, 0) for leaf in found]
 
-    def _write(self, name: str, field: str, flag: str, values: Leaves, state: State) -> State:
+    def _write(self, place: Place, field: str, flag: str, values: Leaves, state: State) -> State:
         """Write values for another slice, where a flag of the record is set."""
-        avals, buffer = self._avals(name), getattr(self.shared.buffers, name)
+        avals, buffer, name = self.code.stored[place], self.shared.buffers[place], place.value
         if not avals:
             return state
         slot, wanted = getattr(self.row, field), getattr(self.row, flag) != 0
@@ -146,7 +136,7 @@ class StageAction:
         code = self.code
         if not code.buffers:
             return {}, {}
-        buffer, row = self.shared.buffers.buffer, self.row.buffer
+        buffer, row = self.shared.buffers[Place.BUFFER], self.row.buffer
         slots = buffer.slots(state["buffer"], row, code.buffers)
         begin = len(code.consts) + code.num_params + len(code.x_avals) + len(code.carry)
         after = len(code.y_avals) + len(code.carry)
@@ -171,16 +161,16 @@ class StageAction:
         if code.state:
             own = self.name(Place.STAGE_STATE)
             state = state | {own: self.operand.write_state(state[own], rest)}
-        state = self._hand_on("x", "is_last", code.y_avals, y, state)
+        state = self._hand_on(Place.X, code.y_avals, y, state)
         return self._under(
             "is_last", lambda s: self._last(y, s), state, fits=shared.fits_last(code)
         )
 
     def _pass_on(self, outs: Leaves, state: State) -> tuple[State, Leaves]:
         """Write the carry and the buffers for the next slice; return the other results."""
-        code, buffer = self.code, self.shared.buffers.buffer
+        code, buffer = self.code, self.shared.buffers[Place.BUFFER]
         carries, count = len(code.carry), len(code.passed)
-        state = self._write("carry", "carry_out", "is_followed", outs[:carries], state)
+        state = self._write(Place.CARRY, "carry_out", "is_followed", outs[:carries], state)
         if code.buffers:
             after = buffer.stored(
                 state["buffer"], self.row.buffer, code.buffers, outs[carries:count]
@@ -202,8 +192,8 @@ class StageAction:
         code, buffers, row = self.code, self.shared.buffers, self.row
         early = len(code.residual_input)
         entries = [
-            (getattr(buffers, name), state[name], getattr(row, name), getattr(code, name))
-            for name in ("residual_input", "residual_weight")
+            (buffers[place], state[place.value], getattr(row, place.value), code.stored[place])
+            for place in _RESIDUALS
         ]
         slots = [
             slot for buffer, pool, at, avals in entries for slot in buffer.slots(pool, at, avals)
@@ -224,7 +214,7 @@ class StageAction:
         jaxpr = code.forward if shared.training else code.evaluate
         outs = run(jaxpr, *first_inputs(shared, row.microbatch))
         x, residuals = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
-        state = state | {"x": shared.buffers.x.write(state["x"], row.x, code.y_avals, x)}
+        state = state | {"x": shared.buffers[Place.X].write(state["x"], row.x, code.y_avals, x)}
         if not shared.training:
             return state
         return state | {"first": write(state["first"], row.first, residuals)}
@@ -233,7 +223,7 @@ class StageAction:
         """The loss and at once its gradient: a cotangent of y is far smaller than the residuals of
         a head.  With a spread `last`, y alone is kept for the devices' shares.
         """
-        shared, row, pool = self.shared, self.row, self.shared.buffers.cotangent
+        shared, row, pool = self.shared, self.row, self.shared.buffers[Place.COTANGENT]
         if shared.spreads_last:
             return state | {"last": write(state["last"], row.out, y)}
         arguments = last_inputs(shared, y, row.microbatch)
@@ -262,7 +252,7 @@ class StageAction:
         """I: the input's gradient, and a stash for W."""
         code, buffer, pool, at = (
             self.code,
-            self.shared.buffers.stash,
+            self.shared.buffers[Place.STASH],
             state["stash"],
             self.row.stash,
         )
@@ -279,9 +269,11 @@ class StageAction:
         """Write the gradients of carry and buffers for the previous slice; return those of x."""
         code = self.code
         own, end = sum(code.x_wanted), sum(code.x_wanted) + len(code.carry_gradients)
-        state = self._write("carry_gradient", "carry_gradient_out", "continues", dx[own:end], state)
+        state = self._write(
+            Place.CARRY_GRADIENT, "carry_gradient_out", "continues", dx[own:end], state
+        )
         if code.buffer_gradients:
-            buffer, pool = self.shared.buffers.buffer_gradient, state["buffer_gradient"]
+            buffer, pool = self.shared.buffers[Place.BUFFER_GRADIENT], state["buffer_gradient"]
             at = self.row.buffer_gradient
             pool = buffer.write(pool, at, code.buffer_gradients, dx[end:])
             state = state | {"buffer_gradient": pool}
@@ -291,7 +283,7 @@ class StageAction:
         """W: the parameters' gradients, from residuals and stash."""
         code = self.code
         arguments, slots = self._held(state)
-        stash = self.shared.buffers.stash.lazily(state["stash"], self.row.stash, code.stash)
+        stash = self.shared.buffers[Place.STASH].lazily(state["stash"], self.row.stash, code.stash)
         reads = slots | {len(arguments) + i: s for i, s in enumerate(stash) if isinstance(s, Slot)}
         outs, state = yield (
             InSlots(code.weight_grad, [*arguments, *stash], reads, self._totals(state)),
@@ -307,15 +299,14 @@ class StageAction:
         before = self._inputs(state)
         kept: Leaves = [
             leaf
-            for name, avals in (
-                ("residual_input", code.residual_input),
-                ("residual_weight", code.residual_weight),
+            for place in _RESIDUALS
+            for leaf in shared.buffers[place].lazily(
+                state[place.value], getattr(row, place.value), code.stored[place]
             )
-            for leaf in getattr(shared.buffers, name).lazily(state[name], getattr(row, name), avals)
         ]
-        dy = shared.buffers.cotangent.read(state["cotangent"], row.cotangent, code.dy_avals)
-        for name in ("carry_gradient", "buffer_gradient"):
-            dy += self._read(name, state, flag="is_followed")
+        dy = shared.buffers[Place.COTANGENT].read(state["cotangent"], row.cotangent, code.dy_avals)
+        for place in (Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT):
+            dy += self._read(place, state, flag="is_followed")
         dy += [] if code.loss is None else [shared.operands.seed.astype(code.loss.dtype)]
         return [*before, *kept, *dy], {
             len(before) + i: s for i, s in enumerate(kept) if isinstance(s, Slot)
@@ -349,19 +340,19 @@ class StageAction:
             arguments = [*first_inputs(shared, row.microbatch), *kept, *dx]
             return accumulate("first_gradients", shared.code.first.backward, arguments, state)
 
-        state = self._hand_on("cotangent", "is_first", self.code.dx_avals, dx, state)
+        state = self._hand_on(Place.COTANGENT, self.code.dx_avals, dx, state)
         return self._under("is_first", first, state, fits=shared.fits_first(self.code))
 
-    def _hand_on(self, name: str, end: str, avals: Any, values: Leaves, state: State) -> State:
+    def _hand_on(self, place: Place, avals: Any, values: Leaves, state: State) -> State:
         """Send what the neighbour stage needs, or write it to its slot on this device.
 
         The output of the stage at this end of the model is never sent.  Where no other kind takes
         it, it has no place in the buffer.
         """
-        buffer: SharedBuffer = getattr(self.shared.buffers, name)
+        buffer, name = self.shared.buffers[place], place.value
         if not buffer.has(avals):
             return state
-        sent = "sent_x" if name == "x" else "sent_dx"
+        sent = "sent_x" if place is Place.X else "sent_dx"
         if sent in self.changes():
             state = state | {sent: without_weak_types(buffer.put(state[sent], avals, values))}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import Program
-from ..program.records import NOBODY, Arrival, TickRecord, map_fields
+from ..program.pools import POOL_OF
+from ..program.records import NOBODY, Record, TickRecord
 from ..program.segments import Loop, Point, Segment, Transit
 from ..program.templates import BlockUse, Presence
 from ..stage.job import Clock
@@ -28,9 +29,9 @@ from .clock import clocked
 from .collective import collective_block
 from .exchange import EXCHANGE, arrive, permuted, scope_of, settled
 from .host import HostMoves, Moved, Packing
+from .pools import State
 from .shared_code import SharedCode
 from .stage_block import StageAction, pair_block
-from .state import State
 
 # The records of this device in the ticks of a trip; -1 is the last tick of the previous trip.
 _Rows: TypeAlias = Mapping[int, TickRecord[Scalar]]
@@ -152,8 +153,8 @@ class TickEmitter:
 
     def _record(self, line: Any) -> TickRecord[Scalar]:
         """A line of numbers as a record."""
-        column, like = iter(range(line.shape[0])), cast("TickRecord[Any]", self._program.ticks)
-        return map_fields(lambda _: line[next(column)], like)
+        column = iter(range(line.shape[0]))
+        return self._program.ticks.map(lambda _: line[next(column)])
 
     def _tick(
         self, segment: Segment, j: int, rows: _Rows, state: State, brought: _Brought
@@ -247,10 +248,12 @@ class TickEmitter:
         with jax.named_scope(EXCHANGE):
             # Both depend on the token, because a pool of one slot needs no slot number.  Otherwise
             # XLA would write all arrivals of a trip in one fusion.
-            at: Arrival[Scalar] = map_fields(
-                lambda number: jnp.where(state["token"], 0, number), row.arrivals[transit.lane]
+            at: Record[Scalar] = row.arrivals[transit.lane].map(
+                lambda number: jnp.where(state["token"], 0, number)
             )
-            return arrive(state, payload, self.shared.buffers.sent(payload), at, leaves, keep=keep)
+            return arrive(
+                state, payload, self.shared.buffers[POOL_OF[payload]], at, leaves, keep=keep
+            )
 
     def _run(self, run: _Run, row: TickRecord[Scalar], state: State) -> State:
         """Run a block, or a pair, under its predicate."""
@@ -270,7 +273,7 @@ class TickEmitter:
         action = use.block.kind
         record: Any = row.of(action)
         flags = [record.kind == int(action)]
-        if use.block.collective:
+        if use.block.is_share:
             stage, block = lax.axis_index(shared.axis), collective_block(shared, action, record)
         else:
             stage, block = record.stage, StageAction(shared, use, run.kinds[0], record).block()
@@ -289,10 +292,10 @@ class TickEmitter:
             active = Presence.SOMETIMES
             what = (jnp.int32(int(action)), stage, record.microbatch)
             block = clocked(block, what, self.clock, shared.axis, self.data_axes)
-        elif use.block.together and active is Presence.ALWAYS:
+        elif use.block.is_collective and active is Presence.ALWAYS:
             how = run_where  # its exchange keeps it in order
         state = how(active, _all(*flags), block, state)
-        waits = shared.blocking and use.block.together
+        waits = shared.blocking and use.block.is_collective
         return settled(jax.tree.leaves(block.part(state)), state) if waits else state
 
     def _scope(self, run: _Run) -> str:
@@ -302,7 +305,7 @@ class TickEmitter:
         if len(run.uses) == 2:
             return " with ".join(str(use.block) for use in run.uses)
         block = run.uses[0].block
-        if block.collective:
+        if block.is_share:
             return block.kind.name
         record: Any = self._program.ticks.of(block.kind)
         every = np.unique(record.stage[self._where(run.uses[0])]).tolist()
@@ -314,7 +317,7 @@ class TickEmitter:
         """`[tick, device]`: whether the device runs the kind and chunk of a block."""
         record: Any = self._program.ticks.of(use.block.kind)
         found: NDArray[np.bool_] = record.kind == int(use.block.kind)
-        return found if use.block.collective else found & (record.chunk == use.block.chunk)
+        return found if use.block.is_share else found & (record.chunk == use.block.chunk)
 
     def _kinds(self, use: BlockUse, ticks: NDArray[np.int64]) -> NDArray[np.int64]:
         """`[tick, device]`: the kind of the stage of which a device runs a block; NOBODY where it
@@ -322,7 +325,7 @@ class TickEmitter:
         """
         record: Any = self._program.ticks.of(use.block.kind)
         kinds = np.array(self.shared.code.kind_of)
-        own = 0 if use.block.collective else kinds[record.stage[ticks]]
+        own = 0 if use.block.is_share else kinds[record.stage[ticks]]
         found: NDArray[np.int64] = np.where(self._where(use)[ticks], own, NOBODY)
         return found
 

@@ -165,6 +165,21 @@ class StageCode(Signature):
         return outputs_of(self.hoist)
 
     @property
+    def stored(self) -> dict[Place, tuple[Any, ...]]:
+        """Avals of what pools keep of a microbatch, or of a slice."""
+        return {
+            Place.X: self.x_avals,
+            Place.COTANGENT: self.dy_avals,
+            Place.RESIDUAL_INPUT: self.residual_input,
+            Place.RESIDUAL_WEIGHT: self.residual_weight,
+            Place.STASH: self.stash,
+            Place.CARRY: self.carry,
+            Place.CARRY_GRADIENT: self.carry_gradients,
+            Place.BUFFER: self.buffers,
+            Place.BUFFER_GRADIENT: self.buffer_gradients,
+        }
+
+    @property
     def residual_avals(self) -> tuple[Any, ...]:
         """Avals of all residuals."""
         return (*self.residual_input, *self.residual_weight)

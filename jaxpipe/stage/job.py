@@ -5,13 +5,17 @@ executors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
-from ..arrays import PyTree
+from jax.sharding import Mesh
+
+from ..arrays import Params, PyTree
 from ..lowering.plan import Plan
+from ..lowering.target import Target
 from ..model.functions import Functions
 from ..model.param_layout import ParamLayout
+from ..model.partition import Partition
 from ..model.spread import Cuts
 
 # Called with the job, its trace (a `ModelCode`), and the entries of each kind of stage
@@ -30,19 +34,49 @@ class Job:
 
     plan: Plan
     functions: Functions
-    layout: ParamLayout
-    axis: str
-    data_axes: tuple[str, ...]
-    data_size: int
+    partition: Partition
     accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
     plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
     # return the outputs of the last stage, which `functions.last` returns as its metrics
     outputs: bool = False
-    # which parameters are cut over the pipe axis
-    cuts: Cuts = field(default_factory=lambda: Cuts(1))
     observe: Observe | None = None  # called as soon as the model is traced
     clock: Clock | None = None  # called by every block
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, with automatic axes."""
+        return self.partition.mesh
+
+    @property
+    def target(self) -> Target:
+        """The kind of its devices."""
+        return Target.of(self.mesh, self.partition.sharding.apart)
+
+    @property
+    def axis(self) -> str:
+        """The pipe axis."""
+        return self.partition.axis
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which rows are spread."""
+        return self.partition.data_axes
+
+    @property
+    def data_size(self) -> int:
+        """The number of data shards."""
+        return self.partition.data_size
+
+    @property
+    def layout(self) -> ParamLayout:
+        """The stages of each device."""
+        return self.partition.layout
+
+    @property
+    def cuts(self) -> Cuts:
+        """Parameters that are cut over the pipe axis."""
+        return self.partition.cuts
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -77,11 +111,6 @@ class Executor(Protocol):
         """Whether `run` is traced and compiled; otherwise it is called directly."""
 
     def run(
-        self,
-        job: Job,
-        params: dict[str, PyTree],
-        batch: PyTree,
-        rng: Any,
-        state: tuple[PyTree, ...],
+        self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job; it may be traced."""

@@ -15,7 +15,7 @@ from ..arrays import PyTree
 from ..errors import PipelineError
 from ..jaxprs import collectives
 from ..jaxprs.equations import reads
-from ..lowering.offload import Offload
+from ..lowering.slots import Offload
 from ..model.functions import Functions, make_extra
 from ..model.leaf_plan import LeafPlan, leaf_plans
 from ..program.ir import Program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from ..errors import Violation
 from .encoded import BoolArray, Encoded, IntArray
 from .kinds import (
     BACKWARD_HALVES,
+    COLLECTIVES,
     COMPUTE,
     FORWARD_HALVES,
     KEPT,
@@ -17,7 +18,6 @@ from .kinds import (
     KINDS,
     MESSAGES,
     SPREAD_FIRST,
-    TOGETHER,
     Kind,
     Pass,
     Value,
@@ -74,57 +74,55 @@ def _too_sparse(table: Encoded) -> Violation:
     )
 
 
-def _range(table: Encoded) -> list[Violation]:
+def _range(table: Encoded) -> Iterator[Violation]:
     """Every stage and microbatch number exists."""
     limits = (
         f"stages go from 0 to {table.num_stages - 1}, microbatches from 0 to "
         f"{table.num_microbatches - 1}"
     )
-    bad = np.flatnonzero(~table.in_range)
-    return [
-        _at(table, "range", i, f"{table.text(i)} does not exist: {limits}") for i in bad.tolist()
-    ]
+    for i in np.flatnonzero(~table.in_range).tolist():
+        yield _at(table, "range", i, f"{table.text(i)} does not exist: {limits}")
 
 
-def _duplicates(table: Encoded) -> list[Violation]:
+def _duplicates(table: Encoded) -> Iterator[Violation]:
     """No action occurs twice."""
-    numbers = np.arange(table.num_actions)
-    known = table.in_range
-    original = numbers.copy()
-    original[known] = table.at[table.kind[known], table.stage[known], table.microbatch[known]]
-    found = []
-    for i in np.flatnonzero(original != numbers).tolist():
-        device, position = table.cell_of(int(original[i]))
+    for i in np.flatnonzero(table.in_range & ~_is_first(table)).tolist():
+        original = int(table.at[table.kind[i], table.stage[i], table.microbatch[i]])
+        device, position = table.cell_of(original)
         message = (
             f"{table.text(i)} is already on device {device} at position {position}; run "
             "every action once"
         )
-        found.append(_at(table, "duplicate", i, message, (int(original[i]),)))
-    return found
+        yield _at(table, "duplicate", i, message, (original,))
 
 
-def _completeness(table: Encoded) -> list[Violation]:
+def _incomplete(
+    table: Encoded, message: str, anchors: Sequence[int], device: int | None = None
+) -> Violation:
+    """A violation that points at actions that are there, if any."""
+    if not anchors:
+        return Violation("completeness", message, device)
+    return _at(table, "completeness", anchors[0], message, anchors[1:])
+
+
+def _completeness(table: Encoded) -> Iterator[Violation]:
     """Every stage runs every microbatch's F once, and its B or its I and W (none of them in a
     forward-only table).
     """
     if table.num_actions == 0:
-        return [
-            Violation(
-                "completeness",
-                "the table holds no action; give every stage and microbatch at least an F",
-            )
-        ]
+        message = "the table holds no action; give every stage and microbatch at least an F"
+        yield Violation("completeness", message)
+        return
     has = table.at >= 0
-    found = [
-        Violation(
-            "completeness",
-            f"{stage}F{m} is missing: no device runs the forward of stage {stage}, microbatch {m}",
-        )
-        for stage, m in np.argwhere(~has[Kind.F]).tolist()
-    ]
-    found += _shares(table)
+    for stage, m in np.argwhere(~has[Kind.F]).tolist():
+        message = f"no device runs the forward of stage {stage}, microbatch {m}"
+        yield Violation("completeness", f"{stage}F{m} is missing: {message}")
+    for kind in COLLECTIVES:
+        yield from _missing_shares(table, kind)
+    yield from _lone_shares(table)
+    yield from _late_parts(table)
     if table.forward_only:
-        return found
+        return
     by_input, by_weight = makers(Value.INPUT_GRAD), makers(Value.WEIGHT_GRAD)
     wrong = (has[list(by_input)].sum(axis=0) != 1) | (has[list(by_weight)].sum(axis=0) != 1)
     for stage, m in np.argwhere(wrong).tolist():
@@ -134,46 +132,30 @@ def _completeness(table: Encoded) -> list[Violation]:
             f"stage {stage}, microbatch {m} has {_backward_fault(stage, m, present)}; give "
             "it B, or both I and W"
         )
-        found.append(
-            _at(table, "completeness", anchors[0], message, anchors[1:])
-            if anchors
-            else Violation("completeness", message)
-        )
-    return found
+        yield _incomplete(table, message, anchors)
 
 
-def _shares(table: Encoded) -> list[Violation]:
+def _missing_shares(table: Encoded, kind: Kind) -> Iterator[Violation]:
     """A collective action is in every row for every microbatch, or in none."""
-    found = []
-    for kind in TOGETHER:
-        there = table.at[kind, : table.num_devices] >= 0
-        if not there.any():
-            continue
-        if table.num_stages < table.num_devices:
-            many = f"{table.num_devices} devices and {table.num_stages} stages"
-            message = (
-                f"a table with {kind.name} needs as many stages as devices; this one has {many}"
-            )
-            found.append(Violation("completeness", message))
-            continue
-        for device, m in np.argwhere(~there).tolist():
-            others = table.at[kind, : table.num_devices, m]
-            message = (
-                f"{device}{kind.name}{m} is missing: all devices do their share of "
-                f"{kind.name} together, for every microbatch"
-            )
-            anchors = others[others >= 0].tolist()
-            found.append(
-                _at(table, "completeness", anchors[0], message, anchors[1:])
-                if anchors
-                else Violation("completeness", message, device)
-            )
-    return found + _lone_shares(table) + _late_parts(table)
+    there = table.at[kind, : table.num_devices] >= 0
+    if not there.any():
+        return
+    if table.num_stages < table.num_devices:
+        many = f"{table.num_devices} devices and {table.num_stages} stages"
+        message = f"a table with {kind.name} needs as many stages as devices; this one has {many}"
+        yield Violation("completeness", message)
+        return
+    for device, m in np.argwhere(~there).tolist():
+        others = table.at[kind, : table.num_devices, m]
+        message = (
+            f"{device}{kind.name}{m} is missing: all devices do their share of "
+            f"{kind.name} together, for every microbatch"
+        )
+        yield _incomplete(table, message, others[others >= 0].tolist(), device)
 
 
-def _late_parts(table: Encoded) -> list[Violation]:
+def _late_parts(table: Encoded) -> Iterator[Violation]:
     """Where a part of a collective action is done later, each has its part (L its H)."""
-    found = []
     pairs = [(k, part) for k in table.kinds if (part := KINDS[k].part_of) is not None]
     for later, sooner in pairs:
         there, wanted = (table.at[kind] >= 0 for kind in (later, sooner))
@@ -184,24 +166,21 @@ def _late_parts(table: Encoded) -> list[Violation]:
                 f"{number}{lacks.name}{m} is missing: {KINDS[lacks].description}, of the share "
                 f"{table.text(other)}"
             )
-            found.append(_at(table, "completeness", other, message))
-    return found
+            yield _at(table, "completeness", other, message)
 
 
-def _lone_shares(table: Encoded) -> list[Violation]:
+def _lone_shares(table: Encoded) -> Iterator[Violation]:
     """The forward and the gradient of a spread `first` are both there."""
-    found = []
     there = np.flatnonzero(table.of_kinds(SPREAD_FIRST))
     for kind in SPREAD_FIRST if len(there) else ():
         needed = KINDS[kind].direction is Pass.FORWARD or not table.forward_only
-        if needed and not table.of_kinds((kind,)).any():
+        if needed and kind not in table.kinds:
             other = int(there[0])
             message = (
                 f"the table has {KIND_NAMES[table.kind[other]]}, but no {kind.name}: "
                 f"{KINDS[kind].description}, on every device"
             )
-            found.append(_at(table, "completeness", other, message))
-    return found
+            yield _at(table, "completeness", other, message)
 
 
 def _backward_fault(stage: int, microbatch: int, present: Sequence[Kind]) -> str:
@@ -216,123 +195,104 @@ def _backward_fault(stage: int, microbatch: int, present: Sequence[Kind]) -> str
     )
 
 
-def _placement(table: Encoded, placement: Placement) -> list[Violation]:
+def _placement(table: Encoded, placement: Placement) -> Iterator[Violation]:
     """Every action is on a device that holds its stage (L, H: on the one that they name), B, I, W
     and R where their microbatch's F is.
     """
-    found = []
-    if placement.num_devices != table.num_devices:
-        message = (
-            f"the placement is for {placement.num_devices} devices, but the table has "
-            f"{table.num_devices} rows"
-        )
-        found.append(Violation("placement", message))
-    for stage, devices in enumerate(placement.devices_of):
-        if not devices or min(devices) < 0 or max(devices) >= table.num_devices:
-            found.append(
-                Violation(
-                    "placement",
-                    f"stage {stage} is placed on {list(devices)}; devices go from 0 to "
-                    f"{table.num_devices - 1}",
-                )
-            )
     rows = table.num_devices
+    if placement.num_devices != rows:
+        message = (
+            f"the placement is for {placement.num_devices} devices, but the table has {rows} rows"
+        )
+        yield Violation("placement", message)
+    for stage, devices in enumerate(placement.devices_of):
+        if not devices or min(devices) < 0 or max(devices) >= rows:
+            message = f"stage {stage} is placed on {list(devices)}; devices go from 0 to {rows - 1}"
+            yield Violation("placement", message)
     homes = [
         stage * rows + d
         for stage, devices in enumerate(placement.devices_of)
         for d in devices
         if 0 <= d < rows
     ]
-    shares = np.flatnonzero(table.in_range & table.shares)
-    for i in shares[table.stage[shares] != table.device[shares]].tolist():
-        message = (
-            f"{table.text(i)} is on device {table.device[i]}, but it is the share of "
-            f"device {table.stage[i]}"
-        )
-        found.append(_at(table, "placement", i, message))
     # A transfer belongs to what it serves: the rule of transfers.
-    known = np.flatnonzero(table.in_range & table.is_compute & ~table.shares)
-    misplaced = known[~np.isin(table.stage[known] * rows + table.device[known], homes)]
-    for i in misplaced.tolist():
+    known = table.in_range & table.is_compute
+    shares, others = known & table.shares, known & ~table.shares
+    for i in np.flatnonzero(shares & (table.stage != table.device)).tolist():
+        why = f"it is the share of device {table.stage[i]}"
+        yield _at(table, "placement", i, _is_on(table, i, why))
+    misplaced = others & ~np.isin(table.stage * rows + table.device, homes)
+    for i in np.flatnonzero(misplaced).tolist():
         stage = int(table.stage[i])
         where = " or ".join(map(str, placement.devices_of[stage]))
-        found.append(
-            _at(
-                table,
-                "placement",
-                i,
-                f"{table.text(i)} is on device {table.device[i]}, but stage {stage} is on device "
-                f"{where}",
-            )
-        )
-    known = np.flatnonzero(
-        table.in_range & table.of_kinds(kinds_where(lambda spec: spec.reads)) & ~table.shares
-    )
-    forward = table.at[Kind.F, table.stage[known], table.microbatch[known]]
-    parted = (forward >= 0) & (table.device[forward] != table.device[known])
-    for i, f in zip(known[parted].tolist(), forward[parted].tolist(), strict=True):
-        needs = f"{table.text(f)}, which it needs, ran on device {table.device[f]}"
-        message = f"{table.text(i)} is on device {table.device[i]}, but {needs}"
-        found.append(_at(table, "placement", i, message, (f,)))
-    return found
+        yield _at(table, "placement", i, _is_on(table, i, f"stage {stage} is on device {where}"))
+    readers_of = np.flatnonzero(others & table.of_kinds(kinds_where(lambda spec: spec.reads)))
+    forward = table.at[Kind.F, table.stage[readers_of], table.microbatch[readers_of]]
+    for i, f in _pairs(readers_of, forward, _elsewhere(table, readers_of, forward)):
+        why = f"{table.text(f)}, which it needs, ran on device {table.device[f]}"
+        yield _at(table, "placement", i, _is_on(table, i, why), (f,))
 
 
-def _order(table: Encoded) -> list[Violation]:
+def _is_on(table: Encoded, number: int, but: str) -> str:
+    return f"{table.text(number)} is on device {table.device[number]}, but {but}"
+
+
+def _pairs(mine: IntArray, others: IntArray, where: BoolArray) -> Iterator[tuple[int, int]]:
+    """The actions with another one each, where a condition holds."""
+    return zip(mine[where].tolist(), others[where].tolist(), strict=True)
+
+
+def _elsewhere(table: Encoded, mine: IntArray, others: IntArray) -> BoolArray:
+    """Whether an action is there (not -1), on another device."""
+    elsewhere: BoolArray = (others >= 0) & (table.device[others] != table.device[mine])
+    return elsewhere
+
+
+def _order(table: Encoded) -> Iterator[Violation]:
     """Per device: F before its R, B or I, R before B or I, I before W, stages in turn; E before F,
     L between F and B, G after B, H after L.
 
     What a device needs of others is the rule of deadlock.
     """
-    found = []
     for value in KEPT:
         mine = np.flatnonzero(table.in_range & table.of_kinds(readers(value)))
         for maker in makers(value):
-            found += _late(
-                table, "order", mine, table.at[maker, table.stage[mine], table.microbatch[mine]]
-            )
+            needed = table.at[maker, table.stage[mine], table.microbatch[mine]]
+            yield from _late(table, "order", mine, needed)
     mine = np.flatnonzero(table.is_compute & (table.producer >= 0))
-    return found + _late(table, "order", mine, table.producer[mine]) + _late_shares(table)
+    yield from _late(table, "order", mine, table.producer[mine])
+    # A collective action comes after the action whose value it reads, and before the action that
+    # reads its value.
+    shares = [
+        pair
+        for number, collective in table.collectives.items()
+        for pair in ((number, collective.source), (collective.user, number))
+        if min(pair) >= 0
+    ]
+    if shares:
+        yield from _late(table, "order", *np.array(shares).T)
 
 
-def _late_shares(table: Encoded) -> list[Violation]:
-    """A collective action comes after the action whose value it reads, and before the action that
-    reads its value, in the rows of these actions.
-    """
-    found = []
-    for number, collective in table.collectives.items():
-        if collective.source >= 0 and table.device[collective.source] == table.device[number]:
-            found += _late(table, "order", np.array([number]), np.array([collective.source]))
-        if collective.user >= 0 and table.device[collective.user] == table.device[number]:
-            found += _late(table, "order", np.array([collective.user]), np.array([number]))
-    return found
-
-
-def _late(table: Encoded, rule: str, mine: IntArray, needed: IntArray) -> list[Violation]:
+def _late(table: Encoded, rule: str, mine: IntArray, needed: IntArray) -> Iterator[Violation]:
     """Violations for actions whose need comes later in the same row."""
     late = (needed > mine) & (table.device[needed] == table.device[mine])
-    return [
-        _at(
-            table,
-            rule,
-            i,
+    for i, j in _pairs(mine, needed, late):
+        message = (
             f"{table.text(i)} comes before {table.text(j)}, which it needs, on device "
-            f"{table.device[i]}; swap them",
-            (j,),
+            f"{table.device[i]}; swap them"
         )
-        for i, j in zip(mine[late].tolist(), needed[late].tolist(), strict=True)
-    ]
+        yield _at(table, rule, i, message, (j,))
 
 
-def _slices(table: Encoded) -> list[Violation]:
+def _slices(table: Encoded) -> Iterator[Violation]:
     """On each stage, the forwards of a sequence run in the order of its slices, on one device
     (slice), and its backwards in reverse order (reverse).
 
     A forward needs the carry of the slice before it, and a backward the gradient that the slice
     after it leaves.
     """
-    found: list[Violation] = []
     if table.slices == 1:
-        return found
+        return
     later = np.flatnonzero(np.arange(table.num_microbatches) % table.slices)
     for rule, numbers, mine, needed in (
         ("slice", table.at[Kind.F], later, later - 1),
@@ -341,72 +301,52 @@ def _slices(table: Encoded) -> list[Violation]:
         action, need = numbers[:, mine].ravel(), numbers[:, needed].ravel()
         there = (action >= 0) & (need >= 0)
         action, need = action[there], need[there]
-        found += _late(table, rule, action, need)
-        parted = table.device[action] != table.device[need]
-        for i, j in zip(action[parted].tolist(), need[parted].tolist(), strict=True):
-            message = (
-                f"{table.text(i)} is on device {table.device[i]}, but {table.text(j)}, a slice of "
-                f"the same sequence, is on device {table.device[j]}; a stage keeps what passes "
-                "between slices on one device"
+        yield from _late(table, rule, action, need)
+        for i, j in _pairs(action, need, _elsewhere(table, action, need)):
+            why = (
+                f"{table.text(j)}, a slice of the same sequence, is on device {table.device[j]}; "
+                "a stage keeps what passes between slices on one device"
             )
-            found.append(_at(table, rule, i, message, (j,)))
-    return found
+            yield _at(table, rule, i, _is_on(table, i, why), (j,))
 
 
-def _overlap(table: Encoded) -> list[Violation]:
+def _overlap(table: Encoded) -> Iterator[Violation]:
     """A pair overlaps an F with a B or I that is not of the same stage and microbatch (that one
     would need the F).
     """
-    found = []
     forward, backward = table.of_kinds(FORWARD_HALVES), table.of_kinds(BACKWARD_HALVES)
     for i in table.pairs.tolist():
         pair = table.cell_text(i)
         if not forward[i] or not backward[i + 1]:
-            found.append(
-                _at(table, "overlap", i, f"{pair} must pair an F with a B or an I, in this order")
-            )
-        elif (
-            table.stage[i] == table.stage[i + 1] and table.microbatch[i] == table.microbatch[i + 1]
-        ):
-            found.append(
-                _at(
-                    table,
-                    "overlap",
-                    i,
-                    f"{pair} overlaps an F with its own backward, which needs it; pair it with "
-                    "another",
-                )
-            )
-    return found
+            message = f"{pair} must pair an F with a B or an I, in this order"
+            yield _at(table, "overlap", i, message)
+        elif table.action(i)[::2] == table.action(i + 1)[::2]:
+            why = "overlaps an F with its own backward, which needs it; pair it with another"
+            yield _at(table, "overlap", i, f"{pair} {why}")
 
 
-def _transfers(table: Encoded) -> list[Violation]:
+def _transfers(table: Encoded) -> Iterator[Violation]:
     """In a table with SEND and RECV: each value that crosses devices has a SEND after its producer
     and a RECV before its consumer.
 
     Stages on one device hand over without a transfer.
     """
     if not table.has_transfers:
-        return []
-    found: list[Violation] = []
+        return
     needed = np.zeros(table.num_actions, bool)
     for _, users, send, recv in MESSAGES:
         shift = KINDS[recv].came_from
         consumers = np.flatnonzero(table.crosses & table.of_kinds(users))
-        stage, m = table.stage[consumers], table.microbatch[consumers]
-        sends, recvs = table.at[send, stage + shift, m], table.at[recv, stage, m]
-        found += _missing(table, consumers, sends, send, shift)
-        found += _missing(table, consumers, recvs, recv, 0)
-        producers = table.producer[consumers]
-        found += _strayed(table, sends, producers, before=False)
-        found += _strayed(table, recvs, consumers, before=True)
-        needed[sends[sends >= 0]] = needed[recvs[recvs >= 0]] = True
+        producers, m = table.producer[consumers], table.microbatch[consumers]
+        for kind, step, ends in ((send, shift, producers), (recv, 0, consumers)):
+            transfers = table.at[kind, table.stage[consumers] + step, m]
+            yield from _missing(table, consumers[transfers < 0], kind, step)
+            yield from _strayed(table, transfers, ends, before=kind is recv)
+            needed[transfers[transfers >= 0]] = True
     spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)
     why = "no action on another device uses it; stages on one device hand over without a transfer"
-    return found + [
-        _at(table, "transfer", i, f"{table.text(i)} is not needed: {why}")
-        for i in np.flatnonzero(spare).tolist()
-    ]
+    for i in np.flatnonzero(spare).tolist():
+        yield _at(table, "transfer", i, f"{table.text(i)} is not needed: {why}")
 
 
 def _is_first(table: Encoded) -> BoolArray:
@@ -417,61 +357,37 @@ def _is_first(table: Encoded) -> BoolArray:
     return first
 
 
-def _missing(
-    table: Encoded, consumers: IntArray, transfers: IntArray, kind: Kind, shift: int
-) -> list[Violation]:
+def _missing(table: Encoded, consumers: IntArray, kind: Kind, shift: int) -> Iterator[Violation]:
     """Violations for consumers on another device than their producer whose SEND or RECV
     is missing.
     """
-    found = []
-    for i in consumers[transfers < 0].tolist():
+    for i in consumers.tolist():
         text = f"{table.stage[i] + shift}{kind.name}{table.microbatch[i]}"
         p = int(table.producer[i])
-        where = (
-            f"{table.text(p)} on device {table.device[p]} feeds {table.text(i)} on device "
-            f"{table.device[i]}"
+        message = (
+            f"{text} is missing: {table.text(p)} on device {table.device[p]} feeds "
+            f"{table.text(i)} on device {table.device[i]}; jaxpipe.add_transfers adds transfers"
         )
-        found.append(
-            _at(
-                table,
-                "transfer",
-                i,
-                f"{text} is missing: {where}; jaxpipe.add_transfers adds transfers",
-                (p,),
-            )
-        )
-    return found
+        yield _at(table, "transfer", i, message, (p,))
 
 
 def _strayed(
     table: Encoded, transfers: IntArray, ends: IntArray, *, before: bool
-) -> list[Violation]:
+) -> Iterator[Violation]:
     """Violations for transfers that are on another device than the action they serve, or on the
     wrong side of it.
     """
-    found = []
-    there = transfers >= 0
-    wrong_device = there & (table.device[transfers] != table.device[ends])
-    wrong_side = there & ~wrong_device & ((transfers > ends) if before else (transfers < ends))
-    for t, end in zip(transfers[wrong_device].tolist(), ends[wrong_device].tolist(), strict=True):
-        message = (
-            f"{table.text(t)} is on device {table.device[t]}, but it serves "
-            f"{table.text(end)} on device {table.device[end]}"
-        )
-        found.append(_at(table, "transfer", t, message, (end,)))
+    elsewhere = (transfers >= 0) & (table.device[transfers] != table.device[ends])
+    for t, end in _pairs(transfers, ends, elsewhere):
+        why = f"it serves {table.text(end)} on device {table.device[end]}"
+        yield _at(table, "transfer", t, _is_on(table, t, why), (end,))
+    wrong = (transfers > ends) if before else (transfers < ends)
     side = "after" if before else "before"
-    for t, end in zip(transfers[wrong_side].tolist(), ends[wrong_side].tolist(), strict=True):
-        found.append(
-            _at(
-                table,
-                "transfer",
-                t,
-                f"{table.text(t)} comes {side} {table.text(end)} on device {table.device[t]}; "
-                "swap them",
-                (end,),
-            )
+    for t, end in _pairs(transfers, ends, (transfers >= 0) & ~elsewhere & wrong):
+        message = (
+            f"{table.text(t)} comes {side} {table.text(end)} on device {table.device[t]}; swap them"
         )
-    return found
+        yield _at(table, "transfer", t, message, (end,))
 
 
 def deadlocks(table: Encoded, order: Order, transfers: Transfers) -> tuple[Violation, ...]:

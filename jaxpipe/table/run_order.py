@@ -8,19 +8,14 @@ wait is parked at what it waits for, so the work is linear in the number of acti
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from .encoded import CollectiveAction, Encoded, IntArray
+from .encoded import Encoded, IntArray
 from .kinds import SENDS
-
-# Where devices often wait for each other, each round of the search for cycles takes a step for each
-# device.  The search ends after this many rounds, times the mean length of a row, so its work is
-# linear in the number of actions.
-_ROUNDS_PER_ACTION = 8
 
 
 class Transfers(enum.Enum):
@@ -56,6 +51,10 @@ class RunOrder:
     cycles: tuple[tuple[Wait, ...], ...]
 
 
+# The order so far and a cycle -> the place of the wait that ends it.
+Chooser: TypeAlias = Callable[[Sequence[int], Sequence[Wait]], int]
+
+
 def waits(table: Encoded, transfers: Transfers) -> IntArray:
     """Per action, the action of another device that must be done first, or -1.
 
@@ -82,18 +81,23 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
     return _run(table, np.where(wait >= 0, wait, total).tolist(), [-1] * total)
 
 
-def rendezvous_order(table: Encoded) -> RunOrder:
+def rendezvous_order(table: Encoded, choose: Chooser | None = None) -> RunOrder:
     """Run the rows where SEND and RECV each hold their device until the other is reached; a SEND
     comes right before its RECV.
+
+    `choose` gets the order so far and a cycle, and returns the place of the wait that ends.
     """
-    return _run(table, [table.num_actions] * table.num_actions, mates(table).tolist())
+    return _run(table, [table.num_actions] * table.num_actions, mates(table).tolist(), choose)
 
 
-def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
+def _run(
+    table: Encoded, need: list[int], mate: list[int], choose: Chooser | None = None
+) -> RunOrder:
     """Run the rows: each action after the one that it needs (the number of actions: none), and at
     the same time as its mate (-1: none).
 
-    A device is either in `runnable`, once, or it has stopped, or it is done.
+    A device is either in `runnable`, once, or it has stopped, or it is done.  Each cycle goes on as
+    if one of its devices had not waited.
     """
     total, devices = table.num_actions, table.num_devices
     collectives = dict(table.collectives)
@@ -106,54 +110,68 @@ def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
     cycles: list[tuple[Wait, ...]] = []
     head, stop = list(table.first[:-1]), table.first[1:]
     stopped = [-1] * devices  # at which action; -1 while it can run
-    parked = [-1] * (total + 1)  # per action, the device parked last at it
-    parked_earlier = [-1] * devices  # per parked device, the one that was parked there before
+    parked: dict[int, list[int]] = {}  # by action, the devices that wait for it
     runnable = list(range(devices))[::-1]
-    rounds = _ROUNDS_PER_ACTION * (1 + total // max(1, devices))
-    while True:
-        while runnable:
-            device = runnable.pop()
-            i, end = head[device], stop[device]
-            while i < end:
-                j = need[i]
-                if not done[j]:
-                    parked_earlier[device] = parked[j]
-                    parked[j] = device
+
+    def wanted(device: int) -> int:
+        """What a device that has stopped waits for; at a collective, the first that is missing."""
+        at = stopped[device]
+        if at in collectives:
+            members = collectives[at].members
+            return next(member for d, member in enumerate(members) if stopped[d] != member)
+        return mate[at] if mate[at] >= 0 else need[at]
+
+    def cycle_from(device: int) -> tuple[Wait, ...]:
+        """The cycle to which the waits of a device that has stopped lead; empty for none."""
+        trail: dict[int, int] = {}
+        while stopped[device] >= 0 and device not in trail:
+            trail[device] = wanted(device)
+            device = owner[trail[device]]
+        if stopped[device] < 0:
+            return ()
+        found = list(trail)[list(trail).index(device) :]
+        first = found.index(min(found))
+        return tuple(
+            Wait(d, stopped[d], trail[d], owner[trail[d]]) for d in found[first:] + found[:first]
+        )
+
+    while runnable:
+        device = runnable.pop()
+        i, end = head[device], stop[device]
+        while i < end:
+            j = need[i]
+            if not done[j]:
+                parked.setdefault(j, []).append(device)
+                break
+            at_once: tuple[int, ...] = (i,)
+            j = mate[i]
+            if j >= 0:
+                if stopped[owner[j]] != j:
                     break
-                at_once: tuple[int, ...] = (i,)
-                j = mate[i]
-                if j >= 0:
-                    if stopped[owner[j]] != j:
-                        break
-                    at_once = (i, j) if is_send[i] else (j, i)
-                elif i in collectives:
-                    at_once = collectives[i].members
-                    absent[at_once[0]] -= 1
-                    if absent[at_once[0]]:
-                        break
-                for k in at_once:
-                    done[k] = 1
-                    order.append(k)
-                    other = parked[k]
-                    while other >= 0:
-                        stopped[other] = -1
-                        runnable.append(other)
-                        other = parked_earlier[other]
-                    if k != i:
-                        other = owner[k]
-                        head[other], stopped[other] = k + 1, -1
-                        runnable.append(other)
-                i += 1
-            head[device] = i
-            stopped[device] = i if i < end else -1
-        rounds -= 1
-        if len(order) == total or rounds < 0:
-            return RunOrder(tuple(order), tuple(cycles))
-        for cycle in _cycles(_stuck(stopped, collectives, mate, need, owner)):
+                at_once = (i, j) if is_send[i] else (j, i)
+            elif i in collectives:
+                at_once = collectives[i].members
+                absent[at_once[0]] -= 1
+                if absent[at_once[0]]:
+                    break
+            for k in at_once:
+                done[k] = 1
+                order.append(k)
+                for other in parked.pop(k, ()):
+                    stopped[other] = -1
+                    runnable.append(other)
+                if k != i:
+                    other = owner[k]
+                    head[other], stopped[other] = k + 1, -1
+                    runnable.append(other)
+            i += 1
+        head[device] = i
+        stopped[device] = i if i < end else -1
+        while cycle := cycle_from(device):
             cycles.append(cycle)
             # Pretend, so that later cycles are found too.
-            device, at, on, _ = cycle[0]
-            freed = [device]
+            first, at, on, _ = cycle[0 if choose is None else choose(order, cycle)]
+            freed = [first]
             if at in collectives:  # each device does its share alone
                 members = collectives[at].members
                 freed = [d for d, member in enumerate(members) if stopped[d] == member]
@@ -162,48 +180,12 @@ def _run(table: Encoded, need: list[int], mate: list[int]) -> RunOrder:
             elif mate[at] >= 0:
                 mate[on] = mate[at] = -1
             else:
-                _unpark(cycle[0], parked, parked_earlier)
+                parked[on].remove(first)
                 need[at] = total
             for other in freed:
                 stopped[other] = -1
             runnable += freed
-
-
-def _stuck(
-    stopped: Sequence[int],
-    collectives: Mapping[int, CollectiveAction],
-    mate: Sequence[int],
-    need: Sequence[int],
-    owner: Sequence[int],
-) -> Iterator[Wait]:
-    """What each device that has stopped waits for; at what all do together, for the first device
-    that is not there.
-    """
-    missing: dict[int, int] = {}
-    for device, at in enumerate(stopped):
-        if at < 0:
-            continue
-        if at not in collectives:
-            on = mate[at] if mate[at] >= 0 else need[at]
-        else:
-            members = collectives[at].members
-            if members[0] not in missing:
-                missing[members[0]] = next(
-                    member for d, member in enumerate(members) if stopped[d] != member
-                )
-            on = missing[members[0]]
-        yield Wait(device, at, on, owner[on])
-
-
-def _unpark(wait: Wait, parked: list[int], parked_earlier: list[int]) -> None:
-    """Take a device out of the chain of those parked at what it waits for."""
-    if parked[wait.on] == wait.device:
-        parked[wait.on] = parked_earlier[wait.device]
-        return
-    other = parked[wait.on]
-    while parked_earlier[other] != wait.device:
-        other = parked_earlier[other]
-    parked_earlier[other] = parked_earlier[wait.device]
+    return RunOrder(tuple(order), tuple(cycles))
 
 
 def mates(table: Encoded) -> IntArray:
@@ -218,29 +200,3 @@ def mates(table: Encoded) -> IntArray:
     found[receives[chosen]] = sends
     found[sends] = receives[chosen]
     return found
-
-
-def _cycles(stuck: Iterable[Wait]) -> list[tuple[Wait, ...]]:
-    """Every cycle among devices that wait, each device for one other."""
-    by_device = {wait.device: wait for wait in stuck}
-    return [
-        tuple(by_device[d] for d in cycle)
-        for cycle in cycles_of({d: wait.other for d, wait in by_device.items()})
-    ]
-
-
-def cycles_of(following: Mapping[int, int]) -> list[list[int]]:
-    """Every cycle of a map whose values are keys too: lists of keys, each followed by the next, the
-    last by the first.
-    """
-    cycles: list[list[int]] = []
-    seen: set[int] = set()
-    for key in following:
-        trail: list[int] = []
-        while key not in seen:
-            seen.add(key)
-            trail.append(key)
-            key = following[key]
-        if key in trail:
-            cycles.append(trail[trail.index(key) :])
-    return cycles

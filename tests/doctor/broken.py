@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from jaxpipe.doctor.lines import Found, Line, Verdict
-from jaxpipe.doctor.scope import at
+from jaxpipe.doctor.findings import Found, Line, Verdict, at
 
 
 def good(scope, mesh):

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpipe.cli.main import main
 from jaxpipe.doctor import numbers, options, run, steps, times, versions
-from jaxpipe.doctor.lines import Found, Line, Verdict
+from jaxpipe.doctor.findings import Found, Line, Verdict
 from jaxpipe.doctor.page import to_page
 from jaxpipe.doctor.run import CHECKS, Check, Report, Scope, run_one
 from jaxpipe.known_faults import Effect, read_faults
@@ -134,7 +134,7 @@ def case():
     made, keep = small(mesh)
     judge, numbers.judge = numbers.judge, keep
     try:
-        numbers.split_backward(SCOPE, mesh)
+        numbers.numbers(SCOPE, mesh, "split_backward")
     finally:
         numbers.judge = judge
     return made

@@ -137,7 +137,7 @@ condition:
     assert graph_nodes(sequence, metadata) == {"while.a", "cond.b", "cond.d"}
 
 
-GATES = """HloModule gates, is_scheduled=true
+PREDICATES = """HloModule predicates, is_scheduled=true
 
 %yes (p: (pred[], f32[4])) -> pred[] {
   %p = (pred[], f32[4]{0}) parameter(0)
@@ -148,60 +148,49 @@ GATES = """HloModule gates, is_scheduled=true
   ROOT %p.1 = (pred[], f32[4]{0}) parameter(0)
 }
 
-%gate (p.2: (pred[], f32[4])) -> (pred[], f32[4]) {
-  %p.2 = (pred[], f32[4]{0}) parameter(0)
-  %x = f32[4]{0} get-tuple-element(%p.2), index=1
-  %flag.2 = pred[] get-tuple-element(%p.2), index=0
-  %start = (f32[4]{0}, f32[4]{0}) collective-permute-start(%x), channel_id=1, source_target_pairs={{0,1}}
-  %done = f32[4]{0} collective-permute-done(%start)
-  ROOT %out = (pred[], f32[4]{0}) tuple(%flag.2, %done)
-}
-
 ENTRY %main (a: (pred[], f32[4])) -> (pred[], f32[4]) {
   %a = (pred[], f32[4]{0}) parameter(0)
   %w1 = (pred[], f32[4]{0}) while(%a), condition=%yes, body=%block
-  %w2 = (pred[], f32[4]{0}) while(%w1), condition=%yes, body=%gate
-  %w3 = (pred[], f32[4]{0}) while(%w2), condition=%yes, body=%gate
+  %w2 = (pred[], f32[4]{0}) while(%w1), condition=%yes, body=%block
+  %w3 = (pred[], f32[4]{0}) while(%w2), condition=%yes, body=%block
   %w4 = (pred[], f32[4]{0}) while(%w3), condition=%yes, body=%block
-  ROOT %w5 = (pred[], f32[4]{0}) while(%w4), condition=%yes, body=%gate
+  ROOT %w5 = (pred[], f32[4]{0}) while(%w4), condition=%yes, body=%block
 }
 """
 
 
-def test_of_the_gates_of_a_tick_one_is_taken() -> None:
-    predicates = find_predicates(parse(GATES), ())
-    assert [each.sends for each in predicates] == [False, True, True, False, True]
+def test_each_action_takes_one_predicate() -> None:
+    predicates = find_predicates(parse(PREDICATES), ())
     assert count_waits(predicates, taken=False) == 5
-    # Five asked, both blocks taken, and one gate of each of the two ticks.
-    assert most_waits(predicates, actions=9) == 5 + 2 + 2
-    assert most_waits(predicates, actions=1) == 5 + 1 + 2
+    assert most_waits(predicates, actions=9) == 5 + 5
+    assert most_waits(predicates, actions=1) == 5 + 1
     assert count_waits(predicates, taken=True) == 10
 
 
 def test_no_more_predicates_of_a_kind_are_taken_than_a_device_has_actions_of_it() -> None:
-    named = GATES
+    named = PREDICATES
     for number, scope in ((1, "F chunk 0"), (4, "W.0 with B.1")):
-        line = next(line for line in GATES.splitlines() if line.startswith(f"  %w{number} = "))
+        line = next(line for line in PREDICATES.splitlines() if line.startswith(f"  %w{number} = "))
         named = named.replace(
             line, f'{line}, metadata={{op_name="jit(step)/ticks/while/body/{scope}/while"}}'
         )
     predicates = find_predicates(parse(named), ())
     assert [each.kind for each in predicates] == ["F", None, None, "W", None]
-    assert most_waits(predicates, actions=9, by_kind={"F": 0, "W": 0}) == 5 + 2
-    assert most_waits(predicates, actions=9, by_kind={"F": 5, "W": 0}) == 5 + 1 + 2
-    assert most_waits(predicates, actions=1, by_kind={"F": 5, "W": 5}) == 5 + 1 + 2
+    assert most_waits(predicates, actions=9, by_kind={"F": 0, "W": 0}) == 5 + 3
+    assert most_waits(predicates, actions=9, by_kind={"F": 5, "W": 0}) == 5 + 1 + 3
+    assert most_waits(predicates, actions=1, by_kind={"F": 5, "W": 5}) == 5 + 1
 
 
 def test_what_is_only_lowered_is_refused() -> None:
     with pytest.raises(ValueError, match="not a scheduled HLO module"):
-        parse(GATES.replace(", is_scheduled=true", ""))
+        parse(PREDICATES.replace(", is_scheduled=true", ""))
 
 
 def test_predicates_print_what_they_are() -> None:
-    found: tuple[Predicate, ...] = find_predicates(parse(GATES), ("w5",))
+    found: tuple[Predicate, ...] = find_predicates(parse(PREDICATES), ("w5",))
     assert [str(each) for each in found][3:] == [
         "loop w4 asked 1",
-        "loop w5 asked 1 (graph) (sends)",
+        "loop w5 asked 1 (graph)",
     ]
 
 

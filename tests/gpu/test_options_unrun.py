@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.gpu_programs import Axes, Case
 from jaxpipe.spmd import entries
+from jaxpipe.table.effects import Place
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
 
@@ -21,7 +22,7 @@ def test_the_answer_is_that_of_the_optimised_program(monkeypatch: pytest.MonkeyP
         return pipe.trace(params, rows).entries
 
     found = found_entries()
-    assert any(entry.parts for kind in found for entry in kind.residual_input)
+    assert any(entry.parts for kind in found for entry in kind.stored[Place.RESIDUAL_INPUT])
     calls: list[bool] = []
     monkeypatch.setattr(entries, "options_unrun", lambda _: calls.append(True) or {})
     assert found_entries() == found

@@ -45,9 +45,9 @@ def test_a_wrong_entry_is_found(half, field):
     cells = np.argwhere(used)[::7]
     assert len(cells) > 2
     for tick, device in cells.tolist():
-        table = record.slots[field].copy()
+        table = getattr(record, field).copy()
         table[tick, device] = 1 - table[tick, device] if table[tick, device] < 2 else 0
-        changed = replace(record, slots={**record.slots, field: table})
+        changed = record.changed(**{field: table})
         wrong = replace(sound, ticks=replace(sound.ticks, **{half: changed}))
         assert faults(wrong), (tick, device)
 

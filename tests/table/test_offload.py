@@ -4,7 +4,7 @@ by value.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,14 +12,13 @@ from hypothesis import given
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
-from jaxpipe.lowering.offload import Offload
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.slots import Offload, assign_slots
 from jaxpipe.program.faults import ProgramRule
 from jaxpipe.program.pools import UNDER_WAY
-from jaxpipe.program.records import NOBODY, Move
+from jaxpipe.program.records import MOVE, NOBODY
 from jaxpipe.program.verify import faults, verify
-from jaxpipe.transforms.forward_only import forward_only
+from jaxpipe.transforms.remove import forward_only
 from tests.passes import cut
 from tests.strategies import few, schedules
 
@@ -69,7 +68,7 @@ def test_any_table_with_values_on_the_host_is_sound(schedule):
     assert program.slots.residual_weight <= plain.slots.residual_weight + 1
 
 
-@pytest.mark.parametrize("field", [f.name for f in fields(Move)])
+@pytest.mark.parametrize("field", MOVE)
 def test_a_wrong_move_is_found(field):
     program = replace(
         plan_of(jp.schedules.build("1f1b", devices=8, microbatches=8)), offload=Offload.RESIDUALS
@@ -78,7 +77,7 @@ def test_a_wrong_move_is_found(field):
     table = getattr(move, field).copy()
     tick, device = np.argwhere(table != NOBODY)[3]
     table[tick, device] = (table[tick, device] + 1) % (1 + max(1, table.max()))
-    moves = (replace(move, **{field: table}),)
+    moves = (move.changed(**{field: table}),)
     found = {
         fault.rule for fault in faults(replace(program, ticks=replace(program.ticks, moves=moves)))
     }

@@ -70,7 +70,7 @@ def with_entry(program, half, field, tick, device, value):
     table = getattr(record, field).copy()
     table[tick, device] = value
     return replace(
-        program, ticks=replace(program.ticks, **{half: replace(record, **{field: table})})
+        program, ticks=replace(program.ticks, **{half: record.changed(**{field: table})})
     )
 
 
@@ -158,11 +158,10 @@ def test_a_message_in_the_wrong_slot_is_found():
         size = program.slots.x if payload is Payload.ACTIVATION else program.slots.cotangent
         arrival = program.ticks.arrivals[lane]
         for wrong in (
-            replace(
-                arrival,
+            arrival.changed(
                 slot=changed(arrival.slot, made, target, (arrival.slot[made, target] + 1) % size),
             ),
-            replace(arrival, takes=changed(arrival.takes, made, target, 0)),
+            arrival.changed(takes=changed(arrival.takes, made, target, 0)),
         ):
             arrivals = (*program.ticks.arrivals[:lane], wrong, *program.ticks.arrivals[lane + 1 :])
             found = rules_broken(replace(program, ticks=replace(program.ticks, arrivals=arrivals)))
