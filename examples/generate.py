@@ -1,9 +1,10 @@
-"""Generates text through a pipeline with a cache of keys and values, a token at a time, and without
-one: the same tokens.
+"""Generates text through a pipeline for several groups of requests: prompts of different lengths in
+chunks, then a token at a time, with the keys and values on the devices of their stages.
 
-A stage that takes `state` by keyword and returns it changed keeps it from step to step: here, the
-keys and values of the tokens so far. Each microbatch has its own rows of the cache, which
-`ctx.microbatch` finds. Run: python examples/generate.py
+Both tables have forwards alone.  A group of requests is a sequence, and a chunk of its prompts is a
+slice.  `ctx.append` writes the keys and values of a call into a cache, which the next call goes on
+from.  The same tokens come from each request by itself, without a pipeline and without a cache.
+Run: python examples/generate.py
 """
 
 from __future__ import annotations
@@ -12,114 +13,117 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxpipe as jp
 from gpt.devices import find
 
-DEVICES, MICROBATCHES, ROWS, VOCAB, WIDTH, HEADS, LENGTH, PROMPT = 4, 2, 4, 17, 16, 2, 12, 3
+DEVICES, GROUPS, ROWS = 4, 6, 2  # ROWS requests in a group
+CHUNK, CHUNKS, NEW = 4, 2, 5  # tokens of a chunk, chunks of the longest prompt, tokens to generate
+VOCAB, WIDTH, HEADS = 17, 16, 2
+PROMPT, LENGTH = CHUNK * CHUNKS, CHUNK * CHUNKS + NEW
 
 
-def first(params: Any, microbatch: Any) -> Any:
-    """Tokens [rows, time] at positions [rows, time] -> their embeddings."""
-    return {
-        "h": params["tokens"][microbatch["tokens"]] + params["positions"][microbatch["at"]],
-        "at": microbatch["at"],
-    }
+def embed(params: Any, microbatch: Any, *, ctx: jp.Context) -> Any:
+    """Tokens [rows, time] -> x.  Prompts end together, so a request begins at its own `start`."""
+    start, tokens = microbatch["start"], microbatch["tokens"]
+    at = ctx.offset + jnp.arange(tokens.shape[1]) - start[:, None]
+    h = params["tokens"][tokens] + params["positions"][jnp.maximum(at, 0)]
+    return {"h": h, "start": start}
 
 
-def attend(params: Any, h: Any, keys: Any, values: Any, visible: Any) -> Any:
-    """Attention of h [rows, time, width] to keys and values [rows, seen, width]; visible [rows,
-    time, seen].
-    """
+def layer(params: Any, x: Any, *, ctx: jp.Context) -> Any:
+    """Attention to the tokens of a request up to now, and an MLP."""
+    h = x["h"]
 
-    def split(a: Any) -> Any:
-        return a.reshape(*a.shape[:2], HEADS, -1)
+    def split(name: str) -> Any:
+        return (h @ params[name]).reshape(*h.shape[:2], HEADS, -1)
 
-    scores = (
-        jnp.einsum("rthd,rshd->rhts", split(h @ params["q"]), split(keys)) / (WIDTH // HEADS) ** 0.5
-    )
-    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30))
-    return jnp.einsum("rhts,rshd->rthd", weights, split(values)).reshape(h.shape) @ params["out"]
-
-
-def whole(params: Any, x: Any) -> Any:
-    """A stage that is given all tokens: one layer."""
-    h, at = x["h"], x["at"]
-    h = h + attend(params, h, h @ params["k"], h @ params["v"], at[:, None, :] <= at[:, :, None])
+    keys, values = ctx.append("keys", split("k")), ctx.append("values", split("v"))
+    at, there = ctx.offset + jnp.arange(h.shape[1]), jnp.arange(keys.shape[1])
+    seen = (there <= at[:, None]) & (there >= x["start"][:, None, None])
+    scores = jnp.einsum("rthd,rshd->rhts", split("q"), keys) / (WIDTH // HEADS) ** 0.5
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -1e30))
+    h = h + jnp.einsum("rhts,rshd->rthd", weights, values).reshape(h.shape) @ params["out"]
     return {**x, "h": h + jnp.tanh(h @ params["up"]) @ params["down"]}
 
 
-def cached(params: Any, x: Any, *, state: Any, ctx: Any) -> Any:
-    """The same layer, given the newest token alone; state holds keys and values [microbatches,
-    rows, LENGTH, width] of those before.
-    """
-    h, at = x["h"], x["at"]
-    position = at[0, 0]
-    new = {
-        name: jax.lax.dynamic_update_slice(
-            leaf, (h @ params[name])[None], (ctx.microbatch, 0, position, 0)
-        )
-        for name, leaf in state.items()
-    }
-    keys, values = (new[name][ctx.microbatch] for name in ("k", "v"))
-    h = h + attend(params, h, keys, values, jnp.arange(LENGTH)[None, None, :] <= at[:, :, None])
-    return {**x, "h": h + jnp.tanh(h @ params["up"]) @ params["down"]}, new
+@jax.jit
+def next_token(params: Any, head: Any, tokens: Any, last: Any) -> Any:
+    """The token after the one at `last` of tokens [LENGTH], by plain JAX."""
+    ctx = jp.Context(jnp.int32(0), jnp.int32(0), offset=0)
+    batch = {"tokens": tokens[None], "start": jnp.zeros(1, jnp.int32)}
+    x = embed(params["first"], batch, ctx=ctx)
+    for stage in range(DEVICES):
+        x = layer(jax.tree.map(lambda leaf, s=stage: leaf[s], params["stages"]), x, ctx=ctx)
+    return jnp.argmax(x["h"][0, last] @ head)
+
+
+def by_itself(params: Any, head: Any, prompt: list[int]) -> list[int]:
+    """The tokens of one request: all tokens from the start each time."""
+    found = [*prompt]
+    for last in range(len(prompt) - 1, len(prompt) + NEW - 1):
+        tokens = jnp.array([*found, *[0] * (LENGTH - len(found))])
+        found.append(int(next_token(params, head, tokens, last)))
+    return found[len(prompt) :]
 
 
 def main() -> None:
     mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=find(DEVICES))
-    schedule = jp.schedules.build("1f1b", devices=DEVICES, microbatches=MICROBATCHES)
-    plain, quick = (
-        jp.Pipeline(jp.Model(stage, first=first), schedule, mesh) for stage in (whole, cached)
-    )
-    normal = jax.random.normal
-    k = jax.random.split(jax.random.key(0), 9)
-    shapes = {"q": 1, "k": 1, "v": 1, "out": 1, "up": 1, "down": 1}
-    canonical = {
-        "first": {
-            "tokens": normal(k[0], (VOCAB, WIDTH)),
-            "positions": normal(k[1], (LENGTH, WIDTH)) / 2,
-        },
-        "stages": {
-            name: normal(k[2 + i], (DEVICES, WIDTH, WIDTH)) / WIDTH**0.5
-            for i, name in enumerate(shapes)
-        },
-    }
-    head = normal(k[8], (WIDTH, VOCAB))
-    params = plain.place(canonical)
-    cache = {
-        name: jnp.zeros((DEVICES, MICROBATCHES, ROWS // MICROBATCHES, LENGTH, WIDTH))
-        for name in ("k", "v")
-    }
-    state = quick.place_state(cache)
-    prompt = jax.random.randint(jax.random.key(1), (ROWS, PROMPT), 0, VOCAB)
+    model = jp.Model(layer, first=embed, time=("tokens",))
 
-    @quick.jit
-    def step(state: Any, tokens: Any, position: Any) -> tuple[Any, Any]:
-        """The newest token of each row -> the next one, and what the stages keep of it."""
-        at = jnp.full(tokens.shape, position)
-        out, state = quick.outputs(params, {"tokens": tokens, "at": at}, state=state)
-        return jnp.argmax(out["h"][:, -1] @ head, axis=-1), state
-
-    found = [prompt[:, t] for t in range(PROMPT)]
-    for t in range(LENGTH - 1):
-        token, state = step(state, found[t][:, None], t)
-        if t + 1 >= PROMPT:
-            found.append(token)
-
-    wanted = prompt
-    # each time all tokens from the start; only the last one's output is new
-    for _ in range(LENGTH - PROMPT):
-        at = jnp.broadcast_to(jnp.arange(wanted.shape[1]), wanted.shape)
-        out = plain.outputs(params, {"tokens": wanted, "at": at})
-        wanted = jnp.concatenate(
-            [wanted, jnp.argmax(out["h"][:, -1] @ head, axis=-1)[:, None]], axis=1
+    def forwards(slices: int) -> jp.Pipeline:
+        """Groups go through the stages one after the other, and so fill them."""
+        table = jp.schedules.build(
+            "gpipe",
+            devices=DEVICES,
+            microbatches=GROUPS * slices,
+            slices=slices,
+            forward_only=True,
         )
+        print(table)
+        return jp.Pipeline(model, table, mesh)
 
-    tokens = jnp.stack(found, axis=1)
-    print(tokens)
-    assert jnp.array_equal(tokens, wanted), wanted
-    print("the same tokens with a cache as without")
+    prefill, decode = forwards(CHUNKS), forwards(1)
+    k = jax.random.split(jax.random.key(0), 9)
+    stages = {
+        name: jax.random.normal(key, (DEVICES, WIDTH, WIDTH)) / WIDTH**0.5
+        for name, key in zip(("q", "k", "v", "out", "up", "down"), k, strict=False)
+    }
+    first = {
+        "tokens": jax.random.normal(k[6], (VOCAB, WIDTH)),
+        "positions": jax.random.normal(k[7], (LENGTH, WIDTH)) / 2,
+    }
+    canonical = {"first": first, "stages": stages}
+    head = jax.random.normal(k[8], (WIDTH, VOCAB))
+    params = prefill.place(canonical)
+
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, PROMPT + 1, GROUPS * ROWS)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in lengths]
+    start = PROMPT - lengths
+    padded = np.array([[0] * (PROMPT - len(prompt)) + prompt for prompt in prompts])
+
+    cache = prefill.empty_cache(params, {"tokens": padded, "start": start}, length=LENGTH)
+    out, cache = prefill.outputs(params, {"tokens": padded, "start": start}, cache=cache)
+    found = [jnp.argmax(out["h"][:, -1] @ head, axis=-1)]
+
+    @decode.jit
+    def step(cache: Any, tokens: Any, position: Any) -> tuple[Any, Any]:
+        """The newest token of each request -> the next one."""
+        batch = {"tokens": tokens[:, None], "start": start}
+        out, cache = decode.outputs(params, batch, cache=cache, position=position)
+        return jnp.argmax(out["h"][:, -1] @ head, axis=-1), cache
+
+    for position in range(PROMPT, LENGTH - 1):
+        token, cache = step(cache, found[-1], position)
+        found.append(token)
+
+    tokens = np.stack(found, axis=1).tolist()
+    for prompt, new in zip(prompts, tokens, strict=True):
+        print(*prompt, "->", *new)
+        assert new == by_itself(canonical, head, prompt)
+    print("the same tokens as of each request by itself, without a pipeline")
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ class _Shard:
         y, returned, vjp = self._stage(step, made["x"])
         if not isinstance(returned.loss, tuple):
             self.losses[step.microbatch] += returned.loss
-        if "state" in self.functions.stages[step.stage].wants:
+        if "state" in self.functions.stages[step.stage].wants_arrays:
             self.state[step.stage] = returned.state
         out = self._last(step.microbatch, y) if Place.AUX in step.makes else y
         if returned.carried:
@@ -272,7 +272,7 @@ class _Shard:
         function, run = self.functions.stages[stage], partial(self.functions.run_stage, stage)
         extra = self._extra(stage, microbatch, function.wants_arrays)
         own, shared = self.stages[stage], self.outer["shared"]
-        if "state" in function.wants:
+        if "state" in function.wants_arrays:
             extra["state"] = self.given[stage, microbatch]
             if self.job.training and microbatch == 0:
                 trained = [

@@ -22,8 +22,9 @@ from .lowering.prices import overheads_of
 from .lowering.slots import Offload
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, staged, with_shares
+from .model.cache import Cache, cache_shapes, hide_beyond, positioned, positions
 from .model.follow import init_as_updated
-from .model.mesh import automatic
+from .model.mesh import automatic, has
 from .model.model import Model
 from .model.own_rules import check_rules
 from .model.param_layout import check_canonical
@@ -327,21 +328,68 @@ class Pipeline:
         return self._call(self._jit_evaluate, params, batch, rng, state)["losses"]
 
     def outputs(
-        self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()
+        self,
+        params: Params,
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: State = (),
+        cache: Cache | None = None,
+        position: Any = 0,
     ) -> PyTree:
         """What the last stage returns, before `last`: leaves [rows, ...] in the order of the
         batch's rows, by forwards alone.
 
         A leaf that is a scalar of each microbatch gives one entry a microbatch.  With `state` (see
-        `place_state`) it is (outputs, new state): what a step of generation leaves in its cache of
-        keys and values, for instance.
+        `place_state`) it is (outputs, new state).
+
+        With a `cache` (see `empty_cache`) it is (outputs, new cache): carries and appended rows go
+        on from the calls before.  `position` is that of the first row of time in its sequence, a
+        whole number or one for each sequence.  Where it is traced, floating outputs are NaN for
+        rows beyond the buffers.
+
+        Raises:
+            PipelineError: as `value_and_grad` does; a cache of another form, or with `state` or
+                data axes; rows beyond the buffers.
+
+        Example:
+            out, cache = pipe.outputs(params, {"tokens": newest}, cache=cache, position=17)
         """
+        if cache is not None:
+            if state:
+                raise PipelineError("a cache does not combine with state=; leave it out")
+            parts = (self.functions, self.partition, self.schedule)
+            given = positioned(*parts, cache=cache, batch=batch, position=position)
+            results = self._call(self._jit_outputs, params, given, rng, cache.stages)
+            outputs = hide_beyond(results["outputs"], given, positions(batch, self.model.time))
+            return outputs, replace(cache, stages=results["state"])
         results = self._call(self._jit_outputs, params, batch, rng, state)
         return (
             (results["outputs"], results["state"])
             if self.functions.has_state
             else results["outputs"]
         )
+
+    def empty_cache(self, params: Params, batch: PyTree, *, length: int) -> Cache:
+        """A cache for the sequences of the schedule: zeros for the carries and the rows that stages
+        append for such a batch, with room for `length` positions.
+
+        Parameters as ShapeDtypeStructs give ShapeDtypeStructs.  Pipelines with other slices and
+        the same placement of stages take the cache too.
+
+        Raises:
+            PipelineError: batch or parameters do not fit, or a stage takes `state`.
+
+        Example:
+            cache = pipe.empty_cache(params, {"tokens": prompts}, length=4096)
+        """
+        if not self.functions.has_state:  # which `cache_shapes` refuses
+            self._steps.check(params, batch, None, ())
+        parts = (self.functions, self.partition, self.schedule)
+        trees = cache_shapes(*parts, params=params, batch=batch, length=length)
+        described = has(params, jax.ShapeDtypeStruct)
+        stages = self._placer.place_zeros(trees, shapes=described)
+        return Cache(stages, self._steps.sequences, length)
 
     def lower(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too;

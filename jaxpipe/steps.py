@@ -25,7 +25,7 @@ from .model.param_layout import OUTER, with_outer
 from .model.partition import Partition
 from .model.placed import StageOwners, owner_faults
 from .model.settings import Memory
-from .model.slices import time_faults
+from .model.slices import Positioned, time_faults
 from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.kinds import Kind
@@ -49,14 +49,19 @@ class Steps:
     @cached_property
     def plan(self) -> Plan:
         """The plan of a training step."""
-        part = self.partition
+        mesh = self.partition.mesh
         plan = plan_of(
             self.schedule,
             costs=self.costs,
             overheads=self.target.overheads,
-            as_one=any(part.mesh.shape[name] > 1 for name in part.sharding.local),
+            as_one=any(mesh.shape[name] > 1 for name in self.partition.sharding.local),
         )
         return replace(plan, offload=Offload(self.memory.offload))
+
+    @property
+    def sequences(self) -> int:
+        """The sequences of a step; without slices these are the microbatches."""
+        return self.schedule.num_microbatches // self.schedule.slices
 
     def step(
         self, *given: PyTree, observe: Observe | None = None, clock: Clock | None = None
@@ -82,8 +87,10 @@ class Steps:
         return self._run(given, training=False)[0]
 
     def outputs(self, *given: PyTree) -> dict[str, Any]:
-        """What the last stage returns, without `last`."""
+        """What the last stage returns, without `last`; with a cache, that is the state."""
         functions = replace(self.functions, training=False).returning_outputs()
+        if isinstance(given[1], Positioned):
+            functions = functions.with_cache(given[1].room)
         return self._run(given, training=False, functions=functions, outputs=True)[0]
 
     def check_last(self, what: str) -> None:
@@ -134,8 +141,9 @@ class Steps:
         the schedule, as its rows divide into.  What the last stage returns needs no `last`.
         """
         table = without_kinds(self.schedule, {Kind.L}) if outputs else self.schedule
+        batch = batch.batch if isinstance(batch, Positioned) else batch
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self.partition.data_size
-        sequences = range(1, table.num_microbatches // table.slices + 1)
+        sequences = range(1, self.sequences + 1)
         count = table.slices * max(count for count in sequences if rows % count == 0)
         return plan_of(for_evaluation(table, count), overheads=self.target.overheads)
 
@@ -180,16 +188,18 @@ class Steps:
         schedule or rows that do not divide.
         """
         table, owners = self.schedule, self.partition.layout.owners
+        cached = isinstance(batch, Positioned)
+        batch = batch.batch if cached else batch
         faults = [
             *param_faults(params, owners, table.num_devices),
             *batch_faults(
                 batch,
-                table.num_microbatches // table.slices if training else 1,
+                self.sequences if training or cached else 1,
                 data_shards=self.partition.data_size,
             ),
             *time_faults(batch, table.slices, self.functions.time),
             *key_faults(rng),
-            *state_faults(state, owners, wanted=self.functions.has_state),
+            *state_faults(state, owners, wanted=cached or self.functions.has_state),
         ] or self.partition.frozen_faults(params)
         if faults:
             raise PipelineError.listing("this step cannot be lowered", faults)

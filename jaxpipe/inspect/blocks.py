@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves
 from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_in_slots
+from ..jaxprs.equations import reads
 from ..jaxprs.sizes import nbytes
 from ..model.leaf_plan import leaf_plans
 from ..spmd.body import accumulator_dtype
@@ -46,6 +47,8 @@ class Block:
     # of the outputs that are added to accumulators, as the parameters are split
     parameters: tuple[PartitionSpec, ...] = ()
     totals_at: int = 0  # the first of those outputs
+    # bytes of what passes between slices: a block reads it out of its slot, and writes it there
+    passed: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class Step:
         found: dict[str, int] = {}
         for run in self.runs:
             name = " with ".join(block.name for block in run)
-            found[name] = max(found.get(name, 0), self.temp(*run))
+            passed = sum(block.passed for block in run)
+            found[name] = max(found.get(name, 0), self.temp(*run) + passed)
         return found
 
     def work_without_gradients(self) -> dict[str, int]:
@@ -217,7 +221,37 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
         Block("I", code.input_grad, late, read, written(code.num_dx, stored(Place.STASH))),
         Block("W", code.weight_grad, every, (*read, *stash), parameters=trained),
     )
-    return {block.name: block for block in blocks}
+    return {block.name: replace(block, passed=_passed(code, entries, block)) for block in blocks}
+
+
+def _passed(code: StageCode, entries: StageEntries, block: Block) -> int:
+    """Bytes on one device of carries, buffers and their gradients that a block reads whole, and of
+    those that it returns.  A forward writes rows of buffers in place.
+    """
+    pools = {
+        "carry": code.carry,
+        "buffer": code.buffers,
+        "carry_gradient": code.carry_gradients,
+        "buffer_gradient": code.buffer_gradients,
+    }
+    sizes = {
+        name: [
+            nbytes(aval) // entry.local_share
+            for aval, entry in zip(avals, getattr(entries, name), strict=True)
+        ]
+        for name, avals in pools.items()
+    }
+    is_read, forward = reads(block.jaxpr), block.name in ("F", "R")
+    own = [*sizes["carry"], *([0] * len(code.buffers) if forward else sizes["buffer"])]
+    begin = len(code.consts) + code.num_params + len(code.x_avals)
+    found = sum(size for size, used in zip(own, is_read[begin:], strict=False) if used)
+    later = sizes["carry_gradient"] + sizes["buffer_gradient"]
+    begin = len(code.forward.invars) + len(code.residual_input) + len(code.residual_weight)
+    begin += len(code.dy_avals)
+    if not forward:
+        found += sum(size for size, used in zip(later, is_read[begin:], strict=False) if used)
+    returned = {"F": sizes["carry"], "B": later, "I": later}
+    return found + sum(returned.get(block.name, []))
 
 
 def outer_blocks(step: Step) -> list[Block]:

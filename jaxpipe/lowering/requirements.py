@@ -137,12 +137,10 @@ def collect(ticks: Ticks) -> Requirements:
     lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int32)
     lines[ticks.when, table.device, (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)] = fields
     codes = equal_rows(lines.reshape(ticks.num_ticks, -1))
-    return _requirements(lines[np.unique(codes, return_index=True)[1]], codes, joint=ticks.joint)
+    return _requirements(lines[np.unique(codes, return_index=True)[1]], codes, ticks.joint)
 
 
-def _requirements(
-    lines: NDArray[np.int32], codes: IntArray, *, joint: Sequence[Kind]
-) -> Requirements:
+def _requirements(lines: NDArray[np.int32], codes: IntArray, joint: Sequence[Kind]) -> Requirements:
     """Read the lines of `collect`, one of each code: `[code, device, half, field]`."""
     num_codes, num_devices = lines.shape[:2]
     there = lines[..., 0] >= 0

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ..arrays import PyTree, described, summable
 from ..errors import PipelineError
-from .slices import Ledger, join_slices, slice_length, split_slices
+from .slices import CacheLedger, Ledger, Positioned, join_slices, slice_length, split_slices
 
 
 class Context(NamedTuple):
@@ -117,6 +117,7 @@ class Function:
     name: str
     wants: frozenset[str]
     spread: bool = False  # runs on all devices of the pipe axis at once
+    cached: bool = False  # its carry and appended rows are its state, from call to call
 
     @classmethod
     def of(
@@ -163,8 +164,9 @@ class Function:
     @property
     def wants_arrays(self) -> frozenset[str]:
         """The keywords whose values differ by microbatch or stage."""
-        carries = {"ctx"} if "carry" in self.wants else set()
-        return self.wants & {"ctx", "microbatch", "state"} | carries
+        more = {"ctx"} if "carry" in self.wants else set()
+        more |= {"ctx", "state"} if self.cached else set()
+        return self.wants & {"ctx", "microbatch", "state"} | more
 
     def run(
         self, *arguments: PyTree, shared: PyTree, extra: dict[str, PyTree], training: bool
@@ -265,6 +267,9 @@ def make_extra(
 ) -> dict[str, PyTree]:
     """The microbatch's rows of the batch and the context, those of them that are wanted."""
     extra: dict[str, PyTree] = {}
+    position = None
+    if isinstance(batch, Positioned):
+        batch, position = batch.batch, batch.position[microbatch // slices]
     if "microbatch" in wants:
         extra["microbatch"] = jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
@@ -274,7 +279,7 @@ def make_extra(
             None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, stage), microbatch)
         )
         common = None if rng is None else jax.random.fold_in(rng, microbatch)
-        extra["ctx"] = Context(stage, microbatch, key, common)
+        extra["ctx"] = Context(stage, microbatch, key, common, offset=position)
         if rng is not None and slices > 1:
             of_sequence = jax.random.fold_in(rng, microbatch // slices)
             extra["ctx"] = extra["ctx"]._replace(sequence_rng=of_sequence)
@@ -300,14 +305,28 @@ class Functions:
     carry: Callable[..., Any] | None = None  # (stage's parameters, x) -> the first carry
     # buffers have a slice's rows before the stage reads them (`model.slices.Ledger`)
     in_place: bool = False
+    room: int = 0  # positions of the buffers of a cache; 0 where a call has none
+
+    def with_cache(self, room: int) -> Functions:
+        """The same functions, whose carries and rows pass from call to call."""
+        stages = tuple(replace(function, cached=True) for function in self.stages)
+        return replace(self, stages=stages, room=room)
 
     def split(self, batch: PyTree, count: int) -> PyTree:
         """The rows of each microbatch."""
+        if isinstance(batch, Positioned):
+            return replace(batch, batch=self.split(batch.batch, count))
         return split_batch(batch, count, self.slices, self.time)
 
     def for_batch(self, batch: PyTree) -> Functions:
         """The same functions, for a batch that is cut."""
-        return self if self.slices == 1 else replace(self, length=slice_length(batch, self.time))
+        rows = batch.batch if isinstance(batch, Positioned) else batch
+        return replace(self, length=slice_length(rows, self.time)) if self._passes else self
+
+    @property
+    def _passes(self) -> bool:
+        """Whether anything passes from slice to slice, or from call to call."""
+        return self.slices > 1 or self.room > 0
 
     def join(self, outputs: PyTree) -> PyTree:
         """What the last stage returned for each microbatch, by whole sequences."""
@@ -321,13 +340,21 @@ class Functions:
         return {**extra, "ctx": ctx._replace(offset=self._offset(ctx), ledger=ledger)}
 
     def _offset(self, ctx: Any) -> Any:
-        return ctx.microbatch % self.slices * self.length if self.slices > 1 else 0
+        before = 0 if ctx.offset is None else ctx.offset
+        return before + (ctx.microbatch % self.slices * self.length if self.slices > 1 else 0)
+
+    def _ledger(self, ctx: Any, buffers: Any) -> Ledger:
+        """Where a stage appends rows."""
+        sequence, number = ctx.microbatch // self.slices, ctx.microbatch % self.slices
+        if self.room:
+            return CacheLedger(self.room, sequence, self._offset(ctx), buffers)
+        return Ledger(self.slices, number, buffers, holds=self.in_place)
 
     def carried(self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> PyTree:
         """Shapes of what passes from slice to slice of a sequence in a stage: (carry, buffers by
         name), each () where there is none.
         """
-        if self.slices == 1:
+        if self.slices == 1 or self.room:
             return ()
         found = jax.eval_shape(
             lambda p, h, e: self.run_stage(stage, p, h, e)[1].carried, params, x, extra
@@ -361,7 +388,7 @@ class Functions:
     @property
     def has_state(self) -> bool:
         """Whether any stage keeps state from microbatch to microbatch."""
-        return any("state" in function.wants for function in self.stages)
+        return any("state" in function.wants_arrays for function in self.stages)
 
     def run_first(self, params: PyTree, _x: PyTree, extra: dict[str, PyTree]) -> PyTree:
         """(first parameters, shared), (), extra -> x."""
@@ -384,14 +411,29 @@ class Functions:
         self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]
     ) -> tuple[PyTree, StageOutput]:
         """Stage number, (stage parameters, shared), x, extra -> y and what it returns besides."""
+        given = extra.get("state" if self.room else "carried", ())
+        y, returned = self._run_stage(stage, params, x, extra, given)
+        if not self.room or not given:
+            return y, returned
+        # the carry and the rows of one sequence of the cache
+        carry, buffers = returned.carried
+        at = extra["ctx"].microbatch // self.slices
+        kept = jax.tree.map(
+            lambda whole, own: jax.lax.dynamic_update_index_in_dim(whole, own, at, 0),
+            given[0],
+            carry,
+        )
+        return y, returned._replace(state=(kept, buffers), carried=(), rows=())
+
+    def _run_stage(
+        self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree], given: PyTree
+    ) -> tuple[PyTree, StageOutput]:
+        """The same; `given` is what passes from the slice before, or the cache."""
         own, shared = params
         function = self.stages[stage]
         ledger, first = None, ()
-        given = extra.get("carried", ())
-        if self.slices > 1 and "ctx" in function.wants_arrays:
-            buffers = given[1] if given else None
-            number = extra["ctx"].microbatch % self.slices
-            ledger = Ledger(self.slices, number, buffers, holds=self.in_place)
+        if self._passes and "ctx" in function.wants_arrays:
+            ledger = self._ledger(extra["ctx"], given[1] if given else None)
         extra = self._placed(extra, ledger)
         if "carry" in function.wants:
             first = self._first_carry(function, own, x, shared, extra)
@@ -460,8 +502,10 @@ class Functions:
         """The carry of a slice: that of the slice before, or the first one."""
         if not given:
             return first
-        begins = extra["ctx"].microbatch % self.slices == 0
-        return jax.tree.map(lambda a, b: jnp.where(begins, a, b), first, given[0])
+        ctx, before = extra["ctx"], given[0]
+        if self.room:
+            before = jax.tree.map(lambda leaf: leaf[ctx.microbatch // self.slices], before)
+        return jax.tree.map(lambda a, b: jnp.where(ctx.offset == 0, a, b), first, before)
 
     @staticmethod
     def _handed_on(

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -134,6 +135,20 @@ class Placer:
         return self._mover.run(
             "place_state", self._layout.place_stages, state, partial(jax.tree.map, lambda _: to)
         )
+
+    def place_zeros(self, trees: Sequence[PyTree], *, shapes: bool) -> PyTree:
+        """Zeros of these shapes, a tree for each stage, where the stages' own state is; `shapes`:
+        shapes with shardings instead.
+        """
+
+        def zeros(_: PyTree) -> PyTree:
+            made = [jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree) for tree in trees]
+            return self._layout.place_trees(made)
+
+        to, form = NamedSharding(self._mesh, PartitionSpec(self._axis)), jax.tree.structure(trees)
+        key = ("zeros", form, *((a.shape, a.dtype) for a in jax.tree.leaves(trees)))
+        given = trees if shapes else ()
+        return self._mover.run(key, zeros, given, partial(jax.tree.map, lambda _: to))
 
     def canonical_state(self, placed: State) -> PyTree:
         """The stages' own state, placed to canonical."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,26 @@ from jax import lax
 
 from ..arrays import PyTree
 from ..errors import PipelineError
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("batch", "position"),
+    meta_fields=("room",),
+)
+@dataclass(frozen=True)
+class Positioned:
+    """A batch whose sequences go on at a position of their cache.
+
+    Attributes:
+        batch: the user's, whole or by microbatch.
+        position: that of each sequence's first row of time, [sequences].
+        room: positions that the buffers of the cache have.
+    """
+
+    batch: PyTree
+    position: Any
+    room: int
 
 
 def has_time(path: tuple[Any, ...], time: tuple[str, ...]) -> bool:
@@ -62,13 +83,16 @@ def slice_length(batch: PyTree, time: tuple[str, ...]) -> int:
     return int(next(leaf.shape[2] for path, leaf in leaves if has_time(path, time)))
 
 
-def time_faults(batch: PyTree, slices: int, time: tuple[str, ...]) -> list[str]:
-    """Faults of a batch whose leaves in `time` are cut along axis 1."""
-    if slices == 1:
+def time_faults(
+    batch: PyTree, slices: int, time: tuple[str, ...], *, always: bool = False
+) -> list[str]:
+    """Faults of a batch whose leaves in `time` are cut along axis 1; `always`: one slice too."""
+    if slices == 1 and not always:
         return []
     if not time:
+        why = f"the schedule has {slices} slices a sequence" if slices > 1 else "a cache has a time"
         return [
-            f"the schedule has {slices} slices a sequence; name the leaves of the batch that have "
+            f"{why}; name the leaves of the batch that have "
             'a time axis (axis 1): jaxpipe.Model(..., time=("tokens", "targets"))'
         ]
     leaves = jax.tree_util.tree_leaves_with_path(batch)
@@ -133,7 +157,9 @@ class Ledger:
 
     def again(self) -> Ledger:
         """An empty ledger, for a function that is traced by itself."""
-        return Ledger(self.slices, self.number, self.before, holds=self.holds)
+        found = copy(self)
+        found.rows, found.buffers = {}, {}
+        return found
 
     def of_layer(self, place: int) -> Ledger:
         """The same ledger for one layer of the stage: layers share no names."""
@@ -155,23 +181,60 @@ class Ledger:
                 f"{list(rows.shape)}"
             )
         axis %= rows.ndim
-        shape = [n * self.slices if i == axis else n for i, n in enumerate(rows.shape)]
-        buffer = jnp.zeros(shape, rows.dtype) if self.before is None else self.before.get(name)
-        if buffer is None or (list(buffer.shape), buffer.dtype) != (shape, rows.dtype):
+        shape = [self._room(n) if i == axis else n for i, n in enumerate(rows.shape)]
+        found = None if self.before is None else self.before.get(name)
+        buffer = jnp.zeros(shape, rows.dtype) if self.before is None else found
+        form = [*self._lead(buffer), *shape]
+        if buffer is None or (list(buffer.shape), buffer.dtype) != (form, rows.dtype):
             what = "no buffer" if buffer is None else f"a buffer {buffer.dtype}{list(buffer.shape)}"
             raise PipelineError(
                 f"ctx.append({name!r}, ...) of rows {rows.dtype}{list(rows.shape)} finds {what}; "
                 "each slice of a sequence appends rows of the same name, shape and dtype, and the "
-                f"buffer has room for {self.slices} slices"
+                f"buffer has room for {self._room(rows.shape[axis])} of them"
             )
         self.rows[name] = rows
+        used, self.buffers[name] = self._written(buffer, rows, axis)
+        return used
+
+    def _room(self, count: int) -> int:
+        """The rows of a buffer, where a slice has so many."""
+        return self.slices * count
+
+    def _lead(self, buffer: Any) -> tuple[int, ...]:
+        """The axes of a buffer before those of its rows."""
+        return ()
+
+    def _written(self, buffer: Any, rows: Any, axis: int) -> tuple[Any, Any]:
+        """The buffer with the rows: once to read, once to leave for later slices."""
         offset = self.number * rows.shape[axis]
         if not self.holds:
             buffer = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
-            used = buffer
-        elif jnp.issubdtype(rows.dtype, jnp.inexact):
-            used, buffer = _in_place(buffer, rows, offset, rows.shape[axis], axis)
-        else:
-            used = buffer
-        self.buffers[name] = buffer
-        return used
+            return buffer, buffer
+        if jnp.issubdtype(rows.dtype, jnp.inexact):
+            found: tuple[Any, Any] = _in_place(buffer, rows, offset, rows.shape[axis], axis)
+            return found
+        return buffer, buffer
+
+
+class CacheLedger(Ledger):
+    """The same with buffers that outlive a call: [sequences, ...], with `room` for each."""
+
+    def __init__(
+        self, room: int, sequence: Any, offset: Any, before: Mapping[str, Any] | None
+    ) -> None:
+        super().__init__(1, 0, before, holds=False)
+        self.room, self.sequence, self.offset = room, sequence, offset
+
+    def _room(self, count: int) -> int:
+        return self.room
+
+    def _lead(self, buffer: Any) -> tuple[int, ...]:
+        return () if self.before is None or buffer is None else buffer.shape[:1]
+
+    def _written(self, buffer: Any, rows: Any, axis: int) -> tuple[Any, Any]:
+        if self.before is None:
+            return buffer, buffer
+        zero = jnp.int32(0)
+        starts = [self.offset if i == axis else zero for i in range(rows.ndim)]
+        buffer = lax.dynamic_update_slice(buffer, rows[None], [self.sequence, *starts])
+        return lax.dynamic_index_in_dim(buffer, self.sequence, 0, keepdims=False), buffer

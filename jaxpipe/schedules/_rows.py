@@ -18,14 +18,20 @@ def actions(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[Action]
     return list(map(tuple.__new__, repeat(Action), zip(repeat(stage), repeat(kind), microbatches)))
 
 
-def in_groups(stages: Sequence[int], kind: Kind, groups: Sequence[int]) -> list[Action]:
+def in_groups(
+    stages: Sequence[int], kind: Kind, groups: Sequence[int], *, reverse: bool = False
+) -> list[Action]:
     """Group after group of microbatches, each group through all stages: Megatron's schedule table.
+    With `reverse` the microbatches of a group are in reverse order.
 
     >>> [str(a) for a in in_groups([0, 2], Kind.F, [2, 1])]
     ['0F0', '0F1', '2F0', '2F1', '0F2', '2F2']
     """
     ends = list(accumulate(groups))
-    spans = [range(end - size, end) for size, end in zip(groups, ends, strict=True)]
+    spans = [
+        range(end - size, end)[:: -1 if reverse else 1]
+        for size, end in zip(groups, ends, strict=True)
+    ]
     return [action for span in spans for stage in stages for action in actions(stage, kind, span)]
 
 

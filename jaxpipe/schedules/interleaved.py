@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..table.action import Action, Cell, Kind, Overlap
 from ..table.placement import Placement
 from ..table.schedule import Schedule
+from ..transforms.slices import sliced
 from ._rows import drop_phantoms, groups_of, in_groups, in_turns
 
 
@@ -13,6 +14,7 @@ def interleaved_1f1b(
     devices: int,
     microbatches: int,
     chunks: int,
+    slices: int = 1,
     group_size: int | None = None,
     lean: bool = False,
 ) -> Schedule:
@@ -30,22 +32,34 @@ def interleaved_1f1b(
     Megatron's warmup of two forwards per hop leaves time for transfers.  Where transfers take no
     time, one per hop is enough: `lean=True` keeps the makespan and holds min(V M, (V - 1) G + P -
     d).
+
+    With K slices a sequence, P or more, a group is a sequence, and its backwards begin with its
+    last slice (SlimPipe, Li et al. 2025).  The makespan is the same, and device d holds min(V M, V
+    K + 2 (P - 1 - d)) activations of slices: little more than one sequence.
     """
+    whole = slices >= max(devices, 2) and group_size is None
+    if slices > 1 and not whole:
+        more = microbatches + slices - 1
+        shape = {"devices": devices, "microbatches": more, "chunks": chunks}
+        return sliced(interleaved_1f1b(**shape, group_size=group_size, lean=lean), slices)
     groups = groups_of(group_size, devices=devices, microbatches=microbatches)
+    if whole:
+        groups = (slices,) * (microbatches // slices)
+    ahead = (chunks - 1) * max(groups) + (slices - 1)
     hop = 1 if lean else 2
     placement = Placement.loop(devices=devices, chunks=chunks)
     rows: list[list[Action]] = []
     for device, stages in enumerate(placement.stages_of):
-        forward, backward = (
-            in_groups(stages, Kind.F, groups),
-            in_groups(stages[::-1], Kind.B, groups),
-        )
-        rows.append(
-            in_turns(forward, backward, (chunks - 1) * max(groups) + hop * (devices - 1 - device))
-        )
+        forward = in_groups(stages, Kind.F, groups)
+        backward = in_groups(stages[::-1], Kind.B, groups, reverse=whole)
+        rows.append(in_turns(forward, backward, ahead + hop * (devices - 1 - device)))
     kept = drop_phantoms(rows, microbatches) if sum(groups) > microbatches else rows
     return Schedule.from_rows(
-        kept, placement=placement, num_microbatches=microbatches, name="interleaved_1f1b"
+        kept,
+        placement=placement,
+        num_microbatches=microbatches,
+        name="interleaved_1f1b",
+        slices=slices,
     )
 
 

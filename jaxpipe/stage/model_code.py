@@ -114,7 +114,7 @@ def trace_model(
         )
         if key not in kinds:
             extra = make_extra(batch, rng, index, index, function.wants_arrays, functions.slices)
-            if "state" in function.wants:
+            if "state" in function.wants_arrays:
                 extra["state"] = state
             kinds[key] = code = _trace_one(job, functions, stage, (params, shared), x, extra, uses)
             _check_collectives(function.name, (code.hoist, code.forward, code.backward), job.axis)

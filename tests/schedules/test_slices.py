@@ -55,6 +55,28 @@ def test_makespan_and_memory(name, makespan, peak):
     assert (timeline.makespan, max(timeline.peak_activations)) == (makespan, peak)
 
 
+@pytest.mark.parametrize(("devices", "chunks", "slices"), [(4, 2, 4), (4, 2, 5), (8, 4, 16)])
+def test_interleaved_1f1b_of_slices_is_slimpipe(devices, chunks, slices):
+    """All slices of a sequence go through a chunk before the next chunk, so that a device holds one
+    sequence and two slices a hop; the makespan is that of interleaved 1F1B.
+    """
+    sequences = 3
+    shape = {"devices": devices, "microbatches": sequences * slices, "slices": slices}
+    schedule = jp.check(build("interleaved_1f1b", chunks=chunks, **shape))
+    timeline = jp.simulate(schedule)
+    assert timeline.makespan == (chunks * sequences * slices + devices - 1) * 3
+    most = chunks * sequences * slices
+    assert timeline.peak_activations == tuple(
+        min(most, chunks * slices + 2 * (devices - 1 - d)) for d in range(devices)
+    )
+    lean = jp.check(build("interleaved_1f1b", chunks=chunks, lean=True, **shape))
+    assert jp.simulate(lean).makespan == timeline.makespan
+    assert max(jp.simulate(lean).peak_activations) == chunks * slices + devices - 1
+    # groups of microbatches, as without slices, hold more
+    grouped = jp.check(build("interleaved_1f1b", chunks=chunks, group_size=devices, **shape))
+    assert max(jp.simulate(grouped).peak_activations) > max(timeline.peak_activations)
+
+
 def swapped(schedule, device, one, other):
     """The table with two cells of a row exchanged."""
     row = list(schedule.rows[device])

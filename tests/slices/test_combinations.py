@@ -7,9 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec as Spec
 
 import jaxpipe as jp
+from jaxpipe.model.arguments import under_policies
 from tests.slices.models import MODELS, TIME, TIMED, WIDTH, attention, data, embed, loss
 from tests.slices.test_parity import BOUND, build, check, error, pipeline
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 
 EXHAUSTIVE = pytest.mark.exhaustive
 PARTS = {"q", "k", "v", "up"}
@@ -52,6 +53,25 @@ def test_other_memory_and_tables(name, how):
     )
 
 
+def test_layers_of_letters_cannot_carry():
+    carrying = jp.Model({"t": lambda p, x, *, carry: (x, carry)}, layers="tt", time=TIMED)
+    with pytest.raises(jp.PipelineError, match="take `carry`, which only whole stages can"):
+        pipeline(carrying, build("1f1b", devices=2, slices=4))
+
+
+@pytest.mark.slow
+def test_layers_under_policies_append_apart():
+    """Each layer is recomputed by itself, and appends rows to its own buffers."""
+    _, own, batch = data("attention", 4, 2)
+    model = jp.Model({"E": embed, "t": attention, "L": loss}, layers="EttttL", time=TIMED)
+    params = {**own, "stages": {"t": own["stages"]}}
+    kept = under_policies(model, {"t": "nothing_saveable"})
+    pipe = pipeline(kept, build("1f1b", devices=2, slices=4), layout="Ett|ttL")
+    found, grads = pipe.value_and_grad(pipe.place(params), batch)
+    wanted = jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=2))(params)
+    assert error((found, pipe.canonical(grads)), wanted) < BOUND
+
+
 @pytest.mark.exhaustive
 def test_layers_of_letters_append_apart_and_stages_are_unlike():
     rng = np.random.default_rng(2)
@@ -68,9 +88,6 @@ def test_layers_of_letters_append_apart_and_stages_are_unlike():
     found, grads = pipe.value_and_grad(pipe.place(params), batch)
     wanted = jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=2))(params)
     assert error((found, pipe.canonical(grads)), wanted) < BOUND
-    carrying = jp.Model({"t": lambda p, x, *, carry: (x, carry)}, layers="tt", time=TIMED)
-    with pytest.raises(jp.PipelineError, match="take `carry`, which only whole stages can"):
-        pipeline(carrying, build("1f1b", devices=2, slices=4))
 
 
 @pytest.mark.exhaustive
@@ -111,8 +128,8 @@ def test_slicing_does_not_change_what_is_dropped():
         pipe.value_and_grad(pipe.place(params), batch)
 
 
-@pytest.mark.slow
-def test_spread_ends():
+@pytest.mark.parametrize("deferred", [slow(False), exhaustive(True)])
+def test_spread_ends(deferred):
     def stage(params, x, *, ctx):
         keys = ctx.append("keys", x @ params["k"])
         seen = (ctx.offset + jnp.arange(x.shape[1]))[:, None] >= jnp.arange(keys.shape[1])
@@ -130,9 +147,10 @@ def test_spread_ends():
         "stages": {name: rng.standard_normal((2, WIDTH, WIDTH)) / 3 for name in "kq"},
     }
     batch = {name: rng.integers(0, vocabulary, (4, TIME)) for name in ("tokens", "targets")}
-    pipe = pipeline(model, build("1f1b", devices=2, slices=4))
-    assert "E" in str(pipe.schedule)
-    assert "L" in str(pipe.schedule)
+    table = build("1f1b", devices=2, slices=4)
+    pipe = pipeline(model, jp.defer_last(jp.spread_last(table)) if deferred else table)
+    for kind in "EGLH" if deferred else "EGL":
+        assert f"0{kind}" in str(pipe.schedule)
     found, grads = pipe.value_and_grad(pipe.place(params), batch)
     wanted = jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=2))(params)
     assert error((found, pipe.canonical(grads)), wanted) < BOUND

@@ -1,0 +1,182 @@
+"""Carries and appended rows of sequences that pass from call to call: the cache of a generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..arrays import Params, PyTree
+from ..errors import PipelineError
+from ..table.schedule import Schedule
+from .functions import Functions, make_extra
+from .param_layout import with_outer
+from .partition import Partition
+from .placed import Chunks
+from .slices import Positioned, has_time, time_faults
+
+_WANTS = frozenset({"microbatch", "ctx"})
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("stages",),
+    meta_fields=("sequences", "length"),
+)
+@dataclass(frozen=True)
+class Cache:
+    """What the stages keep of some sequences, on the devices of the stages.
+
+    Attributes:
+        stages: for each chunk (carry, appended rows by name), leaves [P, sequences, ...].
+        sequences: how many there are; sequence m is microbatch m of a schedule without slices.
+        length: positions of a sequence that there is room for.
+    """
+
+    stages: Chunks
+    sequences: int
+    length: int
+
+
+def cache_shapes(
+    functions: Functions,
+    partition: Partition,
+    schedule: Schedule,
+    *,
+    params: Params,
+    batch: PyTree,
+    length: int,
+) -> list[PyTree]:
+    """What each stage keeps in a cache with room for `length` positions, leaves [sequences, ...].
+
+    Raises:
+        PipelineError: the batch or the length does not fit; every fault is listed.
+    """
+    faults = _batch_faults(functions, partition, batch)
+    if not isinstance(length, int) or length < 1:
+        faults.append(f"length must be a whole number of at least 1, not {length!r}")
+    if faults:
+        raise PipelineError.listing("there is no cache for this batch", faults)
+    cuts, axis, zero = partition.cuts, partition.axis, jnp.int32(0)
+    params, count = with_outer(params), schedule.num_microbatches
+    sizes = {key: cuts.sizes(key, params[key], parts=1) for key in cuts.dims}
+    functions = replace(functions, training=False, axis=axis, sizes=sizes).with_cache(length)
+
+    def shapes(params: Params, batch: PyTree) -> list[PyTree]:
+        rows, shared, found = functions.split(batch, count), params["shared"], []
+        own = functions.for_batch(rows)
+        extra = make_extra(rows, None, zero, zero, _WANTS, own.slices)
+        if own.spreads_first:
+            shares = cuts.shares("first", params["first"]), cuts.shares("shared", shared)
+            every = jax.vmap(
+                lambda own_share, common: own.run_first((own_share, common), (), extra),
+                axis_name=axis,
+            )(*shares)
+            x = jax.tree.map(lambda leaf: leaf[0], every)
+        else:
+            x = own.run_first((params["first"], shared), (), extra)
+        for stage, function in enumerate(own.stages):
+            both = partition.layout.of_stage(stage, params["stages"]), shared
+            extra = make_extra(rows, None, zero + stage, zero, function.wants_arrays, own.slices)
+            x, returned = own.run_stage(stage, both, x, extra)
+            found.append(returned.carried)
+        return found
+
+    sequences = count // schedule.slices
+    return [
+        jax.tree.map(lambda a: jax.ShapeDtypeStruct((sequences, *a.shape), a.dtype), tree)
+        for tree in jax.eval_shape(shapes, params, batch)
+    ]
+
+
+def positioned(
+    functions: Functions,
+    partition: Partition,
+    schedule: Schedule,
+    *,
+    cache: Any,
+    batch: PyTree,
+    position: Any,
+) -> Positioned:
+    """The batch of a call that goes on at a position of its cache.
+
+    Raises:
+        PipelineError: cache, batch and position do not fit; every fault is listed.
+    """
+    faults = _batch_faults(functions, partition, batch)
+    sequences, owners = schedule.num_microbatches // schedule.slices, partition.layout.owners
+    if not isinstance(cache, Cache):
+        faults += [
+            f"cache= takes what `empty_cache` or `outputs` returned, not {type(cache).__name__}"
+        ]
+    elif not faults:
+        if cache.stages.owners != owners:
+            faults += [
+                f"the cache is for {cache.stages.owners}, but this schedule has {owners}; make it "
+                "by `empty_cache` of this pipeline"
+            ]
+        if cache.sequences != sequences:
+            faults += [
+                f"the cache has {cache.sequences} sequences, but the schedule has {sequences}"
+            ]
+        faults += _position_faults(cache, position, positions(batch, functions.time))
+    if faults:
+        raise PipelineError.listing("this call with a cache cannot be lowered", faults)
+    at = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (sequences,))
+    return Positioned(batch, at, cache.length)
+
+
+def _batch_faults(functions: Functions, partition: Partition, batch: PyTree) -> list[str]:
+    """Why a batch cannot go with a cache."""
+    faults = time_faults(batch, functions.slices, functions.time, always=True)
+    if axes := partition.data_axes:
+        faults.append(
+            f"a cache does not combine with the data axes {', '.join(axes)}; give each data shard "
+            "a pipeline of its own"
+        )
+    if functions.has_state:
+        faults.append("a cache does not combine with stages that take `state`")
+    return faults
+
+
+def positions(batch: PyTree, time: tuple[str, ...]) -> int:
+    """The positions of time of a batch."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return int(next(np.shape(leaf)[1] for path, leaf in leaves if has_time(path, time)))
+
+
+def _position_faults(cache: Cache, position: Any, more: int) -> list[str]:
+    shape = np.shape(position)
+    if shape not in ((), (cache.sequences,)):
+        return [f"position has shape {list(shape)}; give a number, or {cache.sequences} of them"]
+    if not jnp.issubdtype(jnp.result_type(position), jnp.integer):
+        return [f"position is {jnp.result_type(position)}; give whole numbers"]
+    if isinstance(position, jax.core.Tracer):
+        return []
+    least, most = int(np.min(position)), int(np.max(position))
+    if least < 0 or most + more > cache.length:
+        return [
+            f"{more} rows at position {most if least >= 0 else least} are beyond the buffers of "
+            f"the cache, which have room for {cache.length}; make it with length={most + more}"
+        ]
+    return []
+
+
+def hide_beyond(outputs: PyTree, batch: Positioned, more: int) -> PyTree:
+    """NaN in place of floating outputs where rows are beyond the buffers of the cache.
+
+    A position that is traced is known when the program runs, which is too late for an error.
+    """
+    if not isinstance(batch.position, jax.core.Tracer):
+        return outputs
+    fits = jnp.all(batch.position + more <= batch.room) & jnp.all(batch.position >= 0)
+    return jax.tree.map(
+        lambda leaf: (
+            jnp.where(fits, leaf, jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
+        ),
+        outputs,
+    )
