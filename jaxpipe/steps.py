@@ -30,8 +30,7 @@ from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.kinds import Kind
 from .table.schedule import Schedule
-from .transforms.forward_only import for_evaluation
-from .transforms.place_together import without_kinds
+from .transforms.remove import for_evaluation, without_kinds
 
 
 @dataclass(eq=False)
@@ -50,7 +49,13 @@ class Steps:
     @cached_property
     def plan(self) -> Plan:
         """The plan of a training step."""
-        plan = plan_of(self.schedule, costs=self.costs, overheads=self.target.overheads)
+        mesh = self.partition.mesh
+        plan = plan_of(
+            self.schedule,
+            costs=self.costs,
+            overheads=self.target.overheads,
+            as_one=any(mesh.shape[name] > 1 for name in self.partition.sharding.local),
+        )
         return replace(plan, offload=Offload(self.memory.offload))
 
     @property

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxpipe.lowering.assign_ticks import Ticks, assign_ticks, joined_ticks, modulo_ticks, needs_of
-from jaxpipe.lowering.balanced_ticks import balanced_ticks
 from jaxpipe.lowering.plan import cheapest
 from jaxpipe.lowering.requirements import NO_TRANSFER, collect
 from jaxpipe.lowering.slots import assign_slots
@@ -45,8 +44,8 @@ def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
         if table.device[i] != table.device[j]:
             continue
         one, other = Block(Kind(table.kind[i]), 0), Block(Kind(table.kind[j]), 0)
-        paired = one.runs_forward and not other.runs_forward and not other.together
-        joined = not ticks.forward_first and one.kind is Kind.W and other.kind is Kind.F
+        paired = one.runs_forward and not other.runs_forward and not other.is_collective
+        joined = one.kind is Kind.W and other.kind is Kind.F
         if when[i] > when[j] or (when[i] == when[j] and not (paired or joined)):
             found.append(
                 f"{table.text(i)} and {table.text(j)} of one row run in ticks {when[i]} and "
@@ -112,8 +111,8 @@ def _ticks(name: str, run: Callable[[Schedule], Ticks]) -> Contract[Schedule, Ti
 TICKS = (
     _ticks("assign_ticks", assign_ticks),
     _ticks("joined_ticks", joined_ticks),
+    _ticks("joined_ticks as one", lambda schedule: joined_ticks(schedule, as_one=True)),
     _ticks("modulo_ticks", modulo_ticks),
-    _ticks("balanced_ticks", balanced_ticks),
     _ticks("modulo_ticks shifted", lambda schedule: modulo_ticks(schedule, shift=1)),
 )
 SEGMENTS: Contract[Ticks, Cut] = Contract(

@@ -9,12 +9,11 @@ from itertools import pairwise
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
-from jaxpipe.lowering.balanced_ticks import balanced_ticks
 from jaxpipe.lowering.candidates import span_candidates
 from jaxpipe.lowering.plan import cheapest, choose_candidate
 from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.spans import Span, segments_of
-from jaxpipe.program.templates import Part, Payload, parts_in_order
+from jaxpipe.program.templates import Part, Payload
 from jaxpipe.table.action import Action, Kind, parts
 from jaxpipe.table.effects import LastUse, Liveness
 
@@ -22,10 +21,10 @@ MAKERS = {
     "fewest": assign_ticks,
     "turns": modulo_ticks,
     "shifted turns": lambda s: modulo_ticks(s, shift=1),
-    "level": balanced_ticks,
     "joined": joined_ticks,
+    "as one": lambda s: joined_ticks(s, as_one=True),
 }
-KEEP_ORDER = ("fewest", "turns", "shifted turns", "level")
+KEEP_ORDER = ("fewest", "turns", "shifted turns")
 
 
 def every_ticks(schedule):
@@ -106,20 +105,19 @@ def emitted(name, chunks, devices, microbatches, **options):
     return choose_candidate(schedule, **options)
 
 
-def simulated(costs, segments, transfer, forward_first=False):
+def simulated(costs, segments, transfer):
     """`program_makespan` again, from its definition: part by part, device by device, no trip left
     out.
     """
-    order = parts_in_order(forward_first)
     time = [0.0] * costs.shape[-1]
     for segment in segments:
         under_way = {}
 
         def place(point, segment=segment):
             blocks = segment.templates[point.tick].blocks
-            return point.tick, order.index(
-                Part.of(blocks[point.block].block.kind)
-            ) if point.block < len(blocks) else len(order)
+            if point.block >= len(blocks):
+                return point.tick, len(Part)
+            return point.tick, int(Part.of(blocks[point.block].block.kind))
 
         together = {}  # permutes that are issued together and awaited together
         for t in segment.transits:
@@ -127,13 +125,13 @@ def simulated(costs, segments, transfer, forward_first=False):
             together.setdefault((issued, place(t.written), t.from_before), []).append(t.permute)
         for tick in range(segment.start, segment.stop):
             trip, j = divmod(tick - segment.start, segment.period)
-            for part in range(len(order) + 1):
+            for part in range(len(Part) + 1):
                 for (issued, written, from_before), permutes in together.items():
                     if issued == (j, part) and (trip or not from_before):
                         under_way.setdefault(written, []).append(over(time, permutes, transfer))
                 for done in under_way.pop((j, part), []):
                     time = [max(both) for both in zip(time, done, strict=True)]
-                if part < len(order):
+                if part < len(Part):
                     time = [t + took for t, took in zip(time, costs[tick, part], strict=True)]
         in_flight = [
             over(time, permutes, transfer)

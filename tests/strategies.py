@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from jaxpipe.table.action import Action, Cell, Kind, Overlap
-from jaxpipe.table.kinds import COLLECTIVE, COMPUTE
+from jaxpipe.table.kinds import COMPUTE, SHARES
 from jaxpipe.table.placement import Placement
 from jaxpipe.table.run_order import Transfers
 from jaxpipe.table.schedule import Schedule
@@ -74,9 +74,7 @@ def _random_table(
     # In a bidirectional placement each microbatch goes one way: the r-th device of every stage.
     way = [rng.randrange(min(map(len, placement.devices_of))) for _ in range(microbatches)]
     rows: list[list[Cell]] = [[] for _ in range(placement.num_devices)]
-    every = [
-        kind for kind in COMPUTE if kind not in COLLECTIVE and (recompute or kind is not Kind.R)
-    ]
+    every = [kind for kind in COMPUTE if kind not in SHARES and (recompute or kind is not Kind.R)]
     # a taste: breadth first, depth first, late W...
     kinds = rng.choice((None, *(rng.sample(every, len(every)) for _ in range(3))))
     idle, pair = rng.choice((0.0, 0.2)), rng.choice((0.0, 0.5, 1.0))

@@ -8,22 +8,27 @@ from collections.abc import Callable, Collection, Iterator
 
 from jaxpipe.table.action import Action, parts
 from jaxpipe.table.kinds import (
-    COLLECTIVE,
+    COLLECTIVES,
     COMPUTE,
     KINDS,
     RECOMPUTE,
-    TOGETHER,
+    SHARES,
     TRANSFERS,
     Kind,
     Pass,
 )
 from jaxpipe.table.schedule import Schedule
-from jaxpipe.transforms.add_transfers import add_transfers, remove_transfers
+from jaxpipe.transforms.add_transfers import add_transfers
 from jaxpipe.transforms.backward import merge_backward, split_backward
 from jaxpipe.transforms.defer_last import defer_last
-from jaxpipe.transforms.forward_only import forward_only
-from jaxpipe.transforms.recompute import add_recompute, remove_recompute
-from jaxpipe.transforms.spread import remove_spread, spread_first, spread_last
+from jaxpipe.transforms.recompute import add_recompute
+from jaxpipe.transforms.remove import (
+    forward_only,
+    remove_recompute,
+    remove_spread,
+    remove_transfers,
+)
+from jaxpipe.transforms.spread import spread_first, spread_last
 from tests.contract import Contract
 
 Faults = tuple[str, ...]
@@ -71,7 +76,7 @@ def _spreads(
 
     def faults(before: Schedule, after: Schedule) -> Faults:
         shares = [
-            [(a.kind, a.microbatch) for a in row if a.kind in TOGETHER] for row in _rows(after)
+            [(a.kind, a.microbatch) for a in row if a.kind in COLLECTIVES] for row in _rows(after)
         ]
         asked = [
             kind
@@ -104,7 +109,7 @@ def _work(row: list[Action]) -> list[Action]:
             [a._replace(kind=Kind.I), a._replace(kind=Kind.W)] if a.kind is Kind.B else [a]
         )
     ]
-    return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in COLLECTIVE)
+    return sorted(a for a in halves if a.kind in COMPUTE and a.kind not in SHARES)
 
 
 def _names(kinds: Collection[Kind]) -> str:
@@ -123,6 +128,11 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
     Contract("remove_transfers", remove_transfers, keeps(COMPUTE, holds=COMPUTE, whole=True)),
     Contract("merge_backward", merge_backward, keeps(_without(*_BACKWARD), whole=True)),
     Contract(
+        "merge_backward delayed",
+        lambda schedule: merge_backward(schedule, delayed=True),
+        keeps(_without(*_BACKWARD), holds=_without(Kind.I, Kind.W), whole=True),
+    ),
+    Contract(
         "split_backward",
         split_backward,
         keeps(_without(*_BACKWARD), holds=_without(Kind.B), whole=True),
@@ -139,9 +149,7 @@ CONTRACTS: tuple[Contract[Schedule, Schedule], ...] = (
         spread_first,
         _spreads(keeps(_without(*_BACKWARD, Kind.E, Kind.G), whole=True), Kind.E, Kind.G),
     ),
-    Contract(
-        "remove_spread", remove_spread, keeps(_without(*COLLECTIVE), holds=_without(*COLLECTIVE))
-    ),
+    Contract("remove_spread", remove_spread, keeps(_without(*SHARES), holds=_without(*SHARES))),
     Contract("defer_last", defer_last, keeps(_without(Kind.H), whole=True)),
     Contract(
         "remove_recompute",

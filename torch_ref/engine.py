@@ -25,7 +25,7 @@ from .models.base import Context, StagedModel, SumCount, Value, WithAux
 from .result import Result, to_numpy
 from .slices import Passing, Sequences
 from .stuck import why_stuck
-from .table import TOGETHER, Action, Cell, Kind, Table
+from .table import COLLECTIVES, Action, Cell, Kind, Table
 from .weights import Weights
 
 
@@ -87,8 +87,8 @@ class Engine:
             before = list(at)
             for device, row in enumerate(self.table.rows):
                 if at[device] < len(row) and not self._waits_for(device, row[at[device]]):
-                    together = row[at[device]] and row[at[device]][0].kind in TOGETHER
-                    for one in range(self.table.num_devices) if together else (device,):
+                    collective = row[at[device]] and row[at[device]][0].kind in COLLECTIVES
+                    for one in range(self.table.num_devices) if collective else (device,):
                         self._run_cell(one, self.table.rows[one][at[one]])
                         at[one] += 1
             if at == before:
@@ -116,13 +116,13 @@ class Engine:
         kept = self.kept[device].get((stage, m))
         if kind is Kind.H:
             return [] if m in self.left[device] else [Action(device, Kind.L, m)]
-        if kind in TOGETHER:
+        if kind in COLLECTIVES:
             absent = [
                 Action(d, kind, m)
                 for d in range(self.table.num_devices)
                 if (Action(d, kind, m),) != self._here(d)
             ]
-            return [*self._lacks_together(kind, m), *absent]
+            return [*self._lacks_shares(kind, m), *absent]
         if kind is Kind.F:
             missing = (stage > 0 or self.table.spreads_first) and (stage, m) not in self.activations
             needs = [Action(stage - 1, Kind.F, m) if stage > 0 else Action(device, Kind.E, m)]
@@ -149,7 +149,7 @@ class Engine:
             lacks.append(Action(device, Kind.L, m))
         return lacks
 
-    def _lacks_together(self, kind: Kind, m: int) -> list[Action]:
+    def _lacks_shares(self, kind: Kind, m: int) -> list[Action]:
         """What is not there yet of what all devices need for their shares."""
         if kind is Kind.L and m not in self.ends:
             return [Action(self.last_stage, Kind.F, m)]

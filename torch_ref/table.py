@@ -38,7 +38,7 @@ class Kind(enum.Enum):
 
 
 # What all devices do at the same time.
-TOGETHER = (Kind.L, Kind.E, Kind.G)
+COLLECTIVES = (Kind.L, Kind.E, Kind.G)
 # Of what each device does its share.
 SHARES = {
     Kind.L: "`last`",

@@ -18,16 +18,14 @@ from ..schedules import build, names
 from ..schedules.registry import describe
 from ..table.activations import Release
 from ..table.certificate import Objective
-from ..table.check import check
-from ..table.grid import MARK, grid
+from ..table.check import MOST_COLUMNS, check, report
+from ..table.grid import drawn
 from ..table.limits import MAX_TEXT
 from ..table.placement import Placement
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ..table.text import csv_lines, csv_place, json_place, json_value
 
-# Columns of a table's grid that are printed around the marked cells.
-MOST_COLUMNS = 60
 # Costs with a flag of their own name.
 _OTHER_COSTS = tuple(
     field.name
@@ -167,22 +165,12 @@ def checked(
         return check(schedule, transfers=transfers, max_activations=max_activations)
     except ScheduleError as error:
         found = error.violations
-        marked = {
-            (v.device, v.position) for v in found if v.device is not None and v.position is not None
-        }
-        marked |= {cell for v in found for cell in v.others}
-        lines = [
+        head = (
             f"{schedule.name or 'the schedule'} is invalid, {len(found)} "
             f"violation{'' if len(found) == 1 else 's'}:"
-        ]
-        lines += [f"  {v}" for v in found] or [f"  {error}"]
-        picture = grid(
-            schedule.rows, marked=marked, most_columns=MOST_COLUMNS, slices=schedule.slices
         )
-        raise InvalidScheduleError(
-            "\n".join([*lines, picture]),
-            found,
-        ) from error
+        text = report(schedule, found, head) if found else f"{head}\n  {error}"
+        raise InvalidScheduleError(text, found) from error
 
 
 def read_costs(arguments: argparse.Namespace) -> Costs:
@@ -339,20 +327,10 @@ def _with_raw_grid(text: str, suffix: str, error: ScheduleError) -> str:
         first, half = min(p for _, p in marked), MOST_COLUMNS // 2
         columns = range(max(0, first - half), min(len(columns), first + half))
     shown = [[_cut(cell) for cell in row[columns.start : columns.stop]] for row in rows]
-    cells = [
-        [f"[{cell}]" if (d, p) in marked else cell for p, cell in enumerate(row, columns.start)]
-        for d, row in enumerate(shown)
-    ]
-    width = max(len(c) for row in cells for c in row)
-    label = len(f"device {len(rows) - 1}")
     lines = [str(error)]
     if len(columns) < max(map(len, rows)):
         lines.append(f"columns {columns.start + 1} to {columns.stop}:")
-    for device, row in enumerate(cells):
-        tail = f"  {MARK}" if any(d == device for d, _ in marked) else ""
-        body = "".join(f" {c:<{width}}" for c in row).rstrip()
-        lines.append(f"{f'device {device}':<{label}} |{body}{tail}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *drawn(shown, {(d, p - columns.start) for d, p in marked})])
 
 
 def _raw_cells(text: str, suffix: str) -> Iterator[list[str]]:

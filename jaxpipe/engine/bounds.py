@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ScheduleError, listed, quoted
 from ..table.certificate import Objective
-from ..table.kinds import RECOMPUTE, TOGETHER
+from ..table.kinds import COLLECTIVES, RECOMPUTE
 from ..table.limits import MAX_COUNT, is_whole
 from ..table.placement import Placement
 from ..table.typed import typed
@@ -124,15 +124,14 @@ def _with_meetings(timeline: Timeline) -> float:
     shares are work besides.
     """
     schedule, table = timeline.schedule, timeline.schedule.encoded
-    kinds = [kind for kind in TOGETHER if table.of_kinds((kind,)).any()]
+    kinds = [kind for kind in COLLECTIVES if table.of_kinds((kind,)).any()]
     if not kinds:
         return 0
     times, count = timeline.costs.for_stages(schedule.num_stages), schedule.num_microbatches
     shop = JobShop.of(schedule.placement, cheapest(times), timeline.costs.release, count, None)
     shares = [times.of(kind) or (0,) for kind in kinds]
     return max(
-        sum(node.length for node in shop.nodes if node.device == device) * count
-        + sum(share[device] for share in shares) * count
+        count * (shop.work(device) + sum(share[device] for share in shares))
         for device in range(shop.devices)
     )
 
@@ -187,8 +186,6 @@ def bound_of(shop: JobShop) -> float:
         return max(
             sum(node.length for node in shop.nodes) * shop.microbatches / shop.devices, chain
         )
-    if len(shop.nodes) > 3 * _MOST_STAGES or len(shop.nodes) * shop.microbatches > 3 * _MOST_PAIRS:
-        return max(_work(shop), _area(shop))
     return max(_one_machine(shop), _area(shop))
 
 
@@ -198,17 +195,9 @@ def period_bound_of(shop: JobShop) -> float:
     """
     if shop.shared:
         return sum(node.length for node in shop.nodes) / shop.devices
-    found = [
-        sum(node.length for node in shop.nodes if node.device == device)
-        for device in range(shop.devices)
-    ]
-    return max(
-        *found,
-        *(
-            0 if shop.cap is None else sum(_lives(shop, device)) / shop.cap
-            for device in range(shop.devices)
-        ),
-    )
+    devices = range(shop.devices)
+    held = [0.0] if shop.cap is None else [sum(_lives(shop, d)) / shop.cap for d in devices]
+    return max(*map(shop.work, devices), *held)
 
 
 def _with_recompute(shop: JobShop, again: Sequence[float], microbatches: int, cap: int) -> float:
@@ -219,11 +208,11 @@ def _with_recompute(shop: JobShop, again: Sequence[float], microbatches: int, ca
     """
     found: list[float] = [0]
     for device in range(shop.devices):
-        mine = [node for node in shop.nodes if node.device == device]
+        mine = [shop.nodes[n] for n in shop.on(device)]
         stages = [node.stage for node in mine if node.begins]
         if not stages:
             continue
-        work = microbatches * sum(node.length for node in mine)
+        work = microbatches * shop.work(device)
         # From an R on: its time, and the backward's until the release.
         last = [
             max(n for n, node in enumerate(mine) if node.releases and node.stage == s)
@@ -247,49 +236,45 @@ def _with_recompute(shop: JobShop, again: Sequence[float], microbatches: int, ca
     return max(found)
 
 
+def _ends(shop: JobShop, device: int) -> tuple[list[int], list[int]]:
+    """The nodes of a device that take a place for activations, and those that free one."""
+    mine = shop.on(device)
+    return [n for n in mine if shop.nodes[n].begins], [n for n in mine if shop.nodes[n].releases]
+
+
 def _lives(shop: JobShop, device: int) -> list[float]:
     """The least time from the F of each of a device's stages to its release: that of one microbatch
     alone.
     """
     heads, _ = shop.alone()
-    begins = [n for n, node in enumerate(shop.nodes) if node.device == device and node.begins]
+    begins, releases = _ends(shop, device)
     # Releases come in the opposite order of stages.
-    releases = [n for n, node in enumerate(shop.nodes) if node.device == device and node.releases][
-        ::-1
-    ]
     return [
-        heads[r] + shop.nodes[r].length - heads[b] for b, r in zip(begins, releases, strict=True)
+        heads[r] + shop.nodes[r].length - heads[b]
+        for b, r in zip(begins, releases[::-1], strict=True)
     ]
-
-
-def _work(shop: JobShop) -> float:
-    """A device waits for its first action, then does all its work, then the rest of the last chain
-    must follow.
-    """
-    heads, tails = shop.alone()
-    found: list[float] = [0]
-    for device in range(shop.devices):
-        mine = [n for n, node in enumerate(shop.nodes) if node.device == device]
-        if not mine:
-            continue
-        work = sum(shop.nodes[n].length for n in mine) * shop.microbatches
-        found.append(min(heads[n] for n in mine) + work + min(tails[n] for n in mine))
-    return max(found)
 
 
 def _one_machine(shop: JobShop) -> float:
-    """Every device as one machine, with a head and a tail for every action."""
-    heads, tails = shop.heads(), shop.tails()
-    found: list[float] = [0]
-    for device in range(shop.devices):
-        jobs = [
-            (heads[n][k], node.length, tails[n][k])
-            for n, node in enumerate(shop.nodes)
-            if node.device == device
-            for k in range(shop.microbatches)
-        ]
-        found.append(preemptive_one_machine(jobs))
-    return max(found)
+    """Every device as one machine, with a head and a tail for every action; in a large instance,
+    for all actions of a stage and kind as one.
+    """
+    count = shop.microbatches
+    if len(shop.nodes) <= 3 * _MOST_STAGES and len(shop.nodes) * count <= 3 * _MOST_PAIRS:
+        heads, tails, together = shop.heads(), shop.tails(), 1
+    else:
+        heads, tails = ([[time] for time in times] for times in shop.alone())
+        together = count
+    return max(
+        preemptive_one_machine(
+            [
+                (head, shop.nodes[n].length * together, tail)
+                for n in shop.on(device)
+                for head, tail in zip(heads[n], tails[n], strict=True)
+            ]
+        )
+        for device in range(shop.devices)
+    )
 
 
 def _area(shop: JobShop) -> float:
@@ -297,22 +282,17 @@ def _area(shop: JobShop) -> float:
     if shop.cap is None:
         return 0
     heads, tails = shop.alone()
-    found: list[float] = [0]
+    nodes, found = shop.nodes, [0.0]
     for device in range(shop.devices):
-        begins = [n for n, node in enumerate(shop.nodes) if node.device == device and node.begins]
-        releases = [
-            n for n, node in enumerate(shop.nodes) if node.device == device and node.releases
-        ]
+        begins, releases = _ends(shop, device)
         if not begins:
             continue
-        lives = _lives(shop, device)
         places = min(shop.cap, len(begins) * shop.microbatches)
-        ramp = places * (places - 1) // 2
-        full = shop.microbatches * sum(lives) + ramp * min(shop.nodes[n].length for n in begins)
-        full += ramp * min(shop.nodes[n].length for n in releases)
-        found.append(
-            min(heads[n] for n in begins) + min(tails[n] for n in releases) + full / places
-        )
+        shortest = (min(nodes[n].length for n in ends) for ends in (begins, releases))
+        ramps = places * (places - 1) // 2 * sum(shortest)
+        full = shop.microbatches * sum(_lives(shop, device)) + ramps
+        outside = min(heads[n] for n in begins) + min(tails[n] for n in releases)
+        found.append(outside + full / places)
     return _rounded_up(max(found), shop)
 
 

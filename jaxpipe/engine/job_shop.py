@@ -114,6 +114,14 @@ class JobShop(NamedTuple):
         held = [node.device for node in self.nodes if node.begins]
         return max(held.count(device) for device in range(self.devices))
 
+    def on(self, device: int) -> list[int]:
+        """The nodes of a device."""
+        return [n for n, node in enumerate(self.nodes) if node.device == device]
+
+    def work(self, device: int) -> float:
+        """The time that a device needs for one microbatch."""
+        return sum(self.nodes[n].length for n in self.on(device))
+
     def alone(self) -> tuple[list[float], list[float]]:
         """Of one microbatch alone: per node, its earliest start and the least time from its end to
         the end of all.
@@ -196,9 +204,8 @@ class JobShop(NamedTuple):
         begun = np.full(self.microbatches, int(node.begins))
         released = np.zeros(self.microbatches, np.int64)
         cheapest: float | None = None
-        for a, other in enumerate(self.nodes):
-            if other.device != node.device:
-                continue
+        for a in self.on(node.device):
+            other = self.nodes[a]
             done = np.clip(most - lags[a, number] + 1, 0, self.microbatches)
             work = work + done * other.length
             begun += done * other.begins

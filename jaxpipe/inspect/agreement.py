@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from ..errors import PipelineError
 from ..table.action import Kind
-from ..table.kinds import COLLECTIVE
+from ..table.kinds import SHARES
 from .collectives import Collective, find_collectives
 from .hlo import Frame, Instruction, Module, inner, parse
 
@@ -158,7 +158,7 @@ def _differs(frames: Sequence[Frame]) -> bool:
     for frame in frames:
         if frame.trips is None:
             scope = _SCOPE.search(frame.instruction.op_name)
-            if scope is None or Kind[scope[1]] not in COLLECTIVE:
+            if scope is None or Kind[scope[1]] not in SHARES:
                 return True
     return False
 

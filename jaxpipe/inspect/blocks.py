@@ -88,11 +88,14 @@ class Step:
         table = self.code.program.schedule.encoded
         kinds = {k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if table.of_kinds((k,)).any()}
         kinds |= {"R"} if table.of_kinds(RECOMPUTE).any() else set()
+        program = self.code.program
+        joined = bool((program.pairs & (program.ticks.backward.kind == Kind.W)).any())
         found: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
         for kind, entries in zip(self.code.kinds, self.entries, strict=True):
             blocks = stage_blocks(kind, entries)
             found += [(block,) for name, block in blocks.items() if name in kinds]
             found += [(blocks["B"], blocks["F"])] if len(table.pairs) and "B" in kinds else []
+            found += [(blocks["W"], blocks["F"])] if joined else []
         return found
 
     def work_space(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from ..pipeline import Pipeline
 from ..spmd.body import CANNOT_BE_TIMED
 from ..spmd.executor import TracedStep
 from ..spmd.mapped import on_cpus
-from ..table.kinds import COLLECTIVE, KINDS
+from ..table.kinds import KINDS, SHARES
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from .blocks import Step
@@ -162,7 +162,7 @@ def _costs(
             np.flatnonzero((table.kind == kind) & (table.stage == s)).tolist()
             for s in range(table.num_stages)
         ]
-        if all(numbers) or (kind in COLLECTIVE and any(numbers)):
+        if all(numbers) or (kind in SHARES and any(numbers)):
             found[name] = tuple(
                 statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers
             )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from ..errors import ScheduleError
+from ..program.records import JOINT
 from ..table.action import Action, Cell, Kind, Overlap
 from ..table.encoded import BoolArray, IntArray
 from ..table.grid import grid
@@ -27,11 +28,11 @@ class Ticks:
 
     schedule: Schedule
     when: IntArray
-    # in a tick with a forward and a backward, the forward runs first (else the backward does)
-    forward_first: bool = False
     # the period of the whole table's code, for which the ticks were made; 1 leaves it to
     # `span_candidates`
     period: int = 1
+    # backwards that run as one block with a forward of their tick
+    joint: tuple[Kind, ...] = JOINT
 
     @cached_property
     def num_ticks(self) -> int:
@@ -90,16 +91,18 @@ def joins_weights(schedule: Schedule) -> BoolArray:
     )
 
 
-def joined_ticks(schedule: Schedule) -> Ticks:
+def joined_ticks(schedule: Schedule, *, as_one: bool = False) -> Ticks:
     """As `assign_ticks`, but a W is in the tick of the F right after it: fewer ticks, and in each
     of them predicates to ask.
 
     A W neither awaits nor makes a transfer, so where transfers run beside blocks it runs while its
-    tick's F awaits its input.
+    tick's F awaits its input.  With `as_one` both are one block: where blocks communicate, matmuls
+    of the W run beside collectives of the F.
     """
     table = schedule.encoded
     ends = np.where(joins_weights(schedule), np.arange(table.num_actions) + 1, table.last_half)
-    return _earliest(schedule, np.zeros(table.num_actions, np.int64), 1, ends)
+    ticks = _earliest(schedule, np.zeros(table.num_actions, np.int64), 1, ends)
+    return replace(ticks, joint=(*JOINT, Kind.W)) if as_one else ticks
 
 
 def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
@@ -123,7 +126,7 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
     kind[pairs] = kind[pairs + 1] = len(Kind) + table.kind[pairs + 1]  # a pair is a kind of its own
     kinds, turn = np.unique(kind, return_inverse=True)
     # All devices have the turn of a collective action in the same tick.
-    turn = np.where(table.together, turn, (turn + shift * table.device) % max(1, len(kinds)))
+    turn = np.where(table.is_collective, turn, (turn + shift * table.device) % max(1, len(kinds)))
     return _earliest(schedule, turn, max(1, len(kinds)), table.last_half)
 
 
@@ -143,7 +146,7 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -
     paired, met = np.isin(last - 1, table.pairs), np.isin(last, list(table.collectives))
     # After the last cell of a device there is one that can never run.
     stops = np.searchsorted(last, table.first[1:])
-    cells, turns, together = (
+    cells, turns, are_collective = (
         np.insert(last, stops, never),
         np.insert(turn[last], stops, 0),
         np.insert(met, stops, False),
@@ -160,7 +163,7 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -
             ready &= when[of_forward[at]] < tick
         if period > 1:
             ready &= turns[at] == tick % period
-        if table.collectives and not (waiting := together[at]).all():
+        if table.collectives and not (waiting := are_collective[at]).all():
             ready &= ~waiting
         running = at[ready]
         when[cells[running]] = tick

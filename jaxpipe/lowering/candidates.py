@@ -73,46 +73,21 @@ def _phases(ticks: Ticks) -> Iterator[list[Span]]:
 
 
 def _steady(requirements: Requirements) -> Iterator[list[Span]]:
-    """The exact repeats; and the longest of them between a warmup and a cooldown of period 1."""
-    exact = exact_spans(requirements, 0, len(requirements))
-    yield exact
-    steady = max(exact, key=lambda span: (span.period > 1, span.stop - span.start))
-    yield [
-        span
-        for span in (Span(0, steady.start, 1), steady, Span(steady.stop, len(requirements), 1))
-        if span.start < span.stop
-    ]
+    """The longest exact repeat of each period, between a warmup and a cooldown of period 1."""
+    codes, stop = requirements.signatures, len(requirements)
+    for period in range(1, min(LONGEST_PERIOD, stop // 2) + 1):
+        begin, length = longest_true(codes[period:] == codes[:-period])
+        end = begin + (length + period) // period * period
+        if end - begin > 2 * period:
+            spans = Span(0, begin, 1), Span(begin, end, period), Span(end, stop, 1)
+            yield [span for span in spans if span.start < span.stop]
 
 
 def _directions(ticks: Ticks) -> tuple[BoolArray, BoolArray]:
     """`[tick, device]`: whether it runs a forward, and whether it runs a backward."""
     table = ticks.schedule.encoded
     busy = np.zeros((2, ticks.num_ticks, table.num_devices), bool)
-    mine = ~table.together
+    mine = ~table.is_collective
     direction = (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)
     busy[direction[mine], ticks.when[mine], table.device[mine]] = True
     return busy[0], busy[1]
-
-
-def exact_spans(requirements: Requirements, start: int, stop: int) -> list[Span]:
-    """Longest exact repeat first, then the same on both sides of it; what repeats nowhere is one
-    span of period 1.
-    """
-    if start >= stop:
-        return []
-    codes = requirements.signatures[start:stop]
-    best: Span | None = None
-    for period in range(1, min(LONGEST_PERIOD, (stop - start) // 2) + 1):
-        begin, length = longest_true(codes[period:] == codes[:-period])
-        trips = (length + period) // period
-        if trips < 3 and not (trips == 2 and period == 1):
-            continue
-        if best is None or trips * period > best.stop - best.start + period:
-            best = Span(start + begin, start + begin + trips * period, period)
-    if best is None:
-        return [Span(start, stop, 1)]
-    return [
-        *exact_spans(requirements, start, best.start),
-        best,
-        *exact_spans(requirements, best.stop, stop),
-    ]

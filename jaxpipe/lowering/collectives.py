@@ -21,38 +21,32 @@ SHORT_TRIP, LONG_TRIP = 12, 512
 
 
 def between_collectives(requirements: Requirements) -> Iterator[list[Span]]:
-    """Cut at collective actions: around the longest stretch of equal intervals, and everywhere.
+    """Cut at collective actions, where there are any.
 
-    Ticks between two collective actions share their code.  Ramps are cut in the same way: into
-    trips where the intervals are equal, and into pieces that run once where they are few.  In
-    interleaved tables the intervals repeat after P V actions of each direction.  Equal intervals
-    within such a trip are a loop.
+    Ticks between two collective actions share their code.  The longest stretch of equal intervals
+    is one span.  Ramps are cut in the same way: into trips where the intervals are equal, and into
+    pieces that run once where they are few.  In interleaved tables the intervals repeat after P V
+    actions of each direction.  Equal intervals within such a trip are a loop.
     """
     marks = requirements.collective
-    stop = len(marks)
-    for longest in (SHORT_TRIP, LONG_TRIP):
-        steady = _equal_intervals(marks, 0, stop, longest=longest)
-        if steady is not None:
-            whole = [Span(0, steady.start, 1), steady, Span(steady.stop, stop, 1)]
-            yield [span for span in whole if span.start < span.stop]
-            pieces = _few_pieces(_cut_at_collectives(marks, 0, stop, longest))
-            yield pieces
-            for turn in (2, 3):
-                yield [span._replace(loops=_in_turns(span.loops, turn)) for span in pieces]
+    if marks.any():
+        pieces = _few_pieces(_cut_at_collectives(marks, 0, len(marks)))
+        yield pieces
+        yield [span._replace(loops=_in_turns(span.loops)) for span in pieces]
 
 
-def _cut_at_collectives(marks: IntArray, start: int, stop: int, longest: int) -> list[Span]:
+def _cut_at_collectives(marks: IntArray, start: int, stop: int) -> list[Span]:
     """The longest stretch of equal intervals first, then the same on both sides of it; the rest is
     cut into pieces that are run once.
     """
     if start >= stop:
         return []
-    best = _equal_intervals(marks, start, stop, longest=longest)
+    best = _equal_intervals(marks, start, stop, longest=LONG_TRIP)
     if best is not None:
         return [
-            *_cut_at_collectives(marks, start, best.start, longest),
+            *_cut_at_collectives(marks, start, best.start),
             best,
-            *_cut_at_collectives(marks, best.stop, stop, longest),
+            *_cut_at_collectives(marks, best.stop, stop),
         ]
     return [
         Span(start, stop, stop - start, loops=_loops(marks[start:stop]))
@@ -132,17 +126,17 @@ def _loops(marks: IntArray) -> tuple[Loop, ...]:
     return tuple(Loop(length) for length in np.diff([0, *ends, len(marks)]).tolist() if length)
 
 
-def _in_turns(loops: Sequence[Loop], turn: int) -> tuple[Loop, ...]:
-    """The loops with `turn` templates that alternate, instead of one for all ticks: devices may
-    have long and short ticks in turn.
+def _in_turns(loops: Sequence[Loop]) -> tuple[Loop, ...]:
+    """The loops with two templates that alternate, instead of one for all ticks: devices may have
+    long and short ticks in turn.
     """
     found: list[Loop] = []
     for loop in loops:
         if loop.body:
-            found.append(loop._replace(body=_in_turns(loop.body, turn)))
+            found.append(loop._replace(body=_in_turns(loop.body)))
             continue
-        turns, rest = divmod(loop.times, turn)
-        found += [Loop(turns, (Loop(1),) * turn)] if turns > 1 else [Loop(1)] * turns * turn
+        turns, rest = divmod(loop.times, 2)
+        found += [Loop(turns, (Loop(1),) * 2)] if turns > 1 else [Loop(1)] * turns * 2
         found += [Loop(1)] * rest
     return tuple(found)
 

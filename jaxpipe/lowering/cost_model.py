@@ -14,15 +14,17 @@ from numpy.typing import NDArray
 from ..engine.costs import Costs
 from ..engine.loop import action_durations
 from ..program.segments import Segment
-from ..program.templates import Part, parts_in_order
+from ..program.templates import Part
 from ..table.kinds import RUNS_FORWARD, Kind
-from .assign_ticks import Ticks
+from .assign_ticks import Ticks, joins_weights
 from .overheads import NO_OVERHEADS, Overheads
 from .trips import Durations, after_segment
 
 # Share of a step that one compiled block of stage code is worth, and one permute.  A share, not a
 # time: with a time, code would grow with the number of microbatches.
 BLOCK, PERMUTE = 1e-3, 5e-5
+# Share of a forward that its collectives are assumed to take, where blocks communicate.
+COLLECTIVES = 1 / 3
 
 
 def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
@@ -33,15 +35,16 @@ def cost_matrix(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]
     )
 
 
-def cost_parts(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
+def cost_parts(
+    ticks: Ticks, costs: Costs | None = None, *, hides: bool = True
+) -> NDArray[np.float64]:
     """`[tick, part, device]`: the same by the parts of a tick (`Part`), in the order in which it
-    has them.
+    has them.  With `hides`, a W that is one block with an F hides the collectives of the F.
     """
     table = ticks.schedule.encoded
-    order = parts_in_order(ticks.forward_first)
-    place = np.array([order.index(Part.of(kind)) for kind in Kind])[table.kind]
+    place = np.array([Part.of(kind) for kind in Kind])[table.kind]
     ahead, back = (np.zeros((ticks.num_ticks, table.num_devices), bool) for _ in range(2))
-    for mine, kinds in ((ahead, RUNS_FORWARD), (back, (Kind.B,))):
+    for mine, kinds in ((ahead, RUNS_FORWARD), (back, ticks.joint)):
         runs = table.of_kinds(kinds)
         mine[ticks.when[runs], table.device[runs]] = True
     place[(ahead & back)[ticks.when, table.device]] = 0  # a pair is one block, and the first
@@ -50,24 +53,52 @@ def cost_parts(ticks: Ticks, costs: Costs | None = None) -> NDArray[np.float64]:
         costs,
         (ticks.when, place, table.device),
         (ticks.num_ticks, len(Part), table.num_devices),
+        hides=hides,
     )
 
 
 @lru_cache(maxsize=4)  # asked for to bound a candidate, to cut it into segments and to price it
-def tick_durations(ticks: Ticks, costs: Costs | None = None) -> Durations:
+def tick_durations(ticks: Ticks, costs: Costs | None = None, *, hides: bool = True) -> Durations:
     """The same, where ticks that last equally long share one entry."""
-    return Durations.from_rows(cost_parts(ticks, costs))
+    return Durations.from_rows(cost_parts(ticks, costs, hides=hides))
 
 
 def _durations(
-    ticks: Ticks, costs: Costs | None, cells: tuple[NDArray[np.int64], ...], shape: tuple[int, ...]
+    ticks: Ticks,
+    costs: Costs | None,
+    cells: tuple[NDArray[np.int64], ...],
+    shape: tuple[int, ...],
+    *,
+    hides: bool = False,
 ) -> NDArray[np.float64]:
     """How long the actions of each cell take together; `cells`: where each action is."""
     table = ticks.schedule.encoded
-    durations = action_durations(table, (costs or Costs()).for_stages(table.num_stages))
+    durations = np.array(action_durations(table, (costs or Costs()).for_stages(table.num_stages)))
+    if hides and Kind.W in ticks.joint:
+        durations = _less_hidden(ticks, durations, costs)
     return np.asarray(
         np.bincount(np.ravel_multi_index(cells, shape), durations, math.prod(shape)), np.float64
     ).reshape(shape)
+
+
+def _less_hidden(
+    ticks: Ticks, durations: NDArray[np.float64], costs: Costs | None
+) -> NDArray[np.float64]:
+    """The durations, where each W that is one block with an F hides the collectives of the F.
+
+    Those of a forward take half of what an overlapped pair saves.  Without any costs they take
+    `COLLECTIVES` of its time.
+    """
+    weights = np.flatnonzero(joins_weights(ticks.schedule))
+    hidden = COLLECTIVES * durations[weights + 1]
+    if costs is not None:
+        each = costs.for_stages(ticks.schedule.num_stages)
+        apart = np.add(each.forward, each.backward)
+        saved = np.maximum(apart - (apart if each.overlap is None else each.overlap), 0)
+        hidden = saved[ticks.schedule.encoded.stage[weights + 1]] / 2
+    found = durations.astype(np.float64)
+    found[weights] -= np.minimum(found[weights], hidden)
+    return found
 
 
 def program_makespan(

@@ -18,7 +18,6 @@ from ..program.segments import Segment
 from ..table.effects import Liveness
 from ..table.schedule import Schedule
 from .assign_ticks import Ticks, assign_ticks, joined_ticks, joins_weights, modulo_ticks
-from .balanced_ticks import balanced_ticks
 from .candidates import span_candidates
 from .cost_model import program_makespan, program_price, tick_durations
 from .overheads import FORWARD, GUESSED, Overheads
@@ -63,20 +62,24 @@ class Candidate(NamedTuple):
 
 
 def candidates(
-    schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED
+    schedule: Schedule,
+    *,
+    costs: Costs | None = None,
+    overheads: Overheads = GUESSED,
+    as_one: bool = False,
 ) -> tuple[Candidate, ...]:
-    """Every way to emit a table: five ways to assign ticks, and each of their lists of spans.
+    """Every way to emit a table: four ways to assign ticks, and each of their lists of spans.
 
     All keep the order of every row.  `costs` are in seconds; without any F = I = W = 1 and B = 2,
-    where 1 is `FORWARD`.
+    where 1 is `FORWARD`.  With `as_one` a W and the F of its tick may be one block.
     """
     ways = [
         assign_ticks(schedule),
         modulo_ticks(schedule),
         modulo_ticks(schedule, shift=1),
-        balanced_ticks(schedule),
     ]
-    ways += [joined_ticks(schedule)] if joins_weights(schedule).any() else []
+    if joins_weights(schedule).any():
+        ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
     return tuple(each for ticks in ways for each in candidates_of(ticks, costs, overheads))
 
 
@@ -92,14 +95,18 @@ def cheapest(ticks: Ticks) -> Candidate:
 
 
 def choose_candidate(
-    schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED
+    schedule: Schedule,
+    *,
+    costs: Costs | None = None,
+    overheads: Overheads = GUESSED,
+    as_one: bool = False,
 ) -> Candidate:
     """Of those that keep the table's makespan, or the least that there is, the cheapest.
 
     Those with the fewest predicates around collective actions come first: no CUDA graph holds a
     collective, so the host waits.
     """
-    found = candidates(schedule, costs=costs, overheads=overheads)
+    found = candidates(schedule, costs=costs, overheads=overheads, as_one=as_one)
     table = simulate(schedule, Costs() if costs is None else replace(costs, transfer=0)).makespan
     enough = KEEPS * max(table, min(each.makespan for each in found))
     kept = [each for each in found if each.makespan <= enough]
@@ -119,16 +126,21 @@ class Plan:
 
     @classmethod
     def of(
-        cls, schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED
+        cls,
+        schedule: Schedule,
+        *,
+        costs: Costs | None = None,
+        overheads: Overheads = GUESSED,
+        as_one: bool = False,
     ) -> Plan:
         """Run the passes that need no stage (`choose_candidate`)."""
-        chosen = choose_candidate(schedule, costs=costs, overheads=overheads)
+        chosen = choose_candidate(schedule, costs=costs, overheads=overheads, as_one=as_one)
         return cls(chosen.ticks, chosen.segments)
 
     @cached_property
     def makespan(self) -> float:
         """How long the program takes with F = I = W = 1 and B = 2."""
-        return program_makespan(tick_durations(self.ticks), self.segments)
+        return program_makespan(tick_durations(self.ticks, hides=False), self.segments)
 
     @cached_property
     def late_transfers(self) -> tuple[int, int]:
@@ -156,7 +168,11 @@ class Plan:
 
 @lru_cache(maxsize=64)
 def plan_of(
-    schedule: Schedule, *, costs: Costs | None = None, overheads: Overheads = GUESSED
+    schedule: Schedule,
+    *,
+    costs: Costs | None = None,
+    overheads: Overheads = GUESSED,
+    as_one: bool = False,
 ) -> Plan:
     """The plan of a schedule; equal schedules share it."""
-    return Plan.of(schedule, costs=costs, overheads=overheads)
+    return Plan.of(schedule, costs=costs, overheads=overheads, as_one=as_one)

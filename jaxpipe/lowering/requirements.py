@@ -5,6 +5,7 @@ devices.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -46,9 +47,9 @@ class Requirements:
     edges: tuple[Edge, ...]  # the transfers that occur, in order
     # `[code, edge]` is the slack of `edges[edge]`; NO_TRANSFER where it does not occur
     slack: NDArray[np.int32]
-    paired: BoolArray  # per code, whether some device runs a forward and a whole backward
+    # per code, whether some device runs a forward and a backward that may be one block
+    paired: BoolArray
     num_devices: int
-    forward_first: bool
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -56,7 +57,9 @@ class Requirements:
     @cached_property
     def collective(self) -> IntArray:
         """Per tick, a number that ticks with equal collective actions share; else 0."""
-        shares = self.counts[:, np.array([block.together for block in self.blocks], bool), 0] > 0
+        shares = (
+            self.counts[:, np.array([block.is_collective for block in self.blocks], bool), 0] > 0
+        )
         return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:][self.codes]
 
     @cached_property
@@ -134,14 +137,10 @@ def collect(ticks: Ticks) -> Requirements:
     lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int32)
     lines[ticks.when, table.device, (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)] = fields
     codes = equal_rows(lines.reshape(ticks.num_ticks, -1))
-    return _requirements(
-        lines[np.unique(codes, return_index=True)[1]], codes, forward_first=ticks.forward_first
-    )
+    return _requirements(lines[np.unique(codes, return_index=True)[1]], codes, ticks.joint)
 
 
-def _requirements(
-    lines: NDArray[np.int32], codes: IntArray, *, forward_first: bool
-) -> Requirements:
+def _requirements(lines: NDArray[np.int32], codes: IntArray, joint: Sequence[Kind]) -> Requirements:
     """Read the lines of `collect`, one of each code: `[code, device, half, field]`."""
     num_codes, num_devices = lines.shape[:2]
     there = lines[..., 0] >= 0
@@ -177,9 +176,8 @@ def _requirements(
             for p, d, e in np.transpose(np.unravel_index(ends, _edges(num_devices))).tolist()
         ),
         slack=slack,
-        paired=(there[:, :, 0] & (lines[:, :, 1, 0] == Kind.B)).any(axis=1),
+        paired=np.any(there[:, :, 0] & np.isin(lines[:, :, 1, 0], joint), axis=1),
         num_devices=num_devices,
-        forward_first=forward_first,
     )
 
 

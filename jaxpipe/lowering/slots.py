@@ -99,7 +99,7 @@ class _Writer:
         self._schedule, self._actions = ticks.schedule, table
         self._segments = tuple(segments)
         self._liveness = liveness
-        self._when = ticks.when
+        self._when, self._joint = ticks.when, ticks.joint
         self._number = table.stage * table.num_microbatches + table.microbatch
         self._clock = Clock.of(self._segments)
         # the moment of each action
@@ -141,7 +141,9 @@ class _Writer:
             uses = list(self._uses(place))
             if uses or place in ALWAYS:
                 pools.append(Pool(place, self._allocate(place, uses)))
-        return Program(self._schedule, self._segments, self._ticks, tuple(pools), self._liveness)
+        return Program(
+            self._schedule, self._segments, self._ticks, tuple(pools), self._liveness, self._joint
+        )
 
     def _write_actions(self) -> None:
         """What runs where; all but the slots."""
@@ -204,8 +206,8 @@ class _Writer:
         if effect.access is Access.READ and kind not in RUNS_FORWARD:
             # Both actions of a pair run as one: the backward has read no sooner than the forward
             # has written.
-            paired = pairs_of(self._ticks.forward, self._ticks.backward)[tick, device]
-            moment = np.where(paired, self._clock.blocks_done(tick), moment)
+            pairs = pairs_of(self._ticks.forward, self._ticks.backward, self._joint)
+            moment = np.where(pairs[tick, device], self._clock.blocks_done(tick), moment)
             if effect.place in _MOVE:
                 value = value + np.where(np.isin(value, self.moved[0]), self._back, 0)
         return _Uses(getattr(record, effect.field), value, tick, device, moment)

@@ -43,7 +43,8 @@ class Target:
     """The target of a program; the default is NVIDIA GPUs along a pipe axis alone."""
 
     runs_on: RunsOn = RunsOn.GPUS
-    # blocks hold collectives over other axes (tensor parallelism), which no CUDA graph takes
+    # blocks hold collectives over other axes (tensor parallelism, experts), which no CUDA graph
+    # takes
     communicates: bool = False
     chip: Chip | None = None  # where its numbers are known
     # of the user or measured; guesses where it is None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..program.templates import Block, BlockUse, Part, Payload, Permute, Presence, parts_in_order
+from ..program.templates import Block, BlockUse, Part, Payload, Permute, Presence
 from ..table.encoded import IntArray
 from .requirements import NO_TRANSFER, Requirements
 
@@ -29,20 +29,19 @@ def uses_of(requirements: Requirements, group: IntArray) -> tuple[BlockUse, ...]
         )
         for block, (active, first, last, local) in sorted(
             zip(requirements.blocks, total, strict=True),
-            key=lambda item: _place(item[0], requirements),
+            key=lambda item: _place(item[0]),
         )
         if active
     )
 
 
-def _place(block: Block, requirements: Requirements) -> tuple[int, Block]:
+def _place(block: Block) -> tuple[int, Block]:
     """The place of a block in its tick.
 
     Backward blocks are first, so that the forward of the same tick may write what they free.  Of
-    them those that need no transfer are first, so that transfers run beside them.  In fused ticks
-    all backward blocks are last.
+    them those that need no transfer are first, so that transfers run beside them.
     """
-    return parts_in_order(requirements.forward_first).index(Part.of(block.kind)), block
+    return Part.of(block.kind), block
 
 
 def permutes_of(

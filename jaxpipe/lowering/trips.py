@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..program.segments import Point, Segment
-from ..program.templates import BlockUse, Part, Permute, TickTemplate, parts_in_order
+from ..program.templates import Part, Permute, TickTemplate
 from ..table.encoded import IntArray
-from ..table.kinds import TOGETHER
+from ..table.kinds import COLLECTIVES
 from .overheads import Overheads
 from .requirements import equal_rows
 
@@ -135,7 +135,7 @@ class _Code(NamedTuple):
     """One trip as steps."""
 
     steps: tuple[_Step, ...]
-    together: tuple[bool, ...]  # the ticks that no device begins before the others
+    aligned: tuple[bool, ...]  # the ticks that no device begins before the others
 
     @classmethod
     def of(cls, segment: Segment, num_parts: int, num_devices: int, transfer: float) -> _Code:
@@ -163,7 +163,9 @@ class _Code(NamedTuple):
                     steps.append(_Step(here, awaits, j, slice(start, stop)))
         return cls(
             tuple(steps),
-            tuple(any(use.block.kind in TOGETHER for use in p.blocks) for p in segment.templates),
+            tuple(
+                any(use.block.kind in COLLECTIVES for use in p.blocks) for p in segment.templates
+            ),
         )
 
     def trip(
@@ -184,7 +186,7 @@ class _Code(NamedTuple):
             for number in step.awaits:
                 if number in done:
                     time = np.maximum(time, done.pop(number))
-            if step.parts.start == 0 and self.together[step.tick]:
+            if step.parts.start == 0 and self.aligned[step.tick]:
                 time = np.full_like(time, time.max())
             if lasting is not None:
                 time = time + lasting
@@ -216,18 +218,8 @@ def _point(segment: Segment, point: Point, num_parts: int) -> Point:
     blocks = segment.templates[point.tick].blocks
     if point.block >= len(blocks):
         return Point(point.tick, num_parts)
-    order = parts_in_order(_forward_first(blocks))
-    return Point(
-        point.tick, order.index(Part.of(blocks[point.block].block.kind)) if num_parts > 1 else 0
-    )
-
-
-def _forward_first(blocks: Sequence[BlockUse]) -> bool:
-    """Whether these blocks are in the order with forwards first; blocks of one part are in the
-    order with that part first.
-    """
-    first, last = Part.of(blocks[0].block.kind), Part.of(blocks[-1].block.kind)
-    return first > last or first is Part.FORWARD
+    part = Part.of(blocks[point.block].block.kind)
+    return Point(point.tick, part if num_parts > 1 else 0)
 
 
 def _exchange(permutes: Sequence[Permute], num_devices: int, transfer: float) -> _Exchange:

@@ -25,7 +25,7 @@ class PipelinePlan:
         schedule: the table.
         remat: None or "full", as `Pipeline` takes it; None where the table has R for some stages.
         policies: letters with the `jax.checkpoint` policies that their layers run under.
-        spread: of "E" and "L", those that all devices do together (`jaxpipe.spread`).
+        spread: of "E" and "L", those that are spread over all devices (`jaxpipe.spread`).
         offload: "residuals" where they wait in the host's memory, as `Memory` takes it.
         mesh: devices along each axis, where the plan was chosen among meshes.
         seconds: of one step, of the lowered program under the planned costs.

@@ -15,7 +15,7 @@ from ..table.kinds import RUNS_FORWARD
 from .code_rules import Running, ticks_of
 from .ir import Program
 from .pools import POOL_OF
-from .records import NOBODY, pairs_of
+from .records import NOBODY
 from .segments import Segment
 from .templates import Payload
 
@@ -67,7 +67,6 @@ def accesses(program: Program, pool: Place, blocks: Sequence[Running]) -> Access
 def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iterator[Accesses]:
     """The effects of the actions."""
     # A pair runs as one: the backward may read until the forward has written.
-    paired = pairs_of(program.ticks.forward, program.ticks.backward)
     for block in blocks:
         kind = block.use.block.kind
         record: Any = program.ticks.of(kind)
@@ -79,7 +78,7 @@ def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iter
             flag = True if effect.when is None else getattr(record, effect.when)[block.ticks] != 0
             k, device = np.nonzero(block.runs & flag)
             at = (block.ticks[k], device)
-            late = paired[at] & (effect.access is Access.READ) & (kind not in RUNS_FORWARD)
+            late = program.pairs[at] & (effect.access is Access.READ) & (kind not in RUNS_FORWARD)
             place = np.where(late, end, _during(block.place))
             value = _value(program, effect, record, at)
             yield Accesses.of(at, getattr(record, effect.field), place, effect.access, value)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.kinds import KIND_NAMES, RECOMPUTE, TOGETHER, Kind
+from ..table.kinds import COLLECTIVES, KIND_NAMES, RECOMPUTE, Kind
 from .faults import Fault, ProgramRule
 from .ir import Program
 from .records import NOBODY
@@ -39,7 +39,7 @@ def running(program: Program) -> Iterator[Running]:
             for place, use in enumerate(template.blocks):
                 record: Any = program.ticks.of(use.block.kind)
                 runs = record.kind[ticks] == int(use.block.kind)
-                if not use.block.collective:
+                if not use.block.is_share:
                     runs &= record.chunk[ticks] == use.block.chunk
                 if use.block.kind is Kind.F and not program.schedule.forward_only:
                     runs &= (record.keeps[ticks] != 0) == use.block.keeps
@@ -54,7 +54,7 @@ def ticks_of(segment: Segment, j: int) -> NDArray[np.int64]:
 def code_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
     """Broken rules of actions and of the code that runs them."""
     yield from _limited(_action_faults(program))
-    yield from _limited(_together_faults(program))
+    yield from _limited(_collective_faults(program))
     yield from _limited(_template_faults(program, blocks))
     yield from _limited(_run_faults(program))
 
@@ -119,22 +119,22 @@ def _action_faults(program: Program) -> Iterator[Fault]:
         )
 
 
-def _together_faults(program: Program) -> Iterator[Fault]:
+def _collective_faults(program: Program) -> Iterator[Fault]:
     """All devices do a collective action in one tick, which has nothing else; H is alone."""
     ticks = program.ticks
     busy = (ticks.forward.kind != NOBODY) | (ticks.backward.kind != NOBODY)
     for record in ticks.collectives:
-        for tick in np.flatnonzero(np.isin(record.kind, TOGETHER).any(axis=1)).tolist():
+        for tick in np.flatnonzero(np.isin(record.kind, COLLECTIVES).any(axis=1)).tolist():
             kinds, microbatches = (
                 sorted(set(column[tick].tolist())) for column in (record.kind, record.microbatch)
             )
             if len(kinds) > 1 or len(microbatches) > 1:
                 message = f"devices do {kinds} of microbatches {microbatches}, not all the same"
-                yield Fault(ProgramRule.TOGETHER, message, tick)
+                yield Fault(ProgramRule.COLLECTIVE, message, tick)
                 continue
             for device in np.flatnonzero(busy[tick]).tolist():
-                message = "does something else in the tick of what all devices do together"
-                yield Fault(ProgramRule.TOGETHER, message, tick, device)
+                message = "does something else in the tick of a collective action"
+                yield Fault(ProgramRule.COLLECTIVE, message, tick, device)
 
 
 def _wrong_chunk(program: Program, device: Any, chunk: Any, stage: Any) -> BoolTable:

@@ -17,7 +17,7 @@ class ProgramRule(enum.Enum):
     # once
     ACTION = "action"
     # a collective action has a tick of its own
-    TOGETHER = "together"
+    COLLECTIVE = "collective"
     # what a device does is in its template's code, and the code does nothing that no device asked
     # for
     CODE = "code"

@@ -136,14 +136,14 @@ def _run_block(
 ) -> None:
     """A block on the devices whose records ask for it."""
     kind = use.block.kind
-    if use.block.together:
+    if use.block.is_collective:
         if records[0].kind == kind:
             # One device gives what all of them read.
             (source,) = (d for d, record in enumerate(records) if record.is_source)
             _run(kind, model, program, devices, records, source, range(len(devices)))
         return
     for number, record in enumerate(records):
-        asked = record.kind == kind and (use.block.collective or record.chunk == use.block.chunk)
+        asked = record.kind == kind and (use.block.is_share or record.chunk == use.block.chunk)
         if kind is Kind.F and not program.schedule.forward_only:
             asked = asked and bool(record.keeps) is use.block.keeps
         if asked:

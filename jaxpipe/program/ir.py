@@ -7,11 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..table.effects import Effect, Liveness, effects_of
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .pools import Pool, Slots
-from .records import IntTable, TickRecord
+from .records import JOINT, IntTable, TickRecord, pairs_of
 from .segments import Segment
 from .show import show
 
@@ -31,6 +34,7 @@ class Program:
     ticks: TickRecord[IntTable]
     pools: tuple[Pool, ...]
     liveness: Liveness
+    joint: tuple[Kind, ...] = JOINT  # backwards that a forward of their tick runs with
 
     @property
     def num_ticks(self) -> int:
@@ -40,6 +44,11 @@ class Program:
     def effects(self, kind: Kind) -> tuple[Effect, ...]:
         """What the actions of a kind read and write in this program."""
         return effects_of(kind, self.schedule.encoded.kinds, self.liveness)
+
+    @cached_property
+    def pairs(self) -> NDArray[np.bool_]:
+        """`[tick, device]`: a forward and a backward that run as one."""
+        return pairs_of(self.ticks.forward, self.ticks.backward, self.joint)
 
     @cached_property
     def slots(self) -> Slots:

@@ -4,7 +4,7 @@ int arrays [ticks, devices].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..table.effects import EFFECTS, OF_SLICES
-from ..table.kinds import COLLECTIVE, RUNS_FORWARD, Kind
+from ..table.kinds import RUNS_FORWARD, SHARES, Kind
 
 IntTable: TypeAlias = NDArray[np.int32]
 # An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick
@@ -74,7 +74,7 @@ def columns_of(kinds: Collection[Kind], *, slices: bool = True) -> tuple[str, ..
     >>> columns_of({Kind.E, Kind.H})
     ('kind', 'microbatch', 'is_source', 'out', 'stash')
     """
-    head = _COLLECTIVE if set(kinds) <= set(COLLECTIVE) else _STAGE
+    head = _COLLECTIVE if set(kinds) <= set(SHARES) else _STAGE
     own = [e for e in EFFECTS if e.kind in kinds and (slices or e.place not in OF_SLICES)]
     names = [name for e in own for name in (e.when, *e.unless, e.field)]
     return tuple(dict.fromkeys(name for name in (*head, *names) if name and name != "has_loss"))
@@ -95,7 +95,7 @@ class TickRecord(Generic[A]):
 
     def of(self, kind: Kind) -> Record[A]:
         """The record of what a kind does."""
-        if kind in COLLECTIVE:
+        if kind in SHARES:
             return self.collectives[0]
         return self.forward if kind in RUNS_FORWARD else self.backward
 
@@ -115,13 +115,20 @@ class TickRecord(Generic[A]):
         return [c for r in (self.forward, self.backward, *several) for c in r.columns.values()]
 
 
-def pairs_of(forward: Record[IntTable], backward: Record[IntTable]) -> NDArray[np.bool_]:
-    """`[tick, device]`: a forward and a whole backward in one tick, which executors may run as one.
+# Backwards that executors may run as one block with a forward of their tick.
+JOINT = (Kind.B,)
+
+
+def pairs_of(
+    forward: Record[IntTable], backward: Record[IntTable], joint: Sequence[Kind] = JOINT
+) -> NDArray[np.bool_]:
+    """`[tick, device]`: a forward and a `joint` backward in one tick, which executors may run as
+    one.
 
     So are overlapped pairs, and cells that lowering puts side by side; but not where the backward
     is that very forward's, and needs it.
     """
-    both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & (backward.kind == int(Kind.B))
+    both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & np.isin(backward.kind, joint)
     distinct: NDArray[np.bool_] = both & (
         (forward.stage != backward.stage) | (forward.microbatch != backward.microbatch)
     )
@@ -148,6 +155,6 @@ def empty_ticks(
         actions(RUNS_FORWARD),
         actions({Kind.B, Kind.I, Kind.W}),
         tuple(Record.filled(shape, ARRIVAL, ()) for _ in range(lanes)),
-        (actions(COLLECTIVE),) if collective else (),
+        (actions(SHARES),) if collective else (),
         (Record.filled(shape, MOVE, MOVE),) if moves else (),
     )

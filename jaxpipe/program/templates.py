@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..table.effects import EFFECTS, OF_SLICES, Effect
-from ..table.kinds import COLLECTIVE, KINDS, RUNS_FORWARD, TOGETHER, Kind
+from ..table.kinds import COLLECTIVES, KINDS, RUNS_FORWARD, SHARES, Kind
 
 
 class Payload(enum.IntEnum):
@@ -35,7 +35,7 @@ class Presence(enum.Enum):
 
 
 class Part(enum.IntEnum):
-    """Blocks of a tick by what they do with transfers, in the order in which most ticks
+    """Blocks of a tick by what they do with transfers, in the order in which ticks
     have them.
     """
 
@@ -48,12 +48,7 @@ class Part(enum.IntEnum):
         """That of a kind."""
         if kind in RUNS_FORWARD:
             return cls.FORWARD
-        return cls.APART if kind not in TOGETHER and KINDS[kind].needs is None else cls.BACKWARD
-
-
-def parts_in_order(forward_first: bool) -> tuple[Part, ...]:
-    """The order in which a tick has its blocks."""
-    return tuple(reversed(Part)) if forward_first else tuple(Part)
+        return cls.APART if kind not in COLLECTIVES and KINDS[kind].needs is None else cls.BACKWARD
 
 
 class Block(NamedTuple):
@@ -69,14 +64,14 @@ class Block(NamedTuple):
         return self.kind in RUNS_FORWARD
 
     @property
-    def together(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether all devices run it at the same time (L, E, G)."""
-        return self.kind in TOGETHER
+        return self.kind in COLLECTIVES
 
     @property
-    def collective(self) -> bool:
+    def is_share(self) -> bool:
         """Whether it runs the device's share of `first` or `last`, and no stage's code."""
-        return self.kind in COLLECTIVE
+        return self.kind in SHARES
 
     def __str__(self) -> str:
         return f"{self.kind.name}.{self.chunk}" + ("" if self.keeps else "-")
@@ -124,7 +119,7 @@ class BlockUse:
         """Whether it may read what such a transfer has brought, or write to the pool where that
         arrives.
         """
-        if Part.of(self.block.kind) is PART_OF[payload] or self.block.together:
+        if Part.of(self.block.kind) is PART_OF[payload] or self.block.is_collective:
             return True
         return (
             payload is Payload.COTANGENT
@@ -214,7 +209,9 @@ class TickTemplate:
     @property
     def num_collective_predicates(self) -> int:
         """Predicates around collective actions."""
-        return sum(use.active is not Presence.ALWAYS for use in self.blocks if use.block.together)
+        return sum(
+            use.active is not Presence.ALWAYS for use in self.blocks if use.block.is_collective
+        )
 
     def __str__(self) -> str:
         permutes = " ".join(f"({permute})" for permute in self.permutes)

@@ -97,7 +97,6 @@ def auto(
 _ONE_CHUNK = (gpipe, one_f_one_b, one_f_one_b_overlap, zb_1p, zb_h1, zb_h2)
 _ANY_CHUNKS = (looped_bfs, interleaved_1f1b, interleaved_1f1b_overlap, interleaved_zb)
 _TWO_CHUNKS = (zbv, v_half, v_min, dualpipev)
-_STARTS = 3  # tables of which some backwards are made whole, or split
 
 
 class _Wanted(NamedTuple):
@@ -152,26 +151,16 @@ def _sliced_order(maker: OrderMaker, slices: int, microbatches: int) -> Order:
     return sliced_rows(maker(microbatches + slices - 1), microbatches, slices)
 
 
-def _start(wanted: _Wanted) -> Schedule:
-    """The best of list scheduling and local search."""
-    starts = [_listed(wanted, wanted.costs)]
-    plain = wanted._replace(costs=Costs(release=wanted.costs.release))
-    if wanted.costs != plain.costs:
-        # Now and then a table for costs that are all 1 is the shorter one.
-        listed = _listed(plain, plain.costs)
-        starts += [listed, _shortened(plain, listed)]
-    return _shortened(wanted, shortest(starts, wanted.costs))
-
-
 def _shop(wanted: _Wanted, placement: Placement, costs: Costs) -> JobShop:
     times = costs.for_stages(placement.num_stages)
     return JobShop.of(placement, times, costs.release, wanted.microbatches, wanted.cap)
 
 
-def _shortened(wanted: _Wanted, schedule: Schedule) -> Schedule:
-    """The schedule after local search."""
-    shop = _shop(wanted, schedule.placement, wanted.costs)
-    return improved(schedule, wanted.costs, shop, at_least=bound_of(shop))
+def _start(wanted: _Wanted) -> Schedule:
+    """The best of list scheduling, after local search."""
+    listed = _listed(wanted, wanted.costs)
+    shop = _shop(wanted, listed.placement, wanted.costs)
+    return improved(listed, wanted.costs, shop, at_least=bound_of(shop))
 
 
 def _searched(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
@@ -207,9 +196,7 @@ def _shortest(wanted: _Wanted, split: Schedule) -> Schedule:
         stages = costs.for_stages(split.num_stages)
         whole = replace(costs, input_grad=stages.backward, weight_grad=0, backward=None)
         starts.append(whole_backwards(_listed(wanted, whole)))
-    ranked = sorted(starts, key=lambda table: simulate(table, costs).makespan)
-    found = shortest([mixed(table, costs) for table in ranked[:_STARTS]], costs)
-    return replace(found, name="auto", certificate=None)
+    return replace(mixed(shortest(starts, costs), costs), name="auto", certificate=None)
 
 
 def _named(wanted: _Wanted) -> Iterator[Schedule]:

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 from ..engine.costs import Costs
 from ..errors import ScheduleError, listed, quoted
 from ..table.certificate import Objective
-from ..table.garbage_collection import paused_collector
 from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ..transforms.forward_only import forward_only as only_forwards
+from ..transforms.remove import forward_only as only_forwards
 from ..transforms.slices import sliced
 from ._orders import forward_order
 from ._waves import shortest
@@ -279,15 +278,14 @@ def build(
     given = {key: value for key, value in options.items() if value is not None}
     shape = {"devices": int(devices), "microbatches": int(microbatches), "chunks": int(chunks)}
     shape |= {"slices": int(slices)} if slices > 1 else {}
-    with paused_collector():
-        schedule = _generated(entry, forward_only, **shape, **given)
-        costs = given.pop("costs", None)
-        # what is certified, or made for slices, began with the better of both itself
-        if costs is None or schedule.certificate is not None or slices > 1:
-            return schedule
-        # List scheduling is a heuristic: now and then the table that was built without the costs is
-        # the shorter one.
-        return shortest((schedule, _generated(entry, forward_only, **shape, **given)), costs)
+    schedule = _generated(entry, forward_only, **shape, **given)
+    costs = given.pop("costs", None)
+    # what is certified, or made for slices, began with the better of both itself
+    if costs is None or schedule.certificate is not None or slices > 1:
+        return schedule
+    # List scheduling is a heuristic: now and then the table that was built without the costs is
+    # the shorter one.
+    return shortest((schedule, _generated(entry, forward_only, **shape, **given)), costs)
 
 
 def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:

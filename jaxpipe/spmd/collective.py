@@ -19,7 +19,7 @@ from ..stage.code import run
 from ..stage.model_code import ModelCode
 from ..stage.weight_cut import cut_weights
 from ..table.effects import Access, Place
-from ..table.kinds import TOGETHER, Kind
+from ..table.kinds import COLLECTIVES, Kind
 from .block import Block
 from .outer import accumulate, first_inputs, last_inputs, noted, run_last, with_last_gradients
 from .pools import State, read, write
@@ -31,7 +31,9 @@ def collective_block(shared: SharedCode, kind: Kind, row: Record[Scalar]) -> Blo
     changes = {e.place.value for e in shared.effects(kind) if e.access is not Access.READ}
     run = _RUNS[kind]
     return Block(
-        changes, lambda state: run(shared, row, state), shared.everywhere and kind not in TOGETHER
+        changes,
+        lambda state: run(shared, row, state),
+        shared.everywhere and kind not in COLLECTIVES,
     )
 
 

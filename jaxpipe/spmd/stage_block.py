@@ -400,8 +400,8 @@ def _last_step(steps: Steps, outs: Leaves, state: State) -> State:
 
 
 def pair_block(forward: StageAction, backward: StageAction) -> Block:
-    """F and B of an OVERLAP_F_B cell under one predicate, interleaved layer by layer (DualPipe,
-    DeepSeek-V3 section 3.2.1).
+    """F and B of an OVERLAP_F_B cell, or F and W of a tick, under one predicate, interleaved layer
+    by layer (DualPipe, DeepSeek-V3 section 3.2.1).
 
     The backward reads its residuals before the forward writes its own, because they share pools.
     """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -16,7 +19,7 @@ from numpy.typing import NDArray
 from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import Program
 from ..program.pools import POOL_OF
-from ..program.records import NOBODY, Record, TickRecord, pairs_of
+from ..program.records import NOBODY, Record, TickRecord
 from ..program.segments import Loop, Point, Segment, Transit
 from ..program.templates import BlockUse, Presence
 from ..stage.job import Clock
@@ -37,28 +40,32 @@ _Brought: TypeAlias = dict[Transit, Leaves]
 
 
 class _Run(NamedTuple):
-    """The code under one predicate: a block of one kind of stage, or a forward and a whole backward
-    of one tick that run as one.
+    """The code under one predicate: a block of one kind of stage, or a forward and a backward of
+    one tick that run as one.
     """
 
     uses: tuple[BlockUse, ...]
     kinds: tuple[int, ...]
     active: Presence
     asks: bool = False  # other kinds of stages may run the block too
-    alone: bool = False  # its pairs are in another run
+    alone: bool = False  # its pairs are in other runs
+
+    @property
+    def when(self) -> Presence:
+        """How many run it; where the stage decides, the predicate is asked."""
+        return Presence.SOMETIMES if self.asks else self.active
 
 
-def _is_pair(row: TickRecord[Scalar]) -> Any:
-    """Whether this device has an independent forward and whole backward in this tick (see
+def _is_pair(row: TickRecord[Scalar], joint: Sequence[Kind]) -> Any:
+    """Whether this device has a forward and a backward in this tick that are one block (see
     `pairs_of`).
     """
     forward, backward = row.forward, row.backward
     other = jnp.logical_or(
         forward.stage != backward.stage, forward.microbatch != backward.microbatch
     )
-    return _all(
-        forward.chunk != NOBODY, backward.chunk != NOBODY, backward.kind == int(Kind.B), other
-    )
+    kind = functools.reduce(jnp.logical_or, [backward.kind == int(kind) for kind in joint])
+    return _all(forward.chunk != NOBODY, backward.chunk != NOBODY, kind, other)
 
 
 def _all(*flags: Flag) -> Flag:
@@ -171,29 +178,33 @@ class TickEmitter:
     def _runs(self, segment: Segment, j: int) -> Iterator[tuple[int, list[_Run]]]:
         """(block before which it is, what is run there): pairs, then the blocks of a template."""
         template, ticks = segment.templates[j], segment.sharing(j)
-        where = [self._where(use)[ticks] for use in template.blocks]
         kinds = [self._kinds(use, ticks) for use in template.blocks]
-        ahead = pairs_of(self._program.ticks.forward, self._program.ticks.backward)[ticks]
         fuses = self.clock is None and not self._has_recompute
-        fuses = fuses and bool(ahead.any()) and all(len(those) == 1 for those in kinds)
-        assert not fuses or template.paired, "a pair that its template does not know of"
-        numbers = range(len(where)) if fuses else ()
-        unpaired = {}
-        for f in (i for i in numbers if template.blocks[i].block.kind is Kind.F):
-            for b in (i for i in numbers if template.blocks[i].block.kind is Kind.B):
-                both = ahead & where[f] & where[b]
-                if both.any():
-                    uses = template.blocks[f], template.blocks[b]
-                    active = Presence.of(int(both.sum()), both.size)
-                    yield 0, [_Run(uses, (kinds[f][0], kinds[b][0]), active)]
-                    for i in (f, b):
-                        unpaired[i] = Presence.of(int((where[i] & ~ahead).sum()), both.size)
+        ahead = self._program.pairs[ticks] & fuses
+        assert template.paired or not ahead.any(), "a pair that its template does not know of"
+        paired = set()
+        forwards, backwards = (
+            [i for i, use in enumerate(template.blocks) if use.block.kind in those]
+            for those in ((Kind.F,), self._program.joint)
+        )
+        for f, b in product(forwards, backwards):
+            both = ahead & (kinds[f] != NOBODY) & (kinds[b] != NOBODY)
+            found = Counter(zip(kinds[f][both].tolist(), kinds[b][both].tolist(), strict=True))
+            if not found:
+                continue
+            paired |= {f, b}
+            uses, asks = (template.blocks[f], template.blocks[b]), len(found) > 1
+            pairs = [
+                _Run(uses, each, Presence.of(count, both.size), asks)
+                for each, count in sorted(found.items())
+            ]
+            yield 0, pairs
         for place, use in enumerate(template.blocks):
-            active = unpaired.get(place, use.active)
-            asks = len(kinds[place]) > 1
-            those = kinds[place] if active is not Presence.NEVER else ()
-            own = (replace(use, active=active),)
-            yield place, [_Run(own, (kind,), active, asks, bool(unpaired)) for kind in those]
+            mine = np.where(ahead, NOBODY, kinds[place]) if place in paired else kinds[place]
+            those = sorted({*mine[mine != NOBODY].tolist()})
+            active = Presence.of(int((mine != NOBODY).sum()), mine.size)
+            own, asks, alone = (replace(use, active=active),), len(those) > 1, place in paired
+            yield place, [_Run(own, (kind,), active, asks, alone) for kind in those]
 
     def _transfers(
         self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought
@@ -253,16 +264,16 @@ class TickEmitter:
                 StageAction(shared, use, kind, row.of(use.block.kind))
                 for use, kind in zip(run.uses, run.kinds, strict=True)
             )
-            chunks = (
-                row.forward.chunk == use.block.chunk,
-                row.backward.chunk == run.uses[1].block.chunk,
-            )
-            flag = _all(_is_pair(row), _all(*chunks))
-            return run_in_order(run.active, flag, pair_block(forward, backward), state)
+            flags = [_is_pair(row, self._program.joint)]
+            for half, kind in zip((forward, backward), run.kinds, strict=True):
+                flags.append(half.row.chunk == half.use.block.chunk)
+                flags += [self._is_of(kind, half.row.stage)] if run.asks else []
+            block, flag = pair_block(forward, backward), _all(*flags)
+            return run_in_order(run.when, flag, block, state)
         action = use.block.kind
         record: Any = row.of(action)
         flags = [record.kind == int(action)]
-        if use.block.collective:
+        if use.block.is_share:
             stage, block = lax.axis_index(shared.axis), collective_block(shared, action, record)
         else:
             stage, block = record.stage, StageAction(shared, use, run.kinds[0], record).block()
@@ -270,21 +281,21 @@ class TickEmitter:
             flags = [record.chunk == use.block.chunk, *flags]
             if action is Kind.F and self._has_recompute:
                 flags.append((record.keeps != 0) == use.block.keeps)
-            if run.alone and action in (Kind.F, Kind.B):
-                flags.append(jnp.logical_not(_is_pair(row)))
+            if run.alone:
+                flags.append(jnp.logical_not(_is_pair(row, self._program.joint)))
             if run.asks:
-                flags.append(jnp.array(shared.code.kind_of)[stage] == run.kinds[0])
-        active, how = Presence.SOMETIMES if run.asks else run.active, run_in_order
+                flags.append(self._is_of(run.kinds[0], stage))
+        active, how = run.when, run_in_order
         if self.clock is not None:
             # It is always under a predicate: a loop's body begins when all of its inputs are
             # computed.
             active = Presence.SOMETIMES
             what = (jnp.int32(int(action)), stage, record.microbatch)
             block = clocked(block, what, self.clock, shared.axis, self.data_axes)
-        elif use.block.together and active is Presence.ALWAYS:
+        elif use.block.is_collective and active is Presence.ALWAYS:
             how = run_where  # its exchange keeps it in order
         state = how(active, _all(*flags), block, state)
-        waits = shared.blocking and use.block.together
+        waits = shared.blocking and use.block.is_collective
         return settled(jax.tree.leaves(block.part(state)), state) if waits else state
 
     def _scope(self, run: _Run) -> str:
@@ -294,7 +305,7 @@ class TickEmitter:
         if len(run.uses) == 2:
             return " with ".join(str(use.block) for use in run.uses)
         block = run.uses[0].block
-        if block.collective:
+        if block.is_share:
             return block.kind.name
         record: Any = self._program.ticks.of(block.kind)
         every = np.unique(record.stage[self._where(run.uses[0])]).tolist()
@@ -306,12 +317,18 @@ class TickEmitter:
         """`[tick, device]`: whether the device runs the kind and chunk of a block."""
         record: Any = self._program.ticks.of(use.block.kind)
         found: NDArray[np.bool_] = record.kind == int(use.block.kind)
-        return found if use.block.collective else found & (record.chunk == use.block.chunk)
+        return found if use.block.is_share else found & (record.chunk == use.block.chunk)
 
-    def _kinds(self, use: BlockUse, ticks: NDArray[np.int64]) -> tuple[int, ...]:
-        """The kinds of the stages that run a block in these ticks."""
-        if use.block.collective:
-            return (0,)
+    def _kinds(self, use: BlockUse, ticks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`[tick, device]`: the kind of the stage of which a device runs a block; NOBODY where it
+        runs none.
+        """
         record: Any = self._program.ticks.of(use.block.kind)
-        stages = record.stage[ticks][self._where(use)[ticks]]
-        return tuple(np.unique(np.array(self.shared.code.kind_of)[stages]).tolist())
+        kinds = np.array(self.shared.code.kind_of)
+        own = 0 if use.block.is_share else kinds[record.stage[ticks]]
+        found: NDArray[np.int64] = np.where(self._where(use)[ticks], own, NOBODY)
+        return found
+
+    def _is_of(self, kind: int, stage: Any) -> Any:
+        """Whether a stage is of a kind."""
+        return jnp.array(self.shared.code.kind_of)[stage] == kind

@@ -16,7 +16,7 @@ from .schedule import Schedule
 from .typed import typed
 
 # An error's text stays readable: the rest is in `.violations`.
-_MOST_SHOWN, _MOST_COLUMNS = 100, 60
+_MOST_SHOWN, MOST_COLUMNS = 100, 60
 
 
 @typed()
@@ -60,7 +60,9 @@ def check(
         found = (*found, *_over_cap(schedule, max_activations, release))
     if not found:
         return schedule
-    raise ScheduleError(_report(schedule, found), found)
+    name = f"schedule {schedule.name!r}" if schedule.name else "the schedule"
+    head = f"{name} breaks {len(found)} rule{'s' if len(found) > 1 else ''}:"
+    raise ScheduleError(report(schedule, found, head, most=_MOST_SHOWN), found)
 
 
 def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) -> list[Violation]:
@@ -95,16 +97,16 @@ def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) ->
     return found
 
 
-def _report(schedule: Schedule, found: Sequence[Violation]) -> str:
-    """All violations (or the first hundred) and the grid with their cells marked."""
-    name = f"schedule {schedule.name!r}" if schedule.name else "the schedule"
-    lines = [f"{name} breaks {len(found)} rule{'s' if len(found) > 1 else ''}:"]
-    lines += [f"  {violation}" for violation in found[:_MOST_SHOWN]]
-    if len(found) > _MOST_SHOWN:
-        lines.append(f"  ... and {len(found) - _MOST_SHOWN} more (all are in .violations)")
+def report(
+    schedule: Schedule, found: Sequence[Violation], head: str, *, most: int | None = None
+) -> str:
+    """All violations (or the first ones) and the grid with their cells marked."""
+    lines = [head, *(f"  {violation}" for violation in found[:most])]
+    if most is not None and len(found) > most:
+        lines.append(f"  ... and {len(found) - most} more (all are in .violations)")
     marked = {
         (v.device, v.position) for v in found if v.device is not None and v.position is not None
     }
     marked |= {cell for v in found for cell in v.others}
-    picture = grid(schedule.rows, marked=marked, most_columns=_MOST_COLUMNS, slices=schedule.slices)
+    picture = grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS, slices=schedule.slices)
     return "\n".join([*lines, picture])

@@ -21,16 +21,16 @@ import numpy.typing as npt
 from ..errors import ScheduleError, Violation, listed, quoted
 from .action import Action, Cell, Overlap, Row, parts
 from .kinds import (
-    COLLECTIVE,
+    COLLECTIVES,
     COMPUTE,
     KIND_NAMES,
     KINDS,
     MESSAGES,
     RECEIVES,
     RECOMPUTE,
+    SHARES,
     SPREAD_FIRST,
     SPREAD_LAST,
-    TOGETHER,
     Kind,
     Pass,
     Value,
@@ -185,14 +185,14 @@ class Encoded:
         )
 
     @cached_property
-    def together(self) -> BoolArray:
+    def is_collective(self) -> BoolArray:
         """Per action, whether all devices do it at the same time."""
-        return self.of_kinds(TOGETHER)
+        return self.of_kinds(COLLECTIVES)
 
     @cached_property
     def shares(self) -> BoolArray:
         """Per action, whether its first number is its device's, and not a stage's."""
-        return self.of_kinds(COLLECTIVE)
+        return self.of_kinds(SHARES)
 
     @cached_property
     def spreads_first(self) -> bool:
@@ -211,14 +211,14 @@ class Encoded:
 
     @cached_property
     def collectives(self) -> dict[int, CollectiveAction]:
-        """By the number of any action of it: what all devices do together, where each of them has
+        """By the number of any action of it: the collective actions, where each device has
         it once.
         """
         found: dict[int, CollectiveAction] = {}
-        shares = np.flatnonzero(self.together & self.in_range)
+        shares = np.flatnonzero(self.is_collective & self.in_range)
         if not len(shares):
             return found
-        for kind in TOGETHER:
+        for kind in COLLECTIVES:
             end = KINDS[kind].end
             assert end is not None
             stage = end.stage % self.num_stages

@@ -39,24 +39,39 @@ def grid(
     steps = 1 + max((c for row in columns for c in row), default=-1)
     shown = _shown(steps, sorted({column for _, column in marks}), most_columns)
     texts: list[list[str]] = []
-    for device, (row, places) in enumerate(zip(rows, columns, strict=True)):
+    for row, places in zip(rows, columns, strict=True):
         cells = {-1: "..."}
         for cell, column in zip(row, places, strict=True):
-            text = "" if cell is None else cell_label(cell, slices)
-            cells[column] = f"[{text}]" if (device, column) in marks else text
+            cells[column] = "" if cell is None else cell_label(cell, slices)
         texts.append([cells.get(c, "") for c in shown])
+    marked_places = {(device, shown.index(column)) for device, column in marks if column in shown}
     numbers = [str(c) if c >= 0 else "..." for c in shown]
-    width = max((len(text) for line in [*texts, numbers] for text in line), default=1)
-    label = len(f"device {len(rows) - 1}")
-    lines = [" " * label + " |" + "".join(f" {text:<{width}}" for text in numbers).rstrip()]
-    bad_devices = {device for device, _ in marks}
-    for device, line in enumerate(texts):
-        body = "".join(f" {text:<{width}}" for text in line).rstrip()
-        lines.append(
-            f"{f'device {device}':<{label}} |{body}"
-            + (f"  {MARK}" if device in bad_devices else "")
-        )
-    return "\n".join(lines)
+    return "\n".join(drawn(texts, marked_places, numbers, bad={device for device, _ in marks}))
+
+
+def drawn(
+    texts: Sequence[Sequence[str]],
+    marked: Collection[tuple[int, int]],
+    numbers: Sequence[str] | None = None,
+    *,
+    bad: Collection[int] | None = None,
+) -> list[str]:
+    """A line for each device, after one of numbers: marked cells are bracketed, and the lines of
+    `bad` devices (all that have a mark) end in `MARK`.
+    """
+    bad = {device for device, _ in marked} if bad is None else bad
+    cells = [
+        [f"[{text}]" if (device, p) in marked else text for p, text in enumerate(row)]
+        for device, row in enumerate(texts)
+    ]
+    width = max((len(text) for row in (*cells, numbers or ()) for text in row), default=1)
+    label = len(f"device {len(texts) - 1}")
+    bodies = [
+        "".join(f" {text:<{width}}" for text in row).rstrip() for row in (numbers or (), *cells)
+    ]
+    lines = [f"{f'device {d}':<{label}} |{body}" for d, body in enumerate(bodies[1:])]
+    lines = [f"{line}  {MARK}" if d in bad else line for d, line in enumerate(lines)]
+    return lines if numbers is None else [" " * label + " |" + bodies[0], *lines]
 
 
 def microbatch_label(microbatch: int, slices: int) -> str:

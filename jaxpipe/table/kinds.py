@@ -130,16 +130,16 @@ class KindSpec:
         return self.sends is None and self.receives is None
 
     @property
-    def together(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether all devices do it at the same time."""
         return self.end is not None
 
     @property
-    def is_collective(self) -> bool:
+    def is_share(self) -> bool:
         """Whether it is a collective action or a share of one: the number before it is the
         device's, not a stage's.
         """
-        return self.together or self.part_of is not None
+        return self.is_collective or self.part_of is not None
 
     @property
     def came_from(self) -> int:
@@ -309,9 +309,9 @@ RUNS_FORWARD = makers(Value.ACTIVATIONS)
 # The values that stay on their device for a later action of the same stage and microbatch.
 KEPT = tuple(value for value in Value if readers(value))
 # Collective actions, which all devices execute at the same time.
-TOGETHER = kinds_where(lambda spec: spec.together)
+COLLECTIVES = kinds_where(lambda spec: spec.is_collective)
 # The collective actions: what has the number of its device before it.
-COLLECTIVE = kinds_where(lambda spec: spec.is_collective)
+SHARES = kinds_where(lambda spec: spec.is_share)
 # Those that are a spread `first` and its gradient, and those that are a spread `last`.
 SPREAD_FIRST = kinds_where(lambda spec: spec.end is not None and spec.end.stage == 0)
 SPREAD_LAST = kinds_where(lambda spec: spec.end is not None and spec.end.stage != 0)

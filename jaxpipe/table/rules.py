@@ -10,6 +10,7 @@ from ..errors import Violation
 from .encoded import BoolArray, Encoded, IntArray
 from .kinds import (
     BACKWARD_HALVES,
+    COLLECTIVES,
     COMPUTE,
     FORWARD_HALVES,
     KEPT,
@@ -17,7 +18,6 @@ from .kinds import (
     KINDS,
     MESSAGES,
     SPREAD_FIRST,
-    TOGETHER,
     Kind,
     Pass,
     Value,
@@ -117,7 +117,7 @@ def _completeness(table: Encoded) -> Iterator[Violation]:
     for stage, m in np.argwhere(~has[Kind.F]).tolist():
         message = f"no device runs the forward of stage {stage}, microbatch {m}"
         yield Violation("completeness", f"{stage}F{m} is missing: {message}")
-    for kind in TOGETHER:
+    for kind in COLLECTIVES:
         yield from _missing_shares(table, kind)
     yield from _lone_shares(table)
     yield from _late_parts(table)

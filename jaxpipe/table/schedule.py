@@ -12,7 +12,7 @@ from .action import Action, Cell, Row, parts
 from .certificate import Certificate
 from .encoded import Encoded, as_rows, encode, plain_rows
 from .grid import grid
-from .kinds import COLLECTIVE
+from .kinds import SHARES
 from .limits import MAX_COUNT
 from .placement import Placement
 from .rules import broken_rules, deadlocks, run_order
@@ -242,7 +242,7 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
             if cell is None:
                 continue
             for half in parts(cell):
-                if half.kind in COLLECTIVE:  # its number is the device's
+                if half.kind in SHARES:  # its number is the device's
                     continue
                 devices = found.setdefault(half.stage, [])
                 if device not in devices:

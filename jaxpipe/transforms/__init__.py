@@ -2,9 +2,7 @@
 merged, forwards alone.
 """
 
-from .add_transfers import remove_transfers
-from .recompute import remove_recompute
-from .spread import remove_spread
+from .remove import remove_recompute, remove_spread, remove_transfers
 
 __all__ = ["remove_recompute", "remove_spread", "remove_transfers"]
 

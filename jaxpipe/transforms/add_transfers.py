@@ -27,7 +27,6 @@ from ..engine.timeline import Timeline
 from ..errors import ScheduleError
 from ..table.action import Action, Cell, parts
 from ..table.encoded import Encoded
-from ..table.garbage_collection import paused_collector
 from ..table.kinds import MESSAGES, SENDS
 from ..table.run_order import Transfers, Wait, buffered_order, mates, rendezvous_order, waits
 from ..table.schedule import Schedule
@@ -62,26 +61,14 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
         raise ScheduleError(
             "the table has SEND and RECV already; jaxpipe.transforms.remove_transfers removes them"
         )
-    if schedule.encoded.together.any():
+    if schedule.encoded.is_collective.any():
         raise ScheduleError(
             "the table has L or E, for which no SEND and RECV are defined; "
             "jaxpipe.transforms.remove_spread takes them out"
         )
-    with paused_collector():
-        timeline = simulate(schedule, costs)
-        late = schedule.with_rows(_late_receives(timeline))
-        return late.with_rows(_early_in_cycles(late, timeline))
-
-
-@typed()
-def remove_transfers(schedule: Schedule) -> Schedule:
-    """The compute-only table: without SEND and RECV, everything else as it is."""
-    return schedule.with_rows(
-        [
-            [cell for cell in row if not isinstance(cell, Action) or cell.kind.is_compute]
-            for row in schedule.cells
-        ]
-    )
+    timeline = simulate(schedule, costs)
+    late = schedule.with_rows(_late_receives(timeline))
+    return late.with_rows(_early_in_cycles(late, timeline))
 
 
 _Urgent: TypeAlias = tuple[float, int, Action]

@@ -37,9 +37,13 @@ def _split(cell: Cell) -> tuple[Cell, ...]:
 
 
 @typed()
-def merge_backward(schedule: Schedule) -> Schedule:
+def merge_backward(schedule: Schedule, *, delayed: bool = False) -> Schedule:
     """Merge each I with its W where the W is the device's next action (idle cells aside); the
     inverse of `split_backward`.
+
+    With `delayed`, each W that comes later in its row merges with its I too, where the I is.  A
+    delayed W keeps the activations of its I and what I leaves for it.  With rematerialisation that
+    is all that a forward would keep without it.
 
     The I of an overlapped pair merges with a W right after the pair.  Merging pays only where a
     fused backward is faster than its halves, since what the next device needs is then ready at the
@@ -48,8 +52,23 @@ def merge_backward(schedule: Schedule) -> Schedule:
     >>> import jaxpipe as jp
     >>> print(merge_backward(jp.Schedule.from_csv("0F0,0I0,0W0")).to_csv(), end="")
     0F0,0B0
+    >>> late = jp.Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1")
+    >>> print(merge_backward(late, delayed=True).to_csv(), end="")
+    0F0,0F1,0B0,0B1
     """
-    return schedule.with_rows([_merged(row) for row in schedule.cells])
+    return schedule.with_rows([(_whole if delayed else _merged)(row) for row in schedule.cells])
+
+
+def _whole(row: Row) -> list[Cell]:
+    """A row in which each I is a B, without its W."""
+    found: list[Cell] = []
+    for cell in row:
+        backward = cell.backward if isinstance(cell, Overlap) else cell
+        if backward is not None and backward.kind is Kind.I:
+            found.append(_with_weight_grad(cell, backward))
+        elif backward is None or backward.kind is not Kind.W:
+            found.append(cell)
+    return found
 
 
 def _merged(row: Row) -> list[Cell]:

@@ -14,7 +14,7 @@ from ..table.check import check
 from ..table.kinds import Value, readers
 from ..table.schedule import Schedule
 from ..table.typed import typed
-from .place_together import without_kinds
+from .remove import refuse_transfers, without_kinds
 
 _LATE = readers(Value.SHARE_STASH)
 # Times whose relative difference is smaller are equal: three thirds of an L are not always an L.
@@ -66,11 +66,7 @@ def defer_last(
         )
     plain = without_kinds(schedule, set(_LATE))
     check(plain)
-    if plain.has_transfers:
-        raise ScheduleError(
-            "the table has SEND and RECV; defer what L does without them "
-            "(jaxpipe.transforms.remove_transfers takes them out)"
-        )
+    refuse_transfers(plain, "defer what L does without them")
     if not plain.encoded.spreads_last:
         raise ScheduleError(
             "the table has no L, whose work could be deferred; jaxpipe.spread_last puts L into it"

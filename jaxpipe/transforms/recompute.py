@@ -22,6 +22,7 @@ from ..table.check import check
 from ..table.kinds import Kind, Value, readers
 from ..table.schedule import Schedule
 from ..table.typed import typed
+from .remove import refuse_transfers, remove_recompute
 
 _USERS = readers(Value.ACTIVATIONS)
 
@@ -97,22 +98,6 @@ def add_recompute(
     return (early if early.makespan < latest.makespan else latest).schedule
 
 
-@typed()
-def remove_recompute(schedule: Schedule) -> Schedule:
-    """The table without R, everything else as it is: every F keeps its activations.
-
-    >>> import jaxpipe as jp
-    >>> print(remove_recompute(jp.Schedule.from_csv("0F0,0F1,0R0,0B0,0R1,0B1")).to_csv(), end="")
-    0F0,0F1,0B0,0B1
-    """
-    return schedule.with_rows(
-        [
-            [c for c in row if not isinstance(c, Action) or c.kind is not Kind.R]
-            for row in schedule.cells
-        ]
-    )
-
-
 def _refuse(
     schedule: Schedule,
     stages: Collection[int] | None,
@@ -121,11 +106,7 @@ def _refuse(
 ) -> None:
     """ScheduleError for a table that cannot take an R, and for invalid arguments."""
     check(schedule)
-    if schedule.has_transfers:
-        raise ScheduleError(
-            "the table has SEND and RECV; add R first, then transfers "
-            "(jaxpipe.transforms.remove_transfers takes them out)"
-        )
+    refuse_transfers(schedule, "add R first, then transfers")
     if schedule.forward_only:
         raise ScheduleError(
             "the table has no backward, so nothing is recomputed; give it B, or I and W, for "

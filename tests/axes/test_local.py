@@ -4,11 +4,13 @@ by themselves.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -71,38 +73,29 @@ def canonical(layers: str) -> Any:
     return {"stages": stages, "last": {"head": rng.standard_normal((WIDTH, 3))}}
 
 
-def batch() -> Any:
+def batch(rows: int = ROWS) -> Any:
     rng = np.random.default_rng(1)
-    return {"x": rng.standard_normal((ROWS, WIDTH)), "y": rng.standard_normal((ROWS, 3))}
+    return {"x": rng.standard_normal((rows, WIDTH)), "y": rng.standard_normal((rows, 3))}
 
 
 SPLIT = PartitionSpec("expert")
 SPECS = {"stages": {"t": {"up": SPLIT, "down": SPLIT}}}
 
 
-def pipeline(name: str, layers: str, **sharding: Any) -> jp.Pipeline:
+def pipeline(name: str, layers: str, count: int = M, **sharding: Any) -> jp.Pipeline:
     given = {"data": ("data", "expert"), "local": "expert", "specs": SPECS} | sharding
     return jp.Pipeline(
         model("expert", layers),
-        jp.schedules.build(name, devices=2, microbatches=M),
+        jp.schedules.build(name, devices=2, microbatches=count),
         mesh("pipe", "data", "expert"),
         layout=layers,
         sharding=jp.Sharding(**given),
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "fsdp"),
-    [
-        slow("1f1b", "tt|ttL", None),
-        ("1f1b", "dt|tttL", "expert"),
-        slow("1f1b", "dt|tttL", "data"),
-        slow("dualpipe", "tt|ttL", "expert"),
-        slow("zbv", "d|tt|t|tL", "expert"),
-    ],
-)
-def test_loss_and_gradients_equal_one_device(name: str, layers: str, fsdp: str | None) -> None:
-    pipe, weights, rows = pipeline(name, layers, fsdp=fsdp), canonical(layers), batch()
+def compared(pipe: jp.Pipeline, layers: str, rows: Any) -> tuple[Any, Any]:
+    """Placed parameters and gradients of a step; the step equals that of one device."""
+    weights = canonical(layers)
     params = pipe.place(weights)
     loss, grads = pipe.value_and_grad(params, rows)
     plain = model(None, layers.replace("|", "")).loss
@@ -110,6 +103,23 @@ def test_loss_and_gradients_equal_one_device(name: str, layers: str, fsdp: str |
     assert relative(float(loss), float(wanted)) <= FLOAT64
     found = jax.device_get(pipe.canonical(grads))
     assert relative({k: found[k] for k in wanted_grads}, jax.device_get(wanted_grads)) <= FLOAT64
+    return params, grads
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "fsdp"),
+    [
+        slow("1f1b", "tt|ttL", None),
+        slow("1f1b_overlap", "dt|tttL", None),
+        ("1f1b", "dt|tttL", "expert"),
+        slow("1f1b", "dt|tttL", "data"),
+        slow("dualpipe", "tt|ttL", "expert"),
+        slow("zbv", "d|tt|t|tL", "expert"),
+    ],
+)
+def test_loss_and_gradients_equal_one_device(name: str, layers: str, fsdp: str | None) -> None:
+    pipe, rows = pipeline(name, layers, fsdp=fsdp), batch()
+    params, grads = compared(pipe, layers, rows)
     assert find_nonfinite(pipe, params, rows) is None
     # and each device has its own part of the experts, and of the others what fsdp says
     axes = {
@@ -120,6 +130,33 @@ def test_loss_and_gradients_equal_one_device(name: str, layers: str, fsdp: str |
     assert axes, "no expert is split"
     for grad, param in zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True):
         assert grad.sharding.is_equivalent_to(param.sharding, grad.ndim)
+
+
+def pairs_in(pipe: jp.Pipeline, layers: str, rows: int = ROWS) -> set[str]:
+    """The names of the blocks that run two actions as one, by the program's text."""
+    text = pipe.lower(pipe.place(canonical(layers)), batch(rows)).as_text(debug_info=True)
+    return set(re.findall(r"F\.\d with [BW]\.\d", text))
+
+
+def test_a_weight_gradient_hides_the_exchange_of_a_forward() -> None:
+    """W and F of a tick are one block, where parts of experts say that the F communicates."""
+    pipe = pipeline("zb_h1", "tt|ttL", count=8)
+    assert pairs_in(pipe, "tt|ttL", rows=32) == {"F.0 with W.0"}
+    compared(pipe, "tt|ttL", batch(32))
+
+
+def test_pairs_of_unlike_stages_are_one_block() -> None:
+    assert pairs_in(pipeline("1f1b_overlap", "dt|tttL"), "dt|tttL") == {"F.0 with B.0"}
+    layers = "d|tt|t|tL"
+    assert pairs_in(pipeline("dualpipev", layers, count=4), layers) >= {
+        "F.0 with B.1",
+        "F.1 with B.0",
+    }
+
+
+def test_a_rule_for_whole_layers_is_refused_where_stages_differ() -> None:
+    with raises("per_layer takes arrays of unlike stages apart"):
+        jp.per_layer(pipeline("1f1b", "dt|tttL"), optax.lamb(1e-3))
 
 
 def test_a_nan_in_a_part_is_found_where_it_is() -> None:

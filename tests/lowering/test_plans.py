@@ -11,7 +11,6 @@ from strategies import random_schedule
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
-from jaxpipe.lowering.balanced_ticks import balanced_ticks
 from jaxpipe.lowering.plan import Plan
 from jaxpipe.steps import Steps
 from tests.models import twin
@@ -24,7 +23,6 @@ TICKS = {
     "lock-step": assign_ticks,
     "modulo": modulo_ticks,
     "shifted modulo": lambda schedule: modulo_ticks(schedule, shift=1),
-    "balanced": balanced_ticks,
     "joined": joined_ticks,
 }
 

@@ -414,9 +414,9 @@ def test_a_target_that_is_no_word_gives_no_number():
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        (lambda t: {"kind": put(t, 1, -1)}, ProgramRule.TOGETHER),
-        (lambda t: {"microbatch": put(t, 0, 1)}, ProgramRule.TOGETHER),
-        (lambda t: {"kind": put(0, slice(None), int(jp.Kind.L))}, ProgramRule.TOGETHER),
+        (lambda t: {"kind": put(t, 1, -1)}, ProgramRule.COLLECTIVE),
+        (lambda t: {"microbatch": put(t, 0, 1)}, ProgramRule.COLLECTIVE),
+        (lambda t: {"kind": put(0, slice(None), int(jp.Kind.L))}, ProgramRule.COLLECTIVE),
         (lambda t: {"is_source": put(t, 0, 1)}, ProgramRule.ACTION),
         (lambda t: {"kind": put(t, slice(None), -1)}, ProgramRule.ACTION),
         (lambda t: {"y": put(t, 1, 1)}, ProgramRule.SLOT),
@@ -533,7 +533,9 @@ def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(nam
 
 
 def _without_shares(template):
-    return replace(template, blocks=tuple(use for use in template.blocks if not use.block.together))
+    return replace(
+        template, blocks=tuple(use for use in template.blocks if not use.block.is_collective)
+    )
 
 
 def test_shares_are_placed_by_the_pipeline_s_costs():

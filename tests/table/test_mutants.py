@@ -109,7 +109,7 @@ def _put_any(rng: random.Random, rows: Rows) -> None:
 
 
 def _put_share_everywhere(rng: random.Random, rows: Rows) -> None:
-    """One more of what all devices do together, at any place of each row."""
+    """One more collective action, at any place of each row."""
     _, kind, microbatch = _any_action(rng, rows)
     for device, row in enumerate(rows):
         row.insert(rng.randint(0, len(row)), Action(device, kind, microbatch))

@@ -18,7 +18,7 @@ from jaxpipe.program.faults import ProgramRule
 from jaxpipe.program.pools import UNDER_WAY
 from jaxpipe.program.records import MOVE, NOBODY
 from jaxpipe.program.verify import faults, verify
-from jaxpipe.transforms.forward_only import forward_only
+from jaxpipe.transforms.remove import forward_only
 from tests.passes import cut
 from tests.strategies import few, schedules
 

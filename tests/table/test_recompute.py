@@ -213,7 +213,7 @@ def test_other_transforms_keep_r_where_it_is(schedule):
 
 
 def test_an_evaluation_recomputes_nothing():
-    from jaxpipe.transforms.forward_only import forward_only
+    from jaxpipe.transforms.remove import forward_only
 
     table = forward_only(jp.add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=2)))
     assert table.to_csv() == "0F0,0F1\n1F0,1F1\n"

@@ -11,7 +11,7 @@ from strategies import random_schedule, randoms
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
 from jaxpipe.table.action import parts
-from jaxpipe.transforms.align_shares import align_shares
+from jaxpipe.transforms.align_collectives import align_collectives
 
 
 def read(text: str) -> Schedule:
@@ -26,7 +26,7 @@ def with_stages(rng) -> Schedule:
             return schedule
 
 
-TOGETHER = (Kind.L, Kind.E, Kind.G)
+COLLECTIVES = (Kind.L, Kind.E, Kind.G)
 
 
 def naive_times(schedule: Schedule, length: dict[Kind, float], hop: float) -> dict[Action, float]:
@@ -80,9 +80,11 @@ def naive_times(schedule: Schedule, length: dict[Kind, float], hop: float) -> di
         heads = [
             row[h] if h < len(row) else None for h, row in zip(head, schedule.rows, strict=True)
         ]
-        shares = {cell[1:] for cell in heads if isinstance(cell, Action) and cell.kind in TOGETHER}
+        shares = {
+            cell[1:] for cell in heads if isinstance(cell, Action) and cell.kind in COLLECTIVES
+        }
         if len(shares) == 1 and all(
-            isinstance(cell, Action) and cell.kind in TOGETHER for cell in heads
+            isinstance(cell, Action) and cell.kind in COLLECTIVES for cell in heads
         ):
             ((kind, m),) = shares
             begin = max(*free, source_of(kind, m))
@@ -91,7 +93,7 @@ def naive_times(schedule: Schedule, length: dict[Kind, float], hop: float) -> di
                 head[d] += 1
             continue
         for d, cell in enumerate(heads):
-            if cell is None or (isinstance(cell, Action) and cell.kind in TOGETHER):
+            if cell is None or (isinstance(cell, Action) and cell.kind in COLLECTIVES):
                 head[d] += cell is None and head[d] < len(schedule.rows[d])
                 continue
             start = ready(d, cell)
@@ -104,7 +106,7 @@ def naive_times(schedule: Schedule, length: dict[Kind, float], hop: float) -> di
 
 @given(randoms())
 def test_the_simulator_lets_all_devices_do_their_shares_at_once(rng):
-    length, hop = {kind: rng.choice((0.5, 3)) for kind in TOGETHER}, rng.choice((0, 0.25))
+    length, hop = {kind: rng.choice((0.5, 3)) for kind in COLLECTIVES}, rng.choice((0, 0.25))
     costs = Costs(
         backward=1,
         last=length[Kind.L],
@@ -244,7 +246,7 @@ def test_in_bursts_each_l_has_an_e_and_a_g():
     table = jp.spread_first(
         jp.spread_last(jp.schedules.build("interleaved_1f1b", devices=4, microbatches=24))
     )
-    cells = [cell.kind.name if cell.kind in TOGETHER else "." for cell in table.rows[0]]
+    cells = [cell.kind.name if cell.kind in COLLECTIVES else "." for cell in table.rows[0]]
     sets = [text for text in "".join(cells).split(".") if text]
     at = sets.index("LEG")
     assert sets[at : at + 12] == ["LEG"] * 12
@@ -254,7 +256,7 @@ def test_an_e_moves_to_an_l_before_and_a_g_to_one_after():
     """Those between make room: E2 for E3, G1 for G0; where no L has fewer, they stay."""
     one = "0E0,0F0,0E1,0F1,0L0,0B0,0L1,0E2,0F2,0E3,0F3,0G0,0B1,0L2,0G1,0B2,0L3,0B3,0G2,0G3"
     table = read(one + "\n" + one.replace(",0", ",1").replace("0E0", "1E0"))
-    first = ",".join(map(str, align_shares(table).rows[0]))
+    first = ",".join(map(str, align_collectives(table).rows[0]))
     assert (
         first == "0E0,0F0,0E1,0F1,0L0,0E2,0B0,0L1,0E3,0F2,0F3,0B1,0L2,0G0,0B2,0L3,0G1,0B3,0G2,0G3"
     )

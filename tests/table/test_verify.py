@@ -305,3 +305,17 @@ def test_a_transfer_that_is_written_before_a_w_has_read_its_slot_is_found(monkey
     found = faults(replace(program, segments=early))
     assert {fault.rule for fault in found} == {ProgramRule.OVERWRITTEN}
     assert all("pool x " in fault.message for fault in found)
+
+
+def test_a_forward_that_writes_what_the_w_of_its_block_still_reads_is_found():
+    """As one block, a W reads its slots until the F has written; apart, the F may take them."""
+    schedule = jp.schedules.build("zb_h1", devices=4, microbatches=8)
+    apart, together = joined_ticks(schedule), joined_ticks(schedule, as_one=True)
+    spans = [Span(0, apart.num_ticks, 1)]
+    sound = assign_slots(together, segments_of(spans, collect(together)))
+    assert not faults(sound)
+    assert all(template.paired for segment in sound.segments for template in segment.templates)
+    program = assign_slots(apart, segments_of(spans, collect(apart)))
+    assert not faults(program)
+    found = faults(replace(program, joint=together.joint))
+    assert {fault.rule for fault in found} == {ProgramRule.OVERWRITTEN}

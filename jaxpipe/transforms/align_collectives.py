@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..table.action import Action, Cell, Kind, parts
-from ..table.kinds import TOGETHER
+from ..table.kinds import COLLECTIVES
 from ..table.schedule import Schedule
 
 # The most inputs (E) and gradients (G) of the first stage that may wait, plus one for every two
@@ -39,14 +39,19 @@ class _Group:
         )
 
 
-def align_shares(schedule: Schedule) -> Schedule:
+def align_collectives(schedule: Schedule) -> Schedule:
     """The table in which each E and G that is alone is moved to an L, while few values wait.
 
     In a set, L comes first, then E, then G.  All other actions keep their order in their row.
     """
     groups, rest = _groups(schedule)
+    orders = {k: [m for group in groups for m in group.microbatches[k]] for k in (Kind.E, Kind.G)}
     _move(groups, Kind.E, _waiting_inputs(groups))
     _move(groups[::-1], Kind.G, _waiting_gradients(groups)[::-1])
+    for kind, order in orders.items():
+        following = iter(order)
+        for group in groups:
+            group.microbatches[kind] = [next(following) for _ in group.microbatches[kind]]
     rows: list[list[Cell]] = [[] for _ in schedule.rows]
     for group in groups:
         for device, row in enumerate(rows):
@@ -61,12 +66,12 @@ def _groups(schedule: Schedule) -> tuple[list[_Group], list[list[Cell]]]:
     for row in schedule.rows:
         work.append([[]])
         for cell in row:
-            if isinstance(cell, Action) and cell.kind in TOGETHER:
+            if isinstance(cell, Action) and cell.kind in COLLECTIVES:
                 work[-1].append([])
             else:
                 work[-1][-1].append(cell)
     collectives = [
-        cell for cell in schedule.rows[0] if isinstance(cell, Action) and cell.kind in TOGETHER
+        cell for cell in schedule.rows[0] if isinstance(cell, Action) and cell.kind in COLLECTIVES
     ]
     *before, rest = ([list(cells) for cells in each] for each in zip(*work, strict=True))
     groups: list[_Group] = []
@@ -97,48 +102,30 @@ def _waiting_gradients(groups: Sequence[_Group]) -> list[int]:
 
 
 def _move(groups: Sequence[_Group], kind: Kind, waiting: list[int]) -> None:
-    """Move those of a kind that are in groups without L to the groups before; `waiting` grows by
-    one in all groups on the way.
+    """Move those of a kind that are in groups without L to the groups before, whatever their
+    microbatch; `waiting` grows by one in all groups on the way.
     """
     for i, group in enumerate(groups):
         while group.microbatches[kind] and not group.microbatches[Kind.L]:
-            way = _way(groups[:i], kind) or _nearest(groups[:i])
-            if not way or max(waiting[way[0] : i]) >= _MOST_WAITING[kind] + len(group.work) // 2:
+            to = _group_for(groups[:i], kind)
+            if to is None or max(waiting[to:i]) >= _MOST_WAITING[kind] + len(group.work) // 2:
                 break
-            for j in range(way[0], i):
+            for j in range(to, i):
                 waiting[j] += 1
-            for to, source in zip(way, [*way[1:], i], strict=True):
-                _take(
-                    groups[to].microbatches[kind],
-                    groups[source].microbatches[kind],
-                    at_end=kind is Kind.E,
-                )
+            groups[to].microbatches[kind].append(group.microbatches[kind].pop())
 
 
-def _way(groups: Sequence[_Group], kind: Kind) -> list[int]:
-    """The groups with L back to the last that has fewer of a kind than L; empty where there is
-    none, or one without L on the way.
+def _group_for(groups: Sequence[_Group], kind: Kind) -> int | None:
+    """The last group that has fewer of a kind than L; the last one with L where there is none, or
+    one without L on the way.
     """
-    found = []
+    nearest = None
     for j in reversed(range(len(groups))):
         many, mine = len(groups[j].microbatches[Kind.L]), len(groups[j].microbatches[kind])
-        if not many and mine:
-            return []
-        if many:
-            found.append(j)
-            if mine < many:
-                return found[::-1]
-    return []
-
-
-def _nearest(groups: Sequence[_Group]) -> list[int]:
-    """The last group with L, which then has more of a kind."""
-    return next(([j] for j in reversed(range(len(groups))) if groups[j].microbatches[Kind.L]), [])
-
-
-def _take(to: list[int], source: list[int], *, at_end: bool) -> None:
-    """Move the one of the source that is nearest."""
-    if at_end:
-        to.append(source.pop(0))
-    else:
-        to.insert(0, source.pop())
+        if mine < many:
+            return j
+        if nearest is None and many:
+            nearest = j
+        if mine and not many:
+            break
+    return nearest
