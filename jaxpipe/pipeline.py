@@ -27,12 +27,10 @@ from .model.follow import init_as_updated
 from .model.mesh import automatic, has
 from .model.model import Model
 from .model.own_rules import check_rules
-from .model.param_layout import check_canonical
+from .model.param_layout import State, check_canonical
 from .model.partition import Partition
-from .model.placed import State
 from .model.placer import Placer
-from .model.settings import Memory, Sharding
-from .model.specs import frozen_filter
+from .model.settings import Memory, Sharding, frozen_filter
 from .model.spread import Cuts
 from .same_code import jit_same, key_of
 from .spmd.compiler_options import features_of, options_for

@@ -21,9 +21,8 @@ from .lowering.slots import Offload
 from .lowering.target import Target
 from .model.functions import Functions
 from .model.mesh import on_mesh
-from .model.param_layout import OUTER, with_outer
+from .model.param_layout import OUTER, StageOwners, owner_faults, with_outer
 from .model.partition import Partition
-from .model.placed import StageOwners, owner_faults
 from .model.settings import Memory
 from .model.slices import Positioned, time_faults
 from .stage.job import Clock, Executor, Job, Observe

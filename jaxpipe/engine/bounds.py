@@ -1,4 +1,4 @@
-"""What no schedule can go below: bounds of the makespan for given costs, placement and cap on
+"""Lower bounds of the makespan of any schedule, for given costs, placement and cap on
 activations.
 
 A schedule is a job shop in which every stage works in the order of microbatches (`job_shop`), and
@@ -51,12 +51,12 @@ def lower_bound(
     pairs, whichever is cheaper.
 
     Tables with R (`add_recompute`) compute more and hold less.  Where `Costs.recompute` is given
-    the bound holds for them too: with a cap, a device trades the time of an R for what it need not
-    hold.  Where it is None they may go below a bound with a cap, and not below one without.
+    the bound holds for them too: with a cap, a device trades the time of an R for room.  Where it
+    is None they may go below a bound with a cap, and not below one without.
 
     With `Objective.PERIOD`, a time of a microbatch in the steady state that no schedule goes below
-    (modulo scheduling, Rau 1994, section 2): what a device has to do for one microbatch, and how
-    long that occupies its memory, divided by the cap.
+    (modulo scheduling, Rau 1994, section 2): a device's work for one microbatch, and the time for
+    which that occupies its memory, divided by the cap.
 
     Args:
         costs: as for `simulate`; all 1, and transfers 0, where it is None.

@@ -118,7 +118,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
-        """Read what `to_json` writes; CostError says what is wrong.
+        """Read the text of `to_json`; CostError names the fault.
 
         >>> Costs.from_json(Costs(forward=[1, 2.5], unit="seconds").to_json()).forward
         (1, 2.5)

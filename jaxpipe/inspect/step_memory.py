@@ -20,12 +20,11 @@ from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes, memory_of
 from ..program.ir import Program
-from ..program.pools import POOL_OF
+from ..program.records import POOL_OF
 from ..program.templates import Payload
 from ..spmd.body import accumulator_dtype
-from ..spmd.entries import compiled_alone, outer_specs
+from ..spmd.entries import compiled_alone, on_cpus, outer_specs
 from ..spmd.executor import TracedStep
-from ..spmd.mapped import on_cpus
 from ..spmd.operands import Buffers, shared_buffers
 from ..stage.code import run
 from ..stage.job import Job

@@ -1,7 +1,7 @@
 """Small pure transformations of jaxprs: inline calls, slice, cut in two."""
 
 from .collectives import Reductions, collectives
-from .cut import Cut, cut, drop_dead
+from .cut import Cut, cut, drop_dead, equal_outputs, keep_first, known_from, needed_for
 from .entry import Entry, Part
 from .equations import results_of
 from .eval_in_slots import run_in_slots
@@ -9,9 +9,7 @@ from .flatten import flatten, stores_on_host
 from .min_cut import weight as cut_weight
 from .scan_residuals import into_scans, keep_fewer_residuals
 from .sizes import is_light
-from .slices import known_from, needed_for
 from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
-from .value_numbering import equal_outputs, keep_first
 
 __all__ = [
     "Cut",

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from ..arrays import PyTree
 from .mesh import trimmed
 from .packed import Parameter
-from .specs import names_of
+from .settings import names_of
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,9 @@ from ..errors import PipelineError
 from ..jaxprs import Part
 from .leaf_plan import LeafPlan, leaf_plans
 from .packed import Buffer, Group, InBuffer, Packed, Parameter
-from .param_layout import ParamLayout
-from .placed import Chunks
-from .settings import Sharding
+from .param_layout import Chunks, ParamLayout
+from .settings import Patterns, Sharding, holds, is_spec, names_of, spec_faults
 from .sharing import Sharing, by_name
-from .specs import Patterns, holds, is_spec, names_of, spec_faults
 from .spread import Cuts, is_padded, own_shape, unpadded
 
 

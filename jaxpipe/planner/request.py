@@ -15,17 +15,18 @@ from ..table.limits import is_number, is_whole
 from ..table.typed import plain
 from .layer_cost import FIRST, LAST, LayerCost, Remat
 
-# Schedules that are tried where none are named.  `dualpipe` keeps every stage's parameters twice.
+# Schedules that are tried where none are named, the more promising ones first.  `dualpipe` keeps
+# every stage's parameters twice.
 SCHEDULES = (
-    "gpipe",
     "1f1b",
-    "interleaved_1f1b",
     "zb_h1",
-    "zb_h2",
-    "interleaved_zb",
     "zbv",
+    "interleaved_1f1b",
+    "interleaved_zb",
+    "zb_h2",
     "v_half",
     "v_min",
+    "gpipe",
     "auto",
 )
 _NO_PLAN = "there is no plan for this"

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from ..table.effects import Access, Effect, Of, Place
 from ..table.kinds import Kind
 from .ir import Program
-from .pools import POOL_OF
-from .records import NOBODY, TickRecord
+from .records import NOBODY, POOL_OF, TickRecord
 from .segments import Segment
 from .templates import BlockUse, Payload
 

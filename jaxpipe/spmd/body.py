@@ -17,8 +17,7 @@ from ..jaxprs import Piece
 from ..lowering.target import Target
 from ..model.functions import Loss
 from ..model.leaf_plan import gather, leaf_plans
-from ..model.packed import on_one_device
-from ..model.places import Places
+from ..model.packed import Places, on_one_device
 from ..model.spread import unpadded
 from ..stage.code import run
 from ..stage.job import Job
@@ -30,8 +29,7 @@ from .entries import StageEntries, whole_entries
 from .host import Packing
 from .operands import Buffers, Operands, StageOperand, shared_buffers
 from .pools import State, empty, empty_pool, of_chunk
-from .replicas import with_replicas
-from .results import finish
+from .results import finish, with_replicas
 from .shared_code import SharedCode
 from .tick import TickEmitter
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Leaves, Scalar
-from ..program.pools import POOL_OF
-from ..program.records import Record
+from ..program.records import POOL_OF, Record
 from ..program.segments import Transit
 from ..program.templates import Payload, Permute
 from .pools import State

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs import Piece, Total, TotalPiece
-from ..model.places import Places
+from ..model.packed import Places
 from ..stage.code import StageCode
 from ..table.effects import Place
 from .entries import StageEntries

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..arrays import Leaves, Scalar
 from ..jaxprs import Entry, Slot
 from ..jaxprs.sizes import nbytes
-from ..model.places import Place, Places
+from ..model.packed import Place, Places
 from .pools import zeros
 
 Avals: TypeAlias = "Sequence[Any]"

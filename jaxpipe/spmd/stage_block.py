@@ -16,7 +16,9 @@ from ..table.effects import Access, Place
 from ..table.kinds import Kind
 from .block import Block, run_where
 from .operands import StageOperand
-from .outer import (
+from .pools import State, add, add_at, of_chunk, read, without_weak_types, write
+from .shared_code import (
+    SharedCode,
     accumulate,
     first_inputs,
     last_inputs,
@@ -24,8 +26,6 @@ from .outer import (
     run_last,
     with_last_gradients,
 )
-from .pools import State, add, add_at, of_chunk, read, without_weak_types, write
-from .shared_code import SharedCode
 
 # Yields the stage's code with the state before it, receives the code's results with the state after
 # it, and returns the last state.

@@ -18,14 +18,12 @@ from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import Program
-from ..program.pools import POOL_OF
-from ..program.records import NOBODY, Record, TickRecord
+from ..program.records import NOBODY, POOL_OF, Record, TickRecord
 from ..program.segments import Loop, Point, Segment, Transit
 from ..program.templates import BlockUse, Presence
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
-from .block import Block, run_in_order, run_where
-from .clock import clocked
+from .block import Block, clocked, run_in_order, run_where
 from .collective import collective_block
 from .exchange import EXCHANGE, arrive, permuted, scope_of, settled
 from .host import HostMoves, Moved, Packing

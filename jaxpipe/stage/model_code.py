@@ -23,9 +23,8 @@ from ..program.verify import verify
 from ..table.effects import Liveness, Place, longest
 from .code import LastCode, ParamUse, StageCode
 from .job import Job
-from .outer import trace_last, trace_spread_first
 from .state_gradient import check_state_gradient
-from .trace import trace_stage
+from .trace import trace_last, trace_spread_first, trace_stage
 
 
 @dataclass(frozen=True)

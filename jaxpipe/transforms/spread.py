@@ -221,7 +221,7 @@ class _Run:
         for user, need in enumerate(self._loop.need):
             self._users.setdefault(need, []).append(user)
         devices, hop = table.num_devices, by_stage.transfer if table.num_devices > 1 else None
-        # By action: the collective that reads what it makes, and the E that it waits for.
+        # By action: the collective that reads its result, and the E that it waits for.
         self._source: dict[int, tuple[Kind, int]] = {}
         self._input: dict[int, int] = {}
         self._collective: dict[tuple[Kind, int], int] = {}
