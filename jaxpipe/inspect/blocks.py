@@ -17,6 +17,7 @@ from ..arrays import Leaves
 from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_in_slots
 from ..jaxprs.equations import reads
 from ..jaxprs.sizes import nbytes
+from ..lowering.target import RunsOn
 from ..model.leaf_plan import leaf_plans
 from ..spmd.body import accumulator_dtype
 from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
@@ -144,7 +145,8 @@ class Step:
 
     def compiled(self, *blocks: Block, unrun: bool = False) -> Any:
         """Compile blocks that run as one; they read and write slots as in the step."""
-        parts = [_part(self.job, block) for block in blocks]
+        on_tpus = RunsOn.of(self.mesh) is RunsOn.TPUS
+        parts = [_part(self.job, block, in_order=on_tpus) for block in blocks]
 
         def run(*groups: Leaves) -> Leaves:
             codes = [code(*groups[3 * k : 3 * k + 3]) for k, (_, code) in enumerate(parts)]
@@ -161,7 +163,7 @@ class Step:
 _Code: TypeAlias = "Callable[[Leaves, Leaves, Leaves], InSlots]"
 
 
-def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
+def _part(job: Job, block: Block, *, in_order: bool) -> tuple[tuple[Group, Group, Group], _Code]:
     """A block's inputs, pools and accumulators as shapes, and the function that makes its code."""
     invars: list[Any] = [var.aval for var in block.jaxpr.invars]
     outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
@@ -181,7 +183,10 @@ def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
 
     def code(values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
         at = jnp.int32(0)
-        writes: dict[int, Target] = {i: Total(leaf) for i, leaf in zip(added, totals, strict=True)}
+        splits = block.parameters if in_order else [None for _ in totals]
+        writes: dict[int, Target] = {
+            i: Total(leaf, split) for i, leaf, split in zip(added, totals, splits, strict=True)
+        }
         slots = {i: Slot(pool, at, entry) for (i, entry), pool in zip(stored, pools, strict=True)}
         reads = {i: Slot(values[i], at, entry) for i, entry in block.reads}
         reads |= {before: slots[after] for before, after, _ in block.updates}

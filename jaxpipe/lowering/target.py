@@ -80,6 +80,11 @@ class RunsOn(Enum):
     CPU_PROCESSES = "CPU devices of one process each"
     ONE_CPU_PROCESS = "virtual CPU devices of one process"
 
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """The tiles of memory over the last dims of an array; () where memory keeps rows."""
+        return (8, 128) if self is RunsOn.TPUS else ()
+
     @classmethod
     def of(cls, mesh: Any) -> RunsOn:
         """The kind of the devices of a `jax.sharding.Mesh`."""
@@ -128,7 +133,7 @@ class Target:
         """The times of a program besides the stages' work."""
         if self.prices is not None:
             return self.prices
-        if self.runs_on is RunsOn.TPUS:
+        if self.on_tpus:
             hop = GUESSED.hop if self.chip is None else self.chip.hop
             return Overheads(predicate=TPU_PREDICATE, hop=hop)
         return ON_HOST if self.communicates else GUESSED
@@ -140,8 +145,8 @@ class Target:
 
     @property
     def tile(self) -> tuple[int, ...]:
-        """The tiles of memory over the last dims of an array; () where memory keeps rows."""
-        return (8, 128) if self.runs_on is RunsOn.TPUS else ()
+        """The tiles of the devices' memory."""
+        return self.runs_on.tile
 
     @property
     def overlaps(self) -> bool:
@@ -155,6 +160,11 @@ class Target:
     def on_cpus(self) -> bool:
         """Whether the devices are CPUs."""
         return self.runs_on in (RunsOn.CPU_PROCESSES, RunsOn.ONE_CPU_PROCESS)
+
+    @property
+    def on_tpus(self) -> bool:
+        """Whether the devices are TPUs."""
+        return self.runs_on is RunsOn.TPUS
 
     @property
     def on_gpus(self) -> bool:

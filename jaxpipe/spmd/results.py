@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Leaves, Params, PyTree, summable
+from ..lowering.target import Target
 from ..model.functions import Loss, inverse_count
 from ..model.leaf_plan import leaf_plans, reduce_gradients, trained, with_frozen
 from ..model.param_layout import Chunks
@@ -77,7 +78,12 @@ def return_replicas(job: Job, leaves: Sequence[Leaves]) -> list[Leaves]:
 
 
 def finish(
-    job: Job, code: ModelCode, state: State, params: Params, kept: Sequence[PyTree]
+    job: Job,
+    code: ModelCode,
+    target: Target,
+    state: State,
+    params: Params,
+    kept: Sequence[PyTree],
 ) -> tuple[PyTree, dict[str, PyTree]]:
     """Sum losses and the gradients of first, last and shared over devices, and all gradients over
     data shards.
@@ -93,7 +99,7 @@ def finish(
 
     def finished(values: Leaves, plans: PyTree, axes: tuple[str, ...]) -> Leaves:
         found = leaf_plans(plans)
-        summed = reduce_gradients(values, trained(found, found), axes)
+        summed = reduce_gradients(values, trained(found, found), axes, by_parts=target.on_tpus)
         return summed if scale is None else [g * scale.astype(g.dtype) for g in summed]
 
     stages = []
