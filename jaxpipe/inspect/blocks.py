@@ -145,7 +145,7 @@ class Step:
 
     def compiled(self, *blocks: Block, unrun: bool = False) -> Any:
         """Compile blocks that run as one; they read and write slots as in the step."""
-        on_tpus = RunsOn.of(self.mesh) is RunsOn.TPUS
+        on_tpus = RunsOn.of(self.job.mesh) is RunsOn.TPUS
         parts = [_part(self.job, block, in_order=on_tpus) for block in blocks]
 
         def run(*groups: Leaves) -> Leaves:
