@@ -212,6 +212,12 @@ class Sharding:
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
 
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The axes over which blocks do not communicate."""
+        axes = (self.pipe, *self.data)
+        return tuple(name for name in axes if name not in self.local)
+
     def check(self, schedule: Schedule, mesh: Mesh) -> None:
         """PipelineError lists every fault of the mesh for this schedule."""
         faults = []

@@ -231,17 +231,8 @@ def _requests(
                 "chunks": choices["chunks"] if shape.pipe > 1 else (1,),
                 "remat": choices["remat"] or (None, *costs["t"].policies, "full"),
                 "offload": (None,),
-                "host_bandwidth": 1.0,
-                "within": None,
-                "search": 0,
-                "seed": 0,
-                "most": 1,
-                "progress": None,
-                "traced": None,
                 "mesh": Target(communicates=shape.tensor > 1),
-                "axis": "pipe",
                 "data_axes": "data",
-                "overheads": None,
             }
         )
         held = sum(model.costs()[c].gradient_bytes for c in request.layers) / shape.pipe

@@ -116,30 +116,7 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
-    wanted = requests(
-        {
-            "model": getattr(model, "layers", model),
-            "costs": costs,
-            "devices": devices,
-            "microbatches": microbatches,
-            "memory": memory,
-            "transfer": transfer,
-            "schedules": schedules,
-            "chunks": chunks,
-            "remat": remat,
-            "offload": offload,
-            "host_bandwidth": host_bandwidth,
-            "within": within,
-            "search": search,
-            "seed": seed,
-            "most": most,
-            "progress": progress,
-            "traced": traced,
-            "mesh": mesh,
-            "axis": axis,
-            "data_axes": data_axes,
-            "overheads": overheads,
-        }
-    )
+    arguments = {name: value for name, value in locals().items() if name != "model"}
+    wanted = requests({"model": getattr(model, "layers", model), **arguments})
     found = Search(wanted, most=most, within=within, progress=progress, traced=traced)
     return found.plans(search=search, seed=seed)

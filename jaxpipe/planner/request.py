@@ -29,6 +29,26 @@ SCHEDULES = (
     "gpipe",
     "auto",
 )
+# Of the arguments of `plan` that need not be given.
+DEFAULTS: Mapping[str, Any] = {
+    "memory": None,
+    "transfer": 0.0,
+    "schedules": None,
+    "chunks": (1, 2, 4),
+    "remat": None,
+    "offload": (None, "residuals"),
+    "host_bandwidth": 2.5e10,
+    "search": 0,
+    "seed": 0,
+    "most": 8,
+    "within": None,
+    "progress": None,
+    "traced": None,
+    "mesh": None,
+    "axis": "pipe",
+    "data_axes": (),
+    "overheads": None,
+}
 _NO_PLAN = "there is no plan for this"
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
 _LEAST_MEMORY, _MOST_SECONDS, _UNLIKE = 1e6, 3600.0, 1e5
@@ -66,6 +86,7 @@ def requests(arguments: Mapping[str, Any]) -> tuple[Request, ...]:
     """Requests from the arguments of `plan` by name, one for each number of microbatches; PlanError
     lists all faults.
     """
+    arguments = {**DEFAULTS, **arguments}
     wrong = [name for name, (accepts, _) in _ACCEPTED.items() if not accepts(arguments[name])]
     _refuse(
         *(f"{name} must be {_ACCEPTED[name][1]}, not {quoted(arguments[name])}" for name in wrong)

@@ -52,7 +52,7 @@ class Search:
 
     def plans(self, *, search: float, seed: int) -> Plans:
         """The best plans, and the rejected choices."""
-        self._simulate()
+        self.candidates()
         fitting = self._lower_best()
         if not fitting:
             self._build_nearest()
@@ -94,8 +94,8 @@ class Search:
     def _reject(self, choice: Choice, why: str, seconds: float | None = None) -> None:
         self._rejected.append(Rejected(choice.label, why, seconds))
 
-    def _simulate(self) -> None:
-        """Tables of every choice that could be among the best."""
+    def candidates(self) -> list[Candidate]:
+        """Those that fit, of every choice that could be among the best, without programs."""
         todo = [choice for q in _roomy(self._wanted) for choice in choices(q)]
         # A table of `auto` takes longest to build, so the others come first; of equal bounds those
         # with spread ends, which are usually shorter.
@@ -109,6 +109,7 @@ class Search:
                 except (ScheduleError, LayoutError) as error:
                     self._reject(choice, str(error).splitlines()[-1].strip())
             self._progress(done + 1, len(todo))
+        return self._fitting
 
     def _passes(self, choice: Choice, seconds: float) -> bool:
         """Whether a choice may fit and be among the best; else it is rejected."""
