@@ -180,12 +180,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "as: the shortest of 1F1B and its interleaving with the published remat, in any memory.",
         "own: throughput of the planner's own plan for the same mesh in 80 GB over that prediction "
         "(1 where the pipeline has one device or more than 16).",
-        "Left out: optimizer steps, data loading, norms and activation functions.  Those count most "
-        "in the first row: its width of 2,304 is the smallest, and",
-        "attention of 2021 wrote its scores to memory.  None of a reduction of gradients is hidden, "
-        "which counts most in the last row but one: M is P.",
-        "By its sizes the published Llama 3 holds 85 to 100 GB without offload or remat; Meta freed "
-        "what its pipeline no longer needed (section 3.3.2).",
+        "Left out: optimizer steps, data loading, norms and activation functions.  Those count",
+        "most in the first row: its width of 2,304 is the smallest, and attention of 2021 wrote its "
+        "scores to memory.",
+        "None of a reduction of gradients is hidden, which counts most where M is P.",
+        "By its sizes the published Llama 3 holds 85 to 100 GB without offload or remat; its "
+        "authors freed tensors early (section 3.3.2).",
     )
     write_all(
         [Result("Published runs, predicted from their sizes", describe(), columns, rows, notes)],
