@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ NVLINK, NETWORK = (
 )  # bytes a second of a GPU, each way, that an all-to-all reaches: assumed
 NODE = 8  # GPUs that NVLink joins
 GIB = 2**30
+_PAIR = re.compile(r"F\.\d+ with [BW]\.\d+/")  # the scope of a pair's code
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Case:
     published: str
     params: Any = jnp.float32
     schedule: str = "dualpipev"
+    merged: bool = False  # each W at its I
     rows: int = 1
     capacity: float = 1.25
     loss_tokens: int = 512
@@ -79,7 +82,13 @@ class Case:
 
     def table(self) -> jp.Schedule:
         """The schedule's table."""
-        return jp.schedules.build(self.schedule, devices=self.pipe, microbatches=self.microbatches)
+        table = jp.schedules.build(self.schedule, devices=self.pipe, microbatches=self.microbatches)
+        return jp.merge_backward(table, delayed=True) if self.merged else table
+
+    @property
+    def label(self) -> str:
+        """The schedule's name; "B": without a W of its own."""
+        return f"{self.schedule} B" if self.merged else self.schedule
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -139,18 +148,14 @@ class Case:
         memory, table = found.memory, self.table()
         waits = most_waits(found.predicates, most_actions(table), by_kind=most_of_each_kind(table))
         sent = [each for each in found.collectives if each.kind == "all-to-all"]
-        loops: dict[str, list[Any]] = {}
-        for each in sent:
-            loops.setdefault(each.place.frames[-1].instruction.name, []).append(each)
-        most = max(map(len, loops.values()), default=0)
-        pairs = [each for those in loops.values() if len(those) == most for each in those]
+        pairs = [each for each in sent if _PAIR.search(each.start.attributes)]
         beside = sum(each.compute is Compute.MATMUL for each in pairs)
         moved = sum(m.nbytes_a_step for m in found.large_moves if m.place.in_loop)
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
         total = found.total_bytes + other["moments"]
         line = (
             self.name,
-            self.schedule,
+            self.label,
             f"{self.pipe} x {self.expert} x {self.data}",
             str(self.microbatches),
             self.remat.value,
@@ -214,7 +219,7 @@ class Case:
         every = sum(sizes.flops(self.context)[x] for x in sizes.letters())
         return (
             self.name,
-            self.schedule,
+            self.label,
             str(devices),
             f"{sum(compute) / len(compute) * 1e3:.1f}",
             f"{sum(there) / len(there) * 1e3:.1f}",
@@ -236,12 +241,14 @@ def _rest(leaf: Any) -> int:
     return found
 
 
-def _deepseek(name: str, data: int, schedule: str = "1f1b_overlap") -> Case:
+def _deepseek(
+    name: str, data: int, schedule: str = "1f1b_overlap", *, merged: bool = False
+) -> Case:
     layout = "Eddd|" + "t" * 4 + "|" + "tttt|" * 12 + "tttt|ttL"
     if schedule == "dualpipev":
         layout = "Ed|dd|" + "tt|" * 28 + "t|tL"
     case = Case(name, "deepseek-v3", 16, 64, data, 120, 4096, Remat.LAYER, layout, "1,543 a GPU")
-    return dataclasses.replace(case, schedule=schedule, fsdp="expert")
+    return dataclasses.replace(case, schedule=schedule, fsdp="expert", merged=merged)
 
 
 def _marin(name: str, remat: Remat) -> Case:
@@ -254,8 +261,10 @@ CASES = {
     "67b": _marin("67B-A2B", Remat.LAYER),
     "67b-exchanged": _marin("67B-A2B", Remat.EXCHANGED),
     "v3-dualpipev": _deepseek("DeepSeek-V3", 1, "dualpipev"),
+    "v3-merged": _deepseek("DeepSeek-V3", 1, "dualpipev", merged=True),
     "v3": _deepseek("DeepSeek-V3", 1),
     "v3-data": _deepseek("DeepSeek-V3", 2),
+    "v3-merged-data": _deepseek("DeepSeek-V3", 2, "dualpipev", merged=True),
 }
 COMPILED = (
     *(
@@ -294,10 +303,9 @@ NOTES = (
         "which the step of an optimizer adds.  Parameters are bfloat16 in 67B-A2B, as published, "
         "else float32.  Attention by blocks of 512 queries; capacity 1.25.",
         "host waits: at most, a step; GiB moved: by large copies in loops, if every predicate is "
-        "taken; beside: all-to-alls of the loops over layers",
-        "that have most of them (a pair's), next to a matmul of the other half.  trace, compile: "
-        "seconds of the wall clock on a loaded machine.  DeepSeek-V3 without its layer for one "
-        "more token.",
+        "taken; beside: all-to-alls of pairs next to a matmul.",
+        "trace, compile: seconds of the wall clock on a loaded machine.  DeepSeek-V3 without its "
+        "layer for one more token.  B: each W at its I.",
         "The moves of a step would take GiB moved / 3,120 seconds at the data sheet's memory "
         "bandwidth, if all predicates were taken: no prediction has that.",
     ),

@@ -76,6 +76,11 @@ def parser(
     )
     p.add_argument("--chunks", type=int, help="stages a device (what the schedule has by nature)")
     p.add_argument(
+        "--merge-backward",
+        action="store_true",
+        help="no W of its own: a delayed W keeps all activations of its layers in memory",
+    )
+    p.add_argument(
         "--layout",
         help="layers of each stage, as jaxpipe.parse_layout reads them (balanced by what they "
         "cost)",
@@ -182,9 +187,7 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
         )
         # one table: where it is cut, it is for both
         first = jp.spread(model.spread_first) if sizes.tied else first
-    schedule = jp.schedules.build(
-        args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks
-    )
+    schedule = schedule_of(args)
     layout = layout_of(args, sizes, schedule)
     pipe = jp.Pipeline(
         jp.Model(
@@ -199,6 +202,14 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
         memory=jp.Memory(remat="full" if args.remat is Remat.STAGE else None),
     )
     return model, pipe
+
+
+def schedule_of(args: argparse.Namespace) -> jp.Schedule:
+    """The table of the flags."""
+    table = jp.schedules.build(
+        args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks
+    )
+    return jp.merge_backward(table, delayed=True) if args.merge_backward else table
 
 
 def layout_of(args: argparse.Namespace, sizes: Sizes, schedule: jp.Schedule) -> Any:

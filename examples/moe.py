@@ -88,9 +88,7 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[MoE, jp.Pipeline]:
         capacity=args.capacity,
         ragged=ragged,
     )
-    schedule = jp.schedules.build(
-        args.schedule, devices=args.pipe, microbatches=args.microbatches, chunks=args.chunks
-    )
+    schedule = llama.schedule_of(args)
     layout = llama.layout_of(args, sizes, schedule)
     sharding = jp.Sharding(
         data=("data",) if expert is None else ("data", expert),

@@ -299,21 +299,27 @@ class MoE(Llama):
         self, params: Tree, u: jax.Array, positions: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values; of latent attention without the low ranks, as in training."""
-        latent = self.sizes.latent
+        latent, yarn = self.sizes.latent, self.sizes.yarn
         if latent is None:
-            return super()._projected(params, u, positions)
+            q, k, v = super()._projected(params, u, positions)
+            return (q if yarn is None else q * yarn.scores), k, v
         heads = (*u.shape[:2], self.sizes.heads, -1)
         low = self._norm(params["q_norm"], self._dense(params["q_low"], u))
         plain, turned = jnp.split(
             self._dense(params["q_up"], low).reshape(heads), [latent.plain], axis=-1
         )
         q = jnp.concatenate([plain, self._rotate(_paired(turned), positions)], axis=-1)
+        q = q if yarn is None else q * yarn.scores
         low, turned = jnp.split(self._dense(params["kv_low"], u), [latent.keys], axis=-1)
         both = self._dense(params["kv_up"], self._norm(params["kv_norm"], low)).reshape(heads)
         plain, v = jnp.split(both, [latent.plain], axis=-1)
         turned = self._rotate(_paired(turned[:, :, None]), positions)
         turned = jnp.broadcast_to(turned, (*plain.shape[:3], latent.turned))
         return q, jnp.concatenate([plain, turned], axis=-1), v
+
+    def _rotate(self, x: jax.Array, positions: jax.Array) -> jax.Array:
+        found = super()._rotate(x, positions)
+        return found if self.sizes.yarn is None else found * self.sizes.yarn.rotary
 
 
 def _paired(x: jax.Array) -> jax.Array:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
+
+import numpy as np
 
 from llama_parts.sizes import Sizes
 
@@ -47,6 +50,47 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """The stretch of rotary positions to longer rows (YaRN, Peng et al. 2023, section 3), with the
+    values of a config.json's `rope_scaling`.
+    """
+
+    factor: float
+    context: int  # of the training before the stretch
+    fast: float = 32.0  # features that turn more often than this within `context` are kept
+    slow: float = 1.0  # those that turn less often are stretched
+    magnitude: float = 0.0  # mscale
+    magnitude_all: float = 0.0  # mscale_all_dim
+
+    def stretched(self, turns: np.ndarray[Any, Any], theta: float) -> np.ndarray[Any, Any]:
+        """The frequencies of a head's pairs of features, from those before the stretch."""
+
+        def feature(rotations: float) -> float:
+            waves = self.context / (2 * math.pi * rotations)
+            return len(turns) * math.log(waves) / math.log(theta)
+
+        low = max(math.floor(feature(self.fast)), 0)
+        high = min(math.ceil(feature(self.slow)), 2 * len(turns) - 1)
+        share = np.clip((np.arange(len(turns)) - low) / max(high - low, 1e-3), 0, 1)
+        return turns * (1 - share + share / self.factor)
+
+    @property
+    def rotary(self) -> float:
+        """The factor of features with rotary positions."""
+        if self.magnitude and self.magnitude_all:
+            return self._size(self.magnitude) / self._size(self.magnitude_all)
+        return self._size(1.0)
+
+    @property
+    def scores(self) -> float:
+        """The factor of attention's scores."""
+        return self._size(self.magnitude_all) ** 2
+
+    def _size(self, magnitude: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * magnitude * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True)
 class Mixture(Sizes):
     """The sizes of a mixture of experts; `hidden` is of dense layers."""
 
@@ -55,11 +99,17 @@ class Mixture(Sizes):
     latent: Latent | None = None  # grouped-query attention where None
     normed: bool = False  # queries and keys of a head are normed (Qwen3)
     predict: int = 0  # layers that predict one more token (DeepSeek-V3, section 2.2)
+    yarn: Yarn | None = None  # rows are longer than in the first part of the training
 
     @property
     def turned(self) -> int:
         """Features of a head with rotary positions."""
         return self.head if self.latent is None else self.latent.turned
+
+    def frequencies(self) -> np.ndarray[Any, Any]:
+        """The growth of an angle from one position to the next, [turned / 2], in radians."""
+        turns = super().frequencies()
+        return turns if self.yarn is None else self.yarn.stretched(turns, self.theta)
 
     def letters(self) -> str:
         """The layers in model order: E, dense ones d, ones with experts t, m, and L."""
@@ -212,6 +262,7 @@ def to_config(sizes: Mixture, dtype: str) -> dict[str, Any]:
         "vocab_size": s.vocab,
         "rms_norm_eps": s.eps,
         "rope_theta": s.theta,
+        "rope_scaling": None if s.yarn is None else _yarn_config(s.yarn),
         "max_position_embeddings": s.context,
         "tie_word_embeddings": s.tied,
         "torch_dtype": dtype,
@@ -231,7 +282,6 @@ def to_config(sizes: Mixture, dtype: str) -> dict[str, Any]:
         "qk_rope_head_dim": s.latent.turned,
         "v_head_dim": s.latent.value,
         "rope_interleave": True,
-        "rope_scaling": None,
         "n_routed_experts": r.experts,
         "n_shared_experts": r.shared // r.hidden,
         "n_group": r.groups,
@@ -241,6 +291,21 @@ def to_config(sizes: Mixture, dtype: str) -> dict[str, Any]:
         "first_k_dense_replace": s.dense,
         "num_nextn_predict_layers": s.predict,
     }
+
+
+# Fields of `Yarn`, and their names in a config.json.
+_YARN = {
+    "factor": "factor",
+    "context": "original_max_position_embeddings",
+    "fast": "beta_fast",
+    "slow": "beta_slow",
+    "magnitude": "mscale",
+    "magnitude_all": "mscale_all_dim",
+}
+
+
+def _yarn_config(yarn: Yarn) -> dict[str, Any]:
+    return {"type": "yarn", **{theirs: getattr(yarn, own) for own, theirs in _YARN.items()}}
 
 
 def from_config(config: dict[str, Any]) -> Mixture:
@@ -254,7 +319,15 @@ def from_config(config: dict[str, Any]) -> Mixture:
         if config.get(name, has) != has
     ]
     kind = rope.get("rope_type", rope.get("type", "default"))
-    faults += [] if kind == "default" else [f"rope_type {kind!r} (this model has 'default')"]
+    known = {"type", "rope_type", *_YARN.values()} if kind == "yarn" else {*rope}
+    faults += [f"{name} in rope_scaling" for name in rope if name not in known]
+    faults += [
+        f"no {name} in rope_scaling"
+        for name in (_YARN["factor"], _YARN["context"])
+        if kind == "yarn" and name not in rope
+    ]
+    if kind not in ("default", "yarn"):
+        faults.append(f"rope_type {kind!r} (this model has 'default' and 'yarn')")
     if faults:
         raise SystemExit(
             f"config.json is not of a mixture that this example knows: {', '.join(faults)}"
@@ -271,7 +344,11 @@ def from_config(config: dict[str, Any]) -> Mixture:
         "eps": c["rms_norm_eps"],
         "tied": c["tie_word_embeddings"],
         "context": c["max_position_embeddings"],
+        "yarn": None,
     }
+    if kind == "yarn":
+        given = {own: rope[theirs] for own, theirs in _YARN.items() if theirs in rope}
+        common["yarn"] = Yarn(**given)
     chosen, hidden = c["num_experts_per_tok"], c["moe_intermediate_size"]
     if family == _QWEN:
         routing = Routing(

@@ -150,16 +150,7 @@ def _placements(
     ]
     if faults:
         raise ScheduleError(listed("there is no bound for this", faults))
-    if placement is not None:
-        found = [placement]
-    else:
-        assert is_whole(devices)
-        assert is_whole(chunks)
-        loop, vee = (
-            Placement.loop(devices=devices, chunks=chunks),
-            Placement.vee(devices=devices, chunks=chunks),
-        )
-        found = [loop] if chunks == 1 or devices == 1 else [loop, vee]
+    found = [placement] if placement is not None else loop_and_vee(devices, chunks)
     if is_whole(cap) and cap < least_activations(found[0]):
         raise ScheduleError(
             f"max_activations={cap} is less than the {least_activations(found[0])} that one "
@@ -168,6 +159,13 @@ def _placements(
             "max_activations or place fewer stages there"
         )
     return found
+
+
+def loop_and_vee(devices: Any, chunks: Any) -> list[Placement]:
+    """The placements of so many chunks: a loop, and a V where that is another one."""
+    loop = Placement.loop(devices=devices, chunks=chunks)
+    one = chunks == 1 or devices == 1
+    return [loop] if one else [loop, Placement.vee(devices=devices, chunks=chunks)]
 
 
 def least_activations(placement: Placement) -> int:

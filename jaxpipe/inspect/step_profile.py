@@ -135,8 +135,8 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -
         )
     # A collective action begins when the last device has reached it.  Until then the others wait in
     # its collective.
-    for meeting in set(table.collectives.values()):
-        members = list(meeting.members)
+    for collective in set(table.collectives.values()):
+        members = list(collective.members)
         starts[members] = starts[members].max()
         ends[members] = np.maximum(ends[members], starts[members])
     zero = float(starts.min())

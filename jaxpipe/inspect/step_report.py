@@ -77,8 +77,7 @@ from jax.extend import core
 from ..arrays import Params, PyTree
 from ..engine.costs import Cost, Costs
 from ..engine.simulate import simulate
-from ..jaxprs import needed_for
-from ..jaxprs.cut import Split
+from ..jaxprs.cut import Split, needed_for
 from ..jaxprs.sizes import nbytes
 from ..lowering.cost_model import cost_parts, program_makespan
 from ..lowering.overheads import FORWARD, Overheads
@@ -89,8 +88,8 @@ from ..planner.memory import Sizes
 from ..program.ir import Program
 from ..program.templates import Payload
 from ..schedules.registry import build
-from ..spmd.exchange import WITH_SLACK
 from ..spmd.operands import shared_buffers
+from ..spmd.tick import WITH_SLACK
 from ..stage.model_code import ModelCode
 from ..table.action import Overlap, parts
 from ..table.effects import Place

@@ -4,6 +4,7 @@ inputs come straight from them.  Scans are run one by one, or several of one len
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -256,14 +257,14 @@ def _steps(run: InSlots) -> Generator[Loop, State, list[Any]]:
         and v not in used
         and jaxpr.outvars.count(v) == 1
     }
-    appended = _appended(run)
+    appended, added = _appended(run), _added(run)
     pools = _Pools()
     written: set[core.Var] = set()
     zeros = _zeros_of(jaxpr)
     # What is read whole is read before any pool is written, here or by what runs together with
     # this.
     rows_only = {eqn.invars[0] for eqn in jaxpr.eqns if _made(eqn) in appended}
-    whole = _read_whole(jaxpr) - rows_only
+    whole = _read_whole(jaxpr) - rows_only - {each.held for each in added.values()}
     env.update((v, env[v].load()) for v in whole if isinstance(env.get(v), _LAZY))
     for eqn in jaxpr.eqns:
         if (buffer := _made(eqn)) in appended:
@@ -272,6 +273,14 @@ def _steps(run: InSlots) -> Generator[Loop, State, list[Any]]:
             pools.change(slot, slot.store_rows(rows, starts))
             env[buffer] = pools.current(appended[buffer]).load()
             written.add(buffer)
+            continue
+        if (total := _made(eqn)) in added:
+            found = added[total]
+            value = pools.current(env[found.held]).load() + _load(env, found.other)
+            slot = pools.current(found.target)
+            pools.change(slot, slot.store(value))
+            env[total] = pools.current(found.target)
+            written.add(total)
             continue
         if _is_loop(eqn):
             _, carries = scan_counts(eqn)
@@ -319,6 +328,34 @@ def _appended(run: InSlots) -> dict[Any, Slot]:
             before, after = held.get(eqn.invars[0]), left[_made(eqn)]
             if before is not None and before.pool is after.pool:
                 found[_made(eqn)] = after
+    return found
+
+
+class _Sum(NamedTuple):
+    """A sum of a slot and something else that goes back to the same slot."""
+
+    target: Slot
+    held: core.Var  # the input that is the slot
+    other: Any
+
+
+def _added(run: InSlots) -> dict[Any, _Sum]:
+    """Sums that are added to in place, by their result."""
+    jaxpr = run.jaxpr
+    held = {jaxpr.invars[i]: slot for i, slot in run.reads.items()}
+    left = {jaxpr.outvars[i]: target for i, target in run.writes.items()}
+    uses = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
+    found: dict[Any, _Sum] = {}
+    for eqn in jaxpr.eqns if held else ():
+        target = left.get(_made(eqn)) if eqn.primitive.name in ("add", "add_any") else None
+        if not isinstance(target, Slot):
+            continue
+        for own, other in (eqn.invars, eqn.invars[::-1]):
+            if not isinstance(own, core.Var) or uses[own] > 1 or own not in held:
+                continue
+            if held[own].pool is target.pool:
+                found[_made(eqn)] = _Sum(target, own, other)
+                break
     return found
 
 

@@ -19,16 +19,18 @@ from .entry import Entry
 
 class Slot(NamedTuple):
     """One entry of a pool: `pool[index]`, where the pool has a leading axis of slots and keeps
-    values as `entry` says.
+    values as `entry` says.  Where `filled` is False, zeros are read.
     """
 
     pool: Any
     index: Any
     entry: Entry
+    filled: Any = True
 
     def load(self) -> Any:
         """The whole entry."""
-        return self.entry.unpack(lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False))
+        kept = lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False)
+        return self.entry.unpack(kept if self.filled is True else jnp.where(self.filled, kept, 0))
 
     def store(self, value: Any) -> Any:
         """The pool with the entry replaced."""
@@ -45,7 +47,7 @@ class Slot(NamedTuple):
 
     def load_row(self, row: Any) -> Any:
         """`pool[index, row]`."""
-        if not self.entry.by_row:
+        if not self.entry.by_row or self.filled is not True:
             return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
         kept = self.pool.shape[2:]
         start = (self.index, row, *(jnp.int32(0) for _ in kept))

@@ -290,7 +290,7 @@ def cost_parts(
     )
 
 
-@lru_cache(maxsize=4)  # asked for to bound a candidate, to cut it into segments and to price it
+@lru_cache(maxsize=4)  # called for each candidate
 def tick_durations(ticks: Ticks, costs: Costs | None = None, *, hides: bool = True) -> Durations:
     """The same, where ticks that last equally long share one entry."""
     return Durations.from_rows(cost_parts(ticks, costs, hides=hides))

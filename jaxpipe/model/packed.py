@@ -18,7 +18,8 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import DictKey
 
 from ..arrays import PyTree, by_path
-from ..jaxprs import Entry, Part, Piece
+from ..jaxprs.entry import Entry, Part
+from ..jaxprs.slots import Piece
 from .mesh import jit_on_mesh
 
 

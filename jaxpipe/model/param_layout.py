@@ -118,7 +118,7 @@ class ParamLayout:
     trees of leaves [P, ...]}`.
 
     A stage that is on several devices (a bidirectional placement) is held by the first of them
-    only; the step copies it to the others.  So optimizers, norms and checkpoints meet every
+    only; the step copies it to the others.  So optimizers, norms and checkpoints get every
     parameter exactly once.
     """
 

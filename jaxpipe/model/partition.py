@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree, by_path, path_text
 from ..errors import PipelineError
-from ..jaxprs import Part
+from ..jaxprs.entry import Part
 from .leaf_plan import LeafPlan, leaf_plans
 from .packed import Buffer, Group, InBuffer, Packed, Parameter
 from .param_layout import Chunks, ParamLayout

@@ -29,7 +29,7 @@ def is_spec(value: Any) -> bool:
 
 
 def holds(prefix: str, name: str) -> bool:
-    """Whether a spec at the path `prefix` is meant for the parameter `name`."""
+    """Whether a spec at the path `prefix` applies to the parameter `name`."""
     return prefix in ("", name) or name.startswith(prefix + "/")
 
 
@@ -211,6 +211,12 @@ class Sharding:
         for name in ("data", "replicated", "local"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """The axes over which blocks do not communicate."""
+        axes = (self.pipe, *self.data)
+        return tuple(name for name in axes if name not in self.local)
 
     def check(self, schedule: Schedule, mesh: Mesh) -> None:
         """PipelineError lists every fault of the mesh for this schedule."""

@@ -142,10 +142,10 @@ def _run_block(
             _run(kind, model, program, devices, records, source, range(len(devices)))
         return
     for number, record in enumerate(records):
-        asked = record.kind == kind and (use.block.is_share or record.chunk == use.block.chunk)
+        runs = record.kind == kind and (use.block.is_share or record.chunk == use.block.chunk)
         if kind is Kind.F and not program.schedule.forward_only:
-            asked = asked and bool(record.keeps) is use.block.keeps
-        if asked:
+            runs = runs and bool(record.keeps) is use.block.keeps
+        if runs:
             _run(kind, model, program, devices, records, number, (number,))
 
 

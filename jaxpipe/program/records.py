@@ -57,7 +57,7 @@ class Record(Generic[A]):
 # Then come the flags and the slots of its effects.
 _STAGE, _SHARE = ("kind", "chunk", "stage", "microbatch"), ("kind", "microbatch", "is_source")
 # What a permute brings: the slot that it writes, where `takes` is 1.  Elsewhere the slot keeps what
-# it has: nothing is meant for the device and none of its slots is free, or the tick has no such
+# it has: nothing is sent to the device and none of its slots is free, or the tick has no such
 # permute.
 ARRIVAL = ("slot", "takes")
 # The residuals of a forward that go to the host's memory in a tick, and those that come back.  What
@@ -146,7 +146,7 @@ def empty_ticks(
     moves: bool = False,
     slices: bool = False,
 ) -> TickRecord[IntTable]:
-    """Ticks in which nobody does anything; whoever makes a program fills them."""
+    """Ticks in which nobody does anything.  The passes of lowering fill them."""
 
     shape, who = (num_ticks, num_devices), ("kind", "chunk")
 

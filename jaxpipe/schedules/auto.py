@@ -9,7 +9,13 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..engine.bounds import bound_of, is_cheapest_in_parts, least_activations, lower_bound
+from ..engine.bounds import (
+    bound_of,
+    is_cheapest_in_parts,
+    least_activations,
+    loop_and_vee,
+    lower_bound,
+)
 from ..engine.costs import Costs
 from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
@@ -73,7 +79,7 @@ def auto(
     costs of a chunk for M >= P, and no schedule is shorter.
     """
     given = Costs() if costs is None else costs
-    places = _placements(devices, chunks) if placement is None else [placement]
+    places = loop_and_vee(devices, chunks)[::-1] if placement is None else [placement]
     _check_fit(places[0], devices, chunks, max_activations, slices)
     if objective is Objective.PERIOD and not search:
         raise ScheduleError(
@@ -293,14 +299,6 @@ def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedu
             Objective.MAKESPAN, simulate(schedule, costs).makespan, bound, proof, cap
         ),
     )
-
-
-def _placements(devices: int, chunks: int) -> list[Placement]:
-    loop, vee = (
-        Placement.loop(devices=devices, chunks=chunks),
-        Placement.vee(devices=devices, chunks=chunks),
-    )
-    return [loop] if chunks == 1 or devices == 1 else [vee, loop]
 
 
 def _check_fit(

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, wider
 from ..errors import PipelineError
-from ..jaxprs import Piece
+from ..jaxprs.slots import Piece
 from ..lowering.target import Target
 from ..model.functions import Loss
 from ..model.leaf_plan import LeafPlan, gather, leaf_plans, trained

@@ -13,7 +13,8 @@ from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar
 from ..errors import PipelineError
-from ..jaxprs import Cut, collectives
+from ..jaxprs.collectives import collectives
+from ..jaxprs.cut import Cut
 from ..program.records import Record
 from ..stage.code import run
 from ..stage.model_code import ModelCode

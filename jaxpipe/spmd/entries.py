@@ -15,7 +15,8 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
-from ..jaxprs import Entry, Part, Reductions
+from ..jaxprs.collectives import Reductions
+from ..jaxprs.entry import Entry, Part
 from ..lowering.target import Target
 from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode, inexact, run

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, PyTree
-from ..jaxprs import Piece, Total, TotalPiece
+from ..jaxprs.slots import Piece, Total, TotalPiece
 from ..model.packed import Places
 from ..stage.code import StageCode
 from ..table.effects import Place

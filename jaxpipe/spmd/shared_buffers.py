@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays import Leaves, Scalar
-from ..jaxprs import Entry, Slot
+from ..jaxprs.entry import Entry
+from ..jaxprs.slots import Slot
 from ..model.packed import Place, Places
 from .pools import zeros
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays import Leaves, Scalar
-from ..jaxprs import InSlots, Total, run_in_slots
+from ..jaxprs.eval_in_slots import run_in_slots
+from ..jaxprs.slots import InSlots, Total
 from ..model.functions import make_extra
 from ..stage.code import LastCode, StageCode, run
 from ..stage.model_code import ModelCode

@@ -51,7 +51,7 @@ class Job:
     @property
     def target(self) -> Target:
         """The kind of its devices."""
-        return Target.of(self.mesh, (self.axis, *self.data_axes))
+        return Target.of(self.mesh, self.partition.sharding.apart)
 
     @property
     def axis(self) -> str:

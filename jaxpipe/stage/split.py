@@ -11,22 +11,22 @@ from typing import Any
 
 from jax.extend import core
 
-from ..jaxprs import (
+from ..jaxprs.cut import (
+    Assignment,
     Cut,
+    Split,
     cut,
-    cut_weight,
     drop_dead,
     equal_outputs,
-    into_scans,
-    is_light,
-    keep_fewer_residuals,
     keep_first,
     known_from,
     needed_for,
 )
-from ..jaxprs.cut import Assignment, Split
 from ..jaxprs.equations import reads
 from ..jaxprs.min_cut import is_view
+from ..jaxprs.min_cut import weight as cut_weight
+from ..jaxprs.scan_residuals import into_scans, keep_fewer_residuals
+from ..jaxprs.sizes import is_light
 from ..table.effects import LastUse, Liveness
 from .code import Signature, StageCode
 

@@ -21,8 +21,9 @@ from jax.extend import core
 
 from ..arrays import Leaves, PyTree
 from ..errors import PipelineError
-from ..jaxprs import drop_dead, flatten, stores_on_host
+from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import Atom, renamed, with_equations
+from ..jaxprs.flatten import flatten, stores_on_host
 from ..model.functions import StageOutput
 from .code import LastCode, ParamUse, Signature, StageCode, inexact
 from .split import Hoisted, pieces

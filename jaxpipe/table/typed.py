@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_typ
 import numpy as np
 
 from ..errors import JaxpipeError, ScheduleError, listed, quoted
-from .limits import is_number, is_whole
+from .limits import MAX_COST, is_number, is_whole
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,6 +77,11 @@ def plain(number: Any) -> int | float:
     except OverflowError:
         return float("inf") if number > 0 else float("-inf")
     return int(number) if is_whole(number) else as_float
+
+
+def is_cost(value: object) -> bool:
+    """Whether a value is a finite number of at least 0, of `MAX_COST` at most."""
+    return is_number(value) and 0 <= plain(value) <= MAX_COST
 
 
 _hints = cache(get_type_hints)

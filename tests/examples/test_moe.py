@@ -27,7 +27,7 @@ from llama_parts import model as llama_model
 from llama_parts.packing import Corpus, packed
 from moe_parts.experts import Experts, Routed, route
 from moe_parts.model import PREDICT, MoE
-from moe_parts.sizes import PUBLISHED, Routing, Scores, from_config
+from moe_parts.sizes import PUBLISHED, Routing, Scores, Yarn, from_config
 from tests.environment import quick
 from tests.examples.test_llama import QUICKLY, by_path
 from tests.tiers import exhaustive, slow
@@ -308,11 +308,59 @@ class TestSafetensors:
         assert from_config(config).parameters() == model.sizes.parameters()
 
     def test_a_config_of_another_model_is_refused(self):
-        config = PUBLISHED["deepseek-v3"].config("bfloat16") | {"rope_scaling": {"type": "yarn"}}
-        with pytest.raises(SystemExit, match="rope_type 'yarn'"):
-            from_config(config)
+        config = PUBLISHED["deepseek-v3"].config("bfloat16")
+        for rope, fault in (
+            ({"rope_type": "linear", "factor": 2.0}, "rope_type 'linear'"),
+            ({"type": "yarn", "factor": 2.0}, "no original_max_position_embeddings"),
+            ({"type": "yarn", "attention_factor": 2.0}, "attention_factor in rope_scaling"),
+        ):
+            with pytest.raises(SystemExit, match=fault):
+                from_config(config | {"rope_scaling": rope})
         with pytest.raises(SystemExit, match="model_type 'llama'"):
             from_config({"model_type": "llama"})
+
+    def test_stretched_positions(self):
+        """DeepSeek-V3 as published is for 163,840 tokens; it was trained first without a stretch.
+
+        The numbers are of transformers 4.57 for its config.json, in float32.
+        """
+        plain = PUBLISHED["deepseek-v3"]
+        rope = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+        rope |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+        sizes = from_config(plain.config("bfloat16") | {"rope_scaling": rope})
+        assert sizes == dataclasses.replace(plain, yarn=Yarn(40, 4096, 32, 1, 1.0, 1.0))
+        assert from_config(sizes.config("bfloat16")) == sizes
+        found = sizes.frequencies()[[0, 9, 10, 11, 15, 20, 22, 23, 31]]
+        wanted = [1.0, 0.07498942, 0.05623413, 0.03900693, 0.008334509, 0.0007905694]
+        wanted += [0.00017782794, 3.3338034e-05, 3.3338035e-06]
+        assert found == pytest.approx(wanted, rel=1e-6)
+        assert (sizes.yarn.rotary, sizes.yarn.scores) == pytest.approx((1.0, 1.3688879**2))
+        # without magnitudes rotary features grow, on both sides
+        assert Yarn(4.0, 128).rotary == pytest.approx(1.1386294)
+
+    def test_stretched_positions_reach_the_attention(self):
+        """Scores and rotary features by the formulas, with the published order of features."""
+        yarn = Yarn(8.0, 64, 16.0, 1.0, 0.7, 1.0)
+        sizes = dataclasses.replace(PUBLISHED["tiny-latent"], yarn=yarn)
+        model, latent = MoE(sizes, jnp.float64), sizes.latent
+        rng = np.random.default_rng(0)
+        params = jax.tree.map(
+            lambda leaf: rng.standard_normal(leaf.shape[1:]), model.shapes()["stages"]["t"]["attn"]
+        )
+        u = jnp.asarray(rng.standard_normal((1, 5, sizes.width)))
+        plain = MoE(PUBLISHED["tiny-latent"], jnp.float64)
+        at = jnp.arange(5)[None]
+        (q, k, v), (old_q, old_k, old_v) = (m._projected(params, u, at) for m in (model, plain))
+        np.testing.assert_array_equal(v, old_v)
+        # without a position, features only grow
+        turned = jnp.concatenate([jnp.ones(latent.plain), jnp.full(latent.turned, yarn.rotary)])
+        np.testing.assert_allclose(k[:, 0], (old_k * turned)[:, 0], rtol=1e-12)
+        np.testing.assert_allclose(q[:, 0], (old_q * turned)[:, 0] * yarn.scores, rtol=1e-12)
+        # and turn with it
+        halves = [jnp.split(a[..., latent.plain :], 2, axis=-1) for a in (k, old_k * turned)]
+        angles = [jnp.arctan2(b, a)[0, 1, 0] for a, b in halves]
+        stretch = sizes.frequencies() - PUBLISHED["tiny-latent"].frequencies()
+        np.testing.assert_allclose(angles[0] - angles[1], stretch, atol=1e-12)
 
 
 class TestSizes:

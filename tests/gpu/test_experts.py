@@ -4,6 +4,7 @@ gradients are summed once a step.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import jaxpipe as jp
-from jaxpipe.inspect.collectives import Compute
+from jaxpipe.inspect.collectives import Collective, Compute
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
 from moe_parts.model import MoE
 from moe_parts.sizes import Mixture, Routing
@@ -28,13 +29,13 @@ ROWS, TOKENS, MICROBATCHES, LAYERS = 2, 1024, 8, 8
 SIZES = Mixture(LAYERS, 512, 4, 2, 1024, 512, routing=Routing(8, 2, 704, 704))
 
 
-def program(name: str, **fields: Any) -> GpuProgram:
-    """The step of a small model on pipe 2 x expert 2."""
+def program(name: str, *, dense: int = 0, **fields: Any) -> GpuProgram:
+    """The step of a small model on pipe 2 x expert 2, with so many first layers without experts."""
     schedule = jp.schedules.build(name, devices=2, microbatches=MICROBATCHES)
     mesh = gpu_mesh((2, 2), ("pipe", "expert"))
-    model = MoE(SIZES, jnp.bfloat16, expert="expert", **fields)
-    stages = schedule.num_stages
-    layout = "E" + "|".join(["t" * (LAYERS // stages)] * stages) + "L"
+    model = MoE(dataclasses.replace(SIZES, dense=dense), jnp.bfloat16, expert="expert", **fields)
+    layers, each = "d" * dense + "t" * (LAYERS - dense), LAYERS // schedule.num_stages
+    layout = f"E{'|'.join(layers[i : i + each] for i in range(0, LAYERS, each))}L"
     pipe = jp.Pipeline(
         model.pipeline_model(layout),
         schedule,
@@ -62,3 +63,42 @@ def test_all_to_alls_run_next_to_matmuls_of_the_other_half(name: str) -> None:
     looped = [c for c in found.collectives if c.place.in_loop]
     assert [str(c) for c in looped if c.kind in ("all-reduce", "reduce-scatter")] == []
     assert made_again(found, over=2 * ROWS * TOKENS * SIZES.width) == []
+
+
+def in_scope(found: GpuProgram, scope: str, kind: str = "all-to-all") -> list[Collective]:
+    """The collectives in the code of a block, by its scope's name."""
+    return [c for c in found.collectives if c.kind == kind and scope in c.start.attributes]
+
+
+@needs_gpu_compiler
+@pytest.mark.slow
+def test_a_weight_gradient_hides_the_all_to_alls_of_a_forward() -> None:
+    """In ZB-H1, where nothing is paired in the table."""
+    found = program("zb_h1", capacity=1.0)
+    hidden = in_scope(found, "F.0 with W.0")
+    assert len(hidden) >= 2
+    assert [str(c) for c in hidden if c.compute is not Compute.MATMUL] == []
+    # the measure can fail: in a forward alone what is sent is needed by the next matmul
+    assert any(c.compute is not Compute.MATMUL for c in in_scope(found, "/F chunk 0/"))
+    assert made_again(found, over=2 * ROWS * TOKENS * SIZES.width) == []
+
+
+@needs_gpu_compiler
+@pytest.mark.exhaustive
+def test_pairs_of_stages_with_dense_layers_are_pairs() -> None:
+    found = program("1f1b_overlap", dense=1, capacity=1.0)
+    collectives = in_scope(found, "F.0 with B.0")
+    assert len(collectives) >= 8  # of both kinds of stages
+    assert 4 * sum(c.compute is Compute.MATMUL for c in collectives) >= 3 * len(collectives)
+
+
+@needs_gpu_compiler
+@pytest.mark.exhaustive
+def test_without_a_capacity_routed_tokens_alone_are_sent() -> None:
+    """By ragged all-to-alls: no device gets the rows of all others."""
+    found = program("1f1b", ragged=True)
+    looped = [c for c in found.collectives if c.place.in_loop]
+    assert len([c for c in looped if c.kind == "ragged-all-to-all"]) >= 4
+    rows = 2 * ROWS * TOKENS * SIZES.width
+    gathered = [c for c in looped if c.kind == "all-gather" and c.start.nbytes >= rows]
+    assert [str(c) for c in gathered] == []
