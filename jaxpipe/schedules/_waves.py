@@ -49,12 +49,21 @@ class Wave(NamedTuple):
 
 def wave_order(placement: Placement, costs: StageCosts, wave: Wave, microbatches: int) -> Order:
     """Each device's F and I in the order in which the wave reaches them."""
-    path = _path(placement)
     starts = _starts(placement, costs, wave)
+    return repeated(placement, starts, wave.period, microbatches)
+
+
+def repeated(
+    placement: Placement, starts: Sequence[float], period: float, microbatches: int
+) -> Order:
+    """Each device's F and I in the order in which microbatches reach them, one every period; of
+    the first one, `starts` has the time at each place of its path.
+    """
+    path = path_of(placement)
     timed: list[list[tuple[float, int, int]]] = [[] for _ in range(placement.num_devices)]
     for place, ((_, stage), start) in enumerate(zip(path, starts, strict=True)):
         timed[placement.devices_of[stage][0]] += [
-            (start + m * wave.period, place, m) for m in range(microbatches)
+            (start + m * period, place, m) for m in range(microbatches)
         ]
     # Equal times are settled by the place on the path, so that no action comes before one that it
     # needs.
@@ -63,7 +72,7 @@ def wave_order(placement: Placement, costs: StageCosts, wave: Wave, microbatches
     ]
 
 
-def _path(placement: Placement) -> list[tuple[Kind, int]]:
+def path_of(placement: Placement) -> list[tuple[Kind, int]]:
     """A microbatch's path through all stages and back."""
     stages = range(placement.num_stages)
     return [(Kind.F, s) for s in stages] + [(Kind.I, s) for s in reversed(stages)]
@@ -72,7 +81,7 @@ def _path(placement: Placement) -> list[tuple[Kind, int]]:
 def _starts(placement: Placement, costs: StageCosts, wave: Wave) -> list[float]:
     """When the first microbatch is at each place of its path."""
     starts: list[float] = [0]
-    for kind, stage in _path(placement)[:-1]:
+    for kind, stage in path_of(placement)[:-1]:
         starts.append(starts[-1] + _step(placement, costs, wave, kind, stage))
     return starts
 
@@ -98,7 +107,7 @@ def cost_waves(placement: Placement, costs: StageCosts, cap: int) -> list[OrderM
     `cap` periods.  A somewhat denser one may still fit, and a sparser one leaves `list_schedule`
     more freedom.
     """
-    least = _round(placement, costs)
+    least = round_of(placement, costs)
     paces = [(1.0, 1.0), (1.5, 1.5), (2.0, 2.0)] + (
         [(2.0, 1.0)] if placement.num_chunks > 1 else []
     )
@@ -126,7 +135,7 @@ def _work(costs: StageCosts, stages: Iterable[int]) -> float:
     return sum(costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s] for s in stages)
 
 
-def _round(placement: Placement, costs: StageCosts) -> float:
+def round_of(placement: Placement, costs: StageCosts) -> float:
     """The time the busiest device needs for one microbatch: no schedule has a shorter period."""
     return max(_work(costs, stages) for stages in placement.stages_of)
 

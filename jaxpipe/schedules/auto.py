@@ -28,6 +28,7 @@ from ._beam import improved, rows_of
 from ._list_scheduling import ListSchedule
 from ._mixed import mixed, whole_backwards
 from ._orders import turn_order, zbv_order
+from ._packed import packed_orders
 from ._rows import schedule_of
 from ._waves import Order, OrderMaker, best_of, cost_waves, shortest
 from .dualpipe import dualpipev
@@ -130,6 +131,8 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
     for cap, place in product(caps, wanted.places):
         stages = costs.for_stages(place.num_stages)
         makers = [*_known_orders(place, wanted.microbatches), *cost_waves(place, stages, cap)]
+        if place.num_chunks > 2 and cap < place.num_stages:
+            makers += packed_orders(place, stages, cap)
         if wanted.slices > 1:
             makers = [partial(_sliced_order, maker, wanted.slices) for maker in makers]
             factors = costs.slice_factors or (1,) * wanted.slices
