@@ -244,6 +244,7 @@ COMPILED = (
     replace(SHORT, slices=16),
     LONG,
     replace(LONG, slices=32),
+    replace(LONG, slices=64),
     replace(SHORT, tensor=8),
     replace(SHORT, tensor=8, slices=16),
     replace(SHORT, tensor=8, slices=16, remat=False),
@@ -255,7 +256,7 @@ SIMULATED = tuple(
     for base in (SHORT, LONG)
     for tensor in (1, 8)
     for slices, name, remat in (
-        *((k, "1f1b", True) for k in (1, 4, 8, 16, 32)),
+        *((k, "1f1b", True) for k in (1, 4, 8, 16, 32, 64)),
         (16, "interleaved_1f1b", True),
         (16, "zb_h1", False),
         (16, "1f1b", False),
@@ -275,7 +276,7 @@ COLUMNS = (
         "XLA",
         "ratio",
         "fits",
-        "CPU s",
+        "seconds",
     ),
     (*NAMES, "step s", "bubble", "over 1F1B", "over 1F1B, layer", "tokens/s a GPU", "MFU"),
 )
@@ -297,8 +298,10 @@ def notes(fused: str) -> tuple[Sequence[str], Sequence[str]]:
             "gradients.  weights: parameters (bfloat16) and gradients (float32).",
             "kept: residuals and inputs of stages; rows: keys and values of all slices, and their "
             "gradients.  predicted: jaxpipe.inspect.memory; XLA: arguments + outputs + temp;",
-            f"ratio: of these.  fits: in {ROOM / 1e9:.0f} GB, without an optimizer.  remat layer: "
-            "a layer keeps its input alone.  CPU s: wall clock of a loaded machine.",
+            f"ratio: of these; what XLA's packing of arrays of unlike sizes leaves unused is in no "
+            f"prediction.  fits: in {ROOM / 1e9:.0f} GB, without an optimizer.",
+            "remat layer: a layer keeps its input alone.  seconds: of a loaded machine, to trace, "
+            "compile the step, and compile its blocks alone.",
             f"Attention by blocks of {SHORT.block} queries and keys.  cuDNN's fused attention is "
             f"not used.  {fault}",
             f"Logits of {LOSS_TOKENS} tokens exist at a time.  Rotary positions are left out.",
@@ -308,7 +311,7 @@ def notes(fused: str) -> tuple[Sequence[str], Sequence[str]]:
             f"transfers at {NVLINK / 1e9:.0f} GB/s.  Later slices take longer by their attention.",
             "over 1F1B: throughput over 1F1B of whole sequences with the same remat; over 1F1B, "
             "layer: over the same where each layer is computed again,",
-            "which whole sequences of these lengths need to fit.  MFU: attention to half of the "
+            "as whole sequences of these lengths need it to fit.  MFU: attention to half of the "
             "sequence, without what is computed again.  Left out: communication of the tensor",
             "axis, the optimizer's step, norms, the loss of speed of small matmuls.  The head is "
             "on the last device.",

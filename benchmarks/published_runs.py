@@ -181,8 +181,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "own: throughput of the planner's own plan for the same mesh in 80 GB over that prediction "
         "(1 where the pipeline has one device or more than 16).",
         "Left out: optimizer steps, data loading, norms and activation functions.  Those count",
-        "most in the first row: its width of 2,304 is the smallest, and attention of 2021 wrote its "
-        "scores to memory.",
+        "most in the first row: its width of 2,304 is the smallest, and attention of 2021 wrote "
+        "its scores to memory.",
         "None of a reduction of gradients is hidden, which counts most where M is P.",
         "By its sizes the published Llama 3 holds 85 to 100 GB without offload or remat; its "
         "authors freed tensors early (section 3.3.2).",

@@ -89,6 +89,7 @@ class Choice(NamedTuple):
         parts = [*self.request.label, self.name, f"V {self.chunks}"]
         parts += [f"cap {self.cap}"] if self.cap else []
         parts += [f"M {self.request.microbatches}"] if self.request.one_of_many else []
+        parts += [f"K {self.request.slices}"] if self.request.slices > 1 else []
         parts += [f"spread {self.spread}"] if self.spread else []
         parts += ["remat full"] if self.remat is Remat.FULL else []
         names = dict.fromkeys(name for _, name in self.policies)
@@ -114,7 +115,10 @@ class Choice(NamedTuple):
     def stage_costs(self, layout: Layout, *, recomputing: bool = False) -> Costs:
         """The times of a layout's stages."""
         remat = Remat.STAGES if recomputing else self.remat
-        return stage_costs(layout, self.costs, remat=remat, transfer=self.request.transfer)
+        request = self.request
+        return stage_costs(
+            layout, self.costs, remat=remat, transfer=request.transfer, slices=request.slices
+        )
 
     def built(self, layout: Layout) -> Iterator[Candidate]:
         """Its tables.  With a spread `last`, the table with a later gradient of the head is one of
@@ -130,6 +134,7 @@ class Choice(NamedTuple):
             devices=request.devices,
             microbatches=request.microbatches,
             chunks=self.chunks,
+            slices=request.slices,
             **options,
         )
         if table.num_stages != layout.num_stages:
@@ -179,6 +184,8 @@ class Choice(NamedTuple):
     def bound(self, layout: Layout) -> float:
         """A lower bound of the step's seconds, by `lower_bound`."""
         costs, request = self.stage_costs(layout), self.request
+        if request.slices > 1:
+            return self.seconds
         found = lower_bound(
             costs,
             microbatches=request.microbatches,
@@ -198,6 +205,7 @@ def choices(request: Request) -> Iterator[Choice]:
         for name in request.schedules
         for chunks in request.chunks
         if describe(name).chunks.nearest(chunks) == chunks
+        and not (request.slices > 1 and describe(name).one_slice)
         and request.devices * chunks <= len(request.layers)
         # With one stage a device they equal 1F1B with more activations, and ZB-H1.
         and not (chunks == 1 and _PLAINER.get(name) in request.schedules)

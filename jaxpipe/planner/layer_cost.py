@@ -64,6 +64,10 @@ class LayerCost:
         workspace: bytes that it needs while it runs.
         hoisted: bytes that are computed from its parameters once a step and kept (casts).
         batch: bytes of one microbatch of the batch that it reads ("E", "L").
+        attention: seconds of the forward in which positions attend to earlier ones: where sequences
+            are cut into slices, a later slice takes longer.
+        rows: bytes that it appends for one microbatch where sequences are cut into slices (keys and
+            values); their gradients take as much.
         ends: of "E" and "L", who does it.
         policies: what it keeps under each policy that a plan may choose, by the policy's name.
 
@@ -87,6 +91,8 @@ class LayerCost:
     workspace: float = 0
     hoisted: float = 0
     batch: float = 0
+    attention: float = 0
+    rows: float = 0
     ends: Ends = Ends.ONE
     policies: Mapping[str, Kept] = field(default_factory=dict)
 
@@ -138,6 +144,19 @@ class LayerCost:
             backward=self.backward_seconds + kept.again,
         )
 
+    def sliced(self, slices: int) -> LayerCost:
+        """The costs of an average slice of a sequence."""
+        whole = ("parameters", "gradients", "optimizer", "hoisted", "rows")
+        parts = {
+            name: value / slices
+            for name in _numbers()
+            if name not in whole and (value := getattr(self, name)) is not None
+        }
+        kept = {
+            name: Kept(*(value / slices for value in each)) for name, each in self.policies.items()
+        }
+        return replace(self, policies=kept, **parts)
+
     def share(self, devices: int) -> LayerCost:
         """The costs of one device's share of a spread end."""
         parts = {
@@ -157,13 +176,19 @@ _OPTIONAL = ("backward", "gradients", "optimizer")
 
 
 def stage_costs(
-    layout: Layout, costs: Mapping[str, LayerCost], *, remat: Remat, transfer: float
+    layout: Layout,
+    costs: Mapping[str, LayerCost],
+    *,
+    remat: Remat,
+    transfer: float,
+    slices: int = 1,
 ) -> Costs:
     """The times of a layout's stages as the lowered program spends them.
 
     The backward of `last` runs in the forward of the last stage.  The backward of `first` runs in
     the input gradient of the first stage.  A spread `last` or `first` is in no stage: all devices
-    do their shares of it.  Under full remat the backward, or its half I, begins with the stage's
+    do their shares of it.  With `slices`, later ones take longer by their attention, in the
+    backward too.  Under full remat the backward, or its half I, begins with the stage's
     forward.
     """
     last, again = layout.num_stages - 1, remat is Remat.FULL
@@ -193,6 +218,13 @@ def stage_costs(
         }
         for name, seconds in found.items():
             times[name] = (*times.get(name, ()), seconds)
+    if slices > 1:
+        every = [costs[c] for c in layout.layers if c not in (FIRST, LAST)]
+        share = total(every, "attention") / (total(every, "forward") or 1)
+        place = [(2 * k + 1) / slices for k in range(slices)]
+        times["slice_factors"] = tuple(1 - share + share * p for p in place)
+        rows = [2 * total([costs[c] for c in letters], "rows") for letters in layout.stages]
+        times["buffer"] = tuple(rows)
     return Costs(**times, transfer=transfer, unit="seconds")
 
 

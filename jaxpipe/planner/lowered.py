@@ -14,6 +14,7 @@ from ..errors import PlanError, quoted
 from ..lowering.slots import Offload
 from ..schedules import build
 from ..table.certificate import Certificate, Objective, Proof
+from ..table.effects import LastUse, Liveness
 from ..table.limits import is_number
 from .candidate import Candidate
 from .memory import Memory
@@ -47,7 +48,9 @@ def lower(candidate: Candidate, traced: Traced | None) -> Lowered:
     request = candidate.request
     seconds = step_seconds(request.target, lowered, candidate.timeline.costs)
     seconds = max(seconds, candidate.moving) + request.reduction
-    found = Lowered(candidate, seconds, candidate.memory(lowered.program().slots))
+    rows = LastUse.INPUT_GRAD if request.slices > 1 else LastUse.NONE
+    program = lowered.program(Liveness(buffer=rows, buffer_gradient=rows))
+    found = Lowered(candidate, seconds, candidate.memory(program.slots))
     if traced is None:
         return found
     sizes = traced(_plan(found))
@@ -63,7 +66,7 @@ def searched(best: Lowered, seconds: float, seed: int, traced: Traced | None) ->
     """A shorter table for the best plan's layout and memory, if the search finds one."""
     old, request = best.candidate, best.candidate.request
     placement, costs = old.schedule.placement, old.timeline.costs
-    if old.recomputing or old.choice.spread or placement.is_bidirectional:
+    if old.recomputing or old.choice.spread or placement.is_bidirectional or request.slices > 1:
         return []
     cap = max(old.timeline.peak_activations)
     table = build(
@@ -135,8 +138,11 @@ def result_of(lowered: Lowered) -> PipelinePlan:
     """The plan of a candidate, with its reasons."""
     c = lowered.candidate
     timeline = c.timeline
-    bound, cap = timeline_bound(timeline)
-    bound += c.request.reduction
+    if c.request.slices > 1:
+        bound, cap = c.choice.seconds, None  # the work of a device
+    else:
+        bound, cap = timeline_bound(timeline)
+        bound += c.request.reduction
     proof, own = Proof.RELAXATION, c.schedule.certificate
     if (
         own is not None

@@ -134,7 +134,11 @@ def least_slots(timeline: Timeline) -> Slots:
     waiting = np.cumsum(table.of_kinds((Kind.I,)).astype(int) - table.of_kinds((Kind.W,)))
     before = np.concatenate([[0], waiting])[np.asarray(table.first)[table.device]]
     stash = int((waiting - before).max(initial=1))
+    slices, rows = timeline.schedule.slices, {}
+    if slices > 1:
+        rows = {"buffer": -(-peak // slices), "buffer_gradient": 1}
     return Slots(
+        **rows,
         x=peak,
         residual_input=1,
         residual_weight=peak,
@@ -180,6 +184,8 @@ def layer_sizes(
 
     spread = spread_letters(layout.layers, costs)
     residuals = 0.0 if full else kept
+    rows = max(total([costs[c] for c in letters], "rows") for letters in layout.stages)
+    rows = rows if schedule.slices > 1 else 0.0
     return Sizes(
         parameters=held("parameters"),
         gradients=held("gradient_bytes"),
@@ -196,6 +202,8 @@ def layer_sizes(
             "first": boundary if FIRST in spread else 0.0,
             "share": boundary + costs[LAST].stash if LAST in spread else 0.0,
             "host": residuals,
+            "buffer": rows,
+            "buffer_gradient": rows,
         },
         sent=2 * boundary,
         work=max(

@@ -229,6 +229,7 @@ def _requests(
                 **choices,
                 "transfer": model.transfer,
                 "chunks": choices["chunks"] if shape.pipe > 1 else (1,),
+                "slices": (1,),
                 "remat": choices["remat"] or (None, *costs["t"].policies, "full"),
                 "offload": (None,),
                 "mesh": Target(communicates=shape.tensor > 1),

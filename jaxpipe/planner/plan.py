@@ -23,6 +23,7 @@ def plan(
     transfer: float | Mapping[int, float] = 0.0,
     schedules: Sequence[str] | None = None,
     chunks: Sequence[int] = (1, 2, 4),
+    slices: Sequence[int] = (1,),
     remat: Sequence[str | None] | None = None,
     offload: Sequence[str | None] = (None, "residuals"),
     host_bandwidth: float = 2.5e10,
@@ -60,6 +61,8 @@ def plan(
         transfer: seconds of a hop to another device, where M may vary by its number.
         schedules: names of `schedules.names()` to choose among.
         chunks: stages per device to choose among.
+        slices: slices of a sequence to choose among; a microbatch is then a sequence, and the model
+            appends rows (`LayerCost.attention` and `LayerCost.rows` say what that costs).
         remat: what may be computed again, to choose among: None (nothing), "full", "stages" (of
             each stage the fewest microbatches for which the memory is enough, `add_recompute`),
             and the names of policies of which layers have costs (`LayerCost.policies`): each kind

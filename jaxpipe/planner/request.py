@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,6 +80,7 @@ class Request:
     by_name: bool = False  # only tables that a name builds, for programs that take a name
     label: tuple[str, ...] = ()  # the shape of its mesh
     mesh: Mapping[str, int] = field(default_factory=dict)  # where the mesh was chosen
+    slices: int = 1  # of a sequence; costs and microbatches are of slices
 
 
 def requests(arguments: Mapping[str, Any]) -> tuple[Request, ...]:
@@ -103,7 +104,7 @@ def requests(arguments: Mapping[str, Any]) -> tuple[Request, ...]:
                 "transfer is given by number of microbatches, but microbatches is one number; "
                 "give its seconds alone"
             )
-        return (_request(arguments, costs, microbatches, transfer, one_of_many=False),)
+        return tuple(_sliced(arguments, costs, microbatches, transfer, one_of_many=False))
     counts = tuple(dict.fromkeys(microbatches))
     if not counts:
         raise PlanError(
@@ -123,8 +124,34 @@ def requests(arguments: Mapping[str, Any]) -> tuple[Request, ...]:
             "seconds of a hop for each number, or one number for all"
         )
     return tuple(
-        _request(arguments, costs[m], m, hops[m], one_of_many=len(counts) > 1) for m in counts
+        request
+        for m in counts
+        for request in _sliced(arguments, costs[m], m, hops[m], one_of_many=len(counts) > 1)
     )
+
+
+def _sliced(
+    arguments: Mapping[str, Any],
+    costs: Mapping[str, Any],
+    microbatches: int,
+    transfer: float,
+    *,
+    one_of_many: bool,
+) -> Iterator[Request]:
+    """A request for each number of slices of a sequence; without slices that is a microbatch."""
+    for slices in dict.fromkeys(arguments["slices"]):
+        own = {
+            c: cost.sliced(slices) if isinstance(cost, LayerCost) else cost
+            for c, cost in costs.items()
+        }
+        found = _request(
+            arguments,
+            costs if slices == 1 else own,
+            microbatches * slices,
+            transfer / slices,
+            one_of_many=one_of_many,
+        )
+        yield replace(found, slices=slices)
 
 
 def _request(
@@ -271,6 +298,10 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "names of schedules, such as ('1f1b', 'zb_h1')",
     ),
     "chunks": (_are(_is_count), "a few whole numbers of at least 1, such as (1, 2)"),
+    "slices": (
+        lambda v: _are(_is_count)(v) and len(v) > 0,
+        "one or a few whole numbers of at least 1, such as (1, 4, 16)",
+    ),
     "remat": (
         lambda v: v is None or _are(lambda r: r is None or _is_text(r))(v),
         "some of (None, 'full', 'stages') and of the names of policies",

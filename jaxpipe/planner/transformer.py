@@ -166,6 +166,8 @@ class Transformer:
                 residuals=kept[0] + statistics,
                 boundary=self.boundary,
                 stash=left[0],
+                attention=scores,
+                rows=2 * 2 * self._keys * self.tokens / self.tensor,
                 policies={
                     "dots_with_no_batch_dims_saveable": Kept(
                         kept[1], scores + each * mlp.again + mlp.exchange, left[1]
