@@ -27,10 +27,9 @@ from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
+from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, count_waits, flat, most_waits
 from jaxpipe.inspect.moves import LargeMove, Move
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
-from jaxpipe.inspect.waits import count_waits, flat, most_waits
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 GIB = 2**30

@@ -6,12 +6,14 @@ the same process.
 Nothing is sent, so what is left is what the lowering itself costs: slots, accumulators, loops, and
 the predicates with which a tick asks who runs what.  "predicated" is the program of one chunk with
 a predicate around every block, as positions have them whose devices do different things; with
-several chunks a tick asks for each of them.  On a GPU everything runs twice, with and without XLA's
-command buffers, each in a process of its own; the ratios to plain accumulation are taken in turns
-within a process.  Command buffers are a compiler option of each step: a pipeline's own options go
-before XLA_FLAGS.  They stay on while a profiler runs.  XLA records CUDA graphs in the second call,
-so every step is called twice before any is timed.  On a machine without a GPU it runs a smaller
-model on the CPU.
+several chunks a tick asks for each of them.  On one device a step is one CUDA graph; on several,
+graphs end at every permute.  "in parts" is the predicated program with an operation that no graph
+takes after every block, where a permute would be.  On a GPU everything runs twice, with and without
+XLA's command buffers, each in a process of its own; the ratios to plain accumulation are taken in
+turns within a process.  Command buffers are a compiler option of each step: a pipeline's own
+options go before XLA_FLAGS.  They stay on while a profiler runs.  XLA records CUDA graphs in the
+second call, so every step is called twice before any is timed.  On a machine without a GPU it runs
+a smaller model on the CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +44,7 @@ from examples.gpt.model import GPT
 from jaxpipe.lowering.plan import Plan
 from jaxpipe.program.segments import Segment
 from jaxpipe.program.templates import Presence
+from jaxpipe.spmd.block import run_in_order
 from jaxpipe.spmd.compiler_options import NO_GRAPHS
 
 MARK = "result "
@@ -240,34 +246,54 @@ def _contenders(
             name, devices=1, microbatches=sizes.microbatches, chunks=count
         )
         # With several chunks a tick asks for each of them anyway.
-        for every in (False, True) if count == 1 else (False,):
-            yield _executor(sizes, schedule, mesh, batch, options, every=every)
+        for form in Form if count == 1 else (Form.WHOLE,):
+            step, placed, predicates = lowered(sizes, schedule, mesh, batch, form)
+            compiled = step.compile(compiler_options=options)
+            yield Contender(
+                f"{schedule.name}, V = {count}{form.value}",
+                partial(_run, compiled, placed, batch),
+                predicates,
+            )
 
 
-def _executor(
-    sizes: Sizes,
-    schedule: jp.Schedule,
-    mesh: jax.sharding.Mesh,
-    batch: Any,
-    options: dict[str, str | bool],
-    *,
-    every: bool,
-) -> Contender:
+def _run(compiled: Any, params: Any, batch: Any) -> Any:
+    return jax.block_until_ready(compiled(params, batch))
+
+
+class Form(Enum):
+    """The program of one device as it is, or as devices that do different things have it."""
+
+    WHOLE = ""
+    PREDICATED = ", predicated"
+    IN_PARTS = ", predicated, in parts"
+
+
+def lowered(
+    sizes: Sizes, schedule: jp.Schedule, mesh: jax.sharding.Mesh, batch: Any, form: Form
+) -> tuple[Any, Any, int]:
+    """A step, its parameters, and the number of predicates; of shapes where the batch is."""
     gpt = sizes.gpt(schedule.num_stages)
     pipe = jp.Pipeline(jp.Model(gpt.stage, first=gpt.first, last=gpt.last), schedule, mesh)
     plan: Plan = pipe._plan
-    if every:
+    if form is not Form.WHOLE:
         plan = Plan(plan.ticks, tuple(_predicated(segment) for segment in plan.segments))
         # No option does this, and none should: it only makes the program ask what it knows.
         pipe.__dict__["_plan"] = plan
-    params = pipe.place(gpt.init(jax.random.key(0)))
-    step = pipe.jit(pipe.value_and_grad, compiler_options=options)
-    title = f"{schedule.name}, V = {schedule.num_stages}" + (", predicated" if every else "")
-    return Contender(
-        title,
-        lambda: jax.block_until_ready(step(params, batch)),
-        _count_predicates(plan),
-    )
+    shapes = isinstance(jax.tree.leaves(batch)[0], jax.ShapeDtypeStruct)
+    init = partial(jax.eval_shape, gpt.init) if shapes else gpt.init
+    params = pipe.place(init(jax.random.key(0)))
+    follow = _with_break if form is Form.IN_PARTS else run_in_order
+    with mock.patch("jaxpipe.spmd.tick.run_in_order", follow):
+        return pipe.lower(params, batch), params, _count_predicates(plan)
+
+
+def _with_break(presence: Any, predicate: Any, block: Any, state: Any) -> Any:
+    """The block, then a small Fourier transform that the next block waits for.  It is an operation
+    that XLA puts into no CUDA graph.
+    """
+    state = run_in_order(presence, predicate, block, state)
+    numbers = jnp.where(state["token"], jnp.ones(8, jnp.complex64), 0)
+    return state | {"token": jnp.real(jnp.fft.fft(numbers))[0] > 0.5}
 
 
 def _predicated(segment: Segment) -> Segment:

@@ -32,9 +32,8 @@ import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output, write_all
 from jaxpipe.inspect.collectives import Compute
-from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
+from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, most_waits
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
-from jaxpipe.inspect.waits import most_waits
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))

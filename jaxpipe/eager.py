@@ -22,7 +22,7 @@ from .model.leaf_plan import LeafPlan, leaf_plans
 from .program.interpret import Step, interpret
 from .program.verify import verify
 from .stage.job import Job
-from .stage.state_gradient import check_state_gradient
+from .stage.model_code import check_state_gradient
 from .table.effects import Liveness, Place
 from .table.kinds import Kind
 
@@ -66,7 +66,7 @@ class EagerExecutor:
         job = job.with_axis(
             {key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims}
         )
-        sliced = job.functions.slices > 1
+        sliced = job.functions.slices > 1 and not job.functions.room  # of a cache
         program = verify(job.plan.program(Liveness.of_slices() if sliced else Liveness()))
         shards = [
             _Shard(job, params, _rows_of(batch, shard, job.data_size), rng, state, shard)

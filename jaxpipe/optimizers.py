@@ -16,8 +16,7 @@ from .errors import PipelineError
 from .model.mesh import explicit_context
 from .model.own_rules import inputs_of, is_probed, rules_of
 from .model.packed import Packed
-from .model.param_layout import OUTER
-from .model.placed import Chunks
+from .model.param_layout import OUTER, Chunks
 from .model.spread import cut_off, padded_like
 from .model.stacks import Stack, StackedStages
 from .pipeline import Pipeline

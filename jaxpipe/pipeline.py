@@ -27,19 +27,16 @@ from .model.follow import init_as_updated
 from .model.mesh import automatic, has
 from .model.model import Model
 from .model.own_rules import check_rules
-from .model.param_layout import check_canonical
+from .model.param_layout import State, check_canonical
 from .model.partition import Partition
-from .model.placed import State
 from .model.placer import Placer
-from .model.settings import Memory, Sharding
-from .model.specs import frozen_filter
+from .model.settings import Memory, Sharding, frozen_filter
 from .model.spread import Cuts
-from .same_code import jit_same, key_of
 from .spmd.compiler_options import features_of, options_for
 from .spmd.executor import SpmdExecutor, TracedStep
 from .stage.job import Clock, Executor, Job
 from .stage.model_code import ModelCode
-from .steps import Steps, key_faults
+from .steps import StepRunner, jit_same, key_faults, key_of
 from .table.check import check
 from .table.schedule import Schedule
 
@@ -64,7 +61,7 @@ class Pipeline:
             program and the places of spread ends in the table are chosen by them, since predicates
             and transfers weigh more the shorter the actions are.  None is a forward of 5 ms.
         overheads: seconds of a predicate, a hop and what a transfer takes of compute, by name.
-            None stands for those that `jaxpipe doctor` measured on such devices, or for guesses.
+            None is those that `jaxpipe doctor` measured on such devices, or for guesses.
         executor: the back end; None is the SPMD executor, one `shard_map` program.
             `jaxpipe.eager.EagerExecutor()` runs the same program in eager JAX, for debugging.
 
@@ -132,7 +129,7 @@ class Pipeline:
             frozen_filter(model.frozen),
         )
         self._placer = Placer(self.partition)
-        self._steps = steps = Steps(
+        self._steps = steps = StepRunner(
             self.schedule,
             self.functions,
             self.partition,

@@ -1,11 +1,14 @@
-"""The steps of a pipeline: check their arguments, make their jobs, and run these."""
+"""The steps of a pipeline: check their arguments, make their jobs, and run these.  Pipelines of
+equal arguments share what JAX has compiled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +24,8 @@ from .lowering.slots import Offload
 from .lowering.target import Target
 from .model.functions import Functions
 from .model.mesh import on_mesh
-from .model.param_layout import OUTER, with_outer
+from .model.param_layout import OUTER, StageOwners, owner_faults, with_outer
 from .model.partition import Partition
-from .model.placed import StageOwners, owner_faults
 from .model.settings import Memory
 from .model.slices import Positioned, time_faults
 from .stage.job import Clock, Executor, Job, Observe
@@ -32,10 +34,51 @@ from .table.kinds import Kind
 from .table.schedule import Schedule
 from .transforms.remove import for_evaluation, without_kinds
 
+_HELD: WeakValueDictionary[Any, Callable[..., Any]] = WeakValueDictionary()
+
+
+def jit_same(key: Any, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`jax.jit` of the function, or what this returned for an earlier one of an equal key and equal
+    options, if somebody holds it.
+    """
+    whole = (key, key_of(options))
+    found = _HELD.get(whole)
+    if found is None:
+        found = _HELD[whole] = jax.jit(function, **options)
+    return found
+
+
+def key_of(settings: Mapping[str, Any]) -> Any:
+    """Settings as a key: equal for equal settings, functions being equal only to themselves; unique
+    where one cannot be compared.
+    """
+    key = tuple((name, _hashable(value)) for name, value in sorted(settings.items()))
+    try:
+        hash(key)
+    except TypeError:
+        return object()
+    return key
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(
+            (name, _hashable(item))
+            for name, item in sorted(value.items(), key=lambda pair: str(pair[0]))
+        )
+    if type(value) in (list, tuple):
+        return tuple(map(_hashable, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        try:
+            hash(value)
+        except TypeError:  # it holds a list or a mapping
+            return type(value), _hashable({f.name: getattr(value, f.name) for f in fields(value)})
+    return value
+
 
 @dataclass(eq=False)
-class Steps:
-    """Steps of one schedule.  `given` are the parameters, the batch, the key and the state."""
+class StepRunner:
+    """Runs the steps of one schedule.  `given` are the parameters, the batch, the key and the state."""
 
     schedule: Schedule
     functions: Functions

@@ -27,7 +27,7 @@ WITHOUT_JAX = (
     *("megatron", "program", "lowering", "planner", "render", "cli"),
 )
 WITH_JAX = (
-    *("arrays", "jaxprs", "model", "stage", "spmd", "eager", "differentiable", "same_code"),
+    *("arrays", "jaxprs", "model", "stage", "spmd", "eager", "differentiable"),
     *("processes", "fingerprint", "steps", "pipeline", "vocabulary", "optimizers"),
     *("debug", "portable"),
     *("checkpoint", "distributed", "flax", "inspect", "measuring", "doctor"),

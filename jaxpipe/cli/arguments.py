@@ -286,7 +286,7 @@ def file_path(text: str) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; UsageError for what is no text, or far too long."""
+    """The text of a file; UsageError for binary data, or a file that is far too long."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             return _limited(file, str(path))

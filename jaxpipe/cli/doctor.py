@@ -1,4 +1,4 @@
-"""`jaxpipe doctor`: what works, what is slow and what is wrong on this machine."""
+"""`jaxpipe doctor`: checks of this machine, each with a verdict."""
 
 from __future__ import annotations
 

@@ -162,8 +162,16 @@ _SIZES = """model by its sizes
 --vocab COUNT
 --context TOKENS | of a sequence (default: 4096)
 --rows COUNT | sequences of a microbatch (default: 1)
---ffn WIDTH | width of the MLP (default: 4 times the width)
---gated | the MLP has three matrices (SwiGLU)
+--ffn WIDTH | width of the MLP, or of one expert (default: 4 times the width)
+--gated | the MLP has three matrices (SwiGLU), as experts always have
+--experts COUNT | of a layer (default: none)
+--chosen COUNT | experts of a token (default: 1)
+--shared WIDTH | width of the experts that every token has (default: 0)
+--capacity RATE | times the tokens of an even load that an expert takes (default: all tokens)
+--expert-devices COUNT | devices that share the experts (default: 1)
+--normed | queries and keys of a head are normed (Qwen3)
+--post-norms | results of attention and MLP are normed too (Gemma 2)
+--tied | embedding and head have one table
 --kv-share SHARE | heads of keys / heads (default: 1)
 --q-share SHARE | width of the queries / width (default: 1)
 --loss-tokens TOKENS | tokens of a row whose logits are there at a time (default: all)

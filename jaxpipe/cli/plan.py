@@ -25,6 +25,10 @@ _SHOWN = 12  # of what was left out
 
 def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     """Print plans side by side, the reasons of the best one, and what was left out."""
+    if arguments.output is not None and not arguments.output.lower().endswith((".html", ".svg")):
+        raise UsageError(
+            f"no picture is known for {arguments.output}; give a file that ends in .html or .svg"
+        )
     if arguments.model is not None:
         return _published(arguments, terminal)
     missing = [n for n in ("devices", "microbatches") if getattr(arguments, n) is None]
@@ -36,10 +40,6 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     layers, costs, transfer = (
         _from_file(arguments.costs) if arguments.costs else _from_sizes(arguments)
     )
-    if arguments.output is not None and not arguments.output.lower().endswith((".html", ".svg")):
-        raise UsageError(
-            f"no picture is known for {arguments.output}; give a file that ends in .html or .svg"
-        )
     with terminal.counting("planning") as progress:
         plans = plan(
             layers,
@@ -58,15 +58,7 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             progress=progress,
             mesh=Target(communicates=(arguments.tensor or 1) > 1),
         )
-    if arguments.output is not None:
-        _draw(plans.best, arguments.output)
-        terminal.complain(f"wrote {arguments.output}")
-    if arguments.json:
-        facts = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
-        found = {"plans": [p.facts() for p in plans], "rejected": facts, "prices": plans.prices}
-        terminal.write(json.dumps(found))
-        return True
-    _print(plans, terminal, estimated=not arguments.costs)
+    _tell(plans, arguments, terminal, estimated=not arguments.costs)
     return True
 
 
@@ -75,24 +67,53 @@ def _published(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     missing = [n for n in ("gpus", "batch", "memory") if getattr(arguments, n) is None]
     if missing:
         raise UsageError(f"--model needs {', '.join(f'--{name}' for name in missing)} too")
+    sizes = (f.name for f in fields(Transformer) if f.name not in ("context", "flops", "tensor"))
+    own = ("layers", "devices", "microbatches", "costs", "search", "no_offload", *sizes)
+    if given := [n for n in own if getattr(arguments, n, None)]:
+        flags = ", ".join(f"--{n.replace('_', '-')}" for n in given)
+        raise UsageError(f"--model {arguments.model} has its own sizes and mesh; leave out {flags}")
     name, context = arguments.model, int(arguments.context or 8192)
-    with terminal.doing(f"planning {name}"):
+    tensor = (1, 2, 4, 8) if arguments.tensor is None else (int(arguments.tensor),)
+    with terminal.counting(f"planning {name}") as progress:
         plans = plan_mesh(
             name,
             gpus=arguments.gpus,
             batch=arguments.batch,
             context=context,
             memory=arguments.memory,
+            tensor=tensor,
+            schedules=arguments.schedules,
+            chunks=arguments.chunks,
+            remat=arguments.remat,
+            within=arguments.within,
+            progress=progress,
             flops=arguments.flops or Transformer.flops,
         )
     command = command_of(name, plans.best, batch=arguments.batch, context=context)
-    if arguments.json:
-        facts = {"plans": [p.facts() for p in plans], "command": command}
-        terminal.write(json.dumps(facts))
-        return True
-    _print(plans, terminal, estimated=True)
-    terminal.write(command)
+    _tell(plans, arguments, terminal, estimated=True, command=command)
     return True
+
+
+def _tell(
+    plans: Plans,
+    arguments: argparse.Namespace,
+    terminal: Terminal,
+    *,
+    estimated: bool,
+    command: str | None = None,
+) -> None:
+    """Draw the best plan, and print all as JSON or as a table."""
+    if arguments.output is not None:
+        _draw(plans.best, arguments.output)
+        terminal.complain(f"wrote {arguments.output}")
+    if arguments.json:
+        left = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
+        found = {"plans": [p.facts() for p in plans], "rejected": left, "prices": plans.prices}
+        terminal.write(json.dumps(found | ({} if command is None else {"command": command})))
+        return
+    _print(plans, terminal, estimated=estimated)
+    if command is not None:
+        terminal.write(command)
 
 
 def _print(plans: Plans, terminal: Terminal, *, estimated: bool) -> None:

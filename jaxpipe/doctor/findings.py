@@ -17,7 +17,7 @@ class Scope:
     Args:
         devices: of the pipe axis; None takes all that there are.
         steps: of each program whose results are compared.
-        repeats: of what is timed.
+        repeats: of timed calls.
         coordinator, processes, process: as `jax.distributed.initialize` takes them, where this is
             one of several processes.
     """

@@ -22,7 +22,7 @@ _LAST = 300  # characters of a failure
 
 
 class Check(NamedTuple):
-    """A check: its title, module:function (with what it is given besides, after another colon), its
+    """A check: its title, module:function (a further argument follows another colon), its
     limit in seconds, and advice for a hang.
     """
 

@@ -1,4 +1,4 @@
-"""How long a table takes and what it holds: one event loop, costs, timelines, critical paths."""
+"""The time and the memory of a table: one event loop, costs, timelines, critical paths."""
 
 from .simulate import Steps, simulate_steps
 from .timeline import Timeline

@@ -1,4 +1,4 @@
-"""What no schedule can go below: bounds of the makespan for given costs, placement and cap on
+"""Lower bounds of the makespan of any schedule, for given costs, placement and cap on
 activations.
 
 A schedule is a job shop in which every stage works in the order of microbatches (`job_shop`), and
@@ -51,12 +51,12 @@ def lower_bound(
     pairs, whichever is cheaper.
 
     Tables with R (`add_recompute`) compute more and hold less.  Where `Costs.recompute` is given
-    the bound holds for them too: with a cap, a device trades the time of an R for what it need not
-    hold.  Where it is None they may go below a bound with a cap, and not below one without.
+    the bound holds for them too: with a cap, a device trades the time of an R for room.  Where it
+    is None they may go below a bound with a cap, and not below one without.
 
     With `Objective.PERIOD`, a time of a microbatch in the steady state that no schedule goes below
-    (modulo scheduling, Rau 1994, section 2): what a device has to do for one microbatch, and how
-    long that occupies its memory, divided by the cap.
+    (modulo scheduling, Rau 1994, section 2): a device's work for one microbatch, and the time for
+    which that occupies its memory, divided by the cap.
 
     Args:
         costs: as for `simulate`; all 1, and transfers 0, where it is None.
@@ -150,16 +150,7 @@ def _placements(
     ]
     if faults:
         raise ScheduleError(listed("there is no bound for this", faults))
-    if placement is not None:
-        found = [placement]
-    else:
-        assert is_whole(devices)
-        assert is_whole(chunks)
-        loop, vee = (
-            Placement.loop(devices=devices, chunks=chunks),
-            Placement.vee(devices=devices, chunks=chunks),
-        )
-        found = [loop] if chunks == 1 or devices == 1 else [loop, vee]
+    found = [placement] if placement is not None else loop_and_vee(devices, chunks)
     if is_whole(cap) and cap < least_activations(found[0]):
         raise ScheduleError(
             f"max_activations={cap} is less than the {least_activations(found[0])} that one "
@@ -168,6 +159,13 @@ def _placements(
             "max_activations or place fewer stages there"
         )
     return found
+
+
+def loop_and_vee(devices: Any, chunks: Any) -> list[Placement]:
+    """The placements of so many chunks: a loop, and a V where that is another one."""
+    loop = Placement.loop(devices=devices, chunks=chunks)
+    one = chunks == 1 or devices == 1
+    return [loop] if one else [loop, Placement.vee(devices=devices, chunks=chunks)]
 
 
 def least_activations(placement: Placement) -> int:

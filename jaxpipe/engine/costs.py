@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ..errors import CostError, listed, quoted
 from ..table.kinds import KINDS, Kind, Release
 from ..table.limits import MAX_COST, MAX_STAGES, is_number
-from ..table.typed import plain, typed
+from ..table.typed import is_cost, plain, typed
 
 Cost: TypeAlias = float | Sequence[float]
 _NO_COSTS = ("release", "unit")  # fields that are no times and no sizes
@@ -100,7 +100,7 @@ class Costs:
             bad = [
                 f"{name} holds {quoted(e)}; a cost is a finite number >= 0, of {MAX_COST:g} at most"
                 for e in entries
-                if not _is_cost(e)
+                if not is_cost(e)
             ]
             if not bad:
                 object.__setattr__(
@@ -118,7 +118,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
-        """Read what `to_json` writes; CostError says what is wrong.
+        """Read the text of `to_json`; CostError names the fault.
 
         >>> Costs.from_json(Costs(forward=[1, 2.5], unit="seconds").to_json()).forward
         (1, 2.5)
@@ -253,7 +253,3 @@ def _summable(value: Any) -> float:
     """
     number = plain(value)
     return float(number) if number > MAX_WHOLE else number
-
-
-def _is_cost(value: object) -> bool:
-    return is_number(value) and 0 <= plain(value) <= MAX_COST

@@ -4,7 +4,7 @@ a cap limits what lives.
 All microbatches cost the same, so in any schedule the k-th action of a stage and kind may be taken
 for that of microbatch k: if the k-th start of a stage comes after k starts of the stage before,
 then the k-th of these comes before it.  A schedule is then a job shop in which every stage works in
-the order of microbatches, and what is known of job shops holds for it.
+the order of microbatches, and results about job shops hold for it.
 """
 
 from __future__ import annotations

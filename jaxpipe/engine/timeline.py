@@ -19,9 +19,8 @@ from ..table.kinds import Kind, Value, makers
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ..table.typed import typed
+from .analysis import critical_chain, steady_period
 from .costs import Costs
-from .critical_path import critical_chain
-from .period import steady_period
 
 _DGRAD, _WGRAD = makers(Value.INPUT_GRAD), makers(Value.WEIGHT_GRAD)
 _NOTHING = 0.005  # of the planned makespan: less is not worth a word in the sentence

@@ -14,9 +14,12 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves
-from ..jaxprs import Entry, InSlots, Slot, Target, Total, run_in_slots
+from ..jaxprs.entry import Entry
 from ..jaxprs.equations import reads
+from ..jaxprs.eval_in_slots import run_in_slots
 from ..jaxprs.sizes import nbytes
+from ..jaxprs.slots import InSlots, Slot, Target, Total
+from ..lowering.target import RunsOn
 from ..model.leaf_plan import leaf_plans
 from ..spmd.body import accumulator_dtype
 from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
@@ -47,7 +50,7 @@ class Block:
     # of the outputs that are added to accumulators, as the parameters are split
     parameters: tuple[PartitionSpec, ...] = ()
     totals_at: int = 0  # the first of those outputs
-    # bytes of what passes between slices: a block reads it out of its slot, and writes it there
+    # bytes of what passes between slices and is copied out of its slot, or into it
     passed: int = 0
 
 
@@ -144,7 +147,8 @@ class Step:
 
     def compiled(self, *blocks: Block, unrun: bool = False) -> Any:
         """Compile blocks that run as one; they read and write slots as in the step."""
-        parts = [_part(self.job, block) for block in blocks]
+        on_tpus = RunsOn.of(self.job.mesh) is RunsOn.TPUS
+        parts = [_part(self.job, block, in_order=on_tpus) for block in blocks]
 
         def run(*groups: Leaves) -> Leaves:
             codes = [code(*groups[3 * k : 3 * k + 3]) for k, (_, code) in enumerate(parts)]
@@ -161,7 +165,7 @@ class Step:
 _Code: TypeAlias = "Callable[[Leaves, Leaves, Leaves], InSlots]"
 
 
-def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
+def _part(job: Job, block: Block, *, in_order: bool) -> tuple[tuple[Group, Group, Group], _Code]:
     """A block's inputs, pools and accumulators as shapes, and the function that makes its code."""
     invars: list[Any] = [var.aval for var in block.jaxpr.invars]
     outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
@@ -181,7 +185,10 @@ def _part(job: Job, block: Block) -> tuple[tuple[Group, Group, Group], _Code]:
 
     def code(values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
         at = jnp.int32(0)
-        writes: dict[int, Target] = {i: Total(leaf) for i, leaf in zip(added, totals, strict=True)}
+        splits = block.parameters if in_order else [None for _ in totals]
+        writes: dict[int, Target] = {
+            i: Total(leaf, split) for i, leaf, split in zip(added, totals, splits, strict=True)
+        }
         slots = {i: Slot(pool, at, entry) for (i, entry), pool in zip(stored, pools, strict=True)}
         reads = {i: Slot(values[i], at, entry) for i, entry in block.reads}
         reads |= {before: slots[after] for before, after, _ in block.updates}
@@ -207,6 +214,14 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     updates = tuple((begin + i, after + i, entry) for i, entry in enumerate(stored(Place.BUFFER)))
     late = (*start, *(entry.spec for entry in kept), *dy)
     read = tuple((len(start) + i, entry) for i, entry in enumerate(kept))
+    read += tuple((begin + i, entry) for i, entry in enumerate(stored(Place.BUFFER)))
+    rows, count = stored(Place.BUFFER_GRADIENT), len(late) - (code.loss is not None)
+
+    def returned(first: int) -> tuple[tuple[int, int, Entry], ...]:
+        """Gradients of rows, which a backward adds to in place."""
+        first += code.num_dx - len(rows)
+        return tuple((count - len(rows) + i, first + i, entry) for i, entry in enumerate(rows))
+
     stash = tuple((len(late) + i, entry) for i, entry in enumerate(stored(Place.STASH)))
 
     def written(first: int, those: Sequence[Entry]) -> tuple[tuple[int, Entry], ...]:
@@ -217,40 +232,36 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     blocks = (
         Block("F", code.forward, start, writes=written(code.num_outputs, kept), updates=updates),
         Block("R", code.recompute, start, writes=written(0, kept)),
-        Block("B", code.backward, late, read, parameters=trained),
-        Block("I", code.input_grad, late, read, written(code.num_dx, stored(Place.STASH))),
+        Block("B", code.backward, late, read, (), returned(code.num_trained), trained),
+        Block(
+            "I",
+            code.input_grad,
+            late,
+            read,
+            written(code.num_dx, stored(Place.STASH)),
+            returned(0),
+        ),
         Block("W", code.weight_grad, every, (*read, *stash), parameters=trained),
     )
     return {block.name: replace(block, passed=_passed(code, entries, block)) for block in blocks}
 
 
 def _passed(code: StageCode, entries: StageEntries, block: Block) -> int:
-    """Bytes on one device of carries, buffers and their gradients that a block reads whole, and of
-    those that it returns.  A forward writes rows of buffers in place.
+    """Bytes on one device of carries and their gradients that a block reads and returns, and of
+    buffers that it reads: their slot is copied for the loops that read it.
     """
-    pools = {
-        "carry": code.carry,
-        "buffer": code.buffers,
-        "carry_gradient": code.carry_gradients,
-        "buffer_gradient": code.buffer_gradients,
-    }
-    sizes = {
-        name: [
-            nbytes(aval) // entry.local_share
-            for aval, entry in zip(avals, getattr(entries, name), strict=True)
-        ]
-        for name, avals in pools.items()
-    }
-    is_read, forward = reads(block.jaxpr), block.name in ("F", "R")
-    own = [*sizes["carry"], *([0] * len(code.buffers) if forward else sizes["buffer"])]
+
+    def sizes(place: Place) -> list[int]:
+        pairs = zip(code.stored[place], entries.stored[place], strict=True)
+        return [nbytes(aval) // entry.local_share for aval, entry in pairs]
+
+    own, later = sizes(Place.CARRY), sizes(Place.CARRY_GRADIENT)
+    is_read, passed = reads(block.jaxpr), [*own, *sizes(Place.BUFFER)]
     begin = len(code.consts) + code.num_params + len(code.x_avals)
-    found = sum(size for size, used in zip(own, is_read[begin:], strict=False) if used)
-    later = sizes["carry_gradient"] + sizes["buffer_gradient"]
-    begin = len(code.forward.invars) + len(code.residual_input) + len(code.residual_weight)
-    begin += len(code.dy_avals)
-    if not forward:
-        found += sum(size for size, used in zip(later, is_read[begin:], strict=False) if used)
-    returned = {"F": sizes["carry"], "B": later, "I": later}
+    found = sum(size for size, used in zip(passed, is_read[begin:], strict=False) if used)
+    begin = len(code.forward.invars) + len(code.residual_avals) + len(code.dy_avals)
+    found += sum(size for size, used in zip(later, is_read[begin:], strict=False) if used)
+    returned = {"F": own, "B": later, "I": later}
     return found + sum(returned.get(block.name, []))
 
 

@@ -1,18 +1,124 @@
-"""Compile a step for GPUs, and read it."""
+"""Compile a step for GPUs, read it, and count how often it makes the host wait.
+
+The host runs a `while` without a known trip count.  It runs the condition, copies the flag to the
+host and waits for the stream, before each trip and once more at the end.  A predicate is a loop of
+at most one trip, so it waits once where it is not taken and twice where it is.  A `conditional`
+waits once, for the number of its branch.  Neither waits inside a CUDA graph, nor does a loop whose
+trip count is known (XLA's WhileThunk and ConditionalThunk).
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from .compiled_program import CompiledProgram
-from .hlo import parse
-from .waits import Predicate, find_predicates
+from .hlo import Instruction, Module, Place, inner, parse
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A loop of unknown trip count, or a conditional."""
+
+    instruction: Instruction
+    place: Place
+    times: int  # a step; inside another predicate, each time that one is taken
+    in_graph: bool  # a node of a CUDA graph: the host does not wait
+    nested: tuple[Predicate, ...]
+
+    @property
+    def is_loop(self) -> bool:
+        """A loop, which waits once more each time that it is taken."""
+        return self.instruction.opcode == "while"
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of action of its block (F of a pair); None where it is around no block."""
+        found = _SCOPE.search(self.instruction.op_name)
+        return found and found[1]
+
+    def __str__(self) -> str:
+        kind = "loop" if self.is_loop else "conditional"
+        graph = " (graph)" if self.in_graph else ""
+        return f"{kind} {self.instruction.name} asked {self.times}{graph}"
+
+
+# The scope of a block in a tick: "F chunk 0", "W stage 3", "F.0 with B.0".
+_SCOPE = re.compile(r"/([A-Z])(?: chunk \d+| stage \d+|\.\d+ with [A-Z]\.\d+)(?:/|$)")
+
+
+def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
+    """The predicates of a program, nested ones inside those around them; in the order in which they
+    run.
+    """
+    entry = Place(module.computations[module.entry], ())
+    return tuple(_predicates(module, frozenset(graph_nodes), entry, 1))
+
+
+def _predicates(
+    module: Module, graph_nodes: frozenset[str], place: Place, times: int
+) -> Iterator[Predicate]:
+    for instruction in place.computation.instructions:
+        inside = [
+            (Place(body, (*place.frames, *frames)), frames)
+            for body, frames in inner(module, instruction)
+        ]
+        if any(frame.trips is None for _, frames in inside for frame in frames):
+            nested = tuple(
+                each for body, _ in inside for each in _predicates(module, graph_nodes, body, 1)
+            )
+            yield Predicate(instruction, place, times, instruction.name in graph_nodes, nested)
+        else:
+            for body, frames in inside:
+                trips = math.prod(frame.trips or 1 for frame in frames)
+                yield from _predicates(module, graph_nodes, body, times * trips)
+
+
+def flat(predicates: Sequence[Predicate]) -> Iterator[Predicate]:
+    """All of them, nested ones after those around them."""
+    for predicate in predicates:
+        yield predicate
+        yield from flat(predicate.nested)
+
+
+def count_waits(predicates: Sequence[Predicate], *, taken: bool, times: int = 1) -> int:
+    """Waits a step of a device that takes each predicate once each time, or none."""
+    total = 0
+    for predicate in predicates:
+        all_times = times * predicate.times
+        trips = all_times if taken else 0
+        total += 0 if predicate.in_graph else all_times + (trips if predicate.is_loop else 0)
+        total += count_waits(predicate.nested, taken=taken, times=trips)
+    return total
+
+
+def most_waits(
+    predicates: Sequence[Predicate], actions: int, *, by_kind: Mapping[str, int] | None = None
+) -> float:
+    """The most waits a step of a device that runs so many actions, and with `by_kind` so many of
+    each kind.
+
+    Each action takes one predicate.
+    """
+    gains: list[tuple[float, int, str]] = []
+    for each in predicates:
+        more = count_waits([each], taken=True) - count_waits([each], taken=False)
+        gains.append((more / max(1, each.times), each.times, each.kind or ""))
+    total: float = count_waits(predicates, taken=False)
+    left, of_kind = actions, dict(by_kind or {})
+    for gain, times, kind in sorted(gains, reverse=True):
+        taken = min(left, times, of_kind.get(kind, times))
+        total += gain * taken
+        left -= taken
+        if kind in of_kind:
+            of_kind[kind] -= taken
+    return total
 
 
 @dataclass(frozen=True)
@@ -23,7 +129,7 @@ class GpuProgram(CompiledProgram):
 
     @cached_property
     def predicates(self) -> tuple[Predicate, ...]:
-        """See `waits`."""
+        """Loops of unknown trip count, and conditionals, in the order in which they run."""
         return find_predicates(self.module, self.graph_nodes)
 
 

@@ -1,15 +1,162 @@
 """Moves of a compiled program that compute nothing: whole arrays copied, transposed, zeroed or
-padded.
+padded; and the flow of whole arrays through layouts, loops, fusions and updates in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
 
-from .flow import Flow
 from .hlo import Array, Computation, Instruction, Module, Place, walk
+
+_INDEX = re.compile(r"\bindex=(\d+)")
+# Their results are new arrays, also where the operands are as large.
+_MAKE_OTHERS = ("dot", "convolution", "custom-call")
+
+
+class Value(NamedTuple):
+    """One array among the results of an instruction."""
+
+    computation: str
+    instruction: str
+    number: int
+
+
+class Flow:
+    """The arrays that are computed element by element from others of as many elements, across the
+    borders of computations.
+
+    An update in place, a copy, a transpose and a sum continue an array.  A matmul and a slice do
+    not.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def is_of(self, loop: Instruction, computation: Computation, moving: Instruction) -> bool:
+        """Whether an instruction's operand or result is an array that the loop around it carries or
+        reads in each trip.
+        """
+        (body,) = (self._module.computations[name] for name in loop.called["body"])
+        array = moving.results[0]
+        starts = {v for v in self._values(body, self._parameters(body)[0]) if self._alike(v, array)}
+        ends = {v for v in self._values(body, body.root) if self._alike(v, array)}
+        read = [
+            v
+            for name in moving.operands
+            for v in self._values(computation, computation.by_name[name])
+        ]
+        moved = self._values(computation, moving)
+        return bool(starts & _reached(read, self._before) or ends & _reached(moved, self._after))
+
+    def _alike(self, value: Value, array: Array) -> bool:
+        found = self._array(value)
+        return (found.dtype, math.prod(found.dims)) == (array.dtype, math.prod(array.dims))
+
+    def _array(self, value: Value) -> Array:
+        return (
+            self._module.computations[value.computation]
+            .by_name[value.instruction]
+            .results[value.number]
+        )
+
+    @cached_property
+    def _after(self) -> Mapping[Value, list[Value]]:
+        """The arrays that continue each array."""
+        found: dict[Value, list[Value]] = {}
+        for computation in self._module.computations.values():
+            for instruction in computation.instructions:
+                for old, new in self._steps(computation, instruction):
+                    if math.prod(self._array(old).dims) == math.prod(self._array(new).dims):
+                        found.setdefault(old, []).append(new)
+        return found
+
+    @cached_property
+    def _before(self) -> Mapping[Value, list[Value]]:
+        """The arrays that each array continues."""
+        found: dict[Value, list[Value]] = {}
+        for old, those in self._after.items():
+            for new in those:
+                found.setdefault(new, []).append(old)
+        return found
+
+    def _steps(
+        self, computation: Computation, instruction: Instruction
+    ) -> Iterator[tuple[Value, Value]]:
+        """Pairs of an operand's array and a result's array that may continue it: those of as many
+        elements.
+        """
+        if instruction.opcode == "parameter":
+            return
+        operands = [
+            self._values(computation, computation.by_name[name]) for name in instruction.operands
+        ]
+        results = self._values(computation, instruction)
+        match instruction.opcode:
+            case "tuple":
+                yield from zip((v for values in operands for v in values), results, strict=True)
+            case "get-tuple-element":
+                yield from (
+                    (operands[0][self._index(instruction, operands[0])], v) for v in results[:1]
+                )
+            case "while" | "conditional" | "call" | "fusion":
+                yield from self._across(instruction, operands, results)
+            case opcode if opcode not in _MAKE_OTHERS:
+                yield from ((old, new) for values in operands for old in values for new in results)
+
+    def _across(
+        self, instruction: Instruction, operands: list[list[Value]], results: list[Value]
+    ) -> Iterator[tuple[Value, Value]]:
+        """Into the computations that an instruction runs, and out of them."""
+        for role, names in instruction.called.items():
+            for number, name in enumerate(names):
+                inside = self._module.computations[name]
+                passed = operands[number + 1 : number + 2] if role == "branches" else operands
+                for values, parameter in zip(passed, self._parameters(inside), strict=True):
+                    yield from zip(values, self._values(inside, parameter), strict=True)
+                if role == "condition":
+                    continue
+                end = self._values(inside, inside.root)
+                yield from zip(end, results, strict=True)
+                if role == "body":
+                    yield from zip(
+                        end, self._values(inside, self._parameters(inside)[0]), strict=True
+                    )
+        if instruction.opcode == "while":
+            yield from zip(operands[0], results, strict=True)
+
+    def _index(self, instruction: Instruction, values: list[Value]) -> int:
+        match = _INDEX.search(instruction.attributes)
+        assert match, f"an element of a tuple without a number: {instruction.name}"
+        # The arrays of nested tuples, which transfers have, are in order too, but their numbers are
+        # not.
+        return min(int(match[1]), len(values) - 1)
+
+    def _parameters(self, computation: Computation) -> list[Instruction]:
+        found = [each for each in computation.instructions if each.opcode == "parameter"]
+        return sorted(found, key=lambda each: int(each.operands[0]))
+
+    def _values(self, computation: Computation, instruction: Instruction) -> list[Value]:
+        return [
+            Value(computation.name, instruction.name, i) for i in range(len(instruction.results))
+        ]
+
+
+def _reached(start: Iterable[Value], steps: Mapping[Value, list[Value]]) -> set[Value]:
+    seen = set(start)
+    waiting = list(seen)
+    while waiting:
+        for value in steps.get(waiting.pop(), ()):
+            if value not in seen:
+                seen.add(value)
+                waiting.append(value)
+    return seen
+
 
 LARGE = 2**20
 

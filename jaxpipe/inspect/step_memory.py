@@ -14,18 +14,18 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from ..arrays import Params, PyTree
-from ..jaxprs.sizes import nbytes
-from ..model.leaf_plan import LeafPlan, leaf_plans, trained
+from ..jaxprs.sizes import nbytes, tiled_bytes
+from ..lowering.target import RunsOn
+from ..model.leaf_plan import PART, LeafPlan, leaf_plans, trained
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes, memory_of
 from ..program.ir import Program
-from ..program.pools import POOL_OF
+from ..program.records import POOL_OF
 from ..program.templates import Payload
 from ..spmd.body import accumulator_dtype
-from ..spmd.entries import compiled_alone, outer_specs
+from ..spmd.entries import compiled_alone, on_cpus, outer_specs
 from ..spmd.executor import TracedStep
-from ..spmd.mapped import on_cpus
 from ..spmd.operands import Buffers, shared_buffers
 from ..stage.code import run
 from ..stage.job import Job
@@ -56,7 +56,10 @@ def memory(
         raveled             copies of what a pool that unlike stages share holds raveled
         work                of the block that needs most, its own arrays
         summed              results of sums of gradients over CPU devices, but for what lies in
-                            their room before; GPUs sum in place
+                            their room before, and of small ones on TPUs; all other sums are
+                            in place
+
+    On TPUs all have the padding of tiles.
 
     Raises:
         PipelineError: as `value_and_grad` does.
@@ -116,7 +119,13 @@ def step_sizes(
         raveled=_raveled(buffers, code, splits=splits),
         work=most,
     )
-    return replace(found, **_summed(step, params, most)) if on_cpus(job.mesh) else found
+    if on_cpus(job.mesh):
+        return replace(found, **_summed(step, params, most))
+    if RunsOn.of(job.mesh) is RunsOn.TPUS:
+        # The accumulators of the ticks and the results both have room.
+        apart = sum(_summed_bytes(step, key, params[key], most=PART) for key in params)
+        return replace(found, ends=(apart,))
+    return found
 
 
 def _sent_bytes(program: Program, buffers: Buffers) -> int:
@@ -168,8 +177,11 @@ def _raveled(buffers: Buffers, code: ModelCode, *, splits: bool) -> int:
 
 
 def local_bytes(leaf: Any) -> int:
-    """Bytes of one device's part of an array, or of a shape with a sharding."""
-    return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
+    """Bytes of one device's part of an array, or of a shape with a sharding, with the padding of
+    tiles.
+    """
+    own, mesh = leaf.sharding.shard_shape(leaf.shape), getattr(leaf.sharding, "mesh", None)
+    return tiled_bytes(own, leaf.dtype.itemsize, () if mesh is None else RunsOn.of(mesh).tile)
 
 
 def gradient_bytes(job: Job, leaf: Any) -> int:
@@ -195,9 +207,9 @@ def _summed(step: Step, params: Mapping[str, PyTree], most: int) -> dict[str, An
     return {"summed": sum(sizes.values()), "ends": ends}
 
 
-def _summed_bytes(step: Step, key: str, tree: PyTree) -> int:
-    """Bytes of gradients that are summed whole over devices; gradients of gathered parameters are
-    parts of their accumulators.
+def _summed_bytes(step: Step, key: str, tree: PyTree, most: float = math.inf) -> int:
+    """Bytes of gradients, of at most `most` each, that are summed whole over devices; gradients of
+    gathered parameters are parts of their accumulators.
     """
     job = step.job
     axes = job.data_axes if key == "stages" else (job.axis, *job.data_axes)
@@ -206,6 +218,7 @@ def _summed_bytes(step: Step, key: str, tree: PyTree) -> int:
         gradient_bytes(job, leaf)
         for leaf, plan in leaves
         if not (plan.frozen or plan.gathers)
+        and gradient_bytes(job, leaf) <= most
         and math.prod(job.mesh.shape[name] for name in plan.whole_axes(axes)) > 1
     )
 

@@ -17,8 +17,8 @@ from ..engine.timeline import Timeline
 from ..errors import PipelineError, quoted
 from ..pipeline import Pipeline
 from ..spmd.body import CANNOT_BE_TIMED
+from ..spmd.entries import on_cpus
 from ..spmd.executor import TracedStep
-from ..spmd.mapped import on_cpus
 from ..table.kinds import KINDS, SHARES
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
@@ -135,8 +135,8 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -
         )
     # A collective action begins when the last device has reached it.  Until then the others wait in
     # its collective.
-    for meeting in set(table.collectives.values()):
-        members = list(meeting.members)
+    for collective in set(table.collectives.values()):
+        members = list(collective.members)
         starts[members] = starts[members].max()
         ends[members] = np.maximum(ends[members], starts[members])
     zero = float(starts.min())

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from .sizes import nbytes, tiled_bytes
+
 
 @dataclass(frozen=True)
 class Part:
@@ -94,6 +96,14 @@ class Entry:
     def local_share(self) -> int:
         """The number of devices that each have an equal share of the value."""
         return math.prod(part.count for part in self.parts)
+
+    def nbytes(self, aval: Any) -> int:
+        """Bytes of a device's part of an entry with the dtype of `aval`, with the padding of its
+        tiles.
+        """
+        if not self.tile:
+            return nbytes(aval) // self.local_share
+        return tiled_bytes((*self._rows, *self.rest), aval.dtype.itemsize, self.tile)
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -8,10 +8,10 @@ from typing import Any
 
 from jax.extend import core
 
+from .cut import made_from
 from .equations import Atom, NewVar, Scan, copied, making, renamed, scan_counts, variables
 from .min_cut import cheapest, numbers_of
 from .sizes import stacked as stacked_aval
-from .slices import made_from
 
 
 def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:

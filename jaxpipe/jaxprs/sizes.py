@@ -5,6 +5,7 @@ light.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +62,20 @@ def nbytes(aval: Any) -> int:
         return size * np.dtype(aval.dtype).itemsize
     except TypeError:
         return size * 8
+
+
+def tiled_bytes(shape: Sequence[int], itemsize: int, tile: Sequence[int]) -> int:
+    """Bytes of an array in memory of such tiles over the last two dims; () for memory of rows.
+
+    A tile has fewer rows where the array has: a power of two.
+    """
+    if not (tile and shape):
+        return math.prod(shape) * itemsize
+    *outer, row = shape
+    if outer:
+        rows = min(tile[0], 2 ** (outer[-1] - 1).bit_length()) if outer[-1] else 1
+        outer[-1] = -(-outer[-1] // rows) * rows
+    return math.prod(outer) * -(-row // tile[1]) * tile[1] * itemsize
 
 
 def stacked(aval: Any, length: int) -> Any:

@@ -7,25 +7,30 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
 from .entry import Entry
 
 
 class Slot(NamedTuple):
     """One entry of a pool: `pool[index]`, where the pool has a leading axis of slots and keeps
-    values as `entry` says.
+    values as `entry` says.  Where `filled` is False, zeros are read.
     """
 
     pool: Any
     index: Any
     entry: Entry
+    filled: Any = True
 
     def load(self) -> Any:
         """The whole entry."""
-        return self.entry.unpack(lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False))
+        kept = lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False)
+        return self.entry.unpack(kept if self.filled is True else jnp.where(self.filled, kept, 0))
 
     def store(self, value: Any) -> Any:
         """The pool with the entry replaced."""
@@ -42,7 +47,7 @@ class Slot(NamedTuple):
 
     def load_row(self, row: Any) -> Any:
         """`pool[index, row]`."""
-        if not self.entry.by_row:
+        if not self.entry.by_row or self.filled is not True:
             return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
         kept = self.pool.shape[2:]
         start = (self.index, row, *(jnp.int32(0) for _ in kept))
@@ -106,19 +111,44 @@ class Piece(NamedTuple):
 class Total(NamedTuple):
     """An accumulator: what is stored is added to it, in place; row by row what a scan stacks, and
     what is scattered where it belongs.
+
+    With `split`, its split over the axes of the partitioner, it has the layout of the step's
+    results.  XLA for TPUs would otherwise choose the layout of the matmul that makes a row, and
+    copy the whole accumulator after the loop.
     """
 
     pool: Any
+    split: PartitionSpec | None = None
 
     def store(self, value: Any) -> Any:
         """The accumulator with a whole value added."""
-        return self.pool + jnp.asarray(value).astype(self.pool.dtype)
+        return self.pool + self._in_order(jnp.asarray(value).astype(self.pool.dtype), 0)
 
     def store_row(self, row: Any, value: Any) -> Any:
         """The accumulator with `[row]` added to."""
         start = (row, *(jnp.int32(0) for _ in value.shape))
         old = lax.dynamic_slice(self.pool, start, (1, *value.shape))
-        return lax.dynamic_update_slice(self.pool, old + value.astype(self.pool.dtype)[None], start)
+        value = self._in_order(value.astype(self.pool.dtype), 1)
+        return lax.dynamic_update_slice(self.pool, old + value[None], start)
+
+    def _in_order(self, value: Any, missing: int) -> Any:
+        """The value, without the first dims of the accumulator, in that layout."""
+        if self.split is None or value.ndim < 2:
+            return value
+        spec = PartitionSpec(*self.split[missing:])
+        names = {
+            name for dim in spec if dim for name in (dim if isinstance(dim, tuple) else (dim,))
+        }
+
+        def in_order(part: Any) -> Any:
+            return with_layout_constraint(part, Layout(tuple(range(part.ndim))))
+
+        if not names:
+            return in_order(value)
+        # The partitioner would gather the value for the constraint.
+        return jax.shard_map(
+            in_order, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
+        )(value)
 
     def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
         """The accumulator with the updates of a scatter-add into zeros added where they belong."""

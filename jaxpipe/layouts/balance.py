@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import listed, quoted
-from ..table.limits import MAX_COST, MAX_STAGES, is_flat, is_number, is_whole
-from ..table.typed import plain, typed
+from ..table.limits import MAX_STAGES, is_flat, is_number, is_whole
+from ..table.typed import is_cost, plain, typed
 from .layout import LETTERS, MAX_SYMBOLS, Layout, LayoutError, parse_layout
 
 # Layers and stages; the search keeps the cost of every contiguous run of layers, a matrix of this
@@ -235,10 +235,10 @@ def _cost_faults(
     faults = [
         f"layer {i} costs {quoted(cost)}; a cost must be a finite number >= 0"
         for i, cost in enumerate(costs)
-        if not _is_cost(cost)
+        if not is_cost(cost)
     ]
     if sizes is not None and not (
-        is_flat(sizes) and len(sizes) == len(costs) and all(map(_is_cost, sizes))
+        is_flat(sizes) and len(sizes) == len(costs) and all(map(is_cost, sizes))
     ):
         faults.append(
             f"sizes must be a list of finite numbers >= 0, one per layer; got {quoted(sizes)}"
@@ -253,10 +253,6 @@ def _cost_faults(
             "allow_empty=True for empty stages"
         )
     return faults
-
-
-def _is_cost(value: object) -> bool:
-    return is_number(value) and 0 <= plain(value) <= MAX_COST
 
 
 def _even_faults(

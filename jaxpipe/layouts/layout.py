@@ -193,7 +193,7 @@ def _short(layout: Layout) -> str:
 
 
 def _require_devices(devices: object) -> int:
-    """The number of devices as Python's own; LayoutError for what is none."""
+    """The number of devices as Python's own; LayoutError for another value."""
     if not is_whole(devices) or devices < 1:
         raise LayoutError(f"a layout needs devices >= 1; got {quoted(devices)}")
     return int(devices)

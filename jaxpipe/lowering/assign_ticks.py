@@ -81,26 +81,40 @@ def joins_weights(schedule: Schedule) -> BoolArray:
     """Per action, whether it is a W with an F right after it in its row, neither of them half of a
     pair.
     """
+    return _followed(schedule, Kind.W, Kind.F)
+
+
+def joins_shares(schedule: Schedule) -> BoolArray:
+    """Per action, whether it is an F with an H right after it in its row."""
+    return _followed(schedule, Kind.F, Kind.H)
+
+
+def _followed(schedule: Schedule, one: Kind, other: Kind) -> BoolArray:
+    """Per action, whether it is of one kind and the next of its row of the other, neither of them
+    half of a pair.
+    """
     table = schedule.encoded
     alone = np.ones(table.num_actions, bool)
     alone[table.pairs] = alone[table.pairs + 1] = False
-    weight, forward = (alone & table.of_kinds((kind,)) for kind in (Kind.W, Kind.F))
+    first, second = (alone & table.of_kinds((kind,)) for kind in (one, other))
     return np.append(
-        (weight[:-1] & forward[1:]) & (np.diff(table.device) == 0),
+        (first[:-1] & second[1:]) & (np.diff(table.device) == 0),
         [False] * min(1, table.num_actions),
     )
 
 
 def joined_ticks(schedule: Schedule, *, as_one: bool = False) -> Ticks:
-    """As `assign_ticks`, but a W is in the tick of the F right after it: fewer ticks, and in each
-    of them predicates to ask.
+    """As `assign_ticks`, but a W is in the tick of the F right after it, and an H in that of the F
+    right before it: fewer ticks, and in each of them predicates to ask.
 
-    A W neither awaits nor makes a transfer, so where transfers run beside blocks it runs while its
-    tick's F awaits its input.  With `as_one` both are one block: where blocks communicate, matmuls
-    of the W run beside collectives of the F.
+    A W and an H neither await nor make a transfer, so where transfers run beside blocks they run
+    while their tick's F awaits its input.  With `as_one` a W and its F are one block: where blocks
+    communicate, matmuls of the W run beside collectives of the F.
     """
     table = schedule.encoded
-    ends = np.where(joins_weights(schedule), np.arange(table.num_actions) + 1, table.last_half)
+    joined = joins_weights(schedule)
+    joined[1:] |= joins_shares(schedule)[1:] & ~joined[:-1]
+    ends = np.where(joined, np.arange(table.num_actions) + 1, table.last_half)
     ticks = _earliest(schedule, np.zeros(table.num_actions, np.int64), 1, ends)
     return replace(ticks, joint=(*JOINT, Kind.W)) if as_one else ticks
 
@@ -136,14 +150,15 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -
 
     `ends`: per action the last one of its tick, itself or the next in its row.
     """
-    table, needs = schedule.encoded, needs_of(schedule)
+    table = schedule.encoded
     run_order(schedule)  # there is one
     nothing, never = table.num_actions, table.num_actions + 1
+    needs = np.append(ends, nothing)[needs_of(schedule)]
     # later than any tick, until it is known
     when = np.full(table.num_actions + 2, table.num_actions * period + 1)
     when[nothing] = -1
     last = np.flatnonzero(ends == np.arange(table.num_actions))
-    paired, met = np.isin(last - 1, table.pairs), np.isin(last, list(table.collectives))
+    two, met = ends[last - 1] == last, np.isin(last, list(table.collectives))
     # After the last cell of a device there is one that can never run.
     stops = np.searchsorted(last, table.first[1:])
     cells, turns, are_collective = (
@@ -152,15 +167,15 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -
         np.insert(met, stops, False),
     )
     need = np.insert(np.where(met, nothing, needs[last]), stops, never)
-    # what the forward of a pair needs
-    of_forward = np.insert(np.where(paired, needs[last - 1], nothing), stops, nothing)
+    # what the first of two actions needs
+    of_first = np.insert(np.where(two, needs[last - 1], nothing), stops, nothing)
     # the next cell of each device
     at = np.searchsorted(last, table.first[:-1]) + np.arange(table.num_devices)
     left, tick = len(last), 0
     while left:
         ready = when[need[at]] < tick
-        if len(table.pairs):
-            ready &= when[of_forward[at]] < tick
+        if two.any():
+            ready &= when[of_first[at]] < tick
         if period > 1:
             ready &= turns[at] == tick % period
         if table.collectives and not (waiting := are_collective[at]).all():

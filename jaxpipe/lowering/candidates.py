@@ -1,22 +1,162 @@
 """Pass: the ways in which ticks can be emitted, a fixed list of them.
 
 Ticks are one span, or a warmup, a steady state and a cooldown.  Only what must be static has to
-repeat: which kinds of blocks occur in a tick, and which pairs of devices exchange something.
+repeat: which kinds of blocks occur in a tick, and which pairs of devices exchange something.  In
+cuts at collective actions these have no predicate, where they come at equal intervals or in bursts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from ..table.encoded import BoolArray
+from ..program.segments import Loop, ticks_of
+from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import Ticks
-from .collectives import between_collectives, longest_true
 from .requirements import Requirements, collect
 from .spans import Span
+
+# Pieces into which ticks are cut that come once, so that collectives have no predicate.
+MOST_PIECES = 24
+# The most ticks of a trip between equal collective actions, and the most of the longer trips of
+# interleaved tables, which repeat after P V microbatches.
+SHORT_TRIP, LONG_TRIP = 12, 512
+
+
+def between_collectives(requirements: Requirements) -> Iterator[list[Span]]:
+    """Cut at collective actions, where there are any.
+
+    Ticks between two collective actions share their code.  The longest stretch of equal intervals
+    is one span.  Ramps are cut in the same way: into trips where the intervals are equal, and into
+    pieces that run once where they are few.  In interleaved tables the intervals repeat after P V
+    actions of each direction.  Equal intervals within such a trip are a loop.
+    """
+    marks = requirements.collective
+    if marks.any():
+        pieces = _few_pieces(_cut_at_collectives(marks, 0, len(marks)))
+        yield pieces
+        yield [span._replace(loops=_in_turns(span.loops)) for span in pieces]
+
+
+def _cut_at_collectives(marks: IntArray, start: int, stop: int) -> list[Span]:
+    """The longest stretch of equal intervals first, then the same on both sides of it; the rest is
+    cut into pieces that are run once.
+    """
+    if start >= stop:
+        return []
+    best = _equal_intervals(marks, start, stop, longest=LONG_TRIP)
+    if best is not None:
+        return [
+            *_cut_at_collectives(marks, start, best.start),
+            best,
+            *_cut_at_collectives(marks, best.stop, stop),
+        ]
+    return [
+        Span(start, stop, stop - start, loops=_loops(marks[start:stop]))
+        if marks[start:stop].any()
+        else Span(start, stop, 1)
+    ]
+
+
+def _few_pieces(spans: list[Span]) -> list[Span]:
+    """The spans; of those that come once, the ones with the most pieces share one code instead,
+    where all have too many.
+    """
+    left, uncut = MOST_PIECES, set()
+    for span in sorted(
+        (span for span in spans if span.loops and span.period == span.stop - span.start),
+        key=_num_pieces,
+    ):
+        left -= _num_pieces(span)
+        if left < 0:
+            uncut.add(span)
+    return [Span(span.start, span.stop, 1) if span in uncut else span for span in spans]
+
+
+def _equal_intervals(
+    marks: IntArray, start: int, stop: int, *, longest: int = SHORT_TRIP
+) -> Span | None:
+    """The longest stretch that begins at a collective action and repeats, with its shortest period;
+    None where no stretch has two trips.
+
+    Trips that are longer than `SHORT_TRIP` begin after their longest interval.
+    """
+    best: Span | None = None
+    mine = marks[start:stop]
+    for period in range(2, min(longest, len(mine) // 2) + 1):
+        for begin, length in runs_of_true(mine[period:] == mine[:-period]):
+            if best is not None and length + period < best.stop - best.start + period:
+                continue
+            first = np.flatnonzero(mine[begin : begin + period])
+            if not len(first):
+                continue
+            after = (
+                int(np.diff(first, prepend=first[-1] - period).argmax())
+                if period > SHORT_TRIP
+                else 0
+            )
+            at = begin + int(first[after])
+            repeats = (begin + length + period - at) // period
+            if repeats < 2 or (
+                best is not None and repeats * period < best.stop - best.start + period
+            ):
+                continue
+            span = Span(
+                start + at,
+                start + at + repeats * period,
+                period,
+                loops=_loops(mine[at : at + period]),
+            )
+            if period <= SHORT_TRIP or _num_pieces(span) <= MOST_PIECES:
+                best = span
+    return best
+
+
+def _num_pieces(span: Span) -> int:
+    """Templates that a span with loops has code for."""
+    return sum(1 for _ in ticks_of(span.loops))
+
+
+def _loops(marks: IntArray) -> tuple[Loop, ...]:
+    """The loops of a trip: what comes at equal intervals within it is a loop; the rest is pieces,
+    alike in whether they have a collective action.
+    """
+    inner = _equal_intervals(marks, 0, len(marks))
+    if inner is not None:
+        turn = Loop((inner.stop - inner.start) // inner.period, inner.loops)
+        return (*_loops(marks[: inner.start]), turn, *_loops(marks[inner.stop :]))
+    ends = (np.flatnonzero(np.diff(marks)) + 1).tolist()
+    return tuple(Loop(length) for length in np.diff([0, *ends, len(marks)]).tolist() if length)
+
+
+def _in_turns(loops: Sequence[Loop]) -> tuple[Loop, ...]:
+    """The loops with two templates that alternate, instead of one for all ticks: devices may have
+    long and short ticks in turn.
+    """
+    found: list[Loop] = []
+    for loop in loops:
+        if loop.body:
+            found.append(loop._replace(body=_in_turns(loop.body)))
+            continue
+        turns, rest = divmod(loop.times, 2)
+        found += [Loop(turns, (Loop(1),) * 2)] if turns > 1 else [Loop(1)] * turns * 2
+        found += [Loop(1)] * rest
+    return tuple(found)
+
+
+def longest_true(flags: BoolArray) -> tuple[int, int]:
+    """Start and length of the longest run of True."""
+    return max(runs_of_true(flags), key=lambda run: run[1], default=(0, 0))
+
+
+def runs_of_true(flags: BoolArray) -> list[tuple[int, int]]:
+    """Start and length of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist(), strict=True))
+
 
 # Ticks of a trip: the turns of the catalogue's steady states.
 PERIODS = (1, 2, 3, 4, 6)

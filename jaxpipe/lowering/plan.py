@@ -17,7 +17,14 @@ from ..program.ir import Program
 from ..program.segments import Segment
 from ..table.effects import Liveness
 from ..table.schedule import Schedule
-from .assign_ticks import Ticks, assign_ticks, joined_ticks, joins_weights, modulo_ticks
+from .assign_ticks import (
+    Ticks,
+    assign_ticks,
+    joined_ticks,
+    joins_shares,
+    joins_weights,
+    modulo_ticks,
+)
 from .candidates import span_candidates
 from .cost_model import program_makespan, program_price, tick_durations
 from .overheads import FORWARD, GUESSED, Overheads
@@ -78,7 +85,7 @@ def candidates(
         modulo_ticks(schedule),
         modulo_ticks(schedule, shift=1),
     ]
-    if joins_weights(schedule).any():
+    if joins_weights(schedule).any() or joins_shares(schedule).any():
         ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
     return tuple(each for ticks in ways for each in candidates_of(ticks, costs, overheads))
 

@@ -75,7 +75,7 @@ def measured_prices(
     """The prices of a kind of device; None where none were measured.
 
     Args:
-        kind: as `device.device_kind` says it; None stands for the one kind of NVIDIA GPU that the
+        kind: as `device.device_kind` says it; None is the one kind of NVIDIA GPU that the
             file holds.
         guess: for prices that were not measured.
         on_host: the host decides predicates.

@@ -116,7 +116,7 @@ def keeps(table: Encoded) -> BoolArray:
     return found
 
 
-@lru_cache(maxsize=4)  # asked for to bound a candidate, and again to cut it into segments
+@lru_cache(maxsize=4)  # called for each list of spans
 def collect(ticks: Ticks) -> Requirements:
     """The requirements of every tick."""
     schedule, table = ticks.schedule, ticks.schedule.encoded

@@ -1,5 +1,5 @@
-"""The target of a program: the kind of devices, and whether blocks communicate over other axes of
-the mesh.
+"""The target of a program: the kind of devices, whether blocks communicate over other axes of the
+mesh, and published numbers of TPUs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,67 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from .chips import Chip
 from .overheads import GUESSED, ON_HOST, TPU_PREDICATE, Overheads
 from .prices import measured_prices
+
+# Assumed bytes of a transfer: 4096 tokens of width 4096 in bfloat16.
+TRANSFER = 2**25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One kind of device.
+
+    Args:
+        name: as people call it.
+        kind: `device_kind` of JAX.
+        flops: floating point operations a second, of bfloat16 matmuls.
+        bandwidth: bytes of memory a second.
+        memory: bytes of memory.
+        link: bytes a second to a neighbour on the torus, in one direction.
+    """
+
+    name: str
+    kind: str
+    flops: float
+    bandwidth: float
+    memory: float
+    link: float
+
+    @property
+    def hop(self) -> float:
+        """Seconds of a transfer of `TRANSFER` bytes to a neighbour."""
+        return TRANSFER / self.link
+
+    @classmethod
+    def of(cls, mesh: Any) -> Chip | None:
+        """The kind of the devices of a `jax.sharding.Mesh`; None if it is not known, or if there
+        are several.
+        """
+        kinds = {getattr(device, "device_kind", "") for device in mesh.devices.flat}
+        return next((chip for chip in CHIPS if {chip.kind} == kinds), None)
+
+
+# Austin et al., How to Scale Your Model (2025), the table of TPUs.
+CHIPS = (
+    Chip(
+        name="v5e",
+        kind="TPU v5 lite",
+        flops=1.97e14,
+        bandwidth=8.1e11,
+        memory=16e9,
+        link=4.5e10,
+    ),
+    Chip(name="v5p", kind="TPU v5", flops=4.59e14, bandwidth=2.8e12, memory=96e9, link=9e10),
+    Chip(
+        name="v6e",
+        kind="TPU v6 lite",
+        flops=9.2e14,
+        bandwidth=1.6e12,
+        memory=32e9,
+        link=9e10,
+    ),
+)
 
 
 class RunsOn(Enum):
@@ -21,6 +79,11 @@ class RunsOn(Enum):
     TPUS = "TPUs"
     CPU_PROCESSES = "CPU devices of one process each"
     ONE_CPU_PROCESS = "virtual CPU devices of one process"
+
+    @property
+    def tile(self) -> tuple[int, ...]:
+        """The tiles of memory over the last dims of an array; () where memory keeps rows."""
+        return (8, 128) if self is RunsOn.TPUS else ()
 
     @classmethod
     def of(cls, mesh: Any) -> RunsOn:
@@ -70,7 +133,7 @@ class Target:
         """The times of a program besides the stages' work."""
         if self.prices is not None:
             return self.prices
-        if self.runs_on is RunsOn.TPUS:
+        if self.on_tpus:
             hop = GUESSED.hop if self.chip is None else self.chip.hop
             return Overheads(predicate=TPU_PREDICATE, hop=hop)
         return ON_HOST if self.communicates else GUESSED
@@ -82,8 +145,8 @@ class Target:
 
     @property
     def tile(self) -> tuple[int, ...]:
-        """The tiles of memory over the last dims of an array; () where memory keeps rows."""
-        return (8, 128) if self.runs_on is RunsOn.TPUS else ()
+        """The tiles of the devices' memory."""
+        return self.runs_on.tile
 
     @property
     def overlaps(self) -> bool:
@@ -97,6 +160,11 @@ class Target:
     def on_cpus(self) -> bool:
         """Whether the devices are CPUs."""
         return self.runs_on in (RunsOn.CPU_PROCESSES, RunsOn.ONE_CPU_PROCESS)
+
+    @property
+    def on_tpus(self) -> bool:
+        """Whether the devices are TPUs."""
+        return self.runs_on is RunsOn.TPUS
 
     @property
     def on_gpus(self) -> bool:

@@ -20,8 +20,7 @@ from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
 from ..spmd.body import prepare
-from ..spmd.entries import compiled_alone, split_entries
-from ..spmd.mapped import mapped
+from ..spmd.entries import compiled_alone, mapped, split_entries
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model

@@ -1,8 +1,9 @@
-"""What stages and layers cost, and what a plan of them holds."""
+"""The costs of stages and layers, and the memory of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,11 +17,12 @@ from ..errors import PipelineError, quoted
 from ..inspect.blocks import stage_blocks
 from ..inspect.step_memory import gradient_bytes, hoisted_bytes, local_bytes
 from ..jaxprs.sizes import nbytes
+from ..model.arguments import under_policies
 from ..model.leaf_plan import leaf_plans, trained
 from ..model.model import Model
 from ..model.settings import Memory, Sharding
 from ..pipeline import Pipeline
-from ..planner.layer_cost import FIRST, LAST, Ends, LayerCost
+from ..planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost
 from ..planner.result import PipelinePlan
 from ..schedules import build
 from .blocks import BLOCKS, Measured, measure_blocks, refuse_layers, shape_of
@@ -39,6 +41,7 @@ def measure(
     state: Any = (),
     repeats: int = 10,
     peak: Peak | None = None,
+    policies: Sequence[str] = (),
 ) -> Costs | dict[str, LayerCost]:
     """What a model costs for one microbatch, in seconds and bytes: `Costs` with an entry for each
     stage, or a `LayerCost` for each letter of a model that is given by letters.
@@ -64,9 +67,11 @@ def measure(
         repeats: rounds of timed runs.
         peak: where it is given nothing is run: seconds are estimated from the blocks' flops and
             bytes, and `unit` says so.
+        policies: names of `jax.checkpoint_policies` under which layers are measured too
+            (`LayerCost.policies`), so that `plan` can choose among them; for letters alone.
 
     Raises:
-        PipelineError: as `Pipeline` does, and for repeats below 1.
+        PipelineError: as `Pipeline` does, for repeats below 1, and for names of no policy.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
@@ -81,16 +86,30 @@ def measure(
         raise PipelineError(f"model must be a jaxpipe.Model, not {quoted(model)}")
     rows = jax.tree.map(shape_of, microbatch)
     settings: dict[str, Any] = {"sharding": sharding, "memory": memory}
+    if wrong := [name for name in policies if not hasattr(jax.checkpoint_policies, name)]:
+        raise PipelineError(
+            f"policies holds {', '.join(map(quoted, wrong))}; give names of "
+            "jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'"
+        )
     if model.is_layered:
         letters = "".join(letter for letter in model.stages if letter not in (FIRST, LAST))
         refuse_layers(model.stages, params)
         ends = [letter if letter in model.stages else "" for letter in (FIRST, LAST)]
         one = model.with_layers(ends[0] + letters + ends[1])
         schedule = build("no_pipelining", devices=1, microbatches=1, chunks=len(letters))
-        mesh = _mesh(1, sharding.pipe) if mesh is None else mesh
+        at = _mesh(1, sharding.pipe) if mesh is None else mesh
         layout = ends[0] + "|".join(letters) + ends[1]
-        pipe = Pipeline(one, schedule, mesh, layout=layout, **settings)
-        return layer_costs(pipe, letters, params, rows, repeats, peak)
+
+        def under(policies: Mapping[str, str]) -> dict[str, LayerCost]:
+            own = under_policies(one, policies)
+            pipe = Pipeline(own, schedule, at, layout=layout, **settings)
+            return layer_costs(pipe, letters, params, rows, repeats, peak)
+
+        found = under({})
+        each = {name: under(dict.fromkeys(letters, name)) for name in policies}
+        return found | {letter: _with_policies(letter, found, each) for letter in letters}
+    if policies:
+        raise PipelineError("policies are of the letters of layers; the model is given by stages")
     stages = _count(model, params)
     if mesh is None:
         mesh = _mesh(
@@ -159,7 +178,7 @@ def measure_stages(
         found.step.job.functions,
         len(found.step.code.kind_of) - 1,
     )
-    # Names of what runs with a stage; of what is spread, none do.
+    # Names of the blocks that run with a stage; a spread `first` or `last` does not.
     first, first_gradient = ("", "") if functions.spreads_first else ("first", "first gradient")
     last = "" if functions.spreads_last else "last"
 
@@ -277,6 +296,24 @@ def _end_cost(
 def kept(entry: Mapping[str, int]) -> int:
     """Bytes that a forward keeps for the backward of a microbatch, its input not counted."""
     return entry["residual_input"] + entry["residual_weight"]
+
+
+def _with_policies(
+    letter: str,
+    plain: Mapping[str, LayerCost],
+    under: Mapping[str, Mapping[str, LayerCost]],
+) -> LayerCost:
+    """The cost of a layer, with what it keeps and computes again under each policy."""
+    own = plain[letter]
+    policies = {
+        name: Kept(
+            found[letter].residuals,
+            max(0.0, found[letter].backward_seconds - own.backward_seconds),
+            found[letter].stash,
+        )
+        for name, found in under.items()
+    }
+    return replace(own, policies=policies)
 
 
 def _first_layer(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ from ..arrays import Leaves
 from ..errors import PipelineError
 from ..inspect.blocks import Step, output_entries
 from ..jaxprs.sizes import count_work, nbytes
-from ..lowering.chips import CHIPS, Chip
+from ..lowering.target import CHIPS, Chip
 from ..pipeline import Pipeline
 
 
@@ -79,7 +79,7 @@ def call_of(compiled: Any, jaxpr: core.Jaxpr) -> Callable[[], Any]:
 
 def _value(aval: Any) -> Any:
     """Ordinary numbers (zeros and denormals can be faster or slower than those of a model); zeros
-    for what is not floating.
+    for other types.
     """
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jnp.broadcast_to(jax.random.key(0, impl=str(aval.dtype._impl.name)), aval.shape)

@@ -14,9 +14,8 @@ from ..arrays import Params, PyTree
 from ..errors import PipelineError
 from ..table.schedule import Schedule
 from .functions import Functions, make_extra
-from .param_layout import with_outer
+from .param_layout import Chunks, with_outer
 from .partition import Partition
-from .placed import Chunks
 from .slices import Positioned, has_time, time_faults
 
 _WANTS = frozenset({"microbatch", "ctx"})

@@ -4,18 +4,20 @@ gradient is reduced.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..arrays import PyTree
 from .mesh import trimmed
 from .packed import Parameter
-from .specs import names_of
+from .settings import names_of
 
 
 @dataclass(frozen=True)
@@ -137,10 +139,12 @@ def leaf_plans(plans: PyTree) -> list[LeafPlan]:
 
 
 def reduce_gradients(
-    grads: Sequence[Any], plans: Sequence[LeafPlan], axes: Sequence[str]
+    grads: Sequence[Any], plans: Sequence[LeafPlan], axes: Sequence[str], *, by_parts: bool = False
 ) -> list[Any]:
-    """Sum gradients over mesh axes, once: all that are whole over the same axes in
-    one collective.
+    """Sum gradients over mesh axes, once: all that are whole over the same axes in one collective.
+
+    With `by_parts` large gradients are summed in place, part by part.  XLA for TPUs gives the
+    result of a collective room of its own.
     """
     scattered = [plan.scatter(g, axes) for g, plan in zip(grads, plans, strict=True)]
     groups: dict[tuple[str, ...], list[int]] = {}
@@ -149,6 +153,45 @@ def reduce_gradients(
     for names, members in groups.items():
         if not names:
             continue
-        for i, value in zip(members, lax.psum([scattered[i] for i in members], names), strict=True):
+        large = [i for i in members if by_parts and scattered[i].nbytes > PART]
+        for i in large:
+            scattered[i] = _summed_by_parts(scattered[i], plans[i], names)
+        small = [i for i in members if i not in large]
+        for i, value in zip(small, lax.psum([scattered[i] for i in small], names), strict=True):
             scattered[i] = value
     return scattered
+
+
+PART = 2**22  # bytes that are summed at a time
+
+
+def _summed_by_parts(total: Any, plan: LeafPlan, names: tuple[str, ...]) -> Any:
+    """The sum over mesh axes, in place: a loop over each dim that the partitioner does not split,
+    until the rest of the array is one part.
+    """
+
+    def summed(total: Any, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
+        part = lax.dynamic_slice(total, starts, sizes)
+        return plan.constrain(lax.dynamic_update_slice(total, lax.psum(part, names), starts))
+
+    def rest(total: Any, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
+        """The sum of all that has these first indices."""
+        if (dim := len(starts)) == total.ndim:
+            return summed(total, starts, sizes)
+        length, row = total.shape[dim], math.prod((*sizes, *total.shape[dim + 1 :]))
+        count = PART // (row * total.dtype.itemsize)
+        if plan.auto[dim] is not None or count >= length:
+            return rest(total, (*starts, jnp.int32(0)), (*sizes, length))
+        # whole tiles of a TPU's memory
+        count = max(1, count - count % 8 if count > 8 else count)
+        trips, left = divmod(length, count)
+
+        def trip(k: Any, total: Any) -> Any:
+            return rest(total, (*starts, k * count), (*sizes, count))
+
+        total = lax.fori_loop(jnp.int32(0), jnp.int32(trips), trip, total)
+        if not left:
+            return total
+        return rest(total, (*starts, jnp.int32(trips * count)), (*sizes, left))
+
+    return rest(total, (), ())

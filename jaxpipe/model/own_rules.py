@@ -18,7 +18,7 @@ from jax.extend import core
 
 from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
-from ..jaxprs import flatten
+from ..jaxprs.flatten import flatten
 from .leaf_plan import leaf_plans
 
 # What is done with each parameter alone, by path: the texts of equations.
@@ -52,7 +52,7 @@ def check_rules(
     placed; all are shapes, with the plans of the placed ones.
 
     What acts on each number alone does the same whatever the shape of an array is, and what spans
-    all parameters (clipping by the global norm) meets every number once.  So equations that matter
+    all parameters (clipping by the global norm) reads every number once.  So equations that matter
     to one parameter alone must be the same.
     """
     rules = rules_of(optimizer, placed, own)

@@ -1,4 +1,6 @@
-"""The storage of unlike stages: the leaves of one chunk of every device share arrays."""
+"""The storage of unlike stages: the leaves of one chunk of every device share arrays, in which each
+has its place.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,44 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import DictKey
 
 from ..arrays import PyTree, by_path
-from ..jaxprs import Entry, Part
+from ..jaxprs.entry import Entry, Part
+from ..jaxprs.slots import Piece
 from .mesh import jit_on_mesh
-from .places import Place, Places
+
+
+class Place(NamedTuple):
+    """The place of a leaf: a shared array, as it is or, where kinds differ, raveled from `start`
+    on.
+    """
+
+    at: int
+    shape: tuple[int, ...]
+    flat: bool
+    start: int = 0
+    # that the partitioner makes of the leaf: `start` counts in each of them
+    parts: tuple[Part, ...] = ()
+    pinned: bool = False
+
+    @property
+    def entry(self) -> Entry:
+        """How the leaf is raveled."""
+        return Entry(self.shape, self.parts, self.pinned)
+
+    def take(self, leaf: Any) -> Any:
+        """The leaf out of the shared buffer's."""
+        return Piece(leaf, self.start, self.entry).load() if self.flat else leaf
+
+    def put(self, leaf: Any, value: Any) -> Any:
+        """The shared buffer's leaf with this value in its place."""
+        value = value.astype(leaf.dtype)
+        if not self.flat:
+            return value
+        return lax.dynamic_update_slice_in_dim(
+            leaf, self.entry.ravel(self.entry.pack(value)), self.start, axis=-1
+        )
+
+
+Places: TypeAlias = "tuple[Place, ...]"
 
 
 class Parameter(NamedTuple):

@@ -17,14 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree, by_path, path_text
 from ..errors import PipelineError
-from ..jaxprs import Part
+from ..jaxprs.entry import Part
 from .leaf_plan import LeafPlan, leaf_plans
 from .packed import Buffer, Group, InBuffer, Packed, Parameter
-from .param_layout import ParamLayout
-from .placed import Chunks
-from .settings import Sharding
+from .param_layout import Chunks, ParamLayout
+from .settings import Patterns, Sharding, holds, is_spec, names_of, spec_faults
 from .sharing import Sharing, by_name
-from .specs import Patterns, holds, is_spec, names_of, spec_faults
 from .spread import Cuts, is_padded, own_shape, unpadded
 
 

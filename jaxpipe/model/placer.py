@@ -20,8 +20,8 @@ from ..errors import PipelineError
 from .follow import Follow, Followers, shardings
 from .mesh import Mover, explicit_context, has
 from .packed import Packed, is_missing, repacked
+from .param_layout import State, owner_faults
 from .partition import Partition
-from .placed import State, owner_faults
 from .spread import cut_off, is_padded, pad_like
 
 

@@ -11,7 +11,7 @@ import jax
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from ..jaxprs import Entry
+from ..jaxprs.entry import Entry
 from .packed import Buffer, ChunkLayout, Group, InBuffer, Parameter, TreeForm, with_distinct_names
 
 

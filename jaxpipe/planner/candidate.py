@@ -17,7 +17,7 @@ from ..errors import ScheduleError
 from ..layouts.layout import Layout
 from ..lowering.plan import Plan
 from ..lowering.slots import Offload
-from ..program.pools import UNDER_WAY, Slots
+from ..program.records import UNDER_WAY, Slots
 from ..schedules import build
 from ..schedules.registry import describe
 from ..table.kinds import Kind
@@ -54,6 +54,11 @@ class Choice(NamedTuple):
     def kind(self) -> tuple[object, ...]:
         """Its mesh, ends and remat."""
         return (id(self.request), self.remat, self.policies, self.spread.replace(FIRST, ""))
+
+    @property
+    def like(self) -> tuple[object, ...]:
+        """Its kind, and its stages."""
+        return (*self.kind, self.chunks)
 
     @property
     def seconds(self) -> float:
@@ -217,7 +222,7 @@ def _spreads(request: Request) -> list[str]:
     ends = {c: request.costs[c].ends if c in request.layers else Ends.ONE for c in (FIRST, LAST)}
     always = "".join(c for c in (FIRST, LAST) if ends[c] is Ends.ALL)
     if ends[LAST] is Ends.EITHER:
-        return [always, always + LAST]
+        return [always, (FIRST if ends[FIRST] is Ends.WITH_LAST else always) + LAST]
     return [always, always + FIRST] if ends[FIRST] is Ends.EITHER else [always]
 
 
@@ -330,7 +335,10 @@ class Candidate(NamedTuple):
             return
         both = self.choice.with_first()
         if both is not None:
-            first = next(both.built(self.layout))
+            # The first stage's times without `first` hardly differ, so the table keeps its order.
+            costs = both.stage_costs(self.layout)
+            table = spread_first(table, costs=costs)
+            first = Candidate(both, self.layout, simulate(table, costs))
             yield first
             yield from first.smaller()
         if self.choice.name == "auto":

@@ -31,6 +31,7 @@ class Ends(Enum):
     ONE = "one"
     EITHER = "either"  # a plan chooses; costs are of the whole
     ALL = "all"  # costs are of the whole
+    WITH_LAST = "with last"  # as many as do `last`, whose table it uses
     SHARE = "share"  # all; costs are of one device's share
 
 

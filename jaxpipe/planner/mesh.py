@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import PlanError, quoted
 from ..lowering.target import Target
 from .layer_cost import FIRST, LAST, Ends, LayerCost
 from .memory import device_work, least_bytes
-from .plan import Search
 from .request import SCHEDULES, Request, requests
-from .result import PipelinePlan, Plans, gib
+from .result import PipelinePlan, Plans, Rejected, gib
+from .search import Search
 from .transformer import Transformer
 
 _HOST = 8  # devices of a host, which share its fast links
@@ -73,6 +73,11 @@ def plan_mesh(
     context: int,
     memory: float,
     tensor: Sequence[int] = (1, 2, 4, 8),
+    schedules: Sequence[str] | None = None,
+    chunks: Sequence[int] = (1, 2, 4),
+    remat: Sequence[str | None] | None = None,
+    within: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
     most: int = 5,
     flops: float = 4e14,
 ) -> Plans:
@@ -85,35 +90,73 @@ def plan_mesh(
         context: tokens of a row.
         memory: bytes that a device has.
         tensor: devices that may share a layer, within a host.
+        schedules, chunks, remat: to choose among, as for `plan`, but neither "auto" nor "stages":
+            `examples/llama.py` builds its table by name.
+        within, progress: as for `plan`.
         most: how many plans to return.
         flops: floating point operations a second that a device reaches in matmuls.
 
     Raises:
         PlanError: there is no such name or no such mesh, or nothing fits.
     """
+    by_search = [n for n in (*(schedules or ()), *(remat or ())) if n in ("auto", "stages")]
+    if by_search:
+        raise PlanError(
+            f"{' and '.join(map(quoted, by_search))} cannot be chosen with the mesh: "
+            "examples/llama.py builds its table by name; leave it out"
+        )
     if name not in decoders():
         raise PlanError(f"there is no model {quoted(name)}; the names are {', '.join(decoders())}")
     settings = {"context": context, "flops": flops, "loss_tokens": min(context, 1024)}
+    choices = {
+        "schedules": schedules or tuple(n for n in SCHEDULES if n != "auto"),
+        "chunks": chunks,
+        "remat": remat,
+        "memory": memory,
+    }
     every = [
         request
         for shape in _shapes(decoders()[name], gpus, batch, tensor)
-        for request in _requests(name, shape, settings, memory)
+        if shape.pipe == 1 or shape.pipe * min(chunks) <= decoders()[name].layers + len("EL")
+        for request in _requests(name, shape, settings, choices)
     ]
     if not every:
         raise PlanError(
             f"no mesh of {gpus} devices has rows for each replica and layers for each stage; "
             f"{quoted(name)} has {decoders()[name].layers} layers, and a step {batch} rows"
         )
-    fitting = [q for q in every if least_bytes(q.layers, q.costs, q.devices) <= memory]
+    least = {id(q): least_bytes(q.layers, q.costs, q.devices) for q in every}
+    fitting = [q for q in every if least[id(q)] <= memory]
     wanted = sorted(fitting, key=_promise)
     if not wanted:
-        least = min(least_bytes(q.layers, q.costs, q.devices) for q in every)
+        nearest = min(least.values())
         raise PlanError(
-            f"nothing fits into {gib(memory)} a device: the nearest mesh needs {gib(least)} for "
-            f"parameters, gradients and optimizer state, {gib(least - memory)} more; what would "
+            f"nothing fits into {gib(memory)} a device: the nearest mesh needs {gib(nearest)} for "
+            f"parameters, gradients and optimizer state, {gib(nearest - memory)} more; what would "
             "help most is more devices along tensor or pipe"
         )
-    return Search(wanted[:_SHAPES], most=most).plans(search=0, seed=0)
+    search = Search(wanted[:_SHAPES], most=most, within=within, progress=progress)
+    plans = search.plans(search=0, seed=0)
+    rejected = [
+        Rejected(_mesh(q), f"does not fit by {gib(least[id(q)] - memory)} or more", None)
+        for q in every
+        if least[id(q)] > memory
+    ]
+    return replace(plans, rejected=(*plans.rejected, *map(_slower, wanted[_SHAPES:]), *rejected))
+
+
+def _mesh(request: Request) -> str:
+    return f"{', '.join(request.label)}, rows {request.mesh['rows']}"
+
+
+def _slower(request: Request) -> Rejected:
+    """A mesh whose tables are not built."""
+    found = _promise(request)
+    if found >= _FAR:
+        lacks = found - _FAR - (request.memory or 0)
+        return Rejected(_mesh(request), f"activations of 1F1B do not fit by {gib(lacks)}", None)
+    why = f"takes about {found:.4g} s, and {_SHAPES} meshes take less"
+    return Rejected(_mesh(request), why, found)
 
 
 def _promise(request: Request) -> float:
@@ -168,7 +211,7 @@ def _shapes(decoder: Decoder, gpus: int, batch: int, tensor: Sequence[int]) -> I
 
 
 def _requests(
-    name: str, shape: _Shape, settings: Mapping[str, float], memory: float
+    name: str, shape: _Shape, settings: Mapping[str, float], choices: Mapping[str, Any]
 ) -> Iterator[Request]:
     """With parameters and optimizer state split over replicas (fsdp), and without."""
     decoder = decoders()[name]
@@ -183,23 +226,13 @@ def _requests(
                 "costs": costs,
                 "devices": shape.pipe,
                 "microbatches": shape.microbatches,
-                "memory": memory,
+                **choices,
                 "transfer": model.transfer,
-                "schedules": tuple(n for n in SCHEDULES if n != "auto"),
-                "chunks": (1, 2, 4) if shape.pipe > 1 else (1,),
-                "remat": (None, *costs["t"].policies, "full"),
+                "chunks": choices["chunks"] if shape.pipe > 1 else (1,),
+                "remat": choices["remat"] or (None, *costs["t"].policies, "full"),
                 "offload": (None,),
-                "host_bandwidth": 1.0,
-                "within": None,
-                "search": 0,
-                "seed": 0,
-                "most": 1,
-                "progress": None,
-                "traced": None,
                 "mesh": Target(communicates=shape.tensor > 1),
-                "axis": "pipe",
                 "data_axes": "data",
-                "overheads": None,
             }
         )
         held = sum(model.costs()[c].gradient_bytes for c in request.layers) / shape.pipe

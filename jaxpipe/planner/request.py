@@ -15,19 +15,40 @@ from ..table.limits import is_number, is_whole
 from ..table.typed import plain
 from .layer_cost import FIRST, LAST, LayerCost, Remat
 
-# Schedules that are tried where none are named.  `dualpipe` keeps every stage's parameters twice.
+# Schedules that are tried where none are named, the more promising ones first.  `dualpipe` keeps
+# every stage's parameters twice.
 SCHEDULES = (
-    "gpipe",
     "1f1b",
-    "interleaved_1f1b",
     "zb_h1",
-    "zb_h2",
-    "interleaved_zb",
     "zbv",
+    "interleaved_1f1b",
+    "interleaved_zb",
+    "zb_h2",
     "v_half",
     "v_min",
+    "gpipe",
     "auto",
 )
+# Of the arguments of `plan` that need not be given.
+DEFAULTS: Mapping[str, Any] = {
+    "memory": None,
+    "transfer": 0.0,
+    "schedules": None,
+    "chunks": (1, 2, 4),
+    "remat": None,
+    "offload": (None, "residuals"),
+    "host_bandwidth": 2.5e10,
+    "search": 0,
+    "seed": 0,
+    "most": 8,
+    "within": None,
+    "progress": None,
+    "traced": None,
+    "mesh": None,
+    "axis": "pipe",
+    "data_axes": (),
+    "overheads": None,
+}
 _NO_PLAN = "there is no plan for this"
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
 _LEAST_MEMORY, _MOST_SECONDS, _UNLIKE = 1e6, 3600.0, 1e5
@@ -65,6 +86,7 @@ def requests(arguments: Mapping[str, Any]) -> tuple[Request, ...]:
     """Requests from the arguments of `plan` by name, one for each number of microbatches; PlanError
     lists all faults.
     """
+    arguments = {**DEFAULTS, **arguments}
     wrong = [name for name, (accepts, _) in _ACCEPTED.items() if not accepts(arguments[name])]
     _refuse(
         *(f"{name} must be {_ACCEPTED[name][1]}, not {quoted(arguments[name])}" for name in wrong)

@@ -92,6 +92,7 @@ class PipelinePlan:
     def facts(self) -> dict[str, Any]:
         """As JSON takes it."""
         return {
+            "label": self.label,
             "layout": self.layout,
             "schedule": self.schedule.name,
             "chunks": self.schedule.num_chunks,

@@ -5,11 +5,28 @@ formula.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CostError, listed, quoted
 from ..table.limits import is_number
 from .layer_cost import Ends, Kept, LayerCost
+
+# Sizes that may be 0.
+_FROM_0 = ("latency", "experts", "shared", "capacity")
+
+
+class _Part(NamedTuple):
+    """A half of a layer.  Numbers of 2 bytes are of one token and of all devices that share the
+    layer: without remat, under "dots" (results of products with weights are kept), and under
+    "layer".
+    """
+
+    weights: float  # on the devices that share the layer
+    active: float  # weights that a token is multiplied with
+    kept: tuple[float, ...]  # by the forward, its input not counted
+    left: tuple[float, ...]  # by I for W: gradients of the results of products, recomputed inputs
+    again: float = 0.0  # weights of products that are done again under "dots"
+    exchange: float = 0.0  # seconds in which rows are sent to experts and back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +42,21 @@ class Transformer:
         vocab: of embedding and head.
         context: tokens of a sequence.
         rows: sequences of a microbatch.
-        ffn: width of the MLP; 4 times the width where it is None.
-        gated: whether the MLP has three matrices (SwiGLU).
+        ffn: width of the MLP, or of one expert; 4 times the width where it is None.
+        gated: whether the MLP has three matrices (SwiGLU), as experts always have.
+        experts: of a layer; 0 where its MLP is not split into experts.
+        chosen: experts of a token.
+        shared: width of the experts that every token has.
+        capacity: times the tokens of an even load for which an expert has room; 0 where experts
+            take all tokens (the room is then for all tokens of all `expert_devices`).
+        expert_devices: devices that share the experts, each with rows of its own.
         kv_share: width of keys and values as a share of the width (grouped queries: 1/8 for 64
             heads and 8 of keys).
         q_share: width of the queries as a share of the width.
         head: features of a head.
+        normed: whether queries and keys of a head are normed (Qwen3).
+        post_norms: whether the results of attention and MLP are normed too (Gemma 2).
+        tied: whether embedding and head have one table.
         tensor: devices that share a layer (tensor parallelism); they share what it computes and
             keeps, and sum the hidden state twice in each pass.
         sequence: whether they share what is between layers too, by time.
@@ -39,7 +65,8 @@ class Transformer:
         bandwidth: bytes a second between neighbours of the pipeline.
         loss_tokens: tokens of a row whose logits are there at a time; all where it is None.
         latency: seconds of a hop besides.
-        tensor_bandwidth: bytes a second of a device in sums over the devices of a layer.
+        tensor_bandwidth: bytes a second of a device in sums over the devices of a layer, and in
+            exchanges with the devices of other experts.
     """
 
     width: float
@@ -51,6 +78,14 @@ class Transformer:
     kv_share: float = 1.0
     q_share: float = 1.0
     head: float = 128
+    experts: float = 0
+    chosen: float = 1
+    shared: float = 0
+    capacity: float = 0
+    expert_devices: float = 1
+    normed: bool = False
+    post_norms: bool = False
+    tied: bool = False
     tensor: float = 1
     sequence: bool = False
     shards: float = 1
@@ -62,11 +97,12 @@ class Transformer:
 
     def __post_init__(self) -> None:
         faults = [
-            f"{name} must be a number above 0, not {quoted(value)}"
+            f"{name} must be a number {'of at least' if name in _FROM_0 else 'above'} 0, not "
+            f"{quoted(value)}"
             for name, value in vars(self).items()
             if value is not None
-            and name not in ("gated", "sequence", "latency")
-            and not (is_number(value) and value > 0)
+            and not isinstance(value, bool)
+            and not (is_number(value) and (value > 0 or (value == 0 and name in _FROM_0)))
         ]
         if faults:
             raise CostError(listed("there is no transformer of these sizes", faults))
@@ -92,35 +128,27 @@ class Transformer:
 
     def costs(self) -> dict[str, LayerCost]:
         """Of the embedding "E", a layer "t", and the head with its loss "L"."""
-        ffn = 4 * self.width if self.ffn is None else self.ffn
-        queries, keys = self.width * self.q_share, self.width * self.kv_share
-        matrices = 3 if self.gated else 2
-        weights = self.width * (2 * queries + 2 * keys + matrices * ffn)
         rate = self.tensor * self.flops
-        matmul = 2 * weights * self.tokens / rate
+        attention, mlp = self._attention(), self._experts() if self.experts else self._mlp()
+        each = 2 * self.tokens / rate  # seconds of a weight
+        matmul = each * (attention.active + mlp.active)
         # Scores and values, half of them masked: 2 * context * queries a token; the backward does
         # twice as much.
-        scores = 2 * self.context * queries * self.tokens / rate
-        summed = 2 * self._all_reduce
-        forward = matmul + scores + summed
-        # Numbers of 2 bytes that a token's forward keeps besides its input: the queries, keys and
-        # values, attention's output and x after it, and the hidden features of the MLP (two of a
-        # GELU, three of a SwiGLU).  Under "dots" the results of products with weights; attention is
-        # done again.
-        between = self.width * (self.tensor if not self.sequence else 1)
-        none = between + 2 * queries + 2 * keys + matrices * ffn
-        dots = between + queries + 2 * keys + (matrices - 1) * ffn
-        # I leaves these for W: the gradients of the results of products with weights, and the
-        # recomputed inputs.
-        left = 2 * between + queries + 2 * keys + (1 if self.gated else 0) * ffn
-
-        def numbers(count: float) -> float:
-            return 2 * self.tokens * count / self.tensor
-
-        # Statistics of two norms and of attention's rows, 4 bytes each.
-        statistics = 4 * self.tokens * (3 + queries / self.head / self.tensor)
+        scores = each * self.context * self._queries
+        moved = 2 * self._all_reduce + mlp.exchange
+        forward = matmul + scores + moved
+        # Statistics of norms and of attention's rows, 4 bytes each.
+        heads = (self._queries + 2 * self.normed * (self._queries + self._keys)) / self.head
+        statistics = 4 * self.tokens * (6 + heads / self.tensor)
+        kept, left = (
+            [
+                2 * self.tokens * (one + other) / self.tensor
+                for one, other in zip(*both, strict=True)
+            ]
+            for both in ((attention.kept, mlp.kept), (attention.left, mlp.left))
+        )
         table = self.vocab * self.width
-        head = 2 * table * self.tokens / rate
+        head = each * table
         logits = 4 * self.vocab * self.tokens / self.tensor
         return {
             "E": LayerCost(
@@ -128,25 +156,23 @@ class Transformer:
                 input_grad=0,
                 weight_grad=0,
                 boundary=self.boundary,
-                ends=Ends.EITHER,
+                ends=Ends.WITH_LAST if self.tied else Ends.EITHER,
                 **self._held(table),
             ),
             "t": LayerCost(
                 forward=forward,
-                input_grad=matmul + 2 * scores + summed,
+                input_grad=matmul + 2 * scores + moved,
                 weight_grad=matmul,
-                residuals=numbers(none) + statistics,
+                residuals=kept[0] + statistics,
                 boundary=self.boundary,
-                stash=numbers(left),
+                stash=left[0],
                 policies={
                     "dots_with_no_batch_dims_saveable": Kept(
-                        numbers(dots), scores, numbers(left + between + (matrices - 2) * ffn)
+                        kept[1], scores + each * mlp.again + mlp.exchange, left[1]
                     ),
-                    "nothing_saveable": Kept(
-                        0.0, forward, numbers(left + 2 * between + (matrices - 1) * ffn)
-                    ),
+                    "nothing_saveable": Kept(kept[2], forward, left[2]),
                 },
-                **self._held(weights),
+                **self._held(attention.weights + mlp.weights),
             ),
             "L": LayerCost(
                 forward=head,
@@ -155,9 +181,76 @@ class Transformer:
                 workspace=2 * logits * min(1, (self.loss_tokens or self.context) / self.context),
                 stash=logits / 2,
                 ends=Ends.EITHER,
-                **self._held(table),
+                **self._held(0 if self.tied else table),
             ),
         }
+
+    @property
+    def _queries(self) -> float:
+        return self.width * self.q_share
+
+    @property
+    def _keys(self) -> float:
+        return self.width * self.kv_share
+
+    @property
+    def _features(self) -> float:
+        return 4 * self.width if self.ffn is None else self.ffn
+
+    @property
+    def _between(self) -> float:
+        return self.width * (1 if self.sequence else self.tensor)
+
+    def _attention(self) -> _Part:
+        """It keeps queries, keys and values (before and after a norm), its output, and x after
+        it, or the two results that are normed.
+        """
+        queries, keys, x = self._queries, self._keys, self._between
+        weights = self.width * 2 * (queries + keys)
+        projected = queries + 2 * keys
+        dots, normed = projected + x * (1 + self.post_norms), self.normed * (queries + keys)
+        return _Part(
+            weights=weights,
+            active=weights,
+            kept=(dots + queries + normed, dots, 0.0),
+            left=(projected + x, projected + queries + x, projected + queries + 2 * x),
+        )
+
+    def _mlp(self) -> _Part:
+        """It keeps its hidden features: two of a GELU, three of a SwiGLU."""
+        count, features = 3 if self.gated else 2, self._features
+        weights, x = count * self.width * features, self._between
+        return _Part(
+            weights=weights,
+            active=weights,
+            kept=(count * features, (count - 1) * features, 0.0),
+            left=tuple(x + i * features for i in (1, 2, count)),
+        )
+
+    def _experts(self) -> _Part:
+        """They keep the rows that they receive and return, three hidden features of each, and the
+        router's scores.  Products of experts are done again under "dots": they have a batch
+        dimension.
+        """
+        features, own, devices = self._features, 3 * self.shared, self.expert_devices
+        run = self.chosen * (self.capacity or 1)
+        room = run if self.capacity else run * devices
+        # A device that shares a layer has all rows of experts.  Scores have 4 bytes.
+        rows, copies = room * self.width * self.tensor, 1 if self.sequence else self.tensor
+        scores, routes = 2 * self.experts * copies, self.chosen * (self.width + 8) * copies
+        x = self._between if self.shared else 0.0
+        hidden = room * features
+        return _Part(
+            weights=self.width * (3 * self.experts * features / devices + own + self.experts),
+            active=self.width * (3 * run * features + own + self.experts),
+            kept=(routes + rows + 3 * hidden + own + scores, 2 * self.shared + scores, 0.0),
+            left=tuple(
+                x + scores + i * rows + j * hidden + k * self.shared
+                for i, j, k in ((1, 1, 1), (2, 3, 2), (2, 3, 3))
+            ),
+            again=self.width * 3 * run * features,
+            exchange=2 * run * self._whole * (1 - 1 / devices) / self.tensor_bandwidth,
+        )
 
     @property
     def _all_reduce(self) -> float:

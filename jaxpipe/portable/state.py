@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from ..model.follow import Follow, Followers, is_params
 from ..model.mesh import has
 from ..model.packed import Packed
-from ..model.placed import Chunks, owner_faults
+from ..model.param_layout import Chunks, owner_faults
 from ..model.placer import Placer
 from ..pipeline import Pipeline
 

@@ -171,9 +171,7 @@ def _flags(program: Program) -> dict[str, BoolTable]:
 
 
 def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
-    """A device finds the code of what it is to do; code without a predicate is what all devices
-    want.
-    """
+    """The template has the code of each action.  Code without a predicate is for all devices."""
     for name, record in _records(program):
         covered = np.zeros(record.kind.shape, np.int64)
         for use, _, ticks, runs in blocks:
@@ -219,9 +217,9 @@ def _run_faults(program: Program) -> Iterator[Fault]:
 def _part_faults(use: BlockUse, record: Any, ticks: Any, runs: BoolTable) -> Iterator[Fault]:
     """The inner parts of a block run exactly where their flags say."""
     for flag in {"is_first", "is_last", "is_local"}.intersection(FLAGS[use.block.kind]):
-        presence, asked = use.presence(flag), getattr(record, flag)[ticks] != 0
-        happens = asked if presence is Presence.SOMETIMES else presence is Presence.ALWAYS
-        for k, device in zip(*np.nonzero(runs & (asked != happens)), strict=True):
+        presence, wanted = use.presence(flag), getattr(record, flag)[ticks] != 0
+        happens = wanted if presence is Presence.SOMETIMES else presence is Presence.ALWAYS
+        for k, device in zip(*np.nonzero(runs & (wanted != happens)), strict=True):
             verb = "is never run" if presence is Presence.NEVER else "always runs"
             message = f"`{flag[3:]}` of {use.block} {verb}, against its flag"
             yield Fault(ProgramRule.CODE, message, int(ticks[k]), int(device))

@@ -18,8 +18,7 @@ class ProgramRule(enum.Enum):
     ACTION = "action"
     # a collective action has a tick of its own
     COLLECTIVE = "collective"
-    # what a device does is in its template's code, and the code does nothing that no device asked
-    # for
+    # the template has the code of each action, and its code does nothing else
     CODE = "code"
     SLOT = "slot"  # every slot exists
     VALUE = "value"  # every read finds the value that it needs

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from ..table.effects import Access, Effect, Of, Place
 from ..table.kinds import Kind
 from .ir import Program
-from .pools import POOL_OF
-from .records import NOBODY, TickRecord
+from .records import NOBODY, POOL_OF, TickRecord
 from .segments import Segment
 from .templates import BlockUse, Payload
 
@@ -143,10 +142,10 @@ def _run_block(
             _run(kind, model, program, devices, records, source, range(len(devices)))
         return
     for number, record in enumerate(records):
-        asked = record.kind == kind and (use.block.is_share or record.chunk == use.block.chunk)
+        runs = record.kind == kind and (use.block.is_share or record.chunk == use.block.chunk)
         if kind is Kind.F and not program.schedule.forward_only:
-            asked = asked and bool(record.keeps) is use.block.keeps
-        if asked:
+            runs = runs and bool(record.keeps) is use.block.keeps
+        if runs:
             _run(kind, model, program, devices, records, number, (number,))
 
 

@@ -1,18 +1,20 @@
-"""The varying part of a lowered program: what each device does in each tick, as typed records of
-int arrays [ticks, devices].
+"""The varying part of a lowered program: what each device does in each tick, as int arrays [ticks,
+devices]; and its pools, which hold what outlives its tick.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.effects import EFFECTS, OF_SLICES
+from ..table.effects import EFFECTS, OF_SLICES, Place
 from ..table.kinds import RUNS_FORWARD, SHARES, Kind
+from .templates import Payload
 
 IntTable: TypeAlias = NDArray[np.int32]
 # An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick
@@ -53,9 +55,9 @@ class Record(Generic[A]):
 
 # Of an action: its kind (or NOBODY), and of a stage's also the chunk of the device (or NOBODY).
 # Then come the flags and the slots of its effects.
-_STAGE, _COLLECTIVE = ("kind", "chunk", "stage", "microbatch"), ("kind", "microbatch", "is_source")
+_STAGE, _SHARE = ("kind", "chunk", "stage", "microbatch"), ("kind", "microbatch", "is_source")
 # What a permute brings: the slot that it writes, where `takes` is 1.  Elsewhere the slot keeps what
-# it has: nothing is meant for the device and none of its slots is free, or the tick has no such
+# it has: nothing is sent to the device and none of its slots is free, or the tick has no such
 # permute.
 ARRIVAL = ("slot", "takes")
 # The residuals of a forward that go to the host's memory in a tick, and those that come back.  What
@@ -74,7 +76,7 @@ def columns_of(kinds: Collection[Kind], *, slices: bool = True) -> tuple[str, ..
     >>> columns_of({Kind.E, Kind.H})
     ('kind', 'microbatch', 'is_source', 'out', 'stash')
     """
-    head = _COLLECTIVE if set(kinds) <= set(SHARES) else _STAGE
+    head = _SHARE if set(kinds) <= set(SHARES) else _STAGE
     own = [e for e in EFFECTS if e.kind in kinds and (slices or e.place not in OF_SLICES)]
     names = [name for e in own for name in (e.when, *e.unless, e.field)]
     return tuple(dict.fromkeys(name for name in (*head, *names) if name and name != "has_loss"))
@@ -144,7 +146,7 @@ def empty_ticks(
     moves: bool = False,
     slices: bool = False,
 ) -> TickRecord[IntTable]:
-    """Ticks in which nobody does anything; whoever makes a program fills them."""
+    """Ticks in which nobody does anything.  The passes of lowering fill them."""
 
     shape, who = (num_ticks, num_devices), ("kind", "chunk")
 
@@ -158,3 +160,33 @@ def empty_ticks(
         (actions(SHARES),) if collective else (),
         (Record.filled(shape, MOVE, MOVE),) if moves else (),
     )
+
+
+# Where a transfer's payload arrives.
+POOL_OF = {Payload.ACTIVATION: Place.X, Payload.COTANGENT: Place.COTANGENT}
+
+
+# The most forwards whose residuals are between the memories of a device and its host at a time: one
+# leaves, and one comes.
+UNDER_WAY = 2
+
+
+class Slots(SimpleNamespace):
+    """How many entries each pool has, by the value of its `Place`: the most that any device holds
+    at one time, at least one; 0 where the program has no such pool.
+    """
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{place.value: 0 for place in Place if place.is_pool} | sizes)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Buffers of one shape."""
+
+    name: Place
+    slots: int
+
+    def __str__(self) -> str:
+        plural = "s" if self.slots > 1 else ""
+        return f"{self.name.letter} {self.name.value}: {self.slots} slot{plural}"

@@ -144,7 +144,7 @@ class Segment:
 
     @property
     def num_predicates(self) -> int:
-        """How many predicates of blocks a device is asked in all its ticks."""
+        """The number of predicates of blocks that a device evaluates in all ticks."""
         return self.repeats * sum(p.num_predicates for p in self.templates)
 
     @property

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..errors import ProgramError
-from .accesses import accesses
+from .accesses import accesses, flow_faults
 from .code_rules import code_faults, running, ticks_of
 from .faults import Fault, ProgramRule
-from .flow import flow_faults
 from .ir import Program
 from .segments import Segment, room_of
 from .templates import Permute

@@ -15,13 +15,15 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from ..engine.costs import StageCosts
 from ..engine.loop import NEVER, Loop
 from ..table.action import Action, Kind
 from ..table.activations import Release
+from ..table.encoded import encode
 from ..table.placement import Placement
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
@@ -64,15 +66,13 @@ def list_schedule(
     `patience` is the fraction of its length by which a W may delay the next action.  Every stage is
     on one device, and each device's cap is at least `least_peak` of its row.
     """
-    run = _Run(order, placement, costs, microbatches, caps, patience, release)
+    rows = [
+        [*row, *(Action(a.stage, W, a.microbatch) for a in row if a.kind is I)] for row in order
+    ]
+    run = _Run(rows, placement, costs, microbatches, caps, patience, release)
     run.loop.run(run.policy())
     assert all(device.is_done for device in run.devices), "a reference order got stuck"
-    actions = [
-        Action(stage, kind, m)
-        for kind in (F, I, W)
-        for stage in range(placement.num_stages)
-        for m in range(microbatches)
-    ]
+    actions = [action for row in rows for action in row]
     return ListSchedule(
         [[actions[i] for i in d.out] for d in run.devices],
         max(run.loop.free),
@@ -94,27 +94,21 @@ class _Lane:
 
 
 class _Device:
-    """One device: what is left of its order, what it holds, and what it has run."""
+    """One device: the rest of its order, its activations, and the actions that it has run."""
 
     __slots__ = (
-        "cap",
-        "done",
-        "head",
-        "lane_of",
-        "lanes",
-        "live",
-        "numbers",
-        "order",
-        "out",
-        "peak",
-        "pending",
+        *("cap", "done", "first", "head", "lane_of", "lanes"),
+        *("live", "out", "peak", "pending"),
     )
 
-    def __init__(self, order: Sequence[Action], numbers: list[int], cap: int) -> None:
-        self.cap, self.order, self.numbers = cap, order, numbers
+    def __init__(self, order: Sequence[Action], first: int, cap: int) -> None:
+        self.cap, self.first = cap, first  # the number of its first action
         self.done = bytearray(len(order))
-        self.lane_of: list[_Lane] = []
-        self.lanes: list[_Lane] = []
+        lanes = {each: _Lane(each[1] is F) for each in dict.fromkeys(a[:2] for a in order)}
+        self.lane_of = [lanes[a[:2]] for a in order]
+        for place, lane in enumerate(self.lane_of):
+            lane.places.append(place)
+        self.lanes = list(lanes.values())
         self.head = self.live = self.peak = 0
         self.pending: deque[int] = deque()
         self.out: list[int] = []
@@ -127,7 +121,7 @@ class _Device:
         """Take the action at this place out of the order."""
         self.done[place] = 1
         self.lane_of[place].at += 1
-        return self.numbers[place]
+        return self.first + place
 
     def skip_done(self) -> int:
         """Move the head to the first action that is not done; return its place."""
@@ -139,11 +133,11 @@ class _Device:
 
 
 class _Run:
-    """The policy of a run: actions are numbered kind by kind (F, I, W), stage by stage."""
+    """The policy of a run: actions are numbered row by row, each W after its row's order."""
 
     def __init__(
         self,
-        order: Sequence[Sequence[Action]],
+        rows: Sequence[Sequence[Action]],
         placement: Placement,
         costs: StageCosts,
         microbatches: int,
@@ -151,47 +145,28 @@ class _Run:
         patience: float,
         release: Release,
     ) -> None:
-        stages = placement.num_stages
-        self.patience, self.microbatches, self.per_kind = (
-            patience,
-            microbatches,
-            stages * microbatches,
-        )
-        self.last = 2 if release is Release.WEIGHT_GRAD else 1
-        times = (costs.forward, costs.input_grad, costs.weight_grad)
-        factors = costs.factor_of(microbatches, len(costs.slice_factors) or 1)
-        durations = [time * factor for each in times for time in each for factor in factors]
-        on = [devices[0] for devices in placement.devices_of]
-        need, latency = [-1] * len(durations), [0.0] * len(durations)
-        self.loop = Loop(
-            len(order), [d for d in on * 3 for _ in range(microbatches)], need, latency, durations
-        )
-        self.need, self.ends, self.latency = need, self.loop.ends, self.loop.latency
-        # By kind and stage, the step from an action to the one that reads its result.
-        self.reader = [0] * (3 * stages)
-        path = [*range(stages), *reversed(range(stages, 2 * stages))]
-        for source, target in pairwise(path):
-            self.reader[source] = (target - source) * microbatches
-            here, there = on[source % stages], on[target % stages]
-            hop = 0 if here == there else costs.transfer[source % stages]
-            for m in range(microbatches):
-                self.loop.wait(target * microbatches + m, source * microbatches + m, hop)
-        self.devices: list[_Device] = []
-        for row, cap in zip(order, caps, strict=True):
-            device = _Device(
-                row,
-                [(stage + (kind is I) * stages) * microbatches + m for stage, kind, m in row],
-                cap,
-            )
-            lanes: dict[tuple[int, Kind], _Lane] = {}
-            for place, (stage, kind, _) in enumerate(row):
-                lane = lanes.get((stage, kind))
-                if lane is None:
-                    lane = lanes[stage, kind] = _Lane(kind is F)
-                lane.places.append(place)
-                device.lane_of.append(lane)
-            device.lanes = list(lanes.values())
-            self.devices.append(device)
+        stages, slices = placement.num_stages, len(costs.slice_factors) or 1
+        table = encode(tuple(map(tuple, rows)), stages, microbatches, slices)
+        self.patience = patience
+        self.releases = W if release is Release.WEIGHT_GRAD else I
+        self.kind = table.kind.tolist()
+        # of an I
+        self.weight = table.at[W, table.stage, table.microbatch].tolist()
+        self.loop = loop = Loop.of(table, costs)
+        # Unlike a table, an order may be changed, so needs of the same device count too.
+        closing = (table.kind == I) & (table.stage == stages - 1)
+        output = table.at[F, -1, table.microbatch]
+        loop.need = np.where(closing, output, table.producer).tolist()
+        hop = np.array(costs.transfer)[table.stage[table.producer]]
+        loop.latency = np.where(table.crosses, hop, 0).tolist()
+        self.reader = [-1] * table.num_actions
+        for user, need in enumerate(loop.need):
+            if need >= 0:
+                self.reader[need] = user
+        self.devices = [
+            _Device([a for a in row if a.kind is not W], first, cap)
+            for row, first, cap in zip(rows, table.first, caps, strict=False)
+        ]
 
     def policy(self) -> Iterator[int]:
         """Each device, in order of time, chooses what it starts when it is free or an input has
@@ -214,34 +189,32 @@ class _Run:
             yield i
             self._book(device, i)
             heapq.heapreplace(events, (free[number], number))
-            reader = i + self.reader[i // self.microbatches]
-            if reader == i:
+            reader = self.reader[i]
+            if reader < 0:
                 continue
             there, start = on[reader], ends[i] + latency[reader]
-            # A device that is busy until then looks at what is ready when it is free.
+            # A device that is busy until then looks again when it is free.
             if there != number and (free[there] < start or start <= time):
                 heapq.heappush(events, (start, there))
 
     def _book(self, device: _Device, number: int) -> None:
         """What a device holds after an action."""
         device.out.append(number)
-        kind = number // self.per_kind
-        if kind == self.last:
+        kind = self.kind[number]
+        if kind == self.releases:
             device.live -= 1
-        if kind == 0:
+        if kind == F:
             device.live += 1
             device.peak = max(device.peak, device.live)
-        elif kind == 1:
-            device.pending.append(number + self.per_kind)
+        elif kind == I:
+            device.pending.append(self.weight[number])
 
     def choose(self, device: _Device, time: float) -> int | None:
         """The action that the device starts now, taken out of its order, or None to wait."""
         head = device.skip_done()
-        if head == len(device.order):
+        if head == len(device.done):
             return device.pending.popleft() if device.pending else None
-        i = device.numbers[head]
-        j = self.need[i]
-        start = 0 if j < 0 else self.ends[j] + self.latency[i]
+        start = self.loop.ready(device.first + head)
         full = device.lane_of[head].is_forward and device.live >= device.cap
         if start <= time:
             return device.pending.popleft() if full else device.take(head)  # a W, to make room
@@ -259,13 +232,13 @@ class _Run:
     def _forward(self, device: _Device, time: float, head: int, until: float) -> int | None:
         """The place of the first action after the head that can be moved up, or None."""
         found: list[tuple[int, bool]] = []
-        need, ends, latency = self.need, self.ends, self.latency
+        need, ends, latency = self.loop.need, self.loop.ends, self.loop.latency
         for lane in device.lanes:
             # Microbatches stay in order within a stage and kind.
             if lane.at == len(lane.places):
                 continue
             place = lane.places[lane.at]
-            i = device.numbers[place]
+            i = device.first + place
             if (need[i] < 0 or ends[need[i]] + latency[i] <= time) and (
                 until == NEVER or time + self.loop.duration[i] <= until
             ):

@@ -40,7 +40,7 @@ def forward_order(placement: Placement, microbatches: int) -> Order:
 
     On a loop, groups of microbatches go through the chunks, and only the first P - 1 steps are
     lost.  Elsewhere microbatches enter as fast as a device can run all their chunks, and a device
-    that would wait runs what is ready.
+    that would wait runs an action that is ready.
     """
     chunks = placement.num_chunks
     if placement == Placement.loop(devices=placement.num_devices, chunks=chunks):

@@ -8,8 +8,17 @@ from typing import Any, TypeVar
 
 from ..errors import ScheduleError
 from ..table.action import Action, Cell, Kind, Overlap
+from ..table.placement import Placement
+from ..table.schedule import Schedule
 
 C = TypeVar("C", bound=Action | Overlap | None)
+
+
+def schedule_of(
+    rows: Iterable[Iterable[Cell]], placement: Placement, microbatches: int
+) -> Schedule:
+    """A schedule, which `build` names."""
+    return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches)
 
 
 def actions(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[Action]:
@@ -95,7 +104,7 @@ def in_turns(forward: Sequence[C], backward: Sequence[C], ahead: int) -> list[C]
 
 
 def drop_phantoms(rows: Iterable[Iterable[Cell]], microbatches: int) -> list[list[Cell]]:
-    """The rows without microbatches >= M; of an overlapped pair, what is left of it.
+    """The rows without microbatches >= M; of an overlapped pair, the half that is left.
 
     Microbatches never depend on each other, so a valid table stays valid, and needs no more memory
     or time, when some are removed.  Generators that need a round number of microbatches build a

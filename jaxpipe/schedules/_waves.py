@@ -20,6 +20,7 @@ from ..table.activations import Release
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import ListSchedule, least_peak, list_schedule
+from ._rows import schedule_of
 
 Order: TypeAlias = list[list[Action]]
 # microbatches -> the reference order of F and I of each device
@@ -131,7 +132,6 @@ def _round(placement: Placement, costs: StageCosts) -> float:
 
 
 def fitted(
-    name: str,
     order: OrderMaker,
     placement: Placement,
     costs: Costs | None,
@@ -148,10 +148,8 @@ def fitted(
     makers = [order] if costs is None else [order, *cost_waves(placement, stages, cap)]
     release = Release.WEIGHT_GRAD if costs is None else costs.release
     found = best_of(makers, placement, stages, microbatches=microbatches, cap=cap, release=release)
-    assert found is not None, f"the order of {name} does not fit {cap} activations"
-    return Schedule.from_rows(
-        found.rows, placement=placement, num_microbatches=microbatches, name=name
-    )
+    assert found is not None, f"the order does not fit {cap} activations"
+    return schedule_of(found.rows, placement, microbatches)
 
 
 def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..engine.bounds import bound_of, is_cheapest_in_parts, least_activations, lower_bound
+from ..engine.bounds import (
+    bound_of,
+    is_cheapest_in_parts,
+    least_activations,
+    loop_and_vee,
+    lower_bound,
+)
 from ..engine.costs import Costs
 from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
@@ -18,14 +24,21 @@ from ..table.certificate import Certificate, Objective, Proof
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.slices import sliced_rows
+from ._beam import improved, rows_of
 from ._list_scheduling import ListSchedule
-from ._local_search import improved, rows_of
 from ._mixed import mixed, whole_backwards
 from ._orders import turn_order, zbv_order
+from ._rows import schedule_of
 from ._waves import Order, OrderMaker, best_of, cost_waves, shortest
-from .basic import gpipe, one_f_one_b
 from .dualpipe import dualpipev
-from .interleaved import interleaved_1f1b, interleaved_1f1b_overlap, looped_bfs, one_f_one_b_overlap
+from .loop import (
+    gpipe,
+    interleaved_1f1b,
+    interleaved_1f1b_overlap,
+    looped_bfs,
+    one_f_one_b,
+    one_f_one_b_overlap,
+)
 from .vee import v_half, v_min, zbv
 from .zero_bubble import interleaved_zb, zb_1p, zb_h1, zb_h2
 
@@ -65,7 +78,7 @@ def auto(
     costs of a chunk for M >= P, and no schedule is shorter.
     """
     given = Costs() if costs is None else costs
-    places = _placements(devices, chunks) if placement is None else [placement]
+    places = loop_and_vee(devices, chunks)[::-1] if placement is None else [placement]
     _check_fit(places[0], devices, chunks, max_activations, slices)
     if objective is Objective.PERIOD and not search:
         raise ScheduleError(
@@ -100,7 +113,7 @@ _TWO_CHUNKS = (zbv, v_half, v_min, dualpipev)
 
 
 class _Wanted(NamedTuple):
-    """What is asked for."""
+    """The arguments of `auto`."""
 
     places: list[Placement]
     microbatches: int
@@ -141,9 +154,7 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
             f"max_activations={wanted.cap}; a device holds those of all slices of a sequence"
         )
     best, place = min(found, key=lambda f: (f[0].makespan, f[0].peak))
-    return Schedule.from_rows(
-        best.rows, placement=place, num_microbatches=wanted.microbatches, name="auto"
-    )
+    return schedule_of(best.rows, place, wanted.microbatches)
 
 
 def _sliced_order(maker: OrderMaker, slices: int, microbatches: int) -> Order:
@@ -245,7 +256,7 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
         )
         if steady is not None:
             shop = _shop(wanted, place, costs)
-            table = _table(shop, steady.order(shop), place)
+            table = schedule_of(rows_of(shop, steady.order(shop)), place, wanted.microbatches)
             found.append((steady.period, simulate(table, costs).makespan, table))
     if not found:
         raise ScheduleError(
@@ -262,14 +273,6 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     )
 
 
-def _table(shop: JobShop, order: Sequence[int], placement: Placement) -> Schedule:
-    """The table of an order of all actions, by their nodes."""
-    rows = rows_of(shop, order)
-    return Schedule.from_rows(
-        rows, placement=placement, num_microbatches=shop.microbatches, name="auto"
-    )
-
-
 def _bound(wanted: _Wanted) -> float:
     """What no schedule goes below."""
     count, cap = wanted.microbatches, wanted.requested_cap
@@ -280,7 +283,7 @@ def _bound(wanted: _Wanted) -> float:
 
 
 def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedule:
-    """The schedule with what is known of it; `proven` by the solver, under the cap that it had."""
+    """The schedule with its certificate; `proven` by the solver, under the cap that it had."""
     costs, cap, bound = wanted.costs, wanted.requested_cap, _bound(wanted)
     proof = Proof.RELAXATION
     # The solver's tables are of F, I and W alone.
@@ -293,14 +296,6 @@ def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedu
             Objective.MAKESPAN, simulate(schedule, costs).makespan, bound, proof, cap
         ),
     )
-
-
-def _placements(devices: int, chunks: int) -> list[Placement]:
-    loop, vee = (
-        Placement.loop(devices=devices, chunks=chunks),
-        Placement.vee(devices=devices, chunks=chunks),
-    )
-    return [loop] if chunks == 1 or devices == 1 else [vee, loop]
 
 
 def _check_fit(

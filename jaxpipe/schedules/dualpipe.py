@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 from ..table.action import Action, Cell, Kind, Overlap
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._rows import actions
+from ._rows import actions, schedule_of
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 # None: a microbatch beyond M, where a table is built for a round number
@@ -33,9 +33,7 @@ def dualpipe(*, devices: int, microbatches: int, chunks: int) -> Schedule:
         rank = min(device, devices - 1 - device)
         rows.append(_row(own, other, rank, devices // 2, max(near, devices)))
     placement = Placement.bidirectional(devices=devices)
-    return Schedule.from_rows(
-        rows, placement=placement, num_microbatches=microbatches, name="dualpipe"
-    )
+    return schedule_of(rows, placement, microbatches)
 
 
 def dualpipev(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -52,12 +50,7 @@ def dualpipev(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     rows = [
         _row((d, every), (2 * devices - 1 - d, every), d, devices, padded) for d in range(devices)
     ]
-    return Schedule.from_rows(
-        rows,
-        placement=Placement.vee(devices=devices),
-        num_microbatches=microbatches,
-        name="dualpipev",
-    )
+    return schedule_of(rows, Placement.vee(devices=devices), microbatches)
 
 
 class _Lane(NamedTuple):

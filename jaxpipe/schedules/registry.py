@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -19,9 +19,16 @@ from ..transforms.slices import sliced
 from ._orders import forward_order
 from ._waves import shortest
 from .auto import auto
-from .basic import gpipe, no_pipelining, one_f_one_b
 from .dualpipe import dualpipe, dualpipev
-from .interleaved import interleaved_1f1b, interleaved_1f1b_overlap, looped_bfs, one_f_one_b_overlap
+from .loop import (
+    gpipe,
+    interleaved_1f1b,
+    interleaved_1f1b_overlap,
+    looped_bfs,
+    no_pipelining,
+    one_f_one_b,
+    one_f_one_b_overlap,
+)
 from .vee import v_half, v_min, zbv
 from .zero_bubble import interleaved_zb, zb_1p, zb_h1, zb_h2
 
@@ -110,41 +117,40 @@ class _OptionKind(NamedTuple):
     wants: str
 
 
+def _instance(of: type, wants: str, summary: str) -> _OptionKind:
+    return _OptionKind(summary, lambda value: isinstance(value, of), wants)
+
+
+def _count(summary: str) -> _OptionKind:
+    return _OptionKind(summary, _is_count, "a whole number of at least 1")
+
+
 def _option_kinds() -> Mapping[str, _OptionKind]:
-    count = "a whole number of at least 1"
     return {
-        "costs": _OptionKind(
-            "the times of the actions (a jaxpipe.Costs), to which the order is fitted",
-            lambda v: isinstance(v, Costs),
+        "costs": _instance(
+            Costs,
             "a jaxpipe.Costs",
+            "the times of the actions (a jaxpipe.Costs), to which the order is fitted",
         ),
-        "forward_only": _OptionKind(
-            "leave out all backwards, for evaluation",
-            lambda v: isinstance(v, bool),
-            "True or False",
-        ),
-        "group_size": _OptionKind(
+        "forward_only": _instance(bool, "True or False", "leave out all backwards, for evaluation"),
+        "group_size": _count(
             "microbatches that go through a chunk before the next chunk starts (P or more); "
-            "without it, equal groups of P or more",
-            _is_count,
-            count,
+            "without it, equal groups of P or more"
         ),
-        "lean": _OptionKind(
+        "lean": _instance(
+            bool,
+            "True or False",
             "warm up with one forward per hop instead of two: fewer activations, and the same "
             "makespan where transfers take no time",
-            lambda v: isinstance(v, bool),
-            "True or False",
         ),
-        "max_activations": _OptionKind(
-            "the most activations that a device may hold, if they are released at W",
-            _is_count,
-            count,
+        "max_activations": _count(
+            "the most activations that a device may hold, if they are released at W"
         ),
-        "objective": _OptionKind(
+        "objective": _instance(
+            Objective,
+            "a jaxpipe.table.Objective",
             "what is made short (a jaxpipe.table.Objective): the whole step, or the time of a "
             "microbatch in its steady state",
-            lambda v: isinstance(v, Objective),
-            "a jaxpipe.table.Objective",
         ),
         "search": _OptionKind(
             "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the "
@@ -157,11 +163,11 @@ def _option_kinds() -> Mapping[str, _OptionKind]:
             lambda v: is_whole(v) and 0 <= v < 2**31,
             "a whole number of at least 0",
         ),
-        "placement": _OptionKind(
+        "placement": _instance(
+            Placement,
+            "a jaxpipe.Placement",
             "the devices of the stages (a jaxpipe.Placement); without it a loop or a V, "
             "whichever gives the shorter schedule",
-            lambda v: isinstance(v, Placement),
-            "a jaxpipe.Placement",
         ),
     }
 
@@ -280,10 +286,10 @@ def build(
     shape |= {"slices": int(slices)} if slices > 1 else {}
     schedule = _generated(entry, forward_only, **shape, **given)
     costs = given.pop("costs", None)
-    # what is certified, or made for slices, began with the better of both itself
+    # a certified table, or one for slices, began with the better of both itself
     if costs is None or schedule.certificate is not None or slices > 1:
         return schedule
-    # List scheduling is a heuristic: now and then the table that was built without the costs is
+    # List scheduling is a heuristic: in some cases the table that was built without the costs is
     # the shorter one.
     return shortest((schedule, _generated(entry, forward_only, **shape, **given)), costs)
 
@@ -298,6 +304,7 @@ def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
         schedule = sliced(
             entry.generator(**more | {"microbatches": microbatches + slices - 1}), slices
         )
+    schedule = replace(schedule, name=entry.name)
     if not forward_only:
         return schedule
     if entry.memory_bound:

@@ -12,6 +12,7 @@ from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import least_peak, list_schedule
 from ._orders import zbv_order, zbv_row
+from ._rows import schedule_of
 from ._waves import Wave, fitted, wave_order
 
 
@@ -28,7 +29,6 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
     placement = Placement.vee(devices=devices)
     if costs is not None:
         return fitted(
-            "zbv",
             partial(zbv_order, devices),
             placement,
             costs,
@@ -38,9 +38,7 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
     rows = [zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
     if microbatches < 2 * devices - 1:
         rows = [[action for action in row if action.microbatch < microbatches] for row in rows]
-    figure = Schedule.from_rows(
-        rows, placement=placement, num_microbatches=microbatches, name="zbv"
-    )
+    figure = schedule_of(rows, placement, microbatches)
     return figure if microbatches >= 2 * devices - 1 else _shorter(figure)
 
 
@@ -76,7 +74,7 @@ def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None 
     `costs` fit the order to the times that actions really take.
     """
     block = Wave(out=2, back=1, pause=3 if devices % 2 == 0 else 0, period=6)
-    return _from_block("v_half", block, devices, microbatches, costs, cap=2 * ((devices + 2) // 2))
+    return _from_block(block, devices, microbatches, costs, cap=2 * ((devices + 2) // 2))
 
 
 def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -90,13 +88,13 @@ def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None =
     the times that actions really take.
     """
     block = Wave(out=1, back=1, pause=2 if devices % 3 == 0 else 0, period=6)
-    return _from_block("v_min", block, devices, microbatches, costs, cap=2 * ((devices + 4) // 3))
+    return _from_block(block, devices, microbatches, costs, cap=2 * ((devices + 4) // 3))
 
 
 def _from_block(
-    name: str, block: Wave, devices: int, microbatches: int, costs: Costs | None, *, cap: int
+    block: Wave, devices: int, microbatches: int, costs: Costs | None, *, cap: int
 ) -> Schedule:
     """The paper's building block, repeated, then list-scheduled under the cap."""
     placement = Placement.vee(devices=devices)
     order = partial(wave_order, placement, Costs().for_stages(placement.num_stages), block)
-    return fitted(name, order, placement, costs, microbatches=microbatches, cap=cap)
+    return fitted(order, placement, costs, microbatches=microbatches, cap=cap)

@@ -11,7 +11,7 @@ from ..table.action import Action, Kind
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._orders import turn_order
-from ._rows import alternate, even_groups, in_groups
+from ._rows import alternate, even_groups, in_groups, schedule_of
 from ._waves import fitted, shortest
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
@@ -25,8 +25,7 @@ def zb_h1(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     most F and at most I.  Every device holds min(P, M) activations at its peak, if they are
     released at W.
     """
-    ahead = [devices - 1 - d for d in range(devices)]
-    return _in_order("zb_h1", devices, 1, microbatches, ahead, delay=list(range(devices)))
+    return interleaved_zb(devices=devices, microbatches=microbatches, chunks=chunks)
 
 
 def zb_h2(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -43,9 +42,7 @@ def zb_h2(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     # Two forwards per hop, or as many as there are microbatches for, so that all devices hold the
     # same number.
     ahead = [min(2 * h, max(h, -(-h * (microbatches - 1) // max(1, devices - 1)))) for h in hops]
-    return _in_order(
-        "zb_h2", devices, 1, microbatches, ahead, delay=[max(0, held - 1 - a) for a in ahead]
-    )
+    return _in_order(devices, 1, microbatches, ahead, delay=[max(0, held - 1 - a) for a in ahead])
 
 
 def zb_1p(
@@ -64,14 +61,13 @@ def zb_1p(
     shortest of that one (where the cap allows it) and of waves of several paces, list-scheduled
     under the cap.
     """
-    ahead = [devices - 1 - d for d in range(devices)]
-    figure = _in_order("zb_1p", devices, 1, microbatches, ahead, delay=list(range(devices)))
+    figure = interleaved_zb(devices=devices, microbatches=microbatches, chunks=chunks)
     if costs is None and max_activations is None:
         return figure
     costs, cap = costs or Costs(), max_activations or devices
     placement = Placement.loop(devices=devices)
     order = partial(turn_order, placement, 1, cap - 1)
-    found = fitted("zb_1p", order, placement, costs, microbatches=microbatches, cap=cap)
+    found = fitted(order, placement, costs, microbatches=microbatches, cap=cap)
     return shortest((found, figure), costs) if cap >= devices else found
 
 
@@ -89,13 +85,10 @@ def interleaved_zb(
     longest = max(even_groups(devices, microbatches))
     ahead = [(chunks - 1) * longest + devices - 1 - d for d in range(devices)]
     if costs is None:
-        return _in_order(
-            "interleaved_zb", devices, chunks, microbatches, ahead, delay=list(range(devices))
-        )
+        return _in_order(devices, chunks, microbatches, ahead, delay=list(range(devices)))
     placement = Placement.loop(devices=devices, chunks=chunks)
     order = partial(turn_order, placement, 1, chunks * microbatches)
     return fitted(
-        "interleaved_zb",
         order,
         placement,
         costs,
@@ -105,7 +98,7 @@ def interleaved_zb(
 
 
 def _in_order(
-    name: str, devices: int, chunks: int, microbatches: int, ahead: list[int], *, delay: list[int]
+    devices: int, chunks: int, microbatches: int, ahead: list[int], *, delay: list[int]
 ) -> Schedule:
     """Device d runs `ahead[d]` forwards, then F and I in turn, each W `delay[d]` turns after
     its I.
@@ -119,7 +112,7 @@ def _in_order(
         rows.append(
             _row(forward, grad, weight, min(forwards_ahead, len(forward)), min(turns, len(forward)))
         )
-    return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name=name)
+    return schedule_of(rows, placement, microbatches)
 
 
 def _row(

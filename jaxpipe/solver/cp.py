@@ -41,7 +41,7 @@ def in_ticks(times: StageCosts) -> tuple[Costs, float, bool]:
 def solved(model: Any, *, seconds: float, seed: int) -> tuple[Any, Any]:
     """The solver after its search, and its status; the same for the same arguments."""
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # what it finds then depends on the seed alone
+    solver.parameters.num_workers = 1  # the result then depends on the seed alone
     solver.parameters.random_seed = seed
     solver.parameters.max_deterministic_time = seconds
     return solver, solver.solve(model)

@@ -145,7 +145,7 @@ class _Problem(NamedTuple):
         node = {(n.stage, n.kind): number for number, n in enumerate(self.shop.nodes)}
         slots = [(node[a.stage, a.kind], a.microbatch) for *_, a in schedule.actions()]
         rows = [slots[a:b] for a, b in pairwise(table.first)]
-        # In an order in which none comes before what it needs.
+        # In an order in which needs come first.
         times = sorted(zip(timeline.starts, timeline.ends, range(len(slots)), strict=True))
         hint = {slots[i]: int(begin) for begin, _, i in times}
         free = frozenset(list(hint)[window.start : window.stop])
@@ -181,7 +181,7 @@ class _Problem(NamedTuple):
         return _Found(schedule.with_rows(ordered), spent, proven, status == cp_model.OPTIMAL)
 
     def _in_costs(self, ticks: float) -> float:
-        """What no schedule goes below in units of cost if none goes below so many ticks."""
+        """A bound in ticks as a bound in units of cost."""
         ticks = ceil(ticks - 1e-6)
         if self.exact:
             return ticks / self.scale

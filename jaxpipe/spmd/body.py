@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, wider
 from ..errors import PipelineError
-from ..jaxprs import Piece
+from ..jaxprs.slots import Piece
 from ..lowering.target import Target
 from ..model.functions import Loss
-from ..model.leaf_plan import gather, leaf_plans
-from ..model.packed import on_one_device
-from ..model.places import Places
+from ..model.leaf_plan import LeafPlan, gather, leaf_plans, trained
+from ..model.packed import Places, on_one_device
 from ..model.spread import unpadded
 from ..stage.code import run
 from ..stage.job import Job
@@ -30,8 +30,7 @@ from .entries import StageEntries, whole_entries
 from .host import Packing
 from .operands import Buffers, Operands, StageOperand, shared_buffers
 from .pools import State, empty, empty_pool, of_chunk
-from .replicas import with_replicas
-from .results import finish
+from .results import finish, with_replicas
 from .shared_code import SharedCode
 from .tick import TickEmitter
 
@@ -115,7 +114,7 @@ def body(
     with jax.named_scope("prepare"):
         chunks = with_replicas(job, start.owned)
         outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
-        operands = _operands(job, code, chunks, kept, *outer, start.batch, start.rng)
+        operands = _operands(job, code, target, chunks, kept, *outer, start.batch, start.rng)
         shared_code = SharedCode(code, buffers, operands, job.axis, everywhere, blocking)
         emitter = TickEmitter(shared_code, job.data_axes, job.clock)
         state = _initial(job, code, buffers, chunks, kept, shared, first, last)
@@ -126,7 +125,7 @@ def body(
         for segment in code.program.segments:
             state = emitter.run_segment(segment, rows, state)
     with jax.named_scope("finish"):
-        return finish(job, code, state, params, kept)
+        return finish(job, code, target, state, params, kept)
 
 
 def _first_row(tree: PyTree) -> PyTree:
@@ -204,6 +203,7 @@ def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
 def _operands(
     job: Job,
     code: ModelCode,
+    target: Target,
     chunks: Sequence[PyTree],
     kept: Sequence[PyTree],
     shared: Leaves,
@@ -220,7 +220,7 @@ def _operands(
         else 1.0 / (job.num_microbatches * job.data_size)
     )
     return Operands(
-        stages=_stage_operands(job, code, chunks, kept, shared),
+        stages=_stage_operands(job, code, target, chunks, kept, shared),
         first=firsts,
         first_once=run(code.first.hoist, *code.first.consts, *firsts),
         last=lasts,
@@ -232,7 +232,12 @@ def _operands(
 
 
 def _stage_operands(
-    job: Job, code: ModelCode, chunks: Sequence[PyTree], kept: Sequence[PyTree], shared: Leaves
+    job: Job,
+    code: ModelCode,
+    target: Target,
+    chunks: Sequence[PyTree],
+    kept: Sequence[PyTree],
+    shared: Leaves,
 ) -> dict[tuple[int, int], StageOperand]:
     """The operands of each kind of stage, on each chunk that has one."""
     found: dict[tuple[int, int], StageOperand] = {}
@@ -243,6 +248,7 @@ def _stage_operands(
             if key in found:
                 continue
             stage_code = code.kinds[key[1]]
+            plans = _chunk_plans(job, chunk)
             bare = StageOperand(
                 leaves=jax.tree.leaves(chunks[chunk]),
                 places=layout.places(stage, chunks, chunk),
@@ -252,6 +258,10 @@ def _stage_operands(
                 gradient_places=_gradient_places(
                     job, stage, chunk, layout.places(stage, chunks, chunk)
                 ),
+                splits=tuple(
+                    PartitionSpec(*plan.auto) if target.on_tpus else None
+                    for plan in trained(plans, plans)
+                ),
             )
             whole = [leaf.load() if isinstance(leaf, Piece) else leaf for leaf in bare.params()]
             found[key] = replace(bare, once=run(stage_code.hoist, *stage_code.consts, *whole))
@@ -260,12 +270,17 @@ def _stage_operands(
 
 def _gradient_places(job: Job, stage: int, chunk: int, places: Places) -> Places:
     """The places of a stage's trained leaves among the accumulators of its chunk."""
-    plans = job.plans["stages"]
-    held = leaf_plans(plans[min(chunk, len(plans) - 1)])
+    held = _chunk_plans(job, chunk)
     before = np.cumsum([0, *(not plan.frozen for plan in held)]).tolist()
     return tuple(
         place._replace(at=before[place.at]) for place in places if not held[place.at].frozen
     )
+
+
+def _chunk_plans(job: Job, chunk: int) -> list[LeafPlan]:
+    """The plans of a chunk's parameters; a chunk that another device owns is like the last one."""
+    plans = job.plans["stages"]
+    return leaf_plans(plans[min(chunk, len(plans) - 1)])
 
 
 def _narrow(table: Any) -> Any:

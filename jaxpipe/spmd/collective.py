@@ -13,17 +13,25 @@ from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar
 from ..errors import PipelineError
-from ..jaxprs import Cut, collectives
+from ..jaxprs.collectives import collectives
+from ..jaxprs.cut import Cut
 from ..program.records import Record
 from ..stage.code import run
 from ..stage.model_code import ModelCode
-from ..stage.weight_cut import cut_weights
+from ..stage.split import cut_weights
 from ..table.effects import Access, Place
 from ..table.kinds import COLLECTIVES, Kind
 from .block import Block
-from .outer import accumulate, first_inputs, last_inputs, noted, run_last, with_last_gradients
 from .pools import State, read, write
-from .shared_code import SharedCode
+from .shared_code import (
+    SharedCode,
+    accumulate,
+    first_inputs,
+    last_inputs,
+    noted,
+    run_last,
+    with_last_gradients,
+)
 
 
 def collective_block(shared: SharedCode, kind: Kind, row: Record[Scalar]) -> Block:

@@ -1,18 +1,22 @@
-"""The form of pool entries where the partitioner splits arrays over some axes of the mesh."""
+"""Axes that are left to the partitioner: functions mapped over the others, and the form of pool
+entries that it splits.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
-from ..jaxprs import Entry, Part
+from ..jaxprs.collectives import Reductions
+from ..jaxprs.entry import Entry, Part
 from ..lowering.target import Target
 from ..model.leaf_plan import leaf_plans
 from ..stage.code import StageCode, inexact, run
@@ -20,7 +24,37 @@ from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
 from .compiler_options import options_for, options_unrun
-from .mapped import mapped
+
+
+def mapped(
+    function: Callable[..., Any], mesh: Mesh, axes: Set[str], in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., Any]:
+    """`jax.shard_map` of the function, with reductions in a form that XLA compiles."""
+    alone = {name for name, size in mesh.shape.items() if size == 1}
+    changes = Reductions(alone, widen=on_cpus(mesh))
+
+    def call(*arguments: PyTree) -> PyTree:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        changed = core.ClosedJaxpr(changes.within(closed.jaxpr), closed.consts)
+        return jax.tree.unflatten(
+            jax.tree.structure(shapes), core.jaxpr_as_fun(changed)(*jax.tree.leaves(arguments))
+        )
+
+    wanted = axes != set(mesh.axis_names) and (changes.widen or bool(alone & axes))
+    return jax.shard_map(
+        call if wanted else function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=False,
+    )
+
+
+def on_cpus(mesh: Mesh) -> bool:
+    """Whether the devices are CPUs."""
+    return any(device.platform == "cpu" for device in mesh.devices.flat)
+
 
 # Values, and the split of each; None leaves it to the partitioner.
 Group: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"

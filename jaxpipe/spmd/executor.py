@@ -12,8 +12,7 @@ from ..arrays import Params, PyTree
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from .body import Prepared, body, prepare
-from .entries import StageEntries, split_entries
-from .mapped import mapped, on_cpus
+from .entries import StageEntries, mapped, on_cpus, split_entries
 
 
 @dataclass(frozen=True)

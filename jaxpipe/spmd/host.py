@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
-from ..jaxprs import Entry
+from ..jaxprs.entry import Entry
 from ..program.ir import Program
 from ..program.records import NOBODY, Record, TickRecord
 from ..table.effects import Place

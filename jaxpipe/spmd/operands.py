@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from jax.sharding import PartitionSpec
+
 from ..arrays import Leaves, PyTree
-from ..jaxprs import Piece, Total, TotalPiece
-from ..model.places import Places
+from ..jaxprs.slots import Piece, Total, TotalPiece
+from ..model.packed import Places
 from ..stage.code import StageCode
 from ..table.effects import Place
 from .entries import StageEntries
@@ -43,6 +45,7 @@ class StageOperand:
     once: Leaves  # what was hoisted
     state_places: Places
     gradient_places: Places  # of the leaves that have a gradient, among the accumulators
+    splits: tuple[PartitionSpec | None, ...]  # of the chunk's accumulators, see `Total`
 
     def params(self) -> Leaves:
         """The stage's parameters, then the shared ones.  A parameter inside a longer array is a
@@ -60,7 +63,9 @@ class StageOperand:
     def totals(self, chunk: Leaves) -> list[Total | TotalPiece]:
         """The accumulators of the stage's own gradients, among those of its chunk."""
         return [
-            TotalPiece(chunk[p.at], p.start, p.entry) if p.flat else Total(chunk[p.at])
+            TotalPiece(chunk[p.at], p.start, p.entry)
+            if p.flat
+            else Total(chunk[p.at], self.splits[p.at])
             for p in self.gradient_places
         ]
 

@@ -1,4 +1,6 @@
-"""The end of a step: one sum over devices of values that only some of them have."""
+"""The end of a step: one sum over devices of values that only some of them have.  Stages on two
+devices (DualPipe) are copied from their owner before, and their gradients return to it.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,78 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Leaves, Params, PyTree, summable
+from ..lowering.target import Target
 from ..model.functions import Loss, inverse_count
 from ..model.leaf_plan import leaf_plans, reduce_gradients, trained, with_frozen
-from ..model.placed import Chunks
+from ..model.param_layout import Chunks
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
-from .pools import State, chunks_of
-from .replicas import return_replicas
+from .pools import State, add, chunks_of
+
+
+def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
+    """This device's stages in chunk order: its own stages, and copies of another device's."""
+    replicas = job.layout.replicas()
+    if not replicas:
+        return list(owned)
+    chunks: dict[int, PyTree] = dict(enumerate(owned))
+    device = lax.axis_index(job.axis)
+    for chunk, held, pairs in _replica_moves(replicas):
+        copy = jax.tree.map(lambda leaf, p=pairs: lax.ppermute(leaf, job.axis, p), owned[held])
+        if chunk not in chunks:
+            chunks[chunk] = copy
+            continue
+        here = jnp.isin(device, jnp.array([t for _, t in pairs]))
+        chunks[chunk] = jax.tree.map(
+            lambda new, old, h=here: jnp.where(h, new, old), copy, chunks[chunk]
+        )
+    return [chunks[v] for v in sorted(chunks)]
+
+
+def _replica_moves(
+    replicas: Sequence[tuple[int, int, int, int]],
+) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """(holder's chunk, owner's chunk, pairs): permutes without cycles that bring every copy to its
+    holder.
+    """
+    moves: list[tuple[int, int, bool, list[tuple[int, int]]]] = []
+    for owner, owner_chunk, holder, chunk in replicas:
+        for move in moves:
+            free = all(owner != s and holder != t for s, t in move[3])
+            if move[:3] == (chunk, owner_chunk, owner < holder) and free:
+                move[3].append((owner, holder))
+                break
+        else:
+            moves.append((chunk, owner_chunk, owner < holder, [(owner, holder)]))
+    return [(chunk, owner_chunk, pairs) for chunk, owner_chunk, _, pairs in moves]
+
+
+def return_replicas(job: Job, leaves: Sequence[Leaves]) -> list[Leaves]:
+    """Send the gradients of copied stages to their owners and add them there."""
+    replicas = job.layout.replicas()
+    owned = [leaves[v] for v in range(job.layout.num_owned)]
+    if not replicas:
+        return owned
+    # A device may hold copies in a chunk that others own: count each gradient where its stage is
+    # owned.
+    device = lax.axis_index(job.axis)
+    for v in range(job.layout.num_owned):
+        mine = jnp.array([s >= 0 for s in job.layout.stage_at(v)])[device]
+        owned[v] = [jnp.where(mine, g, jnp.zeros_like(g)) for g in owned[v]]
+    for chunk, held, pairs in _replica_moves(replicas):
+        back = [(t, s) for s, t in pairs]
+        owned[held] = add(owned[held], [lax.ppermute(g, job.axis, back) for g in leaves[chunk]])
+    return owned
 
 
 def finish(
-    job: Job, code: ModelCode, state: State, params: Params, kept: Sequence[PyTree]
+    job: Job,
+    code: ModelCode,
+    target: Target,
+    state: State,
+    params: Params,
+    kept: Sequence[PyTree],
 ) -> tuple[PyTree, dict[str, PyTree]]:
     """Sum losses and the gradients of first, last and shared over devices, and all gradients over
     data shards.
@@ -37,7 +99,7 @@ def finish(
 
     def finished(values: Leaves, plans: PyTree, axes: tuple[str, ...]) -> Leaves:
         found = leaf_plans(plans)
-        summed = reduce_gradients(values, trained(found, found), axes)
+        summed = reduce_gradients(values, trained(found, found), axes, by_parts=target.on_tpus)
         return summed if scale is None else [g * scale.astype(g.dtype) for g in summed]
 
     stages = []

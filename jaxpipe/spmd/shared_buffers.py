@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays import Leaves, Scalar
-from ..jaxprs import Entry, Slot
-from ..jaxprs.sizes import nbytes
-from ..model.places import Place, Places
+from ..jaxprs.entry import Entry
+from ..jaxprs.slots import Slot
+from ..model.packed import Place, Places
 from .pools import zeros
 
 Avals: TypeAlias = "Sequence[Any]"
@@ -94,10 +94,7 @@ class SharedBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of a device's part of one slot."""
-        return sum(
-            nbytes(aval) // entry.local_share
-            for aval, entry in zip(self.avals, self.entries, strict=True)
-        )
+        return sum(entry.nbytes(aval) for aval, entry in zip(self.avals, self.entries, strict=True))
 
     def has(self, avals: Avals) -> bool:
         """Whether this is one of the kinds."""
@@ -215,7 +212,7 @@ def _local_bytes(kinds: Sequence[Avals], entries: Sequence[Sequence[Entry]] | No
     """By kind, bytes of a device's part of its values."""
     wanted = entries or [[Entry(tuple(aval.shape)) for aval in kind] for kind in kinds]
     pairs = (zip(kind, own, strict=True) for kind, own in zip(kinds, wanted, strict=True))
-    return [sum(nbytes(aval) // entry.local_share for aval, entry in each) for each in pairs]
+    return [sum(entry.nbytes(aval) for aval, entry in each) for each in pairs]
 
 
 def _keys(avals: Avals) -> tuple[_Key, ...]:

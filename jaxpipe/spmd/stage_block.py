@@ -9,14 +9,17 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 
 from ..arrays import Leaves
-from ..jaxprs import InSlots, Slot, Target, run_in_slots
+from ..jaxprs.eval_in_slots import run_in_slots
+from ..jaxprs.slots import InSlots, Slot, Target
 from ..program.templates import BlockUse, Presence
 from ..stage.code import StageCode, run
 from ..table.effects import Access, Place
 from ..table.kinds import Kind
 from .block import Block, run_where
 from .operands import StageOperand
-from .outer import (
+from .pools import State, add, add_at, of_chunk, read, without_weak_types, write
+from .shared_code import (
+    SharedCode,
     accumulate,
     first_inputs,
     last_inputs,
@@ -24,8 +27,6 @@ from .outer import (
     run_last,
     with_last_gradients,
 )
-from .pools import State, add, add_at, of_chunk, read, without_weak_types, write
-from .shared_code import SharedCode
 
 # Yields the stage's code with the state before it, receives the code's results with the state after
 # it, and returns the last state.
@@ -106,8 +107,8 @@ class StageAction:
         return [*code.consts, *operand.params(), *x, *passed, *extra, *operand.once]
 
     def _read(self, place: Place, state: State, *, flag: str | None = None) -> Leaves:
-        """Values that pass between slices, read from their slot; zeros where a flag of the record
-        is 0.
+        """Values that pass between slices, as slots where they can be; zeros where a flag of the
+        record is 0.
 
         Values that no effect of the action reads are zeros too: its code does not use them.
         """
@@ -116,10 +117,14 @@ class StageAction:
         if not any(e.place is place and e.access is Access.READ for e in effects):
             return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
         name = place.value
-        found: Leaves = buffer.read(state[name], getattr(self.row, name), avals)
+        found: Leaves = buffer.lazily(state[name], getattr(self.row, name), avals)
         if flag is None:
             return found
-        return [jnp.where(getattr(self.row, flag) != 0, leaf, 0) for leaf in found]
+        filled = getattr(self.row, flag) != 0
+        return [
+            leaf._replace(filled=filled) if isinstance(leaf, Slot) else jnp.where(filled, leaf, 0)
+            for leaf in found
+        ]
 
     def _write(self, place: Place, field: str, flag: str, values: Leaves, state: State) -> State:
         """Write values for another slice, where a flag of the record is set."""
@@ -151,8 +156,9 @@ class StageAction:
         if shared.training and use.block.keeps:
             outs, state = yield from self._keep(code.forward, code.num_outputs, state)
         else:
-            reads, writes = self._appends(state)
-            outs, state = yield InSlots(code.evaluate, self._inputs(state), reads, writes), state
+            arguments, (reads, writes) = self._inputs(state), self._appends(state)
+            reads = _slots_of(arguments) | reads
+            outs, state = yield InSlots(code.evaluate, arguments, reads, writes), state
         y, rest = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
         state, rest = self._pass_on(rest, state)
         if code.loss is not None:
@@ -200,7 +206,9 @@ class StageAction:
         ]
         writes: dict[int, Target] = {count + i: s for i, s in enumerate(slots) if s is not None}
         reads, appended = self._appends(state) if count else ({}, {})
-        outs, state = yield InSlots(jaxpr, self._inputs(state), reads, writes | appended), state
+        arguments = self._inputs(state)
+        reads = _slots_of(arguments) | reads
+        outs, state = yield InSlots(jaxpr, arguments, reads, writes | appended), state
         found = (outs[count : count + early], outs[count + early :])
         by_input, by_weight = (
             buffer.stored(pool, at, avals, values)
@@ -243,7 +251,8 @@ class StageAction:
         """B: both gradients at once."""
         code = self.code
         arguments, slots = self._held(state)
-        outs, state = yield InSlots(code.backward, arguments, slots, self._totals(state)), state
+        writes = self._totals(state) | self._rows_back(state, code.num_trained)
+        outs, state = yield InSlots(code.backward, arguments, slots, writes), state
         dparams, dx = outs[: code.num_trained], outs[code.num_trained :]
         state, dx = self._pass_back(dx, state)
         return self._hand_back(dx, self._accumulate(dparams, state))
@@ -259,11 +268,25 @@ class StageAction:
         arguments, slots = self._held(state)
         count = code.num_dx
         stash = buffer.slots(pool, at, code.stash)
-        writes: dict[int, Target] = {count + i: s for i, s in enumerate(stash) if s is not None}
+        writes = self._rows_back(state, 0)
+        writes |= {count + i: s for i, s in enumerate(stash) if s is not None}
         outs, state = yield InSlots(code.input_grad, arguments, slots, writes), state
         state = state | {"stash": buffer.stored(pool, at, code.stash, outs[count:])}
         state, dx = self._pass_back(outs[:count], state)
         return self._hand_back(dx, state)
+
+    def _rows_back(self, state: State, first: int) -> dict[int, Target]:
+        """The slots of the gradients of appended rows, by the numbers of outputs, of which those of
+        x are the `first` ones and on.
+        """
+        code, place = self.code, Place.BUFFER_GRADIENT
+        if not code.buffer_gradients:
+            return {}
+        slots = self.shared.buffers[place].slots(
+            state[place.value], self.row.buffer_gradient, code.buffer_gradients
+        )
+        first += sum(code.x_wanted) + len(code.carry_gradients)
+        return {first + i: slot for i, slot in enumerate(slots) if slot is not None}
 
     def _pass_back(self, dx: Leaves, state: State) -> tuple[State, Leaves]:
         """Write the gradients of carry and buffers for the previous slice; return those of x."""
@@ -275,7 +298,7 @@ class StageAction:
         if code.buffer_gradients:
             buffer, pool = self.shared.buffers[Place.BUFFER_GRADIENT], state["buffer_gradient"]
             at = self.row.buffer_gradient
-            pool = buffer.write(pool, at, code.buffer_gradients, dx[end:])
+            pool = buffer.stored(pool, at, code.buffer_gradients, dx[end:])
             state = state | {"buffer_gradient": pool}
         return state, dx[:own]
 
@@ -284,16 +307,17 @@ class StageAction:
         code = self.code
         arguments, slots = self._held(state)
         stash = self.shared.buffers[Place.STASH].lazily(state["stash"], self.row.stash, code.stash)
-        reads = slots | {len(arguments) + i: s for i, s in enumerate(stash) if isinstance(s, Slot)}
+        arguments += stash
+        reads = slots | _slots_of(arguments)
         outs, state = yield (
-            InSlots(code.weight_grad, [*arguments, *stash], reads, self._totals(state)),
+            InSlots(code.weight_grad, arguments, reads, self._totals(state)),
             state,
         )
         return self._accumulate(outs, state)
 
     def _held(self, state: State) -> tuple[Leaves, dict[int, Slot]]:
-        """(consts, parameters, x, extra, once, residuals, dy) of a backward action; residuals are
-        slots where they can be.
+        """(consts, parameters, x, extra, once, residuals, dy) of a backward action; values of pools
+        are slots where they can be.
         """
         shared, code, row = self.shared, self.code, self.row
         before = self._inputs(state)
@@ -308,9 +332,8 @@ class StageAction:
         for place in (Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT):
             dy += self._read(place, state, flag="is_followed")
         dy += [] if code.loss is None else [shared.operands.seed.astype(code.loss.dtype)]
-        return [*before, *kept, *dy], {
-            len(before) + i: s for i, s in enumerate(kept) if isinstance(s, Slot)
-        }
+        arguments = [*before, *kept, *dy]
+        return arguments, _slots_of(arguments)
 
     def _totals(self, state: State) -> dict[int, Target]:
         """The accumulators that a scan over layers adds to row by row, by the number of the
@@ -360,6 +383,11 @@ class StageAction:
             return state | {name: buffer.write(state[name], self.row.out, avals, values)}
 
         return self._under("is_local", local, state)
+
+
+def _slots_of(arguments: Leaves) -> dict[int, Slot]:
+    """The arguments that are slots, by their numbers."""
+    return {i: leaf for i, leaf in enumerate(arguments) if isinstance(leaf, Slot)}
 
 
 def _last_step(steps: Steps, outs: Leaves, state: State) -> State:

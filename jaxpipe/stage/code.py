@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ..arrays import Leaves
-from ..jaxprs import results_of
+from ..jaxprs.equations import results_of
 from ..table.effects import Liveness, Place
 from ..table.kinds import Kind
 

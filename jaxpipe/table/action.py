@@ -102,14 +102,14 @@ def _any_of(kinds: Sequence[Kind]) -> str:
 
 
 def _text(given: str) -> str:
-    """The text as it is; ParseError for what is not a str."""
+    """The text as it is; ParseError for another type than str."""
     if isinstance(given, str):
         return given
     raise ParseError(f"{quoted(given)} is not text; write a str, e.g. '2F0'")
 
 
 def _why_not(text: str) -> str:
-    """The character at which a text stops being an action, and what is expected there."""
+    """The first character that does not fit an action, and the expected one."""
     stage = re.match("[0-9]+", text)
     if stage is None:
         return "character 1 must start the stage number"

@@ -1,4 +1,4 @@
-"""How far from optimal a schedule can be, and who says so."""
+"""How far from optimal a schedule can be, and the proof of it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Certificate:
     max_activations: int | None = None
 
     def __post_init__(self) -> None:
-        """ScheduleError for what is no objective, number or proof."""
+        """ScheduleError for a value of another type."""
         set_typed(self, ScheduleError)
 
     @property

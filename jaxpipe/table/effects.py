@@ -1,4 +1,4 @@
-"""Every effect of every kind of action, declared once: what it reads and writes, where, and when.
+"""Every effect of every kind of action, declared once: values, places and conditions.
 
 The access list of `verify`, the printed program, the interpreter, the slots and the state that
 passes through a block's loop are derived from `EFFECTS`.  No effect is stated anywhere else.
@@ -92,7 +92,7 @@ class LastUse(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Liveness:
-    """Until when the stage's code reads what it is given; read off the stage's jaxprs."""
+    """The last reader of each input of a stage's code; read off the stage's jaxprs."""
 
     x: LastUse = LastUse.WEIGHT_GRAD
     cotangent: LastUse = LastUse.INPUT_GRAD
@@ -109,7 +109,7 @@ class Liveness:
 
 
 def longest(needs: Sequence[Liveness]) -> Liveness:
-    """Until when any of several kinds of stages reads what it is given."""
+    """The last reader of each input, of several kinds of stages."""
     return Liveness(*(max(getattr(n, f.name) for n in needs) for f in fields(Liveness)))
 
 
@@ -167,7 +167,7 @@ EFFECTS = (
     Effect(_F, WRITE, Place.AUX, when="is_last", absent=(_L,)),
     Effect(_F, WRITE, Place.LAST_GRADIENTS, "", Of.OWN, "is_last", (), _BACKWARDS, (_L,)),
     Effect(_F, WRITE, Place.SHARED_GRADIENTS, "", Of.OWN, "is_last", (), _BACKWARDS, (_L,)),
-    # slices of sequences: what the slices before left, and what is left for the next
+    # slices of sequences: values of the slices before, and values for the next slice
     Effect(_F, READ, Place.CARRY, "carry", when="continues"),
     Effect(_F, READ, Place.BUFFER, "buffer", Of.SEQUENCE, "continues"),
     Effect(_R, READ, Place.CARRY, "carry", when="continues"),

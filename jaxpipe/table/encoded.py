@@ -244,8 +244,8 @@ class Encoded:
         """Per action, the action that makes its input from the neighbour stage, or -1 (none needed,
         or missing).
 
-        F: the F of the stage before.  B and I: the B or I of the next stage.  SEND: what it sends.
-        RECV: its SEND.
+        F: the F of the stage before.  B and I: the B or I of the next stage.  SEND: the action
+        that makes its message.  RECV: its SEND.
         """
         found = np.full(self.num_actions, -1, np.int64)
         sources = {message.value: self._maker(message.value) for message in MESSAGES}

@@ -8,7 +8,6 @@ import numpy as np
 
 from .action import Cell, Row, parts
 from .encoded import Encoded, encode
-from .kinds import KINDS, makers
 from .run_order import Transfers, buffered_order, waits
 
 MARK = "<-- ERROR HERE"
@@ -24,8 +23,8 @@ def grid(
     """Draw rows as text, each action in the first unit time step that its inputs allow.
 
     `marked` holds (device, position) of cells to point at: they are bracketed and their line ends
-    in `<-- ERROR HERE`. A table that cannot run (a deadlock, a missing producer) or that has
-    transfers is drawn by position instead of by time. Of more than `most_columns` columns, those
+    in `<-- ERROR HERE`. A table that cannot run (a deadlock) or that has transfers
+    is drawn by position instead of by time. Of more than `most_columns` columns, those
     around the first marks are drawn, or the first ones where nothing is marked.
 
     With several slices a sequence, `2F1.3` is slice 3 of sequence 1.
@@ -126,40 +125,13 @@ def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
     if not actions or any(not a.kind.is_compute for a in actions):
         return by_position
     table = encode(rows, 1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions))
-    if table.too_sparse or not _has_all_it_needs(table):
+    if table.too_sparse or not table.in_range.all():
         return by_position
     wait = waits(table, Transfers.ASYNC)
     order = buffered_order(table, wait)
     if order.cycles:
         return by_position
     return _in_time(rows, table, np.where(wait >= 0, wait, table.num_actions).tolist(), order.order)
-
-
-def _has_all_it_needs(table: Encoded) -> bool:
-    """Whether everything that an action needs is in the table, and before it where it is in the
-    same row.
-    """
-    if not table.in_range.all():
-        return False
-    places = np.append(table.device, -1)
-    ready = np.ones(table.num_actions, bool)
-    for spec in KINDS:
-        mine = np.flatnonzero(table.kind == spec.kind)
-        stage, m = table.stage[mine], table.microbatch[mine]
-        for value in spec.reads:
-            made = table.at[list(makers(value))][:, stage, m]
-            late = (made > mine) & (places[made] == table.device[mine])
-            ready[mine] &= (made >= 0).any(axis=0) & ~late.any(axis=0)
-        source = stage + spec.came_from
-        fed = (
-            mine[(source >= 0) & (source < table.num_stages)]
-            if spec.needs is not None
-            else mine[:0]
-        )
-        ready[fed] &= (table.producer[fed] >= 0) & (
-            table.crosses[fed] | (table.producer[fed] < fed)
-        )
-    return bool(ready.all())
 
 
 def _in_time(

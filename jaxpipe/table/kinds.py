@@ -1,5 +1,5 @@
-"""Every kind of action, declared once: what it needs, makes and releases, which cost it has, how it
-is drawn.
+"""Every kind of action, declared once: the values that it needs, makes and releases, its cost,
+and its colours.
 
 The parser, the checker, the simulator, the count of activations and the pictures read these
 declarations.  They name a kind themselves only where a rule or a message is about that kind alone.
@@ -45,7 +45,7 @@ class Kind(enum.IntEnum):
 
 class Pass(enum.Enum):
     """The pass that an action belongs to; the value is the step from a stage to the stage that
-    needs what it made.
+    needs its result.
     """
 
     FORWARD = 1
@@ -53,17 +53,17 @@ class Pass(enum.Enum):
 
 
 class Value(enum.Enum):
-    """What actions make and need, of one stage and microbatch each; only the first two travel from
-    stage to stage.
+    """The values that actions make and need, of one stage and microbatch each; only the first two
+    travel from stage to stage.
     """
 
     OUTPUT = "output"  # the next stage's input
     INPUT_GRAD = "input gradient"  # the stage before needs it
     WEIGHT_GRAD = "weight gradient"  # added to that of the other microbatches
     INPUT = "input"  # the stage's own, kept by F for R
-    ACTIVATIONS = "activations"  # what a backward reads of its forward
-    STASH = "stash"  # what W reads of its I
-    # what H reads of its L; of a device, where the others are of a stage
+    ACTIVATIONS = "activations"  # residuals of a forward, which its backward reads
+    STASH = "stash"  # values that W reads of its I
+    # values that H reads of its L; of a device, where the others are of a stage
     SHARE_STASH = "stash of a share"
 
 
@@ -304,18 +304,18 @@ COMPUTE, TRANSFERS = (
     kinds_where(lambda spec: not spec.is_compute),
 )
 RECOMPUTE = readers(Value.INPUT)
-# What runs the code of a stage's forward, whichever pass it belongs to.
+# Kinds that run the code of a stage's forward, in either pass.
 RUNS_FORWARD = makers(Value.ACTIVATIONS)
 # The values that stay on their device for a later action of the same stage and microbatch.
 KEPT = tuple(value for value in Value if readers(value))
 # Collective actions, which all devices execute at the same time.
 COLLECTIVES = kinds_where(lambda spec: spec.is_collective)
-# The collective actions: what has the number of its device before it.
+# The collective actions and their late parts: the number before the kind is the device's.
 SHARES = kinds_where(lambda spec: spec.is_share)
 # Those that are a spread `first` and its gradient, and those that are a spread `last`.
 SPREAD_FIRST = kinds_where(lambda spec: spec.end is not None and spec.end.stage == 0)
 SPREAD_LAST = kinds_where(lambda spec: spec.end is not None and spec.end.stage != 0)
-# What may be the forward half of an overlapped pair, and its backward half.
+# The kinds of the forward half of an overlapped pair, and of its backward half.
 FORWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.FORWARD)
 BACKWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.BACKWARD)
 SENDS, RECEIVES = (

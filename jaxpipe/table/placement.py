@@ -26,8 +26,8 @@ class Placement:
     num_devices: int
 
     def __post_init__(self) -> None:
-        """ScheduleError for what is no placement, or far too large; whether its devices exist is
-        for `check` to say.
+        """ScheduleError for a value of another type, or one that is far too large.  `check` finds
+        devices that do not exist.
         """
         set_typed(self, ScheduleError)
         _require_size(self.num_devices, len(self.devices_of) // max(1, self.num_devices))
@@ -137,7 +137,7 @@ class Placement:
 
 
 def _require_size(devices: int, chunks: int) -> None:
-    """ScheduleError for what is not a number, or asks for far too many stages."""
+    """ScheduleError for another type than int, or for far too many stages."""
     if not all(map(is_whole, (devices, chunks))):
         raise ScheduleError(
             f"devices={quoted(devices)} and chunks={quoted(chunks)} must be whole numbers"

@@ -215,7 +215,7 @@ def _placement(table: Encoded, placement: Placement) -> Iterator[Violation]:
         for d in devices
         if 0 <= d < rows
     ]
-    # A transfer belongs to what it serves: the rule of transfers.
+    # The rule of transfers says where a transfer belongs.
     known = table.in_range & table.is_compute
     shares, others = known & table.shares, known & ~table.shares
     for i in np.flatnonzero(shares & (table.stage != table.device)).tolist():

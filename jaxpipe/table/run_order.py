@@ -2,7 +2,7 @@
 other.
 
 Each device runs its row in order.  Devices are advanced as far as they can go, and one that must
-wait is parked at what it waits for, so the work is linear in the number of actions.
+wait is parked at the action that it waits for.  A cycle is found when its last device stops.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def _run(
     collectives = dict(table.collectives)
     # how many are not there yet
     absent = dict.fromkeys((collective.members[0] for collective in collectives.values()), devices)
+    missing = dict.fromkeys(absent, 0)  # the devices before this one are there
     owner, is_send = table.device.tolist(), table.of_kinds(SENDS).tolist()
     done = bytearray(total + 1)
     done[total] = 1
@@ -118,7 +119,9 @@ def _run(
         at = stopped[device]
         if at in collectives:
             members = collectives[at].members
-            return next(member for d, member in enumerate(members) if stopped[d] != member)
+            while stopped[missing[members[0]]] == members[missing[members[0]]]:
+                missing[members[0]] += 1
+            return members[missing[members[0]]]
         return mate[at] if mate[at] >= 0 else need[at]
 
     def cycle_from(device: int) -> tuple[Wait, ...]:

@@ -46,8 +46,8 @@ class Schedule:
     certificate: Certificate | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """ScheduleError for what has no rows; what else they hold than cells is for those to say
-        who read `cells`.
+        """ScheduleError for a value without rows; `cells` raises it for rows that hold anything but
+        cells.
         """
         set_typed(self, ScheduleError, but=("rows",))
         object.__setattr__(self, "rows", as_rows(self.rows))
@@ -225,7 +225,7 @@ class Schedule:
                     yield device, position, action
 
     def with_rows(self, rows: Sequence[Sequence[Cell]]) -> Schedule:
-        """The same placement, microbatches and name with other rows (what a pass returns)."""
+        """The same placement, microbatches and name with other rows."""
         return replace(self, rows=as_rows(rows), certificate=None)
 
     def __str__(self) -> str:

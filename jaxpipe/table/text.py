@@ -207,7 +207,7 @@ def json_value(text: str) -> object:
 
 
 def _readable(text: str, what: str) -> str:
-    """The text as it is; ScheduleError for what is not a str, or is far too long for a table."""
+    """The text as it is; ScheduleError for another type than str, or one that is far too long."""
     if not isinstance(text, str):
         raise ScheduleError(f"{quoted(text)} is not text; give the {what} as a str")
     if len(text) > MAX_TEXT:
@@ -233,7 +233,7 @@ def _cells(
     bad: list[Violation],
     place: Callable[[int, int], str],
 ) -> list[Cell]:
-    """Read the cells of a row, given with their columns, adding what is wrong to `bad` until that
+    """Read the cells of a row, given with their columns, adding violations to `bad` until that
     is full.
     """
     row: list[Cell] = []

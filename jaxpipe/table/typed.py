@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_typ
 import numpy as np
 
 from ..errors import JaxpipeError, ScheduleError, listed, quoted
-from .limits import is_number, is_whole
+from .limits import MAX_COST, is_number, is_whole
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,11 +79,16 @@ def plain(number: Any) -> int | float:
     return int(number) if is_whole(number) else as_float
 
 
+def is_cost(value: object) -> bool:
+    """Whether a value is a finite number of at least 0, of `MAX_COST` at most."""
+    return is_number(value) and 0 <= plain(value) <= MAX_COST
+
+
 _hints = cache(get_type_hints)
 
 
 def _read_all(given: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) -> dict[str, Any]:
-    """Every value as its annotation wants it; what has none stays as it is."""
+    """Every value as its annotation wants it; a value without one stays as it is."""
     hints = _hints(owner)
     read = {name: _read(value, hints.get(name, Any)) for name, value in given.items()}
     faults = [
@@ -118,7 +123,7 @@ def _read(value: Any, hint: Any) -> Any:
 
 
 def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
-    """A container, and what is in it; what can be read but once is not looked into."""
+    """A container with its items; an iterator, which can be read only once, stays as it is."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, origin) or isinstance(value, str | bytes):
@@ -137,7 +142,7 @@ def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
 
 
 def _type_text(hint: Any) -> str:
-    """An annotation, as an error says what a value must be."""
+    """An annotation in the words of an error."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return " or ".join(map(_type_text, get_args(hint)))

@@ -208,7 +208,7 @@ class _Run:
     def __init__(self, schedule: Schedule, costs: Costs, kinds: frozenset[Kind]) -> None:
         table = schedule.encoded
         by_stage = costs.for_stages(table.num_stages)
-        self._table, self._placed = table, kinds
+        self._placed = kinds
         self._insertion = Insertion(schedule, by_stage)
         self._loop = self._insertion.loop
         seconds = set(self._loop.second_half.values())
@@ -221,10 +221,12 @@ class _Run:
         for user, need in enumerate(self._loop.need):
             self._users.setdefault(need, []).append(user)
         devices, hop = table.num_devices, by_stage.transfer if table.num_devices > 1 else None
-        # By action: the collective that reads what it makes, and the E that it waits for.
-        self._source: dict[int, tuple[Kind, int]] = {}
+        # A collective has the number of its first member; that of the table's own ones too.
+        self._own = {collective.members[0] for collective in table.collectives.values()}
+        self._kind = {number: Kind(int(table.kind[number])) for number in self._own}
+        # By action: the collective that reads its result, and the E that it waits for.
+        self._source: dict[int, int] = {}
         self._input: dict[int, int] = {}
-        self._collective: dict[tuple[Kind, int], int] = {}
         for kind in sorted(kinds):
             end = KINDS[kind].end
             assert end is not None
@@ -236,24 +238,29 @@ class _Run:
                 members = tuple(
                     self._insertion.add(d, Action(d, kind, m), length) for d in range(devices)
                 )
+                number = members[0]
                 self._loop.groups |= dict.fromkeys(members, members)
-                self._collective[kind, m] = members[0]
+                self._kind[number] = kind
                 if sources:
-                    self._loop.wait(members[0], int(table.last_half[sources[m]]), latency)
-                    self._source[int(table.last_half[sources[m]])] = (kind, m)
+                    source = int(table.last_half[sources[m]])
+                    self._loop.wait(number, source, latency)
+                    self._source[source] = number
                 if users and users[m] >= 0:
-                    self._loop.wait(users[m], members[0], latency)
+                    self._loop.wait(users[m], number, latency)
                     if kind is Kind.E:
-                        self._input[users[m]] = m
+                        self._input[users[m]] = number
+        self._to_come = sum(map(self._counts, self._kind))
         # Collective actions that are due alone; each G whose gradient is ready.
         self._due: list[tuple[float, Kind, int]] = []
-        self._enqueued: set[tuple[Kind, int]] = set()
         self._waiting: list[tuple[float, int]] = []
-        self._to_come = (
-            len(kinds & {Kind.E, Kind.L}) * schedule.num_microbatches
-            + len(table.collectives) // devices
-        )
         self._queue: list[tuple[float, int, int]] = []  # (start, device, cell)
+
+    def _counts(self, number: int) -> bool:
+        """Whether a collective comes whether or not a G waits for it."""
+        return self._kind[number] is not Kind.G or number in self._own
+
+    def _is_left(self, number: int) -> bool:
+        return self._loop.ends[number] == NEVER
 
     def table(self) -> Schedule:
         """Run it to its end."""
@@ -266,17 +273,13 @@ class _Run:
             self._offer(device)
         while self._queue or self._due:
             if self._due and (not self._queue or self._due[0][0] <= self._queue[0][0]):
-                due, kind, microbatch = heapq.heappop(self._due)
-                if self._loop.ends[self._number(kind, microbatch)] == NEVER:
-                    yield from self._run_collective(due, kind, microbatch)
+                due, _, number = heapq.heappop(self._due)
+                if self._is_left(number):
+                    yield from self._run_collective(due, number)
                 continue
             start, device, cell = heapq.heappop(self._queue)
             if start == self._start(device) and self._left[device][0] == cell:
                 yield from self._run(device)
-
-    def _number(self, kind: Kind, microbatch: int) -> int:
-        found = self._collective.get((kind, microbatch))
-        return int(self._table.at[kind, 0, microbatch]) if found is None else found
 
     def _start(self, device: int) -> float:
         """When a device's next cell can start; `NEVER` where it lacks something, is a collective,
@@ -296,18 +299,15 @@ class _Run:
             # One that the table has already, when all devices have reached it.
             members = self._loop.groups[left[0]]
             if all(row and row[0] == i for row, i in zip(self._left, members, strict=True)):
-                kind = Kind(int(self._table.kind[left[0]]))
-                self._ask(self._loop.ready(members[0]), kind, int(self._table.microbatch[left[0]]))
+                self._ask(self._loop.ready(members[0]), members[0])
         elif left:
             halves = (left[0], self._loop.second_half.get(left[0], left[0]))
-            for microbatch in {self._input[half] for half in halves if half in self._input}:
-                self._ask(self._loop.free[device], Kind.E, microbatch)
+            for number in {self._input[half] for half in halves if half in self._input}:
+                self._ask(self._loop.free[device], number)
 
-    def _ask(self, due: float, kind: Kind, microbatch: int) -> None:
-        """Have a collective for this, once."""
-        if (kind, microbatch) not in self._enqueued:
-            self._enqueued.add((kind, microbatch))
-            heapq.heappush(self._due, (due, kind, microbatch))
+    def _ask(self, due: float, number: int) -> None:
+        """Have a collective for this."""
+        heapq.heappush(self._due, (due, self._kind[number], number))
 
     def _run(self, device: int) -> Iterator[int]:
         cell = self._left[device].popleft()
@@ -316,21 +316,21 @@ class _Run:
         if last != cell:
             yield last
         if last in self._source:
-            kind, microbatch = self._source[last]
-            there = self._loop.ready(self._collective[kind, microbatch])
-            if kind is not Kind.G:
-                self._ask(there, kind, microbatch)
+            number = self._source[last]
+            there = self._loop.ready(number)
+            if self._kind[number] is not Kind.G:
+                self._ask(there, number)
             else:
-                heapq.heappush(self._waiting, (there, microbatch))
+                heapq.heappush(self._waiting, (there, number))
                 if not self._to_come or len(self._waiting) > _MOST_WAITING:
-                    self._ask(self._waiting[0][0], kind, self._waiting[0][1])
+                    self._ask(*self._waiting[0])
         self._offer(device)
         for user in self._users.get(last, ()):
             other = self._loop.device[user]
             if other != device:
                 self._offer(other)
 
-    def _run_collective(self, due: float, kind: Kind, microbatch: int) -> Iterator[int]:
+    def _run_collective(self, due: float, number: int) -> Iterator[int]:
         """A collective action begins when the last device is free; until then, each device runs
         the actions that fit.
         """
@@ -346,39 +346,35 @@ class _Run:
                 if start + self._loop.duration[last] <= begin:
                     yield from self._run(device)
                     moved = True
-        yield self._collective_of(kind, microbatch)
-        for following in self._next_inputs() if kind is not Kind.E else ():
-            yield self._collective_of(Kind.E, following)
+        yield self._taken(number)
+        for following in self._next_inputs() if self._kind[number] is not Kind.E else ():
+            yield self._taken(following)
         while self._waiting and self._waiting[0][0] <= begin:
             waiting = heapq.heappop(self._waiting)[1]
-            if self._loop.ends[self._collective[Kind.G, waiting]] == NEVER:
-                yield self._collective_of(Kind.G, waiting)
-        if not self._to_come:
-            while self._waiting:
-                there, waiting = heapq.heappop(self._waiting)
-                self._ask(there, Kind.G, waiting)
+            if self._is_left(waiting):
+                yield self._taken(waiting)
+        while self._waiting and not self._to_come:
+            self._ask(*heapq.heappop(self._waiting))
         for device in range(len(self._left)):
             self._offer(device)
 
     def _next_inputs(self) -> list[int]:
-        """The microbatches of the first stage's next F on each device that has it, where their E is
-        not done.
-        """
+        """The E of the first stage's next F on each device that has it, where it is not done."""
         found = []
         for left in self._left if self._input else ():
             halves = (half for i in left for half in (i, self._loop.second_half.get(i, -1)))
             following = next((self._input[half] for half in halves if half in self._input), -1)
-            if following >= 0 and self._loop.ends[self._collective[Kind.E, following]] == NEVER:
+            if following >= 0 and self._is_left(following):
                 found.append(following)
         return found
 
-    def _collective_of(self, kind: Kind, microbatch: int) -> int:
-        """The number of a collective; one of the table's own leaves the rows."""
-        self._to_come -= kind is not Kind.G or kind not in self._placed
-        if kind not in self._placed:
+    def _taken(self, number: int) -> int:
+        """A collective that comes now; one of the table's own leaves the rows."""
+        self._to_come -= self._counts(number)
+        if number in self._own:
             for left in self._left:
                 left.popleft()
-        return self._number(kind, microbatch)
+        return number
 
 
 def _makers(table: Encoded, value: Value | None, stage: int) -> list[int]:

@@ -55,6 +55,35 @@ def test_the_command_line_runs_the_best_plan(capsys):
     assert all(max(plan["memory"]) <= 40e9 for plan in found["plans"])
 
 
+SMALL = ["--gpus", "8", "--batch", "16", "--context", "2048", "--memory", "40GB"]
+
+
+def test_choices_are_those_of_the_command_line(tmp_path, capsys):
+    """And every other choice and mesh has one reason."""
+    drawn = tmp_path / "plan.svg"
+    flags = ["--schedules", "1f1b", "zb_h1", "-V", "1", "--remat", "full", "--tensor", "2"]
+    model = ["plan", "--model", "llama3.2-1b", *SMALL, "--json"]
+    assert main([*model, *flags, "-o", str(drawn)]) == 0
+    assert "<svg" in drawn.read_text()
+    found = json.loads(capsys.readouterr().out)
+    assert {(p["schedule"], p["chunks"], p["remat"]) for p in found["plans"]} <= {
+        ("1f1b", 1, "full"),
+        ("zb_h1", 1, "full"),
+    }
+    assert {p["mesh"]["tensor"] for p in found["plans"]} == {2}
+    reasons = {r["plan"]: r["why"] for r in found["rejected"]}
+    assert len(reasons) == len(found["rejected"])
+    assert any("meshes take less" in why for why in reasons.values())
+    assert {f"pipe {p} x data {4 // p} x tensor 2" for p in (1, 2, 4)} <= {
+        mesh.split(" fsdp")[0].split(",")[0]
+        for mesh in (*reasons, *(p["label"] for p in found["plans"]))
+    }
+    assert main([*model, "--layers", "3", "--gated", "--search", "2"]) == 2
+    assert "leave out --layers, --search, --gated" in capsys.readouterr().err
+    assert main([*model, "--schedules", "auto", "--remat", "stages"]) == 2
+    assert "'auto' and 'stages' cannot be chosen with the mesh" in capsys.readouterr().err
+
+
 def test_what_no_mesh_has_room_for_is_named():
     given = {"gpus": 8, "batch": 16, "context": 2048}
     with pytest.raises(jp.PlanError, match=r"nothing fits into 18\.6 GiB .* more; what would help"):

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxpipe.doctor.lines import Verdict
 
 import jaxpipe as jp
 from jaxpipe.doctor import steps
+from jaxpipe.doctor.findings import Verdict
 from jaxpipe.inspect.agreement import collective_faults, connected, groups_of
 from jaxpipe.inspect.hlo import Instruction, parse
 from tests.gpu.programs import ROWS, TIME, VOCAB, WIDTH, gpu_mesh, needs_gpu_compiler, shapes, stage

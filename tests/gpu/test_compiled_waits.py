@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, graph_nodes
-from jaxpipe.inspect.hlo import parse
-from jaxpipe.inspect.waits import (
+from jaxpipe.inspect.gpu_program import (
+    GpuProgram,
     Predicate,
+    compile_and_read,
     count_waits,
     find_predicates,
     flat,
+    graph_nodes,
     most_waits,
 )
+from jaxpipe.inspect.hlo import parse
 from tests.gpu import programs
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 

@@ -10,8 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.inspect.gpu_program import compile_and_read
-from jaxpipe.inspect.waits import count_waits, flat
+from jaxpipe.inspect.gpu_program import compile_and_read, count_waits, flat
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 from tests.tiers import slow
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.inspect.step_time import step_time
+from jaxpipe.inspect.step_report import step_time
 from jaxpipe.lowering.overheads import GUESSED
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 

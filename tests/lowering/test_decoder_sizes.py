@@ -13,11 +13,14 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.jaxprs.sizes import nbytes
 from jaxpipe.planner.transformer import Transformer
+from tests.tiers import exhaustive, slow
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from llama_parts import model as llama
-from llama_parts.sizes import PUBLISHED
+from llama_parts.sizes import PUBLISHED, Sizes
+from moe_parts.model import MoE
+from moe_parts.sizes import PUBLISHED as MIXTURE_SIZES
 
 POLICIES = {
     llama.Remat.NONE: None,
@@ -56,20 +59,54 @@ def backward(kept, cotangent):
 fused.defvjp(forward, backward)
 
 
-def made(name, remat, monkeypatch, *, layers, **settings):
-    """The model of an example, smaller, with a stand-in for its fused kernel."""
+class Gemma(llama.Llama):
+    """Gemma 2: results of attention and MLP are normed too, and the gate is a GELU."""
+
+    def _layers(self):
+        scale = {"scale": (self.sizes.width,)}
+        return super()._layers() | {"post1": scale, "post2": scale}
+
+    def _layer(self, params, x, seen):
+        u = self._whole(self._norm(params["norm1"], x))
+        x = self._added(params["post1"], x, self._attend(params["attn"], u, seen))
+        u = self._whole(self._norm(params["norm2"], x))
+        return self._added(params["post2"], x, self._swiglu(params["mlp"], u))
+
+    def _added(self, params, x, more):
+        return x + self._between(self._norm(params, self._between(more)))
+
+    def _swiglu(self, params, u):
+        gate = jax.nn.gelu(self._dense(params["gate"], u))
+        return self._dense(params["down"], gate * self._dense(params["up"], u))
+
+
+class Gelu(llama.Llama):
+    """An MLP of two matrices, as GPT has it."""
+
+    def _layers(self):
+        width, hidden = self.sizes.width, self.sizes.hidden
+        mlp = llama.kernels(up=(width, hidden), down=(hidden, width))
+        return super()._layers() | {"mlp": mlp}
+
+    def _swiglu(self, params, u):
+        return self._dense(params["down"], jax.nn.gelu(self._dense(params["up"], u)))
+
+
+GEMMA2_9B = Sizes(42, 3584, 16, 8, 14_336, 256_000, head_size=256, tied=True)
+DENSE = {name: (llama.Llama, PUBLISHED[name]) for name in ("llama3-8b", "llama3-70b")}
+DENSE |= {"gelu": (Gelu, PUBLISHED["llama3-8b"]), "gemma2-9b": (Gemma, GEMMA2_9B)}
+MIXTURES = ("qwen3-30b-a3b", "67b-a2b")
+
+
+def made(name, remat, monkeypatch, *, layers, capacity=0.0, **settings):
+    """A model, smaller, with a stand-in for its fused kernel."""
     stand_in = {llama.Attention.PLAIN: lambda q, k, v, segments: fused(q, k, v)}
     monkeypatch.setattr(llama, "ATTENTIONS", stand_in)
-    own = PUBLISHED[name]
-    sizes = replace(
-        own,
-        layers=layers,
-        width=own.width // SHARE,
-        hidden=own.hidden // SHARE,
-        vocab=512,
-        head_size=own.head // SHARE,
-    )
-    found = llama.Llama(sizes, jnp.bfloat16, remat, **settings)
+    own = smaller(name, layers)
+    if name in MIXTURES:
+        found = MoE(own, jnp.bfloat16, remat, capacity=capacity, **settings)
+        return found, found.pipeline_model("E" + "t" * layers + "L")
+    found = DENSE[name][0](own, jnp.bfloat16, remat, **settings)
     model = jp.Model(
         {"E": found.first, "t": found.layer, "L": found.last},
         layers="E" + "t" * layers + "L",
@@ -78,50 +115,82 @@ def made(name, remat, monkeypatch, *, layers, **settings):
     return found, model
 
 
+def smaller(name, layers):
+    """A part of every width, and of the experts; the table is not tied, for it is not looked at."""
+    own = MIXTURE_SIZES[name] if name in MIXTURES else DENSE[name][1]
+    less = {"layers": layers, "width": own.width // SHARE, "hidden": own.hidden // SHARE}
+    less |= {"head_size": own.head // SHARE, "vocab": 512, "tied": False}
+    if name not in MIXTURES:
+        return replace(own, **less)
+    r = own.routing
+    parts = {"hidden": r.hidden // SHARE, "shared": r.shared // SHARE, "experts": r.experts // 8}
+    return replace(own, **less, routing=replace(r, **parts))
+
+
 def rows(count):
     kinds = (("tokens", jnp.int32), ("targets", jnp.int32), ("weights", jnp.float32))
     return {key: jax.ShapeDtypeStruct((count, CONTEXT), dtype) for key, dtype in kinds}
 
 
-def estimated(name, *, tensor=1, sequence=False):
+def estimated(name, *, capacity=0.0, tensor=1, sequence=False):
     """The same by sizes."""
-    own = PUBLISHED[name]
-    width = own.width / SHARE
+    own = smaller(name, 4)
+    more = {}
+    if name in MIXTURES:
+        r = own.routing
+        more = {"experts": r.experts, "chosen": r.chosen, "ffn": r.hidden, "shared": r.shared}
+        more |= {"capacity": capacity, "normed": own.normed}
     return Transformer(
-        width=width,
+        **{"ffn": own.hidden, **more},
+        width=own.width,
         vocab=512,
         context=CONTEXT,
-        ffn=own.hidden / SHARE,
-        gated=True,
+        gated=name != "gelu",
+        q_share=own.heads * own.head / own.width,
         kv_share=own.kv_heads * own.head / own.width,
-        head=own.head / SHARE,
+        head=own.head,
+        post_norms=name == "gemma2-9b",
         tensor=tensor,
         sequence=sequence,
     ).costs()["t"]
 
 
 @pytest.mark.parametrize("remat", POLICIES)
-@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b"])
-def test_a_layer_keeps_what_its_sizes_say(name, remat, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "capacity"), [*((n, 0) for n in (*DENSE, *MIXTURES)), ("qwen3-30b-a3b", 1.25)]
+)
+def test_a_layer_keeps_what_its_sizes_say(name, capacity, remat, monkeypatch):
     """Of two stages of two layers each, traced: nothing is compiled."""
-    found, model = made(name, remat, monkeypatch, layers=4, tensor=None)
+    found, model = made(name, remat, monkeypatch, layers=4, capacity=capacity, tensor=None)
     schedule = jp.schedules.build("zb_h1", devices=2, microbatches=2)
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
     pipe = jp.Pipeline(model, schedule, mesh, layout="Ett|ttL")
     (kind,) = pipe.trace(pipe.place(found.shapes()), rows(2)).code.kinds
-    said = estimated(name).under(POLICIES[remat] or "")
+    said = estimated(name, capacity=capacity).under(POLICIES[remat] or "")
     # A scan over layers keeps each layer's input besides.
     kept = sum(map(nbytes, (*kind.residual_input, *kind.residual_weight)))
     assert 2 * (said.residuals + said.boundary) == pytest.approx(kept, rel=0.05)
     assert 2 * said.stash == pytest.approx(sum(map(nbytes, kind.stash)), rel=0.05)
+    held = sum(leaf.size for leaf in jax.tree.leaves(found.shapes()["stages"]))
+    assert 4 * said.parameters / 2 == pytest.approx(held, rel=0.01)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sequence", [False, True])
-def test_devices_that_share_a_layer_keep_their_parts(sequence, monkeypatch):
+# Each compiles a layer.
+SHARED = [
+    (slow if remat is llama.Remat.NONE and sequence >= (name != "llama3-8b") else exhaustive)(
+        name, remat, sequence
+    )
+    for name in ("llama3-8b", "gemma2-9b", "qwen3-30b-a3b")
+    for remat in POLICIES
+    for sequence in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "remat", "sequence"), SHARED)
+def test_devices_that_share_a_layer_keep_their_parts(name, remat, sequence, monkeypatch):
     """Where the partitioner splits it, which compiles the layer."""
     settings = {"tensor": "tensor", "sequence": sequence}
-    found, model = made("llama3-8b", llama.Remat.NONE, monkeypatch, layers=1, **settings)
+    found, model = made(name, remat, monkeypatch, layers=1, **settings)
     mesh = jax.make_mesh((1, 2), ("pipe", "tensor"), devices=jax.devices()[:2])
     measured = jp.measure(
         model,
@@ -131,6 +200,6 @@ def test_devices_that_share_a_layer_keep_their_parts(sequence, monkeypatch):
         sharding=jp.Sharding(specs=found.specs()),
         peak=jp.measuring.Peak(flops=1e12, bandwidth=1e12),
     )["t"]
-    said = estimated("llama3-8b", tensor=2, sequence=sequence)
+    said = estimated(name, tensor=2, sequence=sequence).under(POLICIES[remat] or "")
     assert said.boundary == measured.boundary
     assert said.residuals == pytest.approx(measured.residuals, rel=0.05)

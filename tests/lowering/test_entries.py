@@ -11,17 +11,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpipe.jaxprs import (
-    Entry,
-    InSlots,
-    Part,
-    Piece,
-    Slot,
-    Total,
-    TotalPiece,
-    into_scans,
-    run_in_slots,
-)
+from jaxpipe.jaxprs.entry import Entry, Part
+from jaxpipe.jaxprs.eval_in_slots import run_in_slots
+from jaxpipe.jaxprs.scan_residuals import into_scans
+from jaxpipe.jaxprs.slots import InSlots, Piece, Slot, Total, TotalPiece
 from jaxpipe.stage.trace import trace_stage
 
 SHAPES = [

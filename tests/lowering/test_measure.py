@@ -130,6 +130,34 @@ def test_layers_are_measured_apart_and_planned():
     assert max(traced.best.memory) == report["predicted"]["total"] + gradients, "Adam's two moments"
 
 
+def test_policies_are_measured_and_planned():
+    """Bytes are those of the traced layer under each policy, and the plan's pipeline runs it."""
+    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct((ROWS, *a.shape[1:]), a.dtype), BATCH)
+    peak = jp.measuring.Peak(flops=1e12, bandwidth=1e12)
+    names = ("dots_saveable", "nothing_saveable")
+    cost = jp.measure(MODEL, PARAMS, one, peak=peak, policies=names)["t"]
+    hidden = ROWS * 4 * WIDTH * 4
+    assert cost.residuals == hidden  # tanh, from which its gradient follows
+    # The product, of which tanh is computed again; then nothing.
+    assert [cost.policies[name].residuals for name in names] == [hidden, 0]
+    dots, none = (cost.policies[name].again for name in names)
+    assert 0 <= dots < none
+    costs = jp.measure(MODEL, PARAMS, one, peak=peak, policies=names)
+    options = {"schedules": ("1f1b",), "chunks": (1,), "remat": names[1:]}
+    plan = jp.plan(MODEL, costs, devices=2, microbatches=M, **options).best
+    assert plan.policies == (("t", "nothing_saveable"),)
+    mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
+    pipe = plan.pipeline(MODEL, mesh)
+    (kind,) = pipe.trace(pipe.place(PARAMS), BATCH).code.kinds[:1]
+    kept = (*kind.residual_input, *kind.residual_weight)
+    assert all(4 * WIDTH not in leaf.shape for leaf in kept)
+    with pytest.raises(jp.PipelineError, match="policies holds 'dots'; give names of"):
+        jp.measure(MODEL, PARAMS, one, peak=peak, policies=("dots",))
+    stages = {"stages": PARAMS["stages"]["t"]}
+    with pytest.raises(jp.PipelineError, match="policies are of the letters of layers"):
+        jp.measure(jp.Model(layer), stages, {"x": one["x"]}, peak=peak, policies=names)
+
+
 def test_shared_parameters_are_planned_with_the_last_layer():
     """Every device has a tied table, its gradient and Adam's moments; what is frozen
     has neither.

@@ -12,7 +12,7 @@ from strategies import random_schedule
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.lowering.plan import Plan
-from jaxpipe.steps import Steps
+from jaxpipe.steps import StepRunner
 from tests.models import twin
 from tests.parity.engines import case_data, jaxpipe_step, pipeline, truth, worst_error
 from tests.parity.tolerance import FLOAT64
@@ -42,7 +42,7 @@ def follows(schedule, plan):
     """Run the table by this plan and compare with the oracle."""
     model, count = model_of(schedule.num_stages), schedule.num_microbatches
     pipe = pipeline(schedule, model)
-    with mock.patch.object(Steps, "plan", plan):
+    with mock.patch.object(StepRunner, "plan", plan):
         found = jaxpipe_step(pipe, *case_data(model, count, 1))
     assert worst_error(found, truth(model, count, 1)) <= FLOAT64
 

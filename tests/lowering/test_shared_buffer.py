@@ -7,7 +7,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.jaxprs import Entry, Part
+from jaxpipe.jaxprs.entry import Entry, Part
 from jaxpipe.spmd.shared_buffers import SharedBuffer
 
 EIGHT = 8  # devices of the axis that the partitioner has

@@ -1,4 +1,6 @@
-"""Pools in tiles, as TPUs have them, on CPU devices: the numbers are those of raveled pools."""
+"""Programs for TPUs on CPU devices, with pools in tiles and large sums by parts: the numbers are
+those of one device.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.lowering.target import Target
+from jaxpipe.model import leaf_plan
 from tests.axes import model as axes_model
 from tests.axes.model import SPECS, batch, build, canonical, like_truth, truth, worst_error
 from tests.parity.tolerance import FLOAT64
@@ -23,12 +26,15 @@ TILE = (2, 4)
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     # Every test below has functions of its own: equal pipelines would share compiled code.
     monkeypatch.setattr(Target, "tile", TILE)
+    monkeypatch.setattr(Target, "on_tpus", True)  # accumulators in order, sums by parts
+    monkeypatch.setattr(leaf_plan, "PART", 64)
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("zb_h1", {}),
+        ("1f1b", {"data_axes": ("data",)}),
         slow("zb_h1", {"specs": SPECS, "data_axes": ("data",)}),
         slow("1f1b", {"specs": SPECS}),
         slow("dualpipe", {}),
@@ -43,6 +49,7 @@ def test_numbers_of_one_device(name: str, options: dict[str, Any]) -> None:
     params = pipe.place(canonical(schedule.num_stages))
     pools = str(pipe.trace(params, batch(4)).function.jaxpr)
     assert f",{TILE[0]},{TILE[1]}]" in pools
+    assert "layout_constraint" in pools
     loss, grads = pipe.value_and_grad(params, batch(4))
     wanted = truth(schedule.num_stages, 4)
     found = (loss, like_truth(pipe.canonical(grads)))

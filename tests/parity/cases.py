@@ -1,24 +1,31 @@
-"""The grid: which tables are run, on which models and in which precision."""
+"""The grid: which tables are run, on which models and in which precision.
+
+It covers pairs: any two values of schedule, P, V, M, model and precision that one table can have
+are together in some case.
+"""
 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import cycle, islice, product
+from functools import cache, lru_cache
+from itertools import combinations, cycle, islice, product
 
 import jaxpipe as jp
 from tests.models import Twin, twin
 
 DEVICES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3)
-# The models beside the MLP, and the precisions beside float64: on these, one M and the schedule's
-# own V.
+# The models beside the MLP; those of `VERSIONS` are the same, written with other libraries.
 MODELS = ("conv", "gpt", "moe", "rnn", "mlp_nnx")
-# The same models, written with other libraries: on two devices.
 VERSIONS = ("gpt_nnx", "gpt_plain", "mlp_linen")
+# The precisions beside float64: tolerances for them are derived for the MLP alone.
 LOW = ("float32", "bfloat16")
+KINDS = (*(product(("mlp", *MODELS, *VERSIONS), ("float64",))), *product(("mlp",), LOW))
+# M, of P devices.
+MICROBATCHES = ("1", "2", "3", "P", "2P", "4P + 1")
 ROWS = 2
 
 
@@ -59,36 +66,63 @@ def _twin(model: str, stages: int) -> Twin:
 
 @lru_cache
 def full_grid() -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """(cases, those among the combinations for which there is no such table)."""
-    cases, undefined = [], []
-    for case in _combinations():
-        (cases if is_defined(case) else undefined).append(case)
-    return tuple(cases), tuple(undefined)
+    """(cases, the MLP's combinations for which there is no such table).
+
+    The cases are a greedy covering array: each is the one, of some that are drawn at random with a
+    pair that is still left, which covers most pairs.
+    """
+    rng = random.Random(0)
+    drawn = [values for values in _combinations() if is_defined(_case(values))]
+    with_pair: dict[Pair, list[Values]] = defaultdict(list)
+    for values in drawn:
+        for pair in _pairs(values):
+            with_pair[pair].append(values)
+    left, found = dict.fromkeys(with_pair), []
+    while left:
+        some = rng.choices(with_pair[next(iter(left))], k=50)
+        found.append(max(some, key=lambda values: sum(pair in left for pair in _pairs(values))))
+        for pair in _pairs(found[-1]):
+            left.pop(pair, None)
+    return tuple(dict.fromkeys(map(_case, found))), tuple(c for c in tables() if not is_defined(c))
+
+
+def tables() -> tuple[Case, ...]:
+    """The MLP in float64 with every schedule, P, V and M, those without a table among them."""
+    return tuple(dict.fromkeys(_case(v) for v in _combinations() if v[-1] == KINDS[0]))
 
 
 def is_defined(case: Case) -> bool:
     """Whether `build` gives a table."""
+    return _has_table(case.schedule, case.devices, case.chunks, case.microbatches)
+
+
+@cache
+def _has_table(schedule: str, devices: int, chunks: int, microbatches: int) -> bool:
     try:
-        case.build()
+        Case(schedule, devices, chunks, microbatches).build()
     except jp.ScheduleError:
         return False
     return True
 
 
-def _combinations() -> Iterator[Case]:
-    for name, devices, chunks in product(jp.schedules.names(), DEVICES, CHUNKS):
-        for microbatches in sorted({1, 2, 3, devices, 2 * devices, 4 * devices + 1}):
-            yield Case(name, devices, chunks, microbatches)
-    for model, name, devices in product(MODELS, jp.schedules.names(), (2, 4)):
-        yield Case(name, devices, _natural(name), 2 * devices, model)
-    for model, name in product(VERSIONS, jp.schedules.names()):
-        yield Case(name, 2, _natural(name), 4, model)
-    for dtype, name, devices in product(LOW, jp.schedules.names(), DEVICES):
-        yield Case(name, devices, _natural(name), 2 * devices, "mlp", dtype)
+# Schedule, P, V, M as one of `MICROBATCHES`, and one of `KINDS`.
+Values = tuple[str, int, int, str, tuple[str, str]]
+Pair = frozenset[tuple[int, object]]
 
 
-def _natural(name: str) -> int:
-    return jp.schedules.describe(name).chunks.natural
+def _combinations() -> Iterator[Values]:
+    yield from product(jp.schedules.names(), DEVICES, CHUNKS, MICROBATCHES, KINDS)
+
+
+def _case(values: Values) -> Case:
+    name, devices, chunks, microbatches, (model, dtype) = values
+    counts = {"P": devices, "2P": 2 * devices, "4P + 1": 4 * devices + 1}
+    count = counts.get(microbatches) or int(microbatches)
+    return Case(name, devices, chunks, count, model, dtype)
+
+
+def _pairs(values: Values) -> list[Pair]:
+    return [frozenset(pair) for pair in combinations(enumerate(values), 2)]
 
 
 def sample(seed: int, count: int) -> tuple[Case, ...]:
@@ -101,7 +135,7 @@ def sample(seed: int, count: int) -> tuple[Case, ...]:
     rng = random.Random(seed)
     small = [
         c
-        for c in _combinations()
+        for c in dict.fromkeys(map(_case, _combinations()))
         if c.devices <= 4 and c.microbatches <= 8 and c.devices * c.chunks <= 8
     ]
     special: list[tuple[str, str]] = [
@@ -114,5 +148,12 @@ def sample(seed: int, count: int) -> tuple[Case, ...]:
     for name in islice(cycle(names), count):
         wanted = special[len(found)] if len(found) < len(special) else ("mlp", "float64")
         of_name = [c for c in small if c.schedule == name and c not in found and is_defined(c)]
-        found.append(rng.choice([c for c in of_name if (c.model, c.dtype) == wanted]))
+        own = [c for c in of_name if (c.model, c.dtype) == wanted]
+        if wanted != KINDS[0]:  # those that compile soonest
+            own = [c for c in own if c.microbatches == 2 * c.devices and c.chunks == _natural(name)]
+        found.append(rng.choice(own))
     return tuple(found)
+
+
+def _natural(name: str) -> int:
+    return jp.schedules.describe(name).chunks.natural

@@ -46,13 +46,9 @@ def main() -> int:
 
 def cases() -> list[Case]:
     """The grid's tables that torch's runtime can run: one device a stage."""
-    from .cases import full_grid
+    from .cases import is_defined, tables
 
-    plain = [
-        c
-        for c in full_grid()[0]
-        if c.devices in PROCESSES and (c.model, c.dtype) == ("mlp", "float64")
-    ]
+    plain = [c for c in tables() if c.devices in PROCESSES and is_defined(c)]
     return [
         c for c in plain if all(len(devices) == 1 for devices in c.build().placement.devices_of)
     ]

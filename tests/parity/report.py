@@ -72,11 +72,10 @@ def _grid(have: Mapping[str, Entry]) -> list[str]:
     missing = [case for case in cases if str(case) not in have]
     failed = [case for case in run if not have[str(case)]["passed"]]
     lines = [
-        "THE GRID: every schedule x P in 1, 2, 4, 8 x V in 1, 2, 3 x M in 1, 2, 3, P, 2P, 4P + 1 "
-        "on the MLP in float64; the other",
-        "models and precisions at M = 2P with the schedule's own V (models P = 2 and 4; gpt_nnx, "
-        "gpt_plain, mlp_linen P = 2;",
-        "precisions P = 1, 2, 4, 8)",
+        "THE GRID: pairs.  Any two values of schedule, P in 1, 2, 4, 8, V in 1, 2, 3, "
+        "M in 1, 2, 3, P, 2P, 4P + 1, model and precision",
+        "that one table can have are together in some case; precisions beside float64 are of the "
+        "MLP",
         "",
         f"cases {len(cases)}, run {len(run)} ({len(run) / len(cases):.1%}), failed {len(failed)}; "
         f"combinations without such a table {len(undefined)}; "

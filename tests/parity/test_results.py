@@ -5,7 +5,7 @@ run.
 import json
 
 from tests.parity import report, results
-from tests.parity.cases import full_grid
+from tests.parity.cases import Case
 
 
 def test_results_of_other_sources_are_left_out(tmp_path):
@@ -18,14 +18,10 @@ def test_results_of_other_sources_are_left_out(tmp_path):
     assert {case: entry["error"] for case, entry in results.load(path).items()} == {"one": 2.0}
 
 
-def test_the_table_tells_what_ran_what_failed_and_what_did_not_run():
-    cases, undefined = full_grid()
-    good, bad = (
-        c
-        for c in cases
-        if (c.model, c.dtype, c.devices, c.microbatches) == ("mlp", "float64", 2, 4)
-        and c.schedule in ("gpipe", "1f1b")
-    )
+def test_the_table_tells_what_ran_what_failed_and_what_did_not_run(monkeypatch):
+    good, bad, left = (Case(name, 2, 1, 4) for name in ("gpipe", "1f1b", "zb_h1"))
+    cases, undefined = (good, bad, left), (Case("1f1b", 2, 3, 4),)
+    monkeypatch.setattr("tests.parity.cases.full_grid", lambda: (cases, undefined))
     have = {
         str(good): entry(bits="same", passed=True),
         str(bad): entry(bits="same", passed=False, step=0.5),

@@ -9,8 +9,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.engine.job_shop import JobShop
-from jaxpipe.schedules._beam import Beam
-from jaxpipe.schedules._local_search import improved, rows_of
+from jaxpipe.schedules._beam import Beam, improved, rows_of
 from tests.tiers import slow
 
 

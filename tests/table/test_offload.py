@@ -15,8 +15,7 @@ from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import Offload, assign_slots
 from jaxpipe.program.faults import ProgramRule
-from jaxpipe.program.pools import UNDER_WAY
-from jaxpipe.program.records import MOVE, NOBODY
+from jaxpipe.program.records import MOVE, NOBODY, UNDER_WAY
 from jaxpipe.program.verify import faults, verify
 from jaxpipe.transforms.remove import forward_only
 from tests.passes import cut

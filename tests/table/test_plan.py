@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shlex
 from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.cli import terminal
 from jaxpipe.cli.main import main
-from jaxpipe.inspect.step_time import step_time
+from jaxpipe.inspect.step_report import step_time
 from jaxpipe.lowering.overheads import ON_HOST
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import RunsOn
@@ -180,6 +181,45 @@ def test_what_does_not_fit_is_named_with_what_it_lacks(plans):
         match=r"nothing fits into 4\.7 GiB a device: the nearest is .* which needs .* more",
     ):
         jp.plan(MODEL, COSTS, **SHAPE, memory=5e9)
+
+
+@pytest.mark.parametrize(
+    ("more", "memory", "part", "help_", "choice"),
+    [
+        (
+            {"residuals": 3e9},
+            4.5e10,
+            "residuals",
+            "remat='full', or offload='residuals'",
+            {"schedules": ("gpipe",), "remat": ("full",)},
+        ),
+        (
+            {"stash": 1e10},
+            4e10,
+            "stash",
+            "whole backwards (1f1b, interleaved_1f1b)",
+            {"schedules": ("1f1b",)},
+        ),
+        (
+            {"parameters": 4e9},
+            2e10,
+            "parameters, gradients and optimizer state",
+            "more devices, or shares of each",
+            {"devices": 8},
+        ),
+    ],
+)
+def test_the_choice_that_would_help_most_is_named(more, memory, part, help_, choice):
+    """And with it the model fits."""
+    costs = {"t": replace(T, **more)}
+    shape = {"devices": 2, "microbatches": 4, "schedules": ("zb_h1",), "chunks": (1,)}
+    shape |= {"memory": memory, "remat": (None,), "offload": (None,)}
+    shape |= {"schedules": ("gpipe",)} if part == "residuals" else {}
+    with pytest.raises(jp.PlanError, match=r"nothing fits into .* help most: ") as error:
+        jp.plan("t*8", costs, **shape)
+    assert f"what would help most: {help_}; or" in str(error.value)
+    assert part in str(error.value)
+    assert max(jp.plan("t*8", costs, **shape | choice).best.memory) <= memory
 
 
 def test_what_cannot_fit_is_not_lowered(monkeypatch):
@@ -630,6 +670,28 @@ def test_the_command_prints_a_table_json_and_a_picture(tmp_path, capsys):
     assert best["seconds"] > best["lower_bound"] > 0
     assert best["gap"] == pytest.approx(best["seconds"] / best["lower_bound"] - 1)
     assert best["certificate"].endswith("relaxations, for any schedule)")
+
+
+def test_sizes_of_experts_and_tied_tables_are_planned(capsys):
+    """A tied table is held once, and its two ends are spread together."""
+    sizes = shlex.split("--layers 8 --width 1024 --ffn 256 --vocab 64000 -P 4 -M 8 -V 1")
+    experts = shlex.split("--experts 16 --chosen 2 --shared 256 --capacity 1.25")
+    kinds = shlex.split("--expert-devices 4 --normed --post-norms --schedules 1f1b --json")
+    kinds += ["--remat", "none"]
+    held = {}
+    for tied in ([], ["--tied"]):
+        assert main(["plan", *sizes, *experts, *kinds, *tied]) == 0
+        plans = json.loads(capsys.readouterr().out)["plans"]
+        held[len(tied)] = {p["spread"]: p["memory_parts"]["parameters"] for p in plans}
+    assert held[0].keys() == {"", "L"}
+    assert held[1].keys() == {"", "EL"}
+    table = 2 * 64000 * 1024
+    assert held[0][""] - held[1][""] == table
+    layer = 1024 * (4 * 1024 + 3 * 256 * 16 / 4 + 3 * 256 + 16)
+    assert held[1]["EL"] == pytest.approx(2 * 2 * layer + table / 4)
+    faults = ["--experts", "-1", "--capacity", "-1"]
+    assert main(["plan", *sizes, *faults]) == 2
+    assert "experts must be a number of at least 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpipe.lowering.chips import CHIPS, TRANSFER
 from jaxpipe.lowering.overheads import GUESSED, ON_HOST
-from jaxpipe.lowering.target import RunsOn, Target
+from jaxpipe.lowering.target import CHIPS, TRANSFER, RunsOn, Target
 
 
 def mesh(platform: str, *kinds: str, tensor: int = 1) -> Any:

@@ -17,7 +17,7 @@ from benchmarks.gpu_programs import Axes, Case, Remat
 from jaxpipe.inspect.collectives import steady
 from jaxpipe.inspect.tpu_program import Purpose
 from jaxpipe.lowering.target import RunsOn, Target
-from jaxpipe.spmd.exchange import WITH_SLACK
+from jaxpipe.spmd.tick import WITH_SLACK
 from tests.gpu.programs import first, last, shapes, stage
 from tests.tiers import exhaustive, slow
 from tests.tpu.programs import (

@@ -1,4 +1,6 @@
-"""Several chunks per device: interleaved 1F1B, looped BFS, and 1F1B of overlapped pairs."""
+"""Schedules of whole backwards on a loop: GPipe, 1F1B, these of several chunks, and 1F1B of
+overlapped pairs.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,42 @@ from ..table.action import Action, Cell, Kind, Overlap
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.slices import sliced
-from ._rows import drop_phantoms, groups_of, in_groups, in_turns
+from ._rows import actions, alternate, drop_phantoms, groups_of, in_groups, in_turns, schedule_of
+
+
+def no_pipelining(*, devices: int, microbatches: int, chunks: int) -> Schedule:
+    """Forward and backward of one microbatch after the other, as plain gradient accumulation does.
+
+    Any P, V, M; stages are placed in a loop.  Only one device works at a time: bubble 1 - 1/P at
+    equal costs.  A device holds V activations at its peak.
+    """
+    placement = Placement.loop(devices=devices, chunks=chunks)
+    rows = []
+    for stages in placement.stages_of:
+        columns = [actions(s, Kind.F, range(microbatches)) for s in stages] + [
+            actions(s, Kind.B, range(microbatches)) for s in reversed(stages)
+        ]
+        rows.append(alternate(*columns))
+    return schedule_of(rows, placement, microbatches)
+
+
+def gpipe(*, devices: int, microbatches: int, chunks: int) -> Schedule:
+    """All forwards, then all backwards (GPipe, Huang et al. 2019, figure 2c).
+
+    Any P and M, one chunk.  Makespan (M + P - 1)(F + B), so the bubble is (P - 1) / (M + P - 1);
+    every device holds M activations at its peak.
+    """
+    return looped_bfs(devices=devices, microbatches=microbatches, chunks=chunks)
+
+
+def one_f_one_b(*, devices: int, microbatches: int, chunks: int) -> Schedule:
+    """One forward, one backward in the steady state (PipeDream-flush, Narayanan et al. 2021, figure
+    4 top).
+
+    Any P and M, one chunk.  Makespan (M + P - 1)(F + B), so the bubble is (P - 1) / (M + P - 1);
+    device d holds min(P - d, M) activations at its peak.
+    """
+    return interleaved_1f1b(devices=devices, microbatches=microbatches, chunks=chunks, lean=True)
 
 
 def interleaved_1f1b(
@@ -58,7 +95,6 @@ def interleaved_1f1b(
         kept,
         placement=placement,
         num_microbatches=microbatches,
-        name="interleaved_1f1b",
         slices=slices,
     )
 
@@ -78,9 +114,7 @@ def looped_bfs(*, devices: int, microbatches: int, chunks: int) -> Schedule:
         in_groups(stages, Kind.F, once) + in_groups(stages[::-1], Kind.B, once)
         for stages in placement.stages_of
     ]
-    return Schedule.from_rows(
-        rows, placement=placement, num_microbatches=microbatches, name="looped_bfs"
-    )
+    return schedule_of(rows, placement, microbatches)
 
 
 def one_f_one_b_overlap(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -92,7 +126,7 @@ def one_f_one_b_overlap(*, devices: int, microbatches: int, chunks: int) -> Sche
     warms up with 2 (P - 1 - d) + 1 and holds min(M, 2 (P - d)) activations at its peak.  With X the
     cost of a pair (not less than either half's), the makespan is P (F + B) + (M - 1) X for M >= P.
     """
-    return _overlapped("1f1b_overlap", devices, chunks, microbatches, (microbatches,))
+    return interleaved_1f1b_overlap(devices=devices, microbatches=microbatches, chunks=chunks)
 
 
 def interleaved_1f1b_overlap(
@@ -108,12 +142,6 @@ def interleaved_1f1b_overlap(
     M - (V - 1) G - 1) X in costs of a chunk for M >= P.
     """
     groups = groups_of(group_size, devices=devices, microbatches=microbatches)
-    return _overlapped("interleaved_1f1b_overlap", devices, chunks, microbatches, groups)
-
-
-def _overlapped(
-    name: str, devices: int, chunks: int, microbatches: int, groups: tuple[int, ...]
-) -> Schedule:
     placement = Placement.loop(devices=devices, chunks=chunks)
     rows: list[list[Cell]] = []
     for device, stages in enumerate(placement.stages_of):
@@ -127,4 +155,4 @@ def _overlapped(
         rows.append([*warmup, *steady, *cooldown])
     if sum(groups) > microbatches:
         rows = drop_phantoms(rows, microbatches)
-    return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches, name=name)
+    return schedule_of(rows, placement, microbatches)
