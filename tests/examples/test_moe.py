@@ -46,6 +46,14 @@ CASES = {
     "tensor": "--model tiny-latent --schedule zb_h1 --data 1 --tensor 2 --capacity 1.25",
     "spread head": "--model tiny --schedule 1f1b --spread-head",
 }
+# Each of these schedules with a capacity, and dropless.
+BOTH_WAYS = ("1f1b", "1f1b_overlap", "interleaved", "dualpipev", "zbv", "dualpipe")
+CASES |= {
+    f"{name}, the other way": f"{flags} --capacity {0 if 'capacity' in flags else 1.25}"
+    for name, flags in CASES.items()
+    if name in BOTH_WAYS
+}
+CASES["W in an F"] = "--model tiny --schedule zb_h1 --microbatches 8 --rows 32 --capacity 1.25"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +74,9 @@ def made():
             bias = params["shared"]["bias"]
             moved = 0.02 * jax.random.normal(jax.random.key(1), bias.shape, bias.dtype)
             params["shared"]["bias"] = jax.device_put(moved, bias.sharding)
-        batch = Corpus.standard_library().batch(0, rows=8, mine=np.arange(8), length=16, seed=0)
+        batch = Corpus.standard_library().batch(
+            0, rows=args.rows, mine=np.arange(args.rows), length=16, seed=0
+        )
         batch["tokens"][::2, 3::7] = 0  # more documents, not as many in each row
         batch = packed(np.concatenate([batch["tokens"], batch["targets"][:, -1:]], axis=1), end=0)
         loss, grads = pipe.jit(pipe.value_and_grad, compiler_options=QUICKLY)(params, batch)
