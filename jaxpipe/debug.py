@@ -305,7 +305,7 @@ class _Search:
             cut = self.pipe.functions.split(batch, count)
             functions = self.pipe.functions.for_batch(cut)
             key = shard_key(rng, self.pipe.data_axes, self.pipe.partition.data_size)
-            counts = values_of_later_rows(
+            counts = _values_of_later_rows(
                 functions,
                 at,
                 params,
@@ -422,7 +422,7 @@ def _floating(leaf: Any) -> bool:
 _ROUNDING = 4  # differences that are roundings, in units of the largest value
 
 
-def values_of_later_rows(
+def _values_of_later_rows(
     functions: Functions,
     stage: int,
     params: PyTree,
