@@ -223,7 +223,7 @@ COMMANDS = (
         show_command,
         "print or draw a schedule",
         "Print or draw a schedule.",
-        (_SOURCE, _SHAPE, _COSTS, _WRITE, _DRAWING),
+        (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
         _SHARED | {"theme": {"default": Theme.AUTO.value}},
     ),
     Command(
