@@ -175,8 +175,7 @@ def measure_blocks(
         (is_peak, f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}"),
     )
     faults = [fault for is_right, fault in checks if not is_right]
-    if faults:
-        raise PipelineError.listing("this cannot be measured", faults)
+    PipelineError.refuse("this cannot be measured", faults)
     step = traced(pipe, params, batch, rng, state)
     blocks = {
         name: (compile_block(step, block), block.jaxpr) for name, block in blocks_of(step).items()
