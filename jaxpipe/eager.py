@@ -17,7 +17,7 @@ import numpy as np
 
 from .arrays import Params, PyTree, summable, wider
 from .errors import PipelineError
-from .model.functions import Loss, StageOutput, inverse_count, make_extra
+from .model.functions import Loss, StageOutput, make_extra
 from .model.leaf_plan import LeafPlan, leaf_plans
 from .program.interpret import Step, interpret
 from .program.verify import verify
@@ -75,11 +75,11 @@ class EagerExecutor:
         for shard in shards:
             interpret(program, shard)
         results = _results(job, shards)
-        scale = results.pop("weight", 1.0)
+        scale = results.pop("weight", None)
         if not job.training:
             return results, {}
         grads = jax.tree.map(
-            lambda *parts: sum(parts[1:], parts[0]) * scale,
+            lambda *parts: sum(parts[1:], parts[0]) * (1.0 if scale is None else scale),
             *(shard.gradients() for shard in shards),
         )
         return results, grads
@@ -281,7 +281,7 @@ class _Shard:
                         (self.frozen["stages"][stage], self.frozen["shared"])
                     )
                 ]
-                check_state_gradient(function.name, run, (own, shared), x, extra, trained)
+                check_state_gradient(function.name, run, ((own, shared), x, extra), trained)
 
         shapes = self.functions.carried(stage, (own, shared), x, extra)
         held = tuple(step.held.get(name) for name in ("carry", "buffer")) if shapes else ()
@@ -400,14 +400,8 @@ def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
         ]
     )
     auxes = [aux for shard in shards for aux in shard.aux]
-    if job.functions.loss is Loss.SUM_OVER_COUNT:
-        found["weight"] = inverse_count(
-            jnp.asarray(sum(aux["count"] for aux in auxes)), losses.dtype
-        )
-        loss = jnp.sum(losses) * found["weight"]
-    else:
-        losses = losses / job.data_size
-        loss = jnp.mean(losses)
+    counts = jnp.asarray([aux["count"] for aux in auxes])
+    loss, losses, found["weight"] = job.functions.total(losses, counts, job.data_size)
     metrics = jax.tree.map(_mean, *(aux["metrics"] for aux in auxes))
     return {**found, "loss": loss, "losses": losses, "metrics": metrics}
 

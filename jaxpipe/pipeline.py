@@ -32,8 +32,8 @@ from .model.partition import Partition
 from .model.placer import Placer
 from .model.settings import Memory, Sharding, frozen_filter
 from .model.spread import Cuts
+from .spmd.body import SpmdExecutor, TracedStep
 from .spmd.compiler_options import features_of, options_for
-from .spmd.executor import SpmdExecutor, TracedStep
 from .stage.job import Clock, Executor, Job
 from .stage.model_code import ModelCode
 from .steps import StepRunner, jit_same, key_faults, key_of
@@ -274,7 +274,7 @@ class Pipeline:
         grads), or ((loss, metrics, state), grads).
         """
         results, grads = self._call(self._jit_step, params, batch, rng, state)
-        return self._answer(results, with_state=self.functions.has_state), grads
+        return self._answer(results, with_state=True), grads
 
     def loss(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """The loss of a training step, a scalar that `jax.grad` and `jax.value_and_grad`
@@ -295,17 +295,8 @@ class Pipeline:
             optax.tree.norm(p, squared=True))(params)
         """
         results = self._call(self._jit_loss, params, batch, rng, state)
-        aux = [
-            results[key]
-            for key, there in (
-                ("metrics", self.functions.has_metrics),
-                ("state", self.functions.has_state),
-            )
-            if there
-        ]
-        return (
-            (results["loss"], aux[0] if len(aux) == 1 else tuple(aux)) if aux else results["loss"]
-        )
+        loss, *aux = self._parts(results, with_state=True)
+        return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
 
     def evaluate(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every
@@ -426,7 +417,7 @@ class Pipeline:
                 observe=lambda *traced: found.append(traced),
                 clock=clock,
             )
-            return self._answer(results, with_state=self.functions.has_state), grads
+            return self._answer(results, with_state=True), grads
 
         given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
         jitted = self.jit(step)
@@ -498,8 +489,12 @@ class Pipeline:
     def _plan(self) -> Plan:
         return self._steps.plan
 
-    def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
+    def _parts(self, results: dict[str, Any], *, with_state: bool) -> list[Any]:
+        """The loss, then the metrics and the state where the model has these."""
         found = [results["loss"]]
         found += [results["metrics"]] if self.functions.has_metrics else []
-        found += [results["state"]] if with_state else []
+        return [*found, results["state"]] if with_state and self.functions.has_state else found
+
+    def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
+        found = self._parts(results, with_state=with_state)
         return found[0] if len(found) == 1 else tuple(found)

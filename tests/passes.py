@@ -9,11 +9,10 @@ from itertools import pairwise
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
-from jaxpipe.lowering.candidates import span_candidates
+from jaxpipe.lowering.candidates import Span, segments_of, span_candidates
 from jaxpipe.lowering.overheads import GUESSED
 from jaxpipe.lowering.plan import candidates_of, choose_candidate
 from jaxpipe.lowering.requirements import collect
-from jaxpipe.lowering.spans import Span, segments_of
 from jaxpipe.program.templates import Part, Payload
 from jaxpipe.table.action import Action, Kind, parts
 from jaxpipe.table.effects import LastUse, Liveness

@@ -53,6 +53,11 @@ class InvalidScheduleError(ScheduleError):
     """An invalid table (exit status 1); the message holds every violation and the marked grid."""
 
 
+def missing_flags(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """The flags of these arguments that the command line does not give."""
+    return [f"--{name}" for name in names if getattr(arguments, name) is None]
+
+
 def is_file(source: str) -> bool:
     """Whether a NAME|FILE is a file: `-`, a known suffix, a path, or an existing file that has no
     schedule's name.
@@ -99,10 +104,7 @@ def load(
 def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """Build a named schedule from the command line's shape and options."""
     entry, chunks = describe(name), arguments.chunks
-    missing = [
-        f"--{what}" for what in ("devices", "microbatches") if getattr(arguments, what) is None
-    ]
-    if missing:
+    if missing := missing_flags(arguments, "devices", "microbatches"):
         raise UsageError(
             f"{name} needs {' and '.join(missing)}, e.g. jaxpipe show {name} --devices 4 "
             "--microbatches 8"

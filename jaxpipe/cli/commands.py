@@ -15,7 +15,7 @@ from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import ScheduleError
 from ..render import Theme, to_html, to_svg, to_trace
-from ..render.bars import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
+from ..render.chart import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
 from ..schedules import names
 from ..schedules.registry import describe
 from ..table.kinds import KINDS

@@ -16,7 +16,7 @@ from ..planner.plan import plan
 from ..planner.result import COLUMNS, PipelinePlan, Plans
 from ..planner.transformer import Transformer
 from ..render import to_html, to_svg
-from .arguments import UsageError, file_path, read_text
+from .arguments import UsageError, file_path, missing_flags, read_text
 from .terminal import Terminal
 
 _PLANS = 5
@@ -31,10 +31,9 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         )
     if arguments.model is not None:
         return _published(arguments, terminal)
-    missing = [n for n in ("devices", "microbatches") if getattr(arguments, n) is None]
-    if missing:
+    if missing := missing_flags(arguments, "devices", "microbatches"):
         raise UsageError(
-            f"give {' and '.join(f'--{name}' for name in missing)}, or --model NAME --gpus N "
+            f"give {' and '.join(missing)}, or --model NAME --gpus N "
             "--batch N --memory SIZE, which chooses them"
         )
     layers, costs, transfer = (
@@ -64,9 +63,8 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
 
 def _published(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     """Plans of a published model with the mesh chosen, and the command that runs the best."""
-    missing = [n for n in ("gpus", "batch", "memory") if getattr(arguments, n) is None]
-    if missing:
-        raise UsageError(f"--model needs {', '.join(f'--{name}' for name in missing)} too")
+    if missing := missing_flags(arguments, "gpus", "batch", "memory"):
+        raise UsageError(f"--model needs {', '.join(missing)} too")
     sizes = (f.name for f in fields(Transformer) if f.name not in ("context", "flops", "tensor"))
     own = ("layers", "devices", "microbatches", "costs", "search", "no_offload", *sizes)
     if given := [n for n in own if getattr(arguments, n, None)]:
@@ -142,10 +140,7 @@ def _draw(best: PipelinePlan, output: str) -> None:
 
 
 def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost], float]:
-    missing = [
-        f"--{name}" for name in ("layers", "width", "vocab") if getattr(arguments, name) is None
-    ]
-    if missing:
+    if missing := missing_flags(arguments, "layers", "width", "vocab"):
         raise UsageError(
             f"give {', '.join(missing)}, or --costs FILE; e.g. --layers 80 --width 8192 --vocab "
             "128256"

@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from ..inspect.gpu_program import compile_and_read
 from ..lowering.target import Target
+from ..spmd.block import while_once
 from ..spmd.compiler_options import Options, options_for
-from ..spmd.pools import while_once
 from .findings import Found, Line, Scope, at, judged, not_tried
 
 TICKS = 64

@@ -5,7 +5,7 @@ Nothing that trains imports it.  `hlo`, `moves`, `collectives`, `waits`, `gpu_pr
 machine without them.
 """
 
-from .agreement import check_collectives as check_collectives
+from .collectives import check_collectives as check_collectives
 from .step_memory import memory as memory
 from .step_profile import profile as profile
 from .step_report import report as report

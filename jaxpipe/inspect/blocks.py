@@ -21,10 +21,9 @@ from ..jaxprs.sizes import nbytes
 from ..jaxprs.slots import InSlots, Slot, Target, Total
 from ..lowering.target import RunsOn
 from ..model.leaf_plan import leaf_plans
-from ..spmd.body import accumulator_dtype
+from ..spmd.body import TracedStep, accumulator_dtype
 from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
-from ..spmd.executor import TracedStep
-from ..spmd.operands import shared_buffers
+from ..spmd.shared_buffers import shared_buffers
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode

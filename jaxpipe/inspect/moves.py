@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from .collectives import Collective, find_collectives
 from .hlo import Array, Computation, Instruction, Module, Place, walk
 
 _INDEX = re.compile(r"\bindex=(\d+)")
@@ -314,3 +315,28 @@ def _behind(
     while instruction.opcode in through:
         instruction = fused.by_name[instruction.operands[0]]
     return instruction
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A program that is read from its text."""
+
+    module: Module
+    memory: Any  # XLA's own figures for one device
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak bytes of the step on one device."""
+        found = self.memory
+        kept = found.argument_size_in_bytes + found.output_size_in_bytes
+        return int(kept + found.temp_size_in_bytes - found.alias_size_in_bytes)
+
+    @cached_property
+    def large_moves(self) -> list[LargeMove]:
+        """See `moves`."""
+        return large_moves(self.module)
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """See `collectives`."""
+        return find_collectives(self.module)

@@ -23,10 +23,9 @@ from ..planner.memory import Sizes, memory_of
 from ..program.ir import Program
 from ..program.records import POOL_OF
 from ..program.templates import Payload
-from ..spmd.body import accumulator_dtype
+from ..spmd.body import TracedStep, accumulator_dtype
 from ..spmd.entries import compiled_alone, on_cpus, outer_specs
-from ..spmd.executor import TracedStep
-from ..spmd.operands import Buffers, shared_buffers
+from ..spmd.shared_buffers import Buffers, shared_buffers
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode

@@ -16,9 +16,8 @@ from ..engine.costs import Costs
 from ..engine.timeline import Timeline
 from ..errors import PipelineError, quoted
 from ..pipeline import Pipeline
-from ..spmd.body import CANNOT_BE_TIMED
+from ..spmd.body import CANNOT_BE_TIMED, TracedStep
 from ..spmd.entries import on_cpus
-from ..spmd.executor import TracedStep
 from ..table.kinds import KINDS, SHARES
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule

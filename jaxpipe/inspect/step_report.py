@@ -88,7 +88,7 @@ from ..planner.memory import Sizes
 from ..program.ir import Program
 from ..program.templates import Payload
 from ..schedules.registry import build
-from ..spmd.operands import shared_buffers
+from ..spmd.shared_buffers import shared_buffers
 from ..spmd.tick import WITH_SLACK
 from ..stage.model_code import ModelCode
 from ..table.action import Overlap, parts

@@ -15,9 +15,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from .compiled_program import CompiledProgram
 from .hlo import Computation, Instruction, Module, Place, parse, walk
-from .moves import LargeMove, large_moves
+from .moves import CompiledProgram, LargeMove, large_moves
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _MATMULS = frozenset({"convolution", "dot"})

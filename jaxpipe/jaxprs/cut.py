@@ -152,7 +152,7 @@ class Cut:
     """`first(*inputs) -> (*first_outputs, *crossing)` and `second(*inputs, *crossing) ->
     second_outputs`.
 
-    Both take all inputs of the jaxpr that was cut; `first_reads` and `second_reads` say which ones
+    Both take all inputs of the jaxpr that was cut; `second_reads` says which ones
     they use.
     """
 
@@ -160,7 +160,6 @@ class Cut:
     second: core.Jaxpr
     crossing: tuple[Any, ...]  # avals
     weight: int  # of what crosses: see `min_cut.weight`
-    first_reads: tuple[bool, ...]
     second_reads: tuple[bool, ...]
 
 
@@ -245,7 +244,7 @@ class _Maker:
             jaxpr, [*keep.again, *self._second], [*jaxpr.invars, *crossing], second_outs
         )
         # Recomputing can leave equations in the first part that nothing needs any more.
-        first, first_reads = drop_dead(first)
+        first, _ = drop_dead(first)
         second, second_reads = drop_dead(second)
         weights = [self._weights.get(v, weight(v, maker_of.get(v))) for v in crossing]
         return Cut(
@@ -253,7 +252,6 @@ class _Maker:
             second,
             tuple(v.aval for v in crossing),
             sum(weights),
-            first_reads,
             second_reads[: len(jaxpr.invars)],
         )
 

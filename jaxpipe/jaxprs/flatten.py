@@ -101,66 +101,67 @@ def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
 
     Constants become literals or stay constants of the result.
     """
-    newvar = core.gensym()
     jaxpr = _without_moves(closed.jaxpr) if _has_move(closed.jaxpr) else closed.jaxpr
-    constvars = [newvar(v.aval) for v in jaxpr.constvars]
-    invars = [newvar(v.aval) for v in jaxpr.invars]
-    consts: list[tuple[core.Var, Any]] = list(zip(constvars, closed.consts, strict=True))
-    eqns: list[core.JaxprEqn] = []
-    outs = _emit(jaxpr, [*constvars, *invars], eqns, consts, newvar)
-    flat = jaxpr.replace(constvars=[v for v, _ in consts], invars=invars, outvars=outs, eqns=eqns)
-    return core.ClosedJaxpr(flat, [c for _, c in consts])
-
-
-def _emit(
-    jaxpr: core.Jaxpr,
-    arguments: Sequence[Atom],
-    eqns: list[core.JaxprEqn],
-    consts: list[tuple[core.Var, Any]],
-    newvar: NewVar,
-) -> list[Atom]:
-    """Append the flattened equations of a jaxpr applied to `arguments`; return its outputs."""
-    env: dict[core.Var, Atom] = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
-
-    def read(atom: Atom) -> Atom:
-        return atom if isinstance(atom, core.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        inputs = [read(a) for a in eqn.invars]
-        body = eqn.params.get(_BODY_OF.get(eqn.primitive.name, ""))
-        if body is not None:
-            inner, inner_consts = (
-                (body.jaxpr, body.consts) if isinstance(body, core.ClosedJaxpr) else (body, [])
-            )
-            bound = [newvar(v.aval) for v in inner.constvars]
-            consts.extend(zip(bound, inner_consts, strict=True))
-            outs = _emit(inner, [*bound, *inputs], eqns, consts, newvar)
-            env.update(zip(eqn.outvars, outs, strict=True))
-            continue
-        params = eqn.params
-        if eqn.primitive.name == "scan":
-            flat = flatten(params["jaxpr"])
-            inputs, params = _lift_scan_consts(flat, inputs, params, consts, newvar)
-        fresh = [v if isinstance(v, core.DropVar) else newvar(v.aval) for v in eqn.outvars]
-        env.update(zip(eqn.outvars, fresh, strict=True))
-        eqns.append(eqn.replace(invars=inputs, outvars=fresh, params=params))
-    return [read(a) for a in jaxpr.outvars]
-
-
-def _lift_scan_consts(
-    body: core.ClosedJaxpr,
-    inputs: list[Atom],
-    params: dict[str, Any],
-    consts: list[tuple[core.Var, Any]],
-    newvar: NewVar,
-) -> tuple[list[Atom], dict[str, Any]]:
-    """Turn the constants of a scan body into operands of the scan, so that a body never holds
-    constants.
-    """
-    lifted = [newvar(v.aval) for v in body.jaxpr.constvars]
-    consts.extend(zip(lifted, body.consts, strict=True))
-    jaxpr = body.jaxpr.replace(constvars=[], invars=[*body.jaxpr.constvars, *body.jaxpr.invars])
-    changed = dict(
-        params, jaxpr=core.ClosedJaxpr(jaxpr, []), num_consts=params["num_consts"] + len(lifted)
+    flat = _Flat()
+    constvars, invars = (
+        [flat.newvar(v.aval) for v in of] for of in (jaxpr.constvars, jaxpr.invars)
     )
-    return [*lifted, *inputs], changed
+    flat.consts += zip(constvars, closed.consts, strict=True)
+    outs = flat.emit(jaxpr, [*constvars, *invars])
+    whole = jaxpr.replace(
+        constvars=[v for v, _ in flat.consts], invars=invars, outvars=outs, eqns=flat.eqns
+    )
+    return core.ClosedJaxpr(whole, [c for _, c in flat.consts])
+
+
+class _Flat:
+    """The equations so far, and the constants that they read."""
+
+    def __init__(self) -> None:
+        self.newvar: NewVar = core.gensym()
+        self.eqns: list[core.JaxprEqn] = []
+        self.consts: list[tuple[core.Var, Any]] = []
+
+    def emit(self, jaxpr: core.Jaxpr, arguments: Sequence[Atom]) -> list[Atom]:
+        """Append the flattened equations of a jaxpr applied to `arguments`; return its outputs."""
+        env: dict[core.Var, Atom] = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True)
+        )
+
+        def read(atom: Atom) -> Atom:
+            return atom if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(a) for a in eqn.invars]
+            body = eqn.params.get(_BODY_OF.get(eqn.primitive.name, ""))
+            if body is not None:
+                inner, inner_consts = (
+                    (body.jaxpr, body.consts) if isinstance(body, core.ClosedJaxpr) else (body, [])
+                )
+                bound = [self.newvar(v.aval) for v in inner.constvars]
+                self.consts.extend(zip(bound, inner_consts, strict=True))
+                outs = self.emit(inner, [*bound, *inputs])
+                env.update(zip(eqn.outvars, outs, strict=True))
+                continue
+            params = eqn.params
+            if eqn.primitive.name == "scan":
+                flat = flatten(params["jaxpr"])
+                inputs, params = self._lift_scan_consts(flat, inputs, params)
+            fresh = [v if isinstance(v, core.DropVar) else self.newvar(v.aval) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, fresh, strict=True))
+            self.eqns.append(eqn.replace(invars=inputs, outvars=fresh, params=params))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _lift_scan_consts(
+        self, body: core.ClosedJaxpr, inputs: list[Atom], params: dict[str, Any]
+    ) -> tuple[list[Atom], dict[str, Any]]:
+        """Turn the constants of a scan body into operands of the scan, so that a body never holds
+        constants.
+        """
+        lifted = [self.newvar(v.aval) for v in body.jaxpr.constvars]
+        self.consts.extend(zip(lifted, body.consts, strict=True))
+        jaxpr = body.jaxpr.replace(constvars=[], invars=[*body.jaxpr.constvars, *body.jaxpr.invars])
+        changed = dict(
+            params, jaxpr=core.ClosedJaxpr(jaxpr, []), num_consts=params["num_consts"] + len(lifted)
+        )
+        return [*lifted, *inputs], changed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,55 +46,44 @@ def keep_fewer_residuals(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool
     newvar = core.gensym()
     parameters = {v for v, k in zip(jaxpr.invars, known, strict=True) if k}
     for index in range(border):
-        if eqns[index].primitive.name == "scan":
-            _keep_fewer(eqns, index, border, jaxpr, parameters, newvar)
-    return jaxpr.replace(eqns=eqns)
-
-
-def _keep_fewer(
-    eqns: list[core.JaxprEqn],
-    index: int,
-    border: int,
-    jaxpr: core.Jaxpr,
-    parameters: Collection[core.Var],
-    newvar: NewVar,
-) -> None:
-    """Choose what this scan stacks, and change it and the scans that read its stacks, in place of
-    the list's entries.
-    """
-    eqn = eqns[index]
-    scan = Scan.of(eqn)
-    readers = _readers(eqns, border, [o for _, o in scan.ys], jaxpr)
-    known = [isinstance(a, core.Literal) or a in parameters for a in eqn.invars]
-    known[len(scan.consts) : sum(scan_counts(eqn))] = [False] * len(scan.carry)
-    once = made_from(eqn.params["jaxpr"].jaxpr, known)
-    moved = {
-        o: v for v, o in scan.ys if readers.get(o) and isinstance(v, core.Var) and v not in once
-    }
-    fixed = {
-        v: o
-        for v, o in scan.ys
-        if o not in moved and isinstance(v, core.Var) and not isinstance(o, core.DropVar)
-    }
-    # Inputs of the whole step, and what another output stacks anyway, cost the backward nothing.
-    given = set(jaxpr.invars)
-    consts, xs = (
-        {v: a for a, v in pairs if isinstance(a, core.Literal) or a in given}
-        for pairs in (scan.consts, scan.xs)
-    )
-    at_hand = {**fixed, **xs, **consts}
-    keep = cheapest(moved.values(), scan.eqns, lambda v: v in at_hand)
-    if set(keep.stored) == set(moved.values()):
-        return
-    names = {v: o for o, v in moved.items() if v in keep.stored}
-    for v in keep.stored:
-        names.setdefault(v, newvar(stacked_aval(v.aval, eqn.params["length"])))
-    ys = [*((v, o) for v, o in scan.ys if o not in moved), *names.items()]
-    eqns[index] = replace(scan, ys=ys).equation()
-    for position in sorted({p for o in moved for p in readers[o]}):
-        eqns[position] = _remake(
-            eqns[position], moved, keep.again, consts, {**names, **fixed, **xs}, newvar
+        if eqns[index].primitive.name != "scan":
+            continue
+        # Choose what this scan stacks, and change it and the scans that read its stacks.
+        eqn = eqns[index]
+        scan = Scan.of(eqn)
+        readers = _readers(eqns, border, [o for _, o in scan.ys], jaxpr)
+        fixed_in = [isinstance(a, core.Literal) or a in parameters for a in eqn.invars]
+        fixed_in[len(scan.consts) : sum(scan_counts(eqn))] = [False] * len(scan.carry)
+        once = made_from(eqn.params["jaxpr"].jaxpr, fixed_in)
+        moved = {
+            o: v for v, o in scan.ys if readers.get(o) and isinstance(v, core.Var) and v not in once
+        }
+        fixed = {
+            v: o
+            for v, o in scan.ys
+            if o not in moved and isinstance(v, core.Var) and not isinstance(o, core.DropVar)
+        }
+        # Inputs of the whole step, and what another output stacks anyway, cost the backward
+        # nothing.
+        given = set(jaxpr.invars)
+        consts, xs = (
+            {v: a for a, v in pairs if isinstance(a, core.Literal) or a in given}
+            for pairs in (scan.consts, scan.xs)
         )
+        at_hand = {**fixed, **xs, **consts}
+        keep = cheapest(moved.values(), scan.eqns, at_hand.__contains__)
+        if set(keep.stored) == set(moved.values()):
+            continue
+        names = {v: o for o, v in moved.items() if v in keep.stored}
+        for v in keep.stored:
+            names.setdefault(v, newvar(stacked_aval(v.aval, eqn.params["length"])))
+        ys = [*((v, o) for v, o in scan.ys if o not in moved), *names.items()]
+        eqns[index] = replace(scan, ys=ys).equation()
+        for position in sorted({p for o in moved for p in readers[o]}):
+            eqns[position] = _remake(
+                eqns[position], moved, keep.again, consts, {**names, **fixed, **xs}, newvar
+            )
+    return jaxpr.replace(eqns=eqns)
 
 
 def _readers(

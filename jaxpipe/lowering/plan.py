@@ -25,12 +25,11 @@ from .assign_ticks import (
     joins_weights,
     modulo_ticks,
 )
-from .candidates import span_candidates
+from .candidates import segments_of, span_candidates
 from .cost_model import program_makespan, program_price, tick_durations
 from .overheads import FORWARD, GUESSED, Overheads
 from .requirements import NO_TRANSFER, Edge, collect
 from .slots import Offload, assign_slots
-from .spans import segments_of
 
 # A program this much longer than another is as good.
 KEEPS = 1.005

@@ -95,7 +95,7 @@ def measure(
         letters = "".join(letter for letter in model.stages if letter not in (FIRST, LAST))
         refuse_layers(model.stages, params)
         ends = [letter if letter in model.stages else "" for letter in (FIRST, LAST)]
-        one = model.with_layers(ends[0] + letters + ends[1])
+        one = model.changed(layers=ends[0] + letters + ends[1])
         schedule = build("no_pipelining", devices=1, microbatches=1, chunks=len(letters))
         at = _mesh(1, sharding.pipe) if mesh is None else mesh
         layout = ends[0] + "|".join(letters) + ends[1]

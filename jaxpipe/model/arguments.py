@@ -4,7 +4,6 @@ stages.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -55,9 +54,7 @@ def under_policies(model: Model, policies: Mapping[str, str]) -> Model:
         letter: _checkpointed(model.stages[letter], getattr(jax.checkpoint_policies, name))
         for letter, name in policies.items()
     }
-    found = copy.copy(model)
-    object.__setattr__(found, "stages", {**model.stages, **changed})
-    return found
+    return model.changed(stages={**model.stages, **changed})
 
 
 def _checkpointed(

@@ -361,6 +361,16 @@ class Functions:
         )
         return found if jax.tree.leaves(found) else ()
 
+    def total(self, losses: Any, counts: Any, shards: int = 1) -> tuple[Any, Any, Any]:
+        """The loss of the step, that of each microbatch, and the factor that the gradients still
+        need (None for none), from sums over data shards.
+        """
+        if self.loss is Loss.SUM_OVER_COUNT:
+            factor = inverse_count(jnp.sum(counts), losses.dtype)
+            return jnp.sum(losses) * factor, losses, factor
+        losses = losses if shards == 1 else losses / shards
+        return jnp.mean(losses), losses, None
+
     def returning_outputs(self) -> Functions:
         """The same stages, and a `last` that gives what the last of them returns as its metrics."""
         last = Function(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -18,7 +19,6 @@ from .functions import (
     Function,
     Functions,
     Loss,
-    inverse_count,
     make_extra,
     split_batch,
 )
@@ -147,18 +147,12 @@ class Model:
             last = replace(last, call=returning(self.contract, has_metrics=self.has_metrics))
         return first, last
 
-    def with_layers(self, layers: str) -> Model:
-        """The same functions of other layers."""
-        return Model(
-            self.stages,
-            layers=layers,
-            loss=self.contract,
-            has_metrics=self.has_metrics,
-            stage_loss=self.stage_loss,
-            frozen=self.frozen,
-            time=self.time,
-            carry=self.carry,
-        )
+    def changed(self, **fields: Any) -> Model:
+        """The same model with other functions of the stages, or other layers, each a letter."""
+        found = copy(self)
+        for name, value in fields.items():
+            object.__setattr__(found, name, value)
+        return found
 
     def functions(self, stages: Sequence[Function]) -> Functions:
         """The functions of a step whose stages run these."""
@@ -263,9 +257,7 @@ class Model:
             both, out = jax.lax.scan(run.microbatch, both, indices)
         state = both[0]
         losses, aux = out
-        loss = jnp.mean(losses)
-        if self.contract is Loss.SUM_OVER_COUNT:
-            loss = jnp.sum(losses) * inverse_count(jnp.sum(aux["count"]), losses.dtype)
+        loss, *_ = run.functions.total(losses, aux["count"])
         metrics = jax.tree.map(lambda leaf: jnp.mean(summable(leaf), axis=0), aux["metrics"])
         more = [metrics] if self.has_metrics else []
         more += [state] if run.functions.has_state else []

@@ -29,17 +29,9 @@ class Place(NamedTuple):
     """
 
     at: int
-    shape: tuple[int, ...]
+    entry: Entry  # how the leaf is raveled
     flat: bool
-    start: int = 0
-    # that the partitioner makes of the leaf: `start` counts in each of them
-    parts: tuple[Part, ...] = ()
-    pinned: bool = False
-
-    @property
-    def entry(self) -> Entry:
-        """How the leaf is raveled."""
-        return Entry(self.shape, self.parts, self.pinned)
+    start: int = 0  # in each part that the partitioner makes of the leaf
 
     def take(self, leaf: Any) -> Any:
         """The leaf out of the shared buffer's."""
@@ -201,7 +193,7 @@ class Buffer(NamedTuple):
         found, start = {}, 0
         for path in sorted(entries, key=lambda path: (-entries[path].length, path)):
             entry = entries[path]
-            found[path] = Place(0, entry.shape, True, start, entry.parts, pinned and self.pinned)
+            found[path] = Place(0, replace(entry, pinned=pinned and self.pinned), True, start)
             start += entry.length
         return found
 
@@ -255,7 +247,7 @@ class ChunkLayout:
             for path, place in buffer.places(form, pinned=pinned).items()
         }
         return tuple(
-            found[path] if path in found else Place(at[path], shape, False)
+            found[path] if path in found else Place(at[path], Entry(shape), False)
             for path, shape in zip(form.paths, form.shapes, strict=True)
         )
 

@@ -16,6 +16,7 @@ from jax.tree_util import SequenceKey
 
 from ..arrays import PyTree, array_faults, axis_faults
 from ..errors import PipelineError
+from ..jaxprs.entry import Entry
 from ..table.placement import Placement
 from .layers import LayerMap
 from .packed import Packed, Place, Places, TreeForm
@@ -266,7 +267,7 @@ class ParamLayout:
         if isinstance(chunks[chunk], Packed):
             found: Places = chunks[chunk].layout.places(form, pinned=True)
             return found
-        return tuple(Place(i, shape, flat=False) for i, shape in enumerate(form.shapes))
+        return tuple(Place(i, Entry(shape), flat=False) for i, shape in enumerate(form.shapes))
 
     def leaves_of(self, stage: int, chunks: Sequence[PyTree]) -> list[Any]:
         """The leaves of one stage in trees like owned chunks, in the stage's order."""

@@ -228,7 +228,7 @@ def _avals(chunk: Packed, layout: ChunkLayout) -> dict[str, Any]:
         for name, place in zip(new.paths, chunk.layout.places(old), strict=True):
             leaf = arrays[place.at]
             found[name] = (
-                None if leaf is None else jax.ShapeDtypeStruct((1, *place.shape), leaf.dtype)
+                None if leaf is None else jax.ShapeDtypeStruct((1, *place.entry.shape), leaf.dtype)
             )
     return found
 

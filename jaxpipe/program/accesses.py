@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from ..table.effects import OF_SLICES, Access, Effect, Of, Place
 from ..table.kinds import RUNS_FORWARD
-from .code_rules import Running, ticks_of
-from .faults import Fault, ProgramRule
+from .code_rules import Fault, ProgramRule, Running, ticks_of
 from .ir import Program
 from .records import NOBODY, POOL_OF, Pool
 from .segments import Segment

@@ -14,8 +14,7 @@ import numpy as np
 
 from ..errors import ProgramError
 from .accesses import accesses, flow_faults
-from .code_rules import code_faults, running, ticks_of
-from .faults import Fault, ProgramRule
+from .code_rules import Fault, ProgramRule, code_faults, running, ticks_of
 from .ir import Program
 from .segments import Segment, room_of
 from .templates import Permute

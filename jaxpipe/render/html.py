@@ -14,8 +14,16 @@ from ..engine.timeline import COLUMNS, Timeline
 from ..errors import JaxpipeError
 from ..table.kinds import KIND_NAMES, KINDS
 from ..table.typed import typed
-from .bars import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
-from .chart import MAX_WIDTH, Chart, require_printable
+from .chart import (
+    DEVICE_COLUMNS,
+    MAX_WIDTH,
+    Chart,
+    costs_of,
+    device_rows,
+    number,
+    require_printable,
+    title_of,
+)
 from .palette import DARK, LIGHT, style
 from .svg import SCOPE, draw
 

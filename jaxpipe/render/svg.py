@@ -14,8 +14,7 @@ from ..errors import JaxpipeError
 from ..table.action import parse_cell, parts
 from ..table.kinds import KINDS
 from ..table.typed import typed
-from .bars import Bar, Part, costs_of, number, title_of
-from .chart import COLUMNS, PAD, Chart
+from .chart import COLUMNS, PAD, Bar, Chart, Part, costs_of, number, title_of
 from .palette import DARK, LIGHT, Theme, style
 
 SCOPE = ".jaxpipe"

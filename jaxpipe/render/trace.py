@@ -16,7 +16,7 @@ from ..errors import JaxpipeError, quoted
 from ..table.kinds import KIND_NAMES
 from ..table.limits import MAX_COST
 from ..table.typed import typed
-from .bars import Bar, Part, bars_of, title_of
+from .chart import Bar, Part, bars_of, title_of
 
 Event: TypeAlias = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 from ..table.action import Action, Cell, Kind, Overlap
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._rows import actions, schedule_of
+from ._rows import actions, alternate, schedule_of
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
 # None: a microbatch beyond M, where a table is built for a round number
@@ -86,9 +86,9 @@ def _row(
     row: list[Cell] = []
     # Warmup.  Steps 1 and 2: forwards, first of the own lane, then of both.
     row += near.f[: 2 * inner]
-    row += _mixed(near.f[2 * inner : 2 * inner + rank + 1], far.f[: rank + 1])
+    row += alternate(near.f[2 * inner : 2 * inner + rank + 1], far.f[: rank + 1])
     # Step 3: the other lane's first backwards, split, with a forward each.
-    row += _mixed(far.i[:inner], far.w[:inner], far.f[rank + 1 : half])
+    row += alternate(far.i[:inner], far.w[:inner], far.f[rank + 1 : half])
     # Steady.  Step 4: pairs of one lane's forward and the other's backward.
     turns = total - 2 * half + rank + 1
     down = _pairs(
@@ -103,21 +103,16 @@ def _row(
     # Steps 6 to 8: backwards of both lanes, split from the middle on; each W fills a wait at the
     # end.
     whole = rank + 1
-    ends = _mixed(far.b[2 * inner + turns :], near.b[turns + inner :][:whole])
-    split = _mixed(far.i[2 * inner + turns :], near.i[turns + inner :][:whole])
+    ends = alternate(far.b[2 * inner + turns :], near.b[turns + inner :][:whole])
+    split = alternate(far.i[2 * inner + turns :], near.i[turns + inner :][:whole])
     weights = (
-        _mixed(far.w[2 * inner + turns :], near.w[turns + inner :][:whole])[whole:]
+        alternate(far.w[2 * inner + turns :], near.w[turns + inner :][:whole])[whole:]
         + near.w[total - inner :]
     )
     row += [*ends[:whole], *split[whole:]]
-    row += _mixed(weights[:inner], near.i[total - inner :])
+    row += alternate(weights[:inner], near.i[total - inner :])
     row += weights[inner:]
     return [cell for cell in row if cell is not None]
-
-
-def _mixed(*columns: list[Slot]) -> list[Slot]:
-    """The first of every column, the second of every column, ..."""
-    return [slot for turn in zip(*columns, strict=True) for slot in turn]
 
 
 def _pairs(forward: list[Slot], backward: list[Slot], *, skip_first: bool) -> list[list[Cell]]:

@@ -18,7 +18,7 @@ from ..engine.bounds import period_bound_of
 from ..engine.costs import Costs
 from ..engine.job_shop import JobShop
 from ..table.placement import Placement
-from .cp import cp_model, in_ticks, solved
+from .shorten import cp_model, in_ticks, solved
 
 _TURNS = (1, 2, 3, 4)  # microbatches of a turn
 _MOST_NODES = 400  # stages and kinds, times microbatches of a turn
@@ -84,6 +84,18 @@ def least_period(
     return best._replace(period=best.period / scale)
 
 
+class _Times(NamedTuple):
+    """The variables of a model: the length of a turn and its bound, and per node and microbatch the
+    time in the turn and the number of the turn.
+    """
+
+    model: Any
+    turn: Any
+    most: int
+    rest: Sequence[Sequence[Any]]
+    later: Sequence[Sequence[Any]]
+
+
 @dataclass(frozen=True)
 class _Turn:
     """A turn of `each` microbatches; all times are in ticks."""
@@ -131,14 +143,18 @@ class _Turn:
             else model.new_constant(known.turn)
         )
         most = most if known is None else known.turn
-        rest, later = self._times(model, turn, most)
-        self._precedences(model, turn, rest, later)
-        self._devices(model, turn, rest, most)
-        self._memory(model, turn, rest, later, most)
+        times = self._times(model, turn, most)
+        _, _, _, rest, later = times
+        self._precedences(times)
+        self._devices(times)
+        self._memory(times)
         if known is None:
             model.minimize(turn)
         else:
-            self._hint(model, known, rest, later)
+            for n, row in enumerate(known.starts):
+                for i, start in enumerate(row):
+                    model.add_hint(rest[n][i], start % known.turn)
+                    model.add_hint(later[n][i], start // known.turn)
             last = model.new_int_var(0, (self.late + 1) * most, "")
             for n, length in enumerate(self.lengths):
                 for i in range(self.each):
@@ -157,10 +173,8 @@ class _Turn:
         )
         return Steady(starts, length, length / self.each)
 
-    def _times(self, model: Any, turn: Any, most: int) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Of each action the time in its turn and the number of the turn; microbatch 0 enters
-        at 0.
-        """
+    def _times(self, model: Any, turn: Any, most: int) -> _Times:
+        """The variables; microbatch 0 enters at 0."""
         rest = [[model.new_int_var(0, most, "") for _ in range(self.each)] for _ in self.lengths]
         later = [
             [model.new_int_var(0, self.late, "") for _ in range(self.each)] for _ in self.lengths
@@ -170,26 +184,13 @@ class _Turn:
                 model.add(time < turn)
         model.add(rest[0][0] == 0)
         model.add(later[0][0] == 0)
-        return rest, later
+        return _Times(model, turn, most, rest, later)
 
-    def _hint(
-        self,
-        model: Any,
-        known: Steady,
-        rest: Sequence[Sequence[Any]],
-        later: Sequence[Sequence[Any]],
-    ) -> None:
-        for n, row in enumerate(known.starts):
-            for i, start in enumerate(row):
-                model.add_hint(rest[n][i], start % known.turn)
-                model.add_hint(later[n][i], start // known.turn)
-
-    def _precedences(
-        self, model: Any, turn: Any, rest: Sequence[Sequence[Any]], later: Sequence[Sequence[Any]]
-    ) -> None:
+    def _precedences(self, times: _Times) -> None:
         """What an action needs is there, some whole number of turns before it or in the
         same one.
         """
+        model, turn, _, rest, later = times
         for source, target, lag, delay in self.shop.arcs:
             wait = self.lengths[source] + int(delay)
             for i in range(self.each):
@@ -203,10 +204,11 @@ class _Turn:
                         rest[target][i] + given * turn >= rest[source][j] + wait
                     ).only_enforce_if(~more)
 
-    def _devices(self, model: Any, turn: Any, rest: Sequence[Sequence[Any]], most: int) -> None:
+    def _devices(self, times: _Times) -> None:
         """One action at a time, modulo a turn: with a copy of each a turn later, those that reach
         into the next turn count too.
         """
+        model, turn, most, rest, _ = times
         for device in range(self.shop.devices):
             intervals = []
             for n, node in enumerate(self.shop.nodes):
@@ -219,15 +221,9 @@ class _Turn:
                     ]
             model.add_no_overlap(intervals)
 
-    def _memory(
-        self,
-        model: Any,
-        turn: Any,
-        rest: Sequence[Sequence[Any]],
-        later: Sequence[Sequence[Any]],
-        most: int,
-    ) -> None:
+    def _memory(self, times: _Times) -> None:
         """A life is some whole turns, in which it takes a place all the time, and a rest."""
+        model, turn, most, rest, later = times
         shop = self.shop
         # of one stage a device, the cap is a lag between its W and F
         if shop.cap is None or shop.chunks == 1:

@@ -11,18 +11,25 @@ far less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from itertools import pairwise
-from math import ceil, floor
+from math import ceil, floor, lcm
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
 from ..engine.bounds import lower_bound
-from ..engine.costs import Costs
+from ..engine.costs import Costs, StageCosts
 from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
 from ..table.action import Action
 from ..table.schedule import Schedule
-from .cp import cp_model, in_ticks, solved
+
+try:
+    from ortools.sat.python import cp_model as cp_model
+except ImportError as error:
+    raise ImportError(
+        "search= needs OR-tools, which is not installed: pip install 'jaxpipe[solver]'"
+    ) from error
 
 Slot: TypeAlias = tuple[int, int]  # a node of the job shop, and a microbatch
 # actions of a window, and of a table that is ordered as a whole once
@@ -264,3 +271,35 @@ class _Problem(NamedTuple):
                 held + len(mine) + sum(before(s, slot) for s in taken)
                 <= cap + sum(before(s, slot) for s in freed)
             )
+
+
+_TIMES = ("forward", "input_grad", "weight_grad", "transfer")
+_FINEST = 4096  # ticks that the longest action takes where times are no small fractions
+
+
+def in_ticks(times: StageCosts) -> tuple[Costs, float, bool]:
+    """Times of F, I, W and transfers in whole ticks, each rounded up; the ticks of a unit of cost;
+    and whether all are whole numbers of ticks, as fractions of small denominators are.
+    """
+    given = {name: getattr(times, name) for name in _TIMES}
+    every = [time for values in given.values() for time in values]
+    fractions = [Fraction(t).limit_denominator(1000) for t in every]
+    unit = lcm(*(f.denominator for f in fractions))
+    longest = max(every)
+    exact = longest * unit <= _FINEST and all(
+        abs(float(f) - t) <= 1e-12 * max(1.0, abs(t)) for f, t in zip(fractions, every, strict=True)
+    )
+    scale = float(unit) if exact else _FINEST / longest if longest else 1.0
+    ticks: dict[str, Any] = {
+        name: tuple(ceil(time * scale - 1e-9) for time in values) for name, values in given.items()
+    }
+    return Costs(**ticks), scale, exact
+
+
+def solved(model: Any, *, seconds: float, seed: int) -> tuple[Any, Any]:
+    """The solver after its search, and its status; the same for the same arguments."""
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1  # the result then depends on the seed alone
+    solver.parameters.random_seed = seed
+    solver.parameters.max_deterministic_time = seconds
+    return solver, solver.solve(model)

@@ -1,4 +1,6 @@
-"""Program + user functions -> the body of one `shard_map`: prepare, run the segments, reduce."""
+"""The SPMD executor: program + user functions -> one `shard_map` program, whose body prepares, runs
+the segments and reduces.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,13 @@ from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
 from ..table.effects import OF_SLICES, Place
-from .block import false
+from .block import State, empty, empty_pool, false, of_chunk
 from .collective import with_cuts
-from .entries import StageEntries, mapped, whole_entries
+from .entries import StageEntries, mapped, on_cpus, split_entries, whole_entries
 from .host import Packing
-from .operands import Buffers, Operands, StageOperand, shared_buffers
-from .pools import State, empty, empty_pool, of_chunk
 from .results import finish, with_replicas
-from .shared_code import SharedCode
+from .shared_buffers import Buffers, shared_buffers
+from .shared_code import Operands, SharedCode, StageOperand
 from .tick import TickEmitter
 
 CANNOT_BE_TIMED = (
@@ -290,3 +291,71 @@ def _narrow(table: Any) -> Any:
         ):
             return table.astype(dtype)
     return table
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A training step that is traced and not compiled."""
+
+    job: Job
+    code: ModelCode
+    entries: tuple[StageEntries, ...]  # the entries of pools, by kind of stage
+    # the `jax.stages.Traced` step of (params, batch), and `rng` and `state` where they are given
+    function: Any
+
+
+class SpmdExecutor:
+    """Runs a job's program on the devices of its mesh, all in one program (an `Executor`)."""
+
+    compiles = True
+
+    def run(
+        self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
+        """Do the job; it may be traced."""
+        everywhere, rows, kept = (
+            PartitionSpec(),
+            PartitionSpec(job.data_axes or None),
+            PartitionSpec(job.axis),
+        )
+        placed = job.partition.manual_specs(params)
+        spread = {"state": kept, "outputs": rows}
+        entries, permutes = self._split(job, params, batch, rng, state)
+        run = mapped(
+            lambda p, b, r, s: body(job, p, b, r, s, entries=entries, everywhere=permutes),
+            job.mesh,
+            {job.axis, *job.data_axes},
+            in_specs=(placed, rows, everywhere, kept),
+            out_specs=(
+                {key: spread.get(key, everywhere) for key in job.results},
+                placed if job.training else everywhere,
+            ),
+        )
+        found: tuple[dict[str, Any], dict[str, PyTree]] = run(params, batch, rng, state)
+        return found
+
+    def _split(
+        self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+    ) -> tuple[tuple[StageEntries, ...] | None, bool]:
+        """The entries of pools where the partitioner splits values, and whether it may permute in
+        blocks on CPU devices.
+
+        Every permute of XLA:CPU waits for all devices of the program, also for those outside its
+        pairs.  Under predicates, some devices would wait in the permute of one block and some in
+        that of another, until XLA ends the process.  With axes that are left to the partitioner,
+        all devices therefore run every block at once, and keep the result where its predicate holds
+        (see `block`).
+
+        The model is traced once more for the entries.  A block compiled alone does not show every
+        permute, because the partitioner decides from the whole program.  Permutes are therefore
+        assumed, except where blocks are timed.  Timing needs predicates, and
+        `jaxpipe.inspect.profile` refuses blocks that permute.
+        """
+        waits = on_cpus(job.mesh) and job.mesh.shape[job.axis] > 1
+        if not job.partition.auto_axes:
+            return None, False
+        if not job.training:
+            return None, waits
+        start = look(job, params, batch, rng, state)
+        entries = split_entries(job, start.code, start.owned)
+        return entries, waits and job.clock is None

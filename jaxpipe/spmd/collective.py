@@ -21,8 +21,7 @@ from ..stage.model_code import ModelCode
 from ..stage.split import cut_weights
 from ..table.effects import Access, Place
 from ..table.kinds import COLLECTIVES, Kind
-from .block import Block
-from .pools import State, read, write
+from .block import Block, State, read, write
 from .shared_code import (
     SharedCode,
     accumulate,

@@ -23,8 +23,8 @@ from ..jaxprs.entry import Entry
 from ..program.ir import Program
 from ..program.records import NOBODY, Record, TickRecord
 from ..table.effects import Place
-from .operands import Buffers
-from .pools import State, zeros
+from .block import State, zeros
+from .shared_buffers import Buffers
 
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)

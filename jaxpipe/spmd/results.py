@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Leaves, Params, PyTree, summable
-from ..model.functions import Loss, inverse_count
 from ..model.leaf_plan import leaf_plans, reduce_gradients, trained, with_frozen
 from ..model.param_layout import Chunks
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
-from .pools import State, add, chunks_of
+from .block import State, add, chunks_of
 
 
 def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
@@ -161,13 +160,7 @@ def _losses(
     aux = jax.tree.unflatten(
         code.last.aux_tree, [lax.psum(summable(leaf), everyone) for leaf in state["aux"]]
     )
-    if job.functions.loss is Loss.SUM_OVER_COUNT:
-        count = jnp.sum(aux["count"])
-        weight = inverse_count(count, losses.dtype)
-        loss = jnp.sum(losses) * weight
-    else:
-        losses = losses / job.data_size
-        loss, weight = jnp.mean(losses), None
+    loss, losses, factor = job.functions.total(losses, aux["count"], job.data_size)
     total = job.num_microbatches * job.data_size
     metrics = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) / total, aux["metrics"])
-    return {"loss": loss, "losses": losses, "metrics": metrics}, weight
+    return {"loss": loss, "losses": losses, "metrics": metrics}, factor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -15,7 +15,10 @@ from ..arrays import Leaves, Scalar
 from ..jaxprs.entry import Entry
 from ..jaxprs.slots import Slot
 from ..model.packed import Place, Places
-from .pools import zeros
+from ..stage.code import StageCode
+from ..table.effects import Place as Pool
+from .block import zeros
+from .entries import StageEntries
 
 Avals: TypeAlias = "Sequence[Any]"
 _Key: TypeAlias = "tuple[tuple[int, ...], Any]"
@@ -83,7 +86,7 @@ class SharedBuffer:
         }
         places = {
             kind: tuple(
-                Place(i, shape, shape != leaves[i].aval.shape, pinned=pinned)
+                Place(i, Entry(shape, pinned=pinned), shape != leaves[i].aval.shape)
                 for i, (shape, _) in ((at[number, n], key) for n, key in enumerate(kind))
             )
             for number, kind in enumerate(keyed)
@@ -252,3 +255,20 @@ def _by_size(keyed: Sequence[tuple[_Key, ...]]) -> list[_Leaf]:
             members = {number: n for number, (*_, n) in mine.items()}
             found.append(_Leaf(jax.ShapeDtypeStruct(shape, dtype), members))
     return found
+
+
+# The buffers of pools and transfers.
+Buffers: TypeAlias = "Mapping[Pool, SharedBuffer]"
+
+
+def shared_buffers(
+    kinds: Sequence[StageCode], entries: Sequence[StageEntries] | None = None
+) -> Buffers:
+    """The buffers of several kinds of stages, with the entries of each."""
+    return {
+        place: SharedBuffer.of(
+            [kind.stored[place] for kind in kinds],
+            None if entries is None else [each.stored[place] for each in entries],
+        )
+        for place in kinds[0].stored
+    }

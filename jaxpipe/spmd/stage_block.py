@@ -15,11 +15,10 @@ from ..program.templates import BlockUse, Presence
 from ..stage.code import StageCode, run
 from ..table.effects import Access, Place
 from ..table.kinds import Kind
-from .block import Block, run_where
-from .operands import StageOperand
-from .pools import State, add, add_at, of_chunk, read, without_weak_types, write
+from .block import Block, State, add, add_at, of_chunk, read, run_where, without_weak_types, write
 from .shared_code import (
     SharedCode,
+    StageOperand,
     accumulate,
     first_inputs,
     last_inputs,

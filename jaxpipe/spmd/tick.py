@@ -22,14 +22,12 @@ from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import Program
 from ..program.records import NOBODY, POOL_OF, Record, TickRecord
 from ..program.segments import Loop, Point, Segment, Transit
-from ..program.templates import BlockUse, Payload, Permute, Presence
+from ..program.templates import BlockUse, Payload, Presence
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
-from .block import Block, clocked, run_in_order, run_where
+from .block import Block, State, clocked, run_in_order, run_where
 from .collective import collective_block
 from .host import HostMoves, Moved, Packing
-from .pools import State
-from .shared_buffers import SharedBuffer
 from .shared_code import SharedCode
 from .stage_block import StageAction, pair_block
 
@@ -41,22 +39,6 @@ EXCHANGE, WITH_SLACK = "exchange", "exchange_with_slack"
 def scope_of(transit: Transit) -> str:
     """The scope of a permute."""
     return WITH_SLACK if transit.is_late else EXCHANGE
-
-
-def permuted(permute: Permute, axis: str, state: State, *, blocking: bool) -> tuple[Leaves, State]:
-    """The values that a permute brings to this device (zeros where nothing is sent to it), and the
-    state after it.
-
-    On CPU devices (`blocking`) a permute holds one of the process's few threads until all partners
-    have arrived.  It therefore starts after earlier work of the tick, and later work starts after
-    it.  Otherwise two permutes in flight could keep a block from starting for which a partner
-    waits, and all devices would hang.  On GPUs the permute runs during the blocks.
-    """
-    sent = state["sent_x" if permute.payload is Payload.ACTIVATION else "sent_dx"]
-    if not blocking:
-        return [lax.ppermute(leaf, axis, permute.pairs) for leaf in sent], state
-    brought = [lax.ppermute(_after(leaf, state), axis, permute.pairs) for leaf in sent]
-    return brought, settled(brought, state)
 
 
 def _after(leaf: Any, state: State) -> Any:
@@ -78,28 +60,6 @@ def settled(brought: Leaves, state: State) -> State:
         if leaf.size and _is_ordered(leaf):
             token = jnp.logical_and(token, leaf.ravel()[0] == 0)
     return state | {"token": token}
-
-
-def arrive(
-    state: State,
-    payload: Payload,
-    buffer: SharedBuffer,
-    arrival: Record[Scalar],
-    leaves: Leaves,
-    *,
-    keep: bool,
-) -> State:
-    """Write arrivals to their slots.  With `keep`, some devices have no arrival and no free slot,
-    and their slots keep their contents.
-    """
-    name = POOL_OF[payload].value
-    pool = state[name]
-    if keep:
-        held = buffer.take_all(pool, arrival.slot)
-        leaves = [
-            jnp.where(arrival.takes == 0, old, new) for old, new in zip(held, leaves, strict=True)
-        ]
-    return state | {name: buffer.put_all(pool, arrival.slot, leaves)}
 
 
 # The records of this device in the ticks of a trip; -1 is the last tick of the previous trip.
@@ -298,31 +258,40 @@ class TickEmitter:
         return state
 
     def _permuted(self, transit: Transit, state: State) -> tuple[Leaves, State]:
-        shared = self.shared
-        return permuted(transit.permute, shared.axis, state, blocking=shared.blocking)
+        """The values that a permute brings to this device (zeros where nothing is sent to it), and
+        the state after it.
+
+        On CPU devices (`blocking`) a permute holds one of the process's few threads until all
+        partners have arrived.  It therefore starts after earlier work of the tick, and later work
+        starts after it.  Otherwise two permutes in flight could keep a block from starting for
+        which a partner waits, and all devices would hang.  On GPUs the permute runs during the
+        blocks.
+        """
+        permute, blocking = transit.permute, self.shared.blocking
+        sent = state["sent_x" if permute.payload is Payload.ACTIVATION else "sent_dx"]
+        sent = [_after(leaf, state) for leaf in sent] if blocking else sent
+        brought = [lax.ppermute(leaf, self.shared.axis, permute.pairs) for leaf in sent]
+        return brought, settled(brought, state) if blocking else state
 
     def _arrive(
-        self,
-        transit: Transit,
-        row: TickRecord[Scalar],
-        leaves: Leaves,
-        state: State,
-        *,
-        keep: bool,
+        self, transit: Transit, row: TickRecord[Scalar], new: Leaves, state: State, *, keep: bool
     ) -> State:
-        """Write a permute's arrivals after the end of earlier blocks.  With `keep`, some slots may
-        keep their contents.
+        """Write a permute's arrivals to their slots after the end of earlier blocks.  With `keep`,
+        some devices have no arrival and no free slot, and their slots keep their contents.
         """
-        payload = transit.permute.payload
+        place = POOL_OF[transit.permute.payload]
+        buffer, pool = self.shared.buffers[place], state[place.value]
         with jax.named_scope(EXCHANGE):
             # Both depend on the token, because a pool of one slot needs no slot number.  Otherwise
             # XLA would write all arrivals of a trip in one fusion.
             at: Record[Scalar] = row.arrivals[transit.lane].map(
                 lambda number: jnp.where(state["token"], 0, number)
             )
-            return arrive(
-                state, payload, self.shared.buffers[POOL_OF[payload]], at, leaves, keep=keep
-            )
+            if keep:
+                held = buffer.take_all(pool, at.slot)
+                pairs = zip(held, new, strict=True)
+                new = [jnp.where(at.takes == 0, old, leaf) for old, leaf in pairs]
+            return state | {place.value: buffer.put_all(pool, at.slot, new)}
 
     def _run(self, run: _Run, row: TickRecord[Scalar], state: State) -> State:
         """Run a block, or a pair, under its predicate."""

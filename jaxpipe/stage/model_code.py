@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,25 +29,22 @@ from .code import LastCode, ParamUse, StageCode, inexact
 from .job import Job
 from .trace import chosen, filled, trace_last, trace_spread_first, trace_stage
 
+# The parameters (a stage's own and the shared ones), x, and the further arguments.
+_Inputs: TypeAlias = "tuple[PyTree, PyTree, dict[str, PyTree]]"
+_Stage: TypeAlias = "Callable[[PyTree, PyTree, PyTree], tuple[PyTree, StageOutput]]"
 
-def check_state_gradient(
-    name: str,
-    call: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, StageOutput]],
-    params: PyTree,
-    x: PyTree,
-    extra: dict[str, PyTree],
-    trained: Sequence[bool],
-) -> None:
+
+def check_state_gradient(name: str, call: _Stage, inputs: _Inputs, trained: Sequence[bool]) -> None:
     """PipelineError where `call(params, x, extra)` depends on state that parameters or x determined
     in an earlier microbatch.
 
     Only dependences with a gradient count.  `trained` says whether each parameter has one.
     """
-    state = jax.tree_util.tree_leaves_with_path(extra["state"])
+    state = jax.tree_util.tree_leaves_with_path(inputs[2]["state"])
     count = sum(inexact(leaf) for _, leaf in state)
     if not count:
         return
-    jaxpr, moved = _tangents(call, params, x, extra, trained)
+    jaxpr, moved = _tangents(call, inputs, trained)
     results, after = jaxpr.outvars[:-count], jaxpr.outvars[-count:]
 
     def needed_by(outputs: Sequence[Atom]) -> tuple[list[bool], bool]:
@@ -77,19 +74,13 @@ def check_state_gradient(
         )
 
 
-def _tangents(
-    call: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, StageOutput]],
-    params: PyTree,
-    x: PyTree,
-    extra: dict[str, PyTree],
-    trained: Sequence[bool],
-) -> tuple[core.Jaxpr, int]:
+def _tangents(call: _Stage, inputs: _Inputs, trained: Sequence[bool]) -> tuple[core.Jaxpr, int]:
     """The derivative, and how many tangents of trained parameters, x and state are its last inputs.
 
     Its outputs are the tangents of the stage's results.  The tangents of the new state are last.
     """
-    parts = params, x, extra["state"]
-    leaves, tree = jax.tree.flatten(parts)
+    params, x, extra = inputs
+    leaves, tree = jax.tree.flatten((params, x, extra["state"]))
     moves = [*trained, *(inexact(leaf) for leaf in leaves[len(trained) :])]
     moving = chosen(leaves, moves)
 
@@ -195,7 +186,8 @@ def trace_model(
             extra = make_extra(batch, rng, index, index, function.wants_arrays, functions.slices)
             if "state" in function.wants_arrays:
                 extra["state"] = state
-            kinds[key] = code = _trace_one(job, functions, stage, (params, shared), x, extra, uses)
+            inputs = (params, shared), x, extra
+            kinds[key] = code = _trace_one(job, functions, stage, inputs, uses)
             _check_collectives(function.name, (code.hoist, code.forward, code.backward), job.axis)
             wants.append(function.wants_arrays)
         kind_of.append(list(kinds).index(key))
@@ -229,25 +221,19 @@ def _uses(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
 
 
 def _trace_one(
-    job: Job,
-    functions: Functions,
-    stage: int,
-    params: PyTree,
-    x: PyTree,
-    extra: PyTree,
-    uses: Sequence[ParamUse],
+    job: Job, functions: Functions, stage: int, inputs: _Inputs, uses: Sequence[ParamUse]
 ) -> StageCode:
     """Trace one stage and check what it returns."""
     call, name = partial(functions.run_stage, stage), functions.stages[stage].name
     if job.layout.unlike:
-        _check_takes(call, stage, params, x, extra)
+        _check_takes(call, stage, inputs)
     else:
-        _check_chain(lambda p, h, e: call(p, h, e)[0], params, x, extra)
-    passed = functions.carried(stage, params, x, extra)
+        _check_chain(call, inputs)
+    passed, extra = functions.carried(stage, *inputs), inputs[2]
     keeps_state = job.training and "state" in extra
     if keeps_state:
-        check_state_gradient(name, call, params, x, extra, [use.trained for use in uses])
-    code = trace_stage(call, params, x, extra, uses, passed)
+        check_state_gradient(name, call, inputs, [use.trained for use in uses])
+    code = trace_stage(call, *inputs, uses, passed)
     if keeps_state:
         _check_reads_of_state(
             name, code, extra, recomputes=job.plan.ticks.schedule.encoded.recomputes
@@ -255,19 +241,17 @@ def _trace_one(
     return code
 
 
-def _check_takes(
-    call: Callable[..., PyTree], stage: int, params: PyTree, x: PyTree, extra: PyTree
-) -> None:
+def _check_takes(call: _Stage, stage: int, inputs: _Inputs) -> None:
     """PipelineError where a stage cannot take the output of the stage before it."""
     before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
     try:
-        jax.eval_shape(call, params, x, extra)
+        jax.eval_shape(call, *inputs)
     except PipelineError:
         raise
     except (TypeError, ValueError) as error:
         shapes = ", ".join(
             f"{jax.tree_util.keystr(p) or 'x'} {a.dtype}{list(a.shape)}"
-            for p, a in jax.tree_util.tree_leaves_with_path(x)
+            for p, a in jax.tree_util.tree_leaves_with_path(inputs[1])
         )
         raise PipelineError(
             f"stage {stage} cannot take what {before} returns ({shapes}): {error}"
@@ -319,9 +303,9 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
         )
 
 
-def _check_chain(call: Callable[..., PyTree], params: PyTree, x: PyTree, extra: PyTree) -> None:
+def _check_chain(call: _Stage, inputs: _Inputs) -> None:
     """A stage's output must fit the next stage's input: the same tree, shapes and dtypes."""
-    y = jax.eval_shape(call, params, x, extra)
+    x, y = inputs[1], jax.eval_shape(call, *inputs)[0]
     x_tree: Any = jax.tree.structure(x)
     y_tree: Any = jax.tree.structure(y)
     if x_tree != y_tree:

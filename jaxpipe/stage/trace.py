@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jax.extend import core
 from ..arrays import Leaves, PyTree
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import Atom, renamed, with_equations
+from ..jaxprs.equations import Atom, renamed, variables, with_equations
 from ..jaxprs.flatten import flatten, stores_on_host
 from ..model.functions import StageOutput
 from .code import LastCode, ParamUse, Signature, StageCode, inexact
@@ -85,29 +86,22 @@ def _write(buffer: core.Var, filled: core.Var, rows: Atom, number: Atom) -> list
 def _in_order(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
     """Sort the equations so that each follows its inputs; the order is kept where inputs allow."""
     producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    needs = [
-        {producer[v] for v in eqn.invars if isinstance(v, core.Var) and v in producer}
-        for eqn in eqns
-    ]
-    users: list[list[int]] = [[] for _ in eqns]
-    for i, own in enumerate(needs):
-        for j in own:
-            users[j].append(i)
-    left = [len(own) for own in needs]
-    ready = [i for i, count in enumerate(left) if not count]
-    found = []
-    while ready:
-        i = heapq.heappop(ready)
-        found.append(eqns[i])
-        for j in users[i]:
-            left[j] -= 1
-            if not left[j]:
-                heapq.heappush(ready, j)
-    if len(found) < len(eqns):
+    graph = TopologicalSorter(
+        {i: {producer[v] for v in variables(e.invars) if v in producer} for i, e in enumerate(eqns)}
+    )
+    try:
+        graph.prepare()
+    except CycleError as error:
         raise PipelineError(
             "a stage appends rows that depend on their own buffer; append rows that do not depend "
             "on the result of the same ctx.append"
-        )
+        ) from error
+    found, ready = [], list[int]()
+    while graph.is_active():
+        for i in graph.get_ready():
+            heapq.heappush(ready, i)
+        found.append(eqns[i := heapq.heappop(ready)])
+        graph.done(i)
     return found
 
 

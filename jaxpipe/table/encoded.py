@@ -132,9 +132,9 @@ class Encoded:
         """`backward_at[stage, microbatch]` is the action that makes the input gradient: B, or else
         I, or else -1.
         """
-        return self._maker(Value.INPUT_GRAD)
+        return self.maker(Value.INPUT_GRAD)
 
-    def _maker(self, value: Value) -> IntArray:
+    def maker(self, value: Value) -> IntArray:
         """`[stage, microbatch]` is the first action that makes a value, or -1."""
         first, *others = makers(value)
         found: IntArray = self.at[first]
@@ -223,7 +223,7 @@ class Encoded:
             assert end is not None
             stage = end.stage % self.num_stages
             before, after = (
-                None if value is None else self._maker(value)[stage]
+                None if value is None else self.maker(value)[stage]
                 for value in (end.needs, end.feeds)
             )
             for m in range(self.num_microbatches):
@@ -248,7 +248,7 @@ class Encoded:
         that makes its message.  RECV: its SEND.
         """
         found = np.full(self.num_actions, -1, np.int64)
-        sources = {message.value: self._maker(message.value) for message in MESSAGES}
+        sources = {message.value: self.maker(message.value) for message in MESSAGES}
         for spec in KINDS:
             if spec.needs is not None:
                 source, shift = sources[spec.needs], spec.came_from

@@ -17,7 +17,7 @@ from .limits import MAX_COUNT
 from .placement import Placement
 from .rules import broken_rules, deadlocks, run_order
 from .run_order import RunOrder, Transfers
-from .text import TableText, rows_from_csv, rows_to_csv, table_from_json, table_to_json
+from .text import rows_from_csv, rows_to_csv, table_from_json, table_to_json
 from .typed import set_typed, typed
 
 
@@ -119,17 +119,14 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str) -> Schedule:
         """Read what `to_json` writes; ScheduleError lists every field and cell that is wrong."""
-        table = table_from_json(text)
-        return cls(
-            table.rows, table.placement, table.num_microbatches, table.name, slices=table.slices
-        )
+        return cls(**table_from_json(text))
 
     def to_json(self) -> str:
         """Write one JSON object with the rows, placement, number of microbatches, slices and
         name.
         """
         return table_to_json(
-            TableText(self.cells, self.placement, self.num_microbatches, self.name, self.slices)
+            self.cells, self.placement, self.num_microbatches, self.name, self.slices
         )
 
     @cached_property

@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ParseError, ScheduleError, Violation, listed, quoted
 from .action import Cell, Row, parse_cell
@@ -24,17 +24,6 @@ _SEPARATORS = ";\t|: "  # of other programs, where a table has a comma
 _NOT_OF_THE_PIPELINE = re.compile(r"\s*[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")
 
 
-@dataclass(frozen=True)
-class TableText:
-    """What a JSON text holds."""
-
-    rows: tuple[Row, ...]
-    placement: Placement
-    num_microbatches: int
-    name: str
-    slices: int = 1
-
-
 def rows_from_csv(text: str) -> list[list[Cell]]:
     """Read one line per device, one action per cell, an empty cell where idle (an empty line is a
     device without actions).
@@ -43,17 +32,12 @@ def rows_from_csv(text: str) -> list[list[Cell]]:
     actions UNSHARD, RESHARD and REDUCE_GRAD are left out.  ScheduleError lists every cell that is
     not an action (reading stops after a thousand).
     """
-    rows: list[list[Cell]] = []
     bad: list[Violation] = []
-    for device, line in enumerate(csv_lines(text)):
-        kept = [
-            (column, cell)
-            for column, cell in enumerate(line)
-            if not cell or not _NOT_OF_THE_PIPELINE.fullmatch(cell)
-        ]
-        rows.append(_cells(kept, device, bad, csv_place))
-        if len(bad) >= MAX_FAULTS:
-            break
+    kept = (
+        [(i, cell) for i, cell in enumerate(line) if not _NOT_OF_THE_PIPELINE.fullmatch(cell)]
+        for line in csv_lines(text)
+    )
+    rows = _rows(kept, bad, csv_place)
     _raise_if(bad, f"the CSV is not a schedule{_hint(text, rows, bad)}")
     if not any(cell for row in rows for cell in row):
         raise ScheduleError(
@@ -65,21 +49,9 @@ def rows_from_csv(text: str) -> list[list[Cell]]:
 
 def _hint(text: str, rows: Sequence[Sequence[Cell]], bad: Sequence[Violation]) -> str:
     """What to change in the file as a whole, where its cells are wrong for that reason."""
-    separator = (
-        next(
-            (
-                found
-                for line in csv_lines(text)
-                for cell in line
-                if (found := _other_separator(cell))
-            ),
-            "",
-        )
-        if bad
-        else ""
-    )
-    if separator:
-        return f": wrong separator {separator!r}; write a comma between cells"
+    for cell in (cell for line in (csv_lines(text) if bad else ()) for cell in line):
+        if separator := _other_separator(cell):
+            return f": wrong separator {separator!r}; write a comma between cells"
     header = (
         any(violation.device == 0 for violation in bad)
         and not any(rows[0])
@@ -131,26 +103,28 @@ def rows_to_csv(rows: Sequence[Row]) -> str:
     return "".join(",".join("" if c is None else str(c) for c in row) + "\n" for row in rows)
 
 
-def table_to_json(table: TableText) -> str:
+def table_to_json(
+    rows: Sequence[Row], placement: Placement, num_microbatches: int, name: str, slices: int
+) -> str:
     """Write a table as one JSON object, with one line per device."""
     head = {
         "format": JSON_FORMAT,
         "version": JSON_VERSION,
-        "name": table.name,
-        "num_devices": table.placement.num_devices,
-        "num_microbatches": table.num_microbatches,
-        "stage_to_device": table.placement.stage_to_device,
+        "name": name,
+        "num_devices": placement.num_devices,
+        "num_microbatches": num_microbatches,
+        "stage_to_device": placement.stage_to_device,
     }
-    head |= {"slices": table.slices} if table.slices > 1 else {}
+    head |= {"slices": slices} if slices > 1 else {}
     fields = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    lines = [
-        "    " + json.dumps([None if c is None else str(c) for c in row]) for row in table.rows
-    ]
+    lines = ["    " + json.dumps([None if c is None else str(c) for c in row]) for row in rows]
     return "{\n" + ",\n".join(fields) + ',\n  "rows": [\n' + ",\n".join(lines) + "\n  ]\n}\n"
 
 
-def table_from_json(text: str) -> TableText:
-    """Read what `table_to_json` writes; ScheduleError lists every field and cell that is wrong."""
+def table_from_json(text: str) -> dict[str, Any]:
+    """The arguments of `Schedule`, from what `table_to_json` writes; ScheduleError lists every
+    field and cell that is wrong.
+    """
     data = json_value(text)
     if not isinstance(data, dict) or data.get("format") != JSON_FORMAT:
         raise ScheduleError(
@@ -162,28 +136,17 @@ def table_from_json(text: str) -> TableText:
             f"{JSON_VERSION}"
         )
     bad = _field_faults(data)
-    rows: list[list[Cell]] = []
-    if not bad:
-        for device, line in enumerate(data["rows"]):
-            rows.append(
-                _cells(
-                    [(column, cell or "") for column, cell in enumerate(line)],
-                    device,
-                    bad,
-                    json_place,
-                )
-            )
-            if len(bad) >= MAX_FAULTS:
-                break
+    lines = [] if bad else [[(i, c or "") for i, c in enumerate(line)] for line in data["rows"]]
+    rows = _rows(lines, bad, json_place)
     _raise_if(bad, "the JSON is not a schedule")
     placement = Placement.explicit(data["stage_to_device"], devices=data["num_devices"])
-    return TableText(
-        tuple(map(tuple, rows)),
-        placement,
-        data["num_microbatches"],
-        data.get("name") or "",
-        data.get("slices", 1),
-    )
+    return {
+        "rows": rows,
+        "placement": placement,
+        "num_microbatches": data["num_microbatches"],
+        "name": data.get("name") or "",
+        "slices": data.get("slices", 1),
+    }
 
 
 def json_value(text: str) -> object:
@@ -227,24 +190,26 @@ def json_place(device: int, column: int) -> str:
     return f'"rows"[{device}][{column}]'
 
 
-def _cells(
-    texts: Iterable[tuple[int, str]],
-    device: int,
+def _rows(
+    lines: Iterable[Sequence[tuple[int, str]]],
     bad: list[Violation],
     place: Callable[[int, int], str],
-) -> list[Cell]:
-    """Read the cells of a row, given with their columns, adding violations to `bad` until that
-    is full.
+) -> list[list[Cell]]:
+    """Read the cells of each device, given with their columns, adding violations to `bad` until
+    that is full.
     """
-    row: list[Cell] = []
-    for position, (column, text) in enumerate(texts):
-        try:
-            row.append(parse_cell(text) if text else None)
-        except ParseError as error:
-            bad.append(Violation("parse", f"{place(device, column)}: {error}", device, position))
+    rows: list[list[Cell]] = []
+    for device, texts in enumerate(lines):
+        rows.append([])
+        for position, (column, text) in enumerate(texts):
+            try:
+                rows[-1].append(parse_cell(text) if text else None)
+            except ParseError as error:
+                message = f"{place(device, column)}: {error}"
+                bad.append(Violation("parse", message, device, position))
             if len(bad) >= MAX_FAULTS:
-                break
-    return row
+                return rows
+    return rows
 
 
 def _field_faults(data: dict[str, object]) -> list[Violation]:

@@ -21,8 +21,7 @@ from ..engine.simulate import simulate
 from ..errors import ScheduleError
 from ..table.action import Action, Kind
 from ..table.check import check
-from ..table.encoded import Encoded
-from ..table.kinds import KINDS, Value, makers
+from ..table.kinds import KINDS
 from ..table.schedule import Schedule
 from ..table.typed import typed
 from .align_collectives import align_collectives
@@ -233,7 +232,10 @@ class _Run:
             stage = end.stage % table.num_stages
             latency = 0 if hop is None else hop[stage]
             length = max((by_stage.of(kind) or (0,))[:devices])
-            sources, users = (_makers(table, value, stage) for value in (end.needs, end.feeds))
+            sources, users = (
+                [] if value is None else table.maker(value)[stage].tolist()
+                for value in (end.needs, end.feeds)
+            )
             for m in range(table.num_microbatches):
                 members = tuple(
                     self._insertion.add(d, Action(d, kind, m), length) for d in range(devices)
@@ -375,11 +377,3 @@ class _Run:
             for left in self._left:
                 left.popleft()
         return number
-
-
-def _makers(table: Encoded, value: Value | None, stage: int) -> list[int]:
-    """By microbatch, the action that makes a value of a stage; -1 for none."""
-    if value is None:
-        return []
-    found: list[int] = table.at[list(makers(value)), stage].max(axis=0).tolist()
-    return found

@@ -17,7 +17,7 @@ from jaxpipe import PipelineError
 from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.portable import PortableState
-from jaxpipe.program.faults import ProgramRule
+from jaxpipe.program.code_rules import ProgramRule
 from jaxpipe.program.verify import faults
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of

@@ -14,7 +14,7 @@ import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import Offload, assign_slots
-from jaxpipe.program.faults import ProgramRule
+from jaxpipe.program.code_rules import ProgramRule
 from jaxpipe.program.records import MOVE, NOBODY, UNDER_WAY
 from jaxpipe.program.verify import faults, verify
 from jaxpipe.transforms.remove import forward_only

@@ -17,8 +17,7 @@ from golden import check_golden
 
 import jaxpipe as jp
 from jaxpipe.render import Theme, to_html, to_svg, to_trace
-from jaxpipe.render.bars import Part, bars_of, number, title_of
-from jaxpipe.render.chart import Chart
+from jaxpipe.render.chart import Chart, Part, bars_of, number, title_of
 from jaxpipe.render.palette import DARK, LIGHT, ink_on, shade
 from jaxpipe.render.svg import MOST_ELEMENTS
 
