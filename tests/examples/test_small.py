@@ -21,7 +21,7 @@ ENVIRONMENT, QUICK = outside(), quick()
     ("name", "environment", "says"),
     [
         ("mlp", QUICK, "on new points: loss"),
-        slow("generate", QUICK, "the same tokens with a cache as without"),
+        slow("generate", QUICK, "the same tokens as of each request by itself"),
         slow("long_context", QUICK, "the losses of whole sequences"),
         slow("lora", QUICK, "the losses of plain JAX in every step"),
         slow("conv_net", ENVIRONMENT, "accuracy on new images"),
