@@ -4,8 +4,8 @@ choice for the same devices.
     python -m benchmarks.published_runs -o benchmarks/results/published_runs.txt
 
 published_runs.json has the rows of Narayanan et al. 2021 (arXiv 2104.04473, table 1) and of Llama 3
-(arXiv 2407.21783, table 4).  The constant, the share of peak that matmuls reach, is the median over all
-rows of the share with which a row's prediction is its published value.
+(arXiv 2407.21783, table 4).  The constant, the share of peak that matmuls reach, is the median over
+all rows of the share with which a row's prediction is its published value.
 """
 
 from __future__ import annotations
