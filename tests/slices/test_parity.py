@@ -82,6 +82,18 @@ def test_the_eager_executor_equals_whole_sequences(name):
     check(name, build("zb_h1", devices=2, slices=2, sequences=1), executor=EagerExecutor())
 
 
+def test_stages_that_pass_nothing_run_by_slices_in_the_eager_executor():
+    def plain(p, x):
+        return jnp.tanh(x @ p["w"])
+
+    _, params, batch = data("recurrent", 2, 2)
+    model = jp.Model(plain, last=MODELS["recurrent"][0].last, time=("x", "y"))
+    pipe = pipeline(model, build("1f1b", devices=2, slices=2), executor=EagerExecutor())
+    found, grads = pipe.value_and_grad(pipe.place(params), batch)
+    wanted = jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=2))(params)
+    assert error((found, pipe.canonical(grads)), wanted) < BOUND
+
+
 def test_the_first_carry_is_zeros_where_the_model_says_nothing():
     def stage(params, x, *, carry):
         return jnp.tanh(x @ params + carry), carry + x.sum(axis=1, keepdims=True)
