@@ -68,8 +68,7 @@ class Partition:
         ]
         found = {key: self._tree(key, tree, faults) for key, tree in params.items()}
         faults += self._unused(params, found)
-        if faults:
-            raise PipelineError.listing("these specs do not fit", faults)
+        PipelineError.refuse("these specs do not fit", faults)
         return found
 
     def dtype_faults(self, params: Mapping[str, PyTree]) -> list[str]:

@@ -201,8 +201,7 @@ class Sharding:
             for name, size in sizes.items()
             if size > 1 and name not in used
         ]
-        if faults:
-            raise PipelineError.listing("the mesh does not fit", faults)
+        PipelineError.refuse("the mesh does not fit", faults)
 
     def spec_faults(
         self, where: str, shape: tuple[int, ...], spec: Any, mesh: Mapping[str, int]
@@ -304,8 +303,7 @@ class Memory:
                 "accumulate must be a floating dtype, or None for the parameters' own; got "
                 f"{self.accumulate!r}"
             )
-        if faults:
-            raise PipelineError("\n".join(faults), tuple(faults))
+        PipelineError.refuse("", faults)
 
 
 def _is_floating(dtype: Any) -> bool:
