@@ -115,6 +115,8 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
         if each.place.in_loop and each.is_carried and each.move is not Move.SLICE
     ]
     permutes = steady(program.collectives)
+    memory = program.memory
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
     predicted = jp.inspect.memory(pipe, params, rows)["total"] if predicts else 0
     return (
         work.model,
@@ -127,7 +129,7 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
         f"{len(anew)} ({sum(each.nbytes for each in anew) / 2**20:.0f})" if anew else "0",
         f"{sum(each.overlapped for each in permutes)}/{len(permutes)}",
         f"{program.padding / 2**20:.1f}",
-        f"{program.memory.temp_size_in_bytes / GIB:.2f}",
+        f"{(program.total_bytes - kept) / GIB:.2f}",
         f"{program.total_bytes / GIB:.2f}",
         f"{predicted / program.total_bytes:.3f}" if predicts else "-",
         f"{seconds:.0f}",
