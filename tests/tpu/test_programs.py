@@ -15,9 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
 from jaxpipe.inspect.collectives import steady
+from jaxpipe.inspect.step_profile import Clock
 from jaxpipe.inspect.tpu_program import Purpose, heap_bytes
 from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.spmd.tick import WITH_SLACK
+from tests.gpu import test_slices as gpu_slices
 from tests.gpu.programs import first, last, shapes, stage
 from tests.tiers import exhaustive, slow
 from tests.tpu.programs import (
@@ -175,6 +177,25 @@ def test_spread_ends() -> None:
         "last": {"head": jax.ShapeDtypeStruct(size, jnp.float32)},
     }
     check(read(pipe.lower(pipe.place(canonical), tokens(pipe))))
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_slices() -> None:
+    """A carry, and rows that stages append."""
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=8, slices=4)
+    pipe, params, batch = gpu_slices.pipeline(schedule, tpu_mesh)
+    check(read(pipe.lower(params, batch)))
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_profile() -> None:
+    """Blocks call the host at their begin and end."""
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=4)
+    pipe = small_pipeline(jp.Model(stage, first=first, last=last), schedule)
+    given = (pipe.place(shapes(2, **SIZES)), tokens(pipe))
+    check(read(pipe.trace(*given, clock=Clock([])).function.lower()))
 
 
 @needs_tpu_compiler
