@@ -1,11 +1,11 @@
 """Published runs against what their sizes say: throughput with one constant, and the planner's own
 choice for the same devices.
 
-    python -m benchmarks.published_runs FILE.json -o benchmarks/results/published_runs.txt
+    python -m benchmarks.published_runs -o benchmarks/results/published_runs.txt
 
-The file has the rows of Narayanan et al. 2021 (arXiv 2104.04473, table 1) and of Llama 3 (arXiv
-2407.21783, table 4).  The constant, the share of peak that matmuls reach, is the median over all
-rows of the share with which a row's prediction is its published value.
+published_runs.json has the rows of Narayanan et al. 2021 (arXiv 2104.04473, table 1) and of Llama 3
+(arXiv 2407.21783, table 4).  The constant, the share of peak that matmuls reach, is the median over
+all rows of the share with which a row's prediction is its published value.
 """
 
 from __future__ import annotations
@@ -148,10 +148,9 @@ def llama(rows: Sequence[Sequence[float]]) -> list[Run]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", type=Path)
     add_output(parser)
     args = parser.parse_args(argv)
-    given = json.loads(args.file.read_text())
+    given = json.loads(Path(__file__).with_suffix(".json").read_text())
     runs = megatron(given["megatron_2021_table_1"]["rows"])
     runs += llama(given["llama3_2024_table_4"]["rows"])
     # Nearly all of a step is in proportion to the share, so two predictions give the row's own.

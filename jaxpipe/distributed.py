@@ -139,8 +139,7 @@ def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
         for name, leaf in by_index(local, "batch").items()
         if np.shape(leaf)[:1] != (count,)
     ]
-    if faults:
-        raise PipelineError.listing("the rows of this process do not fit", faults)
+    PipelineError.refuse("the rows of this process do not fit", faults)
     to = _rows_sharding(pipe)
 
     def join(leaf: Any) -> Any:

@@ -86,7 +86,9 @@ def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
 
 def show_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     """`jaxpipe show`: one schedule in one format, to stdout or to a file."""
-    chosen = arguments.format or _format_of(arguments.output)
+    if arguments.json and arguments.format not in (None, "json"):
+        raise UsageError(f"give --json or --format {arguments.format}, not both")
+    chosen = "json" if arguments.json else arguments.format or _format_of(arguments.output)
     costs = read_costs(arguments)
     with terminal.doing(f"making {arguments.source}"):
         schedule = load(arguments, costs)

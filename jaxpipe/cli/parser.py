@@ -180,7 +180,7 @@ _SIZES = """model by its sizes
 --sequence | they share what is between layers too
 --shards COUNT | devices that share the optimizer's state (default: 1)
 --flops RATE | a second that matmuls reach (default: 4e14)
---bandwidth RATE | bytes a second of a hop (default: 5e10)
+--bandwidth RATE | bytes a second of a hop (default: 5e10; within a host of 8 as the next)
 --tensor-bandwidth RATE | of sums over the devices of a layer (default: 3e11)
 """
 _PUBLISHED = """published model, with its mesh chosen
@@ -223,7 +223,7 @@ COMMANDS = (
         show_command,
         "print or draw a schedule",
         "Print or draw a schedule.",
-        (_SOURCE, _SHAPE, _COSTS, _WRITE, _DRAWING),
+        (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
         _SHARED | {"theme": {"default": Theme.AUTO.value}},
     ),
     Command(

@@ -156,6 +156,7 @@ def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost
         if (value := getattr(arguments, field.name, None)) is not None
     }
     model = Transformer(**given)
+    model = model if arguments.bandwidth else model.on(arguments.devices)
     if arguments.layers < 1:
         raise UsageError(f"--layers must be at least 1, not {arguments.layers}")
     return f"Et*{arguments.layers},L", model.costs(), model.transfer

@@ -27,7 +27,7 @@ from .assign_ticks import (
 )
 from .candidates import span_candidates
 from .cost_model import program_makespan, program_price, tick_durations
-from .overheads import FORWARD, GUESSED, Overheads
+from .overheads import FORWARD, GUESSED, NO_OVERHEADS, Overheads
 from .requirements import NO_TRANSFER, Edge, collect
 from .slots import Offload, assign_slots
 from .spans import segments_of
@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
 
     ticks: Ticks
     segments: tuple[Segment, ...]
-    makespan: float  # of the program without overheads, in the unit of the costs
+    makespan: float  # of the program with the transfers of its costs alone, in their unit
     costs: Costs | None
     overheads: Overheads
 
@@ -50,6 +50,7 @@ class Candidate(NamedTuple):
         """The makespan with overheads and a little for each block of code."""
         durations, devices = tick_durations(self.ticks, self.costs), self.ticks.schedule.num_devices
         own = self.overheads.in_unit(FORWARD) if self.costs is None else self.overheads
+        own = replace(own, hop=_hop(self.costs) or own.hop)
         return program_price(
             program_makespan(durations, self.segments, own), self.segments, devices, own
         )
@@ -64,27 +65,25 @@ class Candidate(NamedTuple):
         cls, ticks: Ticks, segments: tuple[Segment, ...], costs: Costs | None, overheads: Overheads
     ) -> Candidate:
         """Time the segments."""
-        makespan = program_makespan(tick_durations(ticks, costs), segments)
+        transfers = replace(NO_OVERHEADS, hop=_hop(costs))
+        makespan = program_makespan(tick_durations(ticks, costs), segments, transfers)
         return cls(ticks, segments, makespan, costs, overheads)
 
 
+def _hop(costs: Costs | None) -> float:
+    """The longest transfer of these costs; 0 without costs."""
+    return 0.0 if costs is None else float(np.max(costs.transfer))
+
+
 def candidates(
-    schedule: Schedule,
-    *,
-    costs: Costs | None = None,
-    overheads: Overheads = GUESSED,
-    as_one: bool = False,
+    schedule: Schedule, costs: Costs | None, overheads: Overheads, *, as_one: bool
 ) -> tuple[Candidate, ...]:
     """Every way to emit a table: four ways to assign ticks, and each of their lists of spans.
 
     All keep the order of every row.  `costs` are in seconds; without any F = I = W = 1 and B = 2,
     where 1 is `FORWARD`.  With `as_one` a W and the F of its tick may be one block.
     """
-    ways = [
-        assign_ticks(schedule),
-        modulo_ticks(schedule),
-        modulo_ticks(schedule, shift=1),
-    ]
+    ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)]
     if joins_weights(schedule).any() or joins_shares(schedule).any():
         ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
     return tuple(each for ticks in ways for each in candidates_of(ticks, costs, overheads))
@@ -108,8 +107,8 @@ def choose_candidate(
     Those with the fewest predicates around collective actions come first: no CUDA graph holds a
     collective, so the host waits.
     """
-    found = candidates(schedule, costs=costs, overheads=overheads, as_one=as_one)
-    table = simulate(schedule, Costs() if costs is None else replace(costs, transfer=0)).makespan
+    found = candidates(schedule, costs, overheads, as_one=as_one)
+    table = simulate(schedule, Costs() if costs is None else costs).makespan
     enough = KEEPS * max(table, min(each.makespan for each in found))
     kept = [each for each in found if each.makespan <= enough]
     fewest = min(each.collectives for each in kept)
@@ -125,19 +124,6 @@ class Plan:
     ticks: Ticks
     segments: tuple[Segment, ...]
     offload: Offload = Offload.NOTHING
-
-    @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        *,
-        costs: Costs | None = None,
-        overheads: Overheads = GUESSED,
-        as_one: bool = False,
-    ) -> Plan:
-        """Run the passes that need no stage (`choose_candidate`)."""
-        chosen = choose_candidate(schedule, costs=costs, overheads=overheads, as_one=as_one)
-        return cls(chosen.ticks, chosen.segments)
 
     @cached_property
     def makespan(self) -> float:
@@ -176,5 +162,6 @@ def plan_of(
     overheads: Overheads = GUESSED,
     as_one: bool = False,
 ) -> Plan:
-    """The plan of a schedule; equal schedules share it."""
-    return Plan.of(schedule, costs=costs, overheads=overheads, as_one=as_one)
+    """Run the passes that need no stage (`choose_candidate`); equal schedules share the plan."""
+    chosen = choose_candidate(schedule, costs=costs, overheads=overheads, as_one=as_one)
+    return Plan(chosen.ticks, chosen.segments)

@@ -68,6 +68,7 @@ def browse(path, *options):
         "--headless",
         "--no-sandbox",
         "--disable-gpu",
+        "--disable-dev-shm-usage",  # containers have little shared memory
         "--hide-scrollbars",
         "--force-device-scale-factor=1",
     ]

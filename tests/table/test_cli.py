@@ -203,6 +203,8 @@ def test_show_json_reads_back(run, tmp_path):
         == jp.schedules.build("dualpipe", devices=4, microbatches=8).to_csv()
     )
     assert run("check", path).status == 0
+    shown = run("show", "dualpipe", "-P", 4, "-M", 8, "--json").out
+    assert json.loads(shown) == json.loads(path.read_text())
 
 
 def test_show_draws_files_too(run, tmp_path):
@@ -503,6 +505,10 @@ BAD_USAGE = [
     ),
     (("compare", "dualpipe", "-P", 3, "-M", 6), "devices must be even"),
     (("compare", "-P", 4), "needs --microbatches"),
+    (
+        ("show", "gpipe", "-P", 2, "-M", 2, "--json", "--format", "svg"),
+        "give --json or --format svg, not both",
+    ),
 ]
 
 
