@@ -32,7 +32,7 @@ from typing import Any
 import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output, write_all
-from jaxpipe.lowering.plan import Plan
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import Target
 from jaxpipe.planner.result import PipelinePlan, gib
 from jaxpipe.planner.transformer import Transformer
@@ -299,7 +299,7 @@ def largest(name: str, chunks: int, devices: int, microbatches: int) -> Row:
     )
     clock(lambda: jp.check(table))
     clock(lambda: jp.simulate(table).makespan)
-    plan = clock(lambda: Plan.of(table))
+    plan = clock(lambda: plan_of(table))
     program = clock(plan.program)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     counts = (

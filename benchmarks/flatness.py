@@ -20,7 +20,7 @@ import numpy as np
 import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.lowering.plan import Plan
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.schedules.registry import describe as describe_schedule
 from tests.gpu.programs import compile_step, gpu_fault, operations
 
@@ -79,7 +79,7 @@ class Table:
 @cache
 def size(table: Table, microbatches: int) -> tuple[int, int]:
     """Blocks of stage code and permutes of its program."""
-    plan = Plan.of(table.build(microbatches))
+    plan = plan_of(table.build(microbatches))
     return sum(s.size for s in plan.segments), sum(s.permutes for s in plan.segments)
 
 
@@ -95,7 +95,7 @@ def worst(table: Table) -> float:
 
 def sent(table: Table) -> float:
     """What is sent in the steady state over what the table sends there."""
-    plans = [Plan.of(table.build(m)) for m in (SHORT, LONG)]
+    plans = [plan_of(table.build(m)) for m in (SHORT, LONG)]
     program = [sum(s.num_sends for s in plan.segments) for plan in plans]
     own = [int(np.sum(plan.ticks.schedule.encoded.crosses)) for plan in plans]
     return (program[1] - program[0]) / (own[1] - own[0])

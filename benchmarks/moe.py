@@ -19,7 +19,7 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,11 +96,11 @@ class Case:
         letters = "".join(sorted({*self.sizes.letters()}))
         return jp.parse_layout(self.layout, devices=self.pipe, letters=letters).stages
 
-    def program(self) -> tuple[GpuProgram, dict[str, float]]:
-        """The compiled step, and seconds to trace and to compile it and bytes of Adam's moments."""
+    def arguments(self, described: Callable[..., Any]) -> tuple[jp.Pipeline, Any, Any]:
+        """The pipeline, its parameters and a batch as shapes; `described` makes its mesh."""
         shape = {"pipe": self.pipe, "expert": self.expert, "data": self.data}
         shape = {name: size for name, size in shape.items() if size > 1 or name != "data"}
-        mesh = gpu_mesh(tuple(shape.values()), tuple(shape))
+        mesh = described(tuple(shape.values()), tuple(shape))
         model = MoE(
             self.sizes,
             jnp.bfloat16,
@@ -131,6 +131,11 @@ class Case:
             name: jax.ShapeDtypeStruct((count, self.context), dtype, sharding=rows)
             for name, dtype in (("tokens", "int32"), ("targets", "int32"), ("weights", "float32"))
         }
+        return pipe, params, batch
+
+    def program(self) -> tuple[GpuProgram, dict[str, float]]:
+        """The compiled step, and seconds to trace and to compile it and bytes of Adam's moments."""
+        pipe, params, batch = self.arguments(gpu_mesh)
         begin = time.perf_counter()
         lowered = pipe.lower(params, batch)
         traced = time.perf_counter()

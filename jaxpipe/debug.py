@@ -8,7 +8,7 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -124,18 +124,22 @@ def find_nonfinite(
 
 @dataclass(frozen=True)
 class _Call:
-    """One of the three user functions, with how to find its parameters and its inputs."""
+    """One of the three user functions, and the stage with which it runs."""
 
     name: str
+    stage: int
     run: Callable[..., Any]  # (parameters, shared), x, extra -> output
     wants: frozenset[str]
 
+    @property
+    def is_stage(self) -> bool:
+        """Whether it is a stage."""
+        return self.name not in ("first", "last")
 
-def _x_of_stage(
-    functions: Functions, stage: int, params: PyTree, x: PyTree, extra: PyTree
-) -> PyTree:
-    """The output of a stage."""
-    return functions.run_stage(stage, params, x, extra)[0]
+
+# A body of compiled code: (parameters, shared), what enters the call, the batch, the key of the
+# data shard, and the numbers of stage and microbatch -> what the call returns, and counts.
+_Body: TypeAlias = "Callable[..., tuple[PyTree, PyTree]]"
 
 
 class _Search:
@@ -149,31 +153,20 @@ class _Search:
             lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch
         )
         self.slices = pipe.schedule.slices
-        functions = replace(pipe.functions, slices=1)
-        last = pipe.schedule.num_stages - 1
+        functions, last = replace(pipe.functions, slices=1), pipe.schedule.num_stages - 1
         self.count = pipe.schedule.num_microbatches // pipe.schedule.slices
-        # Every call in forward order, with its stage.  Unlike stages are compiled one by one, alike
-        # ones once.
-        self.calls = [
-            (_Call("first", functions.run_first, OUTER_WANTS), 0),
-            *(
-                (
-                    _Call(
-                        f"stage {s}" if pipe.layout.unlike else "stage",
-                        partial(_x_of_stage, functions, s),
-                        function.wants_arrays,
-                    ),
-                    s,
-                )
-                for s, function in enumerate(functions.stages)
-            ),
-            (
-                _Call("last", lambda p, x, extra: functions.run_last(p, x, extra)[0], OUTER_WANTS),
-                last,
-            ),
-        ]
-        self._compiled: dict[tuple[Phase, str], Callable[..., Any]] = {}
-        self._masks: dict[str, Callable[..., Any]] = {}
+        # Every call in forward order.  Unlike stages are compiled one by one, alike ones once.
+        self.calls = [_Call("first", 0, functions.run_first, OUTER_WANTS)]
+        for s, function in enumerate(functions.stages):
+            name = f"stage {s}" if pipe.layout.unlike else "stage"
+            run = partial(functions.run_stage, s)
+            self.calls.append(
+                _Call(name, s, lambda *given, run=run: run(*given)[0], function.wants_arrays)
+            )
+        self.calls.append(
+            _Call("last", last, lambda *given: functions.run_last(*given)[0], OUTER_WANTS)
+        )
+        self._compiled: dict[tuple[Phase | None, str], Callable[..., Any]] = {}
         self._pick = jax.jit(
             lambda tree, d: jax.tree.map(
                 lambda leaf: lax.dynamic_index_in_dim(leaf, d, 0, False), tree
@@ -184,16 +177,16 @@ class _Search:
         """Forwards in order, keeping what enters each stage, then backwards in reverse."""
         entered: list[PyTree] = []
         x: PyTree = ()
-        for call, stage in self.calls:
+        for call in self.calls:
             entered.append(x)
-            if microbatch == 0 and self.slices > 1:
-                self._check_mask(call, stage, x)
-            x, found = self._run(Phase.FORWARD, call, stage, microbatch, x)
+            if microbatch == 0 and self.slices > 1 and call.is_stage and "ctx" in call.wants:
+                self._check_mask(call, x)
+            x, found = self._run(Phase.FORWARD, call, microbatch, x)
             if found is not None:
                 return found
         dy = [jnp.broadcast_to(self._seed(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(x)]
-        for (call, stage), x in zip(reversed(self.calls), reversed(entered), strict=True):
-            dy, found = self._run(Phase.BACKWARD, call, stage, microbatch, (x, dy))
+        for call, x in zip(reversed(self.calls), reversed(entered), strict=True):
+            dy, found = self._run(Phase.BACKWARD, call, microbatch, (x, dy))
             if found is not None:
                 return found
         return None
@@ -204,12 +197,11 @@ class _Search:
         mean = pipe.functions.loss is Loss.MEAN
         return jnp.asarray(1.0 / (self.count * pipe.partition.data_size) if mean else 1.0, dtype)
 
-    def _params(self, call: _Call, stage: int) -> PyTree:
+    def _params(self, call: _Call) -> PyTree:
         """(parameters of the call, shared ones)."""
-        if call.name in ("first", "last"):
-            own = self.params.get(call.name, {})
-        else:
-            chunk, device = self.pipe.layout.where(stage)
+        own = self.params.get(call.name, {})
+        if call.is_stage:
+            chunk, device = self.pipe.layout.where(call.stage)
             placed = self.params["stages"][chunk]
             own = (
                 placed.stage(device)
@@ -218,14 +210,13 @@ class _Search:
             )
         return jax.tree.map(self._on_mesh, (own, self.params.get("shared", {})))
 
-    def _specs(self, call: _Call, stage: int) -> tuple[PyTree, PyTree]:
+    def _specs(self, call: _Call) -> tuple[PyTree, PyTree]:
         """How these are split over the data axes along which functions are given local parts."""
         pipe, plans = self.pipe, self.pipe.partition.plans(self.params)
-        own, shared = jax.tree.map(lambda leaf: PartitionSpec(), self._params(call, stage))
         held = leaf_plans(plans.get(call.name))
-        if call.name not in ("first", "last"):
-            held = pipe.layout.leaves_of(stage, plans["stages"])
-        both = zip((own, shared), (held, leaf_plans(plans.get("shared"))), strict=True)
+        if call.is_stage:
+            held = pipe.layout.leaves_of(call.stage, plans["stages"])
+        both = zip(self._params(call), (held, leaf_plans(plans.get("shared"))), strict=True)
         return tuple(
             jax.tree.unflatten(jax.tree.structure(tree), [p.local(pipe.data_axes) for p in found])
             for tree, found in both
@@ -237,50 +228,59 @@ class _Search:
         return jax.device_put(leaf, NamedSharding(self.mesh, spec))
 
     def _run(
-        self, phase: Phase, call: _Call, stage: int, microbatch: int, x: PyTree
+        self, phase: Phase, call: _Call, microbatch: int, x: PyTree
     ) -> tuple[PyTree, Nonfinite | None]:
         """(output, or gradient of x; what is not finite on the first data shard that has a
-        fault).
+        non-finite value).
         """
-        key = (phase, call.name)
-        if key not in self._compiled:
-            body = self._forward(call) if phase is Phase.FORWARD else self._backward(call)
-            self._compiled[key] = self._mapped(body, call, stage)
-        result, counts = self._called(self._compiled[key], call, stage, microbatch, x)
+        body = self._forward if phase is Phase.FORWARD else self._backward
+        result, counts = self._called(phase, body, call, microbatch, x)
         counts = jax.tree.map(np.asarray, counts)
         for shard in range(self.pipe.partition.data_size):
             values, inputs = (_described(counts[which], shard) for which in ("results", "inputs"))
             if values:
                 inputs = inputs or self._of_others(counts["inputs"], shard)
-                return result, Nonfinite(phase, call.name, stage, microbatch, shard, values, inputs)
+                where = call.name, call.stage, microbatch, shard
+                return result, Nonfinite(phase, *where, values, inputs)
         return result, None
 
-    def _mapped(self, body: Callable[..., Any], call: _Call, stage: int) -> Callable[..., Any]:
-        """A body on all devices of the mesh, compiled."""
-        everywhere, rows, params = PartitionSpec(), self.rows, self._specs(call, stage)
+    def _called(
+        self,
+        phase: Phase | None,
+        body: Callable[[_Call], _Body],
+        call: _Call,
+        microbatch: int,
+        x: PyTree,
+    ) -> Any:
+        """Run a body on all devices of the mesh; it is compiled once for all calls of a name."""
+        if (phase, call.name) not in self._compiled:
+            self._compiled[phase, call.name] = self._mapped(body(call), self._specs(call))
+        where = jnp.int32(call.stage), jnp.int32(microbatch)
+        run = self._compiled[phase, call.name]
+        return run(self._params(call), x, self.batch, self.rng, *where)
+
+    def _mapped(self, body: _Body, params: PyTree) -> Callable[..., Any]:
+        pipe, everywhere, rows = self.pipe, PartitionSpec(), self.rows
+
+        def run(params: PyTree, x: PyTree, batch: PyTree, rng: Any, *where: Any) -> Any:
+            x = jax.tree.map(lambda leaf: leaf[0], x)
+            key = shard_key(rng, pipe.data_axes, pipe.partition.data_size)
+            result, counts = body(params, x, batch, key, *where)
+            return jax.tree.map(lambda leaf: leaf[None], result), counts
+
         return jax.jit(
             mapped(
-                body,
+                run,
                 self.mesh,
-                {self.pipe.axis, *self.pipe.data_axes},
+                {pipe.axis, *pipe.data_axes},
                 in_specs=(params, rows, rows, everywhere, everywhere, everywhere),
                 out_specs=(rows, everywhere),
             )
         )
 
-    def _called(
-        self, run: Callable[..., Any], call: _Call, stage: int, microbatch: int, x: PyTree
-    ) -> Any:
-        where = jnp.int32(stage), jnp.int32(microbatch)
-        return run(self._params(call, stage), x, self.batch, self.rng, *where)
-
-    def _check_mask(self, call: _Call, stage: int, x: PyTree) -> None:
+    def _check_mask(self, call: _Call, x: PyTree) -> None:
         """PipelineError where a slice of the first sequence reads rows of later slices."""
-        if call.name in ("first", "last") or "ctx" not in call.wants:
-            return
-        if call.name not in self._masks:
-            self._masks[call.name] = self._mapped(self._later_rows(call, stage), call, stage)
-        counts = self._called(self._masks[call.name], call, stage, 0, x)[1]
+        counts = self._called(None, self._later_rows, call, 0, x)[1]
         faults = [
             f"  slice {k} reads later rows of {name!r}: {read} values of its results depend on them"
             for name, of_slices in counts.items()
@@ -289,30 +289,28 @@ class _Search:
         ]
         if faults:
             raise PipelineError(
-                f"stage {stage} reads appended rows of later slices, which no causal mask hides:\n"
+                f"stage {call.stage} reads appended rows of later slices, which no causal mask "
+                "hides:\n"
                 + "\n".join(faults)
                 + "\nmask what comes after each position: seen = (ctx.offset + "
                 "jnp.arange(x.shape[1]))[:, None] >= jnp.arange(buffer.shape[1])"
             )
 
-    def _later_rows(self, call: _Call, at: int) -> Callable[..., Any]:
-        count, slices = self.count * self.slices, self.slices
+    def _later_rows(self, call: _Call) -> _Body:
+        count, slices, axes = self.count * self.slices, self.slices, self.pipe.data_axes
 
         def later_rows(
-            params: PyTree, x: PyTree, batch: PyTree, rng: Any, stage: Any, _: Any
+            params: PyTree, x: PyTree, batch: PyTree, key: Any, stage: Any, _: Any
         ) -> tuple[PyTree, PyTree]:
-            x = jax.tree.map(lambda leaf: leaf[0], x)
             cut = self.pipe.functions.split(batch, count)
             functions = self.pipe.functions.for_batch(cut)
-            key = shard_key(rng, self.pipe.data_axes, self.pipe.partition.data_size)
             counts = _values_of_later_rows(
                 functions,
-                at,
+                call.stage,
                 params,
                 x,
                 lambda k: make_extra(cut, key, stage, k, call.wants, slices),
             )
-            axes = self.pipe.data_axes
             return (), jax.tree.map(lambda n: lax.psum(n, axes) if axes else n, counts)
 
         return later_rows
@@ -327,36 +325,25 @@ class _Search:
         )
 
     def _extra(
-        self, call: _Call, batch: PyTree, rng: Any, stage: Any, microbatch: Any
+        self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any
     ) -> dict[str, PyTree]:
         """The further arguments of the function in the step."""
-        rng = shard_key(rng, self.pipe.data_axes, self.pipe.partition.data_size)
-        return make_extra(
-            split_batch(batch, self.count),
-            rng,
-            stage,
-            microbatch,
-            call.wants,
-        )
+        return make_extra(split_batch(batch, self.count), key, stage, microbatch, call.wants)
 
-    def _forward(self, call: _Call) -> Callable[..., Any]:
-        def forward(
-            params: PyTree, x: PyTree, batch: PyTree, rng: Any, stage: Any, microbatch: Any
-        ) -> tuple[PyTree, PyTree]:
-            x = jax.tree.map(lambda leaf: leaf[0], x)
-            extra = self._extra(call, batch, rng, stage, microbatch)
+    def _forward(self, call: _Call) -> _Body:
+        def forward(params: PyTree, x: PyTree, *step: Any) -> tuple[PyTree, PyTree]:
+            extra = self._extra(call, *step)
             y = call.run(params, x, extra)
-            counts = {"results": self._count("output", y), "inputs": self._inputs(params, x, extra)}
-            return jax.tree.map(lambda leaf: leaf[None], y), counts
+            return y, {
+                "results": self._count("output", y),
+                "inputs": self._inputs(params, x, extra),
+            }
 
         return forward
 
-    def _backward(self, call: _Call) -> Callable[..., Any]:
-        def backward(
-            params: PyTree, xdy: PyTree, batch: PyTree, rng: Any, stage: Any, microbatch: Any
-        ) -> tuple[PyTree, PyTree]:
-            x, dy = jax.tree.map(lambda leaf: leaf[0], xdy)
-            extra = self._extra(call, batch, rng, stage, microbatch)
+    def _backward(self, call: _Call) -> _Body:
+        def backward(params: PyTree, xdy: PyTree, *step: Any) -> tuple[PyTree, PyTree]:
+            (x, dy), extra = xdy, self._extra(call, *step)
 
             def outputs(params: PyTree, x: PyTree) -> list[Any]:
                 return list(filter(_floating, jax.tree.leaves(call.run(params, x, extra))))
@@ -369,8 +356,8 @@ class _Search:
                 **self._count("gradient of shared", shared),
             }
             inputs = {**self._inputs(params, x, extra), **self._count("gradient of the output", dy)}
-            moving = filter(_floating, jax.tree.leaves(dx))
-            return [leaf[None] for leaf in moving], {"results": results, "inputs": inputs}
+            moving = list(filter(_floating, jax.tree.leaves(dx)))
+            return moving, {"results": results, "inputs": inputs}
 
         return backward
 

@@ -116,10 +116,9 @@ def _moves(leaf: Any) -> bool:
 def _check_constant(rest: PyTree) -> None:
     """PipelineError listing all differentiated leaves that are not parameters."""
     faults = [path for path, leaf in by_path(rest, is_leaf=_is_primal).items() if _moves(leaf)]
-    if faults:
-        raise PipelineError.listing(
-            "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
-            "differentiated (compute them in `first`, "
-            "from its parameters, or put jax.lax.stop_gradient around them)",
-            faults,
-        )
+    PipelineError.refuse(
+        "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
+        "differentiated (compute them in `first`, "
+        "from its parameters, or put jax.lax.stop_gradient around them)",
+        faults,
+    )

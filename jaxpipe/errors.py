@@ -18,6 +18,20 @@ class JaxpipeError(ValueError):
     write instead.
     """
 
+    @classmethod
+    def listing(cls, head: str, faults: Iterable[str]) -> Self:
+        """The error whose message has a line for each fault (the first hundred), below `head`."""
+        return cls(listed(head, tuple(faults)))
+
+    @classmethod
+    def refuse(cls, head: str, faults: Iterable[str]) -> None:
+        """Raise the error that lists the faults, where there are any.
+
+        >>> PipelineError.refuse("the mesh does not fit", [])
+        """
+        if found := tuple(faults):
+            raise cls.listing(head, found)
+
 
 class ParseError(JaxpipeError):
     """Text that is not an action, a table or a layout; the message points at the character."""
@@ -71,9 +85,9 @@ class FaultsError(JaxpipeError):
 
     @classmethod
     def listing(cls, head: str, faults: Iterable[str]) -> Self:
-        """The error whose message has a line for each fault (the first hundred), below `head`."""
+        """As of every error; `.faults` are these."""
         found = tuple(faults)
-        return cls(listed(head, found), found)
+        return cls(listed(head, found) if head else "\n".join(found), found)
 
 
 class PipelineError(FaultsError):

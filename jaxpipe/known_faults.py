@@ -136,10 +136,9 @@ def refuse_faults(
     """
     found = faults_for(platform, features, versions)
     bad = [fault for fault in found if fault.effect not in (Effect.SLOW, Effect.AVOIDED)]
-    if bad:
-        raise PipelineError.listing(
-            "the installed versions have known faults for what this pipeline uses", map(str, bad)
-        )
+    PipelineError.refuse(
+        "the installed versions have known faults for what this pipeline uses", map(str, bad)
+    )
     for fault in found:
         if fault.effect is Effect.SLOW:
             warnings.warn(f"this pipeline may be slow: {fault}", stacklevel=3)

@@ -221,14 +221,13 @@ class _PerLayer:
                     for one in owns
                     if path in rules[1] and rules[0][one.path] != rules[1][path]
                 ]
-        if faults:
-            raise PipelineError.listing(
-                "per_layer gives a rule the tree of a stage, without its number in the list, since "
-                "stages of several devices go through it "
-                "together; this optimizer does something else by the whole path, so write its "
-                "masks and labels for paths without numbers",
-                faults,
-            )
+        PipelineError.refuse(
+            "per_layer gives a rule the tree of a stage, without its number in the list, since "
+            "stages of several devices go through it "
+            "together; this optimizer does something else by the whole path, so write its "
+            "masks and labels for paths without numbers",
+            faults,
+        )
 
     def _update(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
         """One layer's update; PipelineError where the update of a parameter depends on others."""

@@ -487,8 +487,7 @@ class Pipeline:
     ) -> Any:
         """The function of a step; what JAX cannot take is named by its place in the arguments."""
         faults = key_faults(rng)
-        if faults:
-            raise PipelineError("\n".join(faults), tuple(faults))
+        PipelineError.refuse("", faults)
         try:
             return function(params, batch, rng, state)
         except TypeError:

@@ -244,8 +244,7 @@ class StepRunner:
             *key_faults(rng),
             *state_faults(state, owners, wanted=cached or self.functions.has_state),
         ] or self.partition.frozen_faults(params)
-        if faults:
-            raise PipelineError.listing("this step cannot be lowered", faults)
+        PipelineError.refuse("this step cannot be lowered", faults)
 
 
 def param_faults(params: Any, owners: StageOwners, devices: int) -> list[str]:

@@ -121,8 +121,7 @@ class VocabHead:
             faults.append(f"label_smoothing={self.label_smoothing} must be from 0 to 1")
         if self.z_loss < 0:
             faults.append(f"z_loss={self.z_loss} must be 0 or more")
-        if faults:
-            raise PipelineError.listing("this head cannot be", faults)
+        PipelineError.refuse("this head cannot be", faults)
 
     def __call__(
         self, params: PyTree, x: Any, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()

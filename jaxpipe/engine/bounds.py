@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import ceil, inf
 from typing import Any
 
-from ..errors import ScheduleError, listed, quoted
+from ..errors import ScheduleError, quoted
 from ..table.certificate import Objective
 from ..table.kinds import COLLECTIVES, RECOMPUTE
 from ..table.limits import MAX_COUNT, is_whole
@@ -148,8 +148,7 @@ def _placements(
         for name, n in numbers
         if not (is_whole(n) and n >= 1)
     ]
-    if faults:
-        raise ScheduleError(listed("there is no bound for this", faults))
+    ScheduleError.refuse("there is no bound for this", faults)
     found = [placement] if placement is not None else loop_and_vee(devices, chunks)
     if is_whole(cap) and cap < least_activations(found[0]):
         raise ScheduleError(

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
-from ..errors import CostError, listed, quoted
+from ..errors import CostError, quoted
 from ..table.kinds import KINDS, Kind, Release
 from ..table.limits import MAX_COST, MAX_STAGES, is_number
 from ..table.typed import is_cost, plain, typed
@@ -109,8 +109,7 @@ class Costs:
                     _summable(value) if is_number(value) else tuple(map(_summable, entries)),
                 )
             faults += bad
-        if faults:
-            raise CostError(listed("these are not costs", faults))
+        CostError.refuse("these are not costs", faults)
 
     def to_json(self) -> str:
         """Write one JSON object; `from_json` reads it."""

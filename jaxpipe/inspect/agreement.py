@@ -52,8 +52,7 @@ def check_collectives(
         components = _COMPONENTS in os.environ.get("XLA_FLAGS", "")
     coordinates = np.indices(mesh.devices.shape)[mesh.axis_names.index(axis)].ravel().tolist()
     faults = collective_faults(parse(compiled.as_text()), coordinates, components=components)
-    if faults:
-        raise PipelineError.listing("collectives of this program can hang", faults)
+    PipelineError.refuse("collectives of this program can hang", faults)
 
 
 def collective_faults(
@@ -188,8 +187,8 @@ def _flight_faults(module: Module, found: Sequence[_Exchange]) -> Iterator[str]:
     """
     by_name = {exchange.collective.start.name: exchange for exchange in found}
     for exchange in found:
-        place = exchange.collective.place.computation
-        for other in _between(module, place.instructions, exchange.collective.start, by_name):
+        beside = exchange.collective.beside
+        for other in (each for i in beside for each in _issued(module, i, by_name)):
             common = exchange.shares(other)
             if exchange.queue != other.queue and len(common) > 1:
                 yield (
@@ -197,22 +196,6 @@ def _flight_faults(module: Module, found: Sequence[_Exchange]) -> Iterator[str]:
                     f"{other.queue}) are in flight together and share devices {sorted(common)}: "
                     "each can wait for the other"
                 )
-
-
-def _between(
-    module: Module,
-    instructions: Sequence[Instruction],
-    start: Instruction,
-    by_name: dict[str, _Exchange],
-) -> Iterator[_Exchange]:
-    """The collectives that are issued between a start and its done, in loops too."""
-    if not start.opcode.endswith("-start"):
-        return
-    position = next(i for i, each in enumerate(instructions) if each is start)
-    for each in instructions[position + 1 :]:
-        if each.opcode.endswith("-done") and start.name in each.operands:
-            return
-        yield from _issued(module, each, by_name)
 
 
 def _issued(

@@ -30,6 +30,7 @@ from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
 from ..table.kinds import RECOMPUTE, Kind
+from .tpu_program import heap_bytes
 
 _WHOLE = PartitionSpec()
 
@@ -143,6 +144,8 @@ class Step:
     def temp(self, *blocks: Block) -> int:
         """Bytes besides inputs and outputs, of blocks that run as one."""
         memory = self.compiled(*blocks).memory_analysis()
+        if RunsOn.of(self.job.mesh) is RunsOn.TPUS:
+            return heap_bytes(memory)
         return int(getattr(memory, "temp_size_in_bytes", 0))
 
     def compiled(self, *blocks: Block, unrun: bool = False) -> Any:

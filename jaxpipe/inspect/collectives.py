@@ -32,6 +32,7 @@ class Collective:
     start: Instruction
     place: Place
     compute: Compute
+    beside: tuple[Instruction, ...] = ()  # what is issued between its start and its done
 
     @property
     def overlapped(self) -> bool:
@@ -44,6 +45,23 @@ class Collective:
             f"{self.kind} {self.start.name}, {self.place.trips} x{guarded}, beside "
             f"{self.compute.name.lower()}"
         )
+
+
+def in_flight(instructions: Sequence[Instruction], start: int) -> tuple[Instruction, ...]:
+    """What is issued between a start and its done."""
+    first = instructions[start]
+    if not first.opcode.endswith("-start") or '"is_sync":true' in first.attributes:
+        return ()
+    chain, found = {first.name}, list[Instruction]()
+    for instruction in instructions[start + 1 :]:
+        follows = instruction.operands[:1] and instruction.operands[0] in chain
+        if follows and instruction.opcode.endswith("-done"):
+            return tuple(found)
+        if follows and instruction.opcode.endswith("-update"):
+            chain.add(instruction.name)
+        else:
+            found.append(instruction)
+    raise AssertionError(f"{first.name} is never done")
 
 
 class _Reader:
@@ -60,7 +78,9 @@ class _Reader:
         for i, instruction in enumerate(instructions):
             kind = self._kind(instruction)
             if kind is not None:
-                found.append(Collective(kind, instruction, place, self._between(instructions, i)))
+                beside = in_flight(instructions, i)
+                compute = max(map(self._compute, beside), default=Compute.NOTHING)
+                found.append(Collective(kind, instruction, place, compute, beside))
         return found
 
     def _kind(self, instruction: Instruction) -> str | None:
@@ -70,20 +90,6 @@ class _Reader:
             opcode = self.module.computations[wrapped].root.opcode
         kind = opcode.removesuffix("-start")
         return kind if kind in KINDS else None
-
-    def _between(self, instructions: Sequence[Instruction], start: int) -> Compute:
-        first = instructions[start]
-        if not first.opcode.endswith("-start") or '"is_sync":true' in first.attributes:
-            return Compute.NOTHING
-        chain, most = {first.name}, Compute.NOTHING
-        for instruction in instructions[start + 1 :]:
-            if instruction.opcode.endswith("-done") and instruction.operands[0] in chain:
-                return most
-            if instruction.opcode.endswith("-update") and instruction.operands[0] in chain:
-                chain.add(instruction.name)
-            else:
-                most = max(most, self._compute(instruction))
-        raise AssertionError(f"{first.name} is never done")
 
     def _compute(self, instruction: Instruction) -> Compute:
         """The compute of one instruction, with all that it issues."""

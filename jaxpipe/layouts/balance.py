@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import listed, quoted
+from ..errors import quoted
 from ..table.limits import MAX_STAGES, is_flat, is_number, is_whole
 from ..table.typed import is_cost, plain, typed
 from .layout import LETTERS, MAX_SYMBOLS, Layout, LayoutError, parse_layout
@@ -41,8 +41,7 @@ def split_layers(
     [1, 3, 2]
     """
     faults = _cost_faults(costs, stages, allow_empty, sizes, most)
-    if faults:
-        raise LayoutError(listed("cannot split the layers", faults))
+    LayoutError.refuse("cannot split the layers", faults)
     values, most = np.asarray(costs, dtype=np.float64), plain(most)
     total = np.concatenate([[0.0], np.cumsum(values)])
     # [start, end] -> cost of a stage that holds layers start ... end - 1
@@ -148,8 +147,7 @@ def even_layout(
         faults.append(
             "first_device and last_device are the same device where devices=1; give neither"
         )
-    if faults:
-        raise LayoutError(listed("cannot lay the layers out", faults))
+    LayoutError.refuse("cannot lay the layers out", faults)
     number = [0] * (devices * chunks)
     for device, held in fixed.items():
         for stage, share in zip(
@@ -209,8 +207,7 @@ def _require_whole(**numbers: Any) -> tuple[int, ...]:
         for name, n in numbers.items()
         if not is_whole(n)
     ]
-    if bad:
-        raise LayoutError(listed("these are not numbers of layers, devices or stages", bad))
+    LayoutError.refuse("these are not numbers of layers, devices or stages", bad)
     return tuple(map(int, numbers.values()))
 
 

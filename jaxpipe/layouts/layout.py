@@ -181,8 +181,7 @@ def check_layout(
                 f"the layout has {layers.count(letter)} layers {letter}, but the model has "
                 f"{quoted(expected)}"
             )
-    if faults:
-        raise LayoutError(listed(f"the layout {_short(layout)} is not a complete model", faults))
+    LayoutError.refuse(f"the layout {_short(layout)} is not a complete model", faults)
     return layout
 
 

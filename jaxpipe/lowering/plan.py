@@ -76,22 +76,14 @@ def _hop(costs: Costs | None) -> float:
 
 
 def candidates(
-    schedule: Schedule,
-    *,
-    costs: Costs | None = None,
-    overheads: Overheads = GUESSED,
-    as_one: bool = False,
+    schedule: Schedule, costs: Costs | None, overheads: Overheads, *, as_one: bool
 ) -> tuple[Candidate, ...]:
     """Every way to emit a table: four ways to assign ticks, and each of their lists of spans.
 
     All keep the order of every row.  `costs` are in seconds; without any F = I = W = 1 and B = 2,
     where 1 is `FORWARD`.  With `as_one` a W and the F of its tick may be one block.
     """
-    ways = [
-        assign_ticks(schedule),
-        modulo_ticks(schedule),
-        modulo_ticks(schedule, shift=1),
-    ]
+    ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)]
     if joins_weights(schedule).any() or joins_shares(schedule).any():
         ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
     return tuple(each for ticks in ways for each in candidates_of(ticks, costs, overheads))
@@ -115,7 +107,7 @@ def choose_candidate(
     Those with the fewest predicates around collective actions come first: no CUDA graph holds a
     collective, so the host waits.
     """
-    found = candidates(schedule, costs=costs, overheads=overheads, as_one=as_one)
+    found = candidates(schedule, costs, overheads, as_one=as_one)
     table = simulate(schedule, Costs() if costs is None else costs).makespan
     enough = KEEPS * max(table, min(each.makespan for each in found))
     kept = [each for each in found if each.makespan <= enough]
@@ -132,19 +124,6 @@ class Plan:
     ticks: Ticks
     segments: tuple[Segment, ...]
     offload: Offload = Offload.NOTHING
-
-    @classmethod
-    def of(
-        cls,
-        schedule: Schedule,
-        *,
-        costs: Costs | None = None,
-        overheads: Overheads = GUESSED,
-        as_one: bool = False,
-    ) -> Plan:
-        """Run the passes that need no stage (`choose_candidate`)."""
-        chosen = choose_candidate(schedule, costs=costs, overheads=overheads, as_one=as_one)
-        return cls(chosen.ticks, chosen.segments)
 
     @cached_property
     def makespan(self) -> float:
@@ -183,5 +162,6 @@ def plan_of(
     overheads: Overheads = GUESSED,
     as_one: bool = False,
 ) -> Plan:
-    """The plan of a schedule; equal schedules share it."""
-    return Plan.of(schedule, costs=costs, overheads=overheads, as_one=as_one)
+    """Run the passes that need no stage (`choose_candidate`); equal schedules share the plan."""
+    chosen = choose_candidate(schedule, costs=costs, overheads=overheads, as_one=as_one)
+    return Plan(chosen.ticks, chosen.segments)

@@ -11,7 +11,7 @@ from typing import Any
 
 from platformdirs import user_config_path
 
-from ..errors import CostError, listed, quoted
+from ..errors import CostError, quoted
 from ..table.limits import is_number
 from .overheads import GUESSED, Overheads
 
@@ -50,8 +50,7 @@ def read_prices(path: Path | None = None) -> dict[str, dict[str, Any]]:
     ]
     if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
         wrong.append("it must hold one object for each kind of device")
-    if wrong:
-        raise CostError(listed(f"{path} does not hold prices; {_AGAIN}", wrong))
+    CostError.refuse(f"{path} does not hold prices; {_AGAIN}", wrong)
     return dict(found)
 
 
@@ -125,8 +124,7 @@ def overheads_of(value: Any) -> Overheads:
         for name in names
         if name in value and not _is_seconds(value[name])
     ]
-    if faults:
-        raise CostError(listed("these overheads cannot be used", faults))
+    CostError.refuse("these overheads cannot be used", faults)
     missing = [name for name in names if name not in value]
     source = "given" + (f"; guessed: {', '.join(missing)}" if missing else "")
     return replace(GUESSED, **{name: float(value[name]) for name in value}, source=source)

@@ -19,7 +19,7 @@ from ..inspect.blocks import Block, Step, outer_blocks, stage_blocks
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
-from ..spmd.body import prepare
+from ..spmd.body import look
 from ..spmd.entries import compiled_alone, mapped, split_entries
 from ..stage.code import run
 from ..stage.job import Job
@@ -36,33 +36,12 @@ def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) 
     axes are left to it.
     """
     job = pipe.trace(params, batch, rng=rng, state=state).job
-    mesh = one_coordinate(pipe)
-    job, shapes = _local_shapes(pipe, job, with_outer(params), batch, rng, state)
-    job = replace(job, partition=replace(job.partition, mesh=mesh))
+    start = look(job, with_outer(params), batch, rng, state)
+    parts = (start.owned, start.kept, start.shared, start.first, start.last, start.batch, start.rng)
+    shapes = jax.tree.map(shape_of, parts)
+    job = replace(start.job, partition=replace(job.partition, mesh=one_coordinate(pipe)))
     code = _retraced(job, shapes)
     return Step(job, code, split_entries(job, code, shapes[0]))
-
-
-def _local_shapes(
-    pipe: Pipeline, job: Job, params: Params, batch: PyTree, rng: Any, state: Any
-) -> tuple[Job, tuple[Any, ...]]:
-    """The job with the sizes of what is cut, and shapes of what one device starts from: the
-    arguments of `trace_model`.
-    """
-    found: list[tuple[Job, tuple[Any, ...]]] = []
-
-    def look(p: PyTree, b: PyTree, r: Any, s: Any) -> tuple[()]:
-        start = prepare(job, p, b, r, s)
-        parts = (start.owned, start.kept, start.shared, start.first, start.last, start.batch)
-        sized = job.with_axis({key: job.cuts.sizes(key, p[key]) for key in job.cuts.dims})
-        found.append((sized, jax.tree.map(shape_of, (*parts, start.rng))))
-        return ()
-
-    rows, kept = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
-    specs = (pipe.partition.manual_specs(params), rows, _WHOLE, kept)
-    axes = {job.axis, *job.data_axes}
-    jax.eval_shape(mapped(look, pipe.mesh, axes, specs, _WHOLE), params, batch, rng, state)
-    return found[0]
 
 
 def _retraced(job: Job, shapes: tuple[Any, ...]) -> ModelCode:
@@ -175,8 +154,7 @@ def measure_blocks(
         (is_peak, f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}"),
     )
     faults = [fault for is_right, fault in checks if not is_right]
-    if faults:
-        raise PipelineError.listing("this cannot be measured", faults)
+    PipelineError.refuse("this cannot be measured", faults)
     step = traced(pipe, params, batch, rng, state)
     blocks = {
         name: (compile_block(step, block), block.jaxpr) for name, block in blocks_of(step).items()

@@ -167,8 +167,7 @@ def check_kinds(model: Any, schedule: Any, mesh: Any, sharding: Any, memory: Any
         faults.append(
             f'mesh must be a jax.sharding.Mesh, not {mesh!r}; write jax.make_mesh((P,), ("pipe",))'
         )
-    if faults:
-        raise PipelineError("\n".join(faults), tuple(faults))
+    PipelineError.refuse("", faults)
 
 
 class StagedModel(NamedTuple):

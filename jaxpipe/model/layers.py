@@ -75,8 +75,7 @@ class LayerMap:
             faults.append(f"{EMBEDDING} must be on the first stage of layout {str(layout)!r}")
         if layout.stages[-1][-1:] != LOSS and LOSS in layout.layers:
             faults.append(f"{LOSS} must be on the last stage of layout {str(layout)!r}")
-        if faults:
-            raise PipelineError.listing("the layout does not fit", faults)
+        PipelineError.refuse("the layout does not fit", faults)
         chunks = max(map(len, owned))
         mates = [tuple(row[v] for row in owned if v < len(row)) for v in range(chunks)]
         found = {stage: group for group in mates for stage in group}

@@ -322,8 +322,7 @@ def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> 
         f"there is a function for {letter!r}, which layers={layers!r} does not have"
         for letter in sorted(set(stages) - used)
     ]
-    if faults:
-        raise PipelineError.listing("the functions and layers= do not fit", faults)
+    PipelineError.refuse("the functions and layers= do not fit", faults)
     return found.layers
 
 

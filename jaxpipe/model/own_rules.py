@@ -68,15 +68,14 @@ def check_rules(
         for parameter in plan.parameters
         if rules[0][path] != rules[1][parameter.path]
     }
-    if faults:
-        raise PipelineError.listing(
-            "this optimizer has rules for paths, ranks, shapes or norms of single arrays, and "
-            "placed arrays have others than the model's "
-            "own; wrap such rules, with their masks and labels, as jaxpipe.per_layer(pipe, "
-            "optimizer), or write "
-            "pipe.init(..., as_placed=True) where they are meant for placed arrays",
-            faults.values(),
-        )
+    PipelineError.refuse(
+        "this optimizer has rules for paths, ranks, shapes or norms of single arrays, and "
+        "placed arrays have others than the model's "
+        "own; wrap such rules, with their masks and labels, as jaxpipe.per_layer(pipe, "
+        "optimizer), or write "
+        "pipe.init(..., as_placed=True) where they are meant for placed arrays",
+        faults.values(),
+    )
 
 
 def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None:

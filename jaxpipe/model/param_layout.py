@@ -341,5 +341,4 @@ def check_canonical(
         raise PipelineError.listing("these parameters do not fit the pipeline", [*faults, *odd])
     if "stages" in params:
         faults += layout.faults(params["stages"])
-    if faults:
-        raise PipelineError.listing("these parameters do not fit the pipeline", faults)
+    PipelineError.refuse("these parameters do not fit the pipeline", faults)

@@ -21,7 +21,7 @@ from ..jaxprs.entry import Part
 from .leaf_plan import LeafPlan, leaf_plans
 from .packed import Buffer, Group, InBuffer, Packed, Parameter
 from .param_layout import Chunks, ParamLayout
-from .settings import Patterns, Sharding, holds, is_spec, names_of, spec_faults
+from .settings import Patterns, Sharding, holds, is_spec, names_of
 from .sharing import Sharing, by_name
 from .spread import Cuts, is_padded, own_shape, unpadded
 
@@ -68,8 +68,7 @@ class Partition:
         ]
         found = {key: self._tree(key, tree, faults) for key, tree in params.items()}
         faults += self._unused(params, found)
-        if faults:
-            raise PipelineError.listing("these specs do not fit", faults)
+        PipelineError.refuse("these specs do not fit", faults)
         return found
 
     def dtype_faults(self, params: Mapping[str, PyTree]) -> list[str]:
@@ -304,15 +303,7 @@ class Partition:
         )
 
     def _spec_faults(self, where: str, shape: tuple[int, ...], spec: Any) -> list[str]:
-        return spec_faults(
-            where,
-            shape,
-            spec,
-            mesh=dict(self.mesh.shape),
-            axis=self.axis,
-            data_axes=self.data_axes,
-            local=tuple(self.sharding.local),
-        )
+        return self.sharding.spec_faults(where, shape, spec, dict(self.mesh.shape))
 
     def buffer_spec(self, buffer: Buffer, shape: tuple[int, ...]) -> PartitionSpec:
         """How a buffer [P, ...] of parameters, or of an optimizer's state, is spread."""

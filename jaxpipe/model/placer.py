@@ -42,13 +42,13 @@ class Placer:
             PipelineError: dims that cannot be cut over the devices, or dtypes that the partition
                 refuses.
         """
-        if faults := self._partition.cuts.faults(params):
-            raise PipelineError.listing("these parameters cannot be cut over the devices", faults)
+        PipelineError.refuse(
+            "these parameters cannot be cut over the devices", self._partition.cuts.faults(params)
+        )
 
         def to(like: dict[str, PyTree]) -> dict[str, PyTree]:
             faults = [*self._partition.frozen_faults(like), *self._partition.dtype_faults(like)]
-            if faults:
-                raise PipelineError.listing("these parameters do not fit the pipeline", faults)
+            PipelineError.refuse("these parameters do not fit the pipeline", faults)
             return self._partition.shardings(like)
 
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
@@ -129,8 +129,7 @@ class Placer:
 
     def place_state(self, state: PyTree) -> PyTree:
         """The stages' own state, canonical to placed; shapes to shapes."""
-        if faults := self._layout.faults(state):
-            raise PipelineError.listing("this state does not fit the pipeline", faults)
+        PipelineError.refuse("this state does not fit the pipeline", self._layout.faults(state))
         to = NamedSharding(self._mesh, PartitionSpec(self._axis))
         return self._mover.run(
             "place_state", self._layout.place_stages, state, partial(jax.tree.map, lambda _: to)
@@ -156,8 +155,7 @@ class Placer:
         return self._mover.run("canonical_state", self._layout.canonical_stages, placed, None)
 
     def _check_owners(self, stages: PyTree, what: str, again: str) -> None:
-        if faults := owner_faults(stages, self._layout.owners, what, again):
-            raise PipelineError("\n".join(faults), tuple(faults))
+        PipelineError.refuse("", owner_faults(stages, self._layout.owners, what, again))
 
     # Canonical to placed
 

@@ -107,68 +107,6 @@ def frozen_filter(given: Any) -> Callable[[str, Any], bool] | None:
         ) from None
 
 
-def spec_faults(
-    where: str,
-    shape: tuple[int, ...],
-    spec: Any,
-    *,
-    mesh: Mapping[str, int],
-    axis: str,
-    data_axes: Sequence[str],
-    local: Sequence[str] = (),
-) -> list[str]:
-    """Faults of the spec of a parameter; its shape has no stage axis; `mesh`: axes and their sizes;
-    `local`: data axes that specs may name.
-    """
-    if spec is None:
-        return []
-    if not isinstance(spec, PartitionSpec):
-        return [f"{where}: specs must hold PartitionSpecs or None; got {spec!r}"]
-    if len(spec) > len(shape):
-        return [
-            f"{where}: {spec} has {len(spec)} entries for a parameter of shape {shape} (leave "
-            "the stage axis out)"
-        ]
-    odd = [entry for entry in spec if not all(isinstance(name, str) for name in names_of(entry))]
-    if odd:
-        return [
-            f"{where}: {spec} holds {odd[0]!r}; an entry is a mesh axis, a tuple of them, or None"
-        ]
-    faults = []
-    named = [name for entry in spec for name in names_of(entry)]
-    for name in dict.fromkeys(named):
-        head = f"{where}: {spec} names"
-        if name not in mesh:
-            faults.append(
-                f"{head} an axis {name!r} that the mesh does not have; its axes are {dict(mesh)}"
-            )
-        elif name == axis:
-            faults.append(
-                f"{head} the pipe axis {name!r}, over which stages are spread anyway; "
-                "Sharding(outer=True) splits what is not a stage"
-            )
-        elif name in data_axes and name not in local:
-            faults.append(
-                f"{head} the data axis {name!r}; fsdp={name!r} splits parameters over it, and "
-                f"local={name!r} gives each device's functions their own part"
-            )
-        if named.count(name) > 1:
-            faults.append(f"{head} {name!r} more than once")
-    for dim, entry in enumerate(spec):
-        if len(names_of(entry)) > 1 and any(name in local for name in names_of(entry)):
-            faults.append(
-                f"{where}: {spec} splits dim {dim} over {entry!r}, and functions are given local "
-                "parts along some of these; name one axis of local= by itself"
-            )
-        size = math.prod(mesh.get(name, 1) for name in names_of(entry))
-        if shape[dim] % size:
-            faults.append(
-                f"{where}: dim {dim} of shape {shape} does not divide over {entry!r}, which has "
-                f"{size} devices"
-            )
-    return faults
-
-
 @dataclass(frozen=True)
 class Sharding:
     """Which axes of the mesh a pipeline uses, and for what.
@@ -263,8 +201,65 @@ class Sharding:
             for name, size in sizes.items()
             if size > 1 and name not in used
         ]
-        if faults:
-            raise PipelineError.listing("the mesh does not fit", faults)
+        PipelineError.refuse("the mesh does not fit", faults)
+
+    def spec_faults(
+        self, where: str, shape: tuple[int, ...], spec: Any, mesh: Mapping[str, int]
+    ) -> list[str]:
+        """Faults of the spec of a parameter, whose shape has no stage axis; `mesh`: axes and their
+        sizes.
+        """
+        if spec is None:
+            return []
+        if not isinstance(spec, PartitionSpec):
+            return [f"{where}: specs must hold PartitionSpecs or None; got {spec!r}"]
+        if len(spec) > len(shape):
+            return [
+                f"{where}: {spec} has {len(spec)} entries for a parameter of shape {shape} (leave "
+                "the stage axis out)"
+            ]
+        odd = [
+            entry for entry in spec if not all(isinstance(name, str) for name in names_of(entry))
+        ]
+        if odd:
+            return [
+                f"{where}: {spec} holds {odd[0]!r}; an entry is a mesh axis, a tuple of them, or "
+                "None"
+            ]
+        faults = []
+        named = [name for entry in spec for name in names_of(entry)]
+        for name in dict.fromkeys(named):
+            head = f"{where}: {spec} names"
+            if name not in mesh:
+                faults.append(
+                    f"{head} an axis {name!r} that the mesh does not have; its axes are "
+                    f"{dict(mesh)}"
+                )
+            elif name == self.pipe:
+                faults.append(
+                    f"{head} the pipe axis {name!r}, over which stages are spread anyway; "
+                    "Sharding(outer=True) splits what is not a stage"
+                )
+            elif name in self.data and name not in self.local:
+                faults.append(
+                    f"{head} the data axis {name!r}; fsdp={name!r} splits parameters over it, and "
+                    f"local={name!r} gives each device's functions their own part"
+                )
+            if named.count(name) > 1:
+                faults.append(f"{head} {name!r} more than once")
+        for dim, entry in enumerate(spec):
+            if len(names_of(entry)) > 1 and any(name in self.local for name in names_of(entry)):
+                faults.append(
+                    f"{where}: {spec} splits dim {dim} over {entry!r}, and functions are given "
+                    "local parts along some of these; name one axis of local= by itself"
+                )
+            size = math.prod(mesh.get(name, 1) for name in names_of(entry))
+            if shape[dim] % size:
+                faults.append(
+                    f"{where}: dim {dim} of shape {shape} does not divide over {entry!r}, which "
+                    f"has {size} devices"
+                )
+        return faults
 
 
 @dataclass(frozen=True)
@@ -308,8 +303,7 @@ class Memory:
                 "accumulate must be a floating dtype, or None for the parameters' own; got "
                 f"{self.accumulate!r}"
             )
-        if faults:
-            raise PipelineError("\n".join(faults), tuple(faults))
+        PipelineError.refuse("", faults)
 
 
 def _is_floating(dtype: Any) -> bool:

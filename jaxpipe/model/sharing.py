@@ -159,5 +159,4 @@ def _check_dtypes(forms: Sequence[TreeForm], dtypes: Sequence[Sequence[Any]]) ->
         for path, names in found.items()
         if len(names) > 1
     ]
-    if faults:
-        raise PipelineError("\n".join(faults), tuple(faults))
+    PipelineError.refuse("", faults)

@@ -99,8 +99,9 @@ class PortableState:
                 'a state must hold parameters under "params", as `Pipeline.place` gives them'
             )
         params = state["params"]
-        if home := self._owner_faults(params, "params"):
-            raise CheckpointError.listing("this state is not the pipeline's", home)
+        CheckpointError.refuse(
+            "this state is not the pipeline's", self._owner_faults(params, "params")
+        )
         partition = None if self.pipe is None else self.pipe.partition
         by_layer = self.layer_axis and partition is not None
         followers = Followers(params, partition, layer_axis=by_layer)
@@ -134,12 +135,10 @@ class PortableState:
             return found
 
         found = jax.tree_util.tree_map_with_path(of_node, dict(state), is_leaf=is_params)
-        if faults:
-            raise CheckpointError.listing("this state has no canonical layout", faults)
-        if unlike:
-            raise CheckpointError.listing(
-                "with unlike stages every leaf must be as its parameter is, but", unlike
-            )
+        CheckpointError.refuse("this state has no canonical layout", faults)
+        CheckpointError.refuse(
+            "with unlike stages every leaf must be as its parameter is, but", unlike
+        )
         return dict(found)
 
     def _owner_faults(self, node: Mapping[str, PyTree], name: str) -> list[str]:

@@ -60,47 +60,102 @@ def interpret(program: Program, model: Model) -> None:
         _Device({pool.name: [None] * pool.slots for pool in program.pools})
         for _ in program.schedule.rows
     ]
+    run = _Interpreter(program, model, devices)
     for segment in program.segments:
-        _run_segment(program, model, devices, segment)
+        run.segment(segment)
 
 
-def _run_segment(program: Program, model: Model, devices: list[_Device], segment: Segment) -> None:
-    """The ticks of a segment.  What a transfer brings is written where the program awaits it:
-    before a block, or when a tick is over.
-    """
-    awaited: dict[tuple[int, int], list[tuple[Place, int, list[Any]]]] = {}
-    written = {(t.tick, t.lane): segment.written(t) for t in segment.transits}
+@dataclass(frozen=True)
+class _Interpreter:
+    program: Program
+    model: Model
+    devices: list[_Device]
 
-    def arrive(tick: int, block: int) -> None:
-        for pool, lane, arrived in awaited.pop((tick, block), ()):
-            for number, (value, sent_in) in enumerate(arrived):
-                arrival = _record(program, sent_in, number).arrivals[lane]
-                if arrival.takes:
-                    devices[number].pools[pool][arrival.slot] = value
+    def segment(self, segment: Segment) -> None:
+        """The ticks of a segment.  What a transfer brings is written where the program awaits it:
+        before a block, or when a tick is over.
+        """
+        program, devices = self.program, self.devices
+        awaited: dict[tuple[int, int], list[tuple[Place, int, list[Any]]]] = {}
+        written = {(t.tick, t.lane): segment.written(t) for t in segment.transits}
 
-    for tick in range(segment.start, segment.stop):
-        template = segment.template(tick)
-        fetched = [
-            _move(device, _record(program, tick, number)) for number, device in enumerate(devices)
-        ]
-        for place, use in enumerate(template.blocks):
-            arrive(tick, place)
-            records = [_record(program, tick, number) for number in range(len(devices))]
-            _run_block(use, model, program, devices, [r.of(use.block.kind) for r in records])
-        for lane, permute in enumerate(template.permutes):
-            brought = [None] * len(devices)
-            for source, target in permute.pairs:
-                brought[target] = devices[source].sent[permute.payload]
-            pool = POOL_OF[permute.payload]
-            trip, j = divmod(tick - segment.start, segment.period)
-            at, block = written[j, lane]
-            awaited.setdefault((int(at[trip]), int(block[trip])), []).append(
-                (pool, lane, [(value, tick) for value in brought])
-            )
-        arrive(tick, len(template.blocks))
-        for device, values in zip(devices, fetched, strict=True):
-            for name, slot, value in values:
-                device.pools[name][slot] = value
+        def arrive(tick: int, block: int) -> None:
+            for pool, lane, arrived in awaited.pop((tick, block), ()):
+                for number, (value, sent_in) in enumerate(arrived):
+                    arrival = program.at(sent_in, number).arrivals[lane]
+                    if arrival.takes:
+                        devices[number].pools[pool][arrival.slot] = value
+
+        for tick in range(segment.start, segment.stop):
+            template = segment.template(tick)
+            rows = [program.at(tick, number) for number in range(len(devices))]
+            fetched = [_move(device, row) for device, row in zip(devices, rows, strict=True)]
+            for place, use in enumerate(template.blocks):
+                arrive(tick, place)
+                self._block(use, [row.of(use.block.kind) for row in rows])
+            for lane, permute in enumerate(template.permutes):
+                brought = [None] * len(devices)
+                for source, target in permute.pairs:
+                    brought[target] = devices[source].sent[permute.payload]
+                pool = POOL_OF[permute.payload]
+                trip, j = divmod(tick - segment.start, segment.period)
+                at, block = written[j, lane]
+                awaited.setdefault((int(at[trip]), int(block[trip])), []).append(
+                    (pool, lane, [(value, tick) for value in brought])
+                )
+            arrive(tick, len(template.blocks))
+            for device, values in zip(devices, fetched, strict=True):
+                for name, slot, value in values:
+                    device.pools[name][slot] = value
+
+    def _block(self, use: BlockUse, records: Sequence[Any]) -> None:
+        """A block on the devices whose records ask for it."""
+        kind = use.block.kind
+        if use.block.is_collective:
+            if records[0].kind == kind:
+                # One device gives what all of them read.
+                (source,) = (d for d, record in enumerate(records) if record.is_source)
+                self._run(kind, records, source, range(len(records)))
+            return
+        for number, record in enumerate(records):
+            runs = record.kind == kind and (use.block.is_share or record.chunk == use.block.chunk)
+            if kind is Kind.F and not self.program.schedule.forward_only:
+                runs = runs and bool(record.keeps) is use.block.keeps
+            if runs:
+                self._run(kind, records, number, (number,))
+
+    def _run(self, kind: Kind, records: Sequence[Any], source: int, members: Sequence[int]) -> None:
+        """An action of these devices with what the source has: its reads, its code, its writes."""
+
+        def happens(effect: Effect, device: int) -> bool:
+            return effect.when is None or bool(getattr(records[device], effect.when, True))
+
+        effects, record = self.program.effects(kind), records[source]
+        held = {
+            effect.field: self.devices[source].pools[effect.place][getattr(record, effect.field)]
+            for effect in effects
+            if effect.access is Access.READ and happens(effect, source)
+        }
+        writes = [e for e in effects if e.access is not Access.READ]
+        step = Step(
+            kind,
+            getattr(record, "stage", source if len(members) == 1 else 0),
+            record.microbatch,
+            held,
+            {effect.place for effect in writes if happens(effect, source)},
+            any(e.access is Access.PREPARE and happens(e, source) for e in writes),
+        )
+        made = self.model.run(step)
+        for number in members:
+            device = self.devices[number]
+            for effect in (effect for effect in writes if happens(effect, number)):
+                if effect.place in _SENT:
+                    device.sent[_SENT[effect.place]] = made["sent"]
+                elif effect.field:
+                    value = made[effect.field]
+                    device.pools[effect.place][getattr(records[number], effect.field)] = (
+                        value[number] if effect.of is Of.DEVICE else value
+                    )
 
 
 def _move(device: _Device, row: TickRecord[int]) -> list[tuple[Place, int, Any]]:
@@ -123,69 +178,3 @@ def _move(device: _Device, row: TickRecord[int]) -> list[tuple[Place, int, Any]]
                 (Place.RESIDUAL_WEIGHT, move.to_weight, by_weight),
             ]
     return found
-
-
-def _record(program: Program, tick: int, device: int) -> TickRecord[int]:
-    """What one device does in one tick, as numbers."""
-    return program.ticks.map(lambda table: int(table[tick, device]))
-
-
-def _run_block(
-    use: BlockUse, model: Model, program: Program, devices: list[_Device], records: Sequence[Any]
-) -> None:
-    """A block on the devices whose records ask for it."""
-    kind = use.block.kind
-    if use.block.is_collective:
-        if records[0].kind == kind:
-            # One device gives what all of them read.
-            (source,) = (d for d, record in enumerate(records) if record.is_source)
-            _run(kind, model, program, devices, records, source, range(len(devices)))
-        return
-    for number, record in enumerate(records):
-        runs = record.kind == kind and (use.block.is_share or record.chunk == use.block.chunk)
-        if kind is Kind.F and not program.schedule.forward_only:
-            runs = runs and bool(record.keeps) is use.block.keeps
-        if runs:
-            _run(kind, model, program, devices, records, number, (number,))
-
-
-def _run(
-    kind: Kind,
-    model: Model,
-    program: Program,
-    devices: list[_Device],
-    records: Sequence[Any],
-    source: int,
-    members: Sequence[int],
-) -> None:
-    """An action of these devices with what the source has: its reads, its code, its writes."""
-
-    def happens(effect: Effect, device: int) -> bool:
-        return effect.when is None or bool(getattr(records[device], effect.when, True))
-
-    effects, record = program.effects(kind), records[source]
-    held = {
-        effect.field: devices[source].pools[effect.place][getattr(record, effect.field)]
-        for effect in effects
-        if effect.access is Access.READ and happens(effect, source)
-    }
-    writes = [e for e in effects if e.access is not Access.READ]
-    step = Step(
-        kind,
-        getattr(record, "stage", source if len(members) == 1 else 0),
-        record.microbatch,
-        held,
-        {effect.place for effect in writes if happens(effect, source)},
-        any(e.access is Access.PREPARE and happens(e, source) for e in writes),
-    )
-    made = model.run(step)
-    for number in members:
-        device = devices[number]
-        for effect in (effect for effect in writes if happens(effect, number)):
-            if effect.place in _SENT:
-                device.sent[_SENT[effect.place]] = made["sent"]
-            elif effect.field:
-                value = made[effect.field]
-                device.pools[effect.place][getattr(records[number], effect.field)] = (
-                    value[number] if effect.of is Of.DEVICE else value
-                )

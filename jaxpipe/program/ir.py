@@ -4,7 +4,7 @@ outlives its tick; and the program as text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,15 +22,7 @@ from .segments import Segment
 MOST_TICKS = 64
 
 
-def show(
-    schedule: Schedule,
-    segments: Sequence[Segment],
-    ticks: TickRecord[IntTable],
-    pools: Sequence[Pool],
-    effects: Callable[[Kind], Sequence[Effect]],
-    *,
-    most_ticks: int = MOST_TICKS,
-) -> str:
+def show(program: Program) -> str:
     """The whole program on a screen, where its ticks fit on one.
 
     A cell is the action, the slots that it reads, and after ">" those that it writes: `2F3 x1>w0`
@@ -38,53 +30,41 @@ def show(
     in slot 0 of pool w.  `<x2` is what arrives in slot 2 at the end of the tick, `i0 w0>h3` what
     goes to the host's memory and `h3>i1 w1` what comes back from it.
     """
-    num_ticks = len(ticks.forward.kind)
+    schedule, num_ticks = program.schedule, program.num_ticks
     name = schedule.name or "schedule"
     shape = (
         f"{schedule.num_devices} devices, {schedule.num_stages} stages, "
         f"{schedule.num_microbatches} microbatches"
     )
-    lines = [f"program of {name}: {shape}, {num_ticks} ticks", *(f"pool {pool}" for pool in pools)]
-    lines += map(str, segments)
-    shown = min(num_ticks, most_ticks)
+    lines = [f"program of {name}: {shape}, {num_ticks} ticks"]
+    lines += [f"pool {pool}" for pool in program.pools]
+    lines += map(str, program.segments)
+    shown = min(num_ticks, MOST_TICKS)
     at = {
         tick: segment
-        for segment in segments
+        for segment in program.segments
         for tick in range(segment.start, min(segment.stop, shown))
     }
-    cells = [
-        [_cell(effects, ticks, at[tick], tick, d) for d in range(schedule.num_devices)]
+    devices = range(schedule.num_devices)
+    rows = [["tick", *(f"device {d}" for d in devices)]]
+    rows += [
+        [f"{tick:4}", *(_cell(program, at[tick], tick, d) for d in devices)]
         for tick in range(shown)
     ]
-    widths = [
-        max([len(f"device {d}"), *(len(row[d]) for row in cells)])
-        for d in range(schedule.num_devices)
-    ]
-    lines.append(
-        "tick | " + " | ".join(f"device {d}".ljust(w) for d, w in enumerate(widths)).rstrip()
-    )
-    for tick, row in enumerate(cells):
-        lines.append(
-            f"{tick:4} | "
-            + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        lines.append(" | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
     if shown < num_ticks:
         lines.append(f" ... | {num_ticks - shown} more ticks")
     return "\n".join(lines)
 
 
-def _cell(
-    effects: Callable[[Kind], Sequence[Effect]],
-    ticks: TickRecord[IntTable],
-    segment: Segment,
-    tick: int,
-    device: int,
-) -> str:
+def _cell(program: Program, segment: Segment, tick: int, device: int) -> str:
     """What one device does in one tick."""
-    record: Any = ticks.map(lambda table: int(table[tick, device]))
+    record: Any = program.at(tick, device)
     template = segment.template(tick)
     parts = [
-        _action(each, effects(Kind(each.kind)), device)
+        _action(each, program.effects(Kind(each.kind)), device)
         for each in (*record.collectives, record.backward, record.forward)
         if each.kind != NOBODY
     ]
@@ -97,16 +77,10 @@ def _cell(
                 + (f"+{permute.delay}" if permute.delay else "")
             )
     for move in record.moves:
-        parts += (
-            [f"i{move.from_input} w{move.from_weight}>h{move.to_host}"]
-            if move.stores != NOBODY
-            else []
-        )
-        parts += (
-            [f"h{move.from_host}>i{move.to_input} w{move.to_weight}"]
-            if move.fetches != NOBODY
-            else []
-        )
+        if move.stores != NOBODY:
+            parts.append(f"i{move.from_input} w{move.from_weight}>h{move.to_host}")
+        if move.fetches != NOBODY:
+            parts.append(f"h{move.from_host}>i{move.to_input} w{move.to_weight}")
     return " ".join(part for part in parts if part)
 
 
@@ -151,6 +125,10 @@ class Program:
         """What the actions of a kind read and write in this program."""
         return effects_of(kind, self.schedule.encoded.kinds, self.liveness)
 
+    def at(self, tick: int, device: int) -> TickRecord[int]:
+        """What one device does in one tick, as numbers."""
+        return self.ticks.map(lambda table: int(table[tick, device]))
+
     @cached_property
     def pairs(self) -> NDArray[np.bool_]:
         """`[tick, device]`: a forward and a backward that run as one."""
@@ -162,4 +140,4 @@ class Program:
         return Slots(**{pool.name.value: pool.slots for pool in self.pools})
 
     def __str__(self) -> str:
-        return show(self.schedule, self.segments, self.ticks, self.pools, self.effects)
+        return show(self)

@@ -50,26 +50,33 @@ def least_peak(row: Iterable[Action]) -> int:
     return most
 
 
+class Instance(NamedTuple):
+    """What is scheduled: stages on devices, their costs, and a number of microbatches.  Every stage
+    is on one device.
+    """
+
+    placement: Placement
+    costs: StageCosts
+    microbatches: int
+    release: Release = Release.WEIGHT_GRAD  # of activations
+
+
 def list_schedule(
     order: Sequence[Sequence[Action]],
-    placement: Placement,
-    costs: StageCosts,
-    *,
-    microbatches: int,
+    instance: Instance,
     caps: Sequence[int],
     patience: float = 0,
-    release: Release = Release.WEIGHT_GRAD,
 ) -> ListSchedule:
     """Run a reference order of F and I, with W where there is time for it, under a cap on each
     device's activations.
 
-    `patience` is the fraction of its length by which a W may delay the next action.  Every stage is
-    on one device, and each device's cap is at least `least_peak` of its row.
+    `patience` is the fraction of its length by which a W may delay the next action.  Each device's
+    cap is at least `least_peak` of its row.
     """
     rows = [
         [*row, *(Action(a.stage, W, a.microbatch) for a in row if a.kind is I)] for row in order
     ]
-    run = _Run(rows, placement, costs, microbatches, caps, patience, release)
+    run = _Run(rows, instance, caps, patience)
     run.loop.run(run.policy())
     assert all(device.is_done for device in run.devices), "a reference order got stuck"
     actions = [action for row in rows for action in row]
@@ -138,13 +145,11 @@ class _Run:
     def __init__(
         self,
         rows: Sequence[Sequence[Action]],
-        placement: Placement,
-        costs: StageCosts,
-        microbatches: int,
+        instance: Instance,
         caps: Sequence[int],
         patience: float,
-        release: Release,
     ) -> None:
+        placement, costs, microbatches, release = instance
         stages, slices = placement.num_stages, len(costs.slice_factors) or 1
         table = encode(tuple(map(tuple, rows)), stages, microbatches, slices)
         self.patience = patience
@@ -172,12 +177,8 @@ class _Run:
         """Each device, in order of time, chooses what it starts when it is free or an input has
         arrived.
         """
-        free, ends, latency, on = (
-            self.loop.free,
-            self.loop.ends,
-            self.loop.latency,
-            self.loop.device,
-        )
+        loop = self.loop
+        free, ends, latency, on = loop.free, loop.ends, loop.latency, loop.device
         events: list[tuple[float, int]] = [(0, d) for d in range(len(self.devices))]
         while events:
             time, number = events[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..engine.costs import Costs
 from ..table.action import Action, Kind
 from ..table.placement import Placement
-from ._list_scheduling import list_schedule
+from ._list_scheduling import Instance, list_schedule
 from ._rows import actions, alternate, even_groups, in_groups, in_turns
 from ._waves import Order
 
@@ -51,15 +51,8 @@ def forward_order(placement: Placement, microbatches: int) -> Order:
         for stages in placement.stages_of
     ]
     order = [[Action(-s, F, m) for _, s, m in row] for row in timed]
-    steps = Costs().for_stages(placement.num_stages)
-    caps = [len(row) for row in order]
-    return list_schedule(
-        order,
-        placement,
-        steps,
-        microbatches=microbatches,
-        caps=caps,
-    ).rows
+    instance = Instance(placement, Costs().for_stages(placement.num_stages), microbatches)
+    return list_schedule(order, instance, [len(row) for row in order]).rows
 
 
 def zbv_order(devices: int, microbatches: int) -> Order:

@@ -1,4 +1,5 @@
-"""Reference orders made of waves, and the search for the best schedule that follows one of them.
+"""Reference orders made of waves or by modulo scheduling, and the search for the best schedule
+that follows one of them.
 
 In a wave each microbatch goes through all stages and back at a steady pace, and the next one
 follows a fixed period later: the repeated building block of Pipeline Parallelism with Controllable
@@ -8,7 +9,7 @@ divided by the period.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -19,7 +20,7 @@ from ..table.action import Action, Kind
 from ..table.activations import Release
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._list_scheduling import ListSchedule, least_peak, list_schedule
+from ._list_scheduling import Instance, ListSchedule, least_peak, list_schedule
 from ._rows import schedule_of
 
 Order: TypeAlias = list[list[Action]]
@@ -130,23 +131,81 @@ def _held_time(placement: Placement, costs: StageCosts, wave: Wave) -> float:
     return max(sum(held[s] for s in stages) for stages in placement.stages_of)
 
 
-def _work(costs: StageCosts, stages: Iterable[int]) -> float:
-    """The time that a device with these stages needs for one microbatch."""
-    return sum(costs.forward[s] + costs.input_grad[s] + costs.weight_grad[s] for s in stages)
-
-
 def round_of(placement: Placement, costs: StageCosts) -> float:
     """The time the busiest device needs for one microbatch: no schedule has a shorter period."""
-    return max(_work(costs, stages) for stages in placement.stages_of)
+    each = [
+        sum(times) for times in zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)
+    ]
+    return max(sum(each[s] for s in stages) for stages in placement.stages_of)
+
+
+# Periods, relative to the work of the busiest device, and times after each hop, relative to a
+# forward, which leave `list_schedule` room.
+_PERIODS = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6)
+_PAUSES = (0.0, 0.05, 0.25)
+_FEW = 2  # of the shortest periods for each pause
+_ROUNDING = 1e-9
+
+
+def packed_orders(placement: Placement, costs: StageCosts, cap: int) -> Iterator[OrderMaker]:
+    """Orders of the shortest periods that keep the cap, by modulo scheduling: one microbatch is
+    placed action by action into a turn of its devices, which repeats (Rau 1994, Iterative Modulo
+    Scheduling).
+
+    A wave has one pace, so its microbatches meet on devices, wait, and hold activations longer.
+    Here each action has a place of its own in the turn, and a cap that is below 1F1B's memory is
+    kept with a shorter period.
+    """
+    least, mean = round_of(placement, costs), sum(costs.forward) / placement.num_stages
+    for pause in _PAUSES:
+        found = 0
+        for factor in _PERIODS:
+            starts = _packed_starts(placement, costs, factor * least, pause * mean)
+            if starts is None:
+                continue
+            maker = partial(repeated, placement, starts, factor * least)
+            if max(map(least_peak, maker(2 * cap))) <= cap:
+                yield maker
+                found += 1
+            if found == _FEW:
+                break
+
+
+def _packed_starts(
+    placement: Placement, costs: StageCosts, period: float, pause: float
+) -> list[float] | None:
+    """When a microbatch is at each place of its path: as soon as its device is free in that part of
+    its turn; None where a turn has no room.
+    """
+    busy: list[list[tuple[float, float]]] = [[] for _ in range(placement.num_devices)]
+    starts: list[float] = []
+    ready, here = 0.0, 0
+    for kind, stage in path_of(placement):
+        device = placement.devices_of[stage][0]
+        if starts and device != here:
+            ready += costs.transfer[stage] + pause
+        length = (costs.forward if kind is Kind.F else costs.input_grad)[stage]
+        times = [ready, *(ready + (at + took - ready) % period for at, took in busy[device])]
+        start = next(
+            (t for t in sorted(times) if _fits(busy[device], t % period, length, period)), None
+        )
+        if start is None:
+            return None
+        busy[device].append((start % period, length))
+        starts.append(start)
+        ready, here = start + length, device
+    return starts
+
+
+def _fits(busy: list[tuple[float, float]], at: float, length: float, period: float) -> bool:
+    after = (((other - at) % period, took) for other, took in busy)
+    return all(
+        gap >= length - _ROUNDING and gap + took <= period + _ROUNDING for gap, took in after
+    )
 
 
 def fitted(
-    order: OrderMaker,
-    placement: Placement,
-    costs: Costs | None,
-    *,
-    microbatches: int,
-    cap: int,
+    order: OrderMaker, placement: Placement, costs: Costs | None, microbatches: int, *, cap: int
 ) -> Schedule:
     """A schedule's own order, list-scheduled under its cap; where costs are given, the best of it
     and of waves.
@@ -156,7 +215,7 @@ def fitted(
     stages = (costs or Costs()).for_stages(placement.num_stages)
     makers = [order] if costs is None else [order, *cost_waves(placement, stages, cap)]
     release = Release.WEIGHT_GRAD if costs is None else costs.release
-    found = best_of(makers, placement, stages, microbatches=microbatches, cap=cap, release=release)
+    found = best_of(makers, Instance(placement, stages, microbatches, release), cap)
     assert found is not None, f"the order does not fit {cap} activations"
     return schedule_of(found.rows, placement, microbatches)
 
@@ -166,15 +225,7 @@ def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
     return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan)
 
 
-def best_of(
-    makers: Sequence[OrderMaker],
-    placement: Placement,
-    costs: StageCosts,
-    *,
-    microbatches: int,
-    cap: int,
-    release: Release = Release.WEIGHT_GRAD,
-) -> ListSchedule | None:
+def best_of(makers: Sequence[OrderMaker], instance: Instance, cap: int) -> ListSchedule | None:
     """The shortest schedule under the cap that follows one of the orders, of equals the one that
     holds least; None if none fits.
 
@@ -182,7 +233,7 @@ def best_of(
     cooldown do not change with M, so two short runs give the pace of the steady state.  Only the
     most promising are run in full, with every patience.
     """
-    whole = _Trial(placement, costs, microbatches, cap, release)
+    placement, costs, microbatches, _ = instance
     # At least two rounds of P microbatches and a dozen microbatches; an even number of rounds, so
     # that half of it is whole rounds too.
     short = 2 * placement.num_devices * -(-6 // placement.num_devices)
@@ -192,14 +243,14 @@ def best_of(
         finalists = list(makers)
     else:
         judged = [
-            (_forecast(whole, maker, min(microbatches, short)), place)
+            (_forecast(maker, instance, cap, min(microbatches, short)), place)
             for place, maker in enumerate(makers)
         ]
         finalists = [makers[place] for _, place in sorted(judged)[:_FINALISTS]]
     pairs = [(maker, patience) for maker in finalists for patience in _patience(costs)]
     # The most promising come first.
     affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
-    found = [whole.run(maker, patience) for maker, patience in pairs[:affordable]]
+    found = [_trial(maker, instance, cap, patience) for maker, patience in pairs[:affordable]]
     return min(
         (f for f in found if f is not None), key=lambda f: (f.makespan, f.peak), default=None
     )
@@ -209,48 +260,32 @@ _FINALISTS = 5  # orders that are tried with every patience
 _MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
 
 
-def _forecast(whole: _Trial, maker: OrderMaker, short: int) -> tuple[float, int]:
+def _forecast(maker: OrderMaker, whole: Instance, cap: int, short: int) -> tuple[float, int]:
     """Makespan of the whole job, extrapolated from `short` microbatches and half of them,
     and peak.
     """
     half = (short + 1) // 2
-    long = whole.of(short).run(maker, 0)
-    first = whole.of(half).run(maker, 0) if half < short < whole.microbatches else long
+    long = _trial(maker, whole._replace(microbatches=short), cap)
+    first = long
+    if half < short < whole.microbatches:
+        first = _trial(maker, whole._replace(microbatches=half), cap)
     if first is None or long is None:
         return NEVER, 0
     pace = (long.makespan - first.makespan) / max(1, short - half)
     return long.makespan + pace * (whole.microbatches - short), long.peak
 
 
+def _trial(
+    maker: OrderMaker, instance: Instance, cap: int, patience: float = 0
+) -> ListSchedule | None:
+    """The schedule that follows an order; None where the order does not fit the cap."""
+    order = maker(instance.microbatches)
+    if max(map(least_peak, order)) > cap:
+        return None
+    return list_schedule(order, instance, [cap] * len(order), patience)
+
+
 def _patience(costs: StageCosts) -> tuple[float, ...]:
     """The fractions worth trying; where all costs are equal, patience changes nothing."""
     different = {*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.transfer} - {0}
     return PATIENCE if len(different) > 1 else PATIENCE[:1]
-
-
-class _Trial(NamedTuple):
-    """The arguments of `list_schedule` except the order and the patience."""
-
-    placement: Placement
-    costs: StageCosts
-    microbatches: int
-    cap: int
-    release: Release
-
-    def of(self, microbatches: int) -> _Trial:
-        return self._replace(microbatches=microbatches)
-
-    def run(self, maker: OrderMaker, patience: float) -> ListSchedule | None:
-        order = maker(self.microbatches)
-        if max(map(least_peak, order)) > self.cap:
-            return None
-        caps = [self.cap] * len(order)
-        return list_schedule(
-            order,
-            self.placement,
-            self.costs,
-            microbatches=self.microbatches,
-            caps=caps,
-            patience=patience,
-            release=self.release,
-        )

@@ -25,12 +25,11 @@ from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.slices import sliced_rows
 from ._beam import improved, rows_of
-from ._list_scheduling import ListSchedule
+from ._list_scheduling import Instance, ListSchedule
 from ._mixed import mixed, whole_backwards
 from ._orders import turn_order, zbv_order
-from ._packed import packed_orders
 from ._rows import schedule_of
-from ._waves import Order, OrderMaker, best_of, cost_waves, shortest
+from ._waves import Order, OrderMaker, best_of, cost_waves, packed_orders, shortest
 from .dualpipe import dualpipev
 from .loop import (
     gpipe,
@@ -137,14 +136,8 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
             makers = [partial(_sliced_order, maker, wanted.slices) for maker in makers]
             factors = costs.slice_factors or (1,) * wanted.slices
             stages = replace(costs, slice_factors=factors).for_stages(place.num_stages)
-        best = best_of(
-            makers,
-            place,
-            stages,
-            microbatches=wanted.microbatches,
-            cap=cap,
-            release=wanted.costs.release,
-        )
+        instance = Instance(place, stages, wanted.microbatches, wanted.costs.release)
+        best = best_of(makers, instance, cap)
         if best is None:
             assert wanted.slices > 1, "one microbatch after the other fits any cap"
             continue

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from ..engine.costs import Costs
-from ..errors import ScheduleError, listed, quoted
+from ..errors import ScheduleError, quoted
 from ..table.certificate import Objective
 from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
 from ..table.placement import Placement
@@ -277,8 +277,7 @@ def build(
     faults = _faults(
         entry, devices, microbatches, chunks, {**options, "forward_only": forward_only}
     ) + _slice_faults(entry, microbatches, slices)
-    if faults:
-        raise ScheduleError(listed(f"{name} cannot be built", faults))
+    ScheduleError.refuse(f"{name} cannot be built", faults)
     if chunks is None:
         chunks = entry.chunks.natural
     given = {key: value for key, value in options.items() if value is not None}

@@ -10,7 +10,7 @@ from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._list_scheduling import least_peak, list_schedule
+from ._list_scheduling import Instance, least_peak, list_schedule
 from ._orders import zbv_order, zbv_row
 from ._rows import schedule_of
 from ._waves import Wave, fitted, wave_order
@@ -28,13 +28,8 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
     """
     placement = Placement.vee(devices=devices)
     if costs is not None:
-        return fitted(
-            partial(zbv_order, devices),
-            placement,
-            costs,
-            microbatches=microbatches,
-            cap=2 * devices,
-        )
+        order = partial(zbv_order, devices)
+        return fitted(order, placement, costs, microbatches, cap=2 * devices)
     rows = [zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
     if microbatches < 2 * devices - 1:
         rows = [[action for action in row if action.microbatch < microbatches] for row in rows]
@@ -53,7 +48,7 @@ def _shorter(figure: Schedule) -> Schedule:
     if any(least_peak(row) > cap for row, cap in zip(order, caps, strict=True)):
         return figure
     scheduled = figure.with_rows(
-        list_schedule(order, placement, stages, microbatches=microbatches, caps=caps).rows
+        list_schedule(order, Instance(placement, stages, microbatches), caps).rows
     )
     # Its gain at equal costs must not come with a loss where one kind of action takes longer.
     times = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (10, 13, 9), (4, 7, 3))
@@ -97,4 +92,4 @@ def _from_block(
     """The paper's building block, repeated, then list-scheduled under the cap."""
     placement = Placement.vee(devices=devices)
     order = partial(wave_order, placement, Costs().for_stages(placement.num_stages), block)
-    return fitted(order, placement, costs, microbatches=microbatches, cap=cap)
+    return fitted(order, placement, costs, microbatches, cap=cap)

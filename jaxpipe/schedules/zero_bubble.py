@@ -67,7 +67,7 @@ def zb_1p(
     costs, cap = costs or Costs(), max_activations or devices
     placement = Placement.loop(devices=devices)
     order = partial(turn_order, placement, 1, cap - 1)
-    found = fitted(order, placement, costs, microbatches=microbatches, cap=cap)
+    found = fitted(order, placement, costs, microbatches, cap=cap)
     return shortest((found, figure), costs) if cap >= devices else found
 
 
@@ -88,13 +88,7 @@ def interleaved_zb(
         return _in_order(devices, chunks, microbatches, ahead, delay=list(range(devices)))
     placement = Placement.loop(devices=devices, chunks=chunks)
     order = partial(turn_order, placement, 1, chunks * microbatches)
-    return fitted(
-        order,
-        placement,
-        costs,
-        microbatches=microbatches,
-        cap=(chunks - 1) * longest + devices,
-    )
+    return fitted(order, placement, costs, microbatches, cap=(chunks - 1) * longest + devices)
 
 
 def _in_order(

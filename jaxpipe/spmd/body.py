@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 from ..arrays import Leaves, Params, PyTree, wider
 from ..errors import PipelineError
 from ..jaxprs.slots import Piece
-from ..lowering.target import Target
 from ..model.functions import Loss
 from ..model.leaf_plan import LeafPlan, gather, leaf_plans, trained
 from ..model.packed import Places, on_one_device
@@ -26,7 +25,7 @@ from ..stage.model_code import ModelCode, trace_model
 from ..table.effects import OF_SLICES, Place
 from .block import false
 from .collective import with_cuts
-from .entries import StageEntries, whole_entries
+from .entries import StageEntries, mapped, whole_entries
 from .host import Packing
 from .operands import Buffers, Operands, StageOperand, shared_buffers
 from .pools import State, empty, empty_pool, of_chunk
@@ -48,6 +47,7 @@ class Prepared:
     the model's code.
     """
 
+    job: Job  # with the axis and the sizes of spread functions
     owned: list[PyTree]
     kept: tuple[PyTree, ...]  # the stages' own state
     first: PyTree
@@ -80,7 +80,28 @@ def prepare(
         )
     job = job.with_axis({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
     code = with_cuts(trace_model(job, owned, kept, shared, first, last, batch, rng), job.axis)
-    return Prepared(owned, kept, first, last, shared, batch, rng, code)
+    job = replace(job, functions=job.functions.for_batch(batch))
+    return Prepared(job, owned, kept, first, last, shared, batch, rng, code)
+
+
+def look(job: Job, params: Params, batch: PyTree, rng: Any, state: PyTree) -> Prepared:
+    """Trace `prepare` alone: what one device starts from, as tracers."""
+    found: list[Prepared] = []
+
+    def trace(*given: PyTree) -> tuple[()]:
+        params, batch, rng, state = given
+        found.append(prepare(job, params, batch, rng, state))
+        return ()
+
+    whole, rows, kept = (
+        PartitionSpec(),
+        PartitionSpec(job.data_axes or None),
+        PartitionSpec(job.axis),
+    )
+    specs = (job.partition.manual_specs(params), rows, whole, kept)
+    axes = {job.axis, *job.data_axes}
+    jax.eval_shape(mapped(trace, job.mesh, axes, specs, whole), params, batch, rng, state)
+    return found[0]
 
 
 def body(
@@ -90,7 +111,6 @@ def body(
     rng: Any,
     kept: tuple[PyTree, ...],
     *,
-    target: Target,
     entries: Sequence[StageEntries] | None,
     everywhere: bool,
 ) -> tuple[dict[str, Any], dict[str, PyTree]]:
@@ -100,24 +120,22 @@ def body(
     The arguments are those of `prepare`.  `entries` is None where no axis is left to the
     partitioner.  `everywhere` says that the partitioner permutes in blocks (see `SpmdExecutor`).
     """
-    start, blocking = prepare(job, params, batch, rng, kept), target.on_cpus
-    job = replace(job, functions=job.functions.for_batch(start.batch))
-    code, kept, shared, first, last = start.code, start.kept, start.shared, start.first, start.last
+    start = prepare(job, params, batch, rng, kept)
+    job, code, blocking = start.job, start.code, job.target.on_cpus
     everywhere = everywhere or (blocking and lax.axis_size(job.axis) > 1 and code.permutes)
     if everywhere and job.clock is not None:
         raise PipelineError(CANNOT_BE_TIMED)
     if entries is None:
-        entries = tuple(whole_entries(kind, target) for kind in code.kinds)
+        entries = tuple(whole_entries(kind, job.target) for kind in code.kinds)
     buffers = shared_buffers(code.kinds, entries)
     if job.observe is not None:
         job.observe(job, code, entries)
     with jax.named_scope("prepare"):
         chunks = with_replicas(job, start.owned)
-        outer = (jax.tree.leaves(shared), jax.tree.leaves(first), jax.tree.leaves(last))
-        operands = _operands(job, code, target, chunks, kept, *outer, start.batch, start.rng)
+        operands = _operands(start, chunks)
         shared_code = SharedCode(code, buffers, operands, job.axis, everywhere, blocking)
         emitter = TickEmitter(shared_code, job.data_axes, job.clock)
-        state = _initial(job, code, buffers, chunks, kept, shared, first, last)
+        state = _initial(start, buffers, chunks)
         # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
         table = jnp.asarray(_narrow(np.stack(code.program.ticks.columns, axis=-1)))
         rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
@@ -125,7 +143,7 @@ def body(
         for segment in code.program.segments:
             state = emitter.run_segment(segment, rows, state)
     with jax.named_scope("finish"):
-        return finish(job, code, target, state, params, kept)
+        return finish(job, code, state, params, start.kept)
 
 
 def _first_row(tree: PyTree) -> PyTree:
@@ -142,17 +160,9 @@ def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
     return jax.random.fold_in(rng, lax.axis_index(data_axes))
 
 
-def _initial(
-    job: Job,
-    code: ModelCode,
-    buffers: Buffers,
-    chunks: Sequence[PyTree],
-    kept: Sequence[PyTree],
-    shared: PyTree,
-    first: PyTree,
-    last: PyTree,
-) -> State:
+def _initial(start: Prepared, buffers: Buffers, chunks: Sequence[PyTree]) -> State:
     """Empty pools and accumulators, and the stages' present state."""
+    job, code, kept = start.job, start.code, start.kept
     slots, count = code.program.slots, job.num_microbatches
     losses = [kind.loss.dtype for kind in code.kinds if kind.loss is not None]
     losses += [] if code.last is None else [code.last.loss_dtype]
@@ -187,9 +197,9 @@ def _initial(
         own = plans[min(v, len(plans) - 1)]
         state[of_chunk(Place.STAGE_GRADIENTS, v)] = accumulators(chunk, own)
     return state | {
-        "first_gradients": accumulators(first, job.plans["first"]),
-        "last_gradients": accumulators(last, job.plans["last"]),
-        "shared_gradients": accumulators(shared, job.plans["shared"]),
+        "first_gradients": accumulators(start.first, job.plans["first"]),
+        "last_gradients": accumulators(start.last, job.plans["last"]),
+        "shared_gradients": accumulators(start.shared, job.plans["shared"]),
         "sent_dx": empty(buffers[Place.COTANGENT].avals),
         "host": Packing.of(buffers).empty(slots.host),
     }
@@ -200,19 +210,10 @@ def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
     return dtype if wanted is None else wider(dtype, wanted)
 
 
-def _operands(
-    job: Job,
-    code: ModelCode,
-    target: Target,
-    chunks: Sequence[PyTree],
-    kept: Sequence[PyTree],
-    shared: Leaves,
-    first: Leaves,
-    last: Leaves,
-    batch: PyTree,
-    rng: Any,
-) -> Operands:
+def _operands(start: Prepared, chunks: Sequence[PyTree]) -> Operands:
     """Compute values of parameters alone once, and gather the operands of the ticks."""
+    job, code = start.job, start.code
+    shared, first, last = map(jax.tree.leaves, (start.shared, start.first, start.last))
     firsts, lasts = [*first, *shared], [*last, *shared]
     seed = (
         1.0
@@ -220,26 +221,23 @@ def _operands(
         else 1.0 / (job.num_microbatches * job.data_size)
     )
     return Operands(
-        stages=_stage_operands(job, code, target, chunks, kept, shared),
+        stages=_stage_operands(start, chunks),
         first=firsts,
         first_once=run(code.first.hoist, *code.first.consts, *firsts),
         last=lasts,
         last_once=[] if code.last is None else run(code.last.hoist, *code.last.consts, *lasts),
-        batch=batch,
-        rng=rng,
+        batch=start.batch,
+        rng=start.rng,
         seed=jnp.asarray(seed, jnp.result_type(float)),
     )
 
 
 def _stage_operands(
-    job: Job,
-    code: ModelCode,
-    target: Target,
-    chunks: Sequence[PyTree],
-    kept: Sequence[PyTree],
-    shared: Leaves,
+    start: Prepared, chunks: Sequence[PyTree]
 ) -> dict[tuple[int, int], StageOperand]:
     """The operands of each kind of stage, on each chunk that has one."""
+    job, code, kept = start.job, start.code, start.kept
+    shared, on_tpus = jax.tree.leaves(start.shared), job.target.on_tpus
     found: dict[tuple[int, int], StageOperand] = {}
     layout = job.layout
     for stages in layout.placement.stages_of:
@@ -259,8 +257,7 @@ def _stage_operands(
                     job, stage, chunk, layout.places(stage, chunks, chunk)
                 ),
                 splits=tuple(
-                    PartitionSpec(*plan.auto) if target.on_tpus else None
-                    for plan in trained(plans, plans)
+                    PartitionSpec(*plan.auto) if on_tpus else None for plan in trained(plans, plans)
                 ),
             )
             whole = [leaf.load() if isinstance(leaf, Piece) else leaf for leaf in bare.params()]

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
 from ..arrays import Params, PyTree
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
-from .body import Prepared, body, prepare
+from .body import body, look
 from .entries import StageEntries, mapped, on_cpus, split_entries
 
 
@@ -42,11 +41,9 @@ class SpmdExecutor:
         )
         placed = job.partition.manual_specs(params)
         spread = {"state": kept, "outputs": rows}
-        entries, permutes = self._split(job, placed, params, batch, rng, state)
+        entries, permutes = self._split(job, params, batch, rng, state)
         run = mapped(
-            lambda p, b, r, s: body(
-                job, p, b, r, s, target=job.target, entries=entries, everywhere=permutes
-            ),
+            lambda p, b, r, s: body(job, p, b, r, s, entries=entries, everywhere=permutes),
             job.mesh,
             {job.axis, *job.data_axes},
             in_specs=(placed, rows, everywhere, kept),
@@ -59,13 +56,7 @@ class SpmdExecutor:
         return found
 
     def _split(
-        self,
-        job: Job,
-        placed: PyTree,
-        params: Params,
-        batch: PyTree,
-        rng: Any,
-        state: tuple[PyTree, ...],
+        self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> tuple[tuple[StageEntries, ...] | None, bool]:
         """The entries of pools where the partitioner splits values, and whether it may permute in
         blocks on CPU devices.
@@ -86,24 +77,6 @@ class SpmdExecutor:
             return None, False
         if not job.training:
             return None, waits
-        found: list[Prepared] = []
-
-        def trace(p: PyTree, b: PyTree, r: Any, s: tuple[PyTree, ...]) -> tuple[()]:
-            found.append(prepare(job, p, b, r, s))
-            return ()
-
-        rows, kept, whole = (
-            PartitionSpec(job.data_axes or None),
-            PartitionSpec(job.axis),
-            PartitionSpec(),
-        )
-        axes = {job.axis, *job.data_axes}
-        jax.eval_shape(
-            mapped(trace, job.mesh, axes, (placed, rows, whole, kept), whole),
-            params,
-            batch,
-            rng,
-            state,
-        )
-        entries = split_entries(job, found[0].code, found[0].owned)
+        start = look(job, params, batch, rng, state)
+        entries = split_entries(job, start.code, start.owned)
         return entries, waits and job.clock is None

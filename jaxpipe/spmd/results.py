@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Leaves, Params, PyTree, summable
-from ..lowering.target import Target
 from ..model.functions import Loss, inverse_count
 from ..model.leaf_plan import leaf_plans, reduce_gradients, trained, with_frozen
 from ..model.param_layout import Chunks
@@ -80,7 +79,6 @@ def return_replicas(job: Job, leaves: Sequence[Leaves]) -> list[Leaves]:
 def finish(
     job: Job,
     code: ModelCode,
-    target: Target,
     state: State,
     params: Params,
     kept: Sequence[PyTree],
@@ -99,7 +97,7 @@ def finish(
 
     def finished(values: Leaves, plans: PyTree, axes: tuple[str, ...]) -> Leaves:
         found = leaf_plans(plans)
-        summed = reduce_gradients(values, trained(found, found), axes, by_parts=target.on_tpus)
+        summed = reduce_gradients(values, trained(found, found), axes, by_parts=job.target.on_tpus)
         return summed if scale is None else [g * scale.astype(g.dtype) for g in summed]
 
     stages = []

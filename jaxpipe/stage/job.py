@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 from jax.sharding import Mesh
@@ -48,7 +49,7 @@ class Job:
         """The mesh, with automatic axes."""
         return self.partition.mesh
 
-    @property
+    @cached_property
     def target(self) -> Target:
         """The kind of its devices."""
         return Target.of(self.mesh, self.partition.sharding.apart)

@@ -340,5 +340,4 @@ def _check_chain(call: Callable[..., PyTree], params: PyTree, x: PyTree, extra: 
                 f"{b.dtype}{list(b.shape)}; a stage's output is the "
                 "next stage's input, so return the same shape and dtype (or cast in `first`)"
             )
-    if faults:
-        raise PipelineError("\n".join(faults), tuple(faults))
+    PipelineError.refuse("", faults)

@@ -9,7 +9,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
-from jaxpipe.lowering.plan import Plan
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.table.effects import LastUse, Liveness
 from tests.flat import flat_pipeline
@@ -121,7 +121,7 @@ def test_slots_are_the_simulated_peak(name, devices, microbatches):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_plan_that_is_chosen_never_holds_more_than_the_table(name):
     schedule = jp.schedules.build(name, devices=4, microbatches=16)
-    plan = Plan.of(schedule)
+    plan = plan_of(schedule)
     assert plan.program(Liveness()).slots.residual_weight <= max(
         jp.simulate(schedule).peak_activations
     )

@@ -11,7 +11,7 @@ from strategies import random_schedule
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
-from jaxpipe.lowering.plan import Plan
+from jaxpipe.lowering.plan import Plan, plan_of
 from jaxpipe.steps import StepRunner
 from tests.models import twin
 from tests.parity.engines import case_data, jaxpipe_step, pipeline, truth, worst_error
@@ -60,7 +60,7 @@ def test_named_tables_give_the_same_numbers_in_every_layout(name, how):
 def test_what_is_in_flight_between_trips_gives_the_same_numbers(name):
     """The plans of GPUs, on other devices."""
     schedule = jp.schedules.build(name, devices=4, microbatches=12)
-    plan = Plan.of(schedule)
+    plan = plan_of(schedule)
     assert any(segment.in_flight for segment in plan.segments) or name == "dualpipev", (
         "DualPipe's steady state has no slack"
     )

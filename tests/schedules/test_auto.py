@@ -10,7 +10,7 @@ import random
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.schedules._list_scheduling import least_peak, list_schedule
+from jaxpipe.schedules._list_scheduling import Instance, least_peak, list_schedule
 from jaxpipe.schedules._waves import Wave, wave_order
 from jaxpipe.table.activations import Release
 from tests.tiers import exhaustive, slow
@@ -172,9 +172,7 @@ def test_squeeze_says_what_simulate_finds(seed):
     order = wave_order(placement, stages, wave, microbatches)
     caps = [least_peak(row) + rng.randint(0, 3) for row in order]
     for patience in (0, 0.5):
-        found = list_schedule(
-            order, placement, stages, microbatches=microbatches, caps=caps, patience=patience
-        )
+        found = list_schedule(order, Instance(placement, stages, microbatches), caps, patience)
         schedule = jp.Schedule.from_rows(
             found.rows, placement=placement, num_microbatches=microbatches
         )
@@ -202,7 +200,7 @@ def test_squeezing_never_lengthens_a_figure_at_equal_costs():
             [list(with_weights(row)) for row in order], placement=placement
         )
         caps = [2 * ((devices + 4) // 3)] * devices
-        found = list_schedule(order, placement, stages, microbatches=12, caps=caps)
+        found = list_schedule(order, Instance(placement, stages, 12), caps)
         assert found.makespan <= jp.simulate(plain).makespan
 
 
