@@ -147,15 +147,17 @@ class Model:
             last = replace(last, call=returning(self.contract, has_metrics=self.has_metrics))
         return first, last
 
-    def with_layers(self, layers: str) -> Model:
-        """The same functions of other layers."""
+    def with_layers(
+        self, layers: str, stages: Mapping[str, Call] | None = None, frozen: Any = None
+    ) -> Model:
+        """A model of other layers, with the same functions and filter where none are given."""
         return Model(
-            self.stages,
+            self.stages if stages is None else stages,
             layers=layers,
             loss=self.contract,
             has_metrics=self.has_metrics,
             stage_loss=self.stage_loss,
-            frozen=self.frozen,
+            frozen=self.frozen if frozen is None else frozen,
             time=self.time,
             carry=self.carry,
         )
