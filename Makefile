@@ -92,19 +92,21 @@ $(VENV)/.ready-train: pyproject.toml | $(BIN)/python
 	$(PIP) -e '.[examples]'
 	@touch $@
 
+# The plugins that compile for described GPUs and TPUs have a folder of their own, which tests and benchmarks alone
+# look into: JAX would load them in every program of this environment, and print that it finds no such device.
 # torch goes first and alone: pip takes a CPU build where one is at hand, and nothing later replaces it.
 $(VENV)/.ready-test: pyproject.toml | $(BIN)/python
 	@echo "installing jaxpipe and what the tests need into $(VENV)"
 	$(PIP) 'torch==$(TORCH)'
 	$(PIP) -e '.[examples,test,dev]'
 	@version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
-	$(PIP) --no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || { \
+	$(PIP) --no-deps --upgrade --target $(VENV)/compilers "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" || { \
 	  echo "**********************************************************************************************"; \
 	  echo "WARNING: jax-cuda13-plugin and jax-cuda13-pjrt $$version could not be installed: the tests that"; \
 	  echo "compile GPU programs without a GPU will be SKIPPED.  Everything else is tested."; \
 	  echo "**********************************************************************************************"; }
 	@libtpu=$$($(BIN)/python -c 'from importlib.metadata import requires; print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))'); \
-	$(PIP) --no-deps "$$libtpu" || { \
+	$(PIP) --no-deps --upgrade --target $(VENV)/compilers "$$libtpu" || { \
 	  echo "**********************************************************************************************"; \
 	  echo "WARNING: $$libtpu could not be installed: the tests that compile TPU programs without a TPU"; \
 	  echo "will be SKIPPED.  Everything else is tested."; \

@@ -2,6 +2,8 @@
 that a roofline predicts, beside published figures.
 
     JAX_PLATFORMS=cpu python -m benchmarks.moe -o benchmarks/results/moe.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.moe --cases v3-exchanged 67b-exchanged
+        -o benchmarks/results/moe_exchanged.txt
 
 Nothing runs on a device: XLA compiles the program of one of `pipe x expert x data` GPUs, and the
 prediction is arithmetic on the table.  Sources:
@@ -19,7 +21,7 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,11 +98,11 @@ class Case:
         letters = "".join(sorted({*self.sizes.letters()}))
         return jp.parse_layout(self.layout, devices=self.pipe, letters=letters).stages
 
-    def program(self) -> tuple[GpuProgram, dict[str, float]]:
-        """The compiled step, and seconds to trace and to compile it and bytes of Adam's moments."""
+    def arguments(self, described: Callable[..., Any]) -> tuple[jp.Pipeline, Any, Any]:
+        """The pipeline, its parameters and a batch as shapes; `described` makes its mesh."""
         shape = {"pipe": self.pipe, "expert": self.expert, "data": self.data}
         shape = {name: size for name, size in shape.items() if size > 1 or name != "data"}
-        mesh = gpu_mesh(tuple(shape.values()), tuple(shape))
+        mesh = described(tuple(shape.values()), tuple(shape))
         model = MoE(
             self.sizes,
             jnp.bfloat16,
@@ -131,6 +133,11 @@ class Case:
             name: jax.ShapeDtypeStruct((count, self.context), dtype, sharding=rows)
             for name, dtype in (("tokens", "int32"), ("targets", "int32"), ("weights", "float32"))
         }
+        return pipe, params, batch
+
+    def program(self) -> tuple[GpuProgram, dict[str, float]]:
+        """The compiled step, and seconds to trace and to compile it and bytes of Adam's moments."""
+        pipe, params, batch = self.arguments(gpu_mesh)
         begin = time.perf_counter()
         lowered = pipe.lower(params, batch)
         traced = time.perf_counter()
@@ -263,9 +270,10 @@ CASES = {
     "v3-dualpipev": _deepseek("DeepSeek-V3", 1, "dualpipev"),
     "v3-merged": _deepseek("DeepSeek-V3", 1, "dualpipev", merged=True),
     "v3": _deepseek("DeepSeek-V3", 1),
-    "v3-data": _deepseek("DeepSeek-V3", 2),
+    "v3-exchanged": dataclasses.replace(_deepseek("DeepSeek-V3", 1), remat=Remat.EXCHANGED),
     "v3-merged-data": _deepseek("DeepSeek-V3", 2, "dualpipev", merged=True),
 }
+DEFAULT = ("67b", "v3-merged", "v3-merged-data", "v3")  # of moe.txt
 COMPILED = (
     *(
         "run",
@@ -334,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES))
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=DEFAULT)
     parser.add_argument(
         "--hidden", type=float, help="predict alone, with this share of the sends beside matmuls"
     )

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxpipe as jp
+from benchmarks import moe
 from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat, _layer_policy
-from benchmarks.llama import Model, Shape, batch, parameters
+from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from jaxpipe.inspect.collectives import steady
@@ -41,7 +42,12 @@ class Work(NamedTuple):
 
     model: str
     topology: str
-    case: Case
+    case: Case | moe.Case
+    axes: str = ""
+
+    def arguments(self) -> tuple[jp.Pipeline, Any, Any]:
+        """The pipeline, its parameters and a batch as shapes."""
+        return self.case.arguments(partial(tpu_mesh, topology=self.topology))
 
 
 def works(args: argparse.Namespace) -> Iterator[Work]:
@@ -65,6 +71,10 @@ def works(args: argparse.Namespace) -> Iterator[Work]:
             large, shape=LLAMA_70B, layers=10, axes=Axes.TENSOR, other=8, microbatches=16
         )
         yield Work("70B", "v5p:4x4x4", wide)
+    if "moe" in args.models:
+        layout = "Ettt|tttt|tttt|" + "ttt|" * 4 + "tttL"  # one stage a device
+        mixture = dataclasses.replace(moe.CASES["67b"], schedule="1f1b", layout=layout)
+        yield Work("67B-A2B", "v5p:4x4x4", mixture, "8 x 8 experts")
 
 
 COLUMNS = (
@@ -102,7 +112,7 @@ NOTES = (
 def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
     """A line of the table of results."""
     case = work.case
-    pipe, params, rows = case.arguments(partial(tpu_mesh, topology=work.topology))
+    pipe, params, rows = work.arguments()
     lowered = pipe.lower(params, rows)
     begin = time.perf_counter()
     program = TpuProgram.of(lowered.compile())
@@ -115,40 +125,50 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
         if each.place.in_loop and each.is_carried and each.move is not Move.SLICE
     ]
     permutes = steady(program.collectives)
+    memory = program.memory
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
     predicted = jp.inspect.memory(pipe, params, rows)["total"] if predicts else 0
     return (
         work.model,
         work.topology,
         case.schedule,
-        case.axes.value,
+        case.axes.value if isinstance(case, Case) else work.axes,
         case.remat.value,
         f"{whole / 1e6:.1f}",
         *(f"{100 * cycles[purpose] / whole:.0f}" for purpose in Purpose),
         f"{len(anew)} ({sum(each.nbytes for each in anew) / 2**20:.0f})" if anew else "0",
         f"{sum(each.overlapped for each in permutes)}/{len(permutes)}",
         f"{program.padding / 2**20:.1f}",
-        f"{program.memory.temp_size_in_bytes / GIB:.2f}",
+        f"{(program.total_bytes - kept) / GIB:.2f}",
         f"{program.total_bytes / GIB:.2f}",
         f"{predicted / program.total_bytes:.3f}" if predicts else "-",
         f"{seconds:.0f}",
-        f"{plain_seconds(work):.0f}" if plain and case.axes is Axes.PIPE else "-",
+        f"{plain_seconds(case, work.topology):.0f}"
+        if plain and isinstance(case, Case) and case.axes in (Axes.PIPE, Axes.TENSOR)
+        else "-",
     )
 
 
-def plain_seconds(work: Work) -> float:
-    """Seconds to compile plain JAX's loss and gradients of what one device has."""
-    shape = dataclasses.replace(work.case.shape, layers=work.case.layers)
-    model = Model(shape, remat_layer=_layer_policy(work.case.remat), tensor=False)
+def plain_seconds(case: Case, topology: str) -> float:
+    """Seconds to compile plain JAX's loss and gradients of the layers of one stage and the ends."""
+    shape, tensor = dataclasses.replace(case.shape, layers=case.layers), case.axes is Axes.TENSOR
+    policy = _layer_policy(case.remat)
+    model = Model(shape, remat_layer=policy, sequence=tensor, tensor=tensor)
     own = jp.Model(model.stage, first=model.first, last=model.last)
-    mesh = tpu_mesh((1,), ("pipe",), topology=work.topology)
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    given: Any = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole),
-        (parameters(shape, 1), batch(shape, 1)),
+    mesh = tpu_mesh((1, case.other if tensor else 1), ("pipe", TENSOR), topology=topology)
+    one = jp.Pipeline(
+        own,
+        jp.schedules.build("gpipe", devices=1, microbatches=1),
+        mesh,
+        sharding=jp.Sharding(specs=specs() if tensor else None),
     )
-    lowered = jax.jit(jax.value_and_grad(own.loss)).lower(*given)
-    begin = time.perf_counter()
-    lowered.compile()
+    params = one.place(parameters(shape, 1))
+    params["stages"] = params["stages"][0]
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(jax.value_and_grad(own.loss)).lower(params, batch(shape, 1, whole))
+        begin = time.perf_counter()
+        lowered.compile()
     return time.perf_counter() - begin
 
 
@@ -157,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [name for name in jp.schedules.names() if name != "no_pipelining"]
-    models = ("small", "grid", "8b", "70b")
+    models = ("small", "grid", "8b", "70b", "moe")
     parser.add_argument(
         "--models",
         nargs="+",

@@ -5,6 +5,7 @@ and a limit for every step.
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import socket
 import sys
@@ -50,6 +51,9 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
     activation a microbatch between neighbours, the least of all kinds of parallelism, so "pipe"
     comes first (Narayanan et al. 2021, section 5.4.1).
 
+    TPUs are taken slice by slice.  In a slice, each index of the first axis has a box of the torus,
+    and the next index has a box beside it.  `jax.make_mesh` orders many meshes otherwise.
+
     Args:
         axes: axis names and sizes, slowest first; their product is the number of devices.
         devices: all devices of all processes by default.
@@ -72,7 +76,9 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
             f"{len(found)}"
         )
     ordered = np.empty(len(found), dtype=object)
-    ordered[:] = sorted(found, key=lambda d: (_node(d), d.process_index, d.id))
+    ordered[:] = _along_torus(
+        sorted(found, key=lambda d: (_node(d), d.process_index, d.id)), math.prod(sizes[1:])
+    )
     return Mesh(ordered.reshape(sizes), tuple(axes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
@@ -276,3 +282,42 @@ def _node(device: jax.Device) -> int:
     """
     node = getattr(device, "partition_index", None)
     return device.process_index if node is None else int(node)
+
+
+def _along_torus(devices: list[jax.Device], inner: int) -> list[jax.Device]:
+    """TPUs in an order of which each `inner` are a box of the torus beside the previous box; other
+    devices as they are.
+    """
+    slices: dict[int, dict[tuple[int, ...], jax.Device]] = {}
+    for device in devices:
+        coords = getattr(device, "coords", None) if device.platform == "tpu" else None
+        if coords is None:
+            return devices
+        slices.setdefault(getattr(device, "slice_index", None) or 0, {})[tuple(coords)] = device
+    ordered = []
+    for _, at in sorted(slices.items()):
+        sizes = [max(places) + 1 for places in zip(*at, strict=True)]
+        box, rest = [], inner
+        for size in sizes:
+            box.append(math.gcd(rest, size))
+            rest //= box[-1]
+        if rest > 1:
+            box = [1] * len(sizes)
+        # Along dims where a box has one device, the next box is one hop away.
+        dims = sorted(range(len(sizes)), key=lambda dim: box[dim] > 1)
+        for outer in _snake([sizes[dim] // box[dim] for dim in dims]):
+            corner = {dim: place * box[dim] for dim, place in zip(dims, outer, strict=True)}
+            for place in _snake(box):
+                coords = tuple(corner[dim] + place[dim] for dim in range(len(sizes)))
+                if coords not in at:
+                    return devices
+                ordered.append(at[coords])
+    return ordered if len(ordered) == len(devices) else devices
+
+
+def _snake(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """All places of a grid, each beside the one before; the first dim changes most often."""
+    path: list[tuple[int, ...]] = [()]
+    for size in sizes:
+        path = [(*p, i) for i in range(size) for p in (path[::-1] if i % 2 else path)]
+    return path

@@ -55,6 +55,8 @@ FAST_COMPILES = (
     ("--xla_cpu_parallel_codegen_split_count", "1"),
 )
 
+# `make test` installs the plugins that compile for described GPUs and TPUs there.
+sys.path.append(os.path.join(sys.prefix, "compilers"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 # No prices of the machine's own: what the tests compare does not depend on them.

@@ -151,6 +151,7 @@ _PLAN = """
 _VARY = f"""what may vary
 --schedules NAME | default: {" ".join(SCHEDULES)}
 -V --chunks V | default: 1 2 4
+-K --slices K | slices of a sequence; a microbatch is a sequence then (default: 1)
 --remat POLICY | none, full, stages, or a policy (default: all; stages with --memory)
 --no-offload | keep residuals in the device's memory
 --within SECONDS | try no further choice after this time
@@ -180,7 +181,7 @@ _SIZES = """model by its sizes
 --sequence | they share what is between layers too
 --shards COUNT | devices that share the optimizer's state (default: 1)
 --flops RATE | a second that matmuls reach (default: 4e14)
---bandwidth RATE | bytes a second of a hop (default: 5e10)
+--bandwidth RATE | bytes a second of a hop (default: 5e10; within a host of 8 as the next)
 --tensor-bandwidth RATE | of sums over the devices of a layer (default: 3e11)
 """
 _PUBLISHED = """published model, with its mesh chosen
@@ -264,6 +265,7 @@ COMMANDS = (
         {
             "schedules": {"nargs": "+"},
             "chunks": {"nargs": "+", "default": [1, 2, 4]},
+            "slices": {"nargs": "+"},
             "remat": {"nargs": "+"},
             "search": {"default": 0.0},
         },

@@ -49,6 +49,7 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             transfer=transfer,
             schedules=arguments.schedules,
             chunks=arguments.chunks,
+            slices=arguments.slices or (1,),
             remat=arguments.remat,
             offload=(None,) if arguments.no_offload else (None, "residuals"),
             within=arguments.within,
@@ -66,7 +67,7 @@ def _published(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     if missing := missing_flags(arguments, "gpus", "batch", "memory"):
         raise UsageError(f"--model needs {', '.join(missing)} too")
     sizes = (f.name for f in fields(Transformer) if f.name not in ("context", "flops", "tensor"))
-    own = ("layers", "devices", "microbatches", "costs", "search", "no_offload", *sizes)
+    own = ("layers", "devices", "microbatches", "slices", "costs", "search", "no_offload", *sizes)
     if given := [n for n in own if getattr(arguments, n, None)]:
         flags = ", ".join(f"--{n.replace('_', '-')}" for n in given)
         raise UsageError(f"--model {arguments.model} has its own sizes and mesh; leave out {flags}")
@@ -151,6 +152,7 @@ def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost
         if (value := getattr(arguments, field.name, None)) is not None
     }
     model = Transformer(**given)
+    model = model if arguments.bandwidth else model.on(arguments.devices)
     if arguments.layers < 1:
         raise UsageError(f"--layers must be at least 1, not {arguments.layers}")
     return f"Et*{arguments.layers},L", model.costs(), model.transfer

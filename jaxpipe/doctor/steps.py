@@ -17,7 +17,7 @@ from .. import inspect
 from ..arrays import PyTree
 from ..engine.simulate import simulate
 from ..errors import PipelineError
-from ..lowering.target import Target
+from ..lowering.target import RunsOn, Target
 from ..measuring import measure_stages
 from ..measuring.timing import timed
 from ..model.functions import split_batch
@@ -115,8 +115,11 @@ def memory(scope: Scope, mesh: Mesh) -> Found:
     at("compiling the step")
     compiled = pipe.lower(shapes, batch).compile()
     found = compiled.memory_analysis()
+    on_tpus = RunsOn.of(mesh) is RunsOn.TPUS
     by_xla = (
-        found.argument_size_in_bytes
+        found.peak_memory_in_bytes
+        if on_tpus
+        else found.argument_size_in_bytes
         + found.output_size_in_bytes
         + found.temp_size_in_bytes
         - found.alias_size_in_bytes

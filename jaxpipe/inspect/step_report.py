@@ -40,6 +40,8 @@ What XLA says of the compiled program, for one device:
     temp_bytes, argument_bytes, output_bytes, flops, trace_seconds, compile_seconds
     host_temp_bytes     in the memory of the host (`offload`); of CPU devices, whose memory that
                         is, it is in temp_bytes
+    peak_bytes          XLA's peak of arguments, results and temporary arrays; on TPUs
+                        temp_bytes has the gaps between temporary arrays twice
     predicted           what `jaxpipe.inspect.memory` returns: from the program's slots and each
                         block compiled alone, without the compiled step
 
@@ -277,6 +279,7 @@ def _xla(compiled: Any) -> dict[str, Any]:
     cost = compiled.cost_analysis() or {}
     return {
         "temp_bytes": getattr(memory, "temp_size_in_bytes", None),
+        "peak_bytes": getattr(memory, "peak_memory_in_bytes", None),
         "host_temp_bytes": getattr(memory, "host_temp_size_in_bytes", None),
         "argument_bytes": getattr(memory, "argument_size_in_bytes", None),
         "output_bytes": getattr(memory, "output_size_in_bytes", None),

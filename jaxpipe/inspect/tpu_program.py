@@ -58,6 +58,13 @@ class TpuProgram(CompiledProgram):
         """Read what `pipe.lower(...).compile()` returns for a mesh of TPUs."""
         return cls(parse(compiled.as_text()), compiled.memory_analysis())
 
+    @property
+    def total_bytes(self) -> int:
+        """XLA's peak of one device: arguments, results and temporary arrays, without the gaps
+        between them.
+        """
+        return int(self.memory.peak_memory_in_bytes)
+
     @cached_property
     def large_moves(self) -> list[LargeMove]:
         """See `moves`; without copies between the device's memories that keep the layout, which XLA
@@ -93,6 +100,16 @@ class TpuProgram(CompiledProgram):
             ),
             default=0,
         )
+
+
+def heap_bytes(memory: Any) -> int:
+    """Bytes of the heap of a program's temporary arrays, from XLA's figures for one device.
+
+    libtpu's `temp_size_in_bytes` has the gaps between arrays twice: the heap, and its gaps.  The
+    peak has no gaps.
+    """
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(memory.temp_size_in_bytes + memory.peak_memory_in_bytes - kept) // 2
 
 
 def _issued(module: Module) -> Iterator[tuple[Place, Instruction]]:

@@ -152,8 +152,7 @@ class Cut:
     """`first(*inputs) -> (*first_outputs, *crossing)` and `second(*inputs, *crossing) ->
     second_outputs`.
 
-    Both take all inputs of the jaxpr that was cut; `second_reads` says which ones
-    they use.
+    Both take all inputs of the jaxpr that was cut; `second_reads` says which ones the second uses.
     """
 
     first: core.Jaxpr

@@ -252,10 +252,8 @@ def _steps(run: InSlots) -> Generator[Loop, State, list[Any]]:
     used = {v for e in jaxpr.eqns for v in variables(e.invars)}
     targets = {
         v: target
-        for i, target in writes.items()
-        if isinstance(v := jaxpr.outvars[i], core.Var)
-        and v not in used
-        and jaxpr.outvars.count(v) == 1
+        for v, target in _written(run).items()
+        if v not in used and jaxpr.outvars.count(v) == 1
     }
     appended, added = _appended(run), _added(run)
     pools = _Pools()
@@ -276,9 +274,8 @@ def _steps(run: InSlots) -> Generator[Loop, State, list[Any]]:
             continue
         if (total := _made(eqn)) in added:
             found = added[total]
-            value = pools.current(env[found.held]).load() + _load(env, found.other)
-            slot = pools.current(found.target)
-            pools.change(slot, slot.store(value))
+            slot = pools.current(env[found.held])
+            pools.change(slot, slot.add(_load(env, found.other)))
             env[total] = pools.current(found.target)
             written.add(total)
             continue
@@ -315,13 +312,17 @@ def _made(eqn: core.JaxprEqn) -> Any:
     return eqn.outvars[0] if eqn.outvars else None
 
 
+def _written(run: InSlots) -> dict[core.Var, Any]:
+    """The targets of results, but for results that are constants."""
+    found = ((run.jaxpr.outvars[i], target) for i, target in run.writes.items())
+    return {v: target for v, target in found if isinstance(v, core.Var)}
+
+
 def _appended(run: InSlots) -> dict[Any, Slot]:
     """What is a slot with some rows replaced, and goes back to that slot: only rows are written."""
     jaxpr = run.jaxpr
     held: dict[Any, Slot] = {jaxpr.invars[i]: slot for i, slot in run.reads.items()}
-    left: dict[Any, Slot] = {
-        jaxpr.outvars[i]: target for i, target in run.writes.items() if isinstance(target, Slot)
-    }
+    left = {v: target for v, target in _written(run).items() if isinstance(target, Slot)}
     found: dict[Any, Slot] = {}
     for eqn in jaxpr.eqns if held else ():
         if eqn.primitive.name == "dynamic_update_slice" and _made(eqn) in left:
@@ -343,7 +344,7 @@ def _added(run: InSlots) -> dict[Any, _Sum]:
     """Sums that are added to in place, by their result."""
     jaxpr = run.jaxpr
     held = {jaxpr.invars[i]: slot for i, slot in run.reads.items()}
-    left = {jaxpr.outvars[i]: target for i, target in run.writes.items()}
+    left = _written(run)
     uses = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
     found: dict[Any, _Sum] = {}
     for eqn in jaxpr.eqns if held else ():

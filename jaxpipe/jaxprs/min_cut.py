@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend import core
 
 from .equations import making, variables
-from .sizes import grows, is_gather, is_layout, nbytes
+from .sizes import grows, is_gather, is_inexact, is_layout, nbytes
 
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Transcendental
 # functions, reductions and matmuls are not among them: their results are kept, and they run once.
@@ -57,10 +57,13 @@ def is_arithmetic(eqn: core.JaxprEqn) -> bool:
 
 
 def is_view(eqn: core.JaxprEqn) -> bool:
-    """True for layout changes, and for arithmetic that makes a value larger: of results that are
-    computed once a step, all that is made again in each microbatch.
+    """True for layout changes, for arithmetic that makes a value larger, and for arithmetic of
+    whole numbers and masks: of results that are computed once a step, all that is made again in
+    each microbatch.
+
+    Positions in the trips of a loop would take room for each trip.
     """
-    return is_layout(eqn) or (is_arithmetic(eqn) and grows(eqn))
+    return is_layout(eqn) or (is_arithmetic(eqn) and (grows(eqn) or not is_inexact(eqn)))
 
 
 def numbers_of(eqns: Sequence[core.JaxprEqn]) -> dict[core.Var, core.JaxprEqn]:

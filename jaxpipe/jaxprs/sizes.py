@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
 from jax.extend import core
@@ -39,6 +40,12 @@ def grows(eqn: core.JaxprEqn) -> bool:
     """True for an equation whose result has more bytes than what it reads: a cast to more bits."""
     read = sum(nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, core.Var))
     return read < nbytes(eqn.outvars[0].aval)
+
+
+def is_inexact(eqn: core.JaxprEqn) -> bool:
+    """True for an equation whose result has fractions: no index, and no mask."""
+    aval: Any = eqn.outvars[0].aval
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
 def is_gather(eqn: core.JaxprEqn) -> bool:

@@ -8,7 +8,7 @@ cuts at collective actions these have no predicate, where they come at equal int
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -295,7 +295,7 @@ def span_candidates(ticks: Ticks) -> tuple[tuple[Span, ...], ...]:
     found = [
         *_whole(len(requirements)),
         *_phases(ticks),
-        *_steady(requirements),
+        *_steady(requirements, ticks),
         *between_collectives(requirements),
     ]
     return tuple(dict.fromkeys(map(tuple, found)))
@@ -313,10 +313,7 @@ def _phases(ticks: Ticks) -> Iterator[list[Span]]:
     The steady state begins when some device, or every device, has begun its backwards.  It ends
     when some device, or every device, has done its forwards.
     """
-    forward, backward = _directions(ticks)
-    stop = len(forward)
-    begins = np.where(backward.any(0), backward.argmax(0), stop).tolist()
-    ends = np.where(forward.any(0), stop - forward[::-1].argmax(0), 0).tolist()
+    begins, ends, stop = _marks(ticks)
     if min(begins) >= stop or max(ends) <= 0:
         return
     yield [Span(a, b, 1) for a, b in pairwise(sorted({0, min(begins), max(ends), stop}))]
@@ -331,15 +328,46 @@ def _phases(ticks: Ticks) -> Iterator[list[Span]]:
                         ]
 
 
-def _steady(requirements: Requirements) -> Iterator[list[Span]]:
-    """The longest exact repeat of each period, between a warmup and a cooldown of period 1."""
+def _steady(requirements: Requirements, ticks: Ticks) -> Iterator[list[Span]]:
+    """The longest exact repeat of each period, between a warmup and a cooldown of period 1; and the
+    longest of all between ramps that are cut where forwards and backwards begin and end.
+
+    Where a transfer takes long, the cuts make fewer of them: each piece makes its own alone.
+    """
     codes, stop = requirements.signatures, len(requirements)
+    longest = Span(0, 0, 1)
     for period in range(1, min(LONGEST_PERIOD, stop // 2) + 1):
         begin, length = longest_true(codes[period:] == codes[:-period])
         end = begin + (length + period) // period * period
         if end - begin > 2 * period:
-            spans = Span(0, begin, 1), Span(begin, end, period), Span(end, stop, 1)
+            steady = Span(begin, end, period)
+            longest = max(longest, steady, key=lambda span: span.stop - span.start)
+            spans = Span(0, begin, 1), steady, Span(end, stop, 1)
             yield [span for span in spans if span.start < span.stop]
+    if longest.stop < stop // 2:
+        return
+    begins, ends, _ = _marks(ticks)
+    inside = range(longest.start + 1, longest.stop)
+    marks = {0, stop, longest.start, longest.stop, min(begins), max(begins), min(ends), max(ends)}
+    pieces = list(pairwise(sorted(mark for mark in marks if mark not in inside)))
+    for before, after in product((1, 2), repeat=2):
+        yield [
+            longest
+            if a == longest.start
+            else Span(a, b, min(b - a, before if a < longest.start else after))
+            for a, b in pieces
+        ]
+
+
+def _marks(ticks: Ticks) -> tuple[list[int], list[int], int]:
+    """For each device, the tick in which its backwards begin, and that after its last forward; and
+    the number of ticks.
+    """
+    forward, backward = _directions(ticks)
+    stop = len(forward)
+    begins = np.where(backward.any(0), backward.argmax(0), stop).tolist()
+    ends = np.where(forward.any(0), stop - forward[::-1].argmax(0), 0).tolist()
+    return begins, ends, stop
 
 
 def _directions(ticks: Ticks) -> tuple[BoolArray, BoolArray]:

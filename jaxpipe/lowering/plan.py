@@ -27,7 +27,7 @@ from .assign_ticks import (
 )
 from .candidates import segments_of, span_candidates
 from .cost_model import program_makespan, program_price, tick_durations
-from .overheads import FORWARD, GUESSED, Overheads
+from .overheads import FORWARD, GUESSED, NO_OVERHEADS, Overheads
 from .requirements import NO_TRANSFER, Edge, collect
 from .slots import Offload, assign_slots
 
@@ -40,7 +40,7 @@ class Candidate(NamedTuple):
 
     ticks: Ticks
     segments: tuple[Segment, ...]
-    makespan: float  # of the program without overheads, in the unit of the costs
+    makespan: float  # of the program with the transfers of its costs alone, in their unit
     costs: Costs | None
     overheads: Overheads
 
@@ -49,6 +49,7 @@ class Candidate(NamedTuple):
         """The makespan with overheads and a little for each block of code."""
         durations, devices = tick_durations(self.ticks, self.costs), self.ticks.schedule.num_devices
         own = self.overheads.in_unit(FORWARD) if self.costs is None else self.overheads
+        own = replace(own, hop=_hop(self.costs) or own.hop)
         return program_price(
             program_makespan(durations, self.segments, own), self.segments, devices, own
         )
@@ -63,8 +64,14 @@ class Candidate(NamedTuple):
         cls, ticks: Ticks, segments: tuple[Segment, ...], costs: Costs | None, overheads: Overheads
     ) -> Candidate:
         """Time the segments."""
-        makespan = program_makespan(tick_durations(ticks, costs), segments)
+        transfers = replace(NO_OVERHEADS, hop=_hop(costs))
+        makespan = program_makespan(tick_durations(ticks, costs), segments, transfers)
         return cls(ticks, segments, makespan, costs, overheads)
+
+
+def _hop(costs: Costs | None) -> float:
+    """The longest transfer of these costs; 0 without costs."""
+    return 0.0 if costs is None else float(np.max(costs.transfer))
 
 
 def candidates(
@@ -100,7 +107,7 @@ def choose_candidate(
     collective, so the host waits.
     """
     found = candidates(schedule, costs, overheads, as_one=as_one)
-    table = simulate(schedule, Costs() if costs is None else replace(costs, transfer=0)).makespan
+    table = simulate(schedule, Costs() if costs is None else costs).makespan
     enough = KEEPS * max(table, min(each.makespan for each in found))
     kept = [each for each in found if each.makespan <= enough]
     fewest = min(each.collectives for each in kept)

@@ -330,7 +330,7 @@ def _outer(call: Any, name: str, takes: tuple[str, ...]) -> Function | None:
 def _spread(call: Any) -> Spread | None:
     """The function with how it is spread over all devices; None for any other function."""
     if getattr(call, "spreads", False):
-        return Spread(call)
+        return Spread(call, call.dim, call.dim)
     return call if isinstance(call, Spread) else None
 
 

@@ -13,9 +13,8 @@ from .memory import device_work, least_bytes
 from .request import SCHEDULES, Request, requests
 from .result import PipelinePlan, Plans, Rejected, gib
 from .search import Search
-from .transformer import Transformer
+from .transformer import HOST, Transformer
 
-_HOST = 8  # devices of a host, which share its fast links
 _SHAPES = 3  # meshes whose tables are built
 _FAR = 1e12  # seconds
 _ROWS = (1, 2, 4)  # rows of a microbatch
@@ -199,7 +198,7 @@ class _Shape(NamedTuple):
 
 def _shapes(decoder: Decoder, gpus: int, batch: int, tensor: Sequence[int]) -> Iterator[_Shape]:
     for shared in tensor:
-        if shared > min(_HOST, decoder.kv_heads) or gpus % shared:
+        if shared > min(HOST, decoder.kv_heads) or gpus % shared:
             continue
         for pipe in range(1, decoder.layers + 1):
             if gpus // shared % pipe:
@@ -217,7 +216,7 @@ def _requests(
     decoder = decoders()[name]
     for fsdp in (0, 1) if shape.data > 1 else (0,):
         model = transformer(decoder, tensor=shape.tensor, rows=shape.rows, **settings)
-        model = replace(model, sequence=shape.tensor > 1)
+        model = replace(model, sequence=shape.tensor > 1).on(shape.pipe * shape.data)
         costs = {c: _split(cost, shape.data if fsdp else 1) for c, cost in model.costs().items()}
         costs[FIRST] = replace(costs[FIRST], ends=Ends.ONE)
         (request,) = requests(
@@ -264,7 +263,7 @@ def _reduction(gradients: float, shape: _Shape, fsdp: int, model: Transformer) -
     """Seconds in which replicas sum gradients once a step, and under fsdp gather parameters of half
     the bytes.  Nothing of it is hidden.
     """
-    inside = shape.data * shape.tensor <= _HOST
+    inside = shape.data * shape.tensor <= HOST
     link = model.tensor_bandwidth if inside else model.bandwidth
     return (1.5 if fsdp else 2) * (shape.data - 1) / shape.data * gradients / link
 
@@ -286,5 +285,5 @@ def command_of(name: str, plan: PipelinePlan, *, batch: int, context: int) -> st
     flags += [f"--rows {batch}", f"--context {context}", f"--remat {remat}"]
     flags += ["--attention cudnn", f"--loss-tokens {min(context, 1024)}"]
     flags += ["--spread-head"] if plan.spread else []
-    cluster = "--cluster " if mesh["pipe"] * mesh["data"] * mesh["tensor"] > _HOST else ""
+    cluster = "--cluster " if mesh["pipe"] * mesh["data"] * mesh["tensor"] > HOST else ""
     return f"python examples/llama.py --model {name} {cluster}{' '.join(flags)}"

@@ -4,13 +4,14 @@ formula.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..errors import CostError, listed, quoted
 from ..table.limits import is_number
 from .layer_cost import Ends, Kept, LayerCost
 
+HOST = 8  # devices of a host, which share its fast links
 # Sizes that may be 0.
 _FROM_0 = ("latency", "experts", "shared", "capacity")
 
@@ -62,7 +63,7 @@ class Transformer:
         sequence: whether they share what is between layers too, by time.
         shards: devices over which optimizer state is sharded.
         flops: floating point operations a second that one device reaches in matmuls.
-        bandwidth: bytes a second between neighbours of the pipeline.
+        bandwidth: bytes a second between neighbours of the pipeline, each on a host of its own.
         loss_tokens: tokens of a row whose logits are there at a time; all where it is None.
         latency: seconds of a hop besides.
         tensor_bandwidth: bytes a second of a device in sums over the devices of a layer, and in
@@ -120,6 +121,13 @@ class Transformer:
     @property
     def _whole(self) -> float:
         return 2 * self.width * self.tokens
+
+    def on(self, devices: float) -> Transformer:
+        """The same where its pipelines and replicas are on so many devices: those of one host have
+        its fast links.
+        """
+        here = devices * max(self.tensor, self.expert_devices) <= HOST
+        return replace(self, bandwidth=self.tensor_bandwidth) if here else self
 
     @property
     def transfer(self) -> float:

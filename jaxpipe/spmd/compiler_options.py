@@ -44,6 +44,10 @@ _GPU: Options = {
     # other have the same direction.  A merged permute would be awaited before the first backward,
     # and could not run during it.
     "xla_gpu_collective_permute_combine_threshold_bytes": "0",
+    # Matmuls of one operand are not merged.  XLA merges small ones.  If autotuning gives the merged
+    # one to cuBLAS, its concatenated operand is written in every trip: more than half of the bytes
+    # that the loops of a small model move.
+    "xla_gpu_dot_merger_threshold_mb": "0",
 }
 
 

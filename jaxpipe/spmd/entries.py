@@ -12,6 +12,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy
+from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
@@ -90,7 +93,7 @@ def _tile(aval: Any, target: Target) -> tuple[int, ...]:
 
 def split_entries(job: Job, code: ModelCode, owned: Sequence[PyTree]) -> tuple[StageEntries, ...]:
     """Read how the partitioner splits the stored values of each kind of stage: off its forward and
-    its I, each compiled alone.
+    its I, each alone.
 
     `owned` are the parameters of a device's stages.  The partitioner decides from a whole program,
     and its decisions inside the loop cannot be read.  The model's parameters and constraints
@@ -192,9 +195,29 @@ def _split_as(plans: PyTree) -> list[PartitionSpec]:
 
 
 def _output_specs(job: Job, function: Callable[..., Leaves], *groups: Group) -> list[PartitionSpec]:
-    """The splits of a function's outputs, from those of its inputs."""
-    found = compiled_alone(job, function, *groups, unrun=True).output_shardings
-    return [sharding.spec if isinstance(sharding, NamedSharding) else _WHOLE for sharding in found]
+    """The splits of a function's outputs, from those of its inputs.
+
+    The partitioner's propagation is the first pass of XLA.  It runs alone, so nothing is compiled.
+    """
+    module = _lowered_alone(job, function, groups).compiler_ir("stablehlo")
+    with module.context:
+        PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
+    results: Any = ir.SymbolTable(module.operation)["main"].attributes["res_attrs"]
+    return [
+        _spec_of(sdy.TensorShardingAttr(found["sdy.sharding"]))
+        if "sdy.sharding" in found
+        else _WHOLE
+        for found in results
+    ]
+
+
+def _spec_of(sharding: Any) -> PartitionSpec:
+    """A split as JAX has it; whole where a dim is split over a part of an axis."""
+    dims = map(sdy.DimensionShardingAttr, sharding.dimension_shardings)
+    axes = [[sdy.AxisRefAttr(axis) for axis in dim.axes] for dim in dims]
+    if any(axis.sub_axis_info is not None for dim in axes for axis in dim):
+        return _WHOLE
+    return PartitionSpec(*(tuple(axis.name for axis in dim) or None for dim in axes))
 
 
 def compiled_alone(
@@ -210,7 +233,17 @@ def compiled_alone(
     Outputs take the room of the `donated` groups, as pools and accumulators are updated in place in
     the step.  An `unrun` program is only read: it is neither run nor measured.
     """
-    mesh, target = job.mesh, job.target
+    options = options_for(job.target) | (options_unrun(job.target) if unrun else {})
+    return _lowered_alone(job, function, groups, donated).compile(compiler_options=options)
+
+
+def _lowered_alone(
+    job: Job,
+    function: Callable[..., Leaves],
+    groups: Sequence[Group],
+    donated: Sequence[int] = (),
+) -> Any:
+    mesh = job.mesh
     alone = mapped(function, mesh, {job.axis, *job.data_axes}, in_specs=_WHOLE, out_specs=_WHOLE)
 
     def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
@@ -218,11 +251,8 @@ def compiled_alone(
             aval.shape, aval.dtype, sharding=None if spec is None else NamedSharding(mesh, spec)
         )
 
-    lowered = jax.jit(alone, donate_argnums=tuple(donated)).lower(
+    return jax.jit(alone, donate_argnums=tuple(donated)).lower(
         *([shape(*each) for each in group] for group in groups)
-    )
-    return lowered.compile(
-        compiler_options=options_for(target) | (options_unrun(target) if unrun else {})
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ ENVIRONMENT, QUICK = outside(), quick()
     ("name", "environment", "says"),
     [
         ("mlp", QUICK, "on new points: loss"),
-        slow("generate", QUICK, "the same tokens with a cache as without"),
+        slow("generate", QUICK, "the same tokens as of each request by itself"),
         slow("long_context", QUICK, "the losses of whole sequences"),
         slow("lora", QUICK, "the losses of plain JAX in every step"),
         slow("conv_net", ENVIRONMENT, "accuracy on new images"),
@@ -53,3 +54,26 @@ def test_an_example_is_short_and_ends_in_an_assertion(path):
     lines = path.read_text().splitlines()
     assert len(lines) <= 150
     assert any(line.strip().startswith("assert ") for line in lines)
+
+
+INSTALLED = [
+    name
+    for name in ("jax_cuda13_plugin", "libtpu")
+    if (spec := find_spec(name)) and "compilers" not in Path(str(spec.origin)).parts
+]
+
+
+@pytest.mark.skipif(bool(INSTALLED), reason=f"installed for all programs: {INSTALLED}")
+def test_a_program_prints_nothing_of_the_plugins_that_only_compile():
+    environment = {k: v for k, v in ENVIRONMENT.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    program = "import jax; print(jax.devices()[0].platform)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=True,
+    )
+    assert done.stdout.strip()
+    assert done.stderr == ""

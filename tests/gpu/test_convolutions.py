@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.inspect.gpu_program import compile_and_read, count_waits, flat
-from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
+from tests.gpu.programs import gpu_mesh, lower_for_gpu, needs_gpu_compiler
 from tests.tiers import slow
 
 CHANNELS, ROWS, SIZE, CLASSES, MICROBATCHES = 32, 4, 16, 10, 4
@@ -72,3 +72,11 @@ def test_the_host_waits_for_no_block(name: str) -> None:
     apart = compile_and_read(step, {GRAPHS: without})
     assert count_waits(apart.predicates, taken=True) > 0
     assert apart.total_bytes == found.total_bytes
+
+
+@needs_gpu_compiler
+def test_every_type_of_command_is_in_the_list() -> None:
+    """XLA's sources name one more; this XLA knows it no longer, or not yet."""
+    step = lower_for_gpu(jnp.sin, jax.ShapeDtypeStruct((8,), jnp.float32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid enum value"):
+        step.compile(compiler_options={GRAPHS: "DYNAMIC_SLICE_COPY_FUSION"})

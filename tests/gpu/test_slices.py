@@ -4,6 +4,7 @@ nor a cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,9 +40,11 @@ def shape(*dims: int) -> Any:
     return jax.ShapeDtypeStruct(dims, jnp.float32)
 
 
-def pipeline(schedule: jp.Schedule) -> tuple[jp.Pipeline, Any, Any]:
-    """A pipeline of slices on described GPUs, its parameters and a batch."""
-    mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
+def pipeline(
+    schedule: jp.Schedule, described: Callable[..., Any] = gpu_mesh
+) -> tuple[jp.Pipeline, Any, Any]:
+    """A pipeline of slices on described devices, its parameters and a batch."""
+    mesh = described((schedule.num_devices,), ("pipe",))
     first = lambda params, x: jnp.zeros((x.shape[0], WIDTH, STATE), x.dtype)  # noqa: E731
     pipe = jp.Pipeline(jp.Model(stage, last=loss, time=("x",), carry=first), schedule, mesh)
     own = {name: shape(schedule.num_stages, WIDTH, WIDTH) for name in "qkv"}

@@ -202,3 +202,19 @@ def test_two_scans_run_as_one_loop_and_give_what_each_gives():
     np.testing.assert_array_equal(Slot(new, slot(0), entry).load(), kept)
     loops = [eqn for eqn in jax.make_jaxpr(both)(pool).eqns if eqn.primitive.name == "scan"]
     assert len(loops) == 1
+
+
+def test_a_result_that_is_a_constant_is_stored_beside_what_is_read():
+    """A weight that does not change the loss has a constant as gradient."""
+    entry, index = Entry(()), jnp.int32
+    pool = Slot(jnp.zeros((2, *entry.kept)), index(0), entry).store(jnp.float32(3.0))
+    jaxpr = jax.make_jaxpr(lambda x: (x + 1, 0.0))(1.0)
+    run = InSlots(
+        jaxpr.jaxpr,
+        [None],
+        {0: Slot(pool, index(0), entry)},
+        {1: Slot(pool, index(1), entry), 0: Slot(pool, index(0), entry)},
+    )
+    ((new, same),) = run_in_slots(run)
+    assert same is new
+    assert [float(Slot(new, index(k), entry).load()) for k in range(2)] == [4.0, 0.0]

@@ -505,6 +505,28 @@ def test_work_on_parameters_alone_is_hoisted_out_of_every_microbatch():
     assert work(code.forward)["dot_general"] == 1
 
 
+def test_masks_of_the_trips_of_a_loop_are_made_in_the_trips():
+    """Kept for each trip of both loops, the mask of causal attention by blocks would have an entry
+    for each pair of a query and a block of keys.
+    """
+
+    @jax.checkpoint
+    def of_queries(params, x, i):
+        @jax.checkpoint
+        def of_keys(total, j):
+            seen = i * ROWS + jnp.arange(ROWS) >= j * ROWS + jnp.arange(ROWS)
+            return total + jnp.where(seen[:, None], jnp.tanh(x @ params["a"]), 0), None
+
+        return jax.lax.scan(of_keys, jnp.zeros_like(x), jnp.arange(8))[0]
+
+    def by_blocks(params, x, extra):
+        return jax.lax.map(lambda i: of_queries(params, x, i), jnp.arange(8)).sum(axis=0)
+
+    code = trace_stage(by_blocks, draw(MATRICES), draw(X), {})
+    assert code.once_avals == ()
+    assert (*code.residual_input, *code.residual_weight) == ()
+
+
 def bytes_of(avals):
     return sum(prod(a.shape) * a.dtype.itemsize for a in avals)
 

@@ -69,8 +69,9 @@ def test_an_evaluation_keeps_nothing_for_a_backward():
         return compiled.memory_analysis().temp_size_in_bytes
 
     activation = rows * wide * 8
-    assert temp_bytes(8, "evaluate") - temp_bytes(2, "evaluate") < activation
-    assert temp_bytes(8, "value_and_grad") - temp_bytes(2, "value_and_grad") > 6 * activation
+    # Two microbatches have fewer arrays at a time: their table has no steady state.
+    assert temp_bytes(16, "evaluate") - temp_bytes(4, "evaluate") < activation
+    assert temp_bytes(16, "value_and_grad") - temp_bytes(4, "value_and_grad") > 12 * activation
 
 
 def test_letters_behind_an_action_are_refused_at_their_character():

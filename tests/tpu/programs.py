@@ -86,11 +86,22 @@ def made_anew(program: TpuProgram) -> list[LargeMove]:
     ]
 
 
+def copied_after(program: TpuProgram) -> list[LargeMove]:
+    """Copies of accumulators outside the loops, to the layout of the step's results."""
+    return [
+        each
+        for each in program.large_moves
+        if not each.place.in_loop
+        and each.move in (Move.COPY, Move.TRANSPOSE)
+        and each.array.dtype == "f32"
+    ]
+
+
 def check(program: TpuProgram) -> None:
-    """No pool, accumulator or stack is made anew in a loop; permutes run beside compute, and under
-    no predicate.
+    """No pool, accumulator or stack is made anew in a loop, and no accumulator after it; permutes
+    run beside compute, and under no predicate.
     """
-    assert [str(each) for each in made_anew(program)] == []
+    assert [str(each) for each in (*made_anew(program), *copied_after(program))] == []
     permutes = [each for each in program.collectives if each.kind == "collective-permute"]
     assert permutes
     assert [str(each) for each in permutes if each.place.guarded] == []

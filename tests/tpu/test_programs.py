@@ -15,9 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
 from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.tpu_program import Purpose
+from jaxpipe.inspect.step_profile import Clock
+from jaxpipe.inspect.tpu_program import Purpose, heap_bytes
 from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.spmd.tick import WITH_SLACK
+from tests.gpu import test_slices as gpu_slices
 from tests.gpu.programs import first, last, shapes, stage
 from tests.tiers import exhaustive, slow
 from tests.tpu.programs import (
@@ -71,6 +73,21 @@ def test_schedules(name: str, topology: str) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_axes_and_remats(name: str, axes: Axes, remat: Remat) -> None:
     compiled(replace(CASE, schedule=name, devices=2, axes=axes, remat=remat))
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("axes", [slow(Axes.PIPE), exhaustive(Axes.DATA), exhaustive(Axes.TENSOR)])
+def test_memory_is_predicted(axes: Axes) -> None:
+    """Of a step whose ends have gradients that are larger than the memory beside the cores."""
+    shape = replace(SHAPE, vocab=131072, rows=1)
+    case = replace(SMALL, axes=axes, shape=shape, layers=2, remat=Remat.LAYER)
+    pipe, params, rows = case.arguments(tpu_mesh)
+    program = read(pipe.lower(params, rows))
+    check(program)
+    predicted = jp.inspect.memory(pipe, params, rows)
+    assert predicted["total"] == pytest.approx(program.total_bytes, rel=0.05)
+    # Sums of the gradients of the ends need no room of their own.
+    assert heap_bytes(program.memory) < 4 * shape.width * shape.vocab
 
 
 @needs_tpu_compiler
@@ -160,6 +177,25 @@ def test_spread_ends() -> None:
         "last": {"head": jax.ShapeDtypeStruct(size, jnp.float32)},
     }
     check(read(pipe.lower(pipe.place(canonical), tokens(pipe))))
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_slices() -> None:
+    """A carry, and rows that stages append."""
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=8, slices=4)
+    pipe, params, batch = gpu_slices.pipeline(schedule, tpu_mesh)
+    check(read(pipe.lower(params, batch)))
+
+
+@needs_tpu_compiler
+@pytest.mark.exhaustive
+def test_profile() -> None:
+    """Blocks call the host at their begin and end."""
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=4)
+    pipe = small_pipeline(jp.Model(stage, first=first, last=last), schedule)
+    given = (pipe.place(shapes(2, **SIZES)), tokens(pipe))
+    check(read(pipe.trace(*given, clock=Clock([])).function.lower()))
 
 
 @needs_tpu_compiler

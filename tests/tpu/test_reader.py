@@ -8,7 +8,7 @@ import pytest
 
 from jaxpipe.inspect.hlo import Array, parse
 from jaxpipe.inspect.moves import Move
-from jaxpipe.inspect.tpu_program import Purpose, TpuProgram
+from jaxpipe.inspect.tpu_program import Purpose, TpuProgram, heap_bytes
 
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"N"}}'
 TEXT = """HloModule steps, is_scheduled=true
@@ -124,6 +124,18 @@ def test_tiles_pad_the_dims_that_come_first_in_the_order(
 def test_padding_of_what_a_loop_carries() -> None:
     # 300 numbers fill three tiles of 128.
     assert program().padding == 2 * 2 * (384 - 300)
+
+
+def test_gaps_of_the_heap_are_counted_once() -> None:
+    """The W of Llama 3 8B's shapes, in MiB: its heap is 608.4 in the text of its buffers."""
+    memory = SimpleNamespace(
+        argument_size_in_bytes=5504.3,
+        output_size_in_bytes=3328.1,
+        alias_size_in_bytes=3328.1,
+        temp_size_in_bytes=688.9,
+        peak_memory_in_bytes=6032.3,
+    )
+    assert heap_bytes(memory) == 608
 
 
 def test_layouts_are_read() -> None:
