@@ -43,19 +43,34 @@ class Case:
     microbatches: int
     layout: str = ""  # the layers of each stage; a stage is one thing where it is empty
     units: tuple[tuple[str, float, float, float], ...] = ()  # letter, F, I and W of each layer
+    spread: bool = False  # all devices do their shares of L
+    again: bool = False  # layers keep nothing, by a policy of `jax.checkpoint`
+    offload: bool = False  # residuals are in the host's memory
+    whole: float = 1.0  # a B over its I and W, by which `auto` chooses among them
 
     def build(self) -> jp.Schedule:
         """Its table."""
-        return jp.schedules.build(
-            self.schedule, devices=self.devices, microbatches=self.microbatches, chunks=self.chunks
-        )
+        shape = {"microbatches": self.microbatches, "chunks": self.chunks}
+        if self.schedule == "auto":
+            costs = self.stage_costs(1.0)
+            times = zip(costs.input_grad, costs.weight_grad, strict=True)  # type: ignore[arg-type]
+            each = tuple(self.whole * (i + w) for i, w in times)
+            shape["costs"] = dataclasses.replace(costs, backward=each)
+        table = jp.schedules.build(self.schedule, devices=self.devices, **shape)
+        return jp.spread_last(table, costs=self.stage_costs(1.0)) if self.spread else table
 
     def stage_costs(self, unit: float) -> jp.Costs:
         """The holds of its stages, in seconds."""
         layers = {
-            c: jp.LayerCost(forward=unit * f, input_grad=unit * i, weight_grad=unit * w)
+            c: jp.LayerCost(
+                forward=unit * f,
+                input_grad=unit * (i + f * (self.again and c not in "EL")),
+                weight_grad=unit * w,
+            )
             for c, f, i, w in self.units
         }
+        if self.spread:
+            layers["L"] = layers["L"].share(self.devices)
         layout = jp.parse_layout(self.layout, devices=self.devices, letters="".join(layers))
         return stage_costs(layout, layers, remat=Remat.NONE, transfer=0.0)
 
@@ -122,18 +137,22 @@ def stage_of(unit: float, *, split: bool) -> Callable[[Any, Any], Any]:
 
 
 def layer_of(
-    forward: float, input_grad: float, weight_grad: float, *, split: bool
+    forward: float, input_grad: float, weight_grad: float, *, split: bool, keeps: bool = False
 ) -> Callable[[Any, Any], Any]:
-    """The same with times of its own."""
+    """The same with times of its own; one that `keeps` its result has use for it in its backward,
+    by less than rounding.
+    """
 
     @jax.custom_vjp
     def layer(params: Any, x: Any) -> Any:
         return hold(x, forward)
 
-    def run(params: Any, x: Any) -> tuple[Any, None]:
-        return hold(x, forward), None
+    def run(params: Any, x: Any) -> tuple[Any, Any]:
+        y = hold(x, forward)
+        return y, y if keeps else None
 
-    def backward(_: None, dy: Any) -> tuple[Any, Any]:
+    def backward(kept: Any, dy: Any) -> tuple[Any, Any]:
+        dy = dy + 1e-30 * kept if keeps else dy
         if not split:
             both = hold(dy, input_grad + weight_grad)
             return {"w": jnp.sum(both)[None]}, both
@@ -149,13 +168,28 @@ def layered(
     """A pipeline of layers that hold their device, and its parameters; the backward of `first` and
     of `last` is in one piece.
     """
+    keeps = case.again or case.offload
+    parts = {"L": 1 / case.devices} if case.spread else {}
     own = {
-        letter: layer_of(*(unit * t for t in times), split=split and letter not in "EL")
+        letter: layer_of(
+            *(unit * parts.get(letter, 1) * t for t in times),
+            split=split and letter not in "EL",
+            keeps=keeps and letter not in "EL",
+        )
         for letter, *times in case.units
     }
-    layers: dict[str, Callable[..., Any]] = dict(own)
+    layers: dict[str, Any] = dict(own)
+    if case.again:
+        policy = jax.checkpoint_policies.nothing_saveable
+        layers = {c: jax.checkpoint(call, policy=policy) for c, call in layers.items()}
     layers["E"] = lambda params, microbatch: own["E"](params, microbatch["x"])
     layers["L"] = lambda params, x, microbatch: jnp.mean(own["L"](params, x))
+    if case.spread:
+        # Squared, so that gradients differ by microbatch: XLA would move what is held for them out
+        # of the loop.
+        layers["L"] = jp.spread(
+            lambda params, x, microbatch, *, ctx: jnp.mean(own["L"](params, x) ** 2), dims=None
+        )
     letters = jp.parse_layout(case.layout, devices=case.devices, letters="".join(own)).layers
     stages = {
         letter: {"w": np.ones((letters.count(letter), 1), np.float32)}
@@ -170,6 +204,7 @@ def layered(
         mesh,
         layout=case.layout,
         costs=costs,
+        memory=jp.Memory(offload="residuals" if case.offload else None),
     )
     return pipe, pipe.place({"first": one, "stages": stages, "last": one})
 
@@ -241,12 +276,12 @@ def _check_held(case: Case, unit: float, held: float) -> None:
         layout = jp.parse_layout(
             case.layout, devices=case.devices, letters="".join(c for c, *_ in case.units)
         )
-        each = layout.stage_costs({letter: sum(times) for letter, *times in case.units})
-        wanted = (
-            unit
-            * case.microbatches
-            * sum(each[s] for d in mine for s in schedule.placement.stages_of[d])
-        )
+        every = {c: sum(times) for c, *times in case.units}
+        every |= {c: every[c] + f for c, f, *_ in case.units if case.again and c not in "EL"}
+        shares = len(mine) * every["L"] / case.devices if case.spread else 0.0
+        each = layout.stage_costs(every | ({"L": 0.0} if case.spread else {}))
+        stages = sum(each[s] for d in mine for s in schedule.placement.stages_of[d])
+        wanted = unit * case.microbatches * (stages + shares)
     else:
         wanted = unit * sum(2 if a.kind is Kind.B else 1 for a in actions)
     if abs(held - wanted) > 1e-6 + 1e-6 * wanted:

@@ -81,6 +81,17 @@ def contenders(
         (name, Case(table, devices, chunks, microbatches, layout=layout, units=UNITS))
         for name, table, chunks, layout in found
     ]
+    # One choice each besides those of the tables above.
+    shape = {"chunks": 1, "layout": even(layers, devices), "units": UNITS}
+    shape |= {"devices": devices, "microbatches": microbatches}
+    cases += [
+        ("spread L, 1f1b", Case("1f1b", **shape, spread=True)),
+        ("spread L, zb_h1", Case("zb_h1", **shape, spread=True)),
+        ("nothing_saveable, 1f1b", Case("1f1b", **shape, again=True)),
+        ("nothing_saveable, zb_h1", Case("zb_h1", **shape, again=True)),
+        ("offload, 1f1b", Case("1f1b", **shape, offload=True)),
+        ("B, I and W, auto", Case("auto", **shape, whole=0.95)),
+    ]
     return [(name, case, predicted(case, unit, runs_on)) for name, case in cases]
 
 

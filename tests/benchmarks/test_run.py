@@ -186,3 +186,19 @@ def test_a_head_on_emulated_devices(tmp_path):
     assert len(found) == 3, "without a head, on the last device, spread"
     for *_, ratio, _, _ in found:
         assert float(ratio) >= 1, "sleeps only end late, so a step below its makespan has lost one"
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="the host call of emulated devices needs a C++ compiler"
+)
+@pytest.mark.exhaustive
+def test_plans_on_emulated_devices_are_never_faster_than_predicted(tmp_path):
+    """With spread ends, a policy, residuals on the host, and B among I and W; the benchmark itself
+    stops where a hold is lost.
+    """
+    arguments = ["--layers", "4", "--devices", "2", "--microbatches", "4", "--repeats", "1"]
+    text = table_of(tmp_path, "plans_time", *arguments)
+    rows = [line.split() for line in text.splitlines() if "Et|" in line or "Ett|" in line]
+    kinds = ("spread", "nothing_saveable,", "offload,", "B,")
+    assert all(any(row[0] == kind for row in rows) for kind in kinds)
+    assert all(float(row[-2]) <= 1 for row in rows)
