@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BESIDE = frozenset(
     {
         *("cli", "doctor", "render", "flax", "checkpoint", "portable", "debug", "distributed"),
-        *("errors", "version", "known_faults", "processes", "fingerprint"),
+        *("errors", "version", "known_faults", "processes", "fingerprint", "modules"),
     }
 )
 

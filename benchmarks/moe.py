@@ -2,6 +2,8 @@
 that a roofline predicts, beside published figures.
 
     JAX_PLATFORMS=cpu python -m benchmarks.moe -o benchmarks/results/moe.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.moe --cases v3-exchanged 67b-exchanged
+        -o benchmarks/results/moe_exchanged.txt
 
 Nothing runs on a device: XLA compiles the program of one of `pipe x expert x data` GPUs, and the
 prediction is arithmetic on the table.  Sources:
@@ -268,9 +270,10 @@ CASES = {
     "v3-dualpipev": _deepseek("DeepSeek-V3", 1, "dualpipev"),
     "v3-merged": _deepseek("DeepSeek-V3", 1, "dualpipev", merged=True),
     "v3": _deepseek("DeepSeek-V3", 1),
-    "v3-data": _deepseek("DeepSeek-V3", 2),
+    "v3-exchanged": dataclasses.replace(_deepseek("DeepSeek-V3", 1), remat=Remat.EXCHANGED),
     "v3-merged-data": _deepseek("DeepSeek-V3", 2, "dualpipev", merged=True),
 }
+DEFAULT = ("67b", "v3-merged", "v3-merged-data", "v3")  # of moe.txt
 COMPILED = (
     *(
         "run",
@@ -339,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES))
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=DEFAULT)
     parser.add_argument(
         "--hidden", type=float, help="predict alone, with this share of the sends beside matmuls"
     )

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from . import inspect
     from . import measuring as measuring
     from . import megatron as megatron
+    from . import modules as modules
     from . import planner as planner
     from . import render as render
     from .measuring import measure
@@ -112,7 +113,7 @@ _ON_FIRST_USE = {
     "plan": "planner.plan",
     "spread": "model.spread",
 }
-_MODULES = ("debug", "inspect", "measuring", "megatron", "planner", "render")
+_MODULES = ("debug", "inspect", "measuring", "megatron", "modules", "planner", "render")
 
 
 def __dir__() -> list[str]:

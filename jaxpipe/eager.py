@@ -183,8 +183,7 @@ class _Shard:
         if "state" in self.functions.stages[step.stage].wants_arrays:
             self.state[step.stage] = returned.state
         out = self._last(step.microbatch, y) if Place.AUX in step.makes else y
-        if returned.carried:
-            made["carry_out"], made["buffer"] = returned.carried
+        made["carry_out"], made["buffer"] = returned.carried or (None, None)
         return made | {"sent": y, "out": out, "residual_input": None, "residual_weight": vjp}
 
     def recompute(self, step: Step) -> Mapping[str, Any]:
@@ -201,10 +200,9 @@ class _Shard:
             self._add("shared", shared)
         if Place.FIRST_GRADIENTS in step.makes:
             self._add_both("first", step.held["first"](dx))
+        carry, rows = before or (None, None)
         made = {"sent": dx, "out": dx, "stash": (own, shared)}
-        if before:
-            made["carry_gradient_out"], made["buffer_gradient"] = before
-        return made
+        return made | {"carry_gradient_out": carry, "buffer_gradient": rows}
 
     def weight_grad(self, step: Step) -> Mapping[str, Any]:
         """W."""

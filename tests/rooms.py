@@ -30,7 +30,7 @@ WITH_JAX = (
     *("arrays", "jaxprs", "model", "stage", "spmd", "eager", "differentiable"),
     *("processes", "fingerprint", "steps", "pipeline", "vocabulary", "optimizers"),
     *("debug", "portable"),
-    *("checkpoint", "distributed", "flax", "inspect", "measuring", "doctor"),
+    *("checkpoint", "distributed", "flax", "inspect", "measuring", "doctor", "modules"),
 )
 ROOMS = (*WITHOUT_JAX, *WITH_JAX)
 # The core imports none of these rooms: they may be deleted.
@@ -38,7 +38,7 @@ OPTIONAL = frozenset(
     {
         *("solver", "megatron", "planner", "render", "cli", "eager", "vocabulary", "optimizers"),
         *("debug", "portable", "checkpoint", "distributed", "flax", "inspect", "measuring"),
-        "doctor",
+        *("doctor", "modules"),
     }
 )
 ROOF = ("__init__", "__main__")  # re-export and start; nothing imports them

@@ -5,7 +5,7 @@ from a number and prints as text.
 from __future__ import annotations
 
 import random
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import jaxpipe as jp
 from tests.strategies import random_schedule
 
-from .ops import OPS, OUTER
+from .ops import OPS, OUTER, PASSING
 
 LETTERS = "abc"
 SPREAD = ("vocab", "spread")  # how `first` and `last` may be written for all devices at once
@@ -78,6 +78,7 @@ class Case:
     devices: int = 1
     chunks: int | None = None
     microbatches: int = 2
+    slices: int = 1  # of a sequence
     rows: int = 1  # of a microbatch on a data shard
     mesh: tuple[tuple[str, int], ...] = (("pipe", 1),)
     explicit: bool = False
@@ -99,6 +100,11 @@ class Case:
         return f"Case({', '.join(given)})"
 
     @property
+    def sequences(self) -> int:
+        """Of a step, on each data shard."""
+        return self.microbatches // self.slices
+
+    @property
     def data(self) -> int:
         """Data shards."""
         return dict(self.mesh).get("data", 1)
@@ -116,14 +122,19 @@ class Case:
 
 @cache
 def schedule_of(
-    table: str, devices: int, microbatches: int, chunks: int | None, passes: tuple[str, ...]
+    table: str,
+    devices: int,
+    microbatches: int,
+    chunks: int | None,
+    passes: tuple[str, ...],
+    slices: int = 1,
 ) -> jp.Schedule:
     """The table, after its transforms."""
     if table.isdigit():
         schedule = random_schedule(random.Random(int(table)), recompute=int(table) % 2 == 0)
     else:
         schedule = jp.schedules.build(
-            table, devices=devices, microbatches=microbatches, chunks=chunks
+            table, devices=devices, microbatches=microbatches, chunks=chunks, slices=slices
         )
     for name in passes:
         schedule = getattr(jp, name)(schedule)
@@ -206,7 +217,7 @@ def draw(seed: int) -> Case:
     of_complex = {"complex", "fourier"}
     if remat == "everything_saveable" and any(of_complex & set(each) for each in ops):
         remat = None  # JAX cannot save complex numbers by a policy, without a pipeline neither
-    return Case(
+    case = Case(
         seed=seed,
         form=form,
         ops=ops,
@@ -248,6 +259,24 @@ def draw(seed: int) -> Case:
         eager=eager,
         calls=calls,
     )
+    return _sliced(rng, case) if chance(0.2) else case
+
+
+def _sliced(rng: np.random.Generator, case: Case) -> Case:
+    """The case with sequences that are cut; the case where its table or its ops know no slices."""
+    slices = int(rng.choice([2, 2, 4]))
+    count = slices * min(case.microbatches, 3)
+    known = list(PASSING)[case.form == "layers" :]  # a carry is for whole stages
+    ops = tuple((*own, *rng.permutation(known)[: rng.integers(3)].tolist()) for own in case.ops)
+    if case.table.isdigit() or "normalised" in case.every_op:
+        return case
+    try:
+        schedule_of(case.table, case.devices, count, case.chunks, case.passes, slices)
+    except jp.ScheduleError:
+        return case
+    calls = tuple(name for name in case.calls if name not in ("fewer", "losses", "outputs"))
+    changed = {"slices": slices, "microbatches": count, "rank": 3, "ops": ops}
+    return replace(case, **changed, calls=calls or ("place",))
 
 
 def _draw_table(rng: np.random.Generator, *, spreads: dict[str, bool]) -> dict[str, Any]:

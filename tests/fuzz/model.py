@@ -19,10 +19,12 @@ from jax import lax
 import jaxpipe as jp
 
 from .case import LETTERS, SPREAD, Case, schedule_of
-from .ops import OPS
+from .ops import OPS, PASSING
 
 FEATURES, OUT, TOKENS = 3, 2, 2  # of a row of the batch, of its target, and tokens of a row
+TIMED = ("x", "tokens", "targets")
 NARROW = {"s": np.float32, "bias": jnp.bfloat16}
+EVERY = OPS | PASSING
 
 
 def _taking(
@@ -42,11 +44,25 @@ def _taking(
 
 
 def _wants(ops: Sequence[str]) -> list[str]:
-    return [keyword for op in ops for keyword in OPS[op].wants]
+    return [keyword for op in ops for keyword in EVERY[op].wants]
 
 
 def _cross_entropy(logits: Any, targets: Any) -> Any:
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+
+
+class Rows:
+    """Rows that the slices of a sequence append on one stage (or layer), in plain JAX."""
+
+    def __init__(self, slices: int) -> None:
+        self.slices, self.before = slices, []
+        self.carry: Any = None
+
+    def append(self, _: str, rows: Any, axis: int) -> Any:
+        """The rows of all slices, zeros for those to come."""
+        self.before.append(rows)
+        later = [jnp.zeros_like(rows)] * (self.slices - len(self.before))
+        return jnp.concatenate([*self.before, *later], axis)
 
 
 @dataclass(frozen=True)
@@ -59,18 +75,23 @@ class Model:
     def schedule(self) -> jp.Schedule:
         """The table."""
         c = self.case
-        return schedule_of(c.table, c.devices, c.microbatches, c.chunks, c.passes)
+        return schedule_of(c.table, c.devices, c.microbatches, c.chunks, c.passes, c.slices)
 
     # Functions
 
     def _chain(self, ops: Sequence[str], params: Any, h: Any, k: Any) -> tuple[Any, Any]:
-        """h after all ops, and the new state."""
+        """h after all ops, and the new state or carry."""
         new = None
         for i, name in enumerate(ops):
-            h = OPS[name].call(params.get(f"{name}{i}"), h, k)
-            if name == "normalised":
+            h = EVERY[name].call(params.get(f"{name}{i}"), h, k)
+            if name in ("normalised", "carried"):
                 h, new = h
         return h, new
+
+    def carry(self, params: Any, x: Any) -> Any:
+        """The first carry: a parameter."""
+        own = next(leaves for name, leaves in params.items() if name.startswith("carried"))
+        return jnp.tanh(own["bias"].astype(float)) + jnp.zeros((len(self.inner(x)), 1))
 
     def stage(self, ops: Sequence[str], *, cut: bool = False) -> Callable[..., Any]:
         """The function of a stage, or of a layer; `cut`: it changes the width."""
@@ -237,6 +258,22 @@ class Model:
             "layout": ("E" if first else "") + c.layout + ("L" if last else ""),
         }
 
+    @property
+    def timed(self) -> tuple[str, ...]:
+        """Leaves of the batch with a time."""
+        pair = self.case.first == "none" and self.case.carrier == "tuple"
+        x = "x/0" if pair else "x"
+        return tuple(x if name == "x" else name for name in self.rows(1) if name in TIMED)
+
+    def cut(self, rows: dict[str, Any], k: int) -> dict[str, Any]:
+        """The rows of slice k."""
+
+        def own(path: Any, leaf: Any) -> Any:
+            timed = path[0].key in TIMED and leaf.ndim > 1
+            return leaf[:, k * TOKENS : (k + 1) * TOKENS] if timed else leaf
+
+        return rows if self.case.slices == 1 else jax.tree_util.tree_map_with_path(own, rows)
+
     # Numbers
 
     @cached_property
@@ -257,7 +294,7 @@ class Model:
     ) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for i, name in enumerate(ops):
-            shapes = OPS[name].shapes(width)
+            shapes = EVERY[name].shapes(width)
             if shapes:
                 found[f"{name}{i}"] = {
                     key: self._array(key, (*stack, *shape)) for key, shape in shapes.items()
@@ -321,7 +358,7 @@ class Model:
     def rows(self, count: int) -> dict[str, Any]:
         """A batch."""
         c, rng = self.case, np.random.default_rng(self.case.seed + 1)
-        tokens = (count, TOKENS) if c.rank == 3 else (count,)
+        tokens = (count, TOKENS * c.slices) if c.rank == 3 else (count,)
         batch: dict[str, Any] = {
             "y": rng.standard_normal((count, OUT)),
             "z": rng.standard_normal(count),
@@ -408,25 +445,66 @@ class Model:
             ]
         return found, told(0), told(stages - 1)
 
+    def sequence(
+        self, params: Any, states: Any, rows: Any, number: Any, key: Any, *, training: bool
+    ) -> dict[str, Any]:
+        """The sum of what the slices of a sequence give, one after the other."""
+        slices = self.case.slices
+        kept = [Rows(slices) for _ in self.functions()]
+        found = [
+            self.one(
+                params,
+                states,
+                self.cut(rows, k),
+                number * slices + k,
+                key,
+                training=training,
+                kept=kept,
+                offset=k * TOKENS,
+            )
+            for k in range(slices)
+        ]
+        sums = {
+            name: jax.tree.map(lambda *leaves: sum(leaves), *(each[name] for each in found))
+            for name in ("loss", "count", "metrics")
+            if name in found[0]
+        }
+        return found[-1] | sums
+
     def one(
-        self, params: Any, states: Any, rows: Any, microbatch: Any, key: Any, *, training: bool
+        self,
+        params: Any,
+        states: Any,
+        rows: Any,
+        microbatch: Any,
+        key: Any,
+        *,
+        training: bool,
+        kept: Sequence[Rows],
+        offset: int,
     ) -> dict[str, Any]:
         """What one microbatch gives: loss (a sum where there are counts), count, metrics, outputs,
         and the stages' new states.
         """
         contexts, before, after = self.contexts(key, microbatch)
+        contexts = [
+            ctx._replace(offset=offset, ledger=own) for ctx, own in zip(contexts, kept, strict=True)
+        ]
         first, last = self.first(plain=True), self.last(plain=True)
         told = partial(_told, shared=params.get("shared", ()), training=training, microbatch=rows)
         x = rows["x"] if first is None else first(params["first"], rows, **told(first, before))
         new, total = [], 0.0
         owns = self.unstacked(params["stages"])
-        for (function, _), own, ctx, state in zip(
-            self.functions(), owns, contexts, states, strict=True
+        for (function, _), own, ctx, state, passing in zip(
+            self.functions(), owns, contexts, states, kept, strict=True
         ):
-            x = function(own, x, **told(function, ctx, state=state))
-            takes_state = "state" in inspect.signature(function).parameters
-            if self.case.stage_loss or takes_state:
+            names = inspect.signature(function).parameters
+            takes_state, carries = "state" in names, "carry" in names
+            carry = self.carry(own, x) if carries and passing.carry is None else passing.carry
+            x = function(own, x, **told(function, ctx, state=state, carry=carry))
+            if self.case.stage_loss or takes_state or carries:
                 x, *more = x
+                passing.carry = more.pop() if carries else None
                 total = total + (more[0] if self.case.stage_loss else 0.0)
                 new += [more[-1]] if takes_state else [{}]
             else:
@@ -443,10 +521,15 @@ class Model:
 
 
 def _told(
-    function: Callable[..., Any], ctx: Any, *, state: Any = None, **more: Any
+    function: Callable[..., Any],
+    ctx: Any,
+    *,
+    state: Any = None,
+    carry: Any = None,
+    **more: Any,
 ) -> dict[str, Any]:
     """The keywords that a function takes."""
-    known = {"ctx": ctx, "state": state, **more}
+    known = {"ctx": ctx, "state": state, "carry": carry, **more}
     names = [
         p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY
     ]

@@ -100,6 +100,20 @@ def _normalised(_: Any, h: Any, k: Any) -> tuple[Any, Any]:
     }
 
 
+def _carried(p: Any, h: Any, k: Any) -> tuple[Any, Any]:
+    """A state of the slices before, which has a gradient."""
+    return h + k.carry[:, None] * p["s"], jnp.tanh(k.carry + jnp.sum(h, axis=1))
+
+
+def _appended(p: Any, h: Any, k: Any) -> Any:
+    """Attention to the positions of all slices up to now."""
+    keys = k.ctx.append("keys", h @ p["w"])
+    at = k.ctx.offset + jnp.arange(h.shape[1])
+    seen = at[:, None] >= jnp.arange(keys.shape[1])
+    scores = jnp.where(seen, jnp.einsum("rtd,rsd->rts", h, keys), -1e30)
+    return h + jnp.einsum("rts,rsd->rtd", jax.nn.softmax(scores), keys)
+
+
 OPS: dict[str, Op] = {
     "dense": Op(
         lambda p, h, k: h + jnp.tanh(h @ p["w"] + p["bias"]), lambda w: {"w": (w, w), "bias": (w,)}
@@ -162,3 +176,8 @@ OPS: dict[str, Op] = {
 }
 # what `first` and `last` may do
 OUTER = tuple(name for name, op in OPS.items() if not {"state", "microbatch"} & set(op.wants))
+# what passes between slices of a sequence; of models with a time
+PASSING: dict[str, Op] = {
+    "carried": Op(_carried, lambda w: {"s": (), "bias": (w,)}, wants=("carry",)),
+    "appended": Op(_appended, _matrix, wants=("ctx",)),
+}

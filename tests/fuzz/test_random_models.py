@@ -5,7 +5,9 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,6 +15,8 @@ from tests.tiers import slow
 
 from .__main__ import main
 from .case import Case, draw
+from .model import EVERY
+from .ops import PASSING
 from .trial import Trial, Wrong, run, same
 
 # Much in little: each has several things that other tests have one at a time.
@@ -55,12 +59,26 @@ QUICK = (
         mesh=(("pipe", 2),),
         calls=("step",),
     ),
+    Case(
+        ops=(("dropout", "carried", "appended"),),
+        rank=3,
+        first="linear",
+        loss="SUM_OVER_COUNT",
+        metrics=True,
+        stage_loss=True,
+        table="zb_h1",
+        devices=2,
+        microbatches=4,
+        slices=2,
+        mesh=(("pipe", 2),),
+        calls=("step",),
+    ),
 )
 
 
 @pytest.mark.parametrize(
     "case",
-    [*QUICK, *(slow(draw(seed)) for seed in (*range(20), 377))],
+    [*QUICK, *(slow(draw(seed)) for seed in (*range(20), 45, 49, 377))],
     ids=lambda case: f"seed {case.seed}",
 )
 def test_a_model(case):
@@ -126,4 +144,20 @@ def test_a_wrong_gradient_is_found():
     last = trial._step_right["grads"]["last"]
     last["head"] = last["head"].at[0, 0].multiply(1 + 1e-6)
     with pytest.raises(Wrong, match=r"grads\['last'\]\['head'\]"):
+        trial.run()
+
+
+def test_a_gradient_that_is_lost_between_slices_is_found(monkeypatch):
+    """The plain model carries a state without a gradient."""
+    trial = Trial(QUICK[-1])
+    carried = PASSING["carried"]
+
+    def stopped(params, h, k):
+        h, carry = carried.call(params, h, k)
+        return h, jax.lax.stop_gradient(carry)
+
+    monkeypatch.setitem(EVERY, "carried", replace(carried, call=stopped))
+    _ = trial._step_right
+    monkeypatch.undo()
+    with pytest.raises(Wrong, match="step: grads"):
         trial.run()

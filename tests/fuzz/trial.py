@@ -90,7 +90,7 @@ class Trial:
         self.key = (
             jax.random.PRNGKey(case.seed) if case.seed % 4 == 0 else jax.random.key(case.seed)
         )
-        self.batch = self.model.rows(case.rows * case.microbatches * case.data)
+        self.batch = self.model.rows(case.rows * case.sequences * case.data)
         self.pipe = self.pipeline()
         self.placed = self.pipe.place(self.model.canonical)
         self.state = () if self.model.state is None else self.pipe.place_state(self.model.state)
@@ -124,6 +124,8 @@ class Trial:
             if c.costs
             else None,
             executor=EagerExecutor() if c.eager else None,
+            time=self.model.timed if c.slices > 1 else (),
+            carry=self.model.carry if "carried" in c.every_op else None,
         )
 
     def _specs(self) -> dict[str, Any]:
@@ -188,7 +190,7 @@ class Trial:
             joined = jax.tree.map(
                 lambda w, p: p if w is None else w, wide, params, is_leaf=lambda leaf: leaf is None
             )
-            found = model.one(joined, states, rows, m, key, training=training)
+            found = model.sequence(joined, states, rows, m, key, training=training)
             return jnp.asarray(found.get("loss", 0.0), float), found
 
         return loss
@@ -196,7 +198,7 @@ class Trial:
     def right(
         self, batch: Any, count: int, *, training: bool, grads: bool = False
     ) -> dict[str, Any]:
-        """Everything that a step or an evaluation of `count` microbatches should give."""
+        """Everything that a step or an evaluation of `count` sequences should give."""
         c, params, data = self.case, self.model.canonical, self.case.data
         # Parameters of few bits are what they are, but their gradients are summed in float64.
         wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), self._trained(params))
@@ -220,7 +222,8 @@ class Trial:
         result["states"] = [found["states"] for found in founds]
         if c.last == "none":
             return result
-        weight = 1.0 / (count * data)
+        every_one = count * c.slices * data
+        weight = 1.0 / every_one
         losses = np.array([float(value) for (value, _), _ in every]).reshape(data, count)
         if c.loss == "SUM_OVER_COUNT":
             counted = float(sum(found["count"] for found in founds))
@@ -229,7 +232,7 @@ class Trial:
         result["losses"] = losses.sum(axis=0) / (1 if c.loss == "SUM_OVER_COUNT" else data)
         if c.metrics:
             result["metrics"] = jax.tree.map(
-                lambda *leaves: sum(leaves) / (count * data),
+                lambda *leaves: sum(leaves) / every_one,
                 *(found["metrics"] for found in founds),
             )
         if grads:
@@ -243,7 +246,7 @@ class Trial:
 
     def right_state(self, founds: list[Any]) -> Any:
         """The stages' state after a step: each takes the microbatches in the order of its row."""
-        c, count, begin = self.case, self.case.microbatches, self.model.unstacked(self.model.state)
+        c, count, begin = self.case, self.case.sequences, self.model.unstacked(self.model.state)
         order: dict[int, list[int]] = {}
         for _, _, action in self.schedule.actions():
             if action.kind is jp.Kind.F:
@@ -280,7 +283,7 @@ class Trial:
     @property
     def _step_right(self) -> dict[str, Any]:
         if not hasattr(self, "_known"):
-            self._known = self.right(self.batch, self.case.microbatches, training=True, grads=True)
+            self._known = self.right(self.batch, self.case.sequences, training=True, grads=True)
         return self._known
 
     def _check_answer(self, what: str, found: Any, right: dict[str, Any], *, state: bool) -> None:
@@ -355,7 +358,7 @@ class Trial:
         self._check_answer(
             "evaluate",
             answer,
-            self.right(self.batch, self.case.microbatches, training=False),
+            self.right(self.batch, self.case.sequences, training=False),
             state=False,
         )
 
@@ -373,7 +376,7 @@ class Trial:
         same(
             "losses",
             found,
-            self.right(self.batch, self.case.microbatches, training=False)["losses"],
+            self.right(self.batch, self.case.sequences, training=False)["losses"],
         )
 
     def _call_outputs(self) -> None:
@@ -382,7 +385,7 @@ class Trial:
         same(
             "outputs",
             found,
-            self.right(self.batch, self.case.microbatches, training=False)["outputs"],
+            self.right(self.batch, self.case.sequences, training=False)["outputs"],
         )
 
     def _call_place(self) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import combinations, cycle, islice, product
+from typing import Any
 
 import jaxpipe as jp
 from tests.models import Twin, twin
@@ -68,11 +69,17 @@ def _twin(model: str, stages: int) -> Twin:
 def full_grid() -> tuple[tuple[Case, ...], tuple[Case, ...]]:
     """(cases, the MLP's combinations for which there is no such table).
 
-    The cases are a greedy covering array: each is the one, of some that are drawn at random with a
-    pair that is still left, which covers most pairs.
+    Each case is the one, of some that are drawn at random with a pair that is still left, which
+    covers most pairs.
     """
-    rng = random.Random(0)
     drawn = [values for values in _combinations() if is_defined(_case(values))]
+    cases = dict.fromkeys(map(_case, covering(drawn)))
+    return tuple(cases), tuple(c for c in tables() if not is_defined(c))
+
+
+def covering(drawn: Sequence[Values]) -> list[Values]:
+    """A greedy covering array: of these, a few with every pair of values that one of them has."""
+    rng = random.Random(0)
     with_pair: dict[Pair, list[Values]] = defaultdict(list)
     for values in drawn:
         for pair in _pairs(values):
@@ -83,7 +90,7 @@ def full_grid() -> tuple[tuple[Case, ...], tuple[Case, ...]]:
         found.append(max(some, key=lambda values: sum(pair in left for pair in _pairs(values))))
         for pair in _pairs(found[-1]):
             left.pop(pair, None)
-    return tuple(dict.fromkeys(map(_case, found))), tuple(c for c in tables() if not is_defined(c))
+    return found
 
 
 def tables() -> tuple[Case, ...]:
@@ -106,7 +113,7 @@ def _has_table(schedule: str, devices: int, chunks: int, microbatches: int) -> b
 
 
 # Schedule, P, V, M as one of `MICROBATCHES`, and one of `KINDS`.
-Values = tuple[str, int, int, str, tuple[str, str]]
+Values = tuple[Any, ...]
 Pair = frozenset[tuple[int, object]]
 
 
