@@ -27,13 +27,16 @@ from tests.tpu.programs import (
     V5P,
     V6E,
     check,
+    copied_after,
     lower,
+    made_anew,
     needs_tpu_compiler,
     read,
     tpu_mesh,
 )
 
 CATALOGUE = [name for name in jp.schedules.names() if name != "no_pipelining"]
+VEE = {"zbv", "v_half", "v_min", "dualpipe", "dualpipev"}
 SMALL = Case("1f1b", devices=2, microbatches=4, shape=SHAPE, layers=1)
 CASE = Case("1f1b", devices=4, microbatches=8, shape=SHAPE)
 
@@ -43,7 +46,9 @@ def compiled(case: Case, topology: str = V5P) -> Any:
     program = read(lower(case, topology))
     check(program)
     late = [each for each in program.collectives if WITH_SLACK in each.start.attributes]
-    assert [str(each) for each in late if not each.overlapped] == []
+    beside_nothing = [str(each) for each in late if not each.overlapped]
+    # Where activations go up and down, XLA awaits the second of two permutes before a block.
+    assert len(beside_nothing) <= (len(late) // 2 if case.schedule in VEE else 0), beside_nothing
     return program
 
 
@@ -182,10 +187,19 @@ def test_spread_ends() -> None:
 @needs_tpu_compiler
 @pytest.mark.exhaustive
 def test_slices() -> None:
-    """A carry, and rows that stages append."""
+    """A carry, and rows that stages append.  Only their gradients are copied, in B, between tiles
+    and layout.
+    """
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=8, slices=4)
     pipe, params, batch = gpu_slices.pipeline(schedule, tpu_mesh)
-    check(read(pipe.lower(params, batch)))
+    program, buffer = read(pipe.lower(params, batch)), 4 * gpu_slices.TIME * gpu_slices.WIDTH
+    copied = made_anew(program)
+    assert {each.nbytes for each in copied} <= {buffer}
+    assert all("/B chunk 0/" in each.origin and each.place.guarded for each in copied)
+    assert len(copied) <= 6
+    assert copied_after(program) == []
+    permutes = [each for each in program.collectives if each.kind == "collective-permute"]
+    assert not any(each.place.guarded for each in permutes)
 
 
 @needs_tpu_compiler
