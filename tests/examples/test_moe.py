@@ -20,8 +20,10 @@ from safetensors.numpy import load_file
 import jaxpipe as jp
 import moe
 import torch_ref
+from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.debug import find_nonfinite
 from jaxpipe.distributed import make_mesh
+from jaxpipe.portable import PortableState
 from llama_parts import initial, weights
 from llama_parts import model as llama_model
 from llama_parts.packing import Corpus, packed
@@ -70,10 +72,15 @@ def made():
         shape = {n: getattr(args, n) for n in ("pipe", "data", "expert", "tensor")}
         model, pipe = moe.build(args, make_mesh(shape, devices=jax.devices()[:8]))
         params = initial.placed(model, pipe, jax.random.key(0))
-        if model.sizes.routing.scores is Scores.SIGMOID:  # a bias that decides something
-            bias = params["shared"]["bias"]
-            moved = 0.02 * jax.random.normal(jax.random.key(1), bias.shape, bias.dtype)
-            params["shared"]["bias"] = jax.device_put(moved, bias.sharding)
+        canonical = jax.tree.map(np.array, pipe.canonical(params))
+        own = {key: canonical[key] for key in model.shapes()}
+        # the first layer with experts: half of the scores are equal
+        own["stages"]["t"]["router"]["kernel"][0, :, ::2] = 0
+        if model.sizes.routing.scores is Scores.SIGMOID:  # biases that decide something elsewhere
+            bias = own["shared"]["bias"]
+            own["shared"]["bias"] = 0.02 * np.random.default_rng(1).standard_normal(bias.shape)
+            own["shared"]["bias"][0] = 0
+        params = pipe.place(own)
         batch = Corpus.standard_library().batch(
             0, rows=args.rows, mine=np.arange(args.rows), length=16, seed=0
         )
@@ -173,6 +180,53 @@ def test_experts_and_their_moments_are_split_and_the_bias_moves_by_the_load(made
     load = jnp.array([[3.0, 1.0, 2.0]])
     moved, _ = moe.balance(0.5).update({"bias": load}, ())
     np.testing.assert_array_equal(moved["bias"], [[-0.5, 0.5, 0.0]])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipe 4 --expert 1 --data 2 --schedule zb_h1",
+        slow("--pipe 2 --expert 4 --data 1 --fsdp --fsdp-axis expert"),
+    ],
+)
+def test_a_checkpoint_is_read_with_another_pipe_expert_and_data(tmp_path, flags):
+    """Parameters, and the moments of both optimizers: the same bits in model order."""
+
+    def built(flags, number):
+        args = moe.parser().parse_args(
+            f"--model tiny-latent --microbatches 8 --rows 64 {flags}".split()
+        )
+        args.dtype = "float32"
+        shape = {n: getattr(args, n) for n in ("pipe", "data", "expert")}
+        count = args.pipe * args.data * args.expert
+        model, pipe = moe.build(args, make_mesh(shape, devices=jax.devices()[:count]))
+        rng = np.random.default_rng(number)
+
+        def noise(tree):
+            return jax.tree.map(
+                lambda a: jax.device_put(
+                    rng.standard_normal(a.shape).astype(a.dtype) if a.ndim else a, a.sharding
+                ),
+                tree,
+            )
+
+        params = noise(
+            pipe.place(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), model.shapes()))
+        )
+        return pipe, {
+            "params": params,
+            "opt_state": noise(pipe.init(moe.optimizer_of(args, model), params)),
+        }
+
+    pipe, saved = built("--pipe 2 --expert 2 --data 2 --schedule dualpipev", 1)
+    wanted = PortableState(pipe).of(saved)
+    with Checkpoints(tmp_path, pipe) as checkpoints:
+        checkpoints.save(1, saved)
+    other, like = built(flags, 2)
+    with Checkpoints(tmp_path, other) as checkpoints:
+        _, found = checkpoints.restore(like)
+    assert jax.tree.map(lambda a: a.sharding, found) == jax.tree.map(lambda a: a.sharding, like)
+    jax.tree.map(np.testing.assert_array_equal, PortableState(other).of(found), wanted)
 
 
 class TestRouting:
