@@ -3,6 +3,9 @@ beside compute, memory.
 
     JAX_PLATFORMS=cpu python -m benchmarks.gpu_programs -o benchmarks/results/gpu_programs.txt
 
+results/gpu_programs_cublas.txt is of `--options xla_gpu_enable_triton_gemm=false`: without a GPU to
+autotune on, XLA makes all matmuls with Triton, and so with cuBLAS.
+
 A small transformer is compiled for H100s that are only described, and the program is read
 (`jaxpipe.inspect`).  Nothing is run, and no GPU is needed; how long a wait or a copy takes is for
 `benchmarks.gpu_single` to say, where there is a GPU.

@@ -2,18 +2,23 @@
 report predicts.
 
     JAX_PLATFORMS=cpu python -m benchmarks.scale --microbatches 16 -o benchmarks/results/scale.txt
+    XLA_FLAGS=--xla_gpu_enable_triton_gemm=false JAX_PLATFORMS=cpu python -m benchmarks.scale
+                             --microbatches 16 -o benchmarks/results/scale_cublas.txt
     JAX_PLATFORMS=cpu python -m benchmarks.scale --layers 61 --pipe 16 --layout "Et|(tt|)*30L"
                              --microbatches 32 -o benchmarks/results/scale_uneven.txt
 
 Compiles the step for 8 pipe x 8 tensor GPUs that are not there, and reads XLA's memory analysis.
 The prediction is the report's (`jaxpipe.inspect.memory`): parameters, the batch, gradients, the
 slots of each pool by what a device holds of them, and the work space of the block that needs most,
-each block compiled alone.
+each block compiled alone.  XLA_FLAGS also reach these: with calls of cuBLAS, as autotuning on a GPU
+chooses them for many matmuls, their workspaces are counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -197,6 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--chunks", type=int, default=2, metavar="V", help="with --layout: stages on a device"
     )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these schedules of the list")
     add_output(parser)
     args = parser.parse_args(argv)
     fault = gpu_fault()
@@ -210,8 +216,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.layout:
         uneven = replace(chosen[0], schedule=args.schedule, chunks=args.chunks, layout=args.layout)
         chosen = [replace(uneven, microbatches=count) for count in args.microbatches]
-    machine = describe()
-    rows = [line(case) for case in chosen]
+    chosen = [case for case in chosen if args.only is None or case.schedule in args.only]
+    flags = os.environ.get("XLA_FLAGS")
+    machine = [*describe(), *([f"XLA_FLAGS: {flags}"] if flags else [])]
+    rows = []
+    for case in chosen:
+        rows.append(line(case))
+        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
     title = (
         f"Llama 3 70B's shapes, {args.layers} layers, bf16, {args.pipe} pipe x {args.tensor} "
         f"tensor H100s, {shape.time} tokens a microbatch"

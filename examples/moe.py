@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -72,6 +73,11 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[MoE, jp.Pipeline]:
         raise jp.PipelineError(
             "--spread-head cuts a head that no other layer uses; leave it out for a tied table or "
             "for a model that predicts one more token"
+        )
+    if not 0 <= args.capacity < math.inf:
+        raise jp.PipelineError(
+            f"--capacity {args.capacity:g} is no capacity: 1.25 takes 1.25 times the tokens of an "
+            "even load; 0 drops nothing"
         )
     expert = "expert" if args.expert > 1 else None
     # XLA:CPU has no ragged all-to-all

@@ -240,7 +240,8 @@ class _Search:
             values, inputs = (_described(counts[which], shard) for which in ("results", "inputs"))
             if values:
                 inputs = inputs or self._of_others(counts["inputs"], shard)
-                where = call.name, call.stage, microbatch, shard
+                function = "stage" if call.is_stage else call.name
+                where = function, call.stage, microbatch, shard
                 return result, Nonfinite(phase, *where, values, inputs)
         return result, None
 

@@ -1,5 +1,5 @@
-"""Models whose layers are pytrees with functions and settings among their leaves: equinox's
-modules, and dataclasses that are registered with JAX.
+"""Layers that are pytrees with functions and settings among their leaves (equinox's modules, and
+dataclasses that are registered with JAX), and layers of which the lowest are frozen.
 
 A pipeline takes trees of arrays.  `split` and `stack` take the arrays out of such a module, and
 give the function that puts them back.
@@ -7,7 +7,9 @@ give the function that puts them back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -16,6 +18,8 @@ import numpy as np
 
 from .arrays import PyTree, by_path
 from .errors import PipelineError
+from .model.model import Model
+from .model.settings import frozen_filter
 
 Rebuild: TypeAlias = Callable[[PyTree], Any]
 
@@ -79,6 +83,77 @@ def stack(modules: Sequence[Any]) -> tuple[PyTree, Rebuild]:
         raise PipelineError.listing("stack: modules differ in more than their arrays", faults)
     every, rebuilds = zip(*map(split, modules), strict=True)
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *every), rebuilds[0]
+
+
+def freeze_lowest(
+    model: Model, params: Mapping[str, PyTree], count: int
+) -> tuple[Model, dict[str, PyTree], Callable[[Mapping[str, PyTree]], dict[str, PyTree]]]:
+    """Freeze the first `count` layers of a model that is given by letters.
+
+    The frozen layers get letters that the model does not use, so layouts for the new model name
+    these.  `first` is trained on: name "first/" in the model's own `frozen=` to freeze it too.
+
+    Args:
+        model: with `layers=`.
+        params: canonical.
+        count: at least 1, at most the number of layers.
+
+    Returns:
+        The model with the letters; its canonical parameters; and (such parameters) -> parameters
+        of the model that was given.
+
+    Raises:
+        PipelineError: the model has no letters, or not so many layers.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxpipe as jp
+        >>> calls = {"t": lambda p, x: x * p, "L": lambda p, x, microbatch: x.sum()}
+        >>> model = jp.Model(calls, layers="t*6L")
+        >>> tuned, params, rejoin = freeze_lowest(model, {"stages": {"t": jnp.ones(6)}}, 2)
+        >>> tuned.layers, params["stages"]["t"].shape, rejoin(params)["stages"]["t"].shape
+        ('aattttL', (4,), (6,))
+    """
+    if model.layers is None:
+        raise PipelineError("freeze_lowest: give the model by letters, Model({...}, layers=)")
+    ends = (model.layers[:1].count("E"), len(model.layers) - model.layers[-1:].count("L"))
+    inner = model.layers[slice(*ends)]
+    if not 1 <= count <= len(inner):
+        raise PipelineError(f"freeze_lowest: count={count}; the model has {len(inner)} layers")
+    lowest = Counter(inner[:count])
+    unused = [letter for letter in string.ascii_letters if letter not in {*model.layers, "E", "L"}]
+    renamed = dict(zip(lowest, unused, strict=False))  # by the letter that the layers have now
+    layers = "".join(
+        (
+            model.layers[: ends[0]],
+            *(renamed[letter] for letter in inner[:count]),
+            inner[count:],
+            model.layers[ends[1] :],
+        )
+    )
+    given = frozen_filter(model.frozen)
+
+    def is_frozen(path: str, leaf: Any) -> bool:
+        own = path.split("/")[:2] in [["stages", new] for new in renamed.values()]
+        return own or (given is not None and given(path, leaf))
+
+    tree = dict(params["stages"])
+    for letter, new in renamed.items():
+        cut = lowest[letter]
+        whole = tree.pop(letter)
+        tree[new] = jax.tree.map(lambda leaf, cut=cut: leaf[:cut], whole)
+        if letter in inner[count:]:
+            tree[letter] = jax.tree.map(lambda leaf, cut=cut: leaf[cut:], whole)
+
+    def rejoin(params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        found = dict(params["stages"])
+        for letter, new in renamed.items():
+            parts = [found.pop(new), *([found[letter]] if letter in found else [])]
+            found[letter] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+        return {**params, "stages": found}
+
+    calls = {**model.stages, **{new: model.stages[old] for old, new in renamed.items()}}
+    used = {letter: call for letter, call in calls.items() if letter in {*layers}}
+    return model.with_layers(layers, used, is_frozen), {**params, "stages": tree}, rejoin
 
 
 def _is_array(leaf: Any) -> bool:

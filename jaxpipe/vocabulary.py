@@ -28,8 +28,11 @@ class VocabEmbedding:
     [...]; one that is no word makes its x NaN.  The gradient is scattered into a device's rows, the
     table is never gathered.
 
+    Args:
+        dim: of the vocabulary: 0 for [V, d], 1 for [d, V].
+
     Raises:
-        PipelineError: the parameters are not one array [V, d]; the function is not spread.
+        PipelineError: the parameters are not one array of two dims; the function is not spread.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
@@ -53,11 +56,17 @@ class VocabEmbedding:
 
     spreads: ClassVar[bool] = True  # it runs on all devices of the pipe axis
 
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        PipelineError.refuse("this embedding cannot be", dim_faults(self.dim))
+
     def __call__(
         self, params: PyTree, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
     ) -> Any:
         """The rows of a microbatch's tokens, the same on every device."""
         table, size = one_table("VocabEmbedding", params, shared, ctx)
+        table = jnp.moveaxis(table, self.dim, 0)
         count, tokens = table.shape[0], jnp.asarray(microbatch["tokens"])
         mine = tokens - lax.axis_index(ctx.axis) * count
         here = (mine >= 0) & (mine < count)
@@ -90,9 +99,10 @@ class VocabHead:
             et al. 2016, section 7; as torch.nn.functional.cross_entropy has it).
         z_loss: this times the square of log(sum(exp(logits))) is added to the loss of a token
             (Chowdhery et al. 2022, PaLM, section 5).
+        dim: of the vocabulary: 0 for [V, d], 1 for [d, V], as flax stores the kernel of a Dense.
 
     Raises:
-        PipelineError: the parameters are not one array [V, d]; the function is not spread.
+        PipelineError: the parameters are not one array of two dims; the function is not spread.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
@@ -112,6 +122,7 @@ class VocabHead:
     ignore: int = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    dim: int = 0
     loss: Loss = Loss.MEAN  # set by the pipeline
     has_metrics: bool = False  # likewise
 
@@ -121,6 +132,7 @@ class VocabHead:
             faults.append(f"label_smoothing={self.label_smoothing} must be from 0 to 1")
         if self.z_loss < 0:
             faults.append(f"z_loss={self.z_loss} must be 0 or more")
+        faults += dim_faults(self.dim)
         PipelineError.refuse("this head cannot be", faults)
 
     def __call__(
@@ -157,10 +169,10 @@ class VocabHead:
     ) -> tuple[Any, Any, Any]:
         """Of each token its loss, its weight, and whether its target has the highest logit."""
         table, size = one_table("VocabHead", params, shared, ctx)
-        count, axis = table.shape[0], ctx.axis
+        count, axis = table.shape[self.dim], ctx.axis
         dtype = jnp.promote_types(jnp.result_type(x, table), jnp.float32)
         logits = lax.dot_general(
-            x, table, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype
+            x, table, (((x.ndim - 1,), (1 - self.dim,)), ((), ())), preferred_element_type=dtype
         )
         first = lax.axis_index(axis) * count
         exists = first + jnp.arange(count) < size
@@ -194,9 +206,14 @@ class VocabHead:
         return jnp.where(target != self.ignore, nll, 0), weights, picked >= top
 
 
+def dim_faults(dim: int) -> list[str]:
+    """Why a vocabulary cannot be along this dim."""
+    return [] if dim in (0, 1) else [f"dim={dim} must be 0 for [V, d], or 1 for [d, V]"]
+
+
 def one_table(name: str, params: PyTree, shared: PyTree, ctx: Context) -> tuple[Any, int]:
-    """A device's rows of the one array [V, d] among the parameters, or among the shared ones, and
-    V.
+    """A device's part of the one array [V, d] or [d, V] among the parameters, or among the shared
+    ones, and V.
     """
     own = jax.tree.leaves(params)
     leaves, sizes = (own, ctx.sizes) if own else (jax.tree.leaves(shared), ctx.shared_sizes)
@@ -214,7 +231,7 @@ def one_table(name: str, params: PyTree, shared: PyTree, ctx: Context) -> tuple[
             else 'the parameters under "shared", since it has none of its own'
         )
         raise PipelineError(
-            f"{name} takes one array [V, d] as {where}; got {len(leaves)} of shapes "
-            f"{[leaf.shape for leaf in leaves]}"
+            f"{name} takes one array [V, d] (or [d, V] with dim=1) as {where}; got {len(leaves)} "
+            f"of shapes {[leaf.shape for leaf in leaves]}"
         )
     return leaves[0], jax.tree.leaves(sizes)[0]

@@ -151,6 +151,7 @@ _PLAN = """
 _VARY = f"""what may vary
 --schedules NAME | default: {" ".join(SCHEDULES)}
 -V --chunks V | default: 1 2 4
+-K --slices K | slices of a sequence; a microbatch is a sequence then (default: 1)
 --remat POLICY | none, full, stages, or a policy (default: all; stages with --memory)
 --no-offload | keep residuals in the device's memory
 --within SECONDS | try no further choice after this time
@@ -264,6 +265,7 @@ COMMANDS = (
         {
             "schedules": {"nargs": "+"},
             "chunks": {"nargs": "+", "default": [1, 2, 4]},
+            "slices": {"nargs": "+"},
             "remat": {"nargs": "+"},
             "search": {"default": 0.0},
         },

@@ -50,6 +50,7 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             transfer=transfer,
             schedules=arguments.schedules,
             chunks=arguments.chunks,
+            slices=arguments.slices or (1,),
             remat=arguments.remat,
             offload=(None,) if arguments.no_offload else (None, "residuals"),
             within=arguments.within,
@@ -68,7 +69,7 @@ def _published(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     if missing:
         raise UsageError(f"--model needs {', '.join(f'--{name}' for name in missing)} too")
     sizes = (f.name for f in fields(Transformer) if f.name not in ("context", "flops", "tensor"))
-    own = ("layers", "devices", "microbatches", "costs", "search", "no_offload", *sizes)
+    own = ("layers", "devices", "microbatches", "slices", "costs", "search", "no_offload", *sizes)
     if given := [n for n in own if getattr(arguments, n, None)]:
         flags = ", ".join(f"--{n.replace('_', '-')}" for n in given)
         raise UsageError(f"--model {arguments.model} has its own sizes and mesh; leave out {flags}")

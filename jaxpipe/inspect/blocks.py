@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves
 from ..jaxprs.entry import Entry
@@ -143,10 +143,7 @@ class Step:
 
     def temp(self, *blocks: Block) -> int:
         """Bytes besides inputs and outputs, of blocks that run as one."""
-        memory = self.compiled(*blocks).memory_analysis()
-        if RunsOn.of(self.job.mesh) is RunsOn.TPUS:
-            return heap_bytes(memory)
-        return int(getattr(memory, "temp_size_in_bytes", 0))
+        return temp_bytes(self.compiled(*blocks), self.job.mesh)
 
     def compiled(self, *blocks: Block, unrun: bool = False) -> Any:
         """Compile blocks that run as one; they read and write slots as in the step."""
@@ -162,6 +159,14 @@ class Step:
         donated = [3 * k + group for k in range(len(parts)) for group in (1, 2)]
         groups = [group for own, _ in parts for group in own]
         return compiled_alone(self.job, run, *groups, donated=donated, unrun=unrun)
+
+
+def temp_bytes(compiled: Any, mesh: Mesh) -> int:
+    """Bytes of a program on one device besides inputs and outputs."""
+    memory = compiled.memory_analysis()
+    if RunsOn.of(mesh) is RunsOn.TPUS:
+        return heap_bytes(memory)
+    return int(getattr(memory, "temp_size_in_bytes", 0))
 
 
 # A function of a block's inputs, pools and accumulators (arrays) that returns its code.

@@ -274,9 +274,8 @@ def _steps(run: InSlots) -> Generator[Loop, State, list[Any]]:
             continue
         if (total := _made(eqn)) in added:
             found = added[total]
-            value = pools.current(env[found.held]).load() + _load(env, found.other)
-            slot = pools.current(found.target)
-            pools.change(slot, slot.store(value))
+            slot = pools.current(env[found.held])
+            pools.change(slot, slot.add(_load(env, found.other)))
             env[total] = pools.current(found.target)
             written.add(total)
             continue

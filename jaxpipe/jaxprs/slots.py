@@ -29,8 +29,22 @@ class Slot(NamedTuple):
 
     def load(self) -> Any:
         """The whole entry."""
+        return self.entry.unpack(self._kept())
+
+    def _kept(self) -> Any:
         kept = lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False)
-        return self.entry.unpack(kept if self.filled is True else jnp.where(self.filled, kept, 0))
+        return kept if self.filled is True else jnp.where(self.filled, kept, 0)
+
+    def add(self, value: Any) -> Any:
+        """The pool with a value added to the entry, in the form of the pool.
+
+        XLA for TPUs would otherwise copy the value, in the layout of the matmul that makes it.
+        """
+        value = jnp.asarray(value).astype(self.pool.dtype)
+        if self.entry.tile and not self.entry.pinned:
+            value = with_layout_constraint(value, Layout(tuple(range(value.ndim))))
+        value = self.entry.pack(value)
+        return lax.dynamic_update_index_in_dim(self.pool, self._kept() + value, self.index, 0)
 
     def store(self, value: Any) -> Any:
         """The pool with the entry replaced."""

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from ..arrays import Params, PyTree
 from ..errors import PipelineError, quoted
-from ..inspect.blocks import Block, Step, outer_blocks, stage_blocks
+from ..inspect.blocks import Block, Step, outer_blocks, stage_blocks, temp_bytes
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
@@ -159,10 +159,7 @@ def measure_blocks(
     blocks = {
         name: (compile_block(step, block), block.jaxpr) for name, block in blocks_of(step).items()
     }
-    temp = {
-        name: int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
-        for name, (compiled, _) in blocks.items()
-    }
+    temp = {name: temp_bytes(compiled, step.job.mesh) for name, (compiled, _) in blocks.items()}
     if peak is not None:
         seconds = {
             name: peak.seconds(jaxpr, step.job.mesh.size) for name, (_, jaxpr) in blocks.items()

@@ -147,15 +147,17 @@ class Model:
             last = replace(last, call=returning(self.contract, has_metrics=self.has_metrics))
         return first, last
 
-    def with_layers(self, layers: str) -> Model:
-        """The same functions of other layers."""
+    def with_layers(
+        self, layers: str, stages: Mapping[str, Call] | None = None, frozen: Any = None
+    ) -> Model:
+        """A model of other layers, with the same functions and filter where none are given."""
         return Model(
-            self.stages,
+            self.stages if stages is None else stages,
             layers=layers,
             loss=self.contract,
             has_metrics=self.has_metrics,
             stage_loss=self.stage_loss,
-            frozen=self.frozen,
+            frozen=self.frozen if frozen is None else frozen,
             time=self.time,
             carry=self.carry,
         )
@@ -338,7 +340,7 @@ def _outer(call: Any, name: str, takes: tuple[str, ...]) -> Function | None:
 def _spread(call: Any) -> Spread | None:
     """The function with how it is spread over all devices; None for any other function."""
     if getattr(call, "spreads", False):
-        return Spread(call)
+        return Spread(call, call.dim, call.dim)
     return call if isinstance(call, Spread) else None
 
 

@@ -257,7 +257,7 @@ class Sharding:
             if shape[dim] % size:
                 faults.append(
                     f"{where}: dim {dim} of shape {shape} does not divide over {entry!r}, which "
-                    f"has {size} devices"
+                    f"has {size} devices; choose a number of devices that divides {shape[dim]}"
                 )
         return faults
 

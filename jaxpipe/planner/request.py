@@ -35,6 +35,7 @@ DEFAULTS: Mapping[str, Any] = {
     "transfer": 0.0,
     "schedules": None,
     "chunks": (1, 2, 4),
+    "slices": (1,),
     "remat": None,
     "offload": (None, "residuals"),
     "host_bandwidth": 2.5e10,

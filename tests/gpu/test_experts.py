@@ -11,12 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import jaxpipe as jp
+import moe
 from jaxpipe.inspect.collectives import Collective, Compute
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
 from moe_parts.model import MoE
@@ -102,3 +104,12 @@ def test_without_a_capacity_routed_tokens_alone_are_sent() -> None:
     rows = 2 * ROWS * TOKENS * SIZES.width
     gathered = [c for c in looped if c.kind == "all-gather" and c.start.nbytes >= rows]
     assert [str(c) for c in gathered] == []
+
+
+@needs_gpu_compiler
+def test_the_example_sends_ragged_parts_on_gpus_without_a_capacity() -> None:
+    args = moe.parser().parse_args(["--dtype", "bfloat16"])
+    names = ("pipe", "data", "expert", "tensor")
+    gpus = gpu_mesh((2, 2, 2, 1), names)
+    cpus = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2, 1), names)
+    assert [moe.build(args, mesh)[0].ragged for mesh in (gpus, cpus)] == [True, False]

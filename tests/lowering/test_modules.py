@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.modules import split, stack
+from jaxpipe.modules import freeze_lowest, split, stack
 
 
 @jax.tree_util.register_dataclass
@@ -90,3 +90,52 @@ def test_modules_that_differ_are_refused_with_every_difference():
     assert "module 4 has the leaves ['w'], module 0 has ['w', 'act', 'rate']" in text
     with pytest.raises(jp.PipelineError, match="at least one"):
         stack([])
+
+
+def test_the_lowest_layers_are_frozen():
+    calls = {
+        "E": lambda p, microbatch: microbatch["x"] * p,
+        "t": lambda p, x: x + jnp.tanh(x @ p["w"]),
+        "m": lambda p, x: x * p,
+        "L": lambda p, x, microbatch: jnp.mean((x - p) ** 2),
+    }
+    model = jp.Model(calls, layers="Ettmttm|ttL", frozen=("last",))
+    params = {
+        "first": jnp.float64(1.1),
+        "stages": {"t": {"w": jax.random.normal(jax.random.key(0), (6, 3, 3))}, "m": jnp.ones(2)},
+        "last": jnp.float64(0.5),
+    }
+    batch = {"x": jax.random.normal(jax.random.key(1), (4, 3))}
+    tuned, cut, rejoin = freeze_lowest(model, params, 4)
+    assert tuned.layers == "EaabatmttL"
+    again = rejoin(cut)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    pipe = jp.Pipeline(
+        tuned,
+        jp.schedules.build("1f1b", devices=2, microbatches=2),
+        jax.make_mesh((2,), ("pipe",)),
+        layout="Eaabat|mttL",
+    )
+    loss, grads = pipe.value_and_grad(pipe.place(cut), batch)
+    found = pipe.canonical(grads)
+    wanted, whole = jax.value_and_grad(lambda p: model.loss(p, batch))(params)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-12)
+    assert found["last"] is None
+    assert found["stages"]["a"]["w"] is None
+    assert found["stages"]["b"] is None
+    np.testing.assert_allclose(
+        found["stages"]["t"]["w"], whole["stages"]["t"]["w"][3:], rtol=1e-11, atol=1e-13
+    )
+    np.testing.assert_allclose(found["stages"]["m"], whole["stages"]["m"][1:], rtol=1e-12)
+    np.testing.assert_allclose(found["first"], whole["first"], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("count", "message"), [(0, "count=0"), (9, "the model has 8 layers")])
+def test_layers_that_cannot_be_frozen(count, message):
+    model = jp.Model({"t": lambda p, x: x * p, "L": lambda p, x, mb: x.sum()}, layers="t*8L")
+    with pytest.raises(jp.PipelineError, match=message):
+        freeze_lowest(model, {"stages": {"t": jnp.ones(8)}}, count)
+    alike = jp.Model(lambda p, x: x * p, last=lambda p, x, mb: x.sum())
+    with pytest.raises(jp.PipelineError, match="by letters"):
+        freeze_lowest(alike, {"stages": jnp.ones(8)}, 1)

@@ -5,7 +5,7 @@ in every executor.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -208,6 +208,34 @@ def test_tied_embeddings_are_cut_and_their_gradients_are_of_both_uses(name, devi
     assert jax.tree.leaves(params["shared"])[0].sharding.spec[0] == "pipe"
 
 
+@pytest.mark.parametrize("tied", [False, slow(True)], ids=["untied", "tied"])
+def test_arrays_whose_second_dim_is_the_vocabulary(tied):
+    """[d, V], as flax stores a kernel; 11 words on two devices are padded."""
+
+    def step(dim):
+        def array(seed):
+            table = jax.random.normal(jax.random.key(seed), (11, WIDTH))
+            return {"kernel": table.T if dim else table}
+
+        ends = {"first": jp.VocabEmbedding(dim=dim), "last": jp.VocabHead(dim=dim)}
+        pipe = jp.Pipeline(jp.Model(stage, **ends), SCHEDULE, mesh_of(2))
+        own = {"shared": array(1)} if tied else {"first": array(1), "last": array(2)}
+        stages = jax.random.normal(jax.random.key(3), (2, WIDTH, WIDTH))
+        whole = {"first": {}, "last": {}, "stages": stages, **own}
+        tokens = jax.random.randint(jax.random.key(4), (4, TOKENS), 0, 11)
+        batch = {"tokens": tokens, "targets": tokens[:, ::-1]}
+        placed = pipe.place(whole)
+        loss, grads = pipe.value_and_grad(placed, batch)
+        np.testing.assert_allclose(loss, pipe.model.loss(whole, batch), rtol=LIMIT)
+        found = pipe.canonical(grads)
+        turned = {
+            key: jax.tree.map(jnp.transpose, found[key]) if dim else found[key] for key in own
+        }
+        return loss, {**turned, "stages": found["stages"]}
+
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=LIMIT, atol=LIMIT), step(1), step(0))
+
+
 def test_the_mean_over_all_tokens_with_data_shards_and_fsdp():
     pipe, params, grads = agrees(
         "1f1b", 2, vocabulary=12, data=2, data_axes=("data",), fsdp="data", loss=Loss.SUM_OVER_COUNT
@@ -373,6 +401,9 @@ def test_every_parameter_that_cannot_be_cut_is_listed():
 def test_a_head_says_what_it_lacks():
     with pytest.raises(PipelineError, match=r"(?s)label_smoothing=2.*z_loss=-1"):
         jp.VocabHead(label_smoothing=2, z_loss=-1)
+    for made in (jp.VocabHead, jp.VocabEmbedding):
+        with pytest.raises(PipelineError, match=r"dim=2 must be 0 for \[V, d\], or 1"):
+            made(dim=2)
     pipe = jp.Pipeline(jp.Model(stage, last=jp.VocabHead()), SCHEDULE, mesh_of(2))
     for own, text in (
         ({"w": np.zeros((4, 3)), "b": np.zeros(4)}, "got 2 of shapes"),

@@ -76,6 +76,45 @@ def test_never_longer_than_a_named_schedule_with_its_memory(name, devices, micro
     assert jp.simulate(ours, costs).makespan <= timeline.makespan
 
 
+NAMED = [n for n in jp.schedules.names() if n not in ("auto", "no_pipelining", "dualpipe")]
+
+
+@pytest.mark.parametrize("begin", [0, *(slow(at) for at in range(12, 120, 12))])
+def test_never_longer_than_any_named_schedule_at_any_costs(begin):
+    """Stages that differ, B below, at and above I + W, transfers, any cap: of each named schedule
+    the table without costs, and that for the costs.
+    """
+    compared = 0
+    for seed in range(begin, begin + 12):
+        rng = random.Random(seed)
+        devices, chunks = rng.randint(2, 6), rng.choice((1, 1, 2, 2, 3, 4))
+        stages = devices * chunks
+        shape = {"devices": devices, "chunks": chunks}
+        shape["microbatches"] = rng.randint(devices, 3 * devices)
+        forward, both = rng.randint(1, 9), (rng.randint(1, 9), rng.randint(0, 9))
+        costs = jp.Costs(
+            forward=rng.choice((forward, [rng.randint(1, 9) for _ in range(stages)])),
+            input_grad=both[0],
+            weight_grad=both[1],
+            backward=rng.choice((None, 0.5 * sum(both), 0.9 * sum(both), 1.2 * sum(both))),
+            transfer=rng.choice((0, 0, 0.5, 2)),
+        )
+        cap = rng.choice((None, rng.randint(chunks, 2 * stages)))
+        table = auto(**shape, costs=costs, max_activations=cap)
+        mine = jp.simulate(jp.check(table, max_activations=cap), costs).makespan
+        for name in NAMED:
+            known = jp.schedules.describe(name)
+            if known.chunks.nearest(chunks) != chunks:
+                continue
+            fitted = {"costs": costs} if any(o.name == "costs" for o in known.options) else {}
+            for given in ({}, fitted):
+                other = jp.simulate(jp.schedules.build(name, **shape, **given), costs)
+                if cap is None or max(other.peak_activations) <= cap:
+                    compared += 1
+                    assert mine <= other.makespan * (1 + 1e-9), (seed, name)
+    assert compared > 12
+
+
 @pytest.mark.slow
 def test_more_memory_is_never_slower_by_much_and_little_memory_still_runs():
     spans = [

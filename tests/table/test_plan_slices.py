@@ -1,8 +1,11 @@
 """Plans choose the number of slices of a sequence."""
 
+import json
+
 import pytest
 
 import jaxpipe as jp
+from jaxpipe.cli.main import main
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.planner.layer_cost import Remat as Again
 from jaxpipe.planner.layer_cost import stage_costs
@@ -81,3 +84,16 @@ def test_bad_slices():
     # a stage of DualPipe is on two devices, and keeps a sequence on one
     with pytest.raises(jp.PlanError, match="no schedule"):
         plans((2,), schedules=("dualpipe",), chunks=(2,), devices=2)
+
+
+def test_the_command_chooses_slices(capsys):
+    sizes = {"layers": 8, "width": 1024, "vocab": 32_000, "context": 65_536}
+    decoder = [word for name, size in sizes.items() for word in (f"--{name}", f"{size}")]
+    few = ["--schedules", "1f1b", "-V", "1", "--remat", "none", "--no-offload"]
+    slices = ["--slices", "1", "16"]
+    assert main(["plan", *decoder, "-P", "4", "-M", "4", *few, *slices, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["plans"]
+    assert found[0]["label"].startswith("1f1b, V 1, K 16")
+    mesh = ["--model", "llama3-8b", "--gpus", "8", "--batch", "8", "--memory", "80GB"]
+    assert main(["plan", *mesh, *slices]) == 2
+    assert "leave out --slices" in capsys.readouterr().err
