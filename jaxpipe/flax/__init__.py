@@ -12,11 +12,14 @@ except ImportError as error:
 from .common import End
 from .linen import LinenModel, from_linen, submodule, submodules
 from .nnx import NnxModel, from_nnx
+from .whole import WholeLinenModel, from_flax_model
 
 __all__ = [
     "End",
     "LinenModel",
     "NnxModel",
+    "WholeLinenModel",
+    "from_flax_model",
     "from_linen",
     "from_nnx",
     "submodule",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import jax
@@ -201,6 +201,7 @@ def from_linen(
     rngs: Sequence[str] = ("dropout",),
     rules: Mapping[str, Any] | None = None,
     stage_loss: bool = False,
+    ignore: Sequence[str] = (),
     **contract: Any,
 ) -> LinenModel:
     """Make the functions and canonical parameters of a pipeline from linen modules and their
@@ -225,6 +226,8 @@ def from_linen(
         rules: where `nn.with_partitioning` names logical axes, the mesh axis of each (or None).
         stage_loss: blocks, or `call`, return (x, loss), and the losses are added to that of the
             microbatch.  A loss that blocks sow comes so: `call` reads it in `block.variables`.
+        ignore: names of attributes in which blocks that run the same code may differ, such as
+            `layer_idx`.  Each runs with those of the first such block.
         contract: `loss`, `has_metrics` and `frozen`, as `jaxpipe.Model` takes them.
 
     Raises:
@@ -253,7 +256,7 @@ def from_linen(
         ends=ends,
         num_stages=num_stages,
         layout=layout,
-        kind_of=_kind_of,
+        kind_of=partial(_kind_of, ignore=tuple(ignore)),
         difference=_difference,
         rules=rules,
         stage_loss=stage_loss,
@@ -314,7 +317,7 @@ def _listed(blocks: Any, variables: Any) -> tuple[list[nn.Module], list[Variable
     return (modules if many else modules * len(found)), found, False
 
 
-def _kind_of(unit: Unit) -> dict[str, str]:
+def _kind_of(unit: Unit, ignore: Sequence[str] = ()) -> dict[str, str]:
     """The class, settings and shapes of variables of a block, by name: two blocks with equal ones
     run the same code.
     """
@@ -322,7 +325,7 @@ def _kind_of(unit: Unit) -> dict[str, str]:
     settings = {
         f.name: repr(getattr(module, f.name, None))
         for f in fields(module)
-        if f.name not in ("parent", "name")
+        if f.name not in ("parent", "name", *ignore)
     }
     shapes = {
         path: f"{leaf.dtype}{list(leaf.shape)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -183,6 +183,7 @@ def from_nnx(
     frozen: Any = None,
     rules: Mapping[str, Any] | None = None,
     stage_loss: bool = False,
+    ignore: Sequence[str] = (),
     **contract: Any,
 ) -> NnxModel:
     """Make the functions and canonical parameters of a pipeline from nnx modules; the modules stay
@@ -210,6 +211,8 @@ def from_nnx(
         rules: where `nnx.with_partitioning` names logical axes, the mesh axis of each (or None).
         stage_loss: blocks, or `call`, return (x, loss), and the losses are added to that of the
             microbatch.  A loss that blocks sow comes so: `call` takes it with `nnx.capture`.
+        ignore: names of attributes in which blocks that run the same code may differ, such as
+            `layer_idx`.  Each runs with those of the first such block.
         contract: `loss` and `has_metrics`, as `jaxpipe.Model` takes them.
 
     Raises:
@@ -246,7 +249,7 @@ def from_nnx(
         ends=ends,
         num_stages=num_stages,
         layout=layout,
-        kind_of=_kind_of,
+        kind_of=partial(_kind_of, ignore=tuple(ignore)),
         difference=_difference,
         rules=rules,
         stage_loss=stage_loss,
@@ -279,11 +282,18 @@ def _listed(blocks: Any) -> tuple[list[Any], bool]:
     return found, False
 
 
-def _kind_of(unit: Unit) -> Any:
+def _kind_of(unit: Unit, ignore: Sequence[str] = ()) -> Any:
     """The graph with static attributes, shapes and dtypes of a block: two blocks with equal ones
     run the same code.
     """
     graph, state = nnx.split(unit.modules)
+    if ignore:
+        modules = nnx.merge(graph, state)
+        for _, module in nnx.iter_graph(modules):
+            for name in ignore if isinstance(module, nnx.Module) else ():
+                if hasattr(module, name):
+                    setattr(module, name, None)
+        graph = nnx.graphdef(modules)
     return graph, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
 
 
