@@ -109,6 +109,32 @@ STAGE_KEYWORDS = ("carry", "ctx", "microbatch", "shared", "state", "training")
 OUTER_KEYWORDS = ("ctx", "shared", "training")
 
 
+_OTHER_MESH = "should match the mesh of sharding"
+_SPLIT = (
+    "the pipe axis and the data axes are manual inside a pipeline's functions, and other axes are "
+    "the partitioner's"
+)
+# What to remove from a function, by a part of JAX's message.
+_SHARDING = {
+    "can only refer to Auto axes": "constrains the sharding of an array by a mesh axis that is "
+    "not left to the partitioner: inside a pipeline's functions the pipe axis and data_axes are "
+    "manual (each device has its own stage and rows), so a PartitionSpec names others only, by "
+    "itself or in a NamedSharding of `pipe.mesh`",
+    _OTHER_MESH: f"constrains the sharding of an array on a mesh of its own: {_SPLIT}. Give "
+    "with_sharding_constraint a PartitionSpec without a mesh, and remove the pipe axis and the "
+    "data axes from it",
+    "should match the mesh passed to shard_map": f"calls jax.shard_map with a mesh of its own: "
+    f"{_SPLIT}. Remove mesh=, name only the partitioner's axes in axis_names= and in the specs, "
+    "and call the function without shard_map where it needs the data axes alone",
+    "cannot contain axis names that are of type Auto or Manual": "gives an array an explicit "
+    f"sharding: {_SPLIT}. Remove jax.reshard and out_sharding=; for an axis of the partitioner "
+    "write jax.lax.with_sharding_constraint(x, PartitionSpec(...))",
+    "Going from `Manual` AxisType": "changes the types of mesh axes: "
+    f"{_SPLIT}. Remove jax.sharding.auto_axes and explicit_axes, and call the function inside "
+    "directly",
+}
+
+
 @dataclass(frozen=True)
 class Function:
     """A user function and which of the keywords offered to it it takes."""
@@ -208,7 +234,7 @@ class Function:
     def calling(self, call: Callable[[], Any], arguments: Sequence[PyTree], ctx: Any) -> Any:
         """Call it; an error from inside says which function it was and what it was given."""
         try:
-            return call()
+            found = call()
         except PipelineError:
             raise
         except Exception as error:
@@ -223,22 +249,23 @@ class Function:
                     f"`{self.name}` uses ctx.rng, but the step got no key; pass "
                     "rng=jax.random.key(...)"
                 ) from error
-            if "can only refer to Auto axes" in text:
-                raise PipelineError(
-                    f"`{self.name}` constrains the sharding of an array by a mesh axis that is "
-                    "not left to the partitioner: inside "
-                    "a pipeline's functions the pipe axis and data_axes are manual (each device "
-                    "has its own stage and rows), so a "
-                    "PartitionSpec names others only, by itself or in a NamedSharding of "
-                    "`pipe.mesh` "
-                    f"({text.splitlines()[0]})"
-                ) from error
+            if advice := next((a for part, a in _SHARDING.items() if part in text), None):
+                raise PipelineError(f"`{self.name}` {advice} ({text.splitlines()[0]})") from error
             what = "; ".join(described(tree) for tree in arguments)
             error.add_note(
                 f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was "
                 f"traced with ({what})"
             )
             raise
+        mesh = jax.sharding.get_abstract_mesh()
+        inside = jax.sharding.AxisType.Manual in mesh.axis_types
+        for leaf in jax.tree.leaves(found) if inside else ():
+            own = getattr(getattr(leaf, "aval", None), "sharding", None)
+            if own is not None and not own.mesh.empty and own.mesh != mesh:
+                raise PipelineError(
+                    f"`{self.name}` {_SHARDING[_OTHER_MESH]} (it returns an array on {own.mesh})"
+                )
+        return found
 
 
 def _place(call: Callable[..., Any]) -> str:

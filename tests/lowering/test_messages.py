@@ -69,6 +69,38 @@ def test_a_sharding_constraint_on_an_axis_that_is_manual() -> None:
         )
 
 
+def of_a_mesh(x: Any) -> Any:
+    auto = jax.sharding.Mesh(np.array(jax.devices()[:P]), ("pipe",))
+    return lax.with_sharding_constraint(x, jax.sharding.NamedSharding(auto, PartitionSpec("pipe")))
+
+
+def mapped(x: Any) -> Any:
+    spec = PartitionSpec("pipe")
+    return jax.shard_map(lambda x: 2 * x, mesh=mesh_of(P), in_specs=spec, out_specs=spec)(x)
+
+
+def retyped(x: Any) -> Any:
+    return jax.sharding.auto_axes(lambda x: 2 * x, out_sharding=PartitionSpec("pipe"))(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "remove"),
+    [
+        (of_a_mesh, "remove the pipe axis and the data axes"),
+        (mapped, "`stage` calls jax.shard_map with a mesh of its own.*Remove mesh="),
+        (retyped, "Remove jax.sharding.auto_axes and explicit_axes"),
+        (lambda x: jax.reshard(x, PartitionSpec("pipe")), "Remove jax.reshard and out_sharding="),
+        (
+            lambda x: jnp.einsum("...d->...d", x, out_sharding=PartitionSpec("pipe")),
+            "Remove jax.reshard and out_sharding=",
+        ),
+    ],
+)
+def test_a_sharding_of_the_user_s_mesh_says_what_to_remove(change: Any, remove: str) -> None:
+    with pytest.raises(jp.PipelineError, match=remove):
+        trace(pipe_of(lambda p, x: change(stage(p, x))))
+
+
 def test_an_error_of_a_function_says_which_it_was_and_what_it_was_given() -> None:
     def broken(params: Any, x: Any) -> Any:
         return stage(params, x).reshape(7, 7)
