@@ -119,3 +119,35 @@ def test_a_filter_of_nnx_says_what_is_frozen() -> None:
     }
     assert {name.split("/")[-1] for name in names} == {"lora_a", "lora_b"}
     assert grads["stages"][0]["kernel"] is None
+
+
+class Logical(nn.Module):
+    """The same with logical names, and a constraint of the activation by them."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        init = nn.with_logical_partitioning(
+            nn.initializers.lecun_normal(), ("embed", "heads", "kv")
+        )
+        y = nn.DenseGeneral((2, 2), kernel_init=init)(x).reshape(x.shape)
+        return x + nn.with_logical_constraint(y, ("batch", "embed"))
+
+
+def logical_model() -> Any:
+    variables = [Logical().init(jax.random.key(i), jnp.ones((1, WIDTH))) for i in range(4)]
+    end = End(None, lambda _, x, microbatch: jnp.mean(x**2))
+    return from_linen(Logical(), variables, num_stages=2, rngs=(), last=end)
+
+
+@pytest.mark.parametrize("make", [logical_model, nnx_model])
+def test_names_that_the_mesh_does_not_have_are_ignored_inside_of_stages(make: Any) -> None:
+    """Also where the user has set a mesh."""
+    model = make()
+    mesh = jax.make_mesh((2, 2), ("pipe", "data"), devices=jax.devices()[:4])
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    pipe = jp.Pipeline(model.model, schedule, mesh, sharding=jp.Sharding(data="data"))
+    batch = {"x": jnp.arange(16.0).reshape(4, WIDTH) / 8}
+    expected = float(model.model.loss(model.params, batch))
+    with jax.set_mesh(pipe.mesh):
+        found = pipe.evaluate(pipe.place(model.params), batch)
+    assert float(found) == pytest.approx(expected, rel=1e-6)
