@@ -109,18 +109,18 @@ STAGE_KEYWORDS = ("carry", "ctx", "microbatch", "shared", "state", "training")
 OUTER_KEYWORDS = ("ctx", "shared", "training")
 
 
-_OTHER_MESH = "should match the mesh of sharding"
+OTHER_MESH = "should match the mesh of sharding"
 _SPLIT = (
     "the pipe axis and the data axes are manual inside a pipeline's functions, and other axes are "
     "the partitioner's"
 )
 # What to remove from a function, by a part of JAX's message.
-_SHARDING = {
+SHARDINGS = {
     "can only refer to Auto axes": "constrains the sharding of an array by a mesh axis that is "
     "not left to the partitioner: inside a pipeline's functions the pipe axis and data_axes are "
     "manual (each device has its own stage and rows), so a PartitionSpec names others only, by "
     "itself or in a NamedSharding of `pipe.mesh`",
-    _OTHER_MESH: f"constrains the sharding of an array on a mesh of its own: {_SPLIT}. Give "
+    OTHER_MESH: f"constrains the sharding of an array on a mesh of its own: {_SPLIT}. Give "
     "with_sharding_constraint a PartitionSpec without a mesh, and remove the pipe axis and the "
     "data axes from it",
     "should match the mesh passed to shard_map": f"calls jax.shard_map with a mesh of its own: "
@@ -249,7 +249,7 @@ class Function:
                     f"`{self.name}` uses ctx.rng, but the step got no key; pass "
                     "rng=jax.random.key(...)"
                 ) from error
-            if advice := next((a for part, a in _SHARDING.items() if part in text), None):
+            if advice := next((a for part, a in SHARDINGS.items() if part in text), None):
                 raise PipelineError(f"`{self.name}` {advice} ({text.splitlines()[0]})") from error
             what = "; ".join(described(tree) for tree in arguments)
             error.add_note(
@@ -263,7 +263,7 @@ class Function:
             own = getattr(getattr(leaf, "aval", None), "sharding", None)
             if own is not None and not own.mesh.empty and own.mesh != mesh:
                 raise PipelineError(
-                    f"`{self.name}` {_SHARDING[_OTHER_MESH]} (it returns an array on {own.mesh})"
+                    f"`{self.name}` {SHARDINGS[OTHER_MESH]} (it returns an array on {own.mesh})"
                 )
         return found
 

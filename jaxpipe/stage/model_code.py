@@ -4,7 +4,7 @@ Stages whose state would need a gradient to an earlier microbatch are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,11 +17,12 @@ from ..arrays import Leaves, PyTree
 from ..errors import PipelineError
 from ..jaxprs.collectives import collectives
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import Atom, reads
+from ..jaxprs.equations import Atom, every_equation, reads
 from ..jaxprs.flatten import flatten
 from ..lowering.slots import Offload
-from ..model.functions import Functions, StageOutput, make_extra
+from ..model.functions import OTHER_MESH, SHARDINGS, Functions, StageOutput, make_extra
 from ..model.leaf_plan import LeafPlan, leaf_plans
+from ..model.settings import names_of
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Liveness, Place, longest
@@ -259,8 +260,9 @@ def _check_takes(call: _Stage, stage: int, inputs: _Inputs) -> None:
 
 
 def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
-    """PipelineError for communication over the pipe axis.  Devices run different stages at the same
-    time, so such communication would wait for ever.
+    """PipelineError for communication over the pipe axis, and for constraints by manual axes.
+
+    Devices run different stages at the same time, so such communication would wait for ever.
     """
     found = sorted(
         {primitive for jaxpr in jaxprs for primitive, axes in collectives(jaxpr) if axis in axes}
@@ -274,6 +276,20 @@ def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> No
             "a `first` or `last` under jaxpipe.spread runs on all devices at once, and may use "
             "the axis"
         )
+    pinned = sorted({axis for jaxpr in jaxprs for axis in _constrained(jaxpr)})
+    if pinned:
+        raise PipelineError(
+            f"`{name}` {SHARDINGS[OTHER_MESH]} (it names {', '.join(map(repr, pinned))})"
+        )
+
+
+def _constrained(jaxpr: core.Jaxpr) -> Iterator[str]:
+    """Manual mesh axes that constraints of shardings name."""
+    for eqn in every_equation(jaxpr):
+        if eqn.primitive.name == "sharding_constraint":
+            spec = getattr(eqn.params["sharding"], "spec", ())
+            named = {name for entry in spec for name in names_of(entry)}
+            yield from named & set(eqn.params["context_mesh"].manual_axes)
 
 
 def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomputes: bool) -> None:

@@ -87,6 +87,7 @@ def retyped(x: Any) -> Any:
     ("change", "remove"),
     [
         (of_a_mesh, "remove the pipe axis and the data axes"),
+        (lambda x: jnp.sum(of_a_mesh(x)) * x, "remove the pipe axis and the data axes"),
         (mapped, "`stage` calls jax.shard_map with a mesh of its own.*Remove mesh="),
         (retyped, "Remove jax.sharding.auto_axes and explicit_axes"),
         (lambda x: jax.reshard(x, PartitionSpec("pipe")), "Remove jax.reshard and out_sharding="),
