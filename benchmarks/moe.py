@@ -2,7 +2,7 @@
 that a roofline predicts, beside published figures.
 
     JAX_PLATFORMS=cpu python -m benchmarks.moe -o benchmarks/results/moe.txt
-    JAX_PLATFORMS=cpu python -m benchmarks.moe --cases v3-exchanged 67b-exchanged
+    JAX_PLATFORMS=cpu python -m benchmarks.moe --cases v3 v3-exchanged 67b-exchanged
         -o benchmarks/results/moe_exchanged.txt
 
 Nothing runs on a device: XLA compiles the program of one of `pipe x expert x data` GPUs, and the

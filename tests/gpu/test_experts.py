@@ -21,6 +21,7 @@ import jaxpipe as jp
 import moe
 from jaxpipe.inspect.collectives import Collective, Compute
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
+from llama_parts.model import Remat
 from moe_parts.model import MoE
 from moe_parts.sizes import Mixture, Routing
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
@@ -92,6 +93,15 @@ def test_pairs_of_stages_with_dense_layers_are_pairs() -> None:
     collectives = in_scope(found, "F.0 with B.0")
     assert len(collectives) >= 8  # of both kinds of stages
     assert 4 * sum(c.compute is Compute.MATMUL for c in collectives) >= 3 * len(collectives)
+
+
+@needs_gpu_compiler
+@pytest.mark.exhaustive
+def test_what_is_exchanged_and_kept_is_not_sent_again() -> None:
+    """Two all-to-alls of a forward and two of a backward, without those of a recomputed forward."""
+    found = program("1f1b_overlap", capacity=1.0, remat=Remat.EXCHANGED)
+    collectives = of_pairs(found, "all-to-all")
+    assert [c.compute for c in collectives] == 4 * [Compute.MATMUL]
 
 
 @needs_gpu_compiler
