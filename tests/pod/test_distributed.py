@@ -48,6 +48,7 @@ class Device:
     id: int
     process_index: int
     partition_index: int | None
+    platform: str = "gpu"
 
 
 def test_the_last_axis_stays_inside_a_node_whatever_order_devices_come_in(monkeypatch):
