@@ -55,7 +55,7 @@ class _LinenUnit(Unit):
 
     @cached_property
     def _unboxed(self) -> Any:
-        return nn.meta.unbox(self.variables)
+        return _unbox(self.variables)
 
     @property
     def params(self) -> PyTree:
@@ -142,6 +142,12 @@ class _LinenUnit(Unit):
                 "that are given)"
             )
         return {name: after[name] for name in before}
+
+
+def _unbox(tree: PyTree) -> PyTree:
+    """A tree without sharding metadata, whose axes no mesh in context needs to have."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return nn.meta.unbox(tree)
 
 
 @dataclass(frozen=True)

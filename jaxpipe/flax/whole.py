@@ -252,6 +252,11 @@ def from_flax_model(
         (['first', 'last', 'shared', 'stages'], (7, 4))
     """
     check_cut("from_flax_model", num_stages, layout)
+    if unknown := sorted(contract.keys() - {"has_metrics"}):
+        raise PipelineError(
+            f"from_flax_model has no argument {', '.join(unknown)}; blocks that return a loss, and "
+            "other loss contracts, go to from_nnx or from_linen"
+        )
     if blocks.count("{}") != 1:
         raise PipelineError(
             f"blocks={blocks!r} must have one {{}} for the number of a block; variables with a "
@@ -341,7 +346,8 @@ def _parts(whole: _Whole, pattern: str, batch: PyTree, count: int) -> _Parts:
         out = whole.run(known, microbatch, key, on_block, training=True)
         faults = [
             f"{pattern.format(i)} is not called with what {pattern.format(i - 1)} returned: "
-            "move what is between them into a block"
+            "move what is between them into a block, and take nn.remat off blocks "
+            "(jaxpipe.Memory(remat=) recomputes them)"
             for i, _, x, _ in calls
             if i and not _same(x, outs[i - 1])
         ]

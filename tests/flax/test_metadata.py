@@ -151,3 +151,17 @@ def test_names_that_the_mesh_does_not_have_are_ignored_inside_of_stages(make: An
     with jax.set_mesh(pipe.mesh):
         found = pipe.evaluate(pipe.place(model.params), batch)
     assert float(found) == pytest.approx(expected, rel=1e-6)
+
+
+def test_models_are_made_where_the_user_has_set_a_mesh() -> None:
+    """flax itself refuses these names there."""
+    variables = [General().init(jax.random.key(i), jnp.ones((1, WIDTH))) for i in range(2)]
+    end = End(None, lambda _, x, microbatch: jnp.mean(x**2))
+    mesh = jax.make_mesh((2, 2), ("pipe", "data"), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match="Resource axis: embed"):
+            nn.meta.unbox(variables)
+        model = from_linen(General(), variables, num_stages=2, rngs=(), last=end)
+    kernel = model.params["stages"]["CheckpointDenseGeneral_0"]["kernel"]
+    assert kernel.shape == (2, 1, WIDTH, 2, 2)
+    assert model.specs is not None

@@ -149,5 +149,7 @@ def test_wrong_names_and_numbers_are_refused() -> None:
         from_flax_model(net, "layers_{}", **how)
     with pytest.raises(jp.PipelineError, match=r"must have one \{\} for the number"):
         from_flax_model(net, "blocks", **how)
+    with pytest.raises(jp.PipelineError, match="no argument stage_loss; blocks that return"):
+        from_flax_model(net, **how, stage_loss=True)
     with pytest.raises(jp.PipelineError, match="layer_idx is 0 in one and 2 in the other"):
         from_flax_model(net, ignore=(), **how)
