@@ -42,7 +42,6 @@ from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from examples.gpt.model import GPT
 from jaxpipe.lowering.plan import Plan
-from jaxpipe.program.segments import Segment
 from jaxpipe.program.templates import Presence
 from jaxpipe.spmd.block import run_in_order
 from jaxpipe.spmd.compiler_options import NO_GRAPHS
@@ -274,47 +273,39 @@ def lowered(
     """A step, its parameters, and the number of predicates; of shapes where the batch is."""
     gpt = sizes.gpt(schedule.num_stages)
     pipe = jp.Pipeline(jp.Model(gpt.stage, first=gpt.first, last=gpt.last), schedule, mesh)
-    plan: Plan = pipe._plan
-    if form is not Form.WHOLE:
-        plan = Plan(plan.ticks, tuple(_predicated(segment) for segment in plan.segments))
-        # No option does this, and none should: it only makes the program ask what it knows.
-        pipe.__dict__["_plan"] = plan
     shapes = isinstance(jax.tree.leaves(batch)[0], jax.ShapeDtypeStruct)
     init = partial(jax.eval_shape, gpt.init) if shapes else gpt.init
     params = pipe.place(init(jax.random.key(0)))
-    follow = _with_break if form is Form.IN_PARTS else run_in_order
-    with mock.patch("jaxpipe.spmd.tick.run_in_order", follow):
-        return pipe.lower(params, batch), params, _count_predicates(plan)
+    # No option does this, and none should: it only makes the program ask what it knows.
+    how = {Form.WHOLE: run_in_order, Form.PREDICATED: _predicated, Form.IN_PARTS: _with_break}
+    with mock.patch("jaxpipe.spmd.tick.run_in_order", how[form]):
+        step = pipe.lower(params, batch)
+    return step, params, _count_predicates(pipe._plan, form)
+
+
+def _predicated(_presence: Any, predicate: Any, block: Any, state: Any) -> Any:
+    """The block under its predicate, also where that is always True."""
+    return run_in_order(Presence.SOMETIMES, predicate, block, state)
 
 
 def _with_break(presence: Any, predicate: Any, block: Any, state: Any) -> Any:
     """The block, then a small Fourier transform that the next block waits for.  It is an operation
     that XLA puts into no CUDA graph.
     """
-    state = run_in_order(presence, predicate, block, state)
+    state = _predicated(presence, predicate, block, state)
     numbers = jnp.where(state["token"], jnp.ones(8, jnp.complex64), 0)
     return state | {"token": jnp.real(jnp.fft.fft(numbers))[0] > 0.5}
 
 
-def _predicated(segment: Segment) -> Segment:
-    """The same segment with a predicate around every block."""
-    positions = []
-    for position in segment.templates:
-        blocks = tuple(
-            dataclasses.replace(use, active=Presence.SOMETIMES) for use in position.blocks
-        )
-        positions.append(dataclasses.replace(position, blocks=blocks))
-    return dataclasses.replace(segment, templates=tuple(positions))
-
-
-def _count_predicates(plan: Plan) -> int:
+def _count_predicates(plan: Plan, form: Form) -> int:
     uses = [
         (segment.repeats, use)
         for segment in plan.segments
         for position in segment.templates
         for use in position.blocks
     ]
-    return sum(repeats for repeats, use in uses if use.active is Presence.SOMETIMES)
+    asked = form is not Form.WHOLE
+    return sum(repeats for repeats, use in uses if asked or use.active is Presence.SOMETIMES)
 
 
 if __name__ == "__main__":

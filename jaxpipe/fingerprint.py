@@ -34,7 +34,7 @@ def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) ->
     return _of_steps(pipe._steps, params, batch, **more)
 
 
-def _of_steps(steps: Any, params: PyTree, batch: PyTree, **more: Any) -> dict[str, str]:
+def _of_steps(steps: Any, params: PyTree, batch: PyTree, /, **more: Any) -> dict[str, str]:
     """The `fingerprint` of a pipeline's steps."""
     table, mesh = steps.schedule, steps.partition.mesh
     settings: Any = jax.config

@@ -78,9 +78,9 @@ class Shared(NamedTuple):
         for device in range(begin, end):
             for name, layers, place in self.held[device]:
                 for at in np.ndindex(*found.shape[1:-1]):
-                    own = [slice(0, n) for n in place.shape[1:]]
-                    for part, k, (x, _) in zip(place.parts, at, parts, strict=True):
-                        size = place.shape[part.dim] // part.count
+                    own = [slice(0, n) for n in place.entry.shape[1:]]
+                    for part, k, (x, _) in zip(place.entry.parts, at, parts, strict=True):
+                        size = place.entry.shape[part.dim] // part.count
                         own[part.dim - 1] = slice((x + k) * size, (x + k + 1) * size)
                     rows = [read(name, layer, tuple(own)).ravel() for layer in layers.tolist()]
                     row = np.concatenate(rows)

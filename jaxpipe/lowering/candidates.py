@@ -344,7 +344,7 @@ def _steady(requirements: Requirements, ticks: Ticks) -> Iterator[list[Span]]:
             longest = max(longest, steady, key=lambda span: span.stop - span.start)
             spans = Span(0, begin, 1), steady, Span(end, stop, 1)
             yield [span for span in spans if span.start < span.stop]
-    if longest.stop < stop // 2:
+    if longest.stop == longest.start or longest.stop < stop // 2:
         return
     begins, ends, _ = _marks(ticks)
     inside = range(longest.start + 1, longest.stop)

@@ -7,7 +7,8 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
-from jaxpipe.lowering.plan import choose_candidate, plan_of
+from jaxpipe.lowering.overheads import GUESSED
+from jaxpipe.lowering.plan import candidates, choose_candidate, plan_of
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.transforms.spread import spread_last
 from tests.golden import check_golden
@@ -213,3 +214,12 @@ def test_transfers_beside_compute_cost_neither_slots_nor_code_with_more_microbat
         held, least = (vars(p.program().slots) for p in (plan, plan_of(schedule)))
         assert all(held[pool] <= least[pool] for pool in least)
     assert sizes[1] <= sizes[0]
+
+
+def test_a_table_of_one_action_has_one_tick():
+    table = jp.schedules.build("gpipe", devices=1, microbatches=1, forward_only=True)
+    spans = [
+        [(segment.repeats, segment.stop) for segment in each.segments]
+        for each in candidates(table, None, GUESSED, as_one=False)
+    ]
+    assert all(found == [(1, 1)] for found in spans)
