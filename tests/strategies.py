@@ -4,6 +4,7 @@ famous ones.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from itertools import product
@@ -35,7 +36,7 @@ def schedules(*, recompute: bool = False) -> st.SearchStrategy[Schedule]:
     return randoms().map(lambda rng: random_schedule(rng, recompute=recompute))
 
 
-QUICK = settings.default.max_examples == settings.get_profile("quick").max_examples
+QUICK = os.environ.get("HYPOTHESIS_PROFILE", "quick") == "quick"
 # For tests whose single example takes long: fewer in the quick profile.
 few = settings(max_examples=3) if QUICK else settings()
 
