@@ -24,9 +24,9 @@ from benchmarks import moe
 from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat, _layer_policy
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
+from benchmarks.moves import Move, large_moves_on_tpus
 from benchmarks.output import Result, add_output
 from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.moves import Move
 from jaxpipe.inspect.tpu_program import Purpose, TpuProgram
 from tests.tpu.programs import tpu_fault, tpu_mesh
 
@@ -121,7 +121,7 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
     whole = sum(cycles.values())
     anew = [
         each
-        for each in program.large_moves
+        for each in large_moves_on_tpus(program.module)
         if each.place.in_loop and each.is_carried and each.move is not Move.SLICE
     ]
     permutes = steady(program.collectives)

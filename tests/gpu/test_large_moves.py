@@ -11,8 +11,8 @@ import pytest
 
 import jaxpipe as jp
 from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat
+from benchmarks.moves import LargeMove, Move, large_moves
 from jaxpipe.inspect.gpu_program import compile_and_read
-from jaxpipe.inspect.moves import LargeMove, Move
 from jaxpipe.jaxprs.entry import Entry
 from tests.gpu.programs import gpu_fault
 from tests.tiers import exhaustive, slow
@@ -31,7 +31,7 @@ def found(case: Case) -> list[LargeMove]:
     """Whole arrays that the loop carries or reads (`LargeMove.is_carried`), larger than what stages
     hand on, that it makes anew.
     """
-    moves = compile_and_read(case.lower()).large_moves
+    moves = large_moves(compile_and_read(case.lower()).module)
     anew = (each for each in moves if each.place.in_loop and each.move is not Move.SLICE)
     return [each for each in anew if each.is_carried and each.nbytes > ACTIVATION]
 

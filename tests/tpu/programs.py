@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from benchmarks.gpu_programs import Case
 from benchmarks.llama import Shape
-from jaxpipe.inspect.moves import LargeMove, Move
+from benchmarks.moves import LargeMove, Move, large_moves_on_tpus
 from jaxpipe.inspect.tpu_program import TpuProgram
 
 V5P, V6E = "v5p:2x2x1", "v6e:2x2"  # hosts of four devices
@@ -78,7 +78,7 @@ def made_anew(program: TpuProgram) -> list[LargeMove]:
     """Whole arrays that a loop carries or reads, larger than what stages hand on, that it makes
     anew.
     """
-    moves = (each for each in program.large_moves if each.place.in_loop)
+    moves = (each for each in large_moves_on_tpus(program.module) if each.place.in_loop)
     return [
         each
         for each in moves
@@ -90,7 +90,7 @@ def copied_after(program: TpuProgram) -> list[LargeMove]:
     """Copies of accumulators outside the loops, to the layout of the step's results."""
     return [
         each
-        for each in program.large_moves
+        for each in large_moves_on_tpus(program.module)
         if not each.place.in_loop
         and each.move in (Move.COPY, Move.TRANSPOSE)
         and each.array.dtype == "f32"
