@@ -18,14 +18,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import Params, PyTree, by_index
 from .errors import PipelineError
+from .model.calls import OUTER_WANTS
 from .model.functions import Functions, Loss, make_extra, split_batch
 from .model.leaf_plan import leaf_plans
 from .model.packed import Packed
 from .pipeline import Pipeline
 from .spmd.body import shard_key
 from .spmd.entries import mapped
-
-OUTER_WANTS = frozenset({"microbatch", "ctx"})
 
 
 class Phase(enum.Enum):

@@ -14,9 +14,8 @@ from ..arrays import PyTree, summable
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.placement import Placement
+from .calls import OUTER_KEYWORDS, OUTER_WANTS, Function
 from .functions import (
-    OUTER_KEYWORDS,
-    Function,
     Functions,
     Loss,
     make_extra,
@@ -27,7 +26,6 @@ from .slices import time_faults
 from .spread import Cuts, Spread
 
 Call: TypeAlias = Callable[..., Any]
-_OUTER_WANTS = frozenset({"microbatch", "ctx"})
 _AXIS = "pipe"  # the name of the pipe axis that a spread function finds in `Model.loss`
 
 
@@ -391,7 +389,7 @@ class _Plain:
             "first",
             first is not None and first.spread,
             (),
-            self._extra(0, index, _OUTER_WANTS),
+            self._extra(0, index, OUTER_WANTS),
         )
         x, more, both = self._run_stages(x, index, both)
         count = self._count()
@@ -400,7 +398,7 @@ class _Plain:
             "last",
             last is not None and last.spread,
             x,
-            self._extra(count - 1, index, _OUTER_WANTS),
+            self._extra(count - 1, index, OUTER_WANTS),
         )
         return both, (loss + more, aux)
 

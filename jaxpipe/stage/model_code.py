@@ -20,7 +20,8 @@ from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import Atom, every_equation, reads
 from ..jaxprs.flatten import flatten
 from ..lowering.slots import Offload
-from ..model.functions import OTHER_MESH, SHARDINGS, Functions, StageOutput, make_extra
+from ..model.calls import OTHER_MESH, OUTER_WANTS, SHARDINGS
+from ..model.functions import Functions, StageOutput, make_extra
 from ..model.leaf_plan import LeafPlan, leaf_plans
 from ..model.settings import names_of
 from ..program.ir import Program
@@ -110,7 +111,6 @@ class ModelCode:
     first: StageCode
     last: LastCode | None
     program: Program
-    outer_wants: frozenset[str]
 
     @property
     def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
@@ -156,9 +156,8 @@ def trace_model(
 ) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
     functions = replace(job.functions.for_batch(batch), in_place=True)
-    outer_wants = frozenset({"microbatch", "ctx"})
     index = jnp.int32(0)
-    outer = make_extra(batch, rng, index, index, outer_wants, functions.slices)
+    outer = make_extra(batch, rng, index, index, OUTER_WANTS, functions.slices)
     shared_uses = _uses(shared, leaf_plans(job.plans["shared"]))
     first_uses = _uses(first, leaf_plans(job.plans["first"])) + shared_uses
     if functions.spreads_first:
@@ -203,9 +202,7 @@ def trace_model(
     offloads = job.training and any(code.offloads for code in codes)
     plan = replace(job.plan, offload=Offload.RESIDUALS) if offloads else job.plan
     program = verify(plan.program(longest([code.liveness for code in codes])))
-    return ModelCode(
-        codes, tuple(kind_of), tuple(wants), first_code, last_code, program, outer_wants
-    )
+    return ModelCode(codes, tuple(kind_of), tuple(wants), first_code, last_code, program)
 
 
 def _form(tree: PyTree) -> Any:
