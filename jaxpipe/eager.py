@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Params, PyTree, summable, wider
+from .arrays import Params, PyTree, stacked, summable, wider, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
 from .model.functions import Loss, StageOutput, make_extra
@@ -358,7 +358,7 @@ def _frozen(tree: PyTree, plans: list[LeafPlan]) -> PyTree:
 
 
 def _or_zeros(tree: PyTree, shapes: PyTree) -> PyTree:
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes) if tree is None else tree
+    return zeros_of(shapes) if tree is None else tree
 
 
 def _or_no_gradient(tree: PyTree, shapes: PyTree) -> PyTree:
@@ -383,8 +383,7 @@ def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
     """
     if job.outputs:
         every = [aux["metrics"] for shard in shards for aux in shard.aux]
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
-        joined = shards[0].functions.join(stacked)
+        joined = shards[0].functions.join(stacked(every))
         whole = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), joined)
         return {"outputs": whole, "state": _merged_state(job, shards)}
     found: dict[str, Any] = {"state": _merged_state(job, shards)}

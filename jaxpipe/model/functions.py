@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, summable
+from ..arrays import PyTree, summable, zeros_of
 from ..errors import PipelineError
 from .calls import Context, Function
 from .slices import CacheLedger, Ledger, Positioned, join_slices, slice_length, split_slices
@@ -296,7 +296,7 @@ class Functions:
                 "inferred from the number 0; give jaxpipe.Model(..., "
                 "carry=function(stage_params, x) -> the first carry)"
             ) from error
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        return zeros_of(shapes)
 
     def _carry(self, first: PyTree, given: PyTree, extra: dict[str, PyTree]) -> PyTree:
         """The carry of a slice: that of the slice before, or the first one."""

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, summable
+from ..arrays import PyTree, summable, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.placement import Placement
@@ -377,7 +377,7 @@ class _Plain:
         if self.slices == 1:
             return state, ()
         (_, carried), _ = jax.eval_shape(self.microbatch, (state, ()), jnp.int32(0))
-        return state, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), carried)
+        return state, zeros_of(carried)
 
     def microbatch(self, both: PyTree, index: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
         """State, what passes between slices, and the number of a microbatch -> both after it,
