@@ -110,6 +110,7 @@ OUTER_KEYWORDS = ("ctx", "shared", "training")
 
 
 OTHER_MESH = "should match the mesh of sharding"
+OTHER_SHARD_MAP = "should match the mesh passed to shard_map"
 _SPLIT = (
     "the pipe axis and the data axes are manual inside a pipeline's functions, and other axes are "
     "the partitioner's"
@@ -119,11 +120,12 @@ SHARDINGS = {
     "can only refer to Auto axes": "constrains the sharding of an array by a mesh axis that is "
     "not left to the partitioner: inside a pipeline's functions the pipe axis and data_axes are "
     "manual (each device has its own stage and rows), so a PartitionSpec names others only, by "
-    "itself or in a NamedSharding of `pipe.mesh`",
+    "itself or in a NamedSharding of `pipe.mesh`. Remove the pipe axis and the data axes from it; "
+    "without other axes, remove the call",
     OTHER_MESH: f"constrains the sharding of an array on a mesh of its own: {_SPLIT}. Give "
     "with_sharding_constraint a PartitionSpec without a mesh, and remove the pipe axis and the "
     "data axes from it",
-    "should match the mesh passed to shard_map": f"calls jax.shard_map with a mesh of its own: "
+    OTHER_SHARD_MAP: "calls jax.shard_map with a mesh of its own, or over a manual axis: "
     f"{_SPLIT}. Remove mesh=, name only the partitioner's axes in axis_names= and in the specs, "
     "and call the function without shard_map where it needs the data axes alone",
     "cannot contain axis names that are of type Auto or Manual": "gives an array an explicit "
@@ -260,7 +262,13 @@ class Function:
         mesh = jax.sharding.get_abstract_mesh()
         inside = jax.sharding.AxisType.Manual in mesh.axis_types
         for leaf in jax.tree.leaves(found) if inside else ():
-            own = getattr(getattr(leaf, "aval", None), "sharding", None)
+            aval = getattr(leaf, "aval", None)
+            own = getattr(aval, "sharding", None)
+            if varying := getattr(getattr(aval, "manual_axis_type", None), "varying", ()):
+                raise PipelineError(
+                    f"`{self.name}` {SHARDINGS[OTHER_SHARD_MAP]} (it returns an array that varies "
+                    f"over {', '.join(sorted(varying))})"
+                )
             if own is not None and not own.mesh.empty and own.mesh != mesh:
                 raise PipelineError(
                     f"`{self.name}` {SHARDINGS[OTHER_MESH]} (it returns an array on {own.mesh})"

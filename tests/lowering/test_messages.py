@@ -79,6 +79,11 @@ def mapped(x: Any) -> Any:
     return jax.shard_map(lambda x: 2 * x, mesh=mesh_of(P), in_specs=spec, out_specs=spec)(x)
 
 
+def mapped_over_a_manual_axis(x: Any) -> Any:
+    spec = PartitionSpec("pipe")
+    return jax.shard_map(lambda x: 2 * x, in_specs=spec, out_specs=spec)(x)
+
+
 def retyped(x: Any) -> Any:
     return jax.sharding.auto_axes(lambda x: 2 * x, out_sharding=PartitionSpec("pipe"))(x)
 
@@ -89,6 +94,11 @@ def retyped(x: Any) -> Any:
         (of_a_mesh, "remove the pipe axis and the data axes"),
         (lambda x: jnp.sum(of_a_mesh(x)) * x, "remove the pipe axis and the data axes"),
         (mapped, "`stage` calls jax.shard_map with a mesh of its own.*Remove mesh="),
+        (mapped_over_a_manual_axis, "over a manual axis.*Remove mesh=.*varies over pipe"),
+        (
+            lambda x: lax.with_sharding_constraint(x, PartitionSpec("pipe")),
+            "Remove the pipe axis and the data axes.*remove the call",
+        ),
         (retyped, "Remove jax.sharding.auto_axes and explicit_axes"),
         (lambda x: jax.reshard(x, PartitionSpec("pipe")), "Remove jax.reshard and out_sharding="),
         (
