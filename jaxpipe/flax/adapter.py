@@ -25,6 +25,30 @@ T = TypeVar("T", bound="FlaxModel")
 
 
 @dataclass(frozen=True)
+class Form:
+    """The settings of a model of blocks.
+
+    Attributes:
+        num_stages, layout: how blocks are cut into stages, in one of the two ways.
+        rules, stage_loss, ignore, contract: as `from_nnx` takes them.
+    """
+
+    num_stages: int | None
+    layout: Layout | str | None
+    rules: Mapping[str, Any] | None
+    stage_loss: bool
+    ignore: Sequence[str]
+    contract: Mapping[str, Any]
+
+    def check(self, name: str) -> None:
+        """PipelineError unless blocks are cut into stages in one of the two ways."""
+        if (self.layout is None) == (self.num_stages is None):
+            raise PipelineError(
+                f"give {name} either num_stages=, for stages of equal size, or {_LETTERS}"
+            )
+
+
+@dataclass(frozen=True)
 class FlaxModel:
     """A model of flax modules as a pipeline takes it.
 
@@ -68,36 +92,28 @@ def adapt(
     kind: type[T],
     blocks: Sequence[Unit],
     *,
-    stack: bool,
     ends: Mapping[str, Unit],
-    num_stages: int | None,
-    layout: Layout | str | None,
-    kind_of: Callable[[Unit], Any],
-    difference: Callable[[Unit, Unit], str],
-    rules: Mapping[str, Any] | None,
-    stage_loss: bool,
-    contract: Mapping[str, Any],
+    form: Form,
+    stack: bool = False,
 ) -> T:
     """The model of blocks.
 
     Args:
         kind: of model that is made.
         blocks: in order; one whose variables have a leading axis of blocks with `stack`.
-        stack: see above.
         ends: `first`, `last` and `shared`, where there are any.
-        num_stages, layout: how blocks are cut into stages, in one of the two ways.
-        kind_of: of a block, what must be equal for two blocks to run the same code.
-        difference: says what differs between two blocks.
-        rules, stage_loss, contract: as `from_nnx` takes them.
+        form: the settings.
+        stack: see above.
 
     Raises:
         PipelineError: blocks do not divide into stages, are unlike, or keep state under letters.
     """
+    layout, num_stages, stage_loss = form.layout, form.num_stages, form.stage_loss
     count = _stack_size(blocks[0]) if stack else len(blocks)
-    kinds = [0] * count if stack else [kind_of(block) for block in blocks]
+    kinds = [0] * count if stack else [block.kind(form.ignore) for block in blocks]
 
     def unlike(i: int, j: int) -> str:
-        return difference(blocks[i], blocks[j])
+        return blocks[i].difference(blocks[j])
 
     if layout is not None:
         if stack:
@@ -131,21 +147,15 @@ def adapt(
     params |= {key: unit.params for key, unit in ends.items()}
     state = stages_of([block.state for block in blocks])
     specs = {
-        key: mesh_specs(unit.specs, unit.params, rules, lead=lead, stack=stack)
+        key: mesh_specs(unit.specs, unit.params, form.rules, lead=lead, stack=stack)
         for key, unit in units.items()
     }
     specs = {"stages": specs.get("", specs)} | {
-        key: mesh_specs(unit.specs, unit.params, rules, lead=0, stack=False)
+        key: mesh_specs(unit.specs, unit.params, form.rules, lead=0, stack=False)
         for key, unit in ends.items()
     }
-    frozen = {
-        "/".join(name for name in ("stages", key, path) if name)
-        for key, unit in units.items()
-        for path in unit.frozen
-    }
-    frozen |= {f"{key}/{path}" for key, unit in ends.items() for path in unit.frozen}
-    how: dict[str, Any] = {"stage_loss": stage_loss, **contract}
-    if frozen:
+    how: dict[str, Any] = {"stage_loss": stage_loss, **form.contract}
+    if frozen := _frozen_paths(units, ends):
         how["frozen"] = lambda path, _leaf: path in frozen
     outer: dict[str, Any] = {
         key: _end_function(ends[key], key, takes, count + number, shared)
@@ -179,12 +189,14 @@ def adapt(
     )
 
 
-def check_cut(name: str, num_stages: int | None, layout: Layout | str | None) -> None:
-    """PipelineError unless blocks are cut into stages in one of the two ways."""
-    if (layout is None) == (num_stages is None):
-        raise PipelineError(
-            f"give {name} either num_stages=, for stages of equal size, or {_LETTERS}"
-        )
+def _frozen_paths(units: Mapping[str, Unit], ends: Mapping[str, Unit]) -> set[str]:
+    """The canonical paths of parameters that are not trained."""
+    frozen = {
+        "/".join(name for name in ("stages", key, path) if name)
+        for key, unit in units.items()
+        for path in unit.frozen
+    }
+    return frozen | {f"{key}/{path}" for key, unit in ends.items() for path in unit.frozen}
 
 
 def _letters_of(layout: Layout | str) -> list[str]:
