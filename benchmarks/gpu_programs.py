@@ -170,10 +170,10 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
     waits = f"{least:.0f}-{most:.0f}" if most > least else f"{least:.0f}"
     on_host = sum(not each.in_graph for each in flat(predicates))
     looped = [each for each in large_moves(program.module) if each.place.in_loop]
-    anew = [each for each in looped if each.move is not Move.SLICE]
-    groups = [[each for each in anew if each.is_carried and each.move in kinds] for kinds in KINDS]
+    made = [each for each in looped if each.move is not Move.SLICE]
+    groups = [[each for each in made if each.is_carried and each.move in kinds] for kinds in KINDS]
     groups += [
-        [each for each in anew if not each.is_carried],
+        [each for each in made if not each.is_carried],
         [each for each in looped if each.move is Move.SLICE],
     ]
     permutes = steady(program.collectives)
@@ -186,7 +186,7 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
         str(on_host),
         waits,
         *map(_group, groups),
-        f"{sum(each.nbytes_a_step for each in anew) / GIB:.2f}",
+        f"{sum(each.nbytes_a_step for each in made) / GIB:.2f}",
         *(f"{sum(each.overlapped for each in those)}/{len(those)}" for those in (permutes, others)),
         f"{program.memory.temp_size_in_bytes / GIB:.2f}",
         f"{program.total_bytes / GIB:.2f}",

@@ -85,7 +85,7 @@ COLUMNS = (
     "remat",
     "M cycles",
     *(purpose.value for purpose in Purpose),
-    "anew",
+    "remade",
     "permutes",
     "padding",
     "temp",
@@ -99,7 +99,7 @@ NOTES = (
     "the share of each purpose in percent",
     "(kernels: custom calls; writes and reads: of slots and rows; copies: transposes and fills "
     "too).  Collectives have no estimates.",
-    "anew: instructions that make a whole array anew which the loops carry or read, of 1 MiB or "
+    "remade: instructions that make a whole array again which the loops carry or read, of 1 MiB or "
     "more (MiB if each is run once).",
     "permutes: of the loop of most trips, those with compute issued between start and done / all.",
     "padding: MiB that tiles add to what the loops carry.  temp, total: GiB of one device; "
@@ -119,7 +119,7 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
     seconds = time.perf_counter() - begin
     cycles = program.cycles
     whole = sum(cycles.values())
-    anew = [
+    made = [
         each
         for each in large_moves_on_tpus(program.module)
         if each.place.in_loop and each.is_carried and each.move is not Move.SLICE
@@ -136,7 +136,7 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
         case.remat.value,
         f"{whole / 1e6:.1f}",
         *(f"{100 * cycles[purpose] / whole:.0f}" for purpose in Purpose),
-        f"{len(anew)} ({sum(each.nbytes for each in anew) / 2**20:.0f})" if anew else "0",
+        f"{len(made)} ({sum(each.nbytes for each in made) / 2**20:.0f})" if made else "0",
         f"{sum(each.overlapped for each in permutes)}/{len(permutes)}",
         f"{program.padding / 2**20:.1f}",
         f"{(program.total_bytes - kept) / GIB:.2f}",

@@ -158,7 +158,7 @@ class Part(Unit):
 
     def write(self, params: PyTree, _state: PyTree) -> None:
         """Set these of the model's variables (nnx)."""
-        unit = replace(self.whole.unit)  # which reads the variables anew
+        unit = replace(self.whole.unit)  # which reads the variables again
         leaves = {**flatten_dict(unit.params), **flatten_dict(params)}
         unit.write(unflatten_dict(leaves), {})
 

@@ -202,6 +202,14 @@ def _linen_calls(pattern: str, count: int, on_block: OnBlock) -> AbstractContext
         number = numbers.get(context.module.path)
         if number is None or context.method_name != "__call__":
             return method(*arguments, **keywords)
+        if context.module.scope.parent is None:
+            block = type(context.module).__name__
+            raise PipelineError(
+                f"{pattern.format(number)} is called inside of a transformation of flax such as "
+                f"nn.remat: make it with {block}(...) instead of nn.remat({block})(...), and with "
+                f"name=f{pattern.replace('{}', '{i}').split('/')[-1]!r}, so that its variables "
+                "keep their names. jaxpipe.Memory(remat=) recomputes blocks"
+            )
         return on_block(number, context.module, arguments, keywords)
 
     found: AbstractContextManager[Any] = nn.intercept_methods(intercept)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ..arrays import PyTree, described, summable
 from ..errors import PipelineError
+from .user_shardings import check_returned, refusal
 
 
 class Context(NamedTuple):
@@ -84,34 +85,6 @@ STAGE_KEYWORDS = ("carry", "ctx", "microbatch", "shared", "state", "training")
 OUTER_KEYWORDS = ("ctx", "shared", "training")
 # the inputs of both that differ by microbatch
 OUTER_WANTS = frozenset({"microbatch", "ctx"})
-
-
-OTHER_MESH = "should match the mesh of sharding"
-OTHER_SHARD_MAP = "should match the mesh passed to shard_map"
-_SPLIT = (
-    "the pipe axis and the data axes are manual inside a pipeline's functions, and other axes are "
-    "the partitioner's"
-)
-# What to remove from a function, by a part of JAX's message.
-SHARDINGS = {
-    "can only refer to Auto axes": "constrains the sharding of an array by a mesh axis that is "
-    "not left to the partitioner: inside a pipeline's functions the pipe axis and data_axes are "
-    "manual (each device has its own stage and rows), so a PartitionSpec names others only, by "
-    "itself or in a NamedSharding of `pipe.mesh`. Remove the pipe axis and the data axes from it; "
-    "without other axes, remove the call",
-    OTHER_MESH: f"constrains the sharding of an array on a mesh of its own: {_SPLIT}. Give "
-    "with_sharding_constraint a PartitionSpec without a mesh, and remove the pipe axis and the "
-    "data axes from it",
-    OTHER_SHARD_MAP: "calls jax.shard_map with a mesh of its own, or over a manual axis: "
-    f"{_SPLIT}. Remove mesh=, name only the partitioner's axes in axis_names= and in the specs, "
-    "and call the function without shard_map where it needs the data axes alone",
-    "cannot contain axis names that are of type Auto or Manual": "gives an array an explicit "
-    f"sharding: {_SPLIT}. Remove jax.reshard and out_sharding=; for an axis of the partitioner "
-    "write jax.lax.with_sharding_constraint(x, PartitionSpec(...))",
-    "Going from `Manual` AxisType": "changes the types of mesh axes: "
-    f"{_SPLIT}. Remove jax.sharding.auto_axes and explicit_axes, and call the function inside "
-    "directly",
-}
 
 
 @dataclass(frozen=True)
@@ -228,28 +201,15 @@ class Function:
                     f"`{self.name}` uses ctx.rng, but the step got no key; pass "
                     "rng=jax.random.key(...)"
                 ) from error
-            if advice := next((a for part, a in SHARDINGS.items() if part in text), None):
-                raise PipelineError(f"`{self.name}` {advice} ({text.splitlines()[0]})") from error
+            if refused := refusal(self.name, error):
+                raise refused from error
             what = "; ".join(described(tree) for tree in arguments)
             error.add_note(
                 f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was "
                 f"traced with ({what})"
             )
             raise
-        mesh = jax.sharding.get_abstract_mesh()
-        inside = jax.sharding.AxisType.Manual in mesh.axis_types
-        for leaf in jax.tree.leaves(found) if inside else ():
-            aval = getattr(leaf, "aval", None)
-            own = getattr(aval, "sharding", None)
-            if varying := getattr(getattr(aval, "manual_axis_type", None), "varying", ()):
-                raise PipelineError(
-                    f"`{self.name}` {SHARDINGS[OTHER_SHARD_MAP]} (it returns an array that varies "
-                    f"over {', '.join(sorted(varying))})"
-                )
-            if own is not None and not own.mesh.empty and own.mesh != mesh:
-                raise PipelineError(
-                    f"`{self.name}` {SHARDINGS[OTHER_MESH]} (it returns an array on {own.mesh})"
-                )
+        check_returned(self.name, found)
         return found
 
 

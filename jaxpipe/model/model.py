@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -146,11 +145,11 @@ class Model:
         return first, last
 
     def changed(self, **fields: Any) -> Model:
-        """The same model with other functions of the stages, or other layers, each a letter."""
-        found = copy(self)
-        for name, value in fields.items():
-            object.__setattr__(found, name, value)
-        return found
+        """The same model with other fields, checked like a new model; PipelineError as for one."""
+        given = {name: getattr(self, name) for name in self.__dataclass_fields__} | fields
+        if self.is_layered:
+            del given["first"], given["last"]  # letters of `stages`
+        return Model(given.pop("stages"), loss=given.pop("contract"), **given)
 
     def functions(self, stages: Sequence[Function]) -> Functions:
         """The functions of a step whose stages run these."""

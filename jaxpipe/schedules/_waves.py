@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from ..engine.costs import Costs, StageCosts
@@ -202,6 +203,29 @@ def _fits(busy: list[tuple[float, float]], at: float, length: float, period: flo
     return all(
         gap >= length - _ROUNDING and gap + took <= period + _ROUNDING for gap, took in after
     )
+
+
+# Of the period with which lives fill the cap, the longest that is tried, and how many there are.
+_SPARSEST, _DENSITIES = 1.4, 20
+
+
+def even_waves(placement: Placement, costs: StageCosts, cap: int) -> Iterator[OrderMaker]:
+    """Waves of many densities in which all forwards take the same time, and all backwards.
+
+    A backward takes as long as a forward, or the geometric mean of that and its own time.  With
+    like times, microbatches meet in a like order on every device and wait less, and a tight cap is
+    kept with a shorter period.
+    """
+    ratio = sum(costs.input_grad) / (sum(costs.forward) or 1)
+    path = path_of(placement)
+    for pace in sorted({1.0, ratio**0.5}):
+        times = (1.0 if kind is Kind.F else pace for kind, _ in path)
+        starts = [0.0, *accumulate(times)]
+        lives = [starts[-1 - s] - starts[s] for s in range(placement.num_stages)]
+        dense = max(sum(lives[s] for s in stages) for stages in placement.stages_of) / cap
+        for step in range(_DENSITIES):
+            period = dense * (1 + (_SPARSEST - 1) * step / (_DENSITIES - 1))
+            yield partial(repeated, placement, starts[:-1], period)
 
 
 def fitted(

@@ -30,7 +30,7 @@ from ._beam import improved, rows_of
 from ._list_scheduling import Instance, ListSchedule
 from ._orders import turn_order, zbv_order
 from ._rows import schedule_of
-from ._waves import Order, OrderMaker, best_of, cost_waves, packed_orders, shortest
+from ._waves import Order, OrderMaker, best_of, cost_waves, even_waves, packed_orders, shortest
 from .dualpipe import dualpipev
 from .loop import (
     gpipe,
@@ -130,18 +130,21 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
     found: list[tuple[ListSchedule, Placement]] = []
     for cap, place in product(caps, wanted.places):
         stages = costs.for_stages(place.num_stages)
-        makers = [*_known_orders(place, wanted.microbatches), *cost_waves(place, stages, cap)]
+        groups = [[*_known_orders(place, wanted.microbatches), *cost_waves(place, stages, cap)]]
         if place.num_chunks > 2 and cap < place.num_stages:
-            makers += packed_orders(place, stages, cap)
+            groups[0] += packed_orders(place, stages, cap)
+            # By themselves: a forecast may prefer the wrong ones of so many.
+            groups.append([*even_waves(place, stages, cap)])
         if wanted.slices > 1:
-            makers = [partial(_sliced_order, maker, wanted.slices) for maker in makers]
+            groups = [[partial(_sliced_order, m, wanted.slices) for m in group] for group in groups]
             factors = costs.slice_factors or (1,) * wanted.slices
             stages = replace(costs, slice_factors=factors).for_stages(place.num_stages)
         instance = Instance(place, stages, wanted.microbatches, wanted.costs.release)
-        best = best_of(makers, instance, cap)
-        if best is None:
+        tables = [best for group in groups if (best := best_of(group, instance, cap)) is not None]
+        if not tables:
             assert wanted.slices > 1, "one microbatch after the other fits any cap"
             continue
+        best = min(tables, key=lambda f: (f.makespan, f.peak))
         found.append((best, place))
         if wanted.slices == 1 and best.makespan <= bound_of(_shop(wanted, place, costs)):
             break

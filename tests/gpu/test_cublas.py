@@ -19,7 +19,7 @@ MERGED = {"xla_gpu_dot_merger_threshold_mb": "64"}
 
 
 def moved(program: GpuProgram) -> int:
-    """Bytes of what loops make anew, a step."""
+    """Bytes of what loops make again, a step."""
     moves = [each for each in large_moves(program.module) if each.place.in_loop]
     return sum(each.nbytes_a_step for each in moves if each.move is not Move.SLICE)
 

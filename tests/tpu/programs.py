@@ -74,9 +74,9 @@ def read(lowered: Any) -> TpuProgram:
     return TpuProgram.of(lowered.compile())
 
 
-def made_anew(program: TpuProgram) -> list[LargeMove]:
+def made_again(program: TpuProgram) -> list[LargeMove]:
     """Whole arrays that a loop carries or reads, larger than what stages hand on, that it makes
-    anew.
+    again.
     """
     moves = (each for each in large_moves_on_tpus(program.module) if each.place.in_loop)
     return [
@@ -98,10 +98,10 @@ def copied_after(program: TpuProgram) -> list[LargeMove]:
 
 
 def check(program: TpuProgram) -> None:
-    """No pool, accumulator or stack is made anew in a loop, and no accumulator after it; permutes
+    """No pool, accumulator or stack is made again in a loop, and no accumulator after it; permutes
     run beside compute, and under no predicate.
     """
-    assert [str(each) for each in (*made_anew(program), *copied_after(program))] == []
+    assert [str(each) for each in (*made_again(program), *copied_after(program))] == []
     permutes = [each for each in program.collectives if each.kind == "collective-permute"]
     assert permutes
     assert [str(each) for each in permutes if each.place.guarded] == []
