@@ -79,8 +79,7 @@ def stack(modules: Sequence[Any]) -> tuple[PyTree, Rebuild]:
     faults = [
         f"module {n} {fault}" for n, one in enumerate(modules) for fault in _faults(modules[0], one)
     ]
-    if faults:
-        raise PipelineError.listing("stack: modules differ in more than their arrays", faults)
+    PipelineError.refuse("stack: modules differ in more than their arrays", faults)
     every, rebuilds = zip(*map(split, modules), strict=True)
     return stacked(every), rebuilds[0]
 

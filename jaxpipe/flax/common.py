@@ -149,8 +149,7 @@ def end_units(first: Any, last: Any, unit: Callable[[str, End], Unit]) -> dict[s
             f"{name}= is {given}; write {name}=End({first}, lambda {takes}: ...), the module and "
             "how it is called"
         )
-    if faults:
-        raise PipelineError("\n".join(faults), tuple(faults))
+    PipelineError.refuse("", faults)
     return {name: unit(f"`{name}`", end) for name, end in ends.items()}
 
 

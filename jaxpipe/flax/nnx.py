@@ -330,5 +330,4 @@ def check_distinct(blocks: Sequence[Any], ends: Mapping[str, Unit]) -> None:
                     f"{before[0]} and {owner} hold the same variable, {before[1]} and {name}; "
                     "give its module as shared="
                 )
-    if faults:
-        raise PipelineError.listing("parts share variables", faults)
+    PipelineError.refuse("parts share variables", faults)

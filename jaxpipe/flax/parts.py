@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from .common import Unit
 OnBlock: TypeAlias = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
 Watch: TypeAlias = Callable[[OnBlock], AbstractContextManager[Any]]
 Leaves: TypeAlias = "dict[tuple[Any, ...], Any]"  # of nested dicts, by path
+
+
+_FAULTY = "the model cannot be split at its blocks"
 
 
 class _Reached(Exception):
@@ -169,6 +172,35 @@ class Parts:
     call: Callable[..., Any]  # of a block
 
 
+class _BlockCall(NamedTuple):
+    """A call of a block while the model is traced."""
+
+    number: int
+    block: Any
+    x: PyTree
+    more: tuple[tuple[Any, ...], dict[str, Any]]  # arguments after x, and keywords
+
+
+def _call_faults(calls: Sequence[_BlockCall], outs: Sequence[PyTree], pattern: str) -> list[str]:
+    """Calls that are not one of each block in order, each with the result of the one before."""
+    if [one.number for one in calls] != list(range(len(outs))):
+        order = ", ".join(pattern.format(one.number) for one in calls)
+        return [f"it calls {order}, and not each of the {len(outs)} blocks once, in order"]
+    faults = [
+        f"{pattern.format(i)} is not called with what {pattern.format(i - 1)} returned: "
+        "move what is between them into a block, and take nn.remat off blocks "
+        "(jaxpipe.Memory(remat=) recomputes them)"
+        for i, one in enumerate(calls)
+        if i and not _same(one.x, outs[i - 1])
+    ]
+    return faults + [
+        f"{pattern.format(i)} is called with other arguments than {pattern.format(0)}: make "
+        "them attributes of the blocks"
+        for i, one in enumerate(calls)
+        if not _same(one.more, calls[0].more)
+    ]
+
+
 def parts_of(whole: Whole, pattern: str, batch: PyTree, count: int) -> Parts:
     """What comes before and after the blocks, by what a trace of the model reads; PipelineError
     for a model that cannot be split, with all faults.
@@ -185,36 +217,19 @@ def parts_of(whole: Whole, pattern: str, batch: PyTree, count: int) -> Parts:
         shapes,
         key,
     )
-    calls: list[tuple[int, Any, Any, Any]] = []
+    calls: list[_BlockCall] = []
 
     def traced(leaves: list[Any], microbatch: PyTree, key: Any, outs: list[PyTree]) -> Any:
         calls.clear()
 
         def on_block(i: int, block: Any, arguments: Any, keywords: Any) -> Any:
-            calls.append((i, block, arguments[0], (arguments[1:], keywords)))
+            calls.append(_BlockCall(i, block, arguments[0], (arguments[1:], keywords)))
             return outs[i]
 
         known = dict(zip(paths, leaves, strict=True))
         out = whole.run(known, microbatch, key, on_block, training=True)
-        faults = [
-            f"{pattern.format(i)} is not called with what {pattern.format(i - 1)} returned: "
-            "move what is between them into a block, and take nn.remat off blocks "
-            "(jaxpipe.Memory(remat=) recomputes them)"
-            for i, _, x, _ in calls
-            if i and not _same(x, outs[i - 1])
-        ]
-        faults += [
-            f"{pattern.format(i)} is called with other arguments than {pattern.format(0)}: make "
-            "them attributes of the blocks"
-            for i, _, _, extra in calls
-            if not _same(extra, calls[0][3])
-        ]
-        if [i for i, *_ in calls] != list(range(count)):
-            order = ", ".join(pattern.format(i) for i, *_ in calls)
-            faults = [f"it calls {order}, and not each of the {count} blocks once, in order"]
-        if faults:
-            raise PipelineError.listing("the model cannot be split at its blocks", faults)
-        return calls[0][2], _arrays(calls[0][3]), out
+        PipelineError.refuse(_FAULTY, _call_faults(calls, outs, pattern))
+        return calls[0].x, _arrays(calls[0].more), out
 
     closed, (x_out, extra, _) = jax.make_jaxpr(traced, return_shape=True)(
         abstract, shapes, key, [x] * count
@@ -226,24 +241,22 @@ def parts_of(whole: Whole, pattern: str, batch: PyTree, count: int) -> Parts:
         _any(reads[ends : ends + numbers]),
         _any(reads[ends + numbers :]),
     )
-    leading = len(paths) + len(jax.tree.leaves(shapes)) + 1
-    width = len(jax.tree.leaves(x))
+    leading, width = len(paths) + len(jax.tree.leaves(shapes)) + 1, len(jax.tree.leaves(x))
     faults = [
         f"what {pattern.format(i)} returns is also used after the blocks; only the last block's "
         "result may be: let x be a tuple that carries it"
         for i in range(count - 1)
         if after >> (leading + i * width) & ((1 << width) - 1)
     ]
-    made_of = [p for n, p in enumerate(paths) if between >> n & 1]
     faults += [
         f"the blocks take an array that is made from the parameter {'/'.join(map(str, path))!r}: "
         "let x be a tuple that carries it"
-        for path in made_of
+        for n, path in enumerate(paths)
+        if between >> n & 1
     ]
     if between >> (leading - 1) & 1:
         faults.append("the blocks take an array of random numbers: let x be a tuple that has it")
-    if faults:
-        raise PipelineError.listing("the model cannot be split at its blocks", faults)
+    PipelineError.refuse(_FAULTY, faults)
     first = {path for n, path in enumerate(paths) if before >> n & 1}
     last = {path for n, path in enumerate(paths) if after >> n & 1 or not before >> n & 1}
     tied = frozenset(first & last)
@@ -254,7 +267,7 @@ def parts_of(whole: Whole, pattern: str, batch: PyTree, count: int) -> Parts:
     parts = {"first": part("`first`", first - tied), "last": part(pattern, last - tied, after=True)}
     if tied:
         parts["shared"] = part("`shared`", set(tied))
-    return Parts(parts, [block for _, block, *_ in calls], _call(whole, shapes, arrays=numbers > 0))
+    return Parts(parts, [one.block for one in calls], _call(whole, shapes, arrays=numbers > 0))
 
 
 def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> Callable[..., Any]:
