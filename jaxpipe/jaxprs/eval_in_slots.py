@@ -265,11 +265,12 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
     rows_only = {eqn.invars[0] for eqn in jaxpr.eqns if _made(eqn) in appended}
     whole = _read_whole(jaxpr) - rows_only - {each.held for each in added.values()}
     late = _read_late(run, whole) if alone else set()
-    env.update((v, env[v].load()) for v in whole - late if isinstance(env.get(v), _LAZY))
+    first = [v for v in jaxpr.invars if v in whole and v not in late]
+    env.update((v, env[v].load()) for v in first if isinstance(env[v], _LAZY))
     newest: Any = None  # the last large array that was computed from one of these
     after: set[core.Var] = set(late)  # what depends on one of these
     for eqn in jaxpr.eqns:
-        for v in late.intersection(variables(eqn.invars)):
+        for v in [v for v in dict.fromkeys(variables(eqn.invars)) if v in late]:
             late.discard(v)
             slot = env[v]
             if newest is not None:
