@@ -42,6 +42,7 @@ QUICK = (
     "tests/models",
     "tests/parity/test_loss_contract.py",
     "tests/table/test_cli.py",
+    "tests/table/test_cli_check.py",
     "tests/table/test_render.py",
 )
 

@@ -283,27 +283,28 @@ class Checkpoints:
 
     def _read(self, step: int, target: PyTree, like: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The state of a step; DamagedCheckpointError where its files cannot be read."""
-        try:
+        with self._reading(step):
             stored = self._manager.restore(
                 step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
             )["about"]["leaves"]
-        except Exception as error:  # what a damaged file makes orbax raise depends on the file
-            raise self._damage(step, error) from error
         self._check(step, _leaves(target), stored)
-        try:
+        with self._reading(step):
             found = self._manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))
             )["state"]
-        except Exception as error:
-            raise self._damage(step, error) from error
         return self._portable.placed(found, like)
 
-    def _damage(self, step: int, error: Exception) -> DamagedCheckpointError:
-        text = (str(error).strip().splitlines() or [""])[0][:200]
-        return DamagedCheckpointError(
-            f"the checkpoint of step {step} in {self._folder} is damaged and cannot be read "
-            f"({type(error).__name__}: {text})"
-        )
+    @contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Where reading may fail; what a damaged file makes orbax raise depends on the file."""
+        try:
+            yield
+        except Exception as error:
+            text = (str(error).strip().splitlines() or [""])[0][:200]
+            raise DamagedCheckpointError(
+                f"the checkpoint of step {step} in {self._folder} is damaged and cannot be read "
+                f"({type(error).__name__}: {text})"
+            ) from error
 
     def _step(self, step: int | None) -> int:
         """The step to restore."""

@@ -17,7 +17,7 @@ from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
 from ..model.layers import EMBEDDING, LOSS
 from ..model.model import Model
-from .common import Unit, mesh_specs, names_axes, with_keywords, with_loss
+from .common import Call, Unit, mesh_specs, names_axes, with_keywords, with_loss
 
 _MOST_SHOWN = 4  # shapes in a message
 _LETTERS = "layout=, the letters of each stage"
@@ -342,22 +342,23 @@ def _divided(leaf: Any, num_stages: int) -> Any:
     return leaf.reshape(shape)
 
 
-def _key_of(unit: Unit, ctx: Any, number: Any) -> Any:
-    """A key for the block with this number in the whole model, or None.  It is the same however
-    blocks are put into stages.
+def _call(
+    unit: Unit,
+    arguments: tuple[PyTree, ...],
+    number: Any,
+    shared: Unit | None,
+    given: Mapping[str, Any],
+) -> Call:
+    """The call of the unit with this number in the whole model: its key, which is the same however
+    blocks are put into stages, and the user's keywords, with shared parameters as modules.
     """
-    if not unit.random or ctx is None or ctx.microbatch_rng is None:
-        return None
-    return jax.random.fold_in(ctx.microbatch_rng, number)
-
-
-def _keywords(unit: Unit, shared: Unit | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of the user's function; shared parameters as modules."""
-    found = {name: given[name] for name in unit.wants}
-    if "shared" in found and shared is not None:
-        training = given.get("training", True)
-        found["shared"] = shared.build(found["shared"], shared.state, None, training=training)
-    return found
+    ctx, training = given.get("ctx"), given.get("training", True)
+    common = ctx.microbatch_rng if unit.random and ctx is not None else None
+    keywords = {name: given[name] for name in unit.wants}
+    if "shared" in keywords and shared is not None:
+        keywords["shared"] = shared.build(keywords["shared"], shared.state, None, training=training)
+    key = None if common is None else jax.random.fold_in(common, number)
+    return Call(arguments, key, keywords, training)
 
 
 def _taken(unit: Unit) -> frozenset[str]:
@@ -371,15 +372,7 @@ def _end_function(
     """`first` or `last`; its variables that are no parameters are constants."""
 
     def function(params: PyTree, *arguments: Any, **given: Any) -> Any:
-        out, _ = unit.run(
-            params,
-            unit.state,
-            arguments,
-            _key_of(unit, given.get("ctx"), number),
-            keywords=_keywords(unit, shared, given),
-            training=given.get("training", True),
-        )
-        return out
+        return unit.run(params, unit.state, _call(unit, arguments, number, shared, given))[0]
 
     return with_keywords(function, ("params", *takes), _taken(unit) - {"microbatch"}, name)
 
@@ -396,14 +389,7 @@ def _run_block(
     stage_loss: bool,
 ) -> tuple[PyTree, Any, PyTree]:
     """x, the loss (None without `stage_loss`) and the state after a block."""
-    out, new = unit.run(
-        params,
-        state,
-        (x,),
-        _key_of(unit, given.get("ctx"), number),
-        keywords=_keywords(unit, shared, given),
-        training=given["training"],
-    )
+    out, new = unit.run(params, state, _call(unit, (x,), number, shared, given))
     return *with_loss(unit.name, out, stage_loss=stage_loss), new
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -31,6 +31,15 @@ class End:
     modules: Any
     call: Callable[..., Any]
     variables: Any = None
+
+
+class Call(NamedTuple):
+    """A call of a unit, besides its variables."""
+
+    arguments: tuple[PyTree, ...]
+    key: Any  # of random numbers, or None
+    keywords: Mapping[str, Any]
+    training: bool
 
 
 @dataclass(frozen=True)
@@ -87,16 +96,7 @@ class Unit:
         """The modules with these variables in them; they draw from `key`."""
         raise NotImplementedError
 
-    def run(
-        self,
-        params: PyTree,
-        state: PyTree,
-        arguments: Sequence[PyTree],
-        key: Any,
-        *,
-        keywords: Mapping[str, Any],
-        training: bool,
-    ) -> tuple[Any, PyTree]:
+    def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
         """The result of a call, and the state after it.
 
         Raises:
@@ -104,11 +104,11 @@ class Unit:
         """
         raise NotImplementedError
 
-    def called(self, modules: Any, arguments: Sequence[PyTree], keywords: Mapping[str, Any]) -> Any:
+    def called(self, modules: Any, call: Call) -> Any:
         """The call."""
         if self.call is None:
-            return modules(*arguments, **keywords)
-        return self.call(modules, *arguments, **keywords)
+            return modules(*call.arguments, **call.keywords)
+        return self.call(modules, *call.arguments, **call.keywords)
 
     def no_key(self, error: Exception) -> PipelineError:
         """The error for random numbers without a key."""

@@ -15,7 +15,7 @@ from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import FlaxModel, Form, adapt
-from .common import End, Unit, end_units
+from .common import Call, End, Unit, end_units
 
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 # Collections that a call never writes: `Module.perturb` adds nothing where it may not.
@@ -93,21 +93,12 @@ class LinenUnit(Unit):
 
         return _each(bound, self.modules, params, state)
 
-    def run(
-        self,
-        params: PyTree,
-        state: PyTree,
-        arguments: Sequence[PyTree],
-        key: Any,
-        *,
-        keywords: Mapping[str, Any],
-        training: bool,
-    ) -> tuple[Any, PyTree]:
+    def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
         """A call on the bound modules."""
-        modules = self.build(params, state, key, training=training)
+        modules = self.build(params, state, call.key, training=call.training)
         try:
             with nn.intercept_methods(_without_metadata):
-                out = self.called(modules, arguments, keywords)
+                out = self.called(modules, call)
         except errors.InvalidRngError as error:
             raise self.no_key(error) from error
         except errors.ModifyScopeVariableError as error:

@@ -15,7 +15,7 @@ from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import FlaxModel, Form, adapt
-from .common import End, Unit, end_units
+from .common import Call, End, Unit, end_units
 
 MODES = {"deterministic": True, "use_running_average": True}  # what `nnx.Module.eval` sets
 
@@ -117,22 +117,13 @@ class NnxUnit(Unit):
         own = None if key is None else jax.random.fold_in(key, number)
         return own if own is None or not shape else jax.random.split(own, shape)
 
-    def run(
-        self,
-        params: PyTree,
-        state: PyTree,
-        arguments: Sequence[PyTree],
-        key: Any,
-        *,
-        keywords: Mapping[str, Any],
-        training: bool,
-    ) -> tuple[Any, PyTree]:
+    def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
         """A call on the modules with these variables."""
-        modules = self.build(params, state, key, training=training)
+        modules = self.build(params, state, call.key, training=call.training)
         try:
-            out = self.called(modules, arguments, keywords)
+            out = self.called(modules, call)
         except TypeError as error:
-            if self.random and key is None and "NoneType" in str(error):
+            if self.random and call.key is None and "NoneType" in str(error):
                 raise self.no_key(error) from error
             raise
         return out, self._after(modules, state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from ..arrays import PyTree, zeros_of
 from ..errors import PipelineError
 from ..model.own_rules import inputs_of
-from .common import Unit
+from .common import Call, Unit
 
 # What a call of block i does: (i, block, arguments, keywords) -> x.
 OnBlock: TypeAlias = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -52,17 +52,10 @@ class Whole:
             path: leaves[path] if path in leaves else zeros_of(leaf)
             for path, leaf in self.leaves.items()
         }
-        takes_training = "training" in self.unit.wants
+        keywords = {"training": training} if "training" in self.unit.wants else {}
+        call = Call((microbatch,), key, keywords, training)
         with self.watch(on_block):
-            out, _ = self.unit.run(
-                unflatten_dict(params),
-                self.unit.state,
-                (microbatch,),
-                key,
-                keywords={"training": training} if takes_training else {},
-                training=training,
-            )
-        return out
+            return self.unit.run(unflatten_dict(params), self.unit.state, call)[0]
 
     def reach(self, leaves: Leaves, microbatch: PyTree, key: Any, *, training: bool) -> _Reached:
         """The arguments of the first block."""
@@ -138,23 +131,15 @@ class Part(Unit):
         """The parameters: functions put them into the model themselves."""
         return params
 
-    def run(
-        self,
-        params: PyTree,
-        state: PyTree,
-        arguments: Sequence[PyTree],
-        key: Any,
-        *,
-        keywords: Mapping[str, Any],
-        training: bool,
-    ) -> tuple[Any, PyTree]:
+    def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
         """x before the blocks, or the loss after them."""
-        leaves = {**flatten_dict(params), **flatten_dict(keywords.get("shared", {}))}
+        leaves = {**flatten_dict(params), **flatten_dict(call.keywords.get("shared", {}))}
+        *x, microbatch = call.arguments
         if not self.after:
-            reached = self.whole.reach(leaves, arguments[0], key, training=training)
+            reached = self.whole.reach(leaves, microbatch, call.key, training=call.training)
             return reached.arguments[0], state
-        x, microbatch = arguments
-        return self.whole.run(leaves, microbatch, key, lambda *_: x, training=training), state
+        out = self.whole.run(leaves, microbatch, call.key, lambda *_: x[0], training=call.training)
+        return out, state
 
     def write(self, params: PyTree, _state: PyTree) -> None:
         """Set these of the model's variables (nnx)."""

@@ -4,112 +4,22 @@ second and 100 MB.
 
 from __future__ import annotations
 
-import io
 import json
-import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
-from frugal import quick, small
 
 import jaxpipe as jp
 from jaxpipe import Kind, Schedule, megatron
-from jaxpipe.cli.main import main
 from jaxpipe.errors import listed, quoted
 from jaxpipe.layouts.balance import balanced_layout, even_layout, split_layers
 from jaxpipe.layouts.layout import Layout, check_layout, parse_layout
 from jaxpipe.table.action import parts
-from jaxpipe.table.limits import MAX_DEVICES, MAX_PAIRS, MAX_TEXT
-
-DIGITS = "9" * 5000
-HUGE = 10**5000  # Python refuses to write it out
-FULL_WIDTH = "\uff10F\uff10"  # looks like 0F0
-
-
-def refused(call: Callable[[], object]) -> str:
-    """The message of the error that a call raises, having taken little."""
-    message = ""
-
-    def attempt() -> None:
-        nonlocal message
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with pytest.raises(jp.JaxpipeError) as caught:
-                call()
-        message = str(caught.value)
-
-    assert quick(attempt)
-    assert small(attempt)
-    assert len(message) < 20_000, "a message is for reading"
-    return message
-
-
-def table(**changes: object) -> str:
-    """A JSON table of one action, with changes."""
-    return json.dumps(json.loads(Schedule.from_csv("0F0").to_json()) | changes)
-
-
-SENT = {"num_devices": 2, "stage_to_device": [0, 1], "rows": [["0SEND_F0"], ["1RECV_F0"]]}
-CSV = {
-    "a microbatch of 5,000 digits": (f"0F{DIGITS}", "the microbatch number has 5,000 digits"),
-    "a stage of 5,000 digits": (f"{DIGITS}F0", "the stage number has 5,000 digits"),
-    "a microbatch over 2^63": (
-        f"0F0,0F{2**64}",
-        "line 1, column 2: '0F18446744073709551616' is not an action",
-    ),
-    "a stage over 2^63": (f"0F0,{2**64}F0", "the stage number has 20 digits"),
-    "full-width digits": (FULL_WIDTH, "character 1 must start the stage number"),
-    "Arabic digits": ("0F\u0660", "character 3 must start the microbatch number"),
-    "a lone carriage return": ("0F0\r0B0", "line 1: a carriage return without a line feed"),
-    "a cell of 200 kB": (
-        "0F0\n1F0," + "x" * 200_000,
-        "line 2: a cell has more than 131,072 characters",
-    ),
-    "a cell of 100 kB": ("0F0," + "x" * 100_000, "'... (100,000 characters) is not an action"),
-    "5,000 bad cells": (",".join(["x"] * 5_000), "read no further after 1,000 faults"),
-    "20 bad cells of 100 kB": (",".join(["x" * 100_000] * 20), "line 1, column 20"),
-    "100,000 brackets": ("(" * 100_000, "is not an overlapped pair"),
-    "a million lines": ("0F0\n" + "\n" * 1_000_000, f"more than {MAX_DEVICES:,} lines"),
-    "an open quote": ('0F0,"0B0\n' * 1000, "follows at character 4, where the action ends"),
-}
-JSON = {
-    "a number of 5,000 digits": (
-        table().replace('"num_microbatches": 1', f'"num_microbatches": {DIGITS}'),
-        "thousands of digits",
-    ),
-    "a cell of 5,000 digits": (
-        table(rows=[[f"0F{DIGITS}"]]),
-        "the microbatch number has 5,000 digits",
-    ),
-    "100,000 brackets": ("[" * 100_000, "nested too deeply"),
-    "100,000 braces": ('{"a":' * 100_000, "nested too deeply"),
-    "5,000 bad cells": (table(rows=[["x"] * 5_000]), "read no further after 1,000 faults"),
-    "a long version": (
-        table(version="x" * 1_000_000),
-        "(1,000,000 characters); this jaxpipe reads version 1",
-    ),
-    "a microbatch number over 2^63": (
-        table(num_microbatches=2**64),
-        '"num_microbatches" must be a whole number',
-    ),
-    "a device over 2^63": (table(stage_to_device=[2**64]), '"stage_to_device" must be'),
-    "a device beyond all": (table(stage_to_device=[10**6]), "a table has at most 4,096 devices"),
-    "100,000 stages": (table(stage_to_device=[0] * 100_000), "65,536 are the most"),
-    "no microbatches, but transfers": (
-        table(**SENT, num_microbatches=0),
-        "microbatches from 0 to -1",
-    ),
-    "no stages, but transfers": (
-        table(stage_to_device=[], rows=[["0SEND_F0"]]),
-        "stages go from 0 to -1",
-    ),
-    "no stages": (table(stage_to_device=[]), "stages go from 0 to -1"),
-}
+from jaxpipe.table.limits import MAX_PAIRS, MAX_TEXT
+from tests.excess import CSV, DIGITS, FULL_WIDTH, HUGE, JSON, refused
 
 
 @pytest.mark.parametrize(("text", "message"), CSV.values(), ids=CSV)
@@ -591,151 +501,6 @@ def test_what_is_not_in_a_table_has_no_time():
     ):
         with pytest.raises(KeyError):
             start[key]
-
-
-SHAPE = ("-P", "2", "-M", "2")
-BAD_USAGE = {
-    "microbatches beyond all": (
-        "show 1f1b -P 2 -M 99999999999",
-        f"the nearest that works is microbatches={MAX_PAIRS // 2}",
-    ),
-    "devices beyond all": ("show 1f1b -P 99999999999 -M 2", "at most 4,096 devices"),
-    "chunks beyond all": ("show interleaved_1f1b -P 2 -M 2 -V 99999999999", "ask for fewer chunks"),
-    "auto beyond all": ("show auto -P 2 -M 99999999999", "the nearest that works is"),
-    "a placement beyond all": (
-        "show auto -P 99999999999 -M 2 --option placement=loop",
-        "are too many",
-    ),
-    "every schedule beyond all": ("compare -P 2 -M 99999999999", "left out: zbv cannot be built"),
-    "devices of 5,000 digits": (
-        f"show 1f1b -P {DIGITS} -M 2",
-        "(5,000 characters) is not a whole number",
-    ),
-    "full-width devices": ("show 1f1b -P \uff12 -M 2", "is not a whole number"),
-    "devices with an underscore": ("show 1f1b -P 1_0 -M 2", "is not a whole number"),
-    "forward_only as an option": (
-        "show 1f1b -P 2 -M 2 --option forward_only=true",
-        "write --forward-only",
-    ),
-    "devices as an option": ("show 1f1b -P 2 -M 2 --option devices=3", "write --devices"),
-    "a name as an option": ("show 1f1b -P 2 -M 2 --option name=gpipe", "is the schedule's name"),
-    "a flag as an option, compared": (
-        "compare 1f1b -P 2 -M 2 --option forward_only=true",
-        "write --forward-only",
-    ),
-    "an option twice": (
-        "show auto -P 2 -M 2 --option max_activations=3 --option max_activations=4",
-        "is given twice",
-    ),
-    "100,000 brackets as an option": (
-        f"show auto -P 2 -M 2 --option max_activations={'(' * 100_000}",
-        "max_activations must be",
-    ),
-    "100,000 signs as an option": (
-        f"show auto -P 2 -M 2 --option max_activations={'-' * 100_000}1",
-        "max_activations must be",
-    ),
-    "5,000 digits as an option": (
-        f"show auto -P 2 -M 2 --option max_activations={DIGITS}",
-        "max_activations must be",
-    ),
-    "a placement with a word": (
-        "show auto -P 2 -M 2 --option placement=True,1",
-        "must be loop, vee, or the device of each stage",
-    ),
-    "a placement over 2^63": (
-        f"show auto -P 2 -M 2 --option placement=0,{2**64}",
-        "must be loop, vee, or the device of each stage",
-    ),
-    "a cost of 5,000 digits": (
-        f"simulate 1f1b -P 2 -M 2 --costs {DIGITS},1,1",
-        "forward holds inf",
-    ),
-    "a full-width cost": ("simulate 1f1b -P 2 -M 2 --costs \uff12,1,1", "is not a number"),
-    "a cost that is no number": (
-        "simulate 1f1b -P 2 -M 2 --costs nan,1,1",
-        "'nan' is not a number",
-    ),
-    "a cap of 5,000 digits": (f"check t.csv --max-activations {DIGITS}", "is not a whole number"),
-    "a picture of a light-year": (
-        "show 1f1b -P 2 -M 2 --format svg --width 1e300",
-        "give 320 to 100,000 pixels",
-    ),
-    "a width that is no number": (
-        "show 1f1b -P 2 -M 2 --format svg --width nan",
-        "'nan' is not a number",
-    ),
-    "a file without end": ("check /dev/zero", f"/dev/zero: more than {MAX_TEXT:,} characters"),
-    "a file name with a zero": ("check a\0b.csv", "is not a file name"),
-    "an output name with a zero": ("show 1f1b -P 2 -M 2 -o \0.csv", "is not a file name"),
-    "a title that no file can hold": (
-        "show 1f1b -P 2 -M 2 --format svg --title \udcff",
-        "a picture cannot show",
-    ),
-}
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
-    """Exit status and what was printed, having taken little."""
-    status, printed = 0, io.StringIO()
-
-    def attempt() -> None:
-        nonlocal status
-        printed.seek(printed.truncate(0))
-        monkeypatch.setattr(sys, "stdout", printed)
-        monkeypatch.setattr(sys, "stderr", printed)
-        try:
-            status = main(arguments)
-        except SystemExit as stop:  # argparse's own exit
-            status = stop.code
-
-    assert quick(attempt)
-    assert small(attempt)
-    return status, printed.getvalue()
-
-
-@pytest.mark.parametrize(("line", "message"), BAD_USAGE.values(), ids=BAD_USAGE)
-def test_the_command_line_is_refused(monkeypatch, line, message):
-    if "/dev/" in line and not Path("/dev/zero").exists():
-        pytest.skip("no endless file here")
-    status, printed = run(monkeypatch, *line.split(" "))
-    assert status == 2
-    assert message in printed
-    assert len(printed) < 20_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CSV)
-def test_the_command_line_refuses_the_same_csv(monkeypatch, tmp_path, name):
-    text, message = CSV[name]
-    (tmp_path / "t.csv").write_text(text, encoding="utf-8", newline="")
-    status, printed = run(monkeypatch, "check", str(tmp_path / "t.csv"))
-    # Reading a file turns a lone carriage return into a line's end.
-    assert status == 1
-    assert message in printed or "carriage" in name
-    assert len(printed) < 300_000, "the grid has a line a device"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", JSON)
-def test_the_command_line_refuses_the_same_json(monkeypatch, tmp_path, name):
-    text, message = JSON[name]
-    (tmp_path / "t.json").write_text(text, encoding="utf-8")
-    status, printed = run(monkeypatch, "check", str(tmp_path / "t.json"))
-    assert status == 1
-    assert message in printed
-
-
-def test_text_that_the_terminal_cannot_write_is_no_traceback(monkeypatch, tmp_path):
-    schedule = Schedule.from_rows(Schedule.from_csv("0F0").rows, name="\ud800")
-    (tmp_path / "t.json").write_text(schedule.to_json())
-    monkeypatch.setattr(
-        sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-    )
-    complaints = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", complaints)
-    assert main(["simulate", str(tmp_path / "t.json")]) == 2
-    assert "cannot be written as utf-8" in complaints.getvalue()
 
 
 def test_a_quoted_value_is_short_and_never_fails():
