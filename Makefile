@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # How XLA makes CPU code as shipped; `make test` has flags that compile in half the time (tests/conftest.py).
 SHIPPED := --xla_cpu_use_fusion_emitters=true --xla_backend_optimization_level=3 --xla_cpu_parallel_codegen_split_count=32
 PARALLEL = --numprocesses $(WORKERS) --dist worksteal
-# Without compiled bytecode every process compiles the tests and what they import anew.
+# Without compiled bytecode every process compiles the tests and what they import again.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Results that README and docs cite, those that are out of date: hours, from a clean commit.

@@ -5,5 +5,14 @@ results are in `results/`.
 import os
 import sys
 
-# `make test` installs the plugins that compile for described GPUs and TPUs there.
-sys.path.append(os.path.join(sys.prefix, "compilers"))
+
+def find_compilers() -> None:
+    """Let Python find the plugins that compile for described GPUs and TPUs, where `make test`
+    installs them.
+    """
+    path = os.path.join(sys.prefix, "compilers")
+    if path not in sys.path:
+        sys.path.append(path)
+
+
+find_compilers()

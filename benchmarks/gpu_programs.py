@@ -28,10 +28,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
+from benchmarks.moves import LargeMove, Move, large_moves
 from benchmarks.output import Result, add_output
 from jaxpipe.inspect.collectives import steady
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, count_waits, flat, most_waits
-from jaxpipe.inspect.moves import LargeMove, Move
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
@@ -169,11 +169,11 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
     )
     waits = f"{least:.0f}-{most:.0f}" if most > least else f"{least:.0f}"
     on_host = sum(not each.in_graph for each in flat(predicates))
-    looped = [each for each in program.large_moves if each.place.in_loop]
-    anew = [each for each in looped if each.move is not Move.SLICE]
-    groups = [[each for each in anew if each.is_carried and each.move in kinds] for kinds in KINDS]
+    looped = [each for each in large_moves(program.module) if each.place.in_loop]
+    made = [each for each in looped if each.move is not Move.SLICE]
+    groups = [[each for each in made if each.is_carried and each.move in kinds] for kinds in KINDS]
     groups += [
-        [each for each in anew if not each.is_carried],
+        [each for each in made if not each.is_carried],
         [each for each in looped if each.move is Move.SLICE],
     ]
     permutes = steady(program.collectives)
@@ -186,7 +186,7 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
         str(on_host),
         waits,
         *map(_group, groups),
-        f"{sum(each.nbytes_a_step for each in anew) / GIB:.2f}",
+        f"{sum(each.nbytes_a_step for each in made) / GIB:.2f}",
         *(f"{sum(each.overlapped for each in those)}/{len(those)}" for those in (permutes, others)),
         f"{program.memory.temp_size_in_bytes / GIB:.2f}",
         f"{program.total_bytes / GIB:.2f}",
@@ -205,7 +205,7 @@ def _group(moves: Sequence[LargeMove]) -> str:
 def details(program: GpuProgram) -> Iterator[str]:
     """Each predicate, large copy in a loop, and collective, a line each."""
     yield from (f"  {each}" for each in flat(program.predicates))
-    yield from (f"  {each}" for each in program.large_moves if each.place.in_loop)
+    yield from (f"  {each}" for each in large_moves(program.module) if each.place.in_loop)
     yield from (f"  {each}" for each in program.collectives)
 
 

@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.machine import describe
+from benchmarks.moves import large_moves
 from benchmarks.output import Result, add_output, write_all
 from jaxpipe.inspect.collectives import Compute
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, most_waits
@@ -157,7 +158,7 @@ class Case:
         sent = [each for each in found.collectives if each.kind == "all-to-all"]
         pairs = [each for each in sent if _PAIR.search(each.start.attributes)]
         beside = sum(each.compute is Compute.MATMUL for each in pairs)
-        moved = sum(m.nbytes_a_step for m in found.large_moves if m.place.in_loop)
+        moved = sum(m.nbytes_a_step for m in large_moves(found.module) if m.place.in_loop)
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
         total = found.total_bytes + other["moments"]
         line = (

@@ -24,9 +24,9 @@ from benchmarks import moe
 from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat, _layer_policy
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
+from benchmarks.moves import Move, large_moves_on_tpus
 from benchmarks.output import Result, add_output
 from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.moves import Move
 from jaxpipe.inspect.tpu_program import Purpose, TpuProgram
 from tests.tpu.programs import tpu_fault, tpu_mesh
 
@@ -85,7 +85,7 @@ COLUMNS = (
     "remat",
     "M cycles",
     *(purpose.value for purpose in Purpose),
-    "anew",
+    "remade",
     "permutes",
     "padding",
     "temp",
@@ -99,7 +99,7 @@ NOTES = (
     "the share of each purpose in percent",
     "(kernels: custom calls; writes and reads: of slots and rows; copies: transposes and fills "
     "too).  Collectives have no estimates.",
-    "anew: instructions that make a whole array anew which the loops carry or read, of 1 MiB or "
+    "remade: instructions that make a whole array again which the loops carry or read, of 1 MiB or "
     "more (MiB if each is run once).",
     "permutes: of the loop of most trips, those with compute issued between start and done / all.",
     "padding: MiB that tiles add to what the loops carry.  temp, total: GiB of one device; "
@@ -119,9 +119,9 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
     seconds = time.perf_counter() - begin
     cycles = program.cycles
     whole = sum(cycles.values())
-    anew = [
+    made = [
         each
-        for each in program.large_moves
+        for each in large_moves_on_tpus(program.module)
         if each.place.in_loop and each.is_carried and each.move is not Move.SLICE
     ]
     permutes = steady(program.collectives)
@@ -136,7 +136,7 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
         case.remat.value,
         f"{whole / 1e6:.1f}",
         *(f"{100 * cycles[purpose] / whole:.0f}" for purpose in Purpose),
-        f"{len(anew)} ({sum(each.nbytes for each in anew) / 2**20:.0f})" if anew else "0",
+        f"{len(made)} ({sum(each.nbytes for each in made) / 2**20:.0f})" if made else "0",
         f"{sum(each.overlapped for each in permutes)}/{len(permutes)}",
         f"{program.padding / 2**20:.1f}",
         f"{(program.total_bytes - kept) / GIB:.2f}",

@@ -129,7 +129,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--repeats", type=int, default=5, metavar="N", help="turns of each start that are timed"
     )
     parser.add_argument(
-        "--starts", type=int, default=3, metavar="N", help="how often processes start anew"
+        "--starts", type=int, default=3, metavar="N", help="how often processes start again"
     )
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these contenders")
     parser.add_argument(

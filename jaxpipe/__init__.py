@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from . import planner as planner
     from . import render as render
     from .measuring import measure
-    from .model.functions import Context, Loss
+    from .model.calls import Context
+    from .model.functions import Loss
     from .model.model import Model
     from .model.settings import Memory, Sharding
     from .model.spread import spread
@@ -99,7 +100,7 @@ __all__ = [
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is
 # not installed.  So is what may be deleted.
 _ON_FIRST_USE = {
-    "Context": "model.functions",
+    "Context": "model.calls",
     "LayerCost": "planner.layer_cost",
     "Loss": "model.functions",
     "Memory": "model.settings",

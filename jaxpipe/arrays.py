@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -30,6 +30,21 @@ def by_path(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[
     """The leaves of a tree by path, "dense/kernel"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return {path_text(path): leaf for path, leaf in leaves}
+
+
+def shapes_of(tree: PyTree) -> PyTree:
+    """The shapes and dtypes of a tree's arrays, without shardings."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+
+
+def zeros_of(shapes: PyTree) -> PyTree:
+    """Zeros of these shapes and dtypes."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+
+
+def stacked(trees: Sequence[PyTree]) -> PyTree:
+    """One tree of leaves [number of trees, ...]."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def by_index(tree: PyTree, name: str) -> dict[str, Any]:

@@ -240,7 +240,7 @@ class Checkpoints:
     @contextmanager
     def _reporting_failure(self) -> Iterator[None]:
         """Where a save may fail: says so, removes what it has written, which may fill the disk, and
-        begins anew.
+        begins again.
         """
         try:
             yield

@@ -16,16 +16,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .arrays import Params, PyTree, by_index
+from .arrays import Params, PyTree, by_index, zeros_of
 from .errors import PipelineError
+from .model.calls import OUTER_WANTS
 from .model.functions import Functions, Loss, make_extra, split_batch
 from .model.leaf_plan import leaf_plans
 from .model.packed import Packed
 from .pipeline import Pipeline
 from .spmd.body import shard_key
 from .spmd.entries import mapped
-
-OUTER_WANTS = frozenset({"microbatch", "ctx"})
 
 
 class Phase(enum.Enum):
@@ -462,7 +461,7 @@ def _values_of_later_rows(
         read = {name: (y, out.loss, out.carried[0]) for name, (y, out) in results.items()}
         return after.carried, {name: _differing(read[""], read[name]) for name in pairs}
 
-    before = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    before = zeros_of(shapes)
     return dict(lax.scan(one, before, jnp.arange(slices, dtype=jnp.int32))[1])
 
 

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Params, PyTree, summable, wider
+from .arrays import Params, PyTree, stacked, summable, wider, zeros_of
 from .errors import PipelineError
+from .model.calls import OUTER_WANTS
 from .model.functions import Loss, StageOutput, make_extra
 from .model.leaf_plan import LeafPlan, leaf_plans
 from .program.interpret import Step, interpret
@@ -25,8 +26,6 @@ from .stage.job import Job
 from .stage.model_code import check_state_gradient
 from .table.effects import Liveness, Place
 from .table.kinds import Kind
-
-_OUTER_WANTS = frozenset({"microbatch", "ctx"})
 
 
 class EagerExecutor:
@@ -223,7 +222,7 @@ class _Shard:
         """L; where H follows, the gradients of every device's share of the parameters are left."""
         if Place.SHARE not in step.makes:
             return {"out": self._last(step.microbatch, step.held["y"])}
-        extra = self._extra(len(self.stages) - 1, step.microbatch, _OUTER_WANTS)
+        extra = self._extra(len(self.stages) - 1, step.microbatch, OUTER_WANTS)
         shares = self._last_shares(self.outer["last"], self.outer["shared"])
         loss, vjp, self.aux[step.microbatch] = jax.vjp(
             partial(self._last_of, extra=extra), shares, step.held["y"], has_aux=True
@@ -247,7 +246,7 @@ class _Shard:
 
     def _first(self, microbatch: int) -> tuple[Any, Any]:
         """`first`, and its vjp."""
-        extra = self._extra(0, microbatch, _OUTER_WANTS)
+        extra = self._extra(0, microbatch, OUTER_WANTS)
 
         def call(own: PyTree, shared: PyTree) -> PyTree:
             if not self.functions.spreads_first:
@@ -300,7 +299,7 @@ class _Shard:
 
     def _last(self, microbatch: int, y: Any) -> Any:
         """The loss and the cotangent of y."""
-        extra = self._extra(len(self.stages) - 1, microbatch, _OUTER_WANTS)
+        extra = self._extra(len(self.stages) - 1, microbatch, OUTER_WANTS)
 
         def call(own: PyTree, shared: PyTree, y: PyTree) -> tuple[Any, Any]:
             if not self.functions.spreads_last:
@@ -359,7 +358,7 @@ def _frozen(tree: PyTree, plans: list[LeafPlan]) -> PyTree:
 
 
 def _or_zeros(tree: PyTree, shapes: PyTree) -> PyTree:
-    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes) if tree is None else tree
+    return zeros_of(shapes) if tree is None else tree
 
 
 def _or_no_gradient(tree: PyTree, shapes: PyTree) -> PyTree:
@@ -384,8 +383,7 @@ def _results(job: Job, shards: list[_Shard]) -> dict[str, Any]:
     """
     if job.outputs:
         every = [aux["metrics"] for shard in shards for aux in shard.aux]
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
-        joined = shards[0].functions.join(stacked)
+        joined = shards[0].functions.join(stacked(every))
         whole = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), joined)
         return {"outputs": whole, "state": _merged_state(job, shards)}
     found: dict[str, Any] = {"state": _merged_state(job, shards)}

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import PyTree, by_path
+from .arrays import PyTree, by_path, stacked
 from .errors import PipelineError
 from .model.model import Model
 from .model.settings import frozen_filter
@@ -79,10 +79,9 @@ def stack(modules: Sequence[Any]) -> tuple[PyTree, Rebuild]:
     faults = [
         f"module {n} {fault}" for n, one in enumerate(modules) for fault in _faults(modules[0], one)
     ]
-    if faults:
-        raise PipelineError.listing("stack: modules differ in more than their arrays", faults)
+    PipelineError.refuse("stack: modules differ in more than their arrays", faults)
     every, rebuilds = zip(*map(split, modules), strict=True)
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *every), rebuilds[0]
+    return stacked(every), rebuilds[0]
 
 
 def freeze_lowest(

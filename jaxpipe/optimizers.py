@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .arrays import PyTree, by_path, path_text
+from .arrays import PyTree, by_path, path_text, shapes_of
 from .errors import PipelineError
 from .model.mesh import explicit_context
 from .model.own_rules import inputs_of, is_probed, rules_of
@@ -231,9 +231,7 @@ class _PerLayer:
 
     def _update(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
         """One layer's update; PipelineError where the update of a parameter depends on others."""
-        shapes = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (grads, state, params)
-        )
+        shapes = shapes_of((grads, state, params))
         key = (
             jax.tree.structure(shapes),
             tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes)),

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from .arrays import Params, PyTree, array_faults, axis_faults, by_index
 from .engine.costs import Costs
@@ -209,13 +209,7 @@ class StepRunner:
         self, job: Job, params: Mapping[str, PyTree]
     ) -> tuple[dict[str, NamedSharding], PyTree]:
         """The shardings of results and gradients, for every executor."""
-        spread = {
-            "state": PartitionSpec(job.axis),
-            "outputs": PartitionSpec(job.data_axes or None),
-        }
-        results = {
-            key: NamedSharding(job.mesh, spread.get(key, PartitionSpec())) for key in job.results
-        }
+        results = {key: NamedSharding(job.mesh, spec) for key, spec in job.result_specs.items()}
         return results, self.partition.shardings(params) if job.training else {}
 
     def check(

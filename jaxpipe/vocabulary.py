@@ -13,7 +13,8 @@ from jax import lax
 
 from .arrays import PyTree
 from .errors import PipelineError
-from .model.functions import Context, Loss
+from .model.calls import Context
+from .model.functions import Loss
 
 
 @dataclass(frozen=True)

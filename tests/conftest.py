@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from benchmarks import find_compilers
+
 NUM_DEVICES = 8
 # Compare numbers of compiled programs: what is run under several instruction sets (`make
 # test-numeric ISA=AVX2`).
@@ -55,8 +57,7 @@ FAST_COMPILES = (
     ("--xla_cpu_parallel_codegen_split_count", "1"),
 )
 
-# `make test` installs the plugins that compile for described GPUs and TPUs there.
-sys.path.append(os.path.join(sys.prefix, "compilers"))
+find_compilers()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 # No prices of the machine's own: what the tests compare does not depend on them.

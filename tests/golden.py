@@ -1,5 +1,5 @@
 """Golden texts: what a person looked at once and found right.  `UPDATE_GOLDENS=1 pytest ...` writes
-them anew.
+them again.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class RunFolder:
             ) from None
         except ValueError as error:
             raise SystemExit(
-                f"{self.path}/settings.json is damaged ({error}); write it anew from the folder "
+                f"{self.path}/settings.json is damaged ({error}); write it again from the folder "
                 "of a like run"
             ) from None
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +23,30 @@ _MOST_SHOWN = 4  # shapes in a message
 _LETTERS = "layout=, the letters of each stage"
 
 T = TypeVar("T", bound="FlaxModel")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The settings of a model of blocks.
+
+    Attributes:
+        num_stages, layout: how blocks are cut into stages, in one of the two ways.
+        rules, stage_loss, ignore, contract: as `from_nnx` takes them.
+    """
+
+    num_stages: int | None
+    layout: Layout | str | None
+    rules: Mapping[str, Any] | None
+    stage_loss: bool
+    ignore: Sequence[str]
+    contract: Mapping[str, Any]
+
+    def check(self, name: str) -> None:
+        """PipelineError unless blocks are cut into stages in one of the two ways."""
+        if (self.layout is None) == (self.num_stages is None):
+            raise PipelineError(
+                f"give {name} either num_stages=, for stages of equal size, or {_LETTERS}"
+            )
 
 
 @dataclass(frozen=True)
@@ -68,83 +93,127 @@ def adapt(
     kind: type[T],
     blocks: Sequence[Unit],
     *,
-    stack: bool,
     ends: Mapping[str, Unit],
-    num_stages: int | None,
-    layout: Layout | str | None,
-    kind_of: Callable[[Unit], Any],
-    difference: Callable[[Unit, Unit], str],
-    rules: Mapping[str, Any] | None,
-    stage_loss: bool,
-    contract: Mapping[str, Any],
+    form: Form,
+    stack: bool = False,
 ) -> T:
     """The model of blocks.
 
     Args:
         kind: of model that is made.
         blocks: in order; one whose variables have a leading axis of blocks with `stack`.
-        stack: see above.
         ends: `first`, `last` and `shared`, where there are any.
-        num_stages, layout: how blocks are cut into stages, in one of the two ways.
-        kind_of: of a block, what must be equal for two blocks to run the same code.
-        difference: says what differs between two blocks.
-        rules, stage_loss, contract: as `from_nnx` takes them.
+        form: the settings.
+        stack: see above.
 
     Raises:
         PipelineError: blocks do not divide into stages, are unlike, or keep state under letters.
     """
-    count = _stack_size(blocks[0]) if stack else len(blocks)
-    kinds = [0] * count if stack else [kind_of(block) for block in blocks]
+    own = _Blocks.of(blocks, form, stack=stack)
+    params = {"stages": own.tree([block.params for block in blocks])}
+    params |= {key: unit.params for key, unit in ends.items()}
+    state = own.tree([block.state for block in blocks])
+    specs = {"stages": own.specs} | {
+        key: mesh_specs(unit.specs, unit.params, form.rules, lead=0, stack=False)
+        for key, unit in ends.items()
+    }
+    frozen = own.frozen | {f"{key}/{path}" for key, unit in ends.items() for path in unit.frozen}
+    return kind(
+        model=_model(own, ends, state, frozen),
+        params=params,
+        state=state if _has(state) else {},
+        specs=specs if names_axes(specs) else None,
+        layout=form.layout,
+        _units=dict(ends),
+        _blocks=tuple(blocks),
+        _places=own.places,
+    )
 
-    def unlike(i: int, j: int) -> str:
-        return difference(blocks[i], blocks[j])
 
-    if layout is not None:
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks under the keys of their trees."""
+
+    blocks: Sequence[Unit]
+    form: Form
+    stack: bool
+    keys: Sequence[str]  # of each block in model order: its letter, its place in a pattern, or ""
+
+    @classmethod
+    def of(cls, blocks: Sequence[Unit], form: Form, *, stack: bool) -> _Blocks:
+        """Find the keys; PipelineError for blocks that do not fit the form."""
+        count = _stack_size(blocks[0]) if stack else len(blocks)
+        kinds = [0] * count if stack else [block.kind(form.ignore) for block in blocks]
+
+        def unlike(i: int, j: int) -> str:
+            return blocks[i].difference(blocks[j])
+
+        if form.num_stages is not None:
+            length = _period(kinds, _blocks_per_stage(count, form.num_stages), unlike)
+            keys = [""] * count if length == 1 else [str(i % length) for i in range(count)]
+            return cls(blocks, form, stack, keys)
+        assert form.layout is not None
         if stack:
             raise PipelineError(
                 "with layout=, give a list with each block's variables, not variables with a "
                 "leading axis of blocks"
             )
-        keys = _letters_of(layout)
+        keys = _letters_of(form.layout)
         _check_letters(keys, kinds, unlike)
-        lead = 0
-    else:
-        assert num_stages is not None
-        per_stage = _blocks_per_stage(count, num_stages)
-        length = _period(kinds, per_stage, unlike)
-        keys = [""] * count if length == 1 else [str(i % length) for i in range(count)]
-        lead = 1
-    members = {key: [i for i, own in enumerate(keys) if own == key] for key in dict.fromkeys(keys)}
-    units = {key: blocks[own[0]] for key, own in members.items()}
-    shared = ends.get("shared")
+        return cls(blocks, form, stack, keys)
 
-    def stages_of(trees: Sequence[PyTree]) -> PyTree:
+    @cached_property
+    def members(self) -> dict[str, list[int]]:
+        """The numbers of the blocks of each key."""
+        return {
+            key: [i for i, own in enumerate(self.keys) if own == key]
+            for key in dict.fromkeys(self.keys)
+        }
+
+    @cached_property
+    def units(self) -> dict[str, Unit]:
+        """The first block of each key, whose code the others run too."""
+        return {key: self.blocks[own[0]] for key, own in self.members.items()}
+
+    @property
+    def places(self) -> tuple[tuple[str, int], ...]:
+        """Of each block, the key and its row."""
+        rows = {i: row for own in self.members.values() for row, i in enumerate(own)}
+        return tuple((key, rows[i]) for i, key in enumerate(self.keys))
+
+    def tree(self, trees: Sequence[PyTree]) -> PyTree:
         """Trees of blocks -> a tree like the stages', canonical."""
         found = {
-            key: trees[0] if stack else jax.tree.map(_stacked, *(trees[i] for i in own))
-            for key, own in members.items()
+            key: trees[0] if self.stack else jax.tree.map(_stacked, *(trees[i] for i in own))
+            for key, own in self.members.items()
         }
-        tree = found.get("", found)
-        return tree if layout is not None else jax.tree.map(lambda a: _divided(a, num_stages), tree)
+        tree, stages = found.get("", found), self.form.num_stages
+        return tree if stages is None else jax.tree.map(lambda leaf: _divided(leaf, stages), tree)
 
-    params = {"stages": stages_of([block.params for block in blocks])}
-    params |= {key: unit.params for key, unit in ends.items()}
-    state = stages_of([block.state for block in blocks])
-    specs = {
-        key: mesh_specs(unit.specs, unit.params, rules, lead=lead, stack=stack)
-        for key, unit in units.items()
-    }
-    specs = {"stages": specs.get("", specs)} | {
-        key: mesh_specs(unit.specs, unit.params, rules, lead=0, stack=False)
-        for key, unit in ends.items()
-    }
-    frozen = {
-        "/".join(name for name in ("stages", key, path) if name)
-        for key, unit in units.items()
-        for path in unit.frozen
-    }
-    frozen |= {f"{key}/{path}" for key, unit in ends.items() for path in unit.frozen}
-    how: dict[str, Any] = {"stage_loss": stage_loss, **contract}
+    @property
+    def specs(self) -> PyTree:
+        """The specs of the stages' parameters."""
+        lead = 0 if self.form.num_stages is None else 1
+        specs = {
+            key: mesh_specs(unit.specs, unit.params, self.form.rules, lead=lead, stack=self.stack)
+            for key, unit in self.units.items()
+        }
+        return specs.get("", specs)
+
+    @property
+    def frozen(self) -> set[str]:
+        """The canonical paths of parameters that are not trained."""
+        return {
+            "/".join(name for name in ("stages", key, path) if name)
+            for key, unit in self.units.items()
+            for path in unit.frozen
+        }
+
+
+def _model(own: _Blocks, ends: Mapping[str, Unit], state: PyTree, frozen: set[str]) -> Model:
+    """The functions of blocks and ends, and their loss contract."""
+    shared, stage_loss, count = ends.get("shared"), own.form.stage_loss, len(own.keys)
+    how: dict[str, Any] = {"stage_loss": stage_loss, **own.form.contract}
     if frozen:
         how["frozen"] = lambda path, _leaf: path in frozen
     outer: dict[str, Any] = {
@@ -154,37 +223,16 @@ def adapt(
         )
         if key in ends
     }
-    if layout is None:
-        stage = _stage(
-            units, per_stage // length, shared, stateful=_has(state), stage_loss=stage_loss
-        )
-        model = Model(stage, **outer, **how)
-    else:
-        _check_stateless(state)
-        layers = {key: _layer(unit, key, shared, stage_loss) for key, unit in units.items()}
-        named = {"first": EMBEDDING, "last": LOSS}
-        layers |= {named[key]: function for key, function in outer.items()}
-        first, last = (letter if letter in layers else "" for letter in (EMBEDDING, LOSS))
-        model = Model(layers, layers=first + "".join(keys) + last, **how)
-    rows = {i: row for own in members.values() for row, i in enumerate(own)}
-    return kind(
-        model=model,
-        params=params,
-        state=state if _has(state) else {},
-        specs=specs if names_axes(specs) else None,
-        layout=layout,
-        _units=dict(ends),
-        _blocks=tuple(blocks),
-        _places=tuple((key, rows[i]) for i, key in enumerate(keys)),
-    )
-
-
-def check_cut(name: str, num_stages: int | None, layout: Layout | str | None) -> None:
-    """PipelineError unless blocks are cut into stages in one of the two ways."""
-    if (layout is None) == (num_stages is None):
-        raise PipelineError(
-            f"give {name} either num_stages=, for stages of equal size, or {_LETTERS}"
-        )
+    if own.form.num_stages is not None:
+        groups = count // own.form.num_stages // len(own.units)
+        stage = _stage(own.units, groups, shared, stateful=_has(state), stage_loss=stage_loss)
+        return Model(stage, **outer, **how)
+    _check_stateless(state)
+    layers = {key: _layer(unit, key, shared, stage_loss) for key, unit in own.units.items()}
+    named = {"first": EMBEDDING, "last": LOSS}
+    layers |= {named[key]: function for key, function in outer.items()}
+    first, last = (letter if letter in layers else "" for letter in (EMBEDDING, LOSS))
+    return Model(layers, layers=first + "".join(own.keys) + last, **how)
 
 
 def _letters_of(layout: Layout | str) -> list[str]:
@@ -286,9 +334,9 @@ def _stacked(*leaves: Any) -> Any:
     return jnp.stack(leaves)
 
 
-def _divided(leaf: Any, num_stages: int | None) -> Any:
+def _divided(leaf: Any, num_stages: int) -> Any:
     """[blocks, ...] -> [S, blocks of a stage, ...]; ShapeDtypeStructs likewise."""
-    shape = (num_stages, leaf.shape[0] // (num_stages or 1), *leaf.shape[1:])
+    shape = (num_stages, leaf.shape[0] // num_stages, *leaf.shape[1:])
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(shape=shape)
     return leaf.reshape(shape)

@@ -71,6 +71,18 @@ class Unit:
         """Whether a call draws random numbers."""
         raise NotImplementedError
 
+    def kind(self, ignore: Sequence[str] = ()) -> Any:
+        """Class, settings and shapes of variables: two blocks with equal ones run the same code.
+
+        Args:
+            ignore: names of attributes in which they may differ.
+        """
+        raise NotImplementedError
+
+    def difference(self, other: Unit) -> str:
+        """The first attribute, shape or dtype in which two blocks differ."""
+        raise NotImplementedError
+
     def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
         """The modules with these variables in them; they draw from `key`."""
         raise NotImplementedError
@@ -121,11 +133,14 @@ class Unit:
         return frozenset(named & set(OFFERED))
 
 
-def check_ends(**ends: Any) -> None:
-    """PipelineError for a `first` or `last` that is no `End`."""
+def end_units(first: Any, last: Any, unit: Callable[[str, End], Unit]) -> dict[str, Unit]:
+    """The units of `first` and `last`, where there are any; PipelineError for one that is no
+    `End`.
+    """
+    ends = {name: end for name, end in (("first", first), ("last", last)) if end is not None}
     faults = []
     for name, end in ends.items():
-        if end is None or isinstance(end, End):
+        if isinstance(end, End):
             continue
         takes = "module, microbatch" if name == "first" else "module, x, microbatch"
         given = "a function" if inspect.isfunction(end) else f"a {type(end).__name__}"
@@ -134,8 +149,8 @@ def check_ends(**ends: Any) -> None:
             f"{name}= is {given}; write {name}=End({first}, lambda {takes}: ...), the module and "
             "how it is called"
         )
-    if faults:
-        raise PipelineError("\n".join(faults), tuple(faults))
+    PipelineError.refuse("", faults)
+    return {name: unit(f"`{name}`", end) for name, end in ends.items()}
 
 
 def with_keywords(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
@@ -14,8 +14,8 @@ from flax import linen as nn
 from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
-from .adapter import FlaxModel, adapt, check_cut
-from .common import End, Unit, check_ends
+from .adapter import FlaxModel, Form, adapt
+from .common import End, Unit, end_units
 
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 # Collections that a call never writes: `Module.perturb` adds nothing where it may not.
@@ -41,7 +41,7 @@ class LinenModel(FlaxModel):
 
 
 @dataclass(frozen=True)
-class _LinenUnit(Unit):
+class LinenUnit(Unit):
     """Modules with their variables, as they are: with sharding metadata.
 
     Modules are one, or a tuple or dict of them, with as many variables.  `constant`: they are no
@@ -121,6 +121,29 @@ class _LinenUnit(Unit):
             lambda module: _without_params(module, core.unfreeze(module.variables)), modules
         )
         return out, self._kept(state, after)
+
+    def kind(self, ignore: Sequence[str] = ()) -> dict[str, str]:
+        """The class, settings and shapes of variables, by name."""
+        module = self.modules
+        settings = {
+            f.name: repr(getattr(module, f.name, None))
+            for f in fields(module)
+            if f.name not in ("parent", "name", *ignore)
+        }
+        shapes = {
+            path: f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in by_path({"params": self.params, **self.state}).items()
+        }
+        return {"the block": type(module).__name__, **settings, **shapes}
+
+    def difference(self, other: Unit) -> str:
+        """The first setting or shape in which two blocks differ."""
+        left, right = self.kind(), other.kind()
+        name = next(n for n in [*left, *right] if left.get(n) != right.get(n))
+        return (
+            f"{name} is {left.get(name, 'not there')} in one and {right.get(name, 'not there')} in "
+            "the other"
+        )
 
     def _kept(self, before: PyTree, after: PyTree) -> PyTree:
         """The state after a call; PipelineError where the call wrote what is not kept."""
@@ -240,34 +263,25 @@ def from_linen(
         PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
             A step raises it for values that blocks sow and nobody takes.
     """
-    check_ends(first=first, last=last)
-    check_cut("from_linen", num_stages, layout)
-    modules, own, stack = _listed(blocks, variables)
     names = tuple(rngs)
-    ends = {
-        key: _LinenUnit(f"`{key}`", end.modules, end.call, end.variables, names, constant=True)
-        for key, end in (("first", first), ("last", last))
-        if end is not None
-    }
-    if shared is not None:
-        ends["shared"] = _LinenUnit("`shared`", shared[0], None, shared[1], constant=True)
-    takes_sown = stage_loss and call is not None
-    return adapt(
-        LinenModel,
-        [
-            _LinenUnit("a block", module, call, dict(tree), names, takes_sown=takes_sown)
-            for module, tree in zip(modules, own, strict=True)
-        ],
-        stack=stack,
-        ends=ends,
-        num_stages=num_stages,
-        layout=layout,
-        kind_of=partial(_kind_of, ignore=tuple(ignore)),
-        difference=_difference,
-        rules=rules,
-        stage_loss=stage_loss,
-        contract=contract,
+    ends = end_units(
+        first,
+        last,
+        lambda name, end: LinenUnit(
+            name, end.modules, end.call, end.variables, names, constant=True
+        ),
     )
+    form = Form(num_stages, layout, rules, stage_loss, ignore, contract)
+    form.check("from_linen")
+    modules, own, stack = _listed(blocks, variables)
+    if shared is not None:
+        ends["shared"] = LinenUnit("`shared`", shared[0], None, shared[1], constant=True)
+    takes_sown = stage_loss and call is not None
+    units = [
+        LinenUnit("a block", module, call, dict(tree), names, takes_sown=takes_sown)
+        for module, tree in zip(modules, own, strict=True)
+    ]
+    return adapt(LinenModel, units, ends=ends, form=form, stack=stack)
 
 
 def submodule(variables: Variables, name: str) -> dict[str, PyTree]:
@@ -321,30 +335,3 @@ def _listed(blocks: Any, variables: Any) -> tuple[list[nn.Module], list[Variable
             "own, in order"
         )
     return (modules if many else modules * len(found)), found, False
-
-
-def _kind_of(unit: Unit, ignore: Sequence[str] = ()) -> dict[str, str]:
-    """The class, settings and shapes of variables of a block, by name: two blocks with equal ones
-    run the same code.
-    """
-    module = unit.modules
-    settings = {
-        f.name: repr(getattr(module, f.name, None))
-        for f in fields(module)
-        if f.name not in ("parent", "name", *ignore)
-    }
-    shapes = {
-        path: f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in by_path({"params": unit.params, **unit.state}).items()
-    }
-    return {"the block": type(module).__name__, **settings, **shapes}
-
-
-def _difference(one: Unit, other: Unit) -> str:
-    """The first setting or shape in which two blocks differ."""
-    left, right = _kind_of(one), _kind_of(other)
-    name = next(n for n in [*left, *right] if left.get(n) != right.get(n))
-    return (
-        f"{name} is {left.get(name, 'not there')} in one and {right.get(name, 'not there')} in "
-        "the other"
-    )

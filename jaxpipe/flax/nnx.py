@@ -14,8 +14,8 @@ from flax import nnx
 from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
-from .adapter import FlaxModel, adapt, check_cut
-from .common import End, Unit, check_ends
+from .adapter import FlaxModel, Form, adapt
+from .common import End, Unit, end_units
 
 MODES = {"deterministic": True, "use_running_average": True}  # what `nnx.Module.eval` sets
 
@@ -40,7 +40,7 @@ class NnxModel(FlaxModel):
 
 
 @dataclass(frozen=True)
-class _NnxUnit(Unit):
+class NnxUnit(Unit):
     """Modules as graphs for training and for evaluation, and their variables."""
 
     trainable: Any
@@ -158,6 +158,37 @@ class _NnxUnit(Unit):
             )
         return after
 
+    def kind(self, ignore: Sequence[str] = ()) -> Any:
+        """The graph with static attributes, shapes and dtypes."""
+        graph, state = nnx.split(self.modules)
+        if ignore:
+            modules = nnx.merge(graph, state)
+            for _, module in nnx.iter_graph(modules):
+                for name in ignore if isinstance(module, nnx.Module) else ():
+                    if hasattr(module, name):
+                        setattr(module, name, None)
+            graph = nnx.graphdef(modules)
+        return graph, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+
+    def difference(self, other: Unit) -> str:
+        """The first attribute, shape or dtype in which two blocks differ."""
+        left, right = (
+            {
+                path: _text(value)
+                for path, value in nnx.iter_graph(unit.modules)
+                if "_pytree__" not in str(path[-1:])
+            }
+            for unit in (self, other)
+        )
+        for path in sorted({*left, *right}, key=str):
+            if left.get(path) != right.get(path):
+                name = ".".join(map(str, path)) or "the block"
+                return (
+                    f"{name} is {left.get(path, 'not there')} in one and "
+                    f"{right.get(path, 'not there')} in the other"
+                )
+        return "their graphs differ (modules or variables are shared within one of them)"
+
     def write(self, params: PyTree, state: PyTree) -> None:
         """Set the modules' variables."""
         for like, tree in ((self._split[1], params), (self._split[3], state)):
@@ -229,31 +260,22 @@ def from_nnx(
         >>> model.params["stages"]["kernel"].shape
         (2, 3, 4, 4)
     """
-    check_ends(first=first, last=last)
-    check_cut("from_nnx", num_stages, layout)
+    unit = partial(NnxUnit, trainable=trainable, not_trained=frozen)
+    ends = end_units(
+        first, last, lambda name, end: unit(name, end.modules, end.call, constant=True)
+    )
+    form = Form(num_stages, layout, rules, stage_loss, ignore, contract)
+    form.check("from_nnx")
     found, stack = _listed(blocks)
-    how = {"trainable": trainable, "not_trained": frozen}
-    ends = {
-        key: _NnxUnit(f"`{key}`", end.modules, end.call, constant=True, **how)
-        for key, end in (("first", first), ("last", last))
-        if end is not None
-    }
     if shared is not None:
-        ends["shared"] = _NnxUnit("`shared`", shared, None, constant=True, **how)
-    held = {key: unit.modules for key, unit in ends.items()}
-    _check_distinct({**{f"block {i}": block for i, block in enumerate(found)}, **held})
+        ends["shared"] = unit("`shared`", shared, None, constant=True)
+    check_distinct(found, ends)
     return adapt(
         NnxModel,
-        [_NnxUnit("a block", block, call, stack=stack, **how) for block in found],
-        stack=stack,
+        [unit("a block", block, call, stack=stack) for block in found],
         ends=ends,
-        num_stages=num_stages,
-        layout=layout,
-        kind_of=partial(_kind_of, ignore=tuple(ignore)),
-        difference=_difference,
-        rules=rules,
-        stage_loss=stage_loss,
-        contract=contract,
+        form=form,
+        stack=stack,
     )
 
 
@@ -282,41 +304,6 @@ def _listed(blocks: Any) -> tuple[list[Any], bool]:
     return found, False
 
 
-def _kind_of(unit: Unit, ignore: Sequence[str] = ()) -> Any:
-    """The graph with static attributes, shapes and dtypes of a block: two blocks with equal ones
-    run the same code.
-    """
-    graph, state = nnx.split(unit.modules)
-    if ignore:
-        modules = nnx.merge(graph, state)
-        for _, module in nnx.iter_graph(modules):
-            for name in ignore if isinstance(module, nnx.Module) else ():
-                if hasattr(module, name):
-                    setattr(module, name, None)
-        graph = nnx.graphdef(modules)
-    return graph, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
-
-
-def _difference(one: Unit, other: Unit) -> str:
-    """The first attribute, shape or dtype in which two blocks differ."""
-    left, right = (
-        {
-            path: _text(value)
-            for path, value in nnx.iter_graph(unit.modules)
-            if "_pytree__" not in str(path[-1:])
-        }
-        for unit in (one, other)
-    )
-    for path in sorted({*left, *right}, key=str):
-        if left.get(path) != right.get(path):
-            name = ".".join(map(str, path)) or "the block"
-            return (
-                f"{name} is {left.get(path, 'not there')} in one and "
-                f"{right.get(path, 'not there')} in the other"
-            )
-    return "their graphs differ (modules or variables are shared within one of them)"
-
-
 def _text(value: Any) -> str:
     """A node of a graph as text: a variable by shape and dtype, a module by class, anything else as
     it is.
@@ -326,8 +313,10 @@ def _text(value: Any) -> str:
     return type(value).__name__ if isinstance(value, nnx.Module) else repr(value)
 
 
-def _check_distinct(owners: Mapping[str, Any]) -> None:
+def check_distinct(blocks: Sequence[Any], ends: Mapping[str, Unit]) -> None:
     """PipelineError where two parts hold the same variable: it would become two parameters."""
+    owners = {f"block {i}": block for i, block in enumerate(blocks)}
+    owners |= {key: unit.modules for key, unit in ends.items()}
     seen: dict[int, tuple[str, str]] = {}
     faults = []
     for owner, modules in owners.items():
@@ -341,5 +330,4 @@ def _check_distinct(owners: Mapping[str, Any]) -> None:
                     f"{before[0]} and {owner} hold the same variable, {before[1]} and {name}; "
                     "give its module as shared="
                 )
-    if faults:
-        raise PipelineError.listing("parts share variables", faults)
+    PipelineError.refuse("parts share variables", faults)

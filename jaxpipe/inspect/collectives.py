@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -368,3 +369,23 @@ def _issued(
     for computation, _ in inner(module, instruction):
         for each in computation.instructions:
             yield from _issued(module, each, by_name)
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A program that is read from its text."""
+
+    module: Module
+    memory: Any  # XLA's own figures for one device
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak bytes of the step on one device."""
+        found = self.memory
+        kept = found.argument_size_in_bytes + found.output_size_in_bytes
+        return int(kept + found.temp_size_in_bytes - found.alias_size_in_bytes)
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """See `find_collectives`."""
+        return find_collectives(self.module)

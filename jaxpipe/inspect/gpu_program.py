@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .collectives import CompiledProgram
 from .hlo import Instruction, Module, Place, inner, parse
-from .moves import CompiledProgram
 
 
 @dataclass(frozen=True)

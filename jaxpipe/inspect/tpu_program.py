@@ -1,5 +1,5 @@
-"""Read the text of a program compiled for TPUs: XLA's estimates of the time of a step, copies of
-arrays, and the padding of tiles.
+"""Read the text of a program compiled for TPUs: XLA's estimates of the time of a step, and the
+padding of tiles.
 
 Such a program can be compiled without a TPU: libtpu describes the devices
 (`jax.experimental.topologies`).  A TPU decides on its predicates by itself, so no host waits.
@@ -15,8 +15,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from .hlo import Computation, Instruction, Module, Place, parse, walk
-from .moves import CompiledProgram, LargeMove, large_moves
+from .collectives import CompiledProgram
+from .hlo import Instruction, Module, Place, parse, walk
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _MATMULS = frozenset({"convolution", "dot"})
@@ -64,13 +64,6 @@ class TpuProgram(CompiledProgram):
         between them.
         """
         return int(self.memory.peak_memory_in_bytes)
-
-    @cached_property
-    def large_moves(self) -> list[LargeMove]:
-        """See `moves`; without copies between the device's memories that keep the layout, which XLA
-        makes ahead of their readers.
-        """
-        return [each for each in large_moves(self.module) if not _is_prefetch(each)]
 
     @cached_property
     def cycles(self) -> dict[Purpose, int]:
@@ -139,21 +132,3 @@ def _opcodes(module: Module, instruction: Instruction) -> Iterator[str]:
     for computation in module.calls(instruction):
         for each in computation.instructions:
             yield from _opcodes(module, each)
-
-
-def _is_prefetch(move: LargeMove) -> bool:
-    """Whether it copies an array to or from another memory without a change of layout."""
-    instruction = move.instruction
-    if instruction.opcode not in ("copy", "copy-start"):
-        return False
-    to = instruction.results[0]
-    from_ = (
-        instruction.results[1]
-        if instruction.opcode == "copy-start"
-        else _operand(move.place.computation, instruction).results[0]
-    )
-    return to.order == from_.order and to.space != from_.space
-
-
-def _operand(computation: Computation, instruction: Instruction) -> Instruction:
-    return computation.by_name[instruction.operands[0]]

@@ -29,13 +29,13 @@ def prices_path() -> Path:
     return user_config_path("jaxpipe", appauthor=False, roaming=True) / "prices.json"
 
 
-def read_prices(path: Path | None = None) -> dict[str, dict[str, Any]]:
+def read_prices() -> dict[str, dict[str, Any]]:
     """Kind of device -> seconds by name, and the source of the measurement; empty without a file.
 
     Raises:
         CostError: the file is not one of prices.
     """
-    path = prices_path() if path is None else path
+    path = prices_path()
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -54,12 +54,9 @@ def read_prices(path: Path | None = None) -> dict[str, dict[str, Any]]:
     return dict(found)
 
 
-def write_prices(
-    kind: str, seconds: Mapping[str, float], where: str, path: Path | None = None
-) -> Path:
+def write_prices(kind: str, seconds: Mapping[str, float], where: str) -> Path:
     """Put the prices of one kind of device into the file; other kinds and prices stay."""
-    path = prices_path() if path is None else path
-    found = read_prices(path)
+    path, found = prices_path(), read_prices()
     found[kind] = {**found.get(kind, {}), **seconds, "measured": where}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
@@ -69,7 +66,7 @@ def write_prices(
 
 
 def measured_prices(
-    kind: str | None, guess: Overheads, *, on_host: bool = False, path: Path | None = None
+    kind: str | None, guess: Overheads, *, on_host: bool = False
 ) -> Overheads | None:
     """The prices of a kind of device; None where none were measured.
 
@@ -78,12 +75,11 @@ def measured_prices(
             file holds.
         guess: for prices that were not measured.
         on_host: the host decides predicates.
-        path: another file.
 
     Raises:
         CostError: the file is not one of prices.
     """
-    found = read_prices(path)
+    found = read_prices()
     if kind is None:
         kinds = [name for name in found if "NVIDIA" in name]
         kind = kinds[0] if len(kinds) == 1 else None

@@ -54,8 +54,7 @@ def _retraced(job: Job, shapes: tuple[Any, ...]) -> ModelCode:
         found.append(trace_model(job, *given))
         return ()
 
-    axes = {job.axis, *job.data_axes}
-    jax.eval_shape(mapped(look, job.mesh, axes, _WHOLE, _WHOLE), shapes)
+    jax.eval_shape(mapped(look, job.mesh, job.axes, _WHOLE, _WHOLE), shapes)
     return found[0]
 
 

@@ -19,7 +19,7 @@ from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.spread import spread_first, spread_last
-from .functions import Function
+from .calls import Function
 from .layers import EMBEDDING, LOSS, LayerMap
 from .model import Model
 from .param_layout import ParamLayout

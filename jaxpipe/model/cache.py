@@ -13,12 +13,11 @@ import numpy as np
 from ..arrays import Params, PyTree
 from ..errors import PipelineError
 from ..table.schedule import Schedule
+from .calls import OUTER_WANTS
 from .functions import Functions, make_extra
 from .param_layout import Chunks, with_outer
 from .partition import Partition
 from .slices import Positioned, has_time, time_faults
-
-_WANTS = frozenset({"microbatch", "ctx"})
 
 
 @partial(
@@ -68,7 +67,7 @@ def cache_shapes(
     def shapes(params: Params, batch: PyTree) -> list[PyTree]:
         rows, shared, found = functions.split(batch, count), params["shared"], []
         own = functions.for_batch(rows)
-        extra = make_extra(rows, None, zero, zero, _WANTS, own.slices)
+        extra = make_extra(rows, None, zero, zero, OUTER_WANTS, own.slices)
         if own.spreads_first:
             shares = cuts.shares("first", params["first"]), cuts.shares("shared", shared)
             every = jax.vmap(

@@ -1,11 +1,11 @@
-"""The user's `first`, `stage` and `last`, brought to one calling form."""
+"""The user's `first`, `stages` and `last` as a pipeline runs them, and the inputs of each
+microbatch.
+"""
 
 from __future__ import annotations
 
 import enum
-import inspect
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,71 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, described, summable
+from ..arrays import PyTree, summable, zeros_of
 from ..errors import PipelineError
+from .calls import Context, Function
 from .slices import CacheLedger, Ledger, Positioned, join_slices, slice_length, split_slices
-
-
-class Context(NamedTuple):
-    """The context of a call, for functions that take `ctx` by keyword: stage and microbatch index
-    (int32 scalars), and a key of both.
-
-    `rng` depends on the step's key, the stage, the microbatch and the data shard, never on the
-    schedule; it is None where the step got no key.
-    """
-
-    stage: Any
-    microbatch: Any
-    rng: Any = None
-    microbatch_rng: Any = None  # a key of the step and the microbatch alone: equal on all stages
-    # where the model is given by layers: the layer's number, from which `rng` is made instead of
-    # the stage
-    layer: Any = None
-    # of a function under `jaxpipe.spread`: the name of the pipe axis, for collectives
-    axis: str | None = None
-    # and there: for each parameter, the whole length of the dim that is cut, without padding; 0
-    # where it is whole
-    sizes: PyTree = None
-    shared_sizes: PyTree = None  # the same for the shared parameters
-    # position in its sequence of the slice's first row of time; 0 where sequences are whole
-    offset: Any = None
-    ledger: Any = None  # where `append` writes
-    sequence_rng: Any = None  # with several slices, a key of the step and the sequence
-
-    def append(self, name: str, rows: Any, axis: int = 1) -> Any:
-        """Write a slice's rows into the buffer of its sequence in this stage; the whole buffer.
-
-        Rows [..., T / K, ...] are at `offset` along `axis` of the buffer [..., T, ...].  Rows of
-        later slices are there too in a backward, so the reader masks what comes after its own
-        position.  The gradients of all slices that read a row add up before the slice that made it
-        has its backward.
-
-        Raises:
-            PipelineError: a name is used twice in a stage.
-
-        Example:
-            keys = ctx.append("keys", h @ params["k"])
-        """
-        return rows if self.ledger is None else self.ledger.append(name, rows, axis)
-
-    def position_keys(self, count: int) -> Any:
-        """A key for each of the slice's `count` positions, [count], of the stage (or layer), the
-        sequence and the position: random numbers that do not depend on how a sequence is cut.
-
-        Example:
-            keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, (width,)))(
-                ctx.position_keys(x.shape[1])
-            )
-        """
-        common = self.microbatch_rng if self.sequence_rng is None else self.sequence_rng
-        if common is None:
-            raise PipelineError(
-                "ctx.position_keys needs the step's key; pass rng=jax.random.key(...)"
-            )
-        key = jax.random.fold_in(common, self.stage if self.layer is None else self.layer)
-        return jax.vmap(lambda at: jax.random.fold_in(key, at))(
-            self.offset + jnp.arange(count, dtype=jnp.int32)
-        )
 
 
 class StageOutput(NamedTuple):
@@ -102,190 +41,6 @@ def inverse_count(count: Any, dtype: Any) -> Any:
     """The factor of sums: 1 / count, and 0 for a count of 0: the loss and gradients are 0 then."""
     count = count.astype(dtype)
     return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
-
-
-STAGE_KEYWORDS = ("carry", "ctx", "microbatch", "shared", "state", "training")
-# of `first` and `last`, which are given the microbatch anyway
-OUTER_KEYWORDS = ("ctx", "shared", "training")
-
-
-OTHER_MESH = "should match the mesh of sharding"
-OTHER_SHARD_MAP = "should match the mesh passed to shard_map"
-_SPLIT = (
-    "the pipe axis and the data axes are manual inside a pipeline's functions, and other axes are "
-    "the partitioner's"
-)
-# What to remove from a function, by a part of JAX's message.
-SHARDINGS = {
-    "can only refer to Auto axes": "constrains the sharding of an array by a mesh axis that is "
-    "not left to the partitioner: inside a pipeline's functions the pipe axis and data_axes are "
-    "manual (each device has its own stage and rows), so a PartitionSpec names others only, by "
-    "itself or in a NamedSharding of `pipe.mesh`. Remove the pipe axis and the data axes from it; "
-    "without other axes, remove the call",
-    OTHER_MESH: f"constrains the sharding of an array on a mesh of its own: {_SPLIT}. Give "
-    "with_sharding_constraint a PartitionSpec without a mesh, and remove the pipe axis and the "
-    "data axes from it",
-    OTHER_SHARD_MAP: "calls jax.shard_map with a mesh of its own, or over a manual axis: "
-    f"{_SPLIT}. Remove mesh=, name only the partitioner's axes in axis_names= and in the specs, "
-    "and call the function without shard_map where it needs the data axes alone",
-    "cannot contain axis names that are of type Auto or Manual": "gives an array an explicit "
-    f"sharding: {_SPLIT}. Remove jax.reshard and out_sharding=; for an axis of the partitioner "
-    "write jax.lax.with_sharding_constraint(x, PartitionSpec(...))",
-    "Going from `Manual` AxisType": "changes the types of mesh axes: "
-    f"{_SPLIT}. Remove jax.sharding.auto_axes and explicit_axes, and call the function inside "
-    "directly",
-}
-
-
-@dataclass(frozen=True)
-class Function:
-    """A user function and which of the keywords offered to it it takes."""
-
-    call: Callable[..., Any]
-    name: str
-    wants: frozenset[str]
-    spread: bool = False  # runs on all devices of the pipe axis at once
-    cached: bool = False  # its carry and appended rows are its state, from call to call
-
-    @classmethod
-    def of(
-        cls,
-        call: Callable[..., Any],
-        name: str,
-        offered: Collection[str] = STAGE_KEYWORDS,
-        *,
-        takes: Sequence[str] = ("params", "x"),
-    ) -> Function:
-        """Read the signature for the keywords that are offered; PipelineError if it cannot be
-        called so.
-
-        `takes` names what is passed by position.
-        """
-        if not callable(call):
-            raise PipelineError(f"`{name}` must be a function; got {type(call).__name__}")
-        try:
-            signature = inspect.signature(call)
-        except (TypeError, ValueError):
-            return cls(call, name, frozenset())
-        parameters = list(signature.parameters.values())
-        # A parameter after those that are passed by position may be given by its name, whether it
-        # has a default or not.
-        named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-        named += [p for p in parameters[len(takes) :] if p.kind is p.POSITIONAL_OR_KEYWORD]
-        wants = frozenset({p.name for p in named} & set(offered))
-        try:
-            signature.bind(*takes, **dict.fromkeys(wants))
-        except TypeError as error:
-            raise PipelineError(
-                f"`{name}` is called as {name}({', '.join(takes)}), and by keyword with those of "
-                f"{', '.join(sorted(offered))} that it "
-                f"takes, but its parameters are {signature}: {error}"
-            ) from None
-        return cls(call, name, wants)
-
-    def under(self, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Function:
-        """The same function changed, with the keywords that it is known to take (a wrapper hides
-        its signature).
-        """
-        return replace(self, call=change(self.call))
-
-    @property
-    def wants_arrays(self) -> frozenset[str]:
-        """The keywords whose values differ by microbatch or stage."""
-        more = {"ctx"} if "carry" in self.wants else set()
-        more |= {"ctx", "state"} if self.cached else set()
-        return self.wants & {"ctx", "microbatch", "state"} | more
-
-    def run(
-        self, *arguments: PyTree, shared: PyTree, extra: dict[str, PyTree], training: bool
-    ) -> Any:
-        """Call it with those keywords that it takes."""
-        have = {
-            "shared": shared,
-            "training": training,
-            **{k: extra.get(k) for k in ("carry", "ctx", "microbatch", "state")},
-        }
-        return self.calling(
-            lambda: self.call(*arguments, **{k: have[k] for k in sorted(self.wants)}),
-            arguments,
-            have["ctx"],
-        )
-
-    def loss_of(self, loss: Any) -> Any:
-        """The loss that a stage or a layer returns besides x, as a scalar; PipelineError for what
-        is none.
-
-        None is no loss, and a Python number is one.
-        """
-        if loss is None:
-            return jnp.zeros((), jnp.float32)
-        try:
-            found = jnp.asarray(loss)
-        except (TypeError, ValueError):
-            what: Any = jax.tree.structure(loss)
-        else:
-            weak = jax.typeof(found).weak_type and jnp.issubdtype(found.dtype, jnp.integer)
-            if found.shape == () and (weak or jnp.issubdtype(found.dtype, jnp.floating)):
-                # Half a precision ends at 65504, and losses are summed.
-                return summable(found)
-            what = f"{found.dtype}{list(found.shape)}"
-        raise PipelineError(
-            f"`{self.name}` must return a floating scalar as its loss; it returns {what}"
-        )
-
-    def calling(self, call: Callable[[], Any], arguments: Sequence[PyTree], ctx: Any) -> Any:
-        """Call it; an error from inside says which function it was and what it was given."""
-        try:
-            found = call()
-        except PipelineError:
-            raise
-        except Exception as error:
-            text = str(error)
-            if (
-                "ctx" in self.wants
-                and isinstance(ctx, Context)
-                and ctx.rng is None
-                and re.search(r"\b(key|PRNG)", text)
-            ):
-                raise PipelineError(
-                    f"`{self.name}` uses ctx.rng, but the step got no key; pass "
-                    "rng=jax.random.key(...)"
-                ) from error
-            if advice := next((a for part, a in SHARDINGS.items() if part in text), None):
-                raise PipelineError(f"`{self.name}` {advice} ({text.splitlines()[0]})") from error
-            what = "; ".join(described(tree) for tree in arguments)
-            error.add_note(
-                f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was "
-                f"traced with ({what})"
-            )
-            raise
-        mesh = jax.sharding.get_abstract_mesh()
-        inside = jax.sharding.AxisType.Manual in mesh.axis_types
-        for leaf in jax.tree.leaves(found) if inside else ():
-            aval = getattr(leaf, "aval", None)
-            own = getattr(aval, "sharding", None)
-            if varying := getattr(getattr(aval, "manual_axis_type", None), "varying", ()):
-                raise PipelineError(
-                    f"`{self.name}` {SHARDINGS[OTHER_SHARD_MAP]} (it returns an array that varies "
-                    f"over {', '.join(sorted(varying))})"
-                )
-            if own is not None and not own.mesh.empty and own.mesh != mesh:
-                raise PipelineError(
-                    f"`{self.name}` {SHARDINGS[OTHER_MESH]} (it returns an array on {own.mesh})"
-                )
-        return found
-
-
-def _place(call: Callable[..., Any]) -> str:
-    """The name, file and line of a function."""
-    call = inspect.unwrap(call)
-    code = getattr(call, "__code__", None)
-    name = getattr(call, "__qualname__", type(call).__name__)
-    return (
-        name
-        if code is None
-        else f"{name}, {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
-    )
 
 
 def split_batch(batch: PyTree, count: int, slices: int = 1, time: tuple[str, ...] = ()) -> PyTree:
@@ -541,7 +296,7 @@ class Functions:
                 "inferred from the number 0; give jaxpipe.Model(..., "
                 "carry=function(stage_params, x) -> the first carry)"
             ) from error
-        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        return zeros_of(shapes)
 
     def _carry(self, first: PyTree, given: PyTree, extra: dict[str, PyTree]) -> PyTree:
         """The carry of a slice: that of the slice before, or the first one."""

@@ -18,7 +18,7 @@ from ..arrays import PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
-from .functions import Context, Function
+from .calls import Context, Function
 
 EMBEDDING, LOSS = "E", "L"
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, summable
+from ..arrays import PyTree, summable, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.placement import Placement
+from .calls import OUTER_KEYWORDS, OUTER_WANTS, Function
 from .functions import (
-    OUTER_KEYWORDS,
-    Function,
     Functions,
     Loss,
     make_extra,
@@ -27,7 +25,6 @@ from .slices import time_faults
 from .spread import Cuts, Spread
 
 Call: TypeAlias = Callable[..., Any]
-_OUTER_WANTS = frozenset({"microbatch", "ctx"})
 _AXIS = "pipe"  # the name of the pipe axis that a spread function finds in `Model.loss`
 
 
@@ -148,11 +145,11 @@ class Model:
         return first, last
 
     def changed(self, **fields: Any) -> Model:
-        """The same model with other functions of the stages, or other layers, each a letter."""
-        found = copy(self)
-        for name, value in fields.items():
-            object.__setattr__(found, name, value)
-        return found
+        """The same model with other fields, checked like a new model; PipelineError as for one."""
+        given = {name: getattr(self, name) for name in self.__dataclass_fields__} | fields
+        if self.is_layered:
+            del given["first"], given["last"]  # letters of `stages`
+        return Model(given.pop("stages"), loss=given.pop("contract"), **given)
 
     def functions(self, stages: Sequence[Function]) -> Functions:
         """The functions of a step whose stages run these."""
@@ -379,7 +376,7 @@ class _Plain:
         if self.slices == 1:
             return state, ()
         (_, carried), _ = jax.eval_shape(self.microbatch, (state, ()), jnp.int32(0))
-        return state, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), carried)
+        return state, zeros_of(carried)
 
     def microbatch(self, both: PyTree, index: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
         """State, what passes between slices, and the number of a microbatch -> both after it,
@@ -391,7 +388,7 @@ class _Plain:
             "first",
             first is not None and first.spread,
             (),
-            self._extra(0, index, _OUTER_WANTS),
+            self._extra(0, index, OUTER_WANTS),
         )
         x, more, both = self._run_stages(x, index, both)
         count = self._count()
@@ -400,7 +397,7 @@ class _Plain:
             "last",
             last is not None and last.spread,
             x,
-            self._extra(count - 1, index, _OUTER_WANTS),
+            self._extra(count - 1, index, OUTER_WANTS),
         )
         return both, (loss + more, aux)
 

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import DictKey
 
-from ..arrays import PyTree, by_path
+from ..arrays import PyTree, by_path, zeros_of
 from ..jaxprs.entry import Entry, Part
 from ..jaxprs.slots import Piece
 from .mesh import jit_on_mesh
@@ -398,8 +398,7 @@ def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -
             like |= jax.eval_shape(partial(moved, pair), own)
 
         def full(pair: tuple[TreeForm, TreeForm], own: dict[str, Any]) -> PyTree:
-            zeros = jax.tree.map(lambda aval: jnp.zeros(aval.shape, aval.dtype), like)
-            return zeros | moved(pair, own)
+            return {**zeros_of(like), **moved(pair, own)}
 
         found = lax.switch(
             number[lax.axis_index(axis)], [partial(full, pair) for pair in kinds], own

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import SequenceKey
 
-from ..arrays import PyTree, array_faults, axis_faults
+from ..arrays import PyTree, array_faults, axis_faults, stacked
 from ..errors import PipelineError
 from ..jaxprs.entry import Entry
 from ..table.placement import Placement
@@ -210,7 +210,7 @@ class ParamLayout:
     ) -> Chunks:
         """A tree for each stage -> placed ones (see `place_stages`)."""
         if not self.unlike:
-            return self.place_stages(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
+            return self.place_stages(stacked(trees))
         chunks = self._by_chunk(trees)
         layouts = (
             [

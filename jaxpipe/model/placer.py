@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..arrays import Params, PyTree
+from ..arrays import Params, PyTree, shapes_of, zeros_of
 from ..errors import PipelineError
 from .follow import Follow, Followers, shardings
 from .mesh import Mover, explicit_context, has
@@ -99,9 +98,7 @@ class Placer:
         """The shapes of placed parameters, and those that the canonical ones have without the axes
         of stages and layers.
         """
-        like: dict[str, PyTree] = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), dict(placed)
-        )
+        like: dict[str, PyTree] = shapes_of(dict(placed))
         own = self.in_model_order(like, None)
         lead = self._layout.num_leading
         stages = jax.tree.map(
@@ -141,8 +138,7 @@ class Placer:
         """
 
         def zeros(_: PyTree) -> PyTree:
-            made = [jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree) for tree in trees]
-            return self._layout.place_trees(made)
+            return self._layout.place_trees([zeros_of(tree) for tree in trees])
 
         to, form = NamedSharding(self._mesh, PartitionSpec(self._axis)), jax.tree.structure(trees)
         key = ("zeros", form, *((a.shape, a.dtype) for a in jax.tree.leaves(trees)))

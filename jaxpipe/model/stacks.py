@@ -25,6 +25,10 @@ class Stack(NamedTuple):
     tree: PyTree
     axes: int
 
+    def state(self, init: Callable[[PyTree], PyTree]) -> PyTree:
+        """The shapes of the states that `init` makes."""
+        return jax.eval_shape(lambda tree: self.apply(init, tree), self.tree)
+
     def apply(self, function: Callable[..., Any], *arguments: PyTree) -> Any:
         """A function of one layer, on all of them."""
         for _ in range(self.axes):
@@ -133,10 +137,7 @@ class StackedStages:
                 {name: avals.get(name) if name in form.paths else None for name in layout.names},
                 layout,
             )
-            found = {
-                name: jax.eval_shape(lambda tree, s=stack: s.apply(init, tree), stack.tree)
-                for name, stack in self.of(own).items()
-            }
+            found = {name: stack.state(init) for name, stack in self.of(own).items()}
             shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), found)
             return TreeForm.of(_tree(shapes))
 
@@ -163,7 +164,7 @@ class StackedStages:
         leaves = self._repacked(packed, packed.layout.separate).leaves
         found = {}
         for name, stack in stacks.items():
-            like = jax.eval_shape(lambda tree, s=stack: s.apply(init, tree), stack.tree)
+            like = stack.state(init)
             own = [leaves[path] for path in _named(name, like)]
             found[name] = jax.tree.unflatten(jax.tree.structure(like), own)
         return found

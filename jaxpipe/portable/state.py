@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..arrays import PyTree, path_text
+from ..arrays import PyTree, path_text, shapes_of
 from ..errors import CheckpointError
 from ..model.follow import Follow, Followers, is_params
 from ..model.mesh import has
@@ -78,7 +78,7 @@ class PortableState:
                 return self._from_host(found, node)
             if self._placer is None:
                 return jax.tree.map(_reshaped, {**node, **found}, node)
-            shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), node)
+            shapes = shapes_of(node)
             return self._placer.placed_like(found, shapes, follows, layer_axis=self.layer_axis)
 
         tree: Any = jax.tree.structure(like, is_leaf=is_params)

@@ -57,8 +57,13 @@ def forward_order(placement: Placement, microbatches: int) -> Order:
 
 def zbv_order(devices: int, microbatches: int) -> Order:
     """The F and I of the figure's order, in which M is at least 2 P - 1."""
+    return [[a for a in row if a.kind is not W] for row in zbv_rows(devices, microbatches)]
+
+
+def zbv_rows(devices: int, microbatches: int) -> Order:
+    """The figure's rows, without the microbatches that a smaller M does not have."""
     rows = [zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
-    return [[a for a in row if a.kind is not W and a.microbatch < microbatches] for row in rows]
+    return [[action for action in row if action.microbatch < microbatches] for row in rows]
 
 
 def zbv_row(devices: int, device: int, microbatches: int) -> list[Action]:

@@ -11,7 +11,7 @@ from ..engine.simulate import simulate
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import Instance, least_peak, list_schedule
-from ._orders import zbv_order, zbv_row
+from ._orders import zbv_order, zbv_rows
 from ._rows import schedule_of
 from ._waves import Wave, fitted, wave_order
 
@@ -30,10 +30,7 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
     if costs is not None:
         order = partial(zbv_order, devices)
         return fitted(order, placement, costs, microbatches, cap=2 * devices)
-    rows = [zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
-    if microbatches < 2 * devices - 1:
-        rows = [[action for action in row if action.microbatch < microbatches] for row in rows]
-    figure = schedule_of(rows, placement, microbatches)
+    figure = schedule_of(zbv_rows(devices, microbatches), placement, microbatches)
     return figure if microbatches >= 2 * devices - 1 else _shorter(figure)
 
 

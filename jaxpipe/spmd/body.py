@@ -94,15 +94,15 @@ def look(job: Job, params: Params, batch: PyTree, rng: Any, state: PyTree) -> Pr
         found.append(prepare(job, params, batch, rng, state))
         return ()
 
-    whole, rows, kept = (
-        PartitionSpec(),
-        PartitionSpec(job.data_axes or None),
-        PartitionSpec(job.axis),
-    )
-    specs = (job.partition.manual_specs(params), rows, whole, kept)
-    axes = {job.axis, *job.data_axes}
-    jax.eval_shape(mapped(trace, job.mesh, axes, specs, whole), params, batch, rng, state)
+    run = mapped(trace, job.mesh, job.axes, _in_specs(job, params), PartitionSpec())
+    jax.eval_shape(run, params, batch, rng, state)
     return found[0]
+
+
+def _in_specs(job: Job, params: Params) -> tuple[Any, ...]:
+    """The splits of parameters, the batch, the key and the stages' own state."""
+    rows, kept = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
+    return job.partition.manual_specs(params), rows, PartitionSpec(), kept
 
 
 def body(
@@ -313,23 +313,14 @@ class SpmdExecutor:
         self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job; it may be traced."""
-        everywhere, rows, kept = (
-            PartitionSpec(),
-            PartitionSpec(job.data_axes or None),
-            PartitionSpec(job.axis),
-        )
-        placed = job.partition.manual_specs(params)
-        spread = {"state": kept, "outputs": rows}
+        specs = _in_specs(job, params)
         entries, permutes = self._split(job, params, batch, rng, state)
         run = mapped(
             lambda p, b, r, s: body(job, p, b, r, s, entries=entries, everywhere=permutes),
             job.mesh,
-            {job.axis, *job.data_axes},
-            in_specs=(placed, rows, everywhere, kept),
-            out_specs=(
-                {key: spread.get(key, everywhere) for key in job.results},
-                placed if job.training else everywhere,
-            ),
+            job.axes,
+            in_specs=specs,
+            out_specs=(job.result_specs, specs[0] if job.training else PartitionSpec()),
         )
         found: tuple[dict[str, Any], dict[str, PyTree]] = run(params, batch, rng, state)
         return found

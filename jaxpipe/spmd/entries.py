@@ -244,7 +244,7 @@ def _lowered_alone(
     donated: Sequence[int] = (),
 ) -> Any:
     mesh = job.mesh
-    alone = mapped(function, mesh, {job.axis, *job.data_axes}, in_specs=_WHOLE, out_specs=_WHOLE)
+    alone = mapped(function, mesh, job.axes, in_specs=_WHOLE, out_specs=_WHOLE)
 
     def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from ..arrays import Leaves, PyTree, Scalar
 from ..jaxprs.eval_in_slots import run_in_slots
 from ..jaxprs.slots import InSlots, Piece, Total, TotalPiece
+from ..model.calls import OUTER_WANTS
 from ..model.functions import make_extra
 from ..model.packed import Places
 from ..stage.code import LastCode, StageCode, run
@@ -135,7 +136,7 @@ class SharedCode:
 
     def outer_extra(self, stage: Scalar, microbatch: Scalar) -> Leaves:
         """Leaves of the arguments of `first` and `last` besides parameters and x."""
-        return self._extra(stage, microbatch, self.code.outer_wants)
+        return self._extra(stage, microbatch, OUTER_WANTS)
 
     def stage_extra(
         self, kind: int, operand: StageOperand, stage: Scalar, microbatch: Scalar, state: Leaves

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Params, PyTree
 from ..lowering.plan import Plan
@@ -65,6 +65,11 @@ class Job:
         return self.partition.data_axes
 
     @property
+    def axes(self) -> set[str]:
+        """The axes that are manual inside the step."""
+        return {self.axis, *self.data_axes}
+
+    @property
     def data_size(self) -> int:
         """The number of data shards."""
         return self.partition.data_size
@@ -85,6 +90,15 @@ class Job:
         if self.outputs:
             return ("outputs", "state")
         return ("state",) if self.functions.last is None else ("loss", "losses", "metrics", "state")
+
+    @property
+    def result_specs(self) -> dict[str, PartitionSpec]:
+        """The split of each of these results."""
+        spread = {
+            "state": PartitionSpec(self.axis),
+            "outputs": PartitionSpec(self.data_axes or None),
+        }
+        return {key: spread.get(key, PartitionSpec()) for key in self.results}
 
     def with_axis(self, sizes: dict[str, PyTree]) -> Job:
         """The job whose spread functions know the axis and the whole sizes of cut parameters."""

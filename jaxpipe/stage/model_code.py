@@ -4,7 +4,7 @@ Stages whose state would need a gradient to an earlier microbatch are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -17,12 +17,13 @@ from ..arrays import Leaves, PyTree
 from ..errors import PipelineError
 from ..jaxprs.collectives import collectives
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import Atom, every_equation, reads
+from ..jaxprs.equations import Atom, reads
 from ..jaxprs.flatten import flatten
 from ..lowering.slots import Offload
-from ..model.functions import OTHER_MESH, SHARDINGS, Functions, StageOutput, make_extra
+from ..model.calls import OUTER_WANTS
+from ..model.functions import Functions, StageOutput, make_extra
 from ..model.leaf_plan import LeafPlan, leaf_plans
-from ..model.settings import names_of
+from ..model.user_shardings import check_equations, refusing
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Liveness, Place, longest
@@ -110,7 +111,6 @@ class ModelCode:
     first: StageCode
     last: LastCode | None
     program: Program
-    outer_wants: frozenset[str]
 
     @property
     def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
@@ -156,15 +156,15 @@ def trace_model(
 ) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
     functions = replace(job.functions.for_batch(batch), in_place=True)
-    outer_wants = frozenset({"microbatch", "ctx"})
     index = jnp.int32(0)
-    outer = make_extra(batch, rng, index, index, outer_wants, functions.slices)
+    outer = make_extra(batch, rng, index, index, OUTER_WANTS, functions.slices)
     shared_uses = _uses(shared, leaf_plans(job.plans["shared"]))
     first_uses = _uses(first, leaf_plans(job.plans["first"])) + shared_uses
     if functions.spreads_first:
         first_code = trace_spread_first(functions.run_first, (first, shared), outer, first_uses)
     else:
-        first_code = trace_stage(functions.run_first, (first, shared), (), outer, first_uses)
+        with refusing("first"):
+            first_code = trace_stage(functions.run_first, (first, shared), (), outer, first_uses)
         _check_collectives(
             "first", (first_code.hoist, first_code.forward, first_code.backward), job.axis
         )
@@ -197,15 +197,14 @@ def trace_model(
     last_code = None
     if functions.last is not None:
         last_uses = _uses(last, leaf_plans(job.plans["last"])) + shared_uses
-        last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses)
+        with refusing("last"):
+            last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses)
         if not functions.last.spread:
             _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
     offloads = job.training and any(code.offloads for code in codes)
     plan = replace(job.plan, offload=Offload.RESIDUALS) if offloads else job.plan
     program = verify(plan.program(longest([code.liveness for code in codes])))
-    return ModelCode(
-        codes, tuple(kind_of), tuple(wants), first_code, last_code, program, outer_wants
-    )
+    return ModelCode(codes, tuple(kind_of), tuple(wants), first_code, last_code, program)
 
 
 def _form(tree: PyTree) -> Any:
@@ -227,9 +226,9 @@ def _trace_one(
     """Trace one stage and check what it returns."""
     call, name = partial(functions.run_stage, stage), functions.stages[stage].name
     if job.layout.unlike:
-        _check_takes(call, stage, inputs)
+        _check_takes(call, name, stage, inputs)
     else:
-        _check_chain(call, inputs)
+        _check_chain(call, name, inputs)
     passed, extra = functions.carried(stage, *inputs), inputs[2]
     keeps_state = job.training and "state" in extra
     if keeps_state:
@@ -242,11 +241,20 @@ def _trace_one(
     return code
 
 
-def _check_takes(call: _Stage, stage: int, inputs: _Inputs) -> None:
+def _returned(call: _Stage, name: str, inputs: _Inputs) -> tuple[PyTree, StageOutput]:
+    """The shapes that a stage returns; PipelineError for shardings by manual axes, whose results
+    have other shapes.
+    """
+    closed, shapes = jax.make_jaxpr(call, return_shape=True)(*inputs)
+    check_equations(name, [closed.jaxpr])
+    return shapes
+
+
+def _check_takes(call: _Stage, name: str, stage: int, inputs: _Inputs) -> None:
     """PipelineError where a stage cannot take the output of the stage before it."""
     before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
     try:
-        jax.eval_shape(call, *inputs)
+        _returned(call, name, inputs)
     except PipelineError:
         raise
     except (TypeError, ValueError) as error:
@@ -276,20 +284,7 @@ def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> No
             "a `first` or `last` under jaxpipe.spread runs on all devices at once, and may use "
             "the axis"
         )
-    pinned = sorted({axis for jaxpr in jaxprs for axis in _constrained(jaxpr)})
-    if pinned:
-        raise PipelineError(
-            f"`{name}` {SHARDINGS[OTHER_MESH]} (it names {', '.join(map(repr, pinned))})"
-        )
-
-
-def _constrained(jaxpr: core.Jaxpr) -> Iterator[str]:
-    """Manual mesh axes that constraints of shardings name."""
-    for eqn in every_equation(jaxpr):
-        if eqn.primitive.name == "sharding_constraint":
-            spec = getattr(eqn.params["sharding"], "spec", ())
-            named = {name for entry in spec for name in names_of(entry)}
-            yield from named & set(eqn.params["context_mesh"].manual_axes)
+    check_equations(name, jaxprs)
 
 
 def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomputes: bool) -> None:
@@ -319,9 +314,9 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
         )
 
 
-def _check_chain(call: _Stage, inputs: _Inputs) -> None:
+def _check_chain(call: _Stage, name: str, inputs: _Inputs) -> None:
     """A stage's output must fit the next stage's input: the same tree, shapes and dtypes."""
-    x, y = inputs[1], jax.eval_shape(call, *inputs)[0]
+    x, y = inputs[1], _returned(call, name, inputs)[0]
     x_tree: Any = jax.tree.structure(x)
     y_tree: Any = jax.tree.structure(y)
     if x_tree != y_tree:

@@ -12,22 +12,29 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.flax import End, from_linen, from_nnx
+from jaxpipe.flax import End, from_flax_model, from_linen, from_nnx
+from tests.axes.model import worst_error
+from tests.flax.models import F64, VOCAB, cross_entropy, rows
+from tests.tolerance import FLOAT64
 
 WIDTH = 4
+BATCH = {"x": jnp.arange(16.0, dtype=F64).reshape(4, WIDTH) / 8}
 
 
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "mlp"))
-        return x + nn.Dense(WIDTH, kernel_init=init)(x)
+        return x + nn.Dense(WIDTH, kernel_init=init, param_dtype=F64)(x)
 
 
 def nnx_blocks() -> list[Any]:
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "mlp"))
     with nnx.use_eager_sharding(False):  # there is no mesh yet
-        return [nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=nnx.Rngs(i)) for i in range(4)]
+        return [
+            nnx.Linear(WIDTH, WIDTH, kernel_init=init, param_dtype=F64, rngs=nnx.Rngs(i))
+            for i in range(4)
+        ]
 
 
 def linen_model(**how: Any) -> Any:
@@ -63,13 +70,12 @@ def test_metadata_becomes_specs(model: Any) -> None:
     assert {spec for name, spec in kernels.items() if "bias" in name} == {PartitionSpec("pipe")}
     replicated = jp.Sharding(replicated="tensor")
     whole = jp.Pipeline(made.model, schedule, mesh, sharding=replicated)
-    rows = {"x": jnp.ones((4, WIDTH))}
-    # A matmul whose columns two devices share: the same sums, in float32.
-    split, plain = (
-        pipe.evaluate(pipe.place(made.params), rows),
-        whole.evaluate(whole.place(made.params), rows),
+    # A matmul whose columns two devices share: the same sums.
+    (split, own), (plain, other_own) = (
+        each.jit(each.value_and_grad)(each.place(made.params), BATCH) for each in (pipe, whole)
     )
-    assert float(split) == pytest.approx(float(plain), rel=1e-5)
+    assert float(split) == pytest.approx(float(plain), rel=FLOAT64)
+    assert worst_error(pipe.canonical(own), whole.canonical(other_own)) < FLOAT64
     other = model()
     sharding = jp.Sharding(specs=other.specs, replicated="tensor")
     unknown = jp.Pipeline(other.model, schedule, mesh, sharding=sharding)
@@ -83,19 +89,95 @@ class General(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
         init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "pipe", "data"))
-        return x + nn.remat(nn.DenseGeneral)((2, 2), kernel_init=init)(x).reshape(x.shape)
+        dense = nn.remat(nn.DenseGeneral)((2, 2), kernel_init=init, param_dtype=F64)
+        return x + dense(x).reshape(x.shape)
+
+
+def pipeline(model: Any, **sharding: Any) -> jp.Pipeline:
+    """On pipe 2 x data 2."""
+    mesh = jax.make_mesh((2, 2), ("pipe", "data"), devices=jax.devices()[:4])
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    sharded = jp.Sharding(data="data", **sharding)
+    return jp.Pipeline(model.model, schedule, mesh, sharding=sharded)
+
+
+def linen_loss(block: Any) -> Any:
+    """What flax alone computes of the blocks' variables."""
+
+    def loss(blocks: Any) -> Any:
+        x = BATCH["x"]
+        for own in blocks:
+            x = block.apply(own, x)
+        return jnp.mean(x**2)
+
+    return loss
+
+
+def check(model: Any, pipe: jp.Pipeline, variables: Any, loss: Any) -> None:
+    """Loss and gradients of a pipeline of linen blocks are those of flax alone."""
+    found, grads = pipe.jit(pipe.value_and_grad)(pipe.place(model.params), BATCH)
+    expected, plain = jax.jit(jax.value_and_grad(loss))(nn.meta.unbox(variables))
+    assert float(found) == pytest.approx(float(expected), rel=FLOAT64)
+    assert worst_error(model.to_linen(pipe.canonical(grads)), plain) < FLOAT64
 
 
 def test_metadata_is_ignored_inside_of_stages() -> None:
     variables = [General().init(jax.random.key(i), jnp.ones((1, WIDTH))) for i in range(2)]
     end = End(None, lambda _, x, microbatch: jnp.mean(x**2))
     model = from_linen(General(), variables, num_stages=2, rngs=(), last=end)
-    mesh = jax.make_mesh((2, 2), ("pipe", "data"), devices=jax.devices()[:4])
-    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
-    pipe = jp.Pipeline(model.model, schedule, mesh, sharding=jp.Sharding(data="data"))
-    batch = {"x": jnp.ones((4, WIDTH))}
-    found = pipe.evaluate(pipe.place(model.params), batch)
-    assert float(found) == pytest.approx(float(model.model.loss(model.params, batch)), rel=1e-6)
+    check(model, pipeline(model), variables, linen_loss(General()))
+
+
+class Sharded(nn.Module):
+    """A block of nanodo: each kernel is annotated with the data axis of FSDP."""
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        def general(axes: tuple[str | None, ...], shape: Any, **how: Any) -> Any:
+            init = nn.with_partitioning(nn.initializers.lecun_normal(), axes)
+            return nn.DenseGeneral(shape, use_bias=False, kernel_init=init, param_dtype=F64, **how)
+
+        h = nn.LayerNorm(use_bias=False, param_dtype=F64)(x)
+        q, k, v = (general(("data", None, None), (2, WIDTH // 2))(h) for _ in range(3))
+        weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k))
+        mixed = jnp.einsum("bhts,bshd->bthd", weights, v)
+        x = x + general((None, None, "data"), WIDTH, axis=(-2, -1))(mixed)
+        h = jax.nn.gelu(general(("data", None), 2 * WIDTH)(x))
+        return x + general((None, "data"), WIDTH)(h)
+
+
+class Nanodo(nn.Module):
+    """A whole decoder so annotated, with a tied embedding."""
+
+    def setup(self) -> None:
+        init = nn.with_partitioning(nn.initializers.normal(), (None, "data"))
+        self.embed = nn.Embed(VOCAB, WIDTH, embedding_init=init, param_dtype=F64)
+        self.blocks = [Sharded() for _ in range(2)]
+
+    def __call__(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x)
+
+
+@pytest.mark.parametrize("fsdp", [None, "data"])
+def test_annotations_of_fsdp_change_no_number(fsdp: str | None) -> None:
+    """The pipeline cuts parameters along the data axis by `Sharding(fsdp=)` alone."""
+    net, batch = Nanodo(), rows(4)
+    variables = net.init(jax.random.key(0), batch["tokens"])
+
+    def loss(bound: Any, microbatch: Any) -> Any:
+        return cross_entropy(bound(microbatch["tokens"]), microbatch)
+
+    model = from_flax_model(net, variables=variables, loss=loss, batch=rows(1), num_stages=2)
+    pipe = pipeline(model, fsdp=fsdp)
+    found, grads = pipe.jit(pipe.value_and_grad)(pipe.place(model.params), batch)
+    expected, plain = jax.jit(
+        jax.value_and_grad(lambda own: cross_entropy(net.apply(own, batch["tokens"]), batch))
+    )(nn.meta.unbox(variables))
+    assert float(found) == pytest.approx(float(expected), rel=FLOAT64)
+    assert worst_error(model.to_linen(pipe.canonical(grads)), plain) < FLOAT64
 
 
 def test_a_filter_of_nnx_says_what_is_frozen() -> None:
@@ -129,28 +211,45 @@ class Logical(nn.Module):
         init = nn.with_logical_partitioning(
             nn.initializers.lecun_normal(), ("embed", "heads", "kv")
         )
-        y = nn.DenseGeneral((2, 2), kernel_init=init)(x).reshape(x.shape)
+        y = nn.DenseGeneral((2, 2), kernel_init=init, param_dtype=F64)(x).reshape(x.shape)
         return x + nn.with_logical_constraint(y, ("batch", "embed"))
 
 
-def logical_model() -> Any:
+def logical_model() -> tuple[Any, Any, Any]:
     variables = [Logical().init(jax.random.key(i), jnp.ones((1, WIDTH))) for i in range(4)]
     end = End(None, lambda _, x, microbatch: jnp.mean(x**2))
-    return from_linen(Logical(), variables, num_stages=2, rngs=(), last=end)
+    model = from_linen(Logical(), variables, num_stages=2, rngs=(), last=end)
+    expected, plain = jax.value_and_grad(linen_loss(Logical()))(nn.meta.unbox(variables))
+    return model, expected, (plain, lambda grads: model.to_linen(grads))
 
 
-@pytest.mark.parametrize("make", [logical_model, nnx_model])
+def written_nnx_model() -> tuple[Any, Any, Any]:
+    def loss(blocks: Any) -> Any:
+        x = BATCH["x"]
+        for block in blocks:
+            x = block(x)
+        return jnp.mean(x**2)
+
+    model, blocks = nnx_model(), nnx.List(nnx_blocks())
+    expected, plain = nnx.value_and_grad(loss)(blocks)
+    stacked = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves),
+        *(nnx.to_pure_dict(plain)[i] for i in range(len(blocks))),
+    )
+    return model, expected, (stacked, lambda grads: grads["stages"])
+
+
+@pytest.mark.parametrize("make", [logical_model, written_nnx_model])
 def test_names_that_the_mesh_does_not_have_are_ignored_inside_of_stages(make: Any) -> None:
     """Also where the user has set a mesh."""
-    model = make()
-    mesh = jax.make_mesh((2, 2), ("pipe", "data"), devices=jax.devices()[:4])
-    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
-    pipe = jp.Pipeline(model.model, schedule, mesh, sharding=jp.Sharding(data="data"))
-    batch = {"x": jnp.arange(16.0).reshape(4, WIDTH) / 8}
-    expected = float(model.model.loss(model.params, batch))
+    model, expected, (plain, form) = make()
+    pipe = pipeline(model)
     with jax.set_mesh(pipe.mesh):
-        found = pipe.evaluate(pipe.place(model.params), batch)
-    assert float(found) == pytest.approx(expected, rel=1e-6)
+        found, grads = pipe.jit(pipe.value_and_grad)(pipe.place(model.params), BATCH)
+    own = form(pipe.canonical(grads))
+    assert float(found) == pytest.approx(float(expected), rel=FLOAT64)
+    leaves = [jax.tree.map(lambda a: jnp.reshape(a, -1), tree) for tree in (own, plain)]
+    assert worst_error(*leaves) < FLOAT64
 
 
 def test_models_are_made_where_the_user_has_set_a_mesh() -> None:

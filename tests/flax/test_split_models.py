@@ -44,7 +44,8 @@ class Decoder(nn.Module):
     def setup(self) -> None:
         self.embed = nn.Embed(VOCAB, WIDTH, param_dtype=F64)
         self.position = nn.Embed(5, WIDTH, param_dtype=F64)
-        self.blocks = [Attention(i) for i in range(LAYERS)]
+        kind = nn.remat(Attention) if self.between == "remat" else Attention
+        self.blocks = [kind(i) for i in range(LAYERS)]
         self.norm = nn.LayerNorm(param_dtype=F64)
 
     def __call__(self, tokens: Any) -> Any:
@@ -134,6 +135,10 @@ def test_an_nnx_model_is_split_and_written_back() -> None:
     [
         ("scale", "blocks_1 is not called with what blocks_0 returned"),
         ("skip", "what blocks_0 returns is also used after the blocks"),
+        (
+            "remat",
+            r"inside of a transformation.*Attention\(...\) instead of nn.remat.*name=f'blocks_{i}'",
+        ),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(between: str, message: str) -> None:

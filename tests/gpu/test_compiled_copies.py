@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from benchmarks.moves import LargeMove, Move, large_moves
 from jaxpipe.inspect.gpu_program import compile_and_read
 from jaxpipe.inspect.hlo import parse
-from jaxpipe.inspect.moves import LargeMove, Move, large_moves
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
 TRIPS, SIDE = 6, 1024
@@ -22,7 +22,7 @@ POOL = jax.ShapeDtypeStruct((8, SIDE, SIDE), jnp.float32)
 
 
 def moves_of(function: Any, *shapes: Any) -> list[LargeMove]:
-    return compile_and_read(lower_for_gpu(function, *shapes)).large_moves
+    return large_moves(compile_and_read(lower_for_gpu(function, *shapes)).module)
 
 
 def in_loops(moves: list[LargeMove]) -> list[tuple[Move, tuple[int, ...], int, bool]]:

@@ -8,9 +8,9 @@ import pytest
 
 import jaxpipe as jp
 from benchmarks.gpu_programs import Case
+from benchmarks.moves import Move, large_moves
 from jaxpipe.inspect.collectives import steady
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, count_waits
-from jaxpipe.inspect.moves import Move
 from jaxpipe.spmd import entries
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
@@ -19,8 +19,8 @@ MERGED = {"xla_gpu_dot_merger_threshold_mb": "64"}
 
 
 def moved(program: GpuProgram) -> int:
-    """Bytes of what loops make anew, a step."""
-    moves = [each for each in program.large_moves if each.place.in_loop]
+    """Bytes of what loops make again, a step."""
+    moves = [each for each in large_moves(program.module) if each.place.in_loop]
     return sum(each.nbytes_a_step for each in moves if each.move is not Move.SLICE)
 
 

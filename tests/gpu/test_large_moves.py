@@ -1,4 +1,4 @@
-"""In the GPU program nothing as large as a pool, an accumulator or a stack of layers is made anew
+"""In the GPU program nothing as large as a pool, an accumulator or a stack of layers is made again
 in the loop: not copied, not transposed, not filled, alone or as the root of a fusion; whatever is
 kept for the backward, and over every other axis of the mesh.
 """
@@ -11,8 +11,8 @@ import pytest
 
 import jaxpipe as jp
 from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat
+from benchmarks.moves import LargeMove, Move, large_moves
 from jaxpipe.inspect.gpu_program import compile_and_read
-from jaxpipe.inspect.moves import LargeMove, Move
 from jaxpipe.jaxprs.entry import Entry
 from tests.gpu.programs import gpu_fault
 from tests.tiers import exhaustive, slow
@@ -29,11 +29,11 @@ ACTIVATION = 2 * SHAPE.rows * SHAPE.time * SHAPE.width
 
 def found(case: Case) -> list[LargeMove]:
     """Whole arrays that the loop carries or reads (`LargeMove.is_carried`), larger than what stages
-    hand on, that it makes anew.
+    hand on, that it makes again.
     """
-    moves = compile_and_read(case.lower()).large_moves
-    anew = (each for each in moves if each.place.in_loop and each.move is not Move.SLICE)
-    return [each for each in anew if each.is_carried and each.nbytes > ACTIVATION]
+    moves = large_moves(compile_and_read(case.lower()).module)
+    made = (each for each in moves if each.place.in_loop and each.move is not Move.SLICE)
+    return [each for each in made if each.is_carried and each.nbytes > ACTIVATION]
 
 
 def case(name: str, axes: Axes = Axes.PIPE, remat: Remat = Remat.NOTHING) -> Case:
@@ -54,7 +54,7 @@ def grid() -> list[object]:
 
 
 @pytest.mark.parametrize(("name", "axes", "remat"), grid())
-def test_nothing_large_is_made_anew(name: str, axes: Axes, remat: Remat) -> None:
+def test_nothing_large_is_made_again(name: str, axes: Axes, remat: Remat) -> None:
     assert [str(each) for each in found(case(name, axes, remat))] == []
 
 

@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
+from benchmarks.moves import Move, large_moves
 from jaxpipe.inspect.collectives import Collective, Compute
 from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read
-from jaxpipe.inspect.moves import Move
 from tests.flat import flat_pipeline
 from tests.gpu.programs import gpu_fault, gpu_mesh
 from tests.tiers import exhaustive, slow
@@ -123,7 +123,9 @@ def check(found: GpuProgram, collectives: list[Collective]) -> None:
 def made_again(found: GpuProgram, *, over: int) -> list[str]:
     """Arrays of more bytes that a loop carries, such as pools, and that are made again in it."""
     kinds = (Move.COPY, Move.TRANSPOSE, Move.FILL)
-    looped = [each for each in found.large_moves if each.place.in_loop and each.move in kinds]
+    looped = [
+        each for each in large_moves(found.module) if each.place.in_loop and each.move in kinds
+    ]
     return [str(each) for each in looped if each.is_carried and each.nbytes > over]
 
 

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
+from benchmarks.moves import LargeMove, Move, large_moves
 from jaxpipe.inspect.gpu_program import compile_and_read
-from jaxpipe.inspect.moves import LargeMove, Move
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 from tests.tiers import slow
 
@@ -72,7 +72,7 @@ def carried(moves: list[LargeMove]) -> list[str]:
 def test_no_buffer_of_a_step_is_copied(name: str) -> None:
     schedule = jp.schedules.build(name, devices=2, microbatches=16, slices=4)
     pipe, params, batch = pipeline(schedule)
-    assert carried(compile_and_read(pipe.lower(params, batch)).large_moves) == []
+    assert carried(large_moves(compile_and_read(pipe.lower(params, batch)).module)) == []
 
 
 @needs_gpu_compiler
@@ -85,4 +85,4 @@ def test_no_cache_is_copied(slices: int) -> None:
     call = pipe.jit(pipe.outputs, donate_argnames="cache")
     at = jax.ShapeDtypeStruct((), jnp.int32)
     lowered = call.lower(params, batch, cache=cache, position=at)
-    assert carried(compile_and_read(lowered).large_moves) == []
+    assert carried(large_moves(compile_and_read(lowered).module)) == []

@@ -1,4 +1,4 @@
-"""How pools keep values, which values are made anew where they are read, and what is kept of
+"""How pools keep values, which values are made again where they are read, and what is kept of
 gathered ones.
 """
 

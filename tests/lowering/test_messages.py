@@ -112,6 +112,62 @@ def test_a_sharding_of_the_user_s_mesh_says_what_to_remove(change: Any, remove: 
         trace(pipe_of(lambda p, x: change(stage(p, x))))
 
 
+def over_data(call: Any, out: Any, **how: Any) -> Any:
+    """A shard_map without a mesh over an axis that is manual inside of a pipeline."""
+    return jax.shard_map(call, in_specs=PartitionSpec("data"), out_specs=out, **how)
+
+
+ROWS = PartitionSpec("data")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: over_data(jnp.tanh, ROWS)(x),
+        lambda x: over_data(jnp.tanh, ROWS, axis_names={"data"})(x),
+        lambda x: over_data(jnp.tanh, ROWS, check_vma=False)(x),
+        lambda x: over_data(lambda x: lax.psum(x, "data"), PartitionSpec())(x),
+        # what varies does not leave the function
+        lambda x: x * over_data(lambda x: lax.pmean(x.mean(), "data"), PartitionSpec())(x),
+        lambda x: x + 0 * jnp.sum(over_data(jnp.tanh, ROWS)(x)),
+        lambda x: lax.scan(lambda c, _: (over_data(jnp.tanh, ROWS)(c), None), x, length=2)[0],
+        jax.checkpoint(lambda x: x + 0 * jnp.sum(over_data(jnp.tanh, ROWS)(x))),
+    ],
+)
+@pytest.mark.parametrize("where", ["first", "stage", "last"])
+def test_a_shard_map_over_the_data_axis_says_what_to_remove(change: Any, where: str) -> None:
+    calls: dict[str, Any] = {
+        "first": lambda p, mb: mb["x"],
+        "stage": stage,
+        "last": lambda p, x, mb: jnp.mean(x),
+    }
+    own = calls[where]
+    if where == "last":
+        calls[where] = lambda p, x, mb: own(p, change(x), mb)
+    else:
+        calls[where] = lambda p, x: change(own(p, x))
+    mesh = jax.make_mesh((P, 2), ("pipe", "data"), devices=jax.devices()[: 2 * P])
+    model = jp.Model(calls["stage"], first=calls["first"], last=calls["last"])
+    schedule = jp.schedules.build("1f1b", devices=P, microbatches=2)
+    pipe = jp.Pipeline(model, schedule, mesh, sharding=jp.Sharding(data="data"))
+    params = {"first": {}, "stages": {"w": jnp.ones((P, WIDTH, WIDTH))}, "last": {}}
+    with pytest.raises(jp.PipelineError, match=f"`{where}` calls jax.shard_map.*Remove mesh="):
+        jax.eval_shape(pipe.value_and_grad, pipe.place(params), {"x": jnp.ones((8, WIDTH))})
+
+
+def test_a_constraint_by_the_data_axis_says_what_to_remove() -> None:
+    pinned = jp.Model(
+        lambda p, x: lax.with_sharding_constraint(stage(p, x), PartitionSpec("data")),
+        last=lambda p, x, mb: jnp.mean(x),
+    )
+    mesh = jax.make_mesh((P, 2), ("pipe", "data"), devices=jax.devices()[: 2 * P])
+    schedule = jp.schedules.build("1f1b", devices=P, microbatches=2)
+    pipe = jp.Pipeline(pinned, schedule, mesh, sharding=jp.Sharding(data="data"))
+    params = pipe.place({"stages": {"w": jnp.ones((P, WIDTH, WIDTH))}, "last": {}})
+    with pytest.raises(jp.PipelineError, match="Remove the pipe axis and the data axes from it"):
+        jax.eval_shape(pipe.value_and_grad, params, {"x": jnp.ones((8, WIDTH))})
+
+
 def test_an_error_of_a_function_says_which_it_was_and_what_it_was_given() -> None:
     def broken(params: Any, x: Any) -> Any:
         return stage(params, x).reshape(7, 7)

@@ -92,6 +92,15 @@ def test_modules_that_differ_are_refused_with_every_difference():
         stack([])
 
 
+def test_a_changed_model_is_checked_again():
+    model = jp.Model({"t": lambda p, x: x, "L": lambda p, x, mb: x.sum()}, layers="t*2L")
+    assert model.changed(layers="t*3L").layers == "tttL"
+    with pytest.raises(jp.PipelineError, match="'m', for which there is no function"):
+        model.changed(layers="tmL")
+    with pytest.raises(jp.PipelineError, match=r"loss must be Loss\.MEAN"):
+        model.changed(contract="mean")
+
+
 def test_the_lowest_layers_are_frozen():
     calls = {
         "E": lambda p, microbatch: microbatch["x"] * p,

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 import jaxpipe as jp
 from jaxpipe.model.arguments import rematerialised
-from jaxpipe.model.functions import Function
+from jaxpipe.model.calls import Function
 from tests.axes.model import worst_error
 from tests.flat import flat_pipeline
 from tests.parity.tolerance import FLOAT64

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from benchmarks.gpu_programs import Case
 from benchmarks.llama import Shape
-from jaxpipe.inspect.moves import LargeMove, Move
+from benchmarks.moves import LargeMove, Move, large_moves_on_tpus
 from jaxpipe.inspect.tpu_program import TpuProgram
 
 V5P, V6E = "v5p:2x2x1", "v6e:2x2"  # hosts of four devices
@@ -74,11 +74,11 @@ def read(lowered: Any) -> TpuProgram:
     return TpuProgram.of(lowered.compile())
 
 
-def made_anew(program: TpuProgram) -> list[LargeMove]:
+def made_again(program: TpuProgram) -> list[LargeMove]:
     """Whole arrays that a loop carries or reads, larger than what stages hand on, that it makes
-    anew.
+    again.
     """
-    moves = (each for each in program.large_moves if each.place.in_loop)
+    moves = (each for each in large_moves_on_tpus(program.module) if each.place.in_loop)
     return [
         each
         for each in moves
@@ -90,7 +90,7 @@ def copied_after(program: TpuProgram) -> list[LargeMove]:
     """Copies of accumulators outside the loops, to the layout of the step's results."""
     return [
         each
-        for each in program.large_moves
+        for each in large_moves_on_tpus(program.module)
         if not each.place.in_loop
         and each.move in (Move.COPY, Move.TRANSPOSE)
         and each.array.dtype == "f32"
@@ -98,10 +98,10 @@ def copied_after(program: TpuProgram) -> list[LargeMove]:
 
 
 def check(program: TpuProgram) -> None:
-    """No pool, accumulator or stack is made anew in a loop, and no accumulator after it; permutes
+    """No pool, accumulator or stack is made again in a loop, and no accumulator after it; permutes
     run beside compute, and under no predicate.
     """
-    assert [str(each) for each in (*made_anew(program), *copied_after(program))] == []
+    assert [str(each) for each in (*made_again(program), *copied_after(program))] == []
     permutes = [each for each in program.collectives if each.kind == "collective-permute"]
     assert permutes
     assert [str(each) for each in permutes if each.place.guarded] == []

@@ -29,7 +29,7 @@ from tests.tpu.programs import (
     check,
     copied_after,
     lower,
-    made_anew,
+    made_again,
     needs_tpu_compiler,
     read,
     tpu_mesh,
@@ -193,7 +193,7 @@ def test_slices() -> None:
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=8, slices=4)
     pipe, params, batch = gpu_slices.pipeline(schedule, tpu_mesh)
     program, buffer = read(pipe.lower(params, batch)), 4 * gpu_slices.TIME * gpu_slices.WIDTH
-    copied = made_anew(program)
+    copied = made_again(program)
     assert {each.nbytes for each in copied} <= {buffer}
     assert all("/B chunk 0/" in each.origin and each.place.guarded for each in copied)
     assert len(copied) <= 6

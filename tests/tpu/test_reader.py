@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.moves import Move, large_moves_on_tpus
 from jaxpipe.inspect.hlo import Array, parse
-from jaxpipe.inspect.moves import Move
 from jaxpipe.inspect.tpu_program import Purpose, TpuProgram, heap_bytes
 
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"N"}}'
@@ -86,7 +86,7 @@ def test_a_loop_without_a_bound_is_a_predicate() -> None:
 
 
 def test_prefetches_are_no_copies_and_updates_are_in_place() -> None:
-    moves = [each for each in program().large_moves if each.move is not Move.SLICE]
+    moves = [each for each in large_moves_on_tpus(program().module) if each.move is not Move.SLICE]
     assert [(each.move, each.instruction.name) for each in moves] == [(Move.COPY, "turned")]
     # The fusion's update is of what it is given; of a copy of it, it would not be.
     copied = TEXT.replace(
@@ -94,7 +94,7 @@ def test_prefetches_are_no_copies_and_updates_are_in_place() -> None:
         "  %p2 = f32[4,512,512]{2,1,0:T(8,128)} copy(%p)\n"
         "  ROOT %dus = f32[4,512,512]{2,1,0:T(8,128)} dynamic-update-slice(%p2,",
     )
-    moves = program(copied).large_moves
+    moves = large_moves_on_tpus(program(copied).module)
     (rewritten,) = (each for each in moves if each.move is Move.REWRITE)
     assert rewritten.is_carried
 

@@ -10,10 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .collectives import Collective, find_collectives
-from .hlo import Array, Computation, Instruction, Module, Place, walk
+from jaxpipe.inspect.hlo import Array, Computation, Instruction, Module, Place, walk
 
 _INDEX = re.compile(r"\bindex=(\d+)")
 # Their results are new arrays, also where the operands are as large.
@@ -174,7 +173,6 @@ class Move(Enum):
     SLICE = "slice"  # part of an array, read by itself: an entry of a pool before its reader
 
 
-MADE_ANEW = frozenset(Move) - {Move.SLICE}
 _OPCODES = {
     "copy": Move.COPY,
     "copy-start": Move.COPY,
@@ -252,6 +250,31 @@ def large_moves(module: Module, *, least: int = LARGE) -> list[LargeMove]:
     return found
 
 
+def large_moves_on_tpus(module: Module) -> list[LargeMove]:
+    """The same, without copies between the device's memories that keep the layout, which XLA makes
+    ahead of their readers.
+    """
+    return [each for each in large_moves(module) if not _is_prefetch(each)]
+
+
+def _is_prefetch(move: LargeMove) -> bool:
+    """Whether it copies an array to or from another memory without a change of layout."""
+    instruction = move.instruction
+    if instruction.opcode not in ("copy", "copy-start"):
+        return False
+    to = instruction.results[0]
+    from_ = (
+        instruction.results[1]
+        if instruction.opcode == "copy-start"
+        else _operand(move.place.computation, instruction).results[0]
+    )
+    return to.order == from_.order and to.space != from_.space
+
+
+def _operand(computation: Computation, instruction: Instruction) -> Instruction:
+    return computation.by_name[instruction.operands[0]]
+
+
 def _named(computation: Computation, instruction: Instruction, root: Instruction) -> Instruction:
     """The instruction itself, the root of its fusion, or its nearest user: the first with a name of
     the program's.
@@ -315,28 +338,3 @@ def _behind(
     while instruction.opcode in through:
         instruction = fused.by_name[instruction.operands[0]]
     return instruction
-
-
-@dataclass(frozen=True)
-class CompiledProgram:
-    """A program that is read from its text."""
-
-    module: Module
-    memory: Any  # XLA's own figures for one device
-
-    @property
-    def total_bytes(self) -> int:
-        """Peak bytes of the step on one device."""
-        found = self.memory
-        kept = found.argument_size_in_bytes + found.output_size_in_bytes
-        return int(kept + found.temp_size_in_bytes - found.alias_size_in_bytes)
-
-    @cached_property
-    def large_moves(self) -> list[LargeMove]:
-        """See `moves`."""
-        return large_moves(self.module)
-
-    @cached_property
-    def collectives(self) -> list[Collective]:
-        """See `collectives`."""
-        return find_collectives(self.module)
