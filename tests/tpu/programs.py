@@ -101,7 +101,8 @@ def check(program: TpuProgram) -> None:
     """No pool, accumulator or stack is made again in a loop, and no accumulator after it; permutes
     run beside compute, and under no predicate.
     """
-    assert [str(each) for each in (*made_again(program), *copied_after(program))] == []
+    copied = [str(each) for each in (*made_again(program), *copied_after(program))]
+    assert not copied, copied
     permutes = [each for each in program.collectives if each.kind == "collective-permute"]
     assert permutes
     assert [str(each) for each in permutes if each.place.guarded] == []
