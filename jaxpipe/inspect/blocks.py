@@ -149,15 +149,16 @@ class Step:
         on_tpus = RunsOn.of(self.job.mesh) is RunsOn.TPUS
         parts = [_part(self.job, block, in_order=on_tpus) for block in blocks]
 
-        def run(*groups: Leaves) -> Leaves:
-            codes = [code(*groups[3 * k : 3 * k + 3]) for k, (_, code) in enumerate(parts)]
+        def run(index: Leaves, *groups: Leaves) -> Leaves:
+            codes = [code(*index, *groups[3 * k : 3 * k + 3]) for k, (_, code) in enumerate(parts)]
             return [leaf for outs in run_in_slots(*codes) for leaf in outs]
 
         # Pools and accumulators are changed in place.  As outputs of their own they would lend
         # their room to the block's arrays.
-        donated = [3 * k + group for k in range(len(parts)) for group in (1, 2)]
+        donated = [1 + 3 * k + group for k in range(len(parts)) for group in (1, 2)]
         groups = [group for own, _ in parts for group in own]
-        return compiled_alone(self.job, run, *groups, donated=donated, unrun=unrun)
+        index: Group = [(jax.ShapeDtypeStruct((), jnp.int32), _WHOLE)]
+        return compiled_alone(self.job, run, index, *groups, donated=donated, unrun=unrun)
 
 
 def temp_bytes(compiled: Any, mesh: Mesh) -> int:
@@ -168,21 +169,24 @@ def temp_bytes(compiled: Any, mesh: Mesh) -> int:
     return int(getattr(memory, "temp_size_in_bytes", 0))
 
 
-# A function of a block's inputs, pools and accumulators (arrays) that returns its code.
-_Code: TypeAlias = "Callable[[Leaves, Leaves, Leaves], InSlots]"
+# A function of a slot's index and a block's inputs, pools and accumulators that returns its code.
+_Code: TypeAlias = "Callable[[Any, Leaves, Leaves, Leaves], InSlots]"
 
 
 def _part(job: Job, block: Block, *, in_order: bool) -> tuple[tuple[Group, Group, Group], _Code]:
-    """A block's inputs, pools and accumulators as shapes, and the function that makes its code."""
+    """A block's inputs, pools and accumulators as shapes, and the function that makes its code.
+
+    Pools have two slots: XLA copies no slot of an only one, but in the step it may.
+    """
     invars: list[Any] = [var.aval for var in block.jaxpr.invars]
     outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
     lazily = dict(block.reads)
     inputs: Group = [
-        (lazily[i].pool(1, aval.dtype), lazily[i].pool_spec) if i in lazily else (aval, spec)
+        (lazily[i].pool(2, aval.dtype), lazily[i].pool_spec) if i in lazily else (aval, spec)
         for i, (aval, spec) in enumerate(zip(invars, block.specs, strict=True))
     ]
     stored = [*block.writes, *((i, entry) for _, i, entry in block.updates)]
-    pools: Group = [(entry.pool(1, outvars[i].dtype), entry.pool_spec) for i, entry in stored]
+    pools: Group = [(entry.pool(2, outvars[i].dtype), entry.pool_spec) for i, entry in stored]
     added = range(block.totals_at, block.totals_at + len(block.parameters))
     wide = [
         jax.ShapeDtypeStruct(outvars[i].shape, accumulator_dtype(outvars[i].dtype, job.accumulate))
@@ -190,8 +194,7 @@ def _part(job: Job, block: Block, *, in_order: bool) -> tuple[tuple[Group, Group
     ]
     totals: Group = list(zip(wide, block.parameters, strict=True))
 
-    def code(values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
-        at = jnp.int32(0)
+    def code(at: Any, values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
         splits = block.parameters if in_order else [None for _ in totals]
         writes: dict[int, Target] = {
             i: Total(leaf, split) for i, leaf, split in zip(added, totals, splits, strict=True)
@@ -254,16 +257,14 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
 
 
 def _passed(code: StageCode, entries: StageEntries, block: Block) -> int:
-    """Bytes on one device of carries and their gradients that a block reads and returns, and of
-    buffers that it reads: their slot is copied for the loops that read it.
-    """
+    """Bytes on one device of carries and their gradients that a block reads and returns."""
 
     def sizes(place: Place) -> list[int]:
         pairs = zip(code.stored[place], entries.stored[place], strict=True)
         return [nbytes(aval) // entry.local_share for aval, entry in pairs]
 
     own, later = sizes(Place.CARRY), sizes(Place.CARRY_GRADIENT)
-    is_read, passed = reads(block.jaxpr), [*own, *sizes(Place.BUFFER)]
+    is_read, passed = reads(block.jaxpr), own
     begin = len(code.consts) + code.num_params + len(code.x_avals)
     found = sum(size for size, used in zip(passed, is_read[begin:], strict=False) if used)
     begin = len(code.forward.invars) + len(code.residual_avals) + len(code.dy_avals)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from jaxpipe.jaxprs.entry import Entry, Part
@@ -218,3 +219,33 @@ def test_a_result_that_is_a_constant_is_stored_beside_what_is_read():
     ((new, same),) = run_in_slots(run)
     assert same is new
     assert [float(Slot(new, index(k), entry).load()) for k in range(2)] == [4.0, 0.0]
+
+
+@pytest.mark.parametrize("width", [512, 8])
+def test_a_large_slot_is_read_after_what_was_computed_before(width):
+    """A backward runs what it computes again of a layer after the backward of the layer above."""
+    shape = (width, width)
+    entry = Entry(shape, ())
+
+    def two_layers(dy, above, below):
+        dy = jnp.tanh(above) @ dy
+        return jnp.tanh(below) @ dy
+
+    closed = jax.make_jaxpr(two_layers)(*[jnp.zeros(shape)] * 3)
+
+    def run(dy, pool, index):
+        reads = {1: Slot(pool, index, entry), 2: Slot(pool, 1 - index, entry)}
+        return run_in_slots(InSlots(closed.jaxpr, [dy, pool, pool], reads, {}))[0][0]
+
+    dy, pool = jnp.ones(shape), jnp.arange(2.0)[:, None, None] * jnp.ones((2, *entry.kept))
+    expected = two_layers(dy, *pool.reshape(2, *shape))
+    np.testing.assert_allclose(run(dy, pool, jnp.int32(0)), expected, rtol=1e-12)
+    eqns = jax.make_jaxpr(run)(dy, pool, jnp.int32(0)).eqns
+    names = [eqn.primitive.name for eqn in eqns]
+    product = eqns[names.index("dot_general")].outvars[0]
+    after = {product}  # what depends on the first product
+    for eqn in eqns:
+        if not after.isdisjoint(v for v in eqn.invars if isinstance(v, core.Var)):
+            after.update(eqn.outvars)
+    second = [eqn for eqn in eqns if pool.shape in [v.aval.shape for v in eqn.invars]][-1]
+    assert after.isdisjoint(second.outvars) == (width < 512)
