@@ -38,3 +38,18 @@ def parts(stage: Any = None, **flat: Any) -> dict[str, Any]:
         "memory": jp.Memory(**memory),
         **flat,
     }
+
+
+def is_defined(name: str, devices: int) -> bool:
+    """Whether the schedule has a table for so many devices, with its natural chunks."""
+    try:
+        chunks = jp.schedules.describe(name).chunks.natural
+        jp.schedules.build(
+            name,
+            devices=devices,
+            microbatches=2 * devices if name == "dualpipe" else 4,
+            chunks=chunks,
+        )
+    except jp.ScheduleError:
+        return False
+    return True

@@ -58,7 +58,7 @@ def apart(count: int, dtype: Any = np.float64) -> float:
 
 def relative(found: Any, wanted: Any) -> float:
     """The largest difference of any two leaves, relative to the largest entry of the wanted one;
-    zeros must be zeros.
+    zeros must be zeros, and what is not finite is infinitely far.
     """
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
@@ -69,7 +69,9 @@ def _relative(found: Any, wanted: Any) -> float:
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     difference = float(np.max(np.abs(found - wanted), initial=0.0))
     size = float(np.max(np.abs(wanted), initial=0.0))
-    return difference / size if size else math.inf if difference else 0.0
+    if not math.isfinite(difference) or (difference and not size):
+        return math.inf
+    return difference / size if size else 0.0
 
 
 def longest_chain(function: Callable[..., Any], *arguments: Any) -> int:

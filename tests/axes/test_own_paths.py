@@ -19,7 +19,8 @@ from jaxpipe.checkpoint import Checkpoints
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
-from tests.unlike.test_unlike import draw, worst
+from tests.tolerance import relative
+from tests.unlike.test_unlike import draw
 
 M, D, V = 4, 4, 5
 
@@ -185,7 +186,7 @@ def test_what_a_pattern_names_stays_and_the_rest_is_trained(case: str) -> None:
     ):
         assert np.array_equal(before, after) is kept, name
     # Adam divides by the root of a small number: some tens of rounding errors a step.
-    assert worst(found, wanted) <= 100 * FLOAT64
+    assert relative(found, wanted) <= 100 * FLOAT64
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -275,7 +276,7 @@ def test_specs_are_a_tree_like_the_parameters() -> None:
         wanted_loss, wanted = jax.value_and_grad(lambda p: plain("a list", p))(canonical)
         assert abs(loss - wanted_loss) <= 10 * FLOAT64 * wanted_loss
         found = pipe.canonical(grads)
-        assert worst({key: found[key] for key in wanted}, wanted) <= 10 * FLOAT64
+        assert relative({key: found[key] for key in wanted}, wanted) <= 10 * FLOAT64
     alike = {"stages": {**draw(stack(ONE, 2)), "none": None}, **ENDS}
     pipe_of(
         "alike",

@@ -19,7 +19,7 @@ import jaxpipe as jp
 from tests.axes.test_own_paths import CASES, paths_of, pipe_of
 from tests.parity.tolerance import FLOAT64
 from tests.tiers import slow
-from tests.unlike.test_unlike import worst
+from tests.tolerance import relative
 
 
 def matrices(params: Any) -> Any:
@@ -216,7 +216,7 @@ def test_under_per_layer_a_rule_is_what_it_is_on_the_models_own_arrays(
         found = pipe.canonical(pipe.with_trained(params, mine))
         found = trained({key: found[key] for key in canonical})
         # The same formula in two programs, vectorised in one.
-        assert worst(found, wanted) <= 100 * FLOAT64, around
+        assert relative(found, wanted) <= 100 * FLOAT64, around
 
 
 def test_moments_of_padded_parameters_are_cut_as_these_are() -> None:

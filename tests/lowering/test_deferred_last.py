@@ -25,10 +25,10 @@ from tests.lowering.test_spread_last import (
     rows,
     stage,
     truth,
-    worst,
 )
 from tests.parity.engines import mesh_of
 from tests.tiers import slow
+from tests.tolerance import relative
 
 
 def late(table: Schedule) -> Schedule:
@@ -83,7 +83,7 @@ def agrees(
     )
     found = pipe.canonical(grads)
     assert abs(float(loss) - float(wanted_loss)) <= LIMIT
-    assert worst({key: found[key] for key in wanted}, wanted) <= LIMIT
+    assert relative({key: found[key] for key in wanted}, wanted) <= LIMIT
     return pipe, params, batch, wanted_loss
 
 
@@ -148,7 +148,7 @@ def test_a_function_of_ones_own_with_collectives_and_a_parameter_that_is_whole()
         a_step(each, spread, own) for each in (table, jp.transforms.remove_spread(table))
     )
     assert abs(loss - wanted_loss) <= LIMIT * abs(wanted_loss)
-    assert worst(found, wanted) <= LIMIT
+    assert relative(found, wanted) <= LIMIT
 
 
 def test_a_gradient_that_needs_the_others_cannot_wait():

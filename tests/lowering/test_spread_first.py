@@ -19,10 +19,11 @@ from jaxpipe.lowering.plan import plan_of
 from jaxpipe.portable import PortableState
 from jaxpipe.program.code_rules import ProgramRule
 from jaxpipe.program.verify import faults
-from tests.flat import flat_pipeline
+from tests.flat import flat_pipeline, is_defined
 from tests.parity.engines import mesh_of
 from tests.shares import changed, put
 from tests.tiers import exhaustive, slow
+from tests.tolerance import relative
 
 WIDTH, TOKENS, ROWS = 4, 3, 2
 # Sums of some dozens of terms of order one in float64, in another order: some 1e-15.
@@ -76,15 +77,6 @@ def truth(stages: int, vocabulary: int, count: int, *, tied: bool) -> Any:
     return jax.jit(jax.value_and_grad(loss))(canonical(stages, vocabulary, tied=tied))
 
 
-def worst(found: Any, wanted: Any) -> float:
-    """The largest error of any leaf, relative to the leaf's largest entry."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    return max(
-        float(np.max(np.abs(np.asarray(a) - np.asarray(b))) / np.max(np.abs(np.asarray(b))))
-        for a, b in pairs
-    )
-
-
 def agrees(
     name: str,
     devices: int,
@@ -117,23 +109,9 @@ def agrees(
     wanted_loss, wanted = truth(stages, vocabulary, count, tied=tied)
     found = pipe.canonical(grads)
     assert abs(float(loss) - float(wanted_loss)) <= LIMIT
-    assert worst({key: found[key] for key in wanted}, wanted) <= LIMIT
+    assert relative({key: found[key] for key in wanted}, wanted) <= LIMIT
     assert abs(float(pipe.evaluate(params, batch)) - float(wanted_loss)) <= LIMIT
     return pipe, params, grads
-
-
-def _defined(name: str, devices: int) -> bool:
-    try:
-        chunks = jp.schedules.describe(name).chunks.natural
-        jp.schedules.build(
-            name,
-            devices=devices,
-            microbatches=2 * devices if name == "dualpipe" else 4,
-            chunks=chunks,
-        )
-    except jp.ScheduleError:
-        return False
-    return True
 
 
 QUICK = [("1f1b", 2, False), ("zbv", 2, True)]
@@ -151,7 +129,7 @@ ALL = [
     [
         *QUICK,
         *(slow(*c) for c in LARGER),
-        *(exhaustive(*c) for c in ALL if c not in (*QUICK, *LARGER) and _defined(*c[:2])),
+        *(exhaustive(*c) for c in ALL if c not in (*QUICK, *LARGER) and is_defined(*c[:2])),
     ],
 )
 def test_a_step_agrees_with_plain_jax(name, devices, tied):
@@ -255,7 +233,7 @@ def test_a_function_of_ones_own_needs_what_its_forward_makes_again():
         loss, grads = pipe.value_and_grad(pipe.place(whole), rows(6, 5))
         steps.append((float(loss), pipe.canonical(grads)))
     assert abs(steps[0][0] - steps[1][0]) <= LIMIT * abs(steps[1][0])
-    assert worst(steps[0][1], steps[1][1]) <= LIMIT
+    assert relative(steps[0][1], steps[1][1]) <= LIMIT
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
 from tests.slices.models import MODELS, TIME, TIMED, WIDTH, attention, data, embed
 from tests.slices.test_combinations import TENSOR
-from tests.slices.test_parity import BOUND, error, pipeline
+from tests.slices.test_parity import BOUND, pipeline
 from tests.tiers import slow
+from tests.tolerance import relative
 
 
 def forwards(name, *, devices, slices, sequences=2, **options):
@@ -74,7 +75,7 @@ def test_calls_go_on_where_the_one_before_ended(name, schedule, devices, options
     for at in (4, 6):
         out, cache = step(placed, part(batch, at, at + 2), cache=cache, position=at)
         found.append(out)
-    assert error(join(found), plain(name, params, batch)) < BOUND
+    assert relative(join(found), plain(name, params, batch)) < BOUND
     if not options:  # a position that is traced is refused too late for an error
         out, _ = step(placed, part(batch, 6, 8), cache=cache, position=7)
         assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(out) if leaf.dtype == float)
@@ -92,7 +93,7 @@ def test_sequences_are_at_positions_of_their_own():
     found, _ = pipe.outputs(placed, mixed, cache=cache, position=np.array([0, 4]))
     wanted = plain("attention", params, batch)
     wanted = jax.tree.map(lambda a: np.concatenate([a[:2, :4], a[2:, 4:]]), wanted)
-    assert error(found, wanted) < BOUND
+    assert relative(found, wanted) < BOUND
 
 
 @pytest.mark.slow
@@ -112,7 +113,7 @@ def test_a_cache_of_unlike_stages():
         out, cache = pipe.outputs(placed, batch_part, cache=cache, position=at)
         found.append(out)
     whole = pipeline(model, forwards("gpipe", devices=2, slices=1), layout="Etm|tt")
-    assert error(join(found), whole.outputs(placed, batch)) < BOUND
+    assert relative(join(found), whole.outputs(placed, batch)) < BOUND
 
 
 @pytest.mark.exhaustive
@@ -127,7 +128,7 @@ def test_a_cache_with_a_tensor_axis():
     for at in (0, 4):
         out, cache = pipe.outputs(placed, part(batch, at, at + 4), cache=cache, position=at)
         found.append(out)
-    assert error(join(found), plain("attention", params, batch)) < BOUND
+    assert relative(join(found), plain("attention", params, batch)) < BOUND
 
 
 def refusal(call):

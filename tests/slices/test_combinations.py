@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec as Spec
 import jaxpipe as jp
 from jaxpipe.model.arguments import under_policies
 from tests.slices.models import MODELS, TIME, TIMED, WIDTH, attention, data, embed, loss
-from tests.slices.test_parity import BOUND, build, check, error, pipeline
+from tests.slices.test_parity import BOUND, build, check, pipeline
 from tests.tiers import exhaustive, slow
+from tests.tolerance import relative
 
 EXHAUSTIVE = pytest.mark.exhaustive
 PARTS = {"q", "k", "v", "up"}
@@ -36,7 +37,7 @@ def test_another_axis_of_the_mesh(sharding):
     pipe = jp.Pipeline(model, build("1f1b", devices=2, slices=2), mesh, sharding=sharding)
     loss, grads = pipe.value_and_grad(pipe.place(params), batch)
     wanted = jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=4))(params)
-    assert error((loss, pipe.canonical(grads)), wanted) < BOUND
+    assert relative((loss, pipe.canonical(grads)), wanted) < BOUND
 
 
 @pytest.mark.exhaustive
@@ -69,7 +70,7 @@ def test_layers_under_policies_append_apart():
     pipe = pipeline(kept, build("1f1b", devices=2, slices=4), layout="Ett|ttL")
     found, grads = pipe.value_and_grad(pipe.place(params), batch)
     wanted = jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=2))(params)
-    assert error((found, pipe.canonical(grads)), wanted) < BOUND
+    assert relative((found, pipe.canonical(grads)), wanted) < BOUND
 
 
 @pytest.mark.exhaustive
@@ -87,7 +88,7 @@ def test_layers_of_letters_append_apart_and_stages_are_unlike():
     pipe = pipeline(model, build("zb_h1", devices=2, slices=4), layout="Ett|mttL")
     found, grads = pipe.value_and_grad(pipe.place(params), batch)
     wanted = jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=2))(params)
-    assert error((found, pipe.canonical(grads)), wanted) < BOUND
+    assert relative((found, pipe.canonical(grads)), wanted) < BOUND
 
 
 @pytest.mark.exhaustive
@@ -104,7 +105,7 @@ def test_a_sum_over_a_count_is_exact():
     pipe = pipeline(model, build("1f1b", devices=2, slices=4))
     found, grads = pipe.value_and_grad(pipe.place(params), batch)
     wanted = jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=2))(params)
-    assert error((found, pipe.canonical(grads)), wanted) < BOUND
+    assert relative((found, pipe.canonical(grads)), wanted) < BOUND
 
 
 def dropped(params, x, *, ctx):
@@ -121,7 +122,7 @@ def test_slicing_does_not_change_what_is_dropped():
     wanted = jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=2, rng=key))(params)
     pipe = pipeline(model, build("1f1b", devices=2, slices=4))
     found, grads = pipe.value_and_grad(pipe.place(params), batch, rng=key)
-    assert error((found, pipe.canonical(grads)), wanted) < BOUND
+    assert relative((found, pipe.canonical(grads)), wanted) < BOUND
     other = pipe.value_and_grad(pipe.place(params), batch, rng=jax.random.key(4))[0]
     assert abs(float(other - found)) > 1e-3
     with pytest.raises(jp.PipelineError, match=r"position_keys needs the step's key"):
@@ -153,7 +154,7 @@ def test_spread_ends(deferred):
         assert f"0{kind}" in str(pipe.schedule)
     found, grads = pipe.value_and_grad(pipe.place(params), batch)
     wanted = jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=2))(params)
-    assert error((found, pipe.canonical(grads)), wanted) < BOUND
+    assert relative((found, pipe.canonical(grads)), wanted) < BOUND
 
 
 @pytest.mark.slow
@@ -162,12 +163,12 @@ def test_evaluation_outputs_and_the_report():
     schedules = [build("1f1b", devices=2, slices=slices) for slices in (4, 1)]
     pipe, whole = (pipeline(model, schedule) for schedule in schedules)
     placed = pipe.place(params)
-    assert error(pipe.outputs(placed, batch), whole.outputs(placed, batch)) < BOUND
-    assert error(pipe.evaluate(placed, batch), whole.evaluate(placed, batch)) < BOUND
-    assert error(pipe.loss(placed, batch), whole.loss(placed, batch)) < BOUND
+    assert relative(pipe.outputs(placed, batch), whole.outputs(placed, batch)) < BOUND
+    assert relative(pipe.evaluate(placed, batch), whole.evaluate(placed, batch)) < BOUND
+    assert relative(pipe.loss(placed, batch), whole.loss(placed, batch)) < BOUND
     assert pipe.losses(placed, batch).shape == (8,)
     half = jax.tree.map(lambda leaf: leaf[:2], batch)
-    assert error(pipe.evaluate(placed, half), whole.evaluate(placed, half)) < BOUND
+    assert relative(pipe.evaluate(placed, half), whole.evaluate(placed, half)) < BOUND
     report = jp.inspect.report(pipe, placed, batch)
     assert (report["slots"].buffer, report["slots"].buffer_gradient) == (2, 1)
 

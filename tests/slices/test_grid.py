@@ -12,9 +12,10 @@ import jaxpipe as jp
 import torch_ref
 from tests.parity.cases import covering
 from tests.slices.models import MODELS, data
-from tests.slices.test_parity import BOUND, build, check, error, truth
+from tests.slices.test_parity import BOUND, build, check, truth
 from tests.slices.torch_twins import Twin, flat
 from tests.tiers import exhaustive, slow
+from tests.tolerance import relative
 
 torch.set_num_threads(1)
 # Interleaved 1F1B has SlimPipe's order where a sequence has at least as many slices as there are
@@ -55,7 +56,7 @@ def torch_error(name, table):
         time=model.time,
     )
     loss, grads = truth(name, table.num_stages, sequences)
-    return error((found.loss, found.grads), (loss, flat(grads)))
+    return relative((found.loss, found.grads), (loss, flat(grads)))
 
 
 @pytest.mark.parametrize(

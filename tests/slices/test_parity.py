@@ -11,6 +11,7 @@ import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
 from tests.slices.models import MODELS, data
 from tests.tiers import slow
+from tests.tolerance import relative
 
 BOUND = 1e-12
 
@@ -21,15 +22,6 @@ def truth(name, stages, sequences):
     model, params, batch = data(name, stages, sequences)
     step = jax.jit(jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=sequences)))
     return step(params)
-
-
-def error(found, wanted):
-    """The largest difference of any array, relative to its largest number."""
-
-    def relative(a, b):
-        return float(np.abs(np.asarray(a) - b).max() / (np.abs(b).max() + 1e-300))
-
-    return max(jax.tree.leaves(jax.tree.map(relative, found, wanted)))
 
 
 def pipeline(model, schedule, **options):
@@ -44,7 +36,7 @@ def check(name, schedule, **options):
     pipe = pipeline(model, schedule, **options)
     loss, grads = pipe.value_and_grad(pipe.place(params), batch)
     wanted = truth(name, schedule.num_stages, sequences)
-    assert error((loss, pipe.canonical(grads)), wanted) < BOUND
+    assert relative((loss, pipe.canonical(grads)), wanted) < BOUND
 
 
 def build(name, *, devices, slices, sequences=2, **options):
@@ -61,7 +53,7 @@ def test_the_plain_loss_of_slices_is_that_of_whole_sequences(name, slices):
     def loss(p):
         return model.loss(p, batch, microbatches=2 * slices, slices=slices)
 
-    assert error(jax.jit(jax.value_and_grad(loss))(params), truth(name, 2, 2)) < BOUND
+    assert relative(jax.jit(jax.value_and_grad(loss))(params), truth(name, 2, 2)) < BOUND
 
 
 QUICK = [
@@ -91,7 +83,7 @@ def test_stages_that_pass_nothing_run_by_slices_in_the_eager_executor():
     pipe = pipeline(model, build("1f1b", devices=2, slices=2), executor=EagerExecutor())
     found, grads = pipe.value_and_grad(pipe.place(params), batch)
     wanted = jax.value_and_grad(lambda p: model.loss(p, batch, microbatches=2))(params)
-    assert error((found, pipe.canonical(grads)), wanted) < BOUND
+    assert relative((found, pipe.canonical(grads)), wanted) < BOUND
 
 
 def test_the_first_carry_is_zeros_where_the_model_says_nothing():
@@ -116,4 +108,4 @@ def test_the_first_carry_is_zeros_where_the_model_says_nothing():
 
     pipe = pipeline(model, build("1f1b", devices=2, slices=2, sequences=1))
     loss, grads = pipe.value_and_grad(pipe.place(params), batch)
-    assert error((loss, pipe.canonical(grads)), jax.value_and_grad(wanted)(params)) < BOUND
+    assert relative((loss, pipe.canonical(grads)), jax.value_and_grad(wanted)(params)) < BOUND

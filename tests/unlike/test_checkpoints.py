@@ -13,7 +13,8 @@ from jaxpipe.errors import CheckpointError
 from jaxpipe.portable import PortableState
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
-from tests.unlike.test_unlike import EXTRA, M, draw, head, rows, tokens, unlike_model, worst
+from tests.tolerance import relative
+from tests.unlike.test_unlike import EXTRA, M, draw, head, rows, tokens, unlike_model
 
 CANONICAL = {
     "first": draw({"table": (5, 4)}),
@@ -68,7 +69,7 @@ def test_a_layout_resumes_what_another_one_saved(tmp_path):
             jax.device_get(pipe.canonical(s["params"])["stages"])
             for pipe, s in ((other, found), (one, end))
         ]
-        assert worst(*pairs) <= FLOAT64 * 10  # adam divides by the root of a small second moment
+        assert relative(*pairs) <= FLOAT64 * 10  # adam divides by the root of a small second moment
         if other is one:  # the same compiled step and update, on what was saved: the same bits
             assert losses == wanted
 
@@ -107,12 +108,14 @@ def test_stages_of_a_list_may_have_scalars():
     state = {"params": pipe.place(canonical)}
     portable = PortableState(pipe)
     found = portable.of(state)
-    assert worst(found["params"], canonical) == 0  # numbers are moved, not computed
-    assert worst(portable.placed(found, state), state) == 0
-    assert worst(pipe.canonical(state["params"], spread=True)["stages"], canonical["stages"]) == 0
+    assert relative(found["params"], canonical) == 0  # numbers are moved, not computed
+    assert relative(portable.placed(found, state), state) == 0
+    assert (
+        relative(pipe.canonical(state["params"], spread=True)["stages"], canonical["stages"]) == 0
+    )
     plain = PortableState(None)
     assert (
-        worst(
+        relative(
             plain.placed(plain.of({"params": canonical}), {"params": canonical}),
             {"params": canonical},
         )
@@ -144,7 +147,7 @@ def test_what_is_frozen_has_no_moments_in_a_checkpoint():
     trained = {**canonical, "stages": {"t": {"w": canonical["stages"]["t"]["w"], "scale": None}}}
     plain = PortableState(None).of({"params": canonical, "moments": optimizer.init(trained)})
     assert jax.tree.structure(found) == jax.tree.structure(plain)
-    assert worst(portable.placed(found, state), state) == 0
+    assert relative(portable.placed(found, state), state) == 0
 
 
 def test_an_array_without_numbers_is_named(tmp_path):

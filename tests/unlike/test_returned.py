@@ -14,7 +14,8 @@ from jaxpipe.eager import EagerExecutor
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
-from tests.unlike.test_unlike import draw, over_microbatches, worst
+from tests.tolerance import relative
+from tests.unlike.test_unlike import draw, over_microbatches
 
 M, ROWS, WIDTH = 4, 2, 4
 
@@ -70,7 +71,7 @@ def test_losses_of_stages_are_added_to_that_of_their_microbatch(name):
     loss, grads = pipe.value_and_grad(params, rows())
     wanted_loss, wanted = over_microbatches(with_penalties)(canonical, rows())
     assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
-    assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
+    assert relative(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
     assert abs(float(pipe.evaluate(params, rows())) - float(wanted_loss)) <= FLOAT64 * float(
         wanted_loss
     )
@@ -80,7 +81,7 @@ def test_losses_of_stages_are_added_to_that_of_their_microbatch(name):
         )
         for m in range(M)
     ]
-    assert worst(pipe.losses(params, rows()), jnp.stack(each)) <= FLOAT64
+    assert relative(pipe.losses(params, rows()), jnp.stack(each)) <= FLOAT64
 
 
 def test_losses_of_layers():
@@ -100,7 +101,7 @@ def test_losses_of_layers():
     flat = {**canonical, "stages": canonical["stages"]["t"]}
     wanted_loss, wanted = over_microbatches(with_penalties)(flat, rows())
     assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
-    assert worst(pipe.canonical(grads)["stages"]["t"], wanted["stages"]) <= FLOAT64
+    assert relative(pipe.canonical(grads)["stages"]["t"], wanted["stages"]) <= FLOAT64
 
 
 def layers_with(loss):
@@ -140,7 +141,7 @@ def test_a_layer_may_return_a_python_number_as_its_loss():
     wanted_loss, wanted = over_microbatches(whole)(canonical, batch)
     # One of the losses is of float32.
     assert abs(float(loss) - float(wanted_loss)) <= 1e-6 * float(wanted_loss)
-    assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= 1e-6
+    assert relative(pipe.canonical(grads)["stages"], wanted["stages"]) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -263,8 +264,8 @@ def test_state_goes_from_microbatch_to_microbatch_and_from_step_to_step(name):
             has_aux=True,
         )(canonical)
         assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
-        assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
-        assert worst(pipe.canonical_state(state), jax.tree.map(jnp.asarray, expected)) <= FLOAT64
+        assert relative(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
+        assert relative(pipe.canonical_state(state), jax.tree.map(jnp.asarray, expected)) <= FLOAT64
     evaluated = pipe.evaluate(params, rows(), state=state)
     wanted_loss, _ = one_by_one(canonical, expected, rows(), partial(normalised, training=False))
     assert abs(float(evaluated) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
@@ -326,19 +327,19 @@ def test_recomputation_adds_losses_and_state_once(name, executor):
     (loss, (losses, metrics, after, _)), wanted = jax.value_and_grad(all_one_by_one, has_aux=True)(
         canonical, start(2), batch, True
     )
-    assert worst((*found[:2], pipe.canonical_state(found[2])), (loss, metrics, after)) <= FLOAT64
-    assert worst(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
+    assert relative((*found[:2], pipe.canonical_state(found[2])), (loss, metrics, after)) <= FLOAT64
+    assert relative(pipe.canonical(grads)["stages"], wanted["stages"]) <= FLOAT64
     aux = pipe.loss(params, batch, state=state)
     assert (
-        worst((aux[0], aux[1][0], pipe.canonical_state(aux[1][1])), (loss, metrics, after))
+        relative((aux[0], aux[1][0], pipe.canonical_state(aux[1][1])), (loss, metrics, after))
         <= FLOAT64
     )
     # Forwards alone hand state on likewise.
     loss, (losses, metrics, after, outputs) = all_one_by_one(canonical, start(2), batch, False)
-    assert worst(pipe.evaluate(params, batch, state=state), (loss, metrics)) <= FLOAT64
-    assert worst(pipe.losses(params, batch, state=state), losses) <= FLOAT64
+    assert relative(pipe.evaluate(params, batch, state=state), (loss, metrics)) <= FLOAT64
+    assert relative(pipe.losses(params, batch, state=state), losses) <= FLOAT64
     rows_of_last, new = pipe.outputs(params, batch, state=state)
-    assert worst((rows_of_last, pipe.canonical_state(new)), (outputs, after)) <= FLOAT64
+    assert relative((rows_of_last, pipe.canonical_state(new)), (outputs, after)) <= FLOAT64
 
 
 def test_state_of_data_shards_is_averaged():
@@ -358,7 +359,7 @@ def test_state_of_data_shards_is_averaged():
     )
     halves = [one_by_one(canonical, start(2), half, training)[1] for half in halves]
     found = pipe.canonical_state(state)
-    assert worst(found["mean"], (halves[0]["mean"] + halves[1]["mean"]) / 2) <= FLOAT64
+    assert relative(found["mean"], (halves[0]["mean"] + halves[1]["mean"]) / 2) <= FLOAT64
     assert found["seen"].tolist() == [M, M]
 
 

@@ -12,6 +12,7 @@ from jaxpipe.spmd.shared_buffers import SharedBuffer
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
+from tests.tolerance import relative
 
 M, ROWS = 4, 2
 
@@ -23,18 +24,6 @@ def draw(shapes, seed=0):
         lambda shape: rng.standard_normal(shape) / 2,
         shapes,
         is_leaf=lambda s: isinstance(s, tuple) and all(isinstance(n, int) for n in s),
-    )
-
-
-def worst(found, wanted):
-    """Largest difference relative to the largest entry of each leaf; trees must agree."""
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    return max(
-        float(jnp.max(jnp.abs(jnp.asarray(a) - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30))
-        if jnp.size(b)
-        else 0.0
-        for a, b in pairs
     )
 
 
@@ -141,7 +130,7 @@ def test_a_function_for_each_stage(name, devices, stages):
     wanted_loss, wanted = over_microbatches(loss_of)(canonical, rows())
     assert abs(float(loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
     found = pipe.canonical(grads)
-    assert worst({k: found[k] for k in wanted}, wanted) <= FLOAT64
+    assert relative({k: found[k] for k in wanted}, wanted) <= FLOAT64
     assert abs(
         float(pipe.evaluate(pipe.place(canonical), rows())) - float(wanted_loss)
     ) <= FLOAT64 * float(wanted_loss)
@@ -156,7 +145,7 @@ def test_canonical_is_the_inverse_of_place_and_shapes_go_both_ways():
     )
     placed = pipe.place(canonical)
     back = pipe.canonical(placed)
-    assert worst(back["stages"], canonical["stages"]) == 0  # numbers are moved, not computed
+    assert relative(back["stages"], canonical["stages"]) == 0  # numbers are moved, not computed
     shapes = pipe.place(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), canonical))
     assert jax.tree.map(lambda a: (a.shape, a.dtype), placed) == jax.tree.map(
         lambda a: (a.shape, a.dtype), shapes
@@ -323,7 +312,7 @@ def test_a_function_for_each_letter_of_a_layout(text, name, devices, chunks):
     wanted_loss, wanted = over_microbatches(layered_loss(layout, key))(canonical, tokens())
     assert abs(float(found_loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
     found = pipe.canonical(grads)
-    assert worst({k: found[k] for k in wanted}, wanted) <= FLOAT64
+    assert relative({k: found[k] for k in wanted}, wanted) <= FLOAT64
 
 
 def test_a_layout_for_a_table_whose_stages_do_not_divide_over_its_devices():
@@ -343,7 +332,7 @@ def test_a_layout_for_a_table_whose_stages_do_not_divide_over_its_devices():
     wanted_loss, wanted = over_microbatches(layered_loss(layout, key))(canonical, tokens())
     assert abs(float(found_loss) - float(wanted_loss)) <= FLOAT64 * float(wanted_loss)
     found = pipe.canonical(grads)
-    assert worst({k: found[k] for k in wanted}, wanted) <= FLOAT64
+    assert relative({k: found[k] for k in wanted}, wanted) <= FLOAT64
     with pytest.raises(
         jp.PipelineError, match=r"has 2 stages but the schedule has 3.*write 2 bars"
     ):
@@ -467,7 +456,7 @@ def test_specs_of_layers_split_every_stack_of_theirs():
     wanted_value, wanted = plain.value_and_grad(plain.place(canonical), tokens())
     assert abs(float(value) - float(wanted_value)) <= FLOAT64 * float(wanted_value)
     assert (
-        worst(
+        relative(
             *(jax.device_get(p.canonical(g)["stages"]) for p, g in ((pipe, grads), (plain, wanted)))
         )
         <= FLOAT64
@@ -487,7 +476,7 @@ def test_canonical_may_stay_spread():
     found = pipe.canonical(pipe.place(canonical), spread=True)
     assert found["stages"]["w"].sharding.shard_shape((4, 6, 6)) == (2, 6, 6)
     # numbers are moved, not computed
-    assert worst(jax.device_get(found["stages"]), canonical["stages"]) == 0
+    assert relative(jax.device_get(found["stages"]), canonical["stages"]) == 0
     layered = jp.Pipeline(
         jp.Model(EXTRA, layers="EtttL"),
         jp.schedules.build("1f1b", devices=2, microbatches=M),
@@ -498,7 +487,7 @@ def test_canonical_may_stay_spread():
     back = layered.canonical(
         layered.place({"first": {}, "stages": stacks, "last": {}}), spread=True
     )
-    assert worst(jax.device_get(back["stages"]), stacks) == 0
+    assert relative(jax.device_get(back["stages"]), stacks) == 0
 
 
 EXTRA = {"E": embed, "t": extra_block, "L": loss}
@@ -532,4 +521,4 @@ def test_a_remat_policy_for_each_stage():
             set(functions)
         )
     assert abs(float(found[0][0]) - float(found[1][0])) <= FLOAT64
-    assert worst(found[1][1]["stages"], found[0][1]["stages"]) <= FLOAT64
+    assert relative(found[1][1]["stages"], found[0][1]["stages"]) <= FLOAT64
