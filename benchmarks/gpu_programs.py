@@ -2,9 +2,10 @@
 beside compute, memory.
 
     JAX_PLATFORMS=cpu python -m benchmarks.gpu_programs -o benchmarks/results/gpu_programs.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.gpu_programs --axes pipe
+        --options xla_gpu_enable_triton_gemm=false -o benchmarks/results/gpu_programs_cublas.txt
 
-results/gpu_programs_cublas.txt is of `--options xla_gpu_enable_triton_gemm=false`: without a GPU to
-autotune on, XLA makes all matmuls with Triton, and so with cuBLAS.
+Without a GPU to autotune on, XLA makes all matmuls with Triton, and so with cuBLAS.
 
 A small transformer is compiled for H100s that are only described, and the program is read
 (`jaxpipe.inspect`).  Nothing is run, and no GPU is needed; how long a wait or a copy takes is for

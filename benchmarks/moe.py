@@ -104,15 +104,7 @@ class Case:
         shape = {"pipe": self.pipe, "expert": self.expert, "data": self.data}
         shape = {name: size for name, size in shape.items() if size > 1 or name != "data"}
         mesh = described(tuple(shape.values()), tuple(shape))
-        model = MoE(
-            self.sizes,
-            jnp.bfloat16,
-            self.remat,
-            Attention.BLOCKS,
-            self.loss_tokens,
-            expert="expert",
-            capacity=self.capacity,
-        )
+        model = self.model_of(self.sizes)
         data = tuple(name for name in ("data", "expert") if name in shape)
         pipe = jp.Pipeline(
             model.pipeline_model(self.sizes.letters()),
@@ -129,12 +121,26 @@ class Case:
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, self.params), model.shapes())
         params = pipe.place(shapes)
         count = self.microbatches * self.rows * self.expert * self.data
-        rows = NamedSharding(mesh, PartitionSpec(data))
-        batch = {
-            name: jax.ShapeDtypeStruct((count, self.context), dtype, sharding=rows)
+        return pipe, params, self.batch(count, NamedSharding(mesh, PartitionSpec(data)))
+
+    def model_of(self, sizes: Any) -> MoE:
+        """The model of these sizes, with experts on the devices of their axis."""
+        return MoE(
+            sizes,
+            jnp.bfloat16,
+            self.remat,
+            Attention.BLOCKS,
+            self.loss_tokens,
+            expert="expert",
+            capacity=self.capacity,
+        )
+
+    def batch(self, rows: int, sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
+        """A batch as shapes."""
+        return {
+            name: jax.ShapeDtypeStruct((rows, self.context), dtype, sharding=sharding)
             for name, dtype in (("tokens", "int32"), ("targets", "int32"), ("weights", "float32"))
         }
-        return pipe, params, batch
 
     def program(self) -> tuple[GpuProgram, dict[str, float]]:
         """The compiled step, and seconds to trace and to compile it and bytes of Adam's moments."""

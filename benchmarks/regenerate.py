@@ -23,7 +23,7 @@ from benchmarks.machine import commit
 
 _CITED = re.compile(r"results/([a-z_0-9]+\.txt)")
 _COMMAND = re.compile(
-    r"((?:[A-Z_]+=\S+ )*python -m [\w.]+ (?:(?!python -m)[\w\s./,-])*?-o benchmarks/results/"
+    r"((?:[A-Z_]+=\S+ )*python -m [\w.]+ (?:(?!python -m)[\w\s./,=-])*?-o benchmarks/results/"
     r"([a-z_0-9]+\.txt))"
 )
 _HEAD = 8  # lines of a result

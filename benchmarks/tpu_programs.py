@@ -1,7 +1,8 @@
 """What XLA makes of steps on TPUs: where it expects the time to go, large copies, permutes beside
 compute, memory, and seconds to compile.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.tpu_programs -o benchmarks/results/tpu_programs.txt
+    JAX_PLATFORMS=cpu python -m benchmarks.tpu_programs --models small 8b 70b moe
+        --schedules 1f1b zb_h1 --predict --plain -o benchmarks/results/tpu_programs.txt
 
 The devices are only described by libtpu, and the program is read (`jaxpipe.inspect.tpu_program`).
 Nothing is run, and no TPU is needed.  Cycles are XLA's own estimates.
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks import moe
@@ -92,7 +94,9 @@ COLUMNS = (
     "total",
     "predicted",
     "compile s",
+    "CPU s",
     "plain s",
+    "plain CPU s",
 )
 NOTES = (
     "M cycles: XLA's estimate for a step's loops, in millions, if every predicate is taken; then "
@@ -105,7 +109,7 @@ NOTES = (
     "padding: MiB that tiles add to what the loops carry.  temp, total: GiB of one device; "
     "predicted: `jaxpipe.inspect.memory` / total.",
     "compile s: of the step.  plain s: of plain JAX's gradients of one device's layers and the "
-    "ends, for one microbatch.",
+    "ends, for one microbatch.  CPU s: of all threads.",
 )
 
 
@@ -114,9 +118,8 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
     case = work.case
     pipe, params, rows = work.arguments()
     lowered = pipe.lower(params, rows)
-    begin = time.perf_counter()
-    program = TpuProgram.of(lowered.compile())
-    seconds = time.perf_counter() - begin
+    executable, seconds = compiled(lowered)
+    program = TpuProgram.of(executable)
     cycles = program.cycles
     whole = sum(cycles.values())
     made = [
@@ -142,15 +145,68 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
         f"{(program.total_bytes - kept) / GIB:.2f}",
         f"{program.total_bytes / GIB:.2f}",
         f"{predicted / program.total_bytes:.3f}" if predicts else "-",
-        f"{seconds:.0f}",
-        f"{plain_seconds(case, work.topology):.0f}"
-        if plain and isinstance(case, Case) and case.axes in (Axes.PIPE, Axes.TENSOR)
-        else "-",
+        *(f"{each:.0f}" for each in seconds),
+        *(_plain(work) if plain else ("-", "-")),
     )
 
 
-def plain_seconds(case: Case, topology: str) -> float:
-    """Seconds to compile plain JAX's loss and gradients of the layers of one stage and the ends."""
+class Seconds(NamedTuple):
+    """Seconds of the clock, and of all threads of this process."""
+
+    clock: float
+    cpu: float
+
+
+def compiled(lowered: Any) -> tuple[Any, Seconds]:
+    """The compiled program, and how long it took to compile."""
+    clock, cpu = time.perf_counter(), time.process_time()
+    found = lowered.compile()
+    return found, Seconds(time.perf_counter() - clock, time.process_time() - cpu)
+
+
+def _plain(work: Work) -> tuple[str, ...]:
+    """The two last columns."""
+    if isinstance(work.case, moe.Case):
+        lowered = plain_mixture(work.case, work.topology)
+    elif work.case.axes in (Axes.PIPE, Axes.TENSOR):
+        lowered = plain_model(work.case, work.topology)
+    else:
+        return "-", "-"
+    return tuple(f"{each:.0f}" for each in compiled(lowered)[1])
+
+
+def plain_mixture(case: moe.Case, topology: str) -> Any:
+    """Plain JAX's loss and gradients of as many layers of a mixture of experts as a device has, and
+    of the ends, lowered; the experts are split over devices.
+    """
+    layers = max(stage.count("t") for stage in case.stages)
+    model = case.model_of(dataclasses.replace(case.sizes, layers=layers))
+    own, everywhere = model.pipeline_model(model.sizes.letters()), PartitionSpec()
+    mesh = tpu_mesh((case.expert,), ("expert",), topology=topology)
+    shapes = model.shapes()
+    splits = jax.tree.map(lambda _: everywhere, shapes)
+    splits["stages"]["t"]["experts"] = jax.tree.map(
+        lambda _: PartitionSpec(None, "expert"), shapes["stages"]["t"]["experts"]
+    )
+
+    def loss(params: Any, batch: Any) -> Any:
+        found, _ = own.loss(params, batch)
+        return jax.lax.pmean(found, "expert")
+
+    split = PartitionSpec("expert")
+    whole = jax.shard_map(
+        loss, mesh=mesh, in_specs=(splits, split), out_specs=everywhere, check_vma=False
+    )
+
+    def placed(leaf: Any, split: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, case.params, sharding=NamedSharding(mesh, split))
+
+    batch = case.batch(case.rows * case.expert, NamedSharding(mesh, split))
+    return jax.jit(jax.value_and_grad(whole)).lower(jax.tree.map(placed, shapes, splits), batch)
+
+
+def plain_model(case: Case, topology: str) -> Any:
+    """Plain JAX's loss and gradients of the layers of one stage and the ends, lowered."""
     shape, tensor = dataclasses.replace(case.shape, layers=case.layers), case.axes is Axes.TENSOR
     policy = _layer_policy(case.remat)
     model = Model(shape, remat_layer=policy, sequence=tensor, tensor=tensor)
@@ -164,12 +220,9 @@ def plain_seconds(case: Case, topology: str) -> float:
     )
     params = one.place(parameters(shape, 1))
     params["stages"] = params["stages"][0]
-    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    whole = NamedSharding(mesh, PartitionSpec())
     with jax.set_mesh(mesh):
-        lowered = jax.jit(jax.value_and_grad(own.loss)).lower(params, batch(shape, 1, whole))
-        begin = time.perf_counter()
-        lowered.compile()
-    return time.perf_counter() - begin
+        return jax.jit(jax.value_and_grad(own.loss)).lower(params, batch(shape, 1, whole))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -201,7 +254,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         jax.clear_caches()  # what was traced and compiled for the case before
         print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
     sizes = f"width {SHAPE.width}, {SHAPE.rows} x {SHAPE.time} tokens, 2 layers a stage"
-    title = f"Steps on described TPUs, M = 16; small: a transformer ({sizes}); Llama 3's shapes"
+    small = f"small: a transformer ({sizes})"
+    title = f"Steps on described TPUs, M = 16 (67B-A2B: 32); {small}; Llama 3's and Marin's shapes"
     Result(title, machine, COLUMNS, rows, NOTES).write(args.output)
 
 
