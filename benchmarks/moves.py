@@ -15,6 +15,8 @@ from typing import NamedTuple
 from jaxpipe.inspect.hlo import Array, Computation, Instruction, Module, Place, walk
 
 _INDEX = re.compile(r"\bindex=(\d+)")
+# Where an array in a TPU's memory beside a core is split; the order of its elements is the same.
+_SPLIT = re.compile(r"SC\([^)]*\)")
 # Their results are new arrays, also where the operands are as large.
 _MAKE_OTHERS = ("dot", "convolution", "custom-call")
 
@@ -268,7 +270,8 @@ def _is_prefetch(move: LargeMove) -> bool:
         if instruction.opcode == "copy-start"
         else _operand(move.place.computation, instruction).results[0]
     )
-    return to.order == from_.order and to.space != from_.space
+    order, before = (_SPLIT.sub("", array.order) for array in (to, from_))
+    return order == before and to.space != from_.space
 
 
 def _operand(computation: Computation, instruction: Instruction) -> Instruction:

@@ -30,7 +30,7 @@ from tests.axes.model import (
 )
 from tests.flat import flat_pipeline
 from tests.oracle import oracle_outputs, oracle_value_and_grad
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 from tests.tolerance import longest_chain, rounding
 
 M = 2
@@ -74,8 +74,17 @@ def truth(stages: int, dtype: str) -> tuple[Any, Any, int]:
 
 
 def precisions() -> list[Any]:
+    """Every mesh in bfloat16, whose sums are widened; the other dtypes on the largest mesh and on
+    the one with axes of one device.
+    """
+    every = ("everything", "no tensor")
     cases = [(name, dtype) for name in GRIDS for dtype in ("bfloat16", "float16", "float32")]
-    return [case if case[0] in QUICK and case[1] == "bfloat16" else slow(*case) for case in cases]
+    return [
+        case
+        if case[0] in QUICK and case[1] == "bfloat16"
+        else (slow if case[1] == "bfloat16" or case[0] in every else exhaustive)(*case)
+        for case in cases
+    ]
 
 
 @pytest.mark.parametrize(("name", "dtype"), precisions())

@@ -91,7 +91,7 @@ def made():
         slow("interleaved", False),
         slow("zero bubble", True),
         slow("stage", False),
-        slow("spread head", False),
+        exhaustive("spread head", False),
         slow("spread head", True),
     ],
 )

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.tiers import slow
+from tests.tiers import exhaustive, slow
 
 from .__main__ import main
 from .case import Case, draw
@@ -78,7 +78,11 @@ QUICK = (
 
 @pytest.mark.parametrize(
     "case",
-    [*QUICK, *(slow(draw(seed)) for seed in (*range(20), 45, 49, 377))],
+    [
+        *QUICK,
+        *(slow(draw(seed)) for seed in (*range(10), 45, 49, 377)),
+        *(exhaustive(draw(seed)) for seed in range(10, 20)),
+    ],
     ids=lambda case: f"seed {case.seed}",
 )
 def test_a_model(case):

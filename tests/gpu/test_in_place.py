@@ -25,7 +25,7 @@ from tests.gpu.programs import (
     large_copies,
     operations,
 )
-from tests.tiers import by_actions, slow
+from tests.tiers import by_actions, exhaustive, slow
 
 FAULT = gpu_fault()
 pytestmark = [
@@ -58,11 +58,17 @@ def shapes_of(text: str) -> list[tuple[int, ...]]:
 
 
 QUICK = ("1f1b", "interleaved_1f1b_overlap", "zb_h1")
+# The blocks and pools of these are among those of QUICK.
+CONTAINED = ("gpipe", "1f1b_overlap", "interleaved_1f1b", "interleaved_zb")
 
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in QUICK else by_actions(n) for n in jp.schedules.names() if n != "no_pipelining"],
+    [
+        n if n in QUICK else exhaustive(n) if n in CONTAINED else by_actions(n)
+        for n in jp.schedules.names()
+        if n != "no_pipelining"
+    ],
 )
 def test_no_buffer_is_copied(name: str) -> None:
     schedule = build(name)
@@ -130,7 +136,7 @@ def test_a_buffer_of_two_kinds_of_layer_is_read_and_added_to_in_place(
     ] == []
 
 
-@pytest.mark.parametrize("name", ["1f1b", slow("zbv"), slow("interleaved_1f1b")])
+@pytest.mark.parametrize("name", ["1f1b", slow("zbv"), exhaustive("interleaved_1f1b")])
 def test_pools_of_inputs_are_written_in_place(name: str) -> None:
     """What arrives goes into a slot, also where that depends on what the slot had: nothing else
     makes an array of the pool's shape.

@@ -129,7 +129,7 @@ def made_again(found: GpuProgram, *, over: int) -> list[str]:
     return [str(each) for each in looped if each.is_carried and each.nbytes > over]
 
 
-@pytest.mark.parametrize("name", ["1f1b_overlap", slow("dualpipev"), slow("dualpipe")])
+@pytest.mark.parametrize("name", ["1f1b_overlap", slow("dualpipev"), exhaustive("dualpipe")])
 def test_all_to_alls_of_experts_run_beside_matmuls(name: str) -> None:
     found = program(name, routed, data_axes=("expert",))
     collectives = of_pairs(found, "all-to-all")

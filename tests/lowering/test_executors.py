@@ -13,7 +13,7 @@ import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
 from tests.flat import flat_pipeline
 from tests.parity.tolerance import FLOAT64
-from tests.tiers import by_actions
+from tests.tiers import by_actions, exhaustive
 
 WIDTH, ROWS = 4, 2
 
@@ -77,10 +77,16 @@ def close(found, expected):
 
 # tests/parity/test_grid.py runs the whole catalogue through every engine but this one.
 QUICK = ("1f1b", "interleaved_1f1b", "zbv", "no_pipelining")
+# Their kinds of actions are among those of the others: pairs, chunks, halves of backwards.
+CONTAINED = ("1f1b_overlap", "dualpipev", "gpipe", "zb_h1")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else by_actions(name) for name in jp.schedules.names()]
+    "name",
+    [
+        name if name in QUICK else exhaustive(name) if name in CONTAINED else by_actions(name)
+        for name in jp.schedules.names()
+    ],
 )
 def test_the_interpreter_gives_the_numbers_of_the_compiled_program(name):
     devices = 1 if name == "no_pipelining" else 4

@@ -520,7 +520,7 @@ def test_loops_have_the_ticks_of_a_trip():
     "name",
     [
         "1f1b",
-        *(slow(name) for name in jp.schedules.names() if name not in ("1f1b", "no_pipelining")),
+        *(by_actions(n) for n in jp.schedules.names() if n not in ("1f1b", "no_pipelining")),
     ],
 )
 def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(name):

@@ -87,13 +87,16 @@ def made_again(program: TpuProgram) -> list[LargeMove]:
 
 
 def copied_after(program: TpuProgram) -> list[LargeMove]:
-    """Copies of accumulators outside the loops, to the layout of the step's results."""
+    """Copies of accumulators outside the loops, to the layout of the step's results.  Rows that a
+    gather makes are none.
+    """
     return [
         each
         for each in large_moves_on_tpus(program.module)
         if not each.place.in_loop
         and each.move in (Move.COPY, Move.TRANSPOSE)
         and each.array.dtype == "f32"
+        and not each.origin.endswith("/gather")
     ]
 
 
@@ -101,7 +104,8 @@ def check(program: TpuProgram) -> None:
     """No pool, accumulator or stack is made again in a loop, and no accumulator after it; permutes
     run beside compute, and under no predicate.
     """
-    assert [str(each) for each in (*made_again(program), *copied_after(program))] == []
+    copied = [str(each) for each in (*made_again(program), *copied_after(program))]
+    assert not copied, copied
     permutes = [each for each in program.collectives if each.kind == "collective-permute"]
     assert permutes
     assert [str(each) for each in permutes if each.place.guarded] == []

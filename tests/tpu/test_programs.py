@@ -106,8 +106,11 @@ def test_raveled_pools_would_be_read_slowly(monkeypatch: pytest.MonkeyPatch) -> 
     assert share < before / 2
 
 
-def small_pipeline(model: jp.Model, schedule: jp.Schedule, **options: Any) -> jp.Pipeline:
-    return jp.Pipeline(model, schedule, tpu_mesh((schedule.num_devices,), ("pipe",)), **options)
+def small_pipeline(
+    model: jp.Model, schedule: jp.Schedule, topology: str = V5P, **options: Any
+) -> jp.Pipeline:
+    mesh = tpu_mesh((schedule.num_devices,), ("pipe",), topology)
+    return jp.Pipeline(model, schedule, mesh, **options)
 
 
 def tokens(pipe: jp.Pipeline, rows: int = 4, time: int = 512) -> dict[str, Any]:
@@ -120,13 +123,23 @@ SIZES = {"width": 256, "hidden": 1024, "vocab": 1024}
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize("name", [slow("gpipe"), exhaustive("1f1b")])
-def test_residuals_go_to_the_host_and_back_beside_compute(name: str) -> None:
-    schedule = jp.schedules.build(name, devices=4, microbatches=8)
+@pytest.mark.parametrize(
+    ("name", "devices", "topology"),
+    # With four devices no residual of 1F1B waits for long enough.
+    [slow("gpipe", 4, V5P), exhaustive("1f1b", 8, "v5p:2x2x2")],
+)
+def test_residuals_go_to_the_host_and_back_beside_compute(
+    name: str, devices: int, topology: str
+) -> None:
+    schedule = jp.schedules.build(name, devices=devices, microbatches=2 * devices)
     pipe = small_pipeline(
-        jp.Model(stage, first=first, last=last), schedule, memory=jp.Memory(offload="residuals")
+        jp.Model(stage, first=first, last=last),
+        schedule,
+        topology,
+        memory=jp.Memory(offload="residuals"),
     )
-    program = read(pipe.lower(pipe.place(shapes(4, **SIZES)), tokens(pipe)))
+    assert pipe._plan.program().slots.host
+    program = read(pipe.lower(pipe.place(shapes(devices, **SIZES)), tokens(pipe)))
     check(program)
     moves = ("dynamic-slice", "dynamic-update-slice")
     beside = dict.fromkeys(moves, 0)

@@ -88,6 +88,13 @@ def test_a_loop_without_a_bound_is_a_predicate() -> None:
 def test_prefetches_are_no_copies_and_updates_are_in_place() -> None:
     moves = [each for each in large_moves_on_tpus(program().module) if each.move is not Move.SLICE]
     assert [(each.move, each.instruction.name) for each in moves] == [(Move.COPY, "turned")]
+    # XLA says how it splits an array in a memory beside a core.
+    near, halves = "{1,0:T(8,128)S(1)}", "{1,0:T(8,128)S(1)SC(0:256)}"
+    assert [
+        each.instruction.name
+        for each in large_moves_on_tpus(program(TEXT.replace(near, halves)).module)
+        if each.move is not Move.SLICE
+    ] == ["turned"]
     # The fusion's update is of what it is given; of a copy of it, it would not be.
     copied = TEXT.replace(
         "  ROOT %dus = f32[4,512,512]{2,1,0:T(8,128)} dynamic-update-slice(%p,",
