@@ -17,7 +17,8 @@ from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
 from ..model.layers import EMBEDDING, LOSS
 from ..model.model import Model
-from .common import Call, Unit, mesh_specs, names_axes, with_keywords, with_loss
+from .common import Unit, mesh_specs, names_axes
+from .functions import end_function, layer_function, stage_function, tree_at
 
 _MOST_SHOWN = 4  # shapes in a message
 _LETTERS = "layout=, the letters of each stage"
@@ -84,7 +85,7 @@ class FlaxModel:
         """A tree like the stages', canonical, as one for each block."""
         found = self._stacks(tree)
         return [
-            jax.tree.map(lambda leaf, row=row: leaf[row], _at(found, key))
+            jax.tree.map(lambda leaf, row=row: leaf[row], tree_at(found, key))
             for key, row in self._places
         ]
 
@@ -217,7 +218,7 @@ def _model(own: _Blocks, ends: Mapping[str, Unit], state: PyTree, frozen: set[st
     if frozen:
         how["frozen"] = lambda path, _leaf: path in frozen
     outer: dict[str, Any] = {
-        key: _end_function(ends[key], key, takes, count + number, shared)
+        key: end_function(ends[key], key, takes, count + number, shared)
         for number, (key, takes) in enumerate(
             (("first", ("microbatch",)), ("last", ("x", "microbatch")))
         )
@@ -225,10 +226,12 @@ def _model(own: _Blocks, ends: Mapping[str, Unit], state: PyTree, frozen: set[st
     }
     if own.form.num_stages is not None:
         groups = count // own.form.num_stages // len(own.units)
-        stage = _stage(own.units, groups, shared, stateful=_has(state), stage_loss=stage_loss)
+        stage = stage_function(
+            own.units, groups, shared, stateful=_has(state), stage_loss=stage_loss
+        )
         return Model(stage, **outer, **how)
     _check_stateless(state)
-    layers = {key: _layer(unit, key, shared, stage_loss) for key, unit in own.units.items()}
+    layers = {key: layer_function(unit, key, shared, stage_loss) for key, unit in own.units.items()}
     named = {"first": EMBEDDING, "last": LOSS}
     layers |= {named[key]: function for key, function in outer.items()}
     first, last = (letter if letter in layers else "" for letter in (EMBEDDING, LOSS))
@@ -322,11 +325,6 @@ def _has(tree: PyTree) -> bool:
     return bool(jax.tree.leaves(tree))
 
 
-def _at(tree: PyTree, key: str) -> PyTree:
-    """The tree of a kind of block: one of several by key, or the only one."""
-    return tree.get(key, {}) if key else tree
-
-
 def _stacked(*leaves: Any) -> Any:
     """Leaves of blocks -> [blocks, ...]; ShapeDtypeStructs likewise."""
     if isinstance(leaves[0], jax.ShapeDtypeStruct):
@@ -340,115 +338,3 @@ def _divided(leaf: Any, num_stages: int) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(shape=shape)
     return leaf.reshape(shape)
-
-
-def _call(
-    unit: Unit,
-    arguments: tuple[PyTree, ...],
-    number: Any,
-    shared: Unit | None,
-    given: Mapping[str, Any],
-) -> Call:
-    """The call of the unit with this number in the whole model: its key, which is the same however
-    blocks are put into stages, and the user's keywords, with shared parameters as modules.
-    """
-    ctx, training = given.get("ctx"), given.get("training", True)
-    common = ctx.microbatch_rng if unit.random and ctx is not None else None
-    keywords = {name: given[name] for name in unit.wants}
-    if "shared" in keywords and shared is not None:
-        keywords["shared"] = shared.build(keywords["shared"], shared.state, None, training=training)
-    key = None if common is None else jax.random.fold_in(common, number)
-    return Call(arguments, key, keywords, training)
-
-
-def _taken(unit: Unit) -> frozenset[str]:
-    """The keywords that a function of a unit takes."""
-    return unit.wants | {"training"} | ({"ctx"} if unit.random else set())
-
-
-def _end_function(
-    unit: Unit, name: str, takes: tuple[str, ...], number: int, shared: Unit | None
-) -> Callable[..., Any]:
-    """`first` or `last`; its variables that are no parameters are constants."""
-
-    def function(params: PyTree, *arguments: Any, **given: Any) -> Any:
-        return unit.run(params, unit.state, _call(unit, arguments, number, shared, given))[0]
-
-    return with_keywords(function, ("params", *takes), _taken(unit) - {"microbatch"}, name)
-
-
-def _run_block(
-    unit: Unit,
-    shared: Unit | None,
-    params: PyTree,
-    state: PyTree,
-    x: PyTree,
-    number: Any,
-    given: Mapping[str, Any],
-    *,
-    stage_loss: bool,
-) -> tuple[PyTree, Any, PyTree]:
-    """x, the loss (None without `stage_loss`) and the state after a block."""
-    out, new = unit.run(params, state, _call(unit, (x,), number, shared, given))
-    return *with_loss(unit.name, out, stage_loss=stage_loss), new
-
-
-def _layer(unit: Unit, letter: str, shared: Unit | None, stage_loss: bool) -> Callable[..., Any]:
-    """The function of a layer."""
-
-    def layer(params: PyTree, x: PyTree, **given: Any) -> PyTree:
-        number = given["ctx"].layer if unit.random else 0
-        x, loss, _ = _run_block(unit, shared, params, {}, x, number, given, stage_loss=stage_loss)
-        return (x, loss) if stage_loss else x
-
-    return with_keywords(layer, ("params", "x"), _taken(unit), f"layer_{letter}")
-
-
-def _stage(
-    units: Mapping[str, Unit],
-    groups: int,
-    shared: Unit | None,
-    *,
-    stateful: bool,
-    stage_loss: bool,
-) -> Callable[..., Any]:
-    """The function of a stage: a scan over groups of blocks, each of which has one of every unit
-    in order.
-    """
-
-    def stage(params: PyTree, x: PyTree, **given: Any) -> Any:
-        ctx = given.get("ctx")
-        start = 0 if ctx is None else ctx.stage * groups
-
-        def group(x: PyTree, row: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
-            index, own, state = row
-            losses, after = [], {}
-            for i, (key, unit) in enumerate(units.items()):
-                number = (start + index) * len(units) + i
-                own_state = _at(state, key)
-                x, loss, after[key] = _run_block(
-                    unit,
-                    shared,
-                    _at(own, key),
-                    own_state,
-                    x,
-                    number,
-                    given,
-                    stage_loss=stage_loss,
-                )
-                losses.append(loss)
-            new = after.get("", after) if stateful else {}
-            # flax may widen statistics.
-            new = jax.tree.map(lambda after, before: after.astype(before.dtype), new, state)
-            return x, (sum(losses) if stage_loss else None, new)
-
-        rows = (jnp.arange(groups), params, given["state"] if stateful else {})
-        x, (losses, state) = jax.lax.scan(group, x, rows)
-        more = [jnp.sum(losses, axis=0)] if stage_loss else []
-        more += [state] if stateful else []
-        return (x, *more) if more else x
-
-    # `Pipeline` reads this: leaves are [S, layers, ...].
-    stage.stacks_layers = True  # type: ignore[attr-defined]
-    keywords = frozenset().union(*map(_taken, units.values()), {"state"} if stateful else set())
-    return with_keywords(stage, ("params", "x"), keywords, "stage")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from ..arrays import PyTree, summable
+from ..arrays import PyTree
 from ..errors import PipelineError
 from ..model.settings import is_spec
 
@@ -151,29 +151,6 @@ def end_units(first: Any, last: Any, unit: Callable[[str, End], Unit]) -> dict[s
         )
     PipelineError.refuse("", faults)
     return {name: unit(f"`{name}`", end) for name, end in ends.items()}
-
-
-def with_keywords(
-    function: Callable[..., Any], positional: Sequence[str], keywords: frozenset[str], name: str
-) -> Callable[..., Any]:
-    """The function, with a signature that says which keywords it takes."""
-    fixed = [inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in positional]
-    named = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY) for k in sorted(keywords)]
-    function.__signature__ = inspect.Signature([*fixed, *named])  # type: ignore[attr-defined]
-    function.__name__ = name
-    return function
-
-
-def with_loss(what: str, out: Any, *, stage_loss: bool) -> tuple[PyTree, Any]:
-    """x and the loss that a block returned (None without `stage_loss`); PipelineError otherwise."""
-    if not stage_loss:
-        return out, None
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise PipelineError(
-            f"{what} must return (x, loss), since stage_loss=True; it returns "
-            f"{jax.tree.structure(out)}"
-        )
-    return out[0], summable(out[1])
 
 
 def names_axes(tree: PyTree) -> bool:
