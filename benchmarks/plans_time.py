@@ -1,7 +1,8 @@
 """A planned pipeline against hand-made ones, on emulated devices: layers that hold their device for
 a given time.
 
-    python -m benchmarks.plans_time -o benchmarks/results/plans_time.txt
+    python -m benchmarks.plans_time --processes 4 --unit 0.04 --repeats 3
+        -o benchmarks/results/plans_time.txt
 
 The model is unbalanced: a cheap embedding, layers, and a head with its loss that costs as much as a
 few layers.  Devices are virtual ones of one process, where every transfer waits for all of them, or
