@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from ..lowering.prices import read_prices, write_prices
@@ -18,6 +20,11 @@ def doctor_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     """Run the checks, print a line each, and write prices and a report; False where one is
     wrong.
     """
+    if find_spec("jax") is None:
+        raise UsageError(
+            f"the checks run JAX, which {sys.executable} does not have: install jax, jax[cuda12] "
+            "for NVIDIA GPUs, or jax[tpu]"
+        )
     # By name: the checks may be deleted.
     doctor = import_module("jaxpipe.doctor.run")
     scope = _scope(arguments, doctor)

@@ -323,3 +323,12 @@ def test_bad_usage(report, arguments, says, capsys):
 def test_a_page_has_every_verdict():
     lines = tuple(Line(verdict.value, verdict) for verdict in Verdict)
     assert all(verdict.value in to_page(Report(lines)) for verdict in Verdict)
+
+
+def test_a_python_without_jax_is_named_once(monkeypatch, capsys):
+    """Every check would fail with an error of its own."""
+    monkeypatch.setattr("jaxpipe.cli.doctor.find_spec", lambda name: None)
+    assert main(["doctor"]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "the checks run JAX, which" in message
+    assert "install jax" in message
