@@ -11,6 +11,7 @@ in processes of its own with a time limit that turns a hang into a failure.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 from collections import Counter
@@ -116,7 +117,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--most", type=int, default=None, help="run at most so many in jaxpipe")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
     virtual_devices()
     from rich.progress import track
