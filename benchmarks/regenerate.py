@@ -21,7 +21,7 @@ from typing import NamedTuple
 from benchmarks.engines import ROOT, engines
 from benchmarks.machine import commit
 
-_CITED = re.compile(r"results/([a-z_0-9]+\.txt)")
+_CITED = re.compile(r"(results/|`)([a-z_0-9]+\.txt)")  # with its folder, or by its name alone
 _COMMAND = re.compile(
     r"((?:[A-Z_]+=\S+ )*python -m [\w.]+ (?:(?!python -m)[\w\s./,=-])*?-o benchmarks/results/"
     r"([a-z_0-9]+\.txt))"
@@ -41,7 +41,10 @@ class State(NamedTuple):
 def cited(root: Path = ROOT) -> list[str]:
     """The names of the results that pages cite."""
     pages = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
-    return sorted({name for page in pages for name in _CITED.findall(page.read_text())})
+    known = commands(root)
+    found = {match for page in pages for match in _CITED.findall(page.read_text())}
+    # A name alone may be another file's.
+    return sorted({name for folder, name in found if folder == "results/" or name in known})
 
 
 def commands(root: Path = ROOT) -> Mapping[str, tuple[str, ...]]:

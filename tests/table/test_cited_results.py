@@ -69,6 +69,13 @@ def test_heads_of_every_form_are_read(head, why):
     assert out_of_date(f"a title\n{head}\n", "0123456789abcdef") == why
 
 
+def test_a_name_without_its_folder_is_cited_where_a_command_writes_it(tmp_path):
+    root = checkout(tmp_path)
+    (root / "README.md").write_text("")
+    (root / "docs/page.md").write_text("`speed.txt` has them; `prompts.txt` is yours")
+    assert cited(root) == ["speed.txt"]
+
+
 def test_every_cited_result_has_a_command():
     known = commands(ROOT)
     assert len(cited(ROOT)) > 5
