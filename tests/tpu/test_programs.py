@@ -41,28 +41,26 @@ SMALL = Case("1f1b", devices=2, microbatches=4, shape=SHAPE, layers=1)
 CASE = Case("1f1b", devices=4, microbatches=8, shape=SHAPE)
 
 
+class AwaitedEarlyError(AssertionError):
+    """Permutes with slack are beside nothing."""
+
+
+# The table would let these permutes run during a block more (docs/tpus.md).
+AWAITED_EARLY = pytest.mark.xfail(
+    raises=AwaitedEarlyError, strict=True, reason="XLA awaits permutes with slack before the block"
+)
+
+
 def compiled(case: Case, topology: str = V5P) -> Any:
     """The program, checked."""
     program = read(lower(case, topology))
     check(program)
     late = [each for each in program.collectives if WITH_SLACK in each.start.attributes]
     beside_nothing = [str(each) for each in late if not each.overlapped]
-    assert len(beside_nothing) <= awaited_early(case, topology, len(late)), beside_nothing
+    # Where activations go up and down, XLA awaits the second of two permutes before a block.
+    if len(beside_nothing) > (len(late) // 2 if case.schedule in VEE else 0):
+        raise AwaitedEarlyError(beside_nothing)
     return program
-
-
-def awaited_early(case: Case, topology: str, late: int) -> int:
-    """How many of the permutes with slack XLA awaits before the next block (docs/tpus.md).
-
-    Nothing in the program makes it wait.  Where activations go up and down, it is the second of two
-    permutes.
-    """
-    if case.schedule == "dualpipe":
-        return 4  # of 6: its ramps of two ticks have three of them
-    if case.schedule in VEE:
-        return late // 2
-    recomputed = case.schedule == "zb_h1" and case.remat is Remat.FULL
-    return int(recomputed or (case.schedule == "interleaved_zb" and topology == V5P))
 
 
 @needs_tpu_compiler
@@ -81,7 +79,9 @@ def test_a_step_is_compiled_for_tpus() -> None:
 @needs_tpu_compiler
 @pytest.mark.parametrize("topology", [exhaustive(V5P), exhaustive(V6E)])
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_schedules(name: str, topology: str) -> None:
+def test_schedules(name: str, topology: str, request: pytest.FixtureRequest) -> None:
+    if name == "dualpipe" or (name, topology) == ("interleaved_zb", V5P):
+        request.applymarker(AWAITED_EARLY)
     compiled(replace(CASE, schedule=name), topology)
 
 
@@ -89,7 +89,11 @@ def test_schedules(name: str, topology: str) -> None:
 @pytest.mark.parametrize("remat", [exhaustive(remat) for remat in Remat])
 @pytest.mark.parametrize("axes", list(Axes))
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_axes_and_remats(name: str, axes: Axes, remat: Remat) -> None:
+def test_axes_and_remats(
+    name: str, axes: Axes, remat: Remat, request: pytest.FixtureRequest
+) -> None:
+    if (name, remat) == ("zb_h1", Remat.FULL):
+        request.applymarker(AWAITED_EARLY)
     compiled(replace(CASE, schedule=name, devices=2, axes=axes, remat=remat))
 
 
