@@ -172,7 +172,7 @@ def _bits(have: Mapping[str, Entry]) -> list[str]:
         "same order of microbatches on the",
         "same devices, and by the same kinds of backward (B, or I and W), of one model, batch "
         "and precision.  How many are equal depends",
-        "on what XLA fuses for the processor that ran them, so it is told and not asserted",
+        "on what XLA fuses for the processor that ran them, so the count is reported, not asserted",
         "",
         f"groups of two or more {len(several)} ({sum(map(len, several))} cases), "
         f"equal bit for bit in loss and all gradients {len(several) - len(apart)}",
