@@ -4,9 +4,9 @@ compiled alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from ..jaxprs.sizes import nbytes
 from ..jaxprs.slots import InSlots, Slot, Target, Total
 from ..lowering.target import RunsOn
 from ..model.leaf_plan import leaf_plans
+from ..spmd.block import empty, while_once, without_weak_types
 from ..spmd.body import TracedStep, accumulator_dtype
 from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
 from ..spmd.shared_buffers import shared_buffers
@@ -34,6 +35,21 @@ from .tpu_program import heap_bytes
 _WHOLE = PartitionSpec()
 
 
+class Kept(NamedTuple):
+    """An input or output of a block that is in a pool."""
+
+    at: int
+    place: Place
+    entry: Entry
+
+
+class Update(NamedTuple):
+    """A value that is in one slot before and after a block."""
+
+    before: int  # input
+    after: Kept  # output
+
+
 @dataclass(frozen=True)
 class Block:
     """A piece of code, the splits of its inputs, and the inputs and outputs in slots or
@@ -43,10 +59,9 @@ class Block:
     name: str
     jaxpr: core.Jaxpr
     specs: tuple[PartitionSpec | None, ...]
-    reads: tuple[tuple[int, Entry], ...] = ()
-    writes: tuple[tuple[int, Entry], ...] = ()
-    # (input, output, entry) of what is in one slot before and after
-    updates: tuple[tuple[int, int, Entry], ...] = ()
+    reads: tuple[Kept, ...] = ()
+    writes: tuple[Kept, ...] = ()
+    updates: tuple[Update, ...] = ()
     # of the outputs that are added to accumulators, as the parameters are split
     parameters: tuple[PartitionSpec, ...] = ()
     totals_at: int = 0  # the first of those outputs
@@ -145,20 +160,91 @@ class Step:
         return temp_bytes(self.compiled(*blocks), self.job.mesh)
 
     def compiled(self, *blocks: Block, unrun: bool = False) -> Any:
-        """Compile blocks that run as one; they read and write slots as in the step."""
-        on_tpus = RunsOn.of(self.job.mesh) is RunsOn.TPUS
-        parts = [_part(self.job, block, in_order=on_tpus) for block in blocks]
+        """Compile blocks that run as one; they read and write slots as in the step, in a loop of at
+        most one trip.
 
-        def run(index: Leaves, *groups: Leaves) -> Leaves:
-            codes = [code(*index, *groups[3 * k : 3 * k + 3]) for k, (_, code) in enumerate(parts)]
-            return [leaf for outs in run_in_slots(*codes) for leaf in outs]
+        XLA:GPU copies a layer's weights out of their stack in loops only.
+        """
+        parts = [self._part(block) for block in blocks]
+        rest = [
+            [var.aval for i, var in enumerate(block.jaxpr.outvars) if i not in part.changes]
+            for block, part in zip(blocks, parts, strict=True)
+        ]
+
+        def run(flags: Leaves, *groups: Leaves) -> Leaves:
+            runs, index = flags
+
+            def once(state: tuple[list[Leaves], list[Leaves]]) -> tuple[list[Leaves], list[Leaves]]:
+                made = [
+                    part.code(index, inputs, changed)
+                    for part, inputs, changed in zip(parts, groups[::2], state[0], strict=True)
+                ]
+                found = list(zip(parts, run_in_slots(*made), strict=True))
+                after = [[outs[i] for i in part.changes] for part, outs in found]
+                return after, [
+                    without_weak_types([o for i, o in enumerate(outs) if i not in part.changes])
+                    for part, outs in found
+                ]
+
+            start = (list(groups[1::2]), [empty(avals) for avals in rest])
+            return jax.tree.leaves(while_once(runs, once, start)[1])
 
         # Pools and accumulators are changed in place.  As outputs of their own they would lend
         # their room to the block's arrays.
-        donated = [1 + 3 * k + group for k in range(len(parts)) for group in (1, 2)]
-        groups = [group for own, _ in parts for group in own]
-        index: Group = [(jax.ShapeDtypeStruct((), jnp.int32), _WHOLE)]
-        return compiled_alone(self.job, run, index, *groups, donated=donated, unrun=unrun)
+        donated = [2 + 2 * k for k in range(len(parts))]
+        groups = [group for part in parts for group in (part.inputs, part.changed)]
+        flags: Group = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
+        return compiled_alone(self.job, run, flags, *groups, donated=donated, unrun=unrun)
+
+    def _part(self, block: Block) -> _Part:
+        """A block's inputs and what it changes."""
+        outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
+        lazily = {kept.at: kept for kept in block.reads}
+        inputs: Group = [
+            self._pool(lazily[i], var.aval) if i in lazily else (var.aval, spec)
+            for i, (var, spec) in enumerate(zip(block.jaxpr.invars, block.specs, strict=True))
+        ]
+        stored = [*block.writes, *(update.after for update in block.updates)]
+        added = range(block.totals_at, block.totals_at + len(block.parameters))
+        pools: Group = [self._pool(kept, outvars[kept.at]) for kept in stored]
+        totals: Group = [
+            (jax.ShapeDtypeStruct(a.shape, accumulator_dtype(a.dtype, self.job.accumulate)), spec)
+            for a, spec in zip((outvars[i] for i in added), block.parameters, strict=True)
+        ]
+        on_tpus = RunsOn.of(self.job.mesh) is RunsOn.TPUS
+        splits = block.parameters if on_tpus else [None for _ in added]
+
+        def code(at: Any, values: Leaves, changed: Leaves) -> InSlots:
+            pools, totals = changed[: len(stored)], changed[len(stored) :]
+            writes: dict[int, Target] = {
+                i: Total(leaf, split) for i, leaf, split in zip(added, totals, splits, strict=True)
+            }
+            slots = {
+                kept.at: Slot(pool, at, kept.entry)
+                for kept, pool in zip(stored, pools, strict=True)
+            }
+            reads = {kept.at: Slot(values[kept.at], at, kept.entry) for kept in block.reads}
+            reads |= {update.before: slots[update.after.at] for update in block.updates}
+            return InSlots(block.jaxpr, values, reads, writes | slots)
+
+        return _Part(inputs, (*pools, *totals), (*(kept.at for kept in stored), *added), code)
+
+    def _pool(self, kept: Kept, aval: Any) -> tuple[jax.ShapeDtypeStruct, PartitionSpec]:
+        """A pool of two slots, and its split; of one, where the step has one: XLA copies no slot
+        of an only one.
+        """
+        slots = min(2, getattr(self.code.program.slots, kept.place.value))
+        return kept.entry.pool(max(slots, 1), aval.dtype), kept.entry.pool_spec
+
+
+class _Part(NamedTuple):
+    """A block to compile."""
+
+    inputs: Group
+    changed: Group  # pools, and accumulators
+    changes: tuple[int, ...]  # the outputs that these are
+    # of a slot's index, the inputs, and what is changed
+    code: Callable[[Any, Leaves, Leaves], InSlots]
 
 
 def temp_bytes(compiled: Any, mesh: Mesh) -> int:
@@ -167,44 +253,6 @@ def temp_bytes(compiled: Any, mesh: Mesh) -> int:
     if RunsOn.of(mesh) is RunsOn.TPUS:
         return heap_bytes(memory)
     return int(getattr(memory, "temp_size_in_bytes", 0))
-
-
-# A function of a slot's index and a block's inputs, pools and accumulators that returns its code.
-_Code: TypeAlias = "Callable[[Any, Leaves, Leaves, Leaves], InSlots]"
-
-
-def _part(job: Job, block: Block, *, in_order: bool) -> tuple[tuple[Group, Group, Group], _Code]:
-    """A block's inputs, pools and accumulators as shapes, and the function that makes its code.
-
-    Pools have two slots: XLA copies no slot of an only one, but in the step it may.
-    """
-    invars: list[Any] = [var.aval for var in block.jaxpr.invars]
-    outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
-    lazily = dict(block.reads)
-    inputs: Group = [
-        (lazily[i].pool(2, aval.dtype), lazily[i].pool_spec) if i in lazily else (aval, spec)
-        for i, (aval, spec) in enumerate(zip(invars, block.specs, strict=True))
-    ]
-    stored = [*block.writes, *((i, entry) for _, i, entry in block.updates)]
-    pools: Group = [(entry.pool(2, outvars[i].dtype), entry.pool_spec) for i, entry in stored]
-    added = range(block.totals_at, block.totals_at + len(block.parameters))
-    wide = [
-        jax.ShapeDtypeStruct(outvars[i].shape, accumulator_dtype(outvars[i].dtype, job.accumulate))
-        for i in added
-    ]
-    totals: Group = list(zip(wide, block.parameters, strict=True))
-
-    def code(at: Any, values: Leaves, pools: Leaves, totals: Leaves) -> InSlots:
-        splits = block.parameters if in_order else [None for _ in totals]
-        writes: dict[int, Target] = {
-            i: Total(leaf, split) for i, leaf, split in zip(added, totals, splits, strict=True)
-        }
-        slots = {i: Slot(pool, at, entry) for (i, entry), pool in zip(stored, pools, strict=True)}
-        reads = {i: Slot(values[i], at, entry) for i, entry in block.reads}
-        reads |= {before: slots[after] for before, after, _ in block.updates}
-        return InSlots(block.jaxpr, values, reads, writes | slots)
-
-    return (inputs, pools, totals), code
 
 
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
@@ -221,34 +269,40 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     cotangents = stored(Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
     dy = [*(entry.spec for entry in cotangents), *([] if code.loss is None else [_WHOLE])]
     begin, after = len(before) - len(code.buffers), len(code.y_avals) + len(code.carry)
-    updates = tuple((begin + i, after + i, entry) for i, entry in enumerate(stored(Place.BUFFER)))
     late = (*start, *(entry.spec for entry in kept), *dy)
-    read = tuple((len(start) + i, entry) for i, entry in enumerate(kept))
-    read += tuple((begin + i, entry) for i, entry in enumerate(stored(Place.BUFFER)))
     rows, count = stored(Place.BUFFER_GRADIENT), len(late) - (code.loss is not None)
 
-    def returned(first: int) -> tuple[tuple[int, int, Entry], ...]:
+    def pooled(first: int, *places: Place) -> tuple[Kept, ...]:
+        """Inputs or outputs from a number on."""
+        found = [(place, entry) for place in places for entry in entries.stored[place]]
+        return tuple(Kept(first + i, place, entry) for i, (place, entry) in enumerate(found))
+
+    def updated(first: int, after: int, place: Place) -> tuple[Update, ...]:
+        return tuple(Update(first + i, each) for i, each in enumerate(pooled(after, place)))
+
+    def returned(first: int) -> tuple[Update, ...]:
         """Gradients of rows, which a backward adds to in place."""
-        first += code.num_dx - len(rows)
-        return tuple((count - len(rows) + i, first + i, entry) for i, entry in enumerate(rows))
+        after = first + code.num_dx - len(rows)
+        return updated(count - len(rows), after, Place.BUFFER_GRADIENT)
 
-    stash = tuple((len(late) + i, entry) for i, entry in enumerate(stored(Place.STASH)))
-
-    def written(first: int, those: Sequence[Entry]) -> tuple[tuple[int, Entry], ...]:
-        return tuple((first + i, entry) for i, entry in enumerate(those))
-
+    residuals = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)
+    updates = updated(begin, after, Place.BUFFER)
+    read = (*pooled(len(start), *residuals), *pooled(begin, Place.BUFFER))
+    stash = pooled(len(late), Place.STASH)
     trained = tuple(spec for spec, has in zip(entries.parameters, code.trained, strict=True) if has)
     every = (*late, *(entry.spec for entry in stored(Place.STASH)))
     blocks = (
-        Block("F", code.forward, start, writes=written(code.num_outputs, kept), updates=updates),
-        Block("R", code.recompute, start, writes=written(0, kept)),
+        Block(
+            "F", code.forward, start, writes=pooled(code.num_outputs, *residuals), updates=updates
+        ),
+        Block("R", code.recompute, start, writes=pooled(0, *residuals)),
         Block("B", code.backward, late, read, (), returned(code.num_trained), trained),
         Block(
             "I",
             code.input_grad,
             late,
             read,
-            written(code.num_dx, stored(Place.STASH)),
+            pooled(code.num_dx, Place.STASH),
             returned(0),
         ),
         Block("W", code.weight_grad, every, (*read, *stash), parameters=trained),
