@@ -30,6 +30,7 @@ from benchmarks.moves import Move, large_moves_on_tpus
 from benchmarks.output import Result, add_output
 from jaxpipe.inspect.collectives import steady
 from jaxpipe.inspect.tpu_program import Purpose, TpuProgram
+from jaxpipe.lowering.target import Chip
 from tests.tpu.programs import tpu_fault, tpu_mesh
 
 GIB = 2**30
@@ -105,7 +106,8 @@ NOTES = (
     "too).  Collectives have no estimates.",
     "remade: instructions that make a whole array again which the loops carry or read, of 1 MiB or "
     "more (MiB if each is run once).",
-    "permutes: of the loop of most trips, those with compute issued between start and done / all.",
+    "permutes: of the loop of most trips, those with compute issued between start and done / all: "
+    "a matmul, or work that XLA estimates to take as long as the transfer.",
     "padding: MiB that tiles add to what the loops carry.  temp, total: GiB of one device; "
     "predicted: `jaxpipe.inspect.memory` / total.",
     "compile s: of the step.  plain s: of plain JAX's gradients of one device's layers and the "
@@ -119,7 +121,7 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
     pipe, params, rows = work.arguments()
     lowered = pipe.lower(params, rows)
     executable, seconds = compiled(lowered)
-    program = TpuProgram.of(executable)
+    program = TpuProgram.of(executable, Chip.of(pipe.mesh))
     cycles = program.cycles
     whole = sum(cycles.values())
     made = [

@@ -36,7 +36,7 @@ class Compute(IntEnum):
     """The heaviest compute that is issued between start and done."""
 
     NOTHING = 0
-    ELEMENTWISE = 1  # a fusion of at least LARGE bytes
+    ELEMENTWISE = 1  # a fusion of at least LARGE bytes; on TPUs, work that hides the transfer
     MATMUL = 2
 
 

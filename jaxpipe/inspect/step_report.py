@@ -55,7 +55,8 @@ What the text of the step compiled for NVIDIA GPUs or TPUs says; None for CPUs:
     permutes_with_slack_beside_compute  (with compute issued between start and done, all) of those
                         awaited in a later tick, anywhere
     permutes_beside_compute     (with compute issued between start and done, all) of the segment of
-                        most trips
+                        most trips; compute is a matmul, a large fusion, or on TPUs what XLA
+                        estimates to take as long as the transfer
     collectives_beside_compute  the same of all other collectives
 
     stage_kinds         different stages (by function, parameters, or what they take); pools hold
@@ -84,7 +85,7 @@ from ..jaxprs.sizes import nbytes
 from ..lowering.cost_model import cost_parts, program_makespan
 from ..lowering.overheads import FORWARD, Overheads
 from ..lowering.plan import Plan, plan_of
-from ..lowering.target import RunsOn, Target
+from ..lowering.target import Target
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes
 from ..program.ir import Program
@@ -292,7 +293,7 @@ def _compiled(lowered: Any, target: Target) -> tuple[Any, GpuProgram | TpuProgra
     if target.on_gpus:
         return compile_and_try_to_read(lowered)
     compiled = lowered.compile()
-    return compiled, TpuProgram.of(compiled) if target.runs_on is RunsOn.TPUS else None
+    return compiled, TpuProgram.of(compiled, target.chip) if target.on_tpus else None
 
 
 def _read(program: GpuProgram | TpuProgram | None, schedule: Schedule) -> dict[str, Any]:

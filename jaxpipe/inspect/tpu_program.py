@@ -7,18 +7,23 @@ Such a program can be compiled without a TPU: libtpu describes the devices
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from .collectives import CompiledProgram
-from .hlo import Instruction, Module, Place, parse, walk
+from ..lowering.target import Chip
+from .collectives import Collective, CompiledProgram, Compute, find_collectives
+from .hlo import Instruction, Module, Place, inner, parse, walk
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+# XLA issues a transfer as late as its estimates of other work let it.  They hide 0.98 of a transfer
+# or more, or all the work that there is.
+_HIDDEN = 0.9
 _MATMULS = frozenset({"convolution", "dot"})
 # Operations that move or fill arrays and compute nothing.
 _MOVES = frozenset(
@@ -51,12 +56,36 @@ class Purpose(Enum):
 
 @dataclass(frozen=True)
 class TpuProgram(CompiledProgram):
-    """A program compiled for TPUs."""
+    """A program compiled for TPUs; without a chip, the time of a transfer is not known."""
+
+    chip: Chip | None = None
 
     @classmethod
-    def of(cls, compiled: Any) -> TpuProgram:
+    def of(cls, compiled: Any, chip: Chip | None = None) -> TpuProgram:
         """Read what `pipe.lower(...).compile()` returns for a mesh of TPUs."""
-        return cls(parse(compiled.as_text()), compiled.memory_analysis())
+        return cls(parse(compiled.as_text()), compiled.memory_analysis(), chip)
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """See `find_collectives`.  A permute is beside compute also where work of any purpose hides
+        it.
+        """
+        return [
+            replace(each, compute=max(each.compute, Compute.ELEMENTWISE))
+            if each.kind == "collective-permute" and self.hidden(each) >= _HIDDEN
+            else each
+            for each in find_collectives(self.module)
+        ]
+
+    def hidden(self, permute: Collective) -> float:
+        """XLA's estimate of the time of the work that is issued beside a permute, over the time of
+        its transfer to a neighbour.
+        """
+        if self.chip is None:
+            return 0.0
+        transfer = permute.start.results[0].nbytes / self.chip.link
+        cycles = sum(_cycles(self.module, each) for each in permute.beside)
+        return cycles / self.chip.clock / transfer
 
     @property
     def total_bytes(self) -> int:
@@ -73,9 +102,8 @@ class TpuProgram(CompiledProgram):
         """
         found: Counter[Purpose] = Counter()
         for place, instruction in _issued(self.module):
-            match = _CYCLES.search(instruction.attributes)
-            if match and place.in_loop:
-                found[_purpose(self.module, instruction)] += int(match[1]) * place.trips
+            if place.in_loop:
+                found[_purpose(self.module, instruction)] += _own_cycles(instruction) * place.trips
         return {purpose: found[purpose] for purpose in Purpose}
 
     @cached_property
@@ -103,6 +131,21 @@ def heap_bytes(memory: Any) -> int:
     """
     kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return int(memory.temp_size_in_bytes + memory.peak_memory_in_bytes - kept) // 2
+
+
+def _own_cycles(instruction: Instruction) -> int:
+    """XLA's estimate of an instruction, without what it calls."""
+    match = _CYCLES.search(instruction.attributes)
+    return int(match[1]) if match else 0
+
+
+def _cycles(module: Module, instruction: Instruction) -> int:
+    """XLA's estimate of an instruction with all that it issues."""
+    return _own_cycles(instruction) + sum(
+        _cycles(module, each) * math.prod(frame.trips or 1 for frame in frames)
+        for computation, frames in inner(module, instruction)
+        for each in computation.instructions
+    )
 
 
 def _issued(module: Module) -> Iterator[tuple[Place, Instruction]]:

@@ -27,6 +27,7 @@ class Chip:
         bandwidth: bytes of memory a second.
         memory: bytes of memory.
         link: bytes a second to a neighbour on the torus, in one direction.
+        clock: cycles a second, from `flops` and the multipliers of its matrix units.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Chip:
     bandwidth: float
     memory: float
     link: float
+    clock: float
 
     @property
     def hop(self) -> float:
@@ -59,8 +61,17 @@ CHIPS = (
         bandwidth=8.1e11,
         memory=16e9,
         link=4.5e10,
+        clock=1.5e9,  # 4 units of 128 x 128
     ),
-    Chip(name="v5p", kind="TPU v5", flops=4.59e14, bandwidth=2.8e12, memory=96e9, link=9e10),
+    Chip(
+        name="v5p",
+        kind="TPU v5",
+        flops=4.59e14,
+        bandwidth=2.8e12,
+        memory=96e9,
+        link=9e10,
+        clock=1.75e9,  # 8 units of 128 x 128
+    ),
     Chip(
         name="v6e",
         kind="TPU v6 lite",
@@ -68,6 +79,7 @@ CHIPS = (
         bandwidth=1.6e12,
         memory=32e9,
         link=9e10,
+        clock=1.75e9,  # 4 units of 256 x 256
     ),
 )
 

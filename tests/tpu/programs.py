@@ -16,6 +16,7 @@ from benchmarks.gpu_programs import Case
 from benchmarks.llama import Shape
 from benchmarks.moves import LargeMove, Move, large_moves_on_tpus
 from jaxpipe.inspect.tpu_program import TpuProgram
+from jaxpipe.lowering.target import Chip
 
 V5P, V6E = "v5p:2x2x1", "v6e:2x2"  # hosts of four devices
 # No metadata server is asked, and several processes load libtpu: they only compile.
@@ -69,9 +70,9 @@ def lower(case: Case, topology: str = V5P) -> Any:
     return pipe.lower(params, rows)
 
 
-def read(lowered: Any) -> TpuProgram:
+def read(lowered: Any, topology: str = V5P) -> TpuProgram:
     """The compiled program."""
-    return TpuProgram.of(lowered.compile())
+    return TpuProgram.of(lowered.compile(), Chip.of(tpu_mesh((1,), ("pipe",), topology)))
 
 
 def made_again(program: TpuProgram) -> list[LargeMove]:

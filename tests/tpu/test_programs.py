@@ -36,30 +36,19 @@ from tests.tpu.programs import (
 )
 
 CATALOGUE = [name for name in jp.schedules.names() if name != "no_pipelining"]
-VEE = {"zbv", "v_half", "v_min", "dualpipe", "dualpipev"}
 SMALL = Case("1f1b", devices=2, microbatches=4, shape=SHAPE, layers=1)
 CASE = Case("1f1b", devices=4, microbatches=8, shape=SHAPE)
 
 
-class AwaitedEarlyError(AssertionError):
-    """Permutes with slack are beside nothing."""
-
-
-# The table would let these permutes run during a block more (docs/tpus.md).
-AWAITED_EARLY = pytest.mark.xfail(
-    raises=AwaitedEarlyError, strict=True, reason="XLA awaits permutes with slack before the block"
-)
-
-
 def compiled(case: Case, topology: str = V5P) -> Any:
     """The program, checked."""
-    program = read(lower(case, topology))
+    program = read(lower(case, topology), topology)
     check(program)
     late = [each for each in program.collectives if WITH_SLACK in each.start.attributes]
-    beside_nothing = [str(each) for each in late if not each.overlapped]
-    # Where activations go up and down, XLA awaits the second of two permutes before a block.
-    if len(beside_nothing) > (len(late) // 2 if case.schedule in VEE else 0):
-        raise AwaitedEarlyError(beside_nothing)
+    # In dualpipev's ticks of six blocks, some of them are only beside what follows the blocks.
+    least = 0.5 if case.schedule == "dualpipev" else 0.9
+    exposed = {str(each): program.hidden(each) for each in late if program.hidden(each) < least}
+    assert not exposed
     return program
 
 
@@ -79,9 +68,7 @@ def test_a_step_is_compiled_for_tpus() -> None:
 @needs_tpu_compiler
 @pytest.mark.parametrize("topology", [exhaustive(V5P), exhaustive(V6E)])
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_schedules(name: str, topology: str, request: pytest.FixtureRequest) -> None:
-    if name == "dualpipe" or (name, topology) == ("interleaved_zb", V5P):
-        request.applymarker(AWAITED_EARLY)
+def test_schedules(name: str, topology: str) -> None:
     compiled(replace(CASE, schedule=name), topology)
 
 
@@ -89,11 +76,7 @@ def test_schedules(name: str, topology: str, request: pytest.FixtureRequest) -> 
 @pytest.mark.parametrize("remat", [exhaustive(remat) for remat in Remat])
 @pytest.mark.parametrize("axes", list(Axes))
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
-def test_axes_and_remats(
-    name: str, axes: Axes, remat: Remat, request: pytest.FixtureRequest
-) -> None:
-    if (name, remat) == ("zb_h1", Remat.FULL):
-        request.applymarker(AWAITED_EARLY)
+def test_axes_and_remats(name: str, axes: Axes, remat: Remat) -> None:
     compiled(replace(CASE, schedule=name, devices=2, axes=axes, remat=remat))
 
 

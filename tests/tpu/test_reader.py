@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from benchmarks.moves import Move, large_moves_on_tpus
 from jaxpipe.inspect.hlo import Array, parse
 from jaxpipe.inspect.tpu_program import Purpose, TpuProgram, heap_bytes
+from jaxpipe.lowering.target import CHIPS
 
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"N"}}'
 TEXT = """HloModule steps, is_scheduled=true
@@ -62,9 +64,9 @@ ENTRY %main (e: (s32[], f32[4,512,512], f32[512,512], bf16[2,300])) -> (s32[], f
 
 
 def program(text: str = TEXT) -> TpuProgram:
-    for cycles in (20, 100, 30, 5, 40):
-        text = text.replace(f"CYCLES{cycles}\n", CYCLES.replace("N", str(cycles)) + "\n")
-    return TpuProgram.of(SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: None))
+    text = re.sub(r"CYCLES(\d+)\n", lambda found: CYCLES.replace("N", found[1]) + "\n", text)
+    compiled = SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: None)
+    return TpuProgram.of(compiled, next(chip for chip in CHIPS if chip.name == "v5p"))
 
 
 def test_cycles_are_counted_by_purpose_and_by_trips() -> None:
@@ -110,6 +112,20 @@ def test_permutes_beside_matmuls_are_found() -> None:
     (permute,) = program().collectives
     assert permute.overlapped
     assert permute.place.trips == 7
+
+
+@pytest.mark.parametrize(("cycles", "hidden"), [(18000, False), (19000, True)])
+def test_permutes_beside_other_work_are_hidden_where_it_takes_long(
+    cycles: int, hidden: bool
+) -> None:
+    """A transfer of 1 MiB takes 1 MiB / 90 GB/s: 20389 cycles of 1.75 GHz."""
+    done = "  %sent = f32[512,512]{1,0:T(8,128)} collective-permute-done(%send)\n"
+    matmul = next(line for line in TEXT.splitlines(keepends=True) if " %y = " in line)
+    early = TEXT.replace(done, "").replace(matmul, done + matmul)
+    found = program(early.replace("CYCLES20\n", f"CYCLES{cycles}\n"))
+    (permute,) = found.collectives
+    assert found.hidden(permute) == pytest.approx(cycles / 20389, rel=1e-4)
+    assert permute.overlapped == hidden
 
 
 @pytest.mark.parametrize(
