@@ -4,6 +4,7 @@ Stages whose state would need a gradient to an earlier microbatch are refused.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -204,6 +205,14 @@ def trace_model(
     offloads = job.training and any(code.offloads for code in codes)
     plan = replace(job.plan, offload=Offload.RESIDUALS) if offloads else job.plan
     program = verify(plan.program(longest([code.liveness for code in codes])))
+    if job.training and plan.offload is not Offload.NOTHING and not program.slots.host:
+        schedule = program.schedule
+        warnings.warn(
+            f"offload moves nothing to the host: {schedule.name} over {schedule.num_devices} "
+            "devices has no more slots of residuals than the moves need; drop offload, or take a "
+            "schedule whose residuals wait longer (`jaxpipe.simulate(schedule).peak_offloaded`)",
+            stacklevel=2,
+        )
     return ModelCode(codes, tuple(kind_of), tuple(wants), first_code, last_code, program)
 
 

@@ -28,7 +28,7 @@ def test_every_check_runs_on_two_virtual_devices(tmp_path):
     lines = {line["item"]: line for line in json.loads(done.stdout)["lines"]}
     tried = {item for item, line in lines.items() if line["verdict"] != "not tried"}
     assert {"versions", "numbers: zbv", "predicate", "hops", "memory"} <= tried
-    assert {"a step against its plan", "numbers: zb_h1, offload"} <= tried
+    assert {"a step against its plan", "numbers: interleaved_1f1b, offload"} <= tried
     assert sum(item.startswith("numbers: ") for item in tried) == 6
     assert 0 < json.loads(prices.read_text())["cpu"]["predicate"] < 1
 

@@ -77,6 +77,14 @@ def test_numbers_are_equal_and_both_memories_are_reported(name, devices, chunks)
     assert before["predicted"]["total"] - report["predicted"]["total"] == saved_bytes - 2 * entry
 
 
+def test_offload_that_moves_nothing_warns():
+    pipe, params, batch = run(
+        jp.schedules.build("1f1b", devices=4, microbatches=8), offload="residuals"
+    )
+    with pytest.warns(UserWarning, match="offload moves nothing to the host: 1f1b over 4 devices"):
+        jax.eval_shape(pipe.value_and_grad, params, batch)
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["of the pipeline", "of a layer"])
 @pytest.mark.parametrize("policy", ["names", slow("dots")])
 def test_policies_that_offload_are_followed(policy, inside):
