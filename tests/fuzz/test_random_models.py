@@ -19,6 +19,9 @@ from .model import EVERY
 from .ops import PASSING
 from .trial import Trial, Wrong, run, same
 
+# Models that are drawn at random may have few residuals.
+pytestmark = pytest.mark.filterwarnings("ignore:offload moves nothing")
+
 # Much in little: each has several things that other tests have one at a time.
 QUICK = (
     Case(
