@@ -18,6 +18,8 @@ from tests.tiers import exhaustive, slow
 
 MICROBATCHES = 4
 BUDGET = 300  # seconds of the exhaustive tier's search
+# Over two devices policies that offload move nothing.
+pytestmark = pytest.mark.filterwarnings("ignore:offload moves nothing")
 
 
 def called(stage, params, x, microbatch, key):
