@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
-from jaxpipe.inspect.collectives import steady
+from jaxpipe.inspect.collectives import Compute, steady
 from jaxpipe.inspect.step_profile import Clock
 from jaxpipe.inspect.tpu_program import Purpose, TpuProgram, heap_bytes
 from jaxpipe.lowering.target import RunsOn, Target
@@ -36,6 +36,7 @@ from tests.tpu.programs import (
 )
 
 CATALOGUE = [name for name in jp.schedules.names() if name != "no_pipelining"]
+VEE = {"zbv", "v_half", "v_min", "dualpipe", "dualpipev"}
 SMALL = Case("1f1b", devices=2, microbatches=4, shape=SHAPE, layers=1)
 CASE = Case("1f1b", devices=4, microbatches=8, shape=SHAPE)
 BOTH = pytest.mark.parametrize("topology", [exhaustive(V5P), exhaustive(V6E)])
@@ -53,8 +54,15 @@ def check_with_slack(program: TpuProgram, least: float = 0.9) -> None:
     """Work hides at least this part of every transfer with slack."""
     check(program)
     late = [each for each in program.collectives if WITH_SLACK in each.start.attributes]
-    exposed = {str(each): program.hidden(each) for each in late if program.hidden(each) < least}
-    assert not exposed
+    hidden = {str(each): program.hidden(each) for each in late}
+    assert {name: share for name, share in hidden.items() if share < least} == {}
+
+
+def check_beside_blocks(program: TpuProgram, schedule: str) -> None:
+    """Transfers with slack run beside matmuls; where activations go up and down, half of them."""
+    late = [each for each in program.collectives if WITH_SLACK in each.start.attributes]
+    others = [str(each) for each in late if each.compute is not Compute.MATMUL]
+    assert len(others) <= (len(late) // 2 if schedule in VEE else 0), others
 
 
 @needs_tpu_compiler
@@ -62,7 +70,8 @@ def test_a_step_is_compiled_for_tpus() -> None:
     """The one that the default tests compile."""
     assert Target.of(tpu_mesh((4,), ("pipe",)), ("pipe",)).runs_on is RunsOn.TPUS
     program = compiled(SMALL)
-    assert all(each.overlapped for each in steady(program.collectives))
+    # Beside a block, and not only beside reads and writes of pools.
+    assert all(each.compute is Compute.MATMUL for each in steady(program.collectives))
     # Tiles are whole: nothing of the pools is padding.
     assert program.padding < 2**16
     cycles = program.cycles
@@ -74,7 +83,10 @@ def test_a_step_is_compiled_for_tpus() -> None:
 @BOTH
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_schedules(name: str, topology: str) -> None:
-    compiled(replace(CASE, schedule=name), topology)
+    program = compiled(replace(CASE, schedule=name), topology)
+    # Work between blocks hides four of dualpipe's six, and one of interleaved_zb's four.
+    if name != "dualpipe" and (name, topology) != ("interleaved_zb", V5P):
+        check_beside_blocks(program, name)
 
 
 @needs_tpu_compiler
@@ -83,7 +95,10 @@ def test_schedules(name: str, topology: str) -> None:
 @pytest.mark.parametrize("axes", list(Axes))
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
 def test_axes_and_remats(name: str, axes: Axes, remat: Remat, topology: str) -> None:
-    compiled(replace(CASE, schedule=name, devices=2, axes=axes, remat=remat), topology)
+    case = replace(CASE, schedule=name, devices=2, axes=axes, remat=remat)
+    program = compiled(case, topology)
+    if topology == V5P and (name, remat) != ("zb_h1", Remat.FULL):  # there two of three
+        check_beside_blocks(program, name)
 
 
 @needs_tpu_compiler
