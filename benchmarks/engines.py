@@ -20,29 +20,51 @@ BESIDE = frozenset(
 
 @cache
 def engines(root: Path = ROOT) -> str:
-    """A digest of the engines' code; comments and docstrings do not count."""
-    total = hashlib.sha256()
-    for path in _files(root):
-        total.update(str(path.relative_to(root)).encode())
-        total.update(_code(path.read_text(encoding="utf-8")).encode())
-    return total.hexdigest()[:16]
+    """A digest of the engines' definitions.
+
+    Comments, docstrings, and the file that a definition is in do not count.
+    """
+    found = {
+        (folder, text)
+        for folder, path in _files(root)
+        for text in _statements(path.read_text(encoding="utf-8"))
+    }
+    return hashlib.sha256(repr(sorted(found)).encode()).hexdigest()[:16]
 
 
-def _files(root: Path) -> Iterator[Path]:
+def _files(root: Path) -> Iterator[tuple[str, Path]]:
     for folder in (root / "jaxpipe", root / "torch_ref"):
         for path in sorted(folder.rglob("*.py")):
             room = path.relative_to(folder).parts[0].removesuffix(".py")
             if folder.name != "jaxpipe" or room not in BESIDE:
-                yield path
+                yield folder.name, path
 
 
-def _code(text: str) -> str:
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
+class _Definitions(ast.NodeTransformer):
+    """Removes docstrings, and from imports the module of this package that a name is in."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
         body = getattr(node, "body", None)
         if isinstance(body, list) and body and _is_text(body[0]):
             del body[0]
-    return ast.dump(tree)
+        return node
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
+        renamed = [alias for alias in node.names if alias.asname not in (None, alias.name)]
+        if not node.level:
+            return node
+        return ast.ImportFrom(module=None, names=renamed, level=1) if renamed else None
+
+
+def _statements(text: str) -> Iterator[str]:
+    """What a file defines, and what it imports from elsewhere: a text for each statement."""
+    for node in _Definitions().visit(ast.parse(text)).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", "")
+            yield from (f"import {module} {ast.dump(alias)}" for alias in node.names)
+        elif not (isinstance(node, ast.If) and not node.body):
+            yield ast.dump(node)
 
 
 def _is_text(node: ast.AST) -> bool:

@@ -42,6 +42,25 @@ def test_the_fingerprint_changes_with_code_alone(tmp_path):
     assert engines(checkout(tmp_path, code="x = 2\n")) != first
 
 
+def test_the_fingerprint_stays_where_a_definition_moves(tmp_path):
+    def of(check: str, rows: str) -> str:
+        (tmp_path / "jaxpipe/table").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "jaxpipe/table/rows.py").write_text(rows)
+        return engines(checkout(tmp_path, code=check))
+
+    one, two, user = "def one(): return 1\n", "def two(): return 2\n", "def three(): return one()\n"
+    apart = of("import jax\nfrom .rows import one\n" + user, one + two)
+    assert of("from .rows import one, two\n" + user, "import jax\n" + two + one) == apart
+    assert of("import jax\n" + one + user, two) == apart
+    for changed in (
+        ("import numpy\nfrom .rows import one\n" + user, one + two),
+        ("import jax\nfrom .rows import two as one\n" + user, one + two),
+        ("import jax\nfrom .rows import one\n" + user, one),
+        ("import jax\nfrom .rows import one\n" + user, one + two.replace("2", "3")),
+    ):
+        assert of(*changed) != apart
+
+
 def test_a_result_of_other_engines_is_out_of_date(tmp_path):
     now = engines(checkout(tmp_path))
     command = "A=1 python -m benchmarks.speed --more 1,2 -o benchmarks/results/speed.txt"
