@@ -31,7 +31,7 @@ from benchmarks.hold import counts
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.table.action import Kind
+from jaxpipe.table.kinds import Kind
 
 
 class Head(enum.Enum):

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 import jaxpipe as jp
 from benchmarks.hold import counts, hold
 from jaxpipe.planner.layer_cost import Remat, stage_costs
-from jaxpipe.table.action import Kind, parts
+from jaxpipe.table.kinds import Kind, parts
 
 MARK = "result "
 # floats in a row: little to move, but more than the 512 bytes under which XLA:CPU runs a whole loop

@@ -42,7 +42,7 @@ from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from examples.gpt.model import GPT
 from jaxpipe.lowering.plan import Plan
-from jaxpipe.program.templates import Presence
+from jaxpipe.program.segments import Presence
 from jaxpipe.spmd.block import run_in_order
 from jaxpipe.spmd.compiler_options import NO_GRAPHS
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .errors import ScheduleError, quoted
-from .table.action import Action, Kind
+from .table.kinds import Action, Kind
 from .table.limits import MAX_COUNT, MAX_PAIRS
 from .table.typed import typed
 

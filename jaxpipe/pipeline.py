@@ -16,9 +16,8 @@ from .engine.costs import Costs
 from .errors import PipelineError
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
-from .lowering.overheads import Overheads
 from .lowering.plan import Plan
-from .lowering.prices import overheads_of
+from .lowering.prices import Overheads, overheads_of
 from .lowering.slots import Offload
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, staged, with_shares
@@ -37,8 +36,7 @@ from .spmd.compiler_options import features_of, options_for
 from .stage.job import Clock, Executor, Job
 from .stage.model_code import ModelCode
 from .steps import StepRunner, jit_same, key_faults, key_of
-from .table.check import check
-from .table.schedule import Schedule
+from .table.schedule import Schedule, check
 
 
 class Pipeline:

@@ -32,7 +32,7 @@ from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.kinds import Kind
 from .table.schedule import Schedule
-from .transforms.remove import for_evaluation, without_kinds
+from .transforms.rewrites import for_evaluation, without_kinds
 
 _HELD: WeakValueDictionary[Any, Callable[..., Any]] = WeakValueDictionary()
 

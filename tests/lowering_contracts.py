@@ -10,12 +10,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.lowering.assign_ticks import Ticks, assign_ticks, joined_ticks, modulo_ticks, needs_of
-from jaxpipe.lowering.requirements import NO_TRANSFER, collect
+from jaxpipe.lowering.assign_ticks import (
+    NO_TRANSFER,
+    Ticks,
+    assign_ticks,
+    collect,
+    joined_ticks,
+    modulo_ticks,
+    needs_of,
+)
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.program.ir import Program
-from jaxpipe.program.segments import Segment
-from jaxpipe.program.templates import Block
+from jaxpipe.program.segments import Block, Segment
 from jaxpipe.program.verify import faults as program_faults
 from jaxpipe.table.kinds import Kind
 from jaxpipe.table.schedule import Schedule

@@ -7,7 +7,7 @@ the package but its value types.
 
 from __future__ import annotations
 
-from jaxpipe.table.action import Action, Kind, Overlap, parts
+from jaxpipe.table.kinds import Action, Kind, Overlap, parts
 from jaxpipe.table.run_order import Transfers
 from jaxpipe.table.schedule import Schedule
 

@@ -8,14 +8,13 @@ from functools import cache
 from itertools import pairwise
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
+from jaxpipe.lowering.assign_ticks import assign_ticks, collect, joined_ticks, modulo_ticks
 from jaxpipe.lowering.candidates import Span, segments_of, span_candidates
-from jaxpipe.lowering.overheads import GUESSED
 from jaxpipe.lowering.plan import candidates_of, choose_candidate
-from jaxpipe.lowering.requirements import collect
-from jaxpipe.program.templates import Part, Payload
-from jaxpipe.table.action import Action, Kind, parts
+from jaxpipe.lowering.prices import GUESSED
+from jaxpipe.program.segments import Part, Payload
 from jaxpipe.table.effects import LastUse, Liveness
+from jaxpipe.table.kinds import Action, Kind, parts
 
 MAKERS = {
     "fewest": assign_ticks,

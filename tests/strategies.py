@@ -12,8 +12,7 @@ from itertools import product
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from jaxpipe.table.action import Action, Cell, Kind, Overlap
-from jaxpipe.table.kinds import COMPUTE, SHARES
+from jaxpipe.table.kinds import COMPUTE, SHARES, Action, Cell, Kind, Overlap
 from jaxpipe.table.placement import Placement
 from jaxpipe.table.run_order import Transfers
 from jaxpipe.table.schedule import Schedule

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from jaxpipe.table.action import Action, parts
 from jaxpipe.table.kinds import (
     COLLECTIVES,
     COMPUTE,
@@ -14,19 +13,22 @@ from jaxpipe.table.kinds import (
     RECOMPUTE,
     SHARES,
     TRANSFERS,
+    Action,
     Kind,
     Pass,
+    parts,
 )
 from jaxpipe.table.schedule import Schedule
 from jaxpipe.transforms.add_transfers import add_transfers
-from jaxpipe.transforms.backward import merge_backward, split_backward
 from jaxpipe.transforms.defer_last import defer_last
 from jaxpipe.transforms.recompute import add_recompute
-from jaxpipe.transforms.remove import (
+from jaxpipe.transforms.rewrites import (
     forward_only,
+    merge_backward,
     remove_recompute,
     remove_spread,
     remove_transfers,
+    split_backward,
 )
 from jaxpipe.transforms.spread import spread_first, spread_last
 from tests.contract import Contract

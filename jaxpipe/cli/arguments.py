@@ -18,12 +18,11 @@ from ..schedules import build, names
 from ..schedules.registry import describe
 from ..table.activations import Release
 from ..table.certificate import Objective
-from ..table.check import MOST_COLUMNS, check, report
 from ..table.grid import drawn
 from ..table.limits import MAX_TEXT
 from ..table.placement import Placement
 from ..table.run_order import Transfers
-from ..table.schedule import Schedule
+from ..table.schedule import MOST_COLUMNS, Schedule, check, report
 from ..table.text import csv_lines, csv_place, json_place, json_value
 
 # Costs with a flag of their own name.

@@ -19,7 +19,7 @@ from ..engine.simulate import simulate
 from ..errors import PipelineError
 from ..lowering.target import RunsOn, Target
 from ..measuring import measure_stages
-from ..measuring.timing import timed
+from ..measuring.blocks import timed
 from ..model.functions import split_batch
 from ..model.model import Model
 from ..model.settings import Memory

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..lowering.overheads import GUESSED, ON_HOST
-from ..lowering.prices import ON_THE_HOST
+from ..lowering.prices import GUESSED, ON_HOST, ON_THE_HOST
 from ..lowering.target import TRANSFER, Chip, Target
-from ..measuring.timing import exchange, timed
+from ..measuring.blocks import exchange, timed
 from ..spmd.compiler_options import NO_GRAPHS, Options, options_for
 from .findings import Found, Line, Scope, at, judged, not_tried, timed_line
 from .options import TICKS, arguments, predicated

@@ -12,9 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..table.action import Action, Cell
 from ..table.encoded import Encoded
-from ..table.kinds import KINDS
+from ..table.kinds import KINDS, Action, Cell
 from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
 from .costs import StageCosts

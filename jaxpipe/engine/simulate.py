@@ -10,12 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ScheduleError, Violation
-from ..table.action import Cell
-from ..table.check import check
 from ..table.encoded import Encoded
-from ..table.kinds import RECEIVES
+from ..table.kinds import RECEIVES, Cell
 from ..table.run_order import Transfers
-from ..table.schedule import Schedule
+from ..table.schedule import Schedule, check
 from ..table.typed import typed
 from .costs import Costs
 from .loop import Loop

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ParseError, ScheduleError, quoted
-from ..table.action import Action, Overlap, parse_cell, parts
 from ..table.activations import Changes, Split, activation_changes, live_activations, split_peaks
 from ..table.encoded import Encoded, plain_rows
-from ..table.kinds import Kind, Value, makers
+from ..table.kinds import Action, Kind, Overlap, Value, makers, parse_cell, parts
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ..table.typed import typed

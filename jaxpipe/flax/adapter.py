@@ -17,8 +17,15 @@ from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
 from ..model.layers import EMBEDDING, LOSS
 from ..model.model import Model
-from .common import Unit, mesh_specs, names_axes
-from .functions import end_function, layer_function, stage_function, tree_at
+from .common import (
+    Unit,
+    end_function,
+    layer_function,
+    mesh_specs,
+    names_axes,
+    stage_function,
+    tree_at,
+)
 
 _MOST_SHOWN = 4  # shapes in a message
 _LETTERS = "layout=, the letters of each stage"

@@ -15,9 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves
 from ..jaxprs.entry import Entry
-from ..jaxprs.equations import reads
+from ..jaxprs.equations import nbytes, reads
 from ..jaxprs.eval_in_slots import run_in_slots
-from ..jaxprs.sizes import nbytes
 from ..jaxprs.slots import InSlots, Slot, Target, Total
 from ..lowering.target import RunsOn
 from ..model.leaf_plan import leaf_plans

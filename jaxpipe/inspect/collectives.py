@@ -22,8 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ..errors import PipelineError
-from ..table.action import Kind
-from ..table.kinds import SHARES
+from ..table.kinds import SHARES, Kind
 from .hlo import Computation, Frame, Instruction, Module, Place, inner, parse, walk
 
 # An elementwise fusion of fewer bytes takes some microseconds, and hides no transfer: 16 MiB take

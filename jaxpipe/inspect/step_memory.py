@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from ..arrays import Params, PyTree
-from ..jaxprs.sizes import nbytes, tiled_bytes
+from ..jaxprs.equations import nbytes, tiled_bytes
 from ..lowering.target import RunsOn
 from ..model.leaf_plan import PART, LeafPlan, leaf_plans, trained
 from ..model.param_layout import with_outer
@@ -22,7 +22,7 @@ from ..pipeline import Pipeline
 from ..planner.memory import Sizes, memory_of
 from ..program.ir import Program
 from ..program.records import POOL_OF
-from ..program.templates import Payload
+from ..program.segments import Payload
 from ..spmd.body import TracedStep, accumulator_dtype
 from ..spmd.entries import compiled_alone, on_cpus, outer_specs
 from ..spmd.shared_buffers import Buffers, shared_buffers

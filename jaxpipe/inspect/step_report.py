@@ -81,21 +81,21 @@ from ..arrays import Params, PyTree
 from ..engine.costs import Cost, Costs
 from ..engine.simulate import simulate
 from ..jaxprs.cut import Split, needed_for
-from ..jaxprs.sizes import nbytes
+from ..jaxprs.equations import nbytes
 from ..lowering.cost_model import cost_parts, program_makespan
-from ..lowering.overheads import FORWARD, Overheads
 from ..lowering.plan import Plan, plan_of
+from ..lowering.prices import FORWARD, Overheads
 from ..lowering.target import Target
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes
 from ..program.ir import Program
-from ..program.templates import Payload
+from ..program.segments import Payload
 from ..schedules.registry import build
 from ..spmd.shared_buffers import shared_buffers
 from ..spmd.tick import WITH_SLACK
 from ..stage.model_code import ModelCode
-from ..table.action import Overlap, parts
 from ..table.effects import Place
+from ..table.kinds import Overlap, parts
 from ..table.schedule import Schedule
 from .collectives import steady
 from .gpu_program import GpuProgram, compile_and_try_to_read, most_waits

@@ -26,8 +26,8 @@ from .equations import (
     variables,
     with_equations,
 )
+from .equations import stacked as stacked_aval
 from .min_cut import cheapest, is_arithmetic, weight
-from .sizes import stacked as stacked_aval
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from .sizes import nbytes, tiled_bytes
+from .equations import nbytes, tiled_bytes
 
 
 @dataclass(frozen=True)

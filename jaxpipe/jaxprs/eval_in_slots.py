@@ -15,8 +15,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import get_abstract_mesh
 
-from .equations import Scan, bind, literal, results_of, scan_counts, variables
-from .sizes import nbytes
+from .equations import Scan, bind, literal, nbytes, results_of, scan_counts, variables
 from .slots import InSlots, Piece, Slot, Target, Total, TotalPiece
 
 

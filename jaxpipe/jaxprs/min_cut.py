@@ -9,8 +9,7 @@ from typing import Any
 
 from jax.extend import core
 
-from .equations import making, variables
-from .sizes import grows, is_gather, is_inexact, is_layout, nbytes
+from .equations import grows, is_gather, is_inexact, is_layout, making, nbytes, variables
 
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Transcendental
 # functions, reductions and matmuls are not among them: their results are kept, and they run once.

@@ -10,8 +10,8 @@ from jax.extend import core
 
 from .cut import made_from
 from .equations import Atom, NewVar, Scan, copied, making, renamed, scan_counts, variables
+from .equations import stacked as stacked_aval
 from .min_cut import cheapest, numbers_of
-from .sizes import stacked as stacked_aval
 
 
 def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:

@@ -13,12 +13,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..program.segments import Loop, Segment, room_of, ticks_of
-from ..program.templates import Block, BlockUse, Part, Payload, Permute, Presence, TickTemplate
+from ..program.segments import (
+    Block,
+    BlockUse,
+    Loop,
+    Part,
+    Payload,
+    Permute,
+    Presence,
+    Segment,
+    TickTemplate,
+    room_of,
+    ticks_of,
+)
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD
-from .assign_ticks import Ticks
-from .requirements import NO_TRANSFER, Requirements, collect
+from .assign_ticks import NO_TRANSFER, Requirements, Ticks, collect
 
 
 def uses_of(requirements: Requirements, group: IntArray) -> tuple[BlockUse, ...]:

@@ -14,13 +14,11 @@ from numpy.typing import NDArray
 
 from ..engine.costs import Costs
 from ..engine.loop import action_durations
-from ..program.segments import Point, Segment
-from ..program.templates import Part, Permute, TickTemplate
+from ..program.segments import Part, Permute, Point, Segment, TickTemplate
 from ..table.encoded import IntArray
 from ..table.kinds import COLLECTIVES, RUNS_FORWARD, Kind
-from .assign_ticks import Ticks, joins_weights
-from .overheads import NO_OVERHEADS, Overheads
-from .requirements import equal_rows
+from .assign_ticks import Ticks, equal_rows, joins_weights
+from .prices import NO_OVERHEADS, Overheads
 
 # Partners of each device, and how long the permutes of each device last; None where they take no
 # time.

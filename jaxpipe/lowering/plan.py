@@ -18,8 +18,11 @@ from ..program.segments import Segment
 from ..table.effects import Liveness
 from ..table.schedule import Schedule
 from .assign_ticks import (
+    NO_TRANSFER,
+    Edge,
     Ticks,
     assign_ticks,
+    collect,
     joined_ticks,
     joins_shares,
     joins_weights,
@@ -27,8 +30,7 @@ from .assign_ticks import (
 )
 from .candidates import segments_of, span_candidates
 from .cost_model import program_makespan, program_price, tick_durations
-from .overheads import FORWARD, GUESSED, NO_OVERHEADS, Overheads
-from .requirements import NO_TRANSFER, Edge, collect
+from .prices import FORWARD, GUESSED, NO_OVERHEADS, Overheads
 from .slots import Offload, assign_slots
 
 # A program this much longer than another is as good.

@@ -13,14 +13,12 @@ import numpy as np
 
 from ..program.ir import Program
 from ..program.records import POOL_OF, UNDER_WAY, IntTable, Pool, empty_ticks, pairs_of
-from ..program.segments import Segment
-from ..program.templates import Payload
+from ..program.segments import Payload, Segment
 from ..table.activations import LEAST_AWAY
 from ..table.effects import ALWAYS, Access, Effect, Liveness, Of, Place, effects_of
 from ..table.encoded import IntArray
 from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, Kind, Value, makers
-from .assign_ticks import Ticks
-from .requirements import chunks_of, consumers, keeps
+from .assign_ticks import Ticks, chunks_of, consumers, keeps
 
 
 class Clock(NamedTuple):

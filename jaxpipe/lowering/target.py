@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from .overheads import GUESSED, ON_HOST, TPU_PREDICATE, Overheads
-from .prices import measured_prices
+from .prices import GUESSED, ON_HOST, TPU_PREDICATE, Overheads, measured_prices
 
 # Assumed bytes of a transfer: 4096 tokens of width 4096 in bfloat16.
 TRANSFER = 2**25

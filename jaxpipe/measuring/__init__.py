@@ -2,10 +2,10 @@
 timed, or estimated from its flops.
 """
 
+from .blocks import Peak as Peak
 from .costs import measure as measure
 from .costs import measure_stages as measure_stages
 from .costs import traced_memory as traced_memory
-from .timing import Peak as Peak
 
 IMPORTS = (
     "arrays",

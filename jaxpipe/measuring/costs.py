@@ -16,7 +16,7 @@ from ..engine.costs import Costs
 from ..errors import PipelineError, quoted
 from ..inspect.blocks import stage_blocks
 from ..inspect.step_memory import gradient_bytes, hoisted_bytes, local_bytes
-from ..jaxprs.sizes import nbytes
+from ..jaxprs.equations import nbytes
 from ..model.arguments import under_policies
 from ..model.leaf_plan import leaf_plans, trained
 from ..model.model import Model
@@ -25,8 +25,7 @@ from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost
 from ..planner.result import PipelinePlan
 from ..schedules import build
-from .blocks import BLOCKS, Measured, measure_blocks, refuse_layers, shape_of
-from .timing import Peak
+from .blocks import BLOCKS, Measured, Peak, measure_blocks, refuse_layers, shape_of
 
 
 def measure(

@@ -22,9 +22,9 @@ from ..schedules import build
 from ..schedules.registry import describe
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
-from ..transforms.backward import split_backward
 from ..transforms.defer_last import defer_last
 from ..transforms.recompute import add_recompute
+from ..transforms.rewrites import split_backward
 from ..transforms.spread import spread_first, spread_last
 from .layer_cost import FIRST, LAST, Ends, LayerCost, Remat, stage_costs
 from .layers import balanced

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..lowering.overheads import Overheads
+from ..lowering.prices import Overheads
 from .layer_cost import LayerCost
 from .request import SCHEDULES as SCHEDULES
 from .request import requests

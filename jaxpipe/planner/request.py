@@ -8,8 +8,7 @@ from typing import Any
 
 from ..errors import PlanError, quoted
 from ..layouts.layout import parse_layout
-from ..lowering.overheads import Overheads
-from ..lowering.prices import overheads_of
+from ..lowering.prices import Overheads, overheads_of
 from ..lowering.target import RunsOn, Target
 from ..table.limits import is_number, is_whole
 from ..table.typed import plain

@@ -10,7 +10,7 @@ from typing import Any, overload
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
-from ..lowering.overheads import Overheads
+from ..lowering.prices import Overheads
 from ..table.certificate import Certificate
 from ..table.schedule import Schedule
 from .memory import Memory

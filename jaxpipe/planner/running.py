@@ -12,8 +12,7 @@ from ..engine.costs import Costs
 from ..lowering.cost_model import cost_matrix, cost_parts, program_makespan
 from ..lowering.plan import Plan, plan_of
 from ..lowering.target import RunsOn, Target
-from ..program.segments import Segment
-from ..program.templates import Permute
+from ..program.segments import Permute, Segment
 from ..table.schedule import Schedule
 
 

@@ -16,8 +16,7 @@ from ..table.kinds import RUNS_FORWARD
 from .code_rules import Fault, ProgramRule, Running, ticks_of
 from .ir import Program
 from .records import NOBODY, POOL_OF, Pool
-from .segments import Segment
-from .templates import Payload
+from .segments import Payload, Segment
 
 Ints = NDArray[np.int64]
 # What is in a slot that nobody wrote, or that a permute without a message for the device wrote.

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from ..table.kinds import COLLECTIVES, KIND_NAMES, RECOMPUTE, Kind
 from .ir import Program
 from .records import NOBODY
-from .segments import Segment
-from .templates import FLAGS, BlockUse, Presence
+from .segments import FLAGS, BlockUse, Presence, Segment
 
 
 class ProgramRule(enum.Enum):

@@ -15,8 +15,7 @@ from ..table.effects import Access, Effect, Of, Place
 from ..table.kinds import Kind
 from .ir import Program
 from .records import NOBODY, POOL_OF, TickRecord
-from .segments import Segment
-from .templates import BlockUse, Payload
+from .segments import BlockUse, Payload, Segment
 
 _SENT = {Place.SENT_X: Payload.ACTIVATION, Place.SENT_DX: Payload.COTANGENT}
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..table.effects import EFFECTS, OF_SLICES, Place
 from ..table.kinds import RUNS_FORWARD, SHARES, Kind
-from .templates import Payload
+from .segments import Payload
 
 IntTable: TypeAlias = NDArray[np.int32]
 # An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick

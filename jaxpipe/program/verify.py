@@ -16,8 +16,7 @@ from ..errors import ProgramError
 from .accesses import accesses, flow_faults
 from .code_rules import Fault, ProgramRule, code_faults, running, ticks_of
 from .ir import Program
-from .segments import Segment, room_of
-from .templates import Permute
+from .segments import Permute, Segment, room_of
 
 # An error's text stays readable: the rest is in `.faults`.
 _MOST_SHOWN = 20

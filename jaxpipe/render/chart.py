@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 from ..engine.timeline import Timeline
 from ..errors import JaxpipeError, quoted
-from ..table.action import Action, parts
 from ..table.grid import microbatch_label
-from ..table.kinds import COMPUTE, KINDS
+from ..table.kinds import COMPUTE, KINDS, Action, parts
 
 
 class Part(enum.Enum):

@@ -11,8 +11,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from ..engine.timeline import Timeline
 from ..errors import JaxpipeError
-from ..table.action import parse_cell, parts
-from ..table.kinds import KINDS
+from ..table.kinds import KINDS, parse_cell, parts
 from ..table.typed import typed
 from .chart import COLUMNS, PAD, Bar, Chart, Part, costs_of, number, title_of
 from .palette import DARK, LIGHT, Theme, style

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..engine.costs import Costs
 from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
-from ..table.action import Action
+from ..table.kinds import Action
 from ..table.schedule import Schedule
 
 Times: TypeAlias = NDArray[np.float64]

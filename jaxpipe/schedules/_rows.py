@@ -7,7 +7,7 @@ from itertools import accumulate, repeat
 from typing import Any, TypeVar
 
 from ..errors import ScheduleError
-from ..table.action import Action, Cell, Kind, Overlap
+from ..table.kinds import Action, Cell, Kind, Overlap
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 

@@ -21,16 +21,25 @@ from ..engine.costs import Costs
 from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..table.action import Action, Cell, Kind
 from ..table.certificate import Certificate, Objective, Proof
+from ..table.kinds import Action, Cell, Kind
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ..transforms.slices import sliced_rows
+from ..transforms.rewrites import sliced_rows
 from ._beam import improved, rows_of
 from ._list_scheduling import Instance, ListSchedule
-from ._orders import turn_order, zbv_order
+from ._orders import (
+    Order,
+    OrderMaker,
+    best_of,
+    cost_waves,
+    even_waves,
+    packed_orders,
+    shortest,
+    turn_order,
+    zbv_order,
+)
 from ._rows import schedule_of
-from ._waves import Order, OrderMaker, best_of, cost_waves, even_waves, packed_orders, shortest
 from .dualpipe import dualpipev
 from .loop import (
     gpipe,
@@ -40,8 +49,7 @@ from .loop import (
     one_f_one_b,
     one_f_one_b_overlap,
 )
-from .vee import v_half, v_min, zbv
-from .zero_bubble import interleaved_zb, zb_1p, zb_h1, zb_h2
+from .zero_bubble import interleaved_zb, v_half, v_min, zb_1p, zb_h1, zb_h2, zbv
 
 
 def auto(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from ..table.action import Action, Cell, Kind, Overlap
+from ..table.kinds import Action, Cell, Kind, Overlap
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._rows import actions, alternate, schedule_of

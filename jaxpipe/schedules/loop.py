@@ -4,10 +4,10 @@ overlapped pairs.
 
 from __future__ import annotations
 
-from ..table.action import Action, Cell, Kind, Overlap
+from ..table.kinds import Action, Cell, Kind, Overlap
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ..transforms.slices import sliced
+from ..transforms.rewrites import sliced
 from ._rows import actions, alternate, drop_phantoms, groups_of, in_groups, in_turns, schedule_of
 
 

@@ -14,10 +14,9 @@ from ..table.certificate import Objective
 from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ..transforms.remove import forward_only as only_forwards
-from ..transforms.slices import sliced
-from ._orders import forward_order
-from ._waves import shortest
+from ..transforms.rewrites import forward_only as only_forwards
+from ..transforms.rewrites import sliced
+from ._orders import forward_order, shortest
 from .auto import auto
 from .dualpipe import dualpipe, dualpipev
 from .loop import (
@@ -29,8 +28,7 @@ from .loop import (
     one_f_one_b,
     one_f_one_b_overlap,
 )
-from .vee import v_half, v_min, zbv
-from .zero_bubble import interleaved_zb, zb_1p, zb_h1, zb_h2
+from .zero_bubble import interleaved_zb, v_half, v_min, zb_1p, zb_h1, zb_h2, zbv
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..engine.bounds import lower_bound
 from ..engine.costs import Costs, StageCosts
 from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
-from ..table.action import Action
+from ..table.kinds import Action
 from ..table.schedule import Schedule
 
 try:

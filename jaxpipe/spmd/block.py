@@ -18,7 +18,7 @@ from jax.experimental import io_callback
 from jax.sharding import AxisType, PartitionSpec
 
 from ..arrays import Flag, Leaves, Scalar
-from ..program.templates import Presence
+from ..program.segments import Presence
 from ..stage.job import Clock
 from ..table.effects import Place
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..arrays import Leaves
 from ..jaxprs.eval_in_slots import run_in_slots
 from ..jaxprs.slots import InSlots, Slot, Target
-from ..program.templates import BlockUse, Presence
+from ..program.segments import BlockUse, Presence
 from ..stage.code import StageCode, run
 from ..table.effects import Access, Place
 from ..table.kinds import Kind

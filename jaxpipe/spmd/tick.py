@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import Program
 from ..program.records import NOBODY, POOL_OF, Record, TickRecord
-from ..program.segments import Loop, Point, Segment, Transit
-from ..program.templates import BlockUse, Payload, Presence
+from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
 from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
 from .block import Block, State, clocked, run_in_order, run_where

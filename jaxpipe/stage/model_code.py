@@ -21,10 +21,9 @@ from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import Atom, reads
 from ..jaxprs.flatten import flatten
 from ..lowering.slots import Offload
-from ..model.calls import OUTER_WANTS
+from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Functions, StageOutput, make_extra
 from ..model.leaf_plan import LeafPlan, leaf_plans
-from ..model.user_shardings import check_equations, refusing
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Liveness, Place, longest

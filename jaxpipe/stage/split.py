@@ -22,11 +22,10 @@ from ..jaxprs.cut import (
     known_from,
     needed_for,
 )
-from ..jaxprs.equations import reads
+from ..jaxprs.equations import is_light, reads
 from ..jaxprs.min_cut import is_view
 from ..jaxprs.min_cut import weight as cut_weight
 from ..jaxprs.scan_residuals import into_scans, keep_fewer_residuals
-from ..jaxprs.sizes import is_light
 from ..table.effects import LastUse, Liveness
 from .code import Signature, StageCode
 

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ScheduleError, Violation, listed, quoted
-from .action import Action, Cell, Overlap, Row, parts
 from .kinds import (
     COLLECTIVES,
     COMPUTE,
@@ -31,11 +30,16 @@ from .kinds import (
     SHARES,
     SPREAD_FIRST,
     SPREAD_LAST,
+    Action,
+    Cell,
     Kind,
+    Overlap,
     Pass,
+    Row,
     Value,
     kinds_where,
     makers,
+    parts,
 )
 from .limits import is_whole
 

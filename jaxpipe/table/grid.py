@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from .action import Cell, Row, parts
 from .encoded import Encoded, encode
+from .kinds import Cell, Row, parts
 from .run_order import Transfers, buffered_order, waits
 
 MARK = "<-- ERROR HERE"

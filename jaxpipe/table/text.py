@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..errors import ParseError, ScheduleError, Violation, listed, quoted
-from .action import Cell, Row, parse_cell
+from .kinds import Cell, Row, parse_cell
 from .limits import MAX_COUNT, MAX_DEVICES, MAX_FAULTS, MAX_TEXT
 from .placement import Placement
 

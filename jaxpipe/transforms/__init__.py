@@ -2,7 +2,7 @@
 merged, forwards alone.
 """
 
-from .remove import remove_recompute, remove_spread, remove_transfers
+from .rewrites import remove_recompute, remove_spread, remove_transfers
 
 __all__ = ["remove_recompute", "remove_spread", "remove_transfers"]
 

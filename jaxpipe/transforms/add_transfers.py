@@ -25,9 +25,8 @@ from ..engine.loop import NEVER, Loop
 from ..engine.simulate import in_steps, simulate
 from ..engine.timeline import Timeline
 from ..errors import ScheduleError
-from ..table.action import Action, Cell, parts
 from ..table.encoded import Encoded
-from ..table.kinds import MESSAGES, SENDS
+from ..table.kinds import MESSAGES, SENDS, Action, Cell, parts
 from ..table.run_order import Transfers, Wait, buffered_order, mates, rendezvous_order, waits
 from ..table.schedule import Schedule
 from ..table.typed import typed

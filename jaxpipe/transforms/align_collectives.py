@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..table.action import Action, Cell, Kind, parts
-from ..table.kinds import COLLECTIVES
+from ..table.kinds import COLLECTIVES, Action, Cell, Kind, parts
 from ..table.schedule import Schedule
 
 # The most inputs (E) and gradients (G) of the first stage that may wait, plus one for every two

@@ -9,12 +9,10 @@ from ..engine.costs import Costs
 from ..engine.loop import Insertion
 from ..engine.simulate import simulate
 from ..errors import ScheduleError, quoted
-from ..table.action import Action, Kind
-from ..table.check import check
-from ..table.kinds import Value, readers
-from ..table.schedule import Schedule
+from ..table.kinds import Action, Kind, Value, readers
+from ..table.schedule import Schedule, check
 from ..table.typed import typed
-from .remove import refuse_transfers, without_kinds
+from .rewrites import refuse_transfers, without_kinds
 
 _LATE = readers(Value.SHARE_STASH)
 # Times whose relative difference is smaller are equal: three thirds of an L are not always an L.

@@ -17,12 +17,10 @@ from ..engine.loop import Insertion
 from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import ScheduleError, quoted
-from ..table.action import Action, Cell, parts
-from ..table.check import check
-from ..table.kinds import Kind, Value, readers
-from ..table.schedule import Schedule
+from ..table.kinds import Action, Cell, Kind, Value, parts, readers
+from ..table.schedule import Schedule, check
 from ..table.typed import typed
-from .remove import refuse_transfers, remove_recompute
+from .rewrites import refuse_transfers, remove_recompute
 
 _USERS = readers(Value.ACTIVATIONS)
 

@@ -19,14 +19,11 @@ from ..engine.costs import Costs
 from ..engine.loop import NEVER, Insertion
 from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..table.action import Action, Kind
-from ..table.check import check
-from ..table.kinds import KINDS
-from ..table.schedule import Schedule
+from ..table.kinds import KINDS, Action, Kind
+from ..table.schedule import Schedule, check
 from ..table.typed import typed
 from .align_collectives import align_collectives
-from .backward import split_backward
-from .remove import refuse_transfers, without_kinds
+from .rewrites import refuse_transfers, split_backward, without_kinds
 
 # The share of the makespan that devices may lose by waiting for each other before backwards are
 # split: a split costs code and a stash.

@@ -12,7 +12,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.inspect.blocks import Step
-from jaxpipe.jaxprs.sizes import nbytes
+from jaxpipe.jaxprs.equations import nbytes
 from jaxpipe.lowering.target import RunsOn
 from jaxpipe.planner.layer_cost import Ends
 from jaxpipe.planner.transformer import Transformer

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.table.action import parts
+from jaxpipe.table.kinds import parts
 from tests.models import to_flat, twin
 from tests.parity.engines import (
     Outcome,

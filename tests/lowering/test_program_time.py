@@ -9,10 +9,9 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.lowering.cost_model import cost_matrix, cost_parts, program_makespan
-from jaxpipe.lowering.overheads import Overheads
 from jaxpipe.lowering.plan import Plan, plan_of
-from jaxpipe.program.segments import Segment, room_of
-from jaxpipe.program.templates import Part, Payload, Permute, TickTemplate
+from jaxpipe.lowering.prices import Overheads
+from jaxpipe.program.segments import Part, Payload, Permute, Segment, TickTemplate, room_of
 from tests.passes import simulated
 
 SPLIT_OR_OVERLAPPED = [

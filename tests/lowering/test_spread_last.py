@@ -20,7 +20,7 @@ from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.portable import PortableState
 from jaxpipe.program.code_rules import ProgramRule
-from jaxpipe.program.templates import Presence
+from jaxpipe.program.segments import Presence
 from jaxpipe.program.verify import faults
 from tests.flat import flat_pipeline, is_defined
 from tests.parity.engines import mesh_of

@@ -10,8 +10,8 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.inspect.step_report import merged, step_time
 from jaxpipe.lowering.cost_model import cost_matrix, program_makespan, with_predicates
-from jaxpipe.lowering.overheads import ON_HOST, Overheads
 from jaxpipe.lowering.plan import plan_of
+from jaxpipe.lowering.prices import ON_HOST, Overheads
 
 
 def seconds(stage, chunks):

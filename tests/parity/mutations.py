@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import jaxpipe as jp
-from jaxpipe.table.action import parts
+from jaxpipe.table.kinds import parts
 
 Rows: TypeAlias = list[list[jp.table.Cell]]
 Change: TypeAlias = Callable[[random.Random, Rows], None]

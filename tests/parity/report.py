@@ -194,8 +194,8 @@ def _additions(case: Any) -> tuple[Any, ...]:
     embedding's, all of the device's.
     """
     import jaxpipe as jp
-    from jaxpipe.table.action import parts
-    from jaxpipe.transforms.backward import merge_backward
+    from jaxpipe.table.kinds import parts
+    from jaxpipe.transforms.rewrites import merge_backward
 
     orders = []
     # as the lowering does: an I with its W behind it is a B

@@ -6,8 +6,8 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.render import to_html, to_svg, to_trace
-from jaxpipe.table.action import Action, parse_cell
-from jaxpipe.transforms.slices import sliced
+from jaxpipe.table.kinds import Action, parse_cell
+from jaxpipe.transforms.rewrites import sliced
 
 NAMES = [name for name in jp.schedules.names() if name != "dualpipe"]
 

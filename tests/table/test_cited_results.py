@@ -11,7 +11,7 @@ from benchmarks.regenerate import cited, commands, out_of_date, states
 def checkout(folder, *, code="x = 1\n", beside="y = 1\n", engine=None):
     """A checkout with one cited result."""
     for name, text in (
-        ("jaxpipe/table/check.py", code),
+        ("jaxpipe/table/schedule.py", code),
         ("jaxpipe/cli/main.py", beside),
         ("README.md", "see benchmarks/results/speed.txt"),
         ("docs/page.md", ""),

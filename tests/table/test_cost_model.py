@@ -11,7 +11,7 @@ from hypothesis import given
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.cost_model import cost_matrix, cost_parts, program_makespan
-from jaxpipe.lowering.overheads import Overheads
+from jaxpipe.lowering.prices import Overheads
 from tests.passes import KEEP_ORDER, cuts, every_ticks, random_segments, simulated
 from tests.strategies import schedules
 

@@ -94,4 +94,4 @@ def test_no_other_file_lists_kinds(room):
 
 
 def test_the_list_that_is_looked_for_would_be_seen():
-    assert named_kinds(PACKAGE / "transforms" / "backward.py") == {"B", "I", "W"}
+    assert named_kinds(PACKAGE / "transforms" / "rewrites.py") == {"B", "I", "W"}

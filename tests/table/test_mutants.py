@@ -17,7 +17,7 @@ from strategies import random_schedule
 
 import jaxpipe as jp
 from jaxpipe import Action, Kind, Overlap, Schedule, Transfers
-from jaxpipe.table.action import parts
+from jaxpipe.table.kinds import parts
 from tests.parity.mutations import Rows, mutated
 from tests.steps import steps
 

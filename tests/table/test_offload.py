@@ -17,7 +17,7 @@ from jaxpipe.lowering.slots import Offload, assign_slots
 from jaxpipe.program.code_rules import ProgramRule
 from jaxpipe.program.records import MOVE, NOBODY, UNDER_WAY
 from jaxpipe.program.verify import faults, verify
-from jaxpipe.transforms.remove import forward_only
+from jaxpipe.transforms.rewrites import forward_only
 from tests.passes import cut
 from tests.strategies import few, schedules
 

@@ -15,13 +15,12 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.cli.main import main
 from jaxpipe.inspect.step_report import step_time
-from jaxpipe.lowering.overheads import GUESSED, ON_HOST
 from jaxpipe.lowering.plan import Candidate, choose_candidate, plan_of
+from jaxpipe.lowering.prices import GUESSED, ON_HOST
 from jaxpipe.lowering.target import RunsOn
 from jaxpipe.planner.running import awaited_at_once
 from jaxpipe.planner.transformer import Transformer
-from jaxpipe.program.segments import Segment
-from jaxpipe.program.templates import Payload, Permute, TickTemplate
+from jaxpipe.program.segments import Payload, Permute, Segment, TickTemplate
 from jaxpipe.transforms.spread import spread_last
 
 

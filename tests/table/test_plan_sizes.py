@@ -7,8 +7,8 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
-from jaxpipe.lowering.overheads import GUESSED
 from jaxpipe.lowering.plan import candidates, choose_candidate, plan_of
+from jaxpipe.lowering.prices import GUESSED
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.transforms.spread import spread_last
 from tests.golden import check_golden

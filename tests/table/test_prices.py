@@ -14,8 +14,10 @@ from platformdirs.windows import Windows
 
 import jaxpipe as jp
 from jaxpipe.cli.main import main
-from jaxpipe.lowering.overheads import GUESSED, GUESSES, ON_HOST
 from jaxpipe.lowering.prices import (
+    GUESSED,
+    GUESSES,
+    ON_HOST,
     measured_prices,
     overheads_of,
     prices_path,

@@ -12,8 +12,8 @@ from strategies import random_schedule, randoms, schedules
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Overlap, Schedule, Transfers
-from jaxpipe.table.action import parts
 from jaxpipe.table.grid import MARK, grid
+from jaxpipe.table.kinds import parts
 
 
 def test_random_tables_are_of_every_sort():

@@ -14,7 +14,7 @@ from test_simulate import random_costs
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
-from jaxpipe.table.action import parts
+from jaxpipe.table.kinds import parts
 
 # Device 1 waits for its second microbatch while device 0 runs a long stage: room for a
 # recomputation.
@@ -213,7 +213,7 @@ def test_other_transforms_keep_r_where_it_is(schedule):
 
 
 def test_an_evaluation_recomputes_nothing():
-    from jaxpipe.transforms.remove import forward_only
+    from jaxpipe.transforms.rewrites import forward_only
 
     table = forward_only(jp.add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=2)))
     assert table.to_csv() == "0F0,0F1\n1F0,1F1\n"

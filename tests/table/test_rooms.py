@@ -50,7 +50,7 @@ def test_rooms_import_what_they_declare():
 def test_an_undeclared_import_is_found(tmp_path: Path):
     for name, text in (
         ("table/__init__.py", "IMPORTS = ('errors',)"),
-        ("table/check.py", "from ..lowering.plan import Plan"),
+        ("table/schedule.py", "from ..lowering.plan import Plan"),
         ("lowering/plan.py", ""),
         ("attic.py", ""),
     ):

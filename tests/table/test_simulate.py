@@ -17,7 +17,7 @@ from strategies import random_schedule, randoms, schedules
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Overlap, Schedule, Transfers
 from jaxpipe.table import parse_action
-from jaxpipe.table.action import parts
+from jaxpipe.table.kinds import parts
 
 ONE_F_ONE_B = "0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n"
 PAIRED = "0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1\n"

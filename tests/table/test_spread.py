@@ -10,7 +10,7 @@ from strategies import random_schedule, randoms
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
-from jaxpipe.table.action import parts
+from jaxpipe.table.kinds import parts
 from jaxpipe.transforms.align_collectives import align_collectives
 
 

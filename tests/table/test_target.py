@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpipe.lowering.overheads import GUESSED, ON_HOST
+from jaxpipe.lowering.prices import GUESSED, ON_HOST
 from jaxpipe.lowering.target import CHIPS, TRANSFER, RunsOn, Target
 
 

@@ -12,9 +12,9 @@ import jaxpipe as jp
 from jaxpipe.engine.costs import Costs
 from jaxpipe.engine.simulate import simulate
 from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, joins_weights, modulo_ticks
-from jaxpipe.lowering.overheads import NO_OVERHEADS
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.table.action import Kind, parts
+from jaxpipe.lowering.prices import NO_OVERHEADS
+from jaxpipe.table.kinds import Kind, parts
 from tests.passes import KEEP_ORDER, every_ticks, inputs, places
 from tests.strategies import schedules
 

@@ -14,7 +14,7 @@ from test_simulate import random_costs
 
 import jaxpipe as jp
 from jaxpipe import Costs, Kind, Schedule, Transfers
-from jaxpipe.table.action import parts
+from jaxpipe.table.kinds import parts
 
 SENDS, RECVS = {Kind.SEND_F, Kind.SEND_B}, {Kind.RECV_F, Kind.RECV_B}
 

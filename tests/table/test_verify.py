@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks
+from jaxpipe.lowering.assign_ticks import assign_ticks, collect, joined_ticks
 from jaxpipe.lowering.candidates import Span, segments_of
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.lowering.requirements import collect
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.program.code_rules import ProgramRule
-from jaxpipe.program.templates import Block, Payload, Presence, TickTemplate
+from jaxpipe.program.segments import Block, Payload, Presence, TickTemplate
 from jaxpipe.program.verify import faults, verify
-from jaxpipe.table.action import Kind
+from jaxpipe.table.kinds import Kind
 from tests.passes import cut, exchanges, inputs, places
 from tests.tiers import slow
 

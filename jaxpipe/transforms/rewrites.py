@@ -1,0 +1,265 @@
+"""Small transforms: a full backward B split into I and W, and merged again; transfers, R,
+collective actions, backwards or microbatches left out; microbatches made slices of sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ScheduleError
+from ..table.kinds import (
+    KINDS,
+    RECOMPUTE,
+    SHARES,
+    TRANSFERS,
+    Action,
+    Cell,
+    Kind,
+    Overlap,
+    Pass,
+    Row,
+    Value,
+    kinds_where,
+    makers,
+    parts,
+    readers,
+)
+from ..table.schedule import Schedule
+from ..table.typed import typed
+
+_FORWARDS = (
+    *makers(Value.OUTPUT),
+    *kinds_where(lambda spec: spec.is_collective and spec.direction is Pass.FORWARD),
+)
+
+
+@typed()
+def remove_transfers(schedule: Schedule) -> Schedule:
+    """The compute-only table: without SEND and RECV, everything else as it is."""
+    return _without(schedule, TRANSFERS)
+
+
+@typed()
+def remove_recompute(schedule: Schedule) -> Schedule:
+    """The table without R, everything else as it is: every F keeps its activations.
+
+    >>> import jaxpipe as jp
+    >>> print(remove_recompute(jp.Schedule.from_csv("0F0,0F1,0R0,0B0,0R1,0B1")).to_csv(), end="")
+    0F0,0F1,0B0,0B1
+    """
+    return _without(schedule, RECOMPUTE)
+
+
+@typed()
+def remove_spread(schedule: Schedule) -> Schedule:
+    """The table without L, E, G and H, everything else as it is: `last` and `first` run with the F
+    of their stages.
+
+    >>> import jaxpipe as jp
+    >>> print(remove_spread(jp.Schedule.from_csv("0F0,0L0,0B0")).to_csv(), end="")
+    0F0,0B0
+    """
+    return _without(schedule, SHARES)
+
+
+def without_kinds(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
+    """The table without these kinds, without kinds that read only their values (H reads those of
+    L), and without idle cells.
+    """
+    made = (value for kind in kinds if KINDS[kind].is_collective for value in KINDS[kind].makes)
+    table = _without(schedule, {*kinds, *(late for value in made for late in readers(value))})
+    return table.with_rows([[c for c in row if c is not None] for row in table.rows])
+
+
+def _without(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
+    return schedule.with_rows(
+        [
+            [c for c in row if not isinstance(c, Action) or c.kind not in kinds]
+            for row in schedule.cells
+        ]
+    )
+
+
+def refuse_transfers(schedule: Schedule, how: str) -> None:
+    """ScheduleError for a table with SEND and RECV; `how` says what to do without them."""
+    if schedule.has_transfers:
+        raise ScheduleError(
+            f"the table has SEND and RECV; {how} "
+            "(jaxpipe.transforms.remove_transfers takes them out)"
+        )
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule alone, with L and E where it has any, in its order: the table of
+    an evaluation.
+    """
+    return schedule.with_rows(
+        [[a for cell in row for a in parts(cell) if a.kind in _FORWARDS] for row in schedule.rows]
+    )
+
+
+def first_microbatches(schedule: Schedule, count: int) -> Schedule:
+    """The actions of the first `count` microbatches alone, in the table's order: microbatches do
+    not wait for each other.
+
+    >>> from jaxpipe import schedules
+    >>> print(
+    ...     first_microbatches(forward_only(schedules.build("gpipe", devices=2, microbatches=3)), 1)
+    ... )
+             | 0   1
+    device 0 | 0F0
+    device 1 |     1F0
+    """
+    rows = [
+        tuple(cell for cell in row if all(action.microbatch < count for action in parts(cell)))
+        for row in schedule.rows
+    ]
+    return replace(schedule.with_rows(rows), num_microbatches=count)
+
+
+def for_evaluation(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule's forwards alone, under its name; of its first microbatches where it has
+    more.
+    """
+    table = (
+        schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name)
+    )
+    fewer = microbatches < schedule.num_microbatches
+    return first_microbatches(table, microbatches) if fewer else table
+
+
+@typed()
+def split_backward(schedule: Schedule) -> Schedule:
+    """Replace each B by its I and, right after it, its W; the inverse of `merge_backward`.
+
+    A B in an overlapped pair becomes an I in the pair and a W after the pair.  In a table with
+    transfers the SEND stays where it is, after the W: split first, then add transfers, and the SEND
+    comes before the W.
+
+    >>> import jaxpipe as jp
+    >>> print(split_backward(jp.Schedule.from_csv("0F0,0F1,0B0,0B1")).to_csv(), end="")
+    0F0,0F1,0I0,0W0,0I1,0W1
+    """
+    return schedule.with_rows(
+        [[part for cell in row for part in _split(cell)] for row in schedule.cells]
+    )
+
+
+def _split(cell: Cell) -> tuple[Cell, ...]:
+    """The cells that a cell becomes."""
+    backward = cell.backward if isinstance(cell, Overlap) else cell
+    if backward is None or backward.kind is not Kind.B:
+        return (cell,)
+    stage, _, microbatch = backward
+    dgrad, wgrad = Action(stage, Kind.I, microbatch), Action(stage, Kind.W, microbatch)
+    if isinstance(cell, Overlap):
+        return (Overlap(cell.forward, dgrad), wgrad)
+    return (dgrad, wgrad)
+
+
+@typed()
+def merge_backward(schedule: Schedule, *, delayed: bool = False) -> Schedule:
+    """Merge each I with its W where the W is the device's next action (idle cells aside); the
+    inverse of `split_backward`.
+
+    With `delayed`, each W that comes later in its row merges with its I too, where the I is.  A
+    delayed W keeps the activations of its I and what I leaves for it.  With rematerialisation that
+    is all that a forward would keep without it.
+
+    The I of an overlapped pair merges with a W right after the pair.  Merging pays only where a
+    fused backward is faster than its halves, since what the next device needs is then ready at the
+    end of B and not already at the end of I (torch 2.13 has `_merge_bw`).
+
+    >>> import jaxpipe as jp
+    >>> print(merge_backward(jp.Schedule.from_csv("0F0,0I0,0W0")).to_csv(), end="")
+    0F0,0B0
+    >>> late = jp.Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1")
+    >>> print(merge_backward(late, delayed=True).to_csv(), end="")
+    0F0,0F1,0B0,0B1
+    """
+    return schedule.with_rows([(_whole if delayed else _merged)(row) for row in schedule.cells])
+
+
+def _whole(row: Row) -> list[Cell]:
+    """A row in which each I is a B, without its W."""
+    found: list[Cell] = []
+    for cell in row:
+        backward = cell.backward if isinstance(cell, Overlap) else cell
+        if backward is not None and backward.kind is Kind.I:
+            found.append(_with_weight_grad(cell, backward))
+        elif backward is None or backward.kind is not Kind.W:
+            found.append(cell)
+    return found
+
+
+def _merged(row: Row) -> list[Cell]:
+    """A row with its adjacent I and W merged; the idle cells between them go."""
+    cells: list[Cell] = []
+    where = -1  # of the last cell that is not idle
+    for cell in row:
+        if isinstance(cell, Action) and cell.kind is Kind.W and where >= 0:
+            whole = _with_weight_grad(cells[where], cell)
+            if whole is not None:
+                cells[where:] = [whole]
+                continue
+        if cell is not None:
+            where = len(cells)
+        cells.append(cell)
+    return cells
+
+
+def _with_weight_grad(before: Cell, weight_grad: Action) -> Cell:
+    """The cell before a W with its I replaced by B, or None where it does not hold the I of
+    this W.
+    """
+    stage, _, microbatch = weight_grad
+    full = Action(stage, Kind.B, microbatch)
+    match before:
+        case Overlap(forward, (s, Kind.I, m)) if (s, m) == (stage, microbatch):
+            return Overlap(forward, full)
+        case Action(s, Kind.I, m) if (s, m) == (stage, microbatch):
+            return full
+    return None
+
+
+def sliced(schedule: Schedule, slices: int) -> Schedule:
+    """The table whose M microbatches are slices of sequences, made of one for M + slices - 1
+    microbatches (Seq1F1B, Sun et al. 2024, section 3.2).
+
+    On every stage of the given table, forwards and backwards run in the order of microbatches.
+    Backward n becomes that of microbatch n - (slices - 1), and the order within each sequence is
+    reversed; forwards from M on are left out, and so are the first slices - 1 backwards.  By then
+    all forwards that a backward needs have run, so the table cannot deadlock where the given one
+    cannot.  A device holds at most slices - 1 activations more for each of its stages.
+
+    >>> from jaxpipe import schedules
+    >>> print(sliced(schedules.build("1f1b", devices=1, microbatches=5), 2))
+             | 0     1     2     3     4     5     6     7
+    device 0 | 0F0.0 0F0.1 0B0.1 0F1.0 0B0.0 0F1.1 0B1.1 0B1.0
+    """
+    count = schedule.num_microbatches - (slices - 1)
+    rows = sliced_rows(schedule.rows, count, slices)
+    return replace(schedule.with_rows(rows), num_microbatches=count, slices=slices)
+
+
+def sliced_rows(rows: Iterable[Sequence[Cell]], count: int, slices: int) -> list[list[Any]]:
+    """Rows for `count` + slices - 1 microbatches in order -> rows for `count` slices."""
+    return [
+        [cell for cell in (_renamed(c, count, slices) for c in row) if cell is not None]
+        for row in rows
+    ]
+
+
+def _renamed(cell: Cell, count: int, slices: int) -> Cell:
+    """The cell for slices; None where nothing of it is left."""
+    left = []
+    for stage, kind, number in parts(cell):
+        if KINDS[kind].direction is Pass.BACKWARD:
+            place = number - (slices - 1)
+            number = place - place % slices + slices - 1 - place % slices
+            left += [Action(stage, kind, number)] if place >= 0 else []
+        else:
+            left += [Action(stage, kind, number)] if number < count else []
+    return Overlap(*left) if len(left) == 2 else left[0] if left else None
