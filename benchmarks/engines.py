@@ -63,8 +63,13 @@ def _statements(text: str) -> Iterator[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", "")
             yield from (f"import {module} {ast.dump(alias)}" for alias in node.names)
-        elif not (isinstance(node, ast.If) and not node.body):
+        elif not ((isinstance(node, ast.If) and not node.body) or _is_imports(node)):
             yield ast.dump(node)
+
+
+def _is_imports(node: ast.AST) -> bool:
+    """Whether it declares which rooms a room imports."""
+    return isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "IMPORTS"
 
 
 def _is_text(node: ast.AST) -> bool:

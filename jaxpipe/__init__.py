@@ -21,7 +21,7 @@ from .errors import (
     ScheduleError,
 )
 from .layouts.layout import parse_layout
-from .lowering.slots import Offload
+from .table.effects import Offload
 from .table.kinds import Action, Kind, Overlap
 from .table.placement import Placement
 from .table.run_order import Transfers

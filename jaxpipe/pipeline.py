@@ -18,7 +18,6 @@ from .known_faults import refuse_faults
 from .layouts.layout import Layout
 from .lowering.plan import Plan
 from .lowering.prices import Overheads, overheads_of
-from .lowering.slots import Offload
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, staged, with_shares
 from .model.cache import Cache, cache_shapes, hide_beyond, positioned, positions
@@ -36,6 +35,7 @@ from .spmd.compiler_options import features_of, options_for
 from .stage.job import Clock, Executor, Job
 from .stage.model_code import ModelCode
 from .steps import StepRunner, jit_same, key_faults, key_of
+from .table.effects import Offload
 from .table.schedule import Schedule, check
 
 

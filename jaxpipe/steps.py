@@ -20,7 +20,6 @@ from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .lowering.plan import Plan, plan_of
-from .lowering.slots import Offload
 from .lowering.target import Target
 from .model.functions import Functions
 from .model.mesh import on_mesh
@@ -30,6 +29,7 @@ from .model.settings import Memory
 from .model.slices import Positioned, time_faults
 from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
+from .table.effects import Offload
 from .table.kinds import Kind
 from .table.schedule import Schedule
 from .transforms.rewrites import for_evaluation, without_kinds

@@ -17,5 +17,6 @@ IMPORTS = (
     "planner",
     "schedules",
     "spmd",
+    "table",
     "vocabulary",
 )

@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from jax.sharding import Mesh
 
 from ..known_faults import TESTED, Effect, Fault, faults_for, installed_version, is_in
-from ..lowering.slots import Offload
 from ..lowering.target import Target
 from ..spmd.compiler_options import features_of
+from ..table.effects import Offload
 from .findings import Found, Line, Scope, Verdict, judged
 
 _PACKAGES = {

@@ -15,7 +15,7 @@ from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..program.ir import Program
 from ..program.segments import Segment
-from ..table.effects import Liveness
+from ..table.effects import Liveness, Offload
 from ..table.schedule import Schedule
 from .assign_ticks import (
     NO_TRANSFER,
@@ -31,7 +31,7 @@ from .assign_ticks import (
 from .candidates import segments_of, span_candidates
 from .cost_model import program_makespan, program_price, tick_durations
 from .prices import FORWARD, GUESSED, NO_OVERHEADS, Overheads
-from .slots import Offload, assign_slots
+from .slots import assign_slots
 
 # A program this much longer than another is as good.
 KEEPS = 1.005

@@ -4,7 +4,6 @@ records.  Moments are numbers: before, within and after the blocks of each tick.
 
 from __future__ import annotations
 
-import enum
 import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from ..program.ir import Program
 from ..program.records import POOL_OF, UNDER_WAY, IntTable, Pool, empty_ticks, pairs_of
 from ..program.segments import Payload, Segment
 from ..table.activations import LEAST_AWAY
-from ..table.effects import ALWAYS, Access, Effect, Liveness, Of, Place, effects_of
+from ..table.effects import ALWAYS, Access, Effect, Liveness, Of, Offload, Place, effects_of
 from ..table.encoded import IntArray
 from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, Kind, Value, makers
 from .assign_ticks import Ticks, chunks_of, consumers, keeps
@@ -123,14 +122,6 @@ class Arrivals:
         lane = self._lane[self._template[tick], payload, source, target]
         assert (lane >= 0).all(), "no permute carries a transfer"
         return lane, self.written[tick, lane]
-
-
-class Offload(enum.Enum):
-    """What is kept in the host's memory."""
-
-    NOTHING = "nothing"
-    # what forwards keep for their backwards, where these are some ticks away
-    RESIDUALS = "residuals"
 
 
 # The pools whose values wait on the host, with the fields of `Move` for both ways.

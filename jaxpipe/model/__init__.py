@@ -1,3 +1,3 @@
 """A user's functions and parameters, and where the parameters are on a mesh."""
 
-IMPORTS = ("arrays", "engine", "errors", "jaxprs", "layouts", "lowering", "table", "transforms")
+IMPORTS = ("arrays", "engine", "errors", "jaxprs", "layouts", "table", "transforms")

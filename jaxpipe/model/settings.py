@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
-from ..lowering.slots import Offload
+from ..table.effects import Offload
 from ..table.schedule import Schedule
 
 _MOST_PATHS = 20  # that a message lists

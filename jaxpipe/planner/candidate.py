@@ -16,10 +16,10 @@ from ..engine.timeline import Timeline
 from ..errors import ScheduleError
 from ..layouts.layout import Layout
 from ..lowering.plan import Plan
-from ..lowering.slots import Offload
 from ..program.records import UNDER_WAY, Slots
 from ..schedules import build
 from ..schedules.registry import describe
+from ..table.effects import Offload
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from ..transforms.defer_last import defer_last

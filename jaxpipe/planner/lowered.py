@@ -11,10 +11,9 @@ from typing import TypeAlias
 from ..engine.bounds import timeline_bound
 from ..engine.simulate import simulate
 from ..errors import PlanError, quoted
-from ..lowering.slots import Offload
 from ..schedules import build
 from ..table.certificate import Certificate, Objective, Proof
-from ..table.effects import LastUse, Liveness
+from ..table.effects import LastUse, Liveness, Offload
 from ..table.limits import is_number
 from .candidate import Candidate
 from .memory import Memory

@@ -13,7 +13,7 @@ from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import PlanError, ScheduleError
 from ..layouts.layout import Layout, LayoutError
-from ..lowering.slots import Offload
+from ..table.effects import Offload
 from .candidate import Candidate, Choice, choices
 from .layers import improved
 from .lowered import ADVICE, HELD, HELPS, Lowered, Traced, lower, nothing_fits, result_of, searched

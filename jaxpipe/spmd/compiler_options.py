@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Mesh
 
 from ..known_faults import Feature, faults_for
-from ..lowering.slots import Offload
 from ..lowering.target import Target
+from ..table.effects import Offload
 
 Options: TypeAlias = dict[str, str | bool]
 

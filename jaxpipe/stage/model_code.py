@@ -20,13 +20,12 @@ from ..jaxprs.collectives import collectives
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import Atom, reads
 from ..jaxprs.flatten import flatten
-from ..lowering.slots import Offload
 from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Functions, StageOutput, make_extra
 from ..model.leaf_plan import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
-from ..table.effects import Liveness, Place, longest
+from ..table.effects import Liveness, Offload, Place, longest
 from .code import LastCode, ParamUse, StageCode, inexact
 from .job import Job
 from .trace import chosen, filled, trace_last, trace_spread_first, trace_stage

@@ -68,6 +68,14 @@ class Access(enum.IntEnum):
     WRITE = 2
 
 
+class Offload(enum.Enum):
+    """What is kept in the host's memory."""
+
+    NOTHING = "nothing"
+    # what forwards keep for their backwards, where these are some ticks away
+    RESIDUALS = "residuals"
+
+
 class Of(enum.Enum):
     """The stage to which a value belongs."""
 
