@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import PyTree, summable
 from ..errors import PipelineError
-from ..model.settings import is_spec
+from ..model.mesh import is_spec
 
 OFFERED = ("ctx", "microbatch", "shared", "training")
 

@@ -18,7 +18,7 @@ from jax.extend import core
 from ..arrays import PyTree, described, summable
 from ..errors import PipelineError
 from ..jaxprs.equations import every_equation
-from .settings import axes_of
+from .mesh import axes_of
 
 _OTHER_MESH = "should match the mesh of sharding"
 _OTHER_SHARD_MAP = "should match the mesh passed to shard_map"

@@ -15,9 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..arrays import PyTree
-from .mesh import trimmed
+from .mesh import names_of, trimmed
 from .packed import Parameter
-from .settings import names_of
 
 
 @dataclass(frozen=True)

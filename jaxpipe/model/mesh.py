@@ -1,5 +1,5 @@
-"""The pipeline's own mesh, whose axes are automatic; arrays of a mesh with explicit axes; and trees
-that move to where they belong on a mesh.
+"""The pipeline's own mesh, whose axes are automatic; arrays of a mesh with explicit axes; what
+PartitionSpecs name; and trees that move to where they belong on a mesh.
 """
 
 from __future__ import annotations
@@ -15,6 +15,30 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ..arrays import PyTree
 
 T = TypeVar("T")
+
+
+def is_spec(value: Any) -> bool:
+    """A leaf of a tree of specs."""
+    return value is None or isinstance(value, PartitionSpec)
+
+
+def names_of(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def axes_of(specs: Any) -> set[Any]:
+    """The mesh axes that any of these specs names."""
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    return {
+        name
+        for spec in leaves
+        if isinstance(spec, PartitionSpec)
+        for entry in spec
+        for name in names_of(entry)
+    }
 
 
 def automatic(mesh: Mesh) -> Mesh:

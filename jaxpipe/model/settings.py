@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
@@ -19,37 +18,14 @@ from ..arrays import PyTree
 from ..errors import PipelineError
 from ..table.effects import Offload
 from ..table.schedule import Schedule
+from .mesh import axes_of, names_of
 
 _MOST_PATHS = 20  # that a message lists
-
-
-def is_spec(value: Any) -> bool:
-    """A leaf of a tree of specs."""
-    return value is None or isinstance(value, PartitionSpec)
 
 
 def holds(prefix: str, name: str) -> bool:
     """Whether a spec at the path `prefix` applies to the parameter `name`."""
     return prefix in ("", name) or name.startswith(prefix + "/")
-
-
-def names_of(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes that an entry of a PartitionSpec names."""
-    if entry is None:
-        return ()
-    return tuple(entry) if isinstance(entry, tuple) else (entry,)
-
-
-def axes_of(specs: Any) -> set[Any]:
-    """The mesh axes that any of these specs names."""
-    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-    return {
-        name
-        for spec in leaves
-        if isinstance(spec, PartitionSpec)
-        for entry in spec
-        for name in names_of(entry)
-    }
 
 
 @dataclass(frozen=True)
