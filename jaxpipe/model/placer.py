@@ -151,12 +151,12 @@ class Placer:
         return self._mover.run("canonical_state", self._layout.canonical_stages, placed, None)
 
     def _check_owners(self, stages: PyTree, what: str, again: str) -> None:
-        PipelineError.refuse("", owner_faults(stages, self._layout.owners, what, again))
+        PipelineError.refuse("", owner_faults(stages, self._layout, what, again))
 
     # Canonical to placed
 
     def _arranged(self, tree: Params) -> dict[str, PyTree]:
-        stages = self._layout.place_stages(tree["stages"], self._partition.sharing)
+        stages = self._layout.place_stages(tree["stages"], self._partition.packing)
         return {**self._padded_outer(tree), "stages": stages}
 
     def _arranged_where_traced(self, tree: Params) -> dict[str, PyTree]:
@@ -176,7 +176,7 @@ class Placer:
         like = jax.eval_shape(self._arranged, tree)["stages"]
         placed = jax.tree.map(
             lambda leaf: self._constrained(leaf, self._axis, *_free(leaf.ndim - 1)),
-            layout.place_stages(stages, like=[Packed({}, chunk.layout.separate) for chunk in like]),
+            layout.place_stages(stages, [Packed({}, chunk.layout.separate) for chunk in like]),
         )
         chunks = zip(placed, like, strict=True)
         return {
@@ -216,7 +216,7 @@ class Placer:
         if is_missing(stages):
             return {**found, "stages": stages}
         if self._layout.unlike:
-            return {**found, "stages": self._layout.place_stages(tree["stages"], like=stages)}
+            return {**found, "stages": self._layout.place_stages(tree["stages"], stages)}
         cut = jax.tree.map(
             partial(self._cut, layer_axis), follows["stages"][0], stages[0], tree["stages"]
         )

@@ -144,7 +144,7 @@ class PortableState:
     def _owner_faults(self, node: Mapping[str, PyTree], name: str) -> list[str]:
         if self.pipe is None or not (name == "params" or isinstance(node["stages"], Chunks)):
             return []
-        return owner_faults(node["stages"], self.pipe.layout.owners, name, "place")
+        return owner_faults(node["stages"], self.pipe.layout, name, "place")
 
     @cached_property
     def _placer(self) -> Placer | None:
