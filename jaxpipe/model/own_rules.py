@@ -1,10 +1,10 @@
-"""Whether an optimizer does with placed parameters what it does with the model's own, whose paths,
-ranks and shapes are others.
+"""Optimizers on placed parameters: the state that they begin with, and whether they do with placed
+parameters what they do with the model's own, whose paths, ranks and shapes are others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ..arrays import Params, PyTree, by_path
+from ..arrays import Params, PyTree, by_path, wider
 from ..errors import PipelineError
 from ..jaxprs.flatten import flatten
 from .leaf_plan import leaf_plans
@@ -131,6 +131,38 @@ def _rules_of(optimizer: Any, tree: Params, extra: dict[str, Any]) -> Rules:
         if node.text and matters and about & origin and about.bit_count() == 1:
             found[about.bit_length() - 1].append(node.text)
     return dict(zip(paths, map(tuple, found), strict=True))
+
+
+def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTree]:
+    """`optimizer.init`, with the dtypes that an update leaves: moments of bfloat16 parameters have
+    those of the gradients, for instance.
+
+    `accumulate` is the least dtype of gradients; None: they have the parameters' own.
+    """
+
+    def gradient(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype if accumulate is None else wider(leaf.dtype, accumulate)
+        )
+
+    def init(params: PyTree) -> PyTree:
+        state = optimizer.init(params)
+        try:
+            after = jax.eval_shape(optimizer.update, jax.tree.map(gradient, params), state, params)[
+                1
+            ]
+        except TypeError:  # it wants more than gradients (the loss, for instance)
+            return state
+        found: Any = jax.tree.structure(after)
+        if found != jax.tree.structure(state):
+            return state
+        return jax.tree.map(
+            lambda leaf, new: leaf if leaf.dtype == new.dtype else leaf.astype(new.dtype),
+            state,
+            after,
+        )
+
+    return init
 
 
 def inputs_of(closed: core.ClosedJaxpr) -> list[int]:
