@@ -24,6 +24,7 @@ from .model.packed import (
     Packing,
     Parameter,
     TreeForm,
+    is_missing,
     masked,
     repacked,
 )
@@ -287,33 +288,25 @@ class _PerLayer:
             for path, leaf in _state_leaves(name, state).items()
         }
 
+        def with_dtype(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            dtype = leaves.get(path_text(path), leaf).dtype
+            return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
         def own_state(form: TreeForm) -> PyTree:
             """The shapes of the states of those layers that one device has."""
-            if form.is_empty:
+            if not form.names:
                 return None
-            own = {
-                name: None
-                if arrays[name] is None or name not in form.names
-                else jax.ShapeDtypeStruct(arrays[name].shape[1:], arrays[name].dtype)
-                for name in seats
-            }
-            stacks = _by_stack(seats, own, int(self._layered))
-            return _state_tree(
-                {name: stack.state(self.optimizer.init) for name, stack in stacks.items()}
-            )
+            there = {name: arrays[name] if name in form.names else None for name in seats}
+            own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), there)
+            stacks = _by_stack(seats, own, int(self._layered)).items()
+            state = _state_tree({name: stack.state(self.optimizer.init) for name, stack in stacks})
+            return jax.tree_util.tree_map_with_path(with_dtype, state)
 
         known = {form: own_state(form) for form in {*layout.forms}}
         own = [known[form] for form in layout.forms]
         shapes = {(path, leaf.shape) for tree in own for path, leaf in by_path(tree).items()}
         if shapes != {(path, leaf.shape[1:]) for path, leaf in leaves.items()}:
             return tuple(states.values())
-        own = [
-            jax.tree_util.tree_map_with_path(
-                lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, leaves[path_text(path)].dtype),
-                tree,
-            )
-            for tree in own
-        ]
         separate = ChunkLayout(tuple(map(TreeForm.of, own)))
         return self._repacked(
             Packed(leaves, separate), self._state_packing(part).layout(own, range(len(own)))
@@ -333,7 +326,7 @@ class _PerLayer:
             path = own.path.split("/", 2)[2]  # below "stages" and a number
             for name, (stack, end) in seats.items():
                 below = not stack or path.startswith(f"{stack}/")
-                alike = arrays[name] is not None and arrays[name].shape[1:] == own.shape
+                alike = not is_missing(arrays[name]) and arrays[name].shape[1:] == own.shape
                 if below and alike and f"/{path}".endswith(f"/{end}"):
                     parameter = inside[name][name][0]
                     return InBuffer(Group.STATE, packing.kept(parameter, dtype).parts)

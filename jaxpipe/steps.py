@@ -237,7 +237,7 @@ class StepRunner:
             *time_faults(batch, table.slices, self.functions.time),
             *key_faults(rng),
             *state_faults(state, layout, wanted=cached or self.functions.has_state),
-        ] or self.partition.frozen_faults(params)
+        ] or self.partition.frozen_faults(self.partition.plans(params))
         PipelineError.refuse("this step cannot be lowered", faults)
 
 

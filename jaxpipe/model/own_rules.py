@@ -4,6 +4,7 @@ parameters what they do with the model's own, whose paths, ranks and shapes are 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -104,28 +105,21 @@ def _rules_of(optimizer: Any, tree: Params, extra: dict[str, Any]) -> Rules:
     if len(jax.tree.leaves(shapes[0])) != len(paths):
         raise ValueError("not an update for each parameter")
     numbers, nodes = count(), list[_Node]()
-    given = [next(numbers) for _ in closed.jaxpr.invars]
+    inputs = [next(numbers) for _ in closed.jaxpr.invars]
     ends: dict[int, int] = {}  # by value, the results that it matters to, updates first: a bit each
-    for i, out in enumerate(_graph(closed, given, nodes, numbers)):
+    for i, out in enumerate(_graph(closed, inputs, nodes, numbers)):
         ends[out] = ends.get(out, 0) | 1 << i
     for node in reversed(nodes):
         for value in node.reads:
             ends[value] = ends.get(value, 0) | _any(ends, node.writes)
-    # results that matter to updates, of this step or of a later one
-    live = updates = (1 << len(paths)) - 1
-    for _ in range(len(given)):
-        read = (
-            k for k in range(len(paths), len(given) - len(paths)) if ends.get(given[k], 0) & live
-        )
-        if live == (live := live | sum(1 << k for k in read)):
-            break
+    updates = (1 << len(paths)) - 1
     # by value, the parameters of which it reads the gradient, or themselves
     made_of: dict[int, int] = {}
     for i in range(len(paths)):
-        made_of[given[i]] = made_of[given[i - len(paths)]] = 1 << i
+        made_of[inputs[i]] = made_of[inputs[i - len(paths)]] = 1 << i
     found: list[list[str]] = [[] for _ in paths]
     for node in nodes:
-        origin, matters = _any(made_of, node.reads), _any(ends, node.writes) & live
+        origin, matters = _any(made_of, node.reads), _any(ends, node.writes)
         made_of.update(dict.fromkeys(node.writes, origin))
         about = matters & updates or origin
         if node.text and matters and about & origin and about.bit_count() == 1:
@@ -141,20 +135,17 @@ def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTre
     """
 
     def gradient(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype if accumulate is None else wider(leaf.dtype, accumulate)
-        )
+        dtype = leaf.dtype if accumulate is None else wider(leaf.dtype, accumulate)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
     def init(params: PyTree) -> PyTree:
         state = optimizer.init(params)
+        gradients = jax.tree.map(gradient, params)
         try:
-            after = jax.eval_shape(optimizer.update, jax.tree.map(gradient, params), state, params)[
-                1
-            ]
+            after: PyTree = jax.eval_shape(optimizer.update, gradients, state, params)[1]
         except TypeError:  # it wants more than gradients (the loss, for instance)
             return state
-        found: Any = jax.tree.structure(after)
-        if found != jax.tree.structure(state):
+        if len({jax.tree.structure(state), jax.tree.structure(after)}) > 1:
             return state
         return jax.tree.map(
             lambda leaf, new: leaf if leaf.dtype == new.dtype else leaf.astype(new.dtype),
@@ -190,23 +181,20 @@ class _Node(NamedTuple):
 
 
 def _graph(
-    closed: core.ClosedJaxpr, given: Sequence[int], nodes: list[_Node], numbers: Iterator[int]
+    closed: core.ClosedJaxpr, inputs: Sequence[int], nodes: list[_Node], numbers: Iterator[int]
 ) -> list[int]:
     """Append the equations of a jaxpr, with those of both branches of a condition; return the
     numbers of its results.
     """
     flat = flatten(closed).jaxpr
-    known: dict[Any, int] = {var: next(numbers) for var in flat.constvars} | dict(
-        zip(flat.invars, given, strict=True)
-    )
+    known: dict[Any, int] = defaultdict(numbers.__next__, zip(flat.invars, inputs, strict=True))
 
     def number(atom: Any) -> int:
         return next(numbers) if isinstance(atom, core.Literal) else known[atom]
 
     for eqn in flat.eqns:
         reads = tuple(number(atom) for atom in eqn.invars)
-        writes = tuple(next(numbers) for _ in eqn.outvars)
-        known.update(zip(eqn.outvars, writes, strict=True))
+        writes = tuple(known[var] for var in eqn.outvars)
         if eqn.primitive.name != "cond":
             nodes.append(_Node(_text(eqn), reads, writes))
             continue

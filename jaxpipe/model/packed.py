@@ -62,17 +62,6 @@ class Parameter(NamedTuple):
     path: str
     shape: tuple[int, ...]
 
-    @classmethod
-    def of(cls, path: str, shape: Sequence[int], stage: int, *, layered: bool) -> Parameter:
-        """A leaf of a stage's own tree.  The layers of a letter are one parameter, in whatever
-        stacks "t/0/w" and "t/1/w" they are.
-        """
-        if not layered:
-            names = ["stages", str(stage), *([path] if path else [])]
-            return cls("/".join(names), tuple(shape))
-        letter, _, *rest = path.split("/")
-        return cls("/".join(["stages", letter, *rest]), tuple(shape[1:]))
-
 
 @dataclass(frozen=True)
 class TreeForm:
@@ -96,34 +85,20 @@ class TreeForm:
         """The path of each leaf in the tree."""
         return tuple(by_path(jax.tree.unflatten(self.tree, self.names)))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it is that of a device without a stage in the chunk."""
-        return self == EMPTY
-
     def parameters(self, stage: int, *, layered: bool) -> list[Parameter]:
-        """The parameters of a stage of this form, in the order of its leaves."""
-        return [
-            Parameter.of(path, shape, stage, layered=layered)
-            for path, shape in zip(self.paths, self.shapes, strict=True)
-        ]
+        """The parameters of a stage of this form, in the order of its leaves.
 
-    def gaps(self, stage: int, *, layered: bool) -> list[str]:
-        """The paths at which a stage of this form holds None."""
-        if self.is_empty:
-            return []
-        paths = gaps(jax.tree.unflatten(self.tree, self.names))
-        return [Parameter.of(path, (), stage, layered=layered).path for path in paths]
-
-
-def gaps(tree: PyTree) -> list[str]:
-    """The paths at which a tree holds None."""
-    nodes = by_path(tree, lambda node: node is None)
-    return [path for path, node in nodes.items() if node is None]
-
-
-# Of a device whose chunk is empty.
-EMPTY = TreeForm.of(None)
+        The layers of a letter are one parameter, in whatever stacks "t/0/w" and "t/1/w" they are.
+        """
+        found = []
+        for path, shape in zip(self.paths, self.shapes, strict=True):
+            if layered:
+                letter, _, *rest = path.split("/")
+                found.append(Parameter("/".join(["stages", letter, *rest]), shape[1:]))
+            else:
+                path = "/".join(filter(None, ["stages", str(stage), path]))
+                found.append(Parameter(path, shape))
+        return found
 
 
 class Group(Enum):
@@ -168,11 +143,6 @@ class Buffer(NamedTuple):
     def group(self) -> Group:
         """The group of the leaves."""
         return self.leaves[0][1].group
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of one device's array."""
-        return (*(count for _, count in self.leaves[0][1].axes), self.size)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -427,7 +397,7 @@ class Packing:
 
         What all stages have alike takes no less room together, so it stays by itself, as it is.
         """
-        known = [form for form in forms if not form.is_empty]
+        known = [form for form in forms if form.names]
         shapes: dict[str, list[tuple[int, ...]]] = {}
         for name, shape in _by_leaf(forms, [form.shapes for form in forms]):
             shapes.setdefault(name, []).append(shape)

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree, by_path, path_text
@@ -20,7 +19,7 @@ from ..errors import PipelineError
 from ..jaxprs.entry import Part
 from .leaf_plan import LeafPlan, leaf_plans
 from .mesh import is_spec, names_of
-from .packed import Buffer, Group, InBuffer, Packed, Packing, Parameter, gaps
+from .packed import Buffer, Group, InBuffer, Packed, Packing, Parameter
 from .param_layout import Chunks, ParamLayout
 from .settings import Patterns, Sharding, holds
 from .spread import Cuts, is_padded, own_shape, unpadded
@@ -57,9 +56,14 @@ class Partition:
     def _layered(self) -> bool:
         return self.layout.layers is not None
 
-    def plans(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists
-        every spec that does not fit.
+    def plans(
+        self, params: Mapping[str, PyTree], canonical: Mapping[str, PyTree] | None = None
+    ) -> dict[str, PyTree]:
+        """A `LeafPlan` for each leaf of placed parameters (arrays or shapes).
+
+        Raises:
+            PipelineError: specs that do not fit, or, given the canonical parameters, that are for
+                none of these; all are listed.
         """
         faults = [
             f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}"
@@ -67,27 +71,27 @@ class Partition:
             if key not in params
         ]
         found = {key: self._tree(key, tree, faults) for key, tree in params.items()}
-        for key in params:
-            faults += self._unused_specs(key, params[key], found[key])
+        faults += self._unused_specs(canonical or {})
         PipelineError.refuse("these specs do not fit", faults)
         return found
 
-    def dtype_faults(self, params: Mapping[str, PyTree]) -> list[str]:
+    def dtype_faults(self, params: Mapping[str, PyTree], plans: PyTree) -> list[str]:
         """Placed parameters (shapes) that are trained and have no gradient, by their dtype."""
         return [
             f"parameter {path!r} is {leaf.dtype}; parameters that are trained must be "
             "floating: put other arrays in the batch, or name them in frozen="
             for (path, leaf), plan in zip(
-                by_path(dict(params)).items(), leaf_plans(self.plans(params)), strict=True
+                by_path(dict(params)).items(), leaf_plans(plans), strict=True
             )
             if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
 
-    def frozen_faults(self, params: Mapping[str, PyTree]) -> list[str]:
-        """Expressions of frozen= that are found in the path of none of the placed parameters."""
+    def frozen_faults(self, plans: PyTree) -> list[str]:
+        """Expressions of frozen= that are found in the path of none of the parameters."""
         if not isinstance(self.frozen, Patterns):
             return []
-        return self.frozen.faults(_paths(self.plans(params)))
+        paths = (own.path for plan in leaf_plans(plans) for own in plan.parameters)
+        return self.frozen.faults(list(dict.fromkeys(paths)))
 
     @cached_property
     def _specs(self) -> dict[str, dict[str, Any]]:
@@ -116,58 +120,47 @@ class Partition:
         stacked = self._layered and own.path.startswith("stages/")
         return PartitionSpec(None, *spec) if stacked and isinstance(spec, PartitionSpec) else spec
 
-    def _unused_specs(self, key: str, tree: PyTree, plans: PyTree) -> list[str]:
-        """Specs of what is neither a parameter nor None in the canonical parameters."""
-        names = list(dict.fromkeys(map(self._name, _paths(plans))))
-        known = [*names, *map(self._name, self._gaps(key, tree))]
-        return [
-            f"{key}: specs name {prefix!r}, but the parameters are {names}"
-            for prefix in self._specs.get(key, ())
-            if prefix and not any(holds(prefix, name) for name in known)
-        ]
-
-    def _gaps(self, key: str, tree: PyTree) -> list[str]:
-        """The paths at which the canonical parameters hold None."""
-        found: list[str] = []
-        for chunk, numbers in tree.numbered() if isinstance(tree, Chunks) else [(tree, ())]:
-            if not isinstance(chunk, Packed):
-                found += gaps({key: chunk})
-                continue
-            for form, stage in zip(chunk.layout.forms, numbers, strict=True):
-                found += form.gaps(stage, layered=self._layered)
-        return found
+    def _unused_specs(self, canonical: Mapping[str, PyTree]) -> list[str]:
+        """Specs of what is neither a canonical parameter nor None in its place."""
+        faults = []
+        for key, tree in canonical.items():
+            nodes = by_path(tree, lambda node: node is None)
+            known = {self._name(f"{key}/{path}"): node for path, node in nodes.items()}
+            names = [name for name, node in known.items() if node is not None]
+            faults += [
+                f"{key}: specs name {prefix!r}, but the parameters are {names}"
+                for prefix in self._specs.get(key, ())
+                if prefix and not any(holds(prefix, name) for name in known)
+            ]
+        return faults
 
     def _tree(self, key: str, tree: PyTree, faults: list[str]) -> PyTree:
         """The plans of a part of the model."""
+
+        def plans(tree: PyTree, faults: list[str]) -> PyTree:
+            of_leaf = partial(self._own_plan, key, faults)
+            return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=is_padded)
+
         if not isinstance(tree, Chunks):
-            return jax.tree_util.tree_map_with_path(
-                partial(self._outer, key, faults), tree, is_leaf=is_padded
-            )
+            return plans(tree, faults)
         found = []
         for chunk, numbers in tree.numbered():
             own: list[str] = []
-            if isinstance(chunk, Packed):
-                plans: PyTree = self._packed(chunk, numbers, own)
-            else:
-                plans = jax.tree_util.tree_map_with_path(partial(self._alike, own), chunk)
-            found.append(plans)
+            packed = isinstance(chunk, Packed)
+            found.append(self._packed(chunk, numbers, own) if packed else plans(chunk, own))
             # chunks whose stages are alike have the same ones
             faults += [fault for fault in own if fault not in faults]
         return tree.like(found)
 
-    def _outer(self, key: str, faults: list[str], path: Any, leaf: Any) -> Any:
-        """The plan of a parameter of first, last or shared."""
-        shape = own_shape(leaf)
+    def _own_plan(self, key: str, faults: list[str], path: Any, leaf: Any) -> Any:
+        """The plan of a leaf of first, last or shared, or of stages that are alike."""
+        shape, stage = own_shape(leaf), key == "stages"
         if shape is None:
             return leaf  # frozen
-        own = [Parameter(_joined(key, path), shape)]
-        plan = self._plan(own, unpadded(leaf), faults, stage=False, cut=self.cuts.dim(key, path))
+        own = [Parameter("/".join(filter(None, [key, path_text(path)])), shape[int(stage) :])]
+        cut = self.cuts.dim(key, path)
+        plan = self._plan(own, unpadded(leaf), faults, stage=stage, cut=cut)
         return replace(leaf, array=plan) if is_padded(leaf) else plan
-
-    def _alike(self, faults: list[str], path: Any, leaf: Any) -> LeafPlan:
-        """The plan of a leaf of stages that are alike."""
-        own = Parameter(_joined("stages", path), tuple(np.shape(leaf)[1:]))
-        return self._plan([own], leaf, faults)
 
     def _packed(self, chunk: Packed, numbers: Sequence[int], faults: list[str]) -> Packed:
         """The plans of the arrays of unlike stages."""
@@ -279,7 +272,7 @@ class Partition:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))
                 used.add(gathers[-1][1])
         held += [] if cut is None else [(self.axis, cut)]
-        return LeafPlan(len(shape), stage, tuple(gathers), auto, held=tuple(held))
+        return LeafPlan(stage, tuple(gathers), auto, held=tuple(held))
 
     def _held(self, spec: Any) -> list[tuple[str, int]]:
         """(data axis, dim) that a spec names."""
@@ -312,13 +305,3 @@ class Partition:
     def manual_specs(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The part of these that `shard_map` is given, for parameters and for their gradients."""
         return jax.tree.map(lambda plan: plan.manual(self.axis), self.plans(params))
-
-
-def _joined(key: str, path: Any) -> str:
-    text = path_text(path)
-    return f"{key}/{text}" if text else key
-
-
-def _paths(plans: PyTree) -> list[str]:
-    """The canonical paths of the parameters that have these plans, each once."""
-    return list(dict.fromkeys(own.path for plan in leaf_plans(plans) for own in plan.parameters))

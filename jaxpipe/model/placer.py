@@ -12,14 +12,15 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import Params, PyTree, path_text, shapes_of, zeros_of
+from ..arrays import Params, PyTree, path_text, shapes_of
 from ..errors import PipelineError
 from .leaf_plan import leaf_plans
-from .mesh import Mover, explicit_context, has, names_of, trimmed
+from .mesh import Mover, explicit_context, has, names_of, trimmed, with_sharding
 from .packed import Packed, is_missing, repacked
 from .param_layout import OUTER, State, owner_faults
 from .partition import Partition
@@ -96,7 +97,7 @@ class Followers:
             chunk = node["stages"][path[1].idx]
             packed = isinstance(chunk, Packed) and not own
             buffer = chunk.layout.of(path[2].key) if packed else None
-            if buffer is None or self._partition is None or leaf.shape[1:] != buffer.shape:
+            if buffer is None or self._partition is None:
                 return Follow()
             return Follow(spec=tuple(self._partition.buffer_spec(buffer, leaf.shape)[1:]))
 
@@ -161,15 +162,11 @@ class Followers:
 
 def shardings(partition: Partition, follows: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """The shardings of a tree like the placed parameters."""
-    return {
-        key: jax.tree.map(
-            lambda rule, axis=(partition.axis,) if key == "stages" else (): rule.sharding(
-                partition.mesh, *axis
-            ),
-            rules,
-        )
-        for key, rules in follows.items()
-    }
+
+    def of(key: str, rule: Follow) -> NamedSharding:
+        return rule.sharding(partition.mesh, *([partition.axis] if key == "stages" else []))
+
+    return {key: jax.tree.map(partial(of, key), rules) for key, rules in follows.items()}
 
 
 class Placer:
@@ -189,19 +186,20 @@ class Placer:
             PipelineError: dims that cannot be cut over the devices, or dtypes that the partition
                 refuses.
         """
+        partition = self._partition
         PipelineError.refuse(
-            "these parameters cannot be cut over the devices", self._partition.cuts.faults(params)
+            "these parameters cannot be cut over the devices", partition.cuts.faults(params)
         )
 
         def to(like: dict[str, PyTree]) -> dict[str, PyTree]:
-            faults = [*self._partition.frozen_faults(like), *self._partition.dtype_faults(like)]
+            plans = partition.plans(like, params)
+            faults = [*partition.frozen_faults(plans), *partition.dtype_faults(like, plans)]
             PipelineError.refuse("these parameters do not fit the pipeline", faults)
-            return self._partition.shardings(like)
+            return partition.shardings(like)
 
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
         arrange = self._rules._arranged_where_traced if traced else self._rules._arranged
-        placed: Params = self._mover.run(arrange.__name__, arrange, params, to)
-        return placed
+        return dict(self._mover.run(arrange, params, to))
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool) -> dict[str, PyTree]:
         """Placed parameters to canonical ones; with `spread` they stay spread over the mesh, else
@@ -224,23 +222,16 @@ class Placer:
             follows: a `Follow` for each; None: leaves follow, and may be anywhere afterwards.
             layer_axis: leaves of stages are [S, layers, ...] and become [S * layers, ...].
         """
-        rules = self._rules
-        arrange = partial(rules._rearranged, follows, layer_axis)
-        to = None if follows is None else partial(rules._canonical_shardings, follows, layer_axis)
-        key = ("canonical", layer_axis, *jax.tree.leaves(follows))
-        found: dict[str, PyTree] = self._mover.run(key, arrange, tree, to)
-        return found
+        static = follows, layer_axis
+        to = None if follows is None else partial(self._canonical_shardings, *static)
+        return dict(self._mover.run(self._rules._rearranged, tree, to, *static))
 
     def placed_like(
         self, tree: Params, like: dict[str, PyTree], follows: PyTree, *, layer_axis: bool = False
     ) -> dict[str, PyTree]:
         """The inverse of `in_model_order`; `like` are the shapes of the result."""
-        arrange = partial(self._rules._arranged_like, like, follows, layer_axis)
-        to = shardings(self._partition, follows)
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(like))
-        key = ("like", layer_axis, jax.tree.structure(like), shapes, *jax.tree.leaves(follows))
-        found: dict[str, PyTree] = self._mover.run(key, arrange, tree, lambda _: to)
-        return found
+        to, static = shardings(self._partition, follows), (like, follows, layer_axis)
+        return dict(self._mover.run(self._rules._arranged_like, tree, lambda _: to, *static))
 
     def shapes(self, placed: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         """The shapes of placed parameters, and those that the canonical ones have without the axes
@@ -268,35 +259,31 @@ class Placer:
         self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Mapping[str, PyTree]
     ) -> PyTree:
         """The state that an optimizer's `init` makes of trained parameters, sharded as they are."""
-        followers = Followers(params, self._partition)
-        to = followers.shardings
-        return Mover(self._mesh).run("init", begin, trained, to)
+        to = Followers(params, self._partition).shardings
+        return Mover(self._mesh).run(begin, trained, to)
 
     def place_state(self, state: PyTree) -> PyTree:
         """The stages' own state, canonical to placed; shapes to shapes."""
         PipelineError.refuse("this state does not fit the pipeline", self._layout.faults(state))
         to = NamedSharding(self._mesh, PartitionSpec(self._axis))
         return self._mover.run(
-            "place_state", self._layout.place_stages, state, partial(jax.tree.map, lambda _: to)
+            self._layout.place_stages, state, partial(jax.tree.map, lambda _: to)
         )
 
     def place_zeros(self, trees: Sequence[PyTree], *, shapes: bool) -> PyTree:
         """Zeros of these shapes, a tree for each stage, where the stages' own state is; `shapes`:
         shapes with shardings instead.
         """
-
-        def zeros(_: PyTree) -> PyTree:
-            return self._layout.place_trees([zeros_of(tree) for tree in trees])
-
-        to, form = NamedSharding(self._mesh, PartitionSpec(self._axis)), jax.tree.structure(trees)
-        key = ("zeros", form, *((a.shape, a.dtype) for a in jax.tree.leaves(trees)))
-        given = trees if shapes else ()
-        return self._mover.run(key, zeros, given, partial(jax.tree.map, lambda _: to))
+        to = NamedSharding(self._mesh, PartitionSpec(self._axis))
+        like = jax.eval_shape(self._layout.place_trees, trees)
+        if shapes:
+            return jax.tree.map(lambda leaf: with_sharding(leaf, to), like)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=to), like)
 
     def canonical_state(self, placed: State) -> PyTree:
         """The stages' own state, placed to canonical."""
         self._check_owners(placed, "state", "place_state")
-        return self._mover.run("canonical_state", self._layout.canonical_stages, placed, None)
+        return self._mover.run(self._layout.canonical_stages, placed, None)
 
     def _check_owners(self, stages: PyTree, what: str, again: str) -> None:
         PipelineError.refuse("", owner_faults(stages, self._layout, what, again))
