@@ -142,7 +142,8 @@ class Checkpoints:
                 "parameters that they belong to"
             )
             raise CheckpointError.listing(head, empty)
-        _check_number(step)
+        if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+            raise CheckpointError(f"a step is a whole number from 0 on, but got {quoted(step)}")
         for damaged in [found for found in self._damaged if found >= step]:
             del self._damaged[damaged]
             self._manager.delete(damaged)
@@ -184,9 +185,18 @@ class Checkpoints:
         """
         self.wait()
         target = self._portable.of(jax.tree.map(_shape_of, dict(like)))
+        if step is not None and step not in self.steps:
+            raise CheckpointError(
+                f"{self._folder} holds no checkpoint of step {step}; it has steps "
+                f"{list(self.steps)}"
+            )
         if step is not None:
-            return step, self._read(self._step(step), target, like)
-        self._step(None)
+            return step, self._read(step, target, like)
+        if not self.steps:
+            raise CheckpointError(
+                f"{self._folder} holds no checkpoint; start afresh, or name the folder of an "
+                "earlier run"
+            )
         self._damaged.clear()
         for found in reversed(self.steps):
             try:
@@ -306,43 +316,22 @@ class Checkpoints:
                 f"({type(error).__name__}: {text})"
             ) from error
 
-    def _step(self, step: int | None) -> int:
-        """The step to restore."""
-        found = self.latest if step is None else step
-        if found is None:
-            raise CheckpointError(
-                f"{self._folder} holds no checkpoint; start afresh, or name the folder of an "
-                "earlier run"
-            )
-        if found not in self.steps:
-            raise CheckpointError(
-                f"{self._folder} holds no checkpoint of step {found}; it has steps "
-                f"{list(self.steps)}"
-            )
-        return found
-
     def _check(
         self, step: int, wanted: Mapping[str, list[Any]], stored: Mapping[str, list[Any]]
     ) -> None:
         """CheckpointError listing every leaf that differs."""
-        faults = [
-            f"{name}: {_aval(stored[name])} was saved, but the state has none"
-            for name in stored
-            if name not in wanted
-        ]
-        faults += [
-            f"{name}: the state wants {_aval(wanted[name])}, but none was saved"
-            for name in wanted
-            if name not in stored
-        ]
-        both = [name for name in wanted if name in stored and wanted[name] != stored[name]]
-        faults += [
-            f"{name}: the state wants {_aval(wanted[name])}, but {_aval(stored[name])} was saved"
-            for name in both
-        ]
-        if not faults:
+        odd = [name for name in {**stored, **wanted} if stored.get(name) != wanted.get(name)]
+        if not odd:
             return
+        faults = [
+            f"{name}: the state wants {_aval(wanted[name])}, but "
+            f"{_aval(stored[name]) if name in stored else 'none'} was saved"
+            if name in wanted
+            else f"{name}: {_aval(stored[name])} was saved, but the state has none"
+            for name in odd
+        ]
         hint = ""
+        both = [name for name in odd if name in wanted and name in stored]
         if not self._portable.layer_axis and any("stages" in name.split("/") for name in both):
             hint = (
                 "\n(another number of stages can resume only where both runs say "
@@ -355,12 +344,6 @@ class Checkpoints:
 def _leaves(canonical: PyTree) -> dict[str, list[Any]]:
     """Path -> [dtype, shape] of every leaf, as JSON keeps it."""
     return {path: [str(leaf.dtype), list(leaf.shape)] for path, leaf in by_path(canonical).items()}
-
-
-def _check_number(step: Any) -> None:
-    """CheckpointError unless it is a whole number from 0 on."""
-    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-        raise CheckpointError(f"a step is a whole number from 0 on, but got {quoted(step)}")
 
 
 def _reason(error: Exception) -> str:

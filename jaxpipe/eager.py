@@ -335,7 +335,7 @@ class _Shard:
         """Laid out as parameters are placed."""
         return {
             **self.total,
-            "stages": self.job.layout.place_trees(self.total["stages"], like=self.like),
+            "stages": self.job.layout.place_trees(self.total["stages"], self.like),
         }
 
 

@@ -6,19 +6,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree, by_path, path_text, shapes_of
 from .errors import PipelineError
 from .model.mesh import explicit_context
 from .model.own_rules import inputs_of, is_probed, rules_of
-from .model.packed import Packed
+from .model.packed import (
+    ChunkLayout,
+    Group,
+    InBuffer,
+    Packed,
+    Packing,
+    Parameter,
+    TreeForm,
+    is_missing,
+    masked,
+    repacked,
+)
 from .model.param_layout import OUTER, Chunks
 from .model.spread import cut_off, padded_like
-from .model.stacks import Stack, StackedStages
 from .pipeline import Pipeline
 
 
@@ -74,55 +85,69 @@ def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None =
             f"axis have their own parts (local={pipe.sharding.local}); give all stages the same "
             "layers, or use a rule that acts on each number alone, without per_layer"
         )
-    layer_axis = pipe.layout.stacks if layer_axis is None else layer_axis
-    stages = StackedStages(pipe.partition, layer_axis)
-    rule = _PerLayer(pipe, optimizer, stages)
+    rule = _PerLayer(pipe, optimizer, pipe.layout.stacks if layer_axis is None else layer_axis)
     return PerLayer(rule.init, rule.update)
 
 
+class _Stack(NamedTuple):
+    """Trees stacked along `axes` leading axes: of devices, and of layers."""
+
+    tree: PyTree
+    axes: int
+
+    def apply(self, function: Callable[..., Any], *arguments: PyTree) -> Any:
+        """A function of one layer, on all of them."""
+        for _ in range(self.axes):
+            function = jax.vmap(function)
+        return function(*arguments)
+
+    def state(self, init: Callable[[PyTree], PyTree]) -> PyTree:
+        """The shapes of the states that `init` makes."""
+        return jax.eval_shape(lambda tree: self.apply(init, tree), self.tree)
+
+
 class _Part(NamedTuple):
-    """A part of the model whose rules run together: an outer key, or a chunk of stages."""
+    """A part of the model whose rules run together: an outer key, or a chunk of stages.
+
+    Unlike stages have an array [P, ...] for each leaf here; `home` is their placed layout.
+    """
 
     key: str
     chunk: int
     tree: PyTree
+    home: ChunkLayout | None
 
-    @classmethod
-    def all(cls, params: Mapping[str, PyTree]) -> list[_Part]:
-        """The parts of a tree like the placed parameters."""
-        outer = [cls(key, 0, params[key]) for key in OUTER if key in params]
-        return [*outer, *(cls("stages", v, chunk) for v, chunk in enumerate(params["stages"]))]
 
-    @staticmethod
-    def joined(parts: Sequence[_Part], trees: Sequence[PyTree], like: Chunks) -> dict[str, PyTree]:
-        """The inverse, of other trees in the places of the parts."""
-        outer = len(parts) - len(like)
-        found = {part.key: tree for part, tree in zip(parts[:outer], trees, strict=False)}
-        return {**found, "stages": like.like(trees[outer:])}
+# By name of a leaf of unlike stages: its stack, and its path in {"stages": one layer's tree}.
+_Seats: TypeAlias = "dict[str, tuple[str, str]]"
 
 
 @dataclass(frozen=True)
 class _PerLayer:
+    """The rule of `per_layer`.
+
+    A part of the model is one stack, of the name "", or several where stages are unlike.  Leaves of
+    one stack have as many layers: those of a letter's stack, "t/0".  Those of one path that have
+    names of their own, as some of them are frozen or of another shape, are in stacks "1", "2".
+    """
+
     pipe: Pipeline
     optimizer: Optimizer
-    stages: StackedStages
+    layer_axis: bool
     checked: set[Any] = field(default_factory=set)
 
     def init(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         if is_probed():
             return {}
-        if self.pipe.layout.unlike and self.pipe.layout.layers is None:
-            self._check_stages(params["stages"])
-
-        def start(part: _Part) -> PyTree:
-            stacks = self._stacks(part)
-            states = {
-                n: stack.apply(self.optimizer.init, stack.tree) for n, stack in stacks.items()
-            }
-            return self._kept(part, states)
-
-        parts = _Part.all(params)
-        return _Part.joined(parts, [start(part) for part in parts], params["stages"])
+        parts = self._parts(params)
+        if self.pipe.layout.unlike and not self._layered:
+            self._check_stages(parts, params["stages"])
+        found = []
+        for part in parts:
+            stacks = self._stacks(part).items()
+            states = {name: one.apply(self.optimizer.init, one.tree) for name, one in stacks}
+            found.append(self._kept(part, states))
+        return _joined(params, found)
 
     def update(
         self,
@@ -133,55 +158,181 @@ class _PerLayer:
     ) -> tuple[PyTree, PyTree]:
         if is_probed():
             return dict(grads), state
-
-        def one(part: _Part, states: PyTree, weights: _Part | None) -> tuple[PyTree, PyTree]:
+        parts = self._parts(grads)
+        weights = [None] * len(parts) if params is None else self._parts(params)
+        updates, after = [], []
+        for part, own, weight in zip(parts, _trees(state), weights, strict=True):
             stacks = self._stacks(part)
-            before = self._taken(states, stacks)
-            own = dict.fromkeys(stacks) if weights is None else self._stacks(weights)
-            updates, after = {}, {}
+            before = self._taken(own, stacks)
+            params_of = {} if weight is None else self._stacks(weight)
+            changes, states = {}, {}
             for name, stack in stacks.items():
-                weight = own[name]
-                updates[name], after[name] = stack.apply(
+                changes[name], states[name] = stack.apply(
                     lambda g, s, p: self._update(g, s, p, extra),
                     stack.tree,
                     before[name],
-                    None if weight is None else weight.tree,
+                    params_of[name].tree if params_of else None,
                 )
-            kept = self._kept(part, after)
-            if part.key != "stages":
-                return padded_like(updates[""][part.key], part.tree), kept
-            return self.stages.joined(part.tree, part.chunk, updates), self._spread(kept)
+            updates.append(self._as_placed(part, changes))
+            kept = self._kept(part, states)
+            after.append(self._spread(kept) if part.key == "stages" else kept)
+        return _joined(grads, updates), _joined(grads, after)
 
-        parts, states = _Part.all(grads), _Part.all(state)
-        weights = [None] * len(parts) if params is None else _Part.all(params)
-        both = [
-            one(part, own.tree, weight)
-            for part, own, weight in zip(parts, states, weights, strict=True)
-        ]
-        updates, after = zip(*both, strict=True)
-        like = grads["stages"]
-        return _Part.joined(parts, updates, like), _Part.joined(parts, after, like)
+    @property
+    def _layered(self) -> bool:
+        return self.pipe.layout.layers is not None
 
-    def _stacks(self, part: _Part) -> dict[str, Stack]:
-        """What a rule acts on, by name."""
-        if part.key == "stages":
-            return self.stages.of(part.tree)
-        return {"": Stack({part.key: cut_off(part.tree)}, 0)}
+    def _repacked(self, chunk: Packed, layout: ChunkLayout | None) -> PyTree:
+        return repacked(self.pipe.mesh, self.pipe.axis, chunk, layout)
 
-    def _kept(self, part: _Part, states: dict[str, PyTree]) -> PyTree:
+    def _parts(self, params: Mapping[str, PyTree]) -> list[_Part]:
+        """The parts of a tree like the placed parameters."""
+        parts = [_Part(key, 0, params[key], None) for key in OUTER if key in params]
+        for v, chunk in enumerate(params["stages"]):
+            home = chunk.layout if isinstance(chunk, Packed) else None
+            tree = chunk if home is None else self._repacked(chunk, home.separate)
+            parts.append(_Part("stages", v, tree, home))
+        return parts
+
+    def _stacks(self, part: _Part) -> dict[str, _Stack]:
+        """The trees that a rule acts on, by name; none where nothing is trained."""
+        if part.key != "stages":
+            return {"": _Stack({part.key: cut_off(part.tree)}, 0)}
+        axes = 2 if self._layered or self.layer_axis else 1
+        if part.home is not None:
+            return _by_stack(self._seats(part), part.tree.leaves, axes)
+        if self.layer_axis and (faults := _layer_faults(part.tree)):
+            raise PipelineError.listing(
+                "layer_axis=True wants leaves of stages [S, layers, ...]", faults
+            )
+        return {"": _Stack({"stages": part.tree}, axes)} if jax.tree.leaves(part.tree) else {}
+
+    def _as_placed(self, part: _Part, updates: Mapping[str, PyTree]) -> PyTree:
+        """The inverse, of updates by stack.
+
+        Leaves that a device does not have are zero, whatever a rule made of zeros.
+        """
+        if part.key != "stages":
+            return padded_like(updates[""][part.key], part.tree)
+        if part.home is None:
+            there = [stage >= 0 for stage in self.pipe.layout.stage_at(part.chunk)]
+            own = updates[""]["stages"] if updates else part.tree
+            return jax.tree.map(lambda leaf: masked(leaf, there), own)
+        layout = part.tree.layout
+        found = {stack: by_path(tree) for stack, tree in updates.items()}
+        leaves = {}
+        for name, (stack, path) in self._seats(part).items():
+            leaf = found.get(stack, {}).get(path)
+            there = [name in form.names for form in layout.forms]
+            leaves[name] = None if leaf is None else masked(leaf, there)
+        return self._repacked(Packed(leaves, layout), part.home)
+
+    def _seats(self, part: _Part) -> _Seats:
+        """The seats of the leaves of unlike stages."""
+        paths = {
+            name: path
+            for form in part.tree.layout.forms
+            for name, path in zip(form.names, form.paths, strict=True)
+        }
+        if self._layered:
+            split = {name: path.split("/") for name, path in paths.items()}
+            return {
+                name: (f"{letter}/{number}", "/".join(["stages", letter, *rest]))
+                for name, (letter, number, *rest) in split.items()
+            }
+        same: dict[str, list[str]] = {}
+        for name in sorted(paths):
+            same.setdefault(paths[name], []).append(name)
+        one = len(same) == len(paths)
+        return {
+            name: (
+                "" if one else str(same[path].index(name) + 1),
+                f"stages/{path}" if path else "stages",
+            )
+            for name, path in paths.items()
+        }
+
+    # The state of a part
+
+    def _kept(self, part: _Part, states: Mapping[str, PyTree]) -> PyTree:
         """The states of a part: each device's own, where the others are of other kinds; cut over
         the devices as the part is.
         """
-        if isinstance(part.tree, Packed):
-            return self.stages.pack_state(part.tree, part.chunk, states, self.optimizer.init)
         own = tuple(states.values())
+        if part.home is not None:
+            return self._packed_state(part, states)
         return own if part.key == "stages" else padded_like(own, {part.key: part.tree})
 
-    def _taken(self, states: PyTree, stacks: Mapping[str, Stack]) -> dict[str, PyTree]:
-        """The inverse."""
-        if isinstance(states, Packed):
-            return self.stages.unpack_state(states, stacks, self.optimizer.init)
-        return dict(zip(stacks, cut_off(states), strict=True))
+    def _taken(self, states: PyTree, stacks: Mapping[str, _Stack]) -> dict[str, PyTree]:
+        """The inverse, with zeros on devices that do not have a state."""
+        if not isinstance(states, Packed):
+            return dict(zip(stacks, cut_off(states), strict=True))
+        leaves = self._repacked(states, states.layout.separate).leaves
+        found = {}
+        for name, stack in stacks.items():
+            like = stack.state(self.optimizer.init)
+            own = [leaves[path] for path in _state_leaves(name, like)]
+            found[name] = jax.tree.unflatten(jax.tree.structure(like), own)
+        return found
+
+    def _packed_state(self, part: _Part, states: Mapping[str, PyTree]) -> PyTree:
+        """States by stack, leaves [P, ...], with room for those of the device that has most.
+
+        States stay as they are where those of a device's own layers are no part of those of all, so
+        that it cannot be said what is whose.
+        """
+        layout, seats, arrays = part.tree.layout, self._seats(part), part.tree.leaves
+        leaves = {
+            path: leaf
+            for name, state in states.items()
+            for path, leaf in _state_leaves(name, state).items()
+        }
+
+        def with_dtype(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            dtype = leaves.get(path_text(path), leaf).dtype
+            return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
+        def own_state(form: TreeForm) -> PyTree:
+            """The shapes of the states of those layers that one device has."""
+            if not form.names:
+                return None
+            there = {name: arrays[name] if name in form.names else None for name in seats}
+            own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), there)
+            stacks = _by_stack(seats, own, int(self._layered)).items()
+            state = _state_tree({name: stack.state(self.optimizer.init) for name, stack in stacks})
+            return jax.tree_util.tree_map_with_path(with_dtype, state)
+
+        known = {form: own_state(form) for form in {*layout.forms}}
+        own = [known[form] for form in layout.forms]
+        shapes = {(path, leaf.shape) for tree in own for path, leaf in by_path(tree).items()}
+        if shapes != {(path, leaf.shape[1:]) for path, leaf in leaves.items()}:
+            return tuple(states.values())
+        separate = ChunkLayout(tuple(map(TreeForm.of, own)))
+        return self._repacked(
+            Packed(leaves, separate), self._state_packing(part).layout(own, range(len(own)))
+        )
+
+    def _state_packing(self, part: _Part) -> Packing:
+        """Which leaves of such states share a buffer: all of one dtype, those that follow a
+        parameter split as it is.
+        """
+        numbers, packing = self.pipe.layout.stage_at(part.chunk), self.pipe.partition.packing
+        inside = part.tree.layout.parameters(numbers, layered=self._layered)
+        seats, arrays = self._seats(part), part.tree.leaves
+
+        def kept(own: Parameter, dtype: Any) -> InBuffer:
+            if jnp.issubdtype(dtype, jax.dtypes.extended):
+                return InBuffer(Group.ALONE)
+            path = own.path.split("/", 2)[2]  # below "stages" and a number
+            for name, (stack, end) in seats.items():
+                below = not stack or path.startswith(f"{stack}/")
+                alike = not is_missing(arrays[name]) and arrays[name].shape[1:] == own.shape
+                if below and alike and f"/{path}".endswith(f"/{end}"):
+                    parameter = inside[name][name][0]
+                    return InBuffer(Group.STATE, packing.kept(parameter, dtype).parts)
+            return InBuffer(Group.STATE)
+
+        return Packing(kept, packing.multiple, packing.pinned)
 
     def _spread(self, state: PyTree) -> PyTree:
         """The state of a chunk's stages stays with them; left to itself XLA brings constants in it
@@ -199,27 +350,30 @@ class _PerLayer:
 
         return jax.tree_util.tree_map_with_path(constrain, state)
 
-    def _check_stages(self, stages: Chunks) -> None:
+    # Rules that cannot act on a layer
+
+    def _check_stages(self, parts: Sequence[_Part], stages: Chunks) -> None:
         """PipelineError where a rule differs by the number of a stage in a list: the stages of a
         chunk go through it together.
         """
-        own = {"stages": jax.eval_shape(self.pipe.layout.canonical_stages, stages)}
+        canonical = {"stages": jax.eval_shape(self.pipe.layout.canonical_stages, stages)}
         faults = []
-        for chunk, numbers in stages.numbered():
-            for name, stack in self.stages.of(chunk).items():
-                shapes = [
-                    jax.ShapeDtypeStruct(leaf.shape[stack.axes :], leaf.dtype)
-                    for leaf in jax.tree.leaves(stack.tree)
-                ]
-                tree = jax.tree.unflatten(jax.tree.structure(stack.tree), shapes)
-                rules = rules_of(self.optimizer, own, tree)
+        for part in (part for part in parts if part.key == "stages"):
+            numbers, seats = self.pipe.layout.stage_at(part.chunk), self._seats(part)
+            inside = part.tree.layout.parameters(numbers, layered=False)
+            for stack, (tree, axes) in self._stacks(part).items():
+                own = jax.tree.map(
+                    lambda a, n=axes: jax.ShapeDtypeStruct(a.shape[n:], a.dtype), tree
+                )
+                rules = rules_of(self.optimizer, canonical, own)
                 if rules is None:
                     continue
+                whole, alone = rules
                 faults += [
-                    f"{one.path!r}, which it gives as {path!r}"
-                    for path, owns in self.stages.parameters(chunk, numbers, name).items()
-                    for one in owns
-                    if path in rules[1] and rules[0][one.path] != rules[1][path]
+                    f"{parameter.path!r}, which it gives as {path!r}"
+                    for name, (seat, path) in seats.items()
+                    for parameter in inside[name][name]
+                    if seat == stack and path in alone and whole[parameter.path] != alone[path]
                 ]
         PipelineError.refuse(
             "per_layer gives a rule the tree of a stage, without its number in the list, since "
@@ -261,3 +415,52 @@ def _check_independent(
                 "clipping by the global norm, goes outside, as in "
                 "optax.chain(optax.clip_by_global_norm(1.0), jp.per_layer(pipe, ...))"
             )
+
+
+def _trees(state: Mapping[str, PyTree]) -> list[PyTree]:
+    """The trees of a tree like the placed parameters, by part."""
+    return [*(state[key] for key in OUTER if key in state), *state["stages"]]
+
+
+def _joined(like: Mapping[str, PyTree], trees: Sequence[PyTree]) -> dict[str, PyTree]:
+    """The inverse."""
+    own = iter(trees)
+    outer = {key: next(own) for key in OUTER if key in like}
+    return {**outer, "stages": like["stages"].like(own)}
+
+
+def _by_stack(seats: _Seats, leaves: Mapping[str, Any], axes: int) -> dict[str, _Stack]:
+    """Leaves by name as stacks of trees for a rule; without stacks of nothing."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, (stack, path) in seats.items():
+        node = found.setdefault(stack, {})
+        *above, last = path.split("/")
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = leaves[name]
+    return {n: _Stack(found[n], axes) for n in sorted(found) if jax.tree.leaves(found[n])}
+
+
+def _layer_faults(chunk: PyTree) -> list[str]:
+    """Leaves that do not have as many layers as the others."""
+    leaves = by_path(chunk)
+    counts = {leaf.shape[1:2] for leaf in leaves.values()}
+    if len(counts) <= 1 and () not in counts:
+        return []
+    return [f"{path} is [P, ...] of {leaf.shape}" for path, leaf in leaves.items()]
+
+
+def _state_leaves(name: str, state: PyTree) -> dict[str, Any]:
+    """The leaves of a stack's state by their paths in `_state_tree`."""
+    return by_path({name: state} if name else state)
+
+
+def _state_tree(states: Mapping[str, PyTree]) -> PyTree:
+    """{"t/0": state, "t/1": state} -> {"t": (state, state)}, as a stage's own parameters are."""
+    if not any("/" in name for name in states):
+        return states.get("", dict(states))
+    found: dict[str, dict[int, PyTree]] = {}
+    for name, state in states.items():
+        letter, number = name.split("/")
+        found.setdefault(letter, {})[int(number)] = state
+    return {letter: tuple(own[n] for n in sorted(own)) for letter, own in found.items()}

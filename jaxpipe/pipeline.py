@@ -21,10 +21,9 @@ from .lowering.prices import Overheads, overheads_of
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, staged, with_shares
 from .model.cache import Cache, cache_shapes, hide_beyond, positioned, positions
-from .model.follow import init_as_updated
 from .model.mesh import automatic, has
 from .model.model import Model
-from .model.own_rules import check_rules
+from .model.own_rules import check_rules, init_as_updated
 from .model.param_layout import State, check_canonical
 from .model.partition import Partition
 from .model.placer import Placer

@@ -23,7 +23,7 @@ from .lowering.plan import Plan, plan_of
 from .lowering.target import Target
 from .model.functions import Functions
 from .model.mesh import on_mesh
-from .model.param_layout import OUTER, StageOwners, owner_faults, with_outer
+from .model.param_layout import OUTER, ParamLayout, owner_faults, with_outer
 from .model.partition import Partition
 from .model.settings import Memory
 from .model.slices import Positioned, time_faults
@@ -224,11 +224,11 @@ class StepRunner:
         """PipelineError, before anything is traced, for parameters that are not placed for this
         schedule or rows that do not divide.
         """
-        table, owners = self.schedule, self.partition.layout.owners
+        table, layout = self.schedule, self.partition.layout
         cached = isinstance(batch, Positioned)
         batch = batch.batch if cached else batch
         faults = [
-            *param_faults(params, owners, table.num_devices),
+            *param_faults(params, layout, table.num_devices),
             *batch_faults(
                 batch,
                 self.sequences if training or cached else 1,
@@ -236,18 +236,18 @@ class StepRunner:
             ),
             *time_faults(batch, table.slices, self.functions.time),
             *key_faults(rng),
-            *state_faults(state, owners, wanted=cached or self.functions.has_state),
-        ] or self.partition.frozen_faults(params)
+            *state_faults(state, layout, wanted=cached or self.functions.has_state),
+        ] or self.partition.frozen_faults(self.partition.plans(params))
         PipelineError.refuse("this step cannot be lowered", faults)
 
 
-def param_faults(params: Any, owners: StageOwners, devices: int) -> list[str]:
+def param_faults(params: Any, layout: ParamLayout, devices: int) -> list[str]:
     """Faults of parameters that must be placed there."""
     wanted = {"stages", *OUTER}
     if not isinstance(params, Mapping) or "stages" not in params or not set(params) <= wanted:
         faults = [f"parameters must be what `place` returned, a dict with keys of {sorted(wanted)}"]
     else:
-        faults = owner_faults(params["stages"], owners, "parameters", "place") or axis_faults(
+        faults = owner_faults(params["stages"], layout, "parameters", "place") or axis_faults(
             params["stages"], "stages", devices, f"the {devices} devices (see `place`)"
         )
     return [*faults, *array_faults(params, "params")]
@@ -308,11 +308,11 @@ def key_faults(rng: Any) -> list[str]:
     return [f"{what} is no key; write rng=jax.random.key({rng if isinstance(rng, int) else 0})"]
 
 
-def state_faults(state: Any, owners: StageOwners, *, wanted: bool) -> list[str]:
+def state_faults(state: Any, layout: ParamLayout, *, wanted: bool) -> list[str]:
     """Faults of the stages' own state; `wanted`: some stage takes it."""
     if bool(state) is not wanted:
         takes = "takes `state`, but the step got none; give state=pipe.place_state(...)"
         return [
             f"a stage {takes}" if wanted else "no stage takes `state` by keyword; leave state= out"
         ]
-    return owner_faults(state, owners, "state", "place_state") if state else []
+    return owner_faults(state, layout, "state", "place_state") if state else []

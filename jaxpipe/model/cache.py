@@ -106,15 +106,15 @@ def positioned(
         PipelineError: cache, batch and position do not fit; every fault is listed.
     """
     faults = _batch_faults(functions, partition, batch)
-    sequences, owners = schedule.num_microbatches // schedule.slices, partition.layout.owners
+    sequences, layout = schedule.num_microbatches // schedule.slices, partition.layout
     if not isinstance(cache, Cache):
         faults += [
             f"cache= takes what `empty_cache` or `outputs` returned, not {type(cache).__name__}"
         ]
     elif not faults:
-        if cache.stages.owners != owners:
+        if cache.stages.layout != layout:
             faults += [
-                f"the cache is for {cache.stages.owners}, but this schedule has {owners}; make it "
+                f"the cache is for {cache.stages.layout}, but this schedule has {layout}; make it "
                 "by `empty_cache` of this pipeline"
             ]
         if cache.sequences != sequences:

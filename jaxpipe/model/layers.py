@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby, pairwise
+from functools import partial
+from itertools import accumulate, groupby, pairwise, zip_longest
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..arrays import PyTree, axis_faults
 from ..errors import PipelineError
@@ -76,55 +75,36 @@ class LayerMap:
         if layout.stages[-1][-1:] != LOSS and LOSS in layout.layers:
             faults.append(f"{LOSS} must be on the last stage of layout {str(layout)!r}")
         PipelineError.refuse("the layout does not fit", faults)
-        chunks = max(map(len, owned))
-        mates = [tuple(row[v] for row in owned if v < len(row)) for v in range(chunks)]
-        found = {stage: group for group in mates for stage in group}
-        return cls(
-            tuple(stage.replace(EMBEDDING, "").replace(LOSS, "") for stage in layout.stages),
-            tuple(found[s] for s in range(placement.num_stages)),
-        )
+        mates_of = {}
+        for chunk in zip_longest(*owned):
+            mates = tuple(stage for stage in chunk if stage is not None)
+            mates_of.update(dict.fromkeys(mates, mates))
+        letters = (stage.replace(EMBEDDING, "").replace(LOSS, "") for stage in layout.stages)
+        return cls(tuple(letters), tuple(mates_of[s] for s in range(placement.num_stages)))
 
     @property
     def letters(self) -> tuple[str, ...]:
         """The letters of layers, in alphabetical order."""
         return tuple(sorted(set("".join(self.stages))))
 
-    def count(self, letter: str) -> int:
-        """Layers of a letter in the whole model."""
-        return sum(stage.count(letter) for stage in self.stages)
-
-    @cached_property
-    def _starts(self) -> tuple[dict[str, int], ...]:
-        """Per stage and letter, the number of the stage's first layer among all of that letter."""
-        seen = dict.fromkeys(self.letters, 0)
-        found = []
-        for stage in self.stages:
-            found.append(dict(seen))
-            for letter in stage:
-                seen[letter] += 1
-        return tuple(found)
-
     def groups(self, stage: int, letter: str) -> tuple[int, ...]:
         """The sizes of a stage's stacks of a letter."""
-        counts = sorted({self.stages[mate].count(letter) for mate in self.chunk_mates[stage]} - {0})
-        steps = [b - a for a, b in zip([0, *counts], counts, strict=False)]
-        return tuple(
-            step
-            for step, upto in zip(steps, counts, strict=True)
-            if upto <= self.stages[stage].count(letter)
-        )
+        own = self.stages[stage].count(letter)
+        counts = {self.stages[mate].count(letter) for mate in self.chunk_mates[stage]}
+        return tuple(b - a for a, b in pairwise(sorted({0, *counts})) if b <= own)
 
     def split(self, by_letter: Mapping[str, PyTree]) -> list[dict[str, tuple[PyTree, ...]]]:
         """Leaves [n, ...] of each letter -> the stages' own trees, {letter: stacks}."""
-        found = []
+        start, found = dict.fromkeys(self.letters, 0), []
         for s, stage in enumerate(self.stages):
             own: dict[str, tuple[PyTree, ...]] = {}
             for letter in sorted(set(stage)):
-                ends = self._starts[s][letter] + np.cumsum([0, *self.groups(s, letter)])
+                ends = list(accumulate([start[letter], *self.groups(s, letter)]))
                 own[letter] = tuple(
                     jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], by_letter[letter])
                     for a, b in pairwise(ends)
                 )
+                start[letter] = ends[-1]
             found.append(own)
         return found
 
@@ -151,7 +131,7 @@ class LayerMap:
             ]
         faults = []
         for letter in self.letters:
-            count = self.count(letter)
+            count = sum(stage.count(letter) for stage in self.stages)
             axis = f"the {count} layers {letter} of the layout"
             faults += axis_faults(by_letter[letter], f"stages[{letter!r}]", count, axis)
         return faults
@@ -162,26 +142,23 @@ class LayerMap:
         """A stage function for each stage; stages of equal letters and stacks, and so of equal
         code, share one.
         """
-        given = {
+        known = {
             letter: Function.of(layers[letter], f"layers[{letter!r}]") for letter in self.letters
         }
         for keyword in ("state", "carry"):
-            takers = [letter for letter, function in given.items() if keyword in function.wants]
+            takers = [letter for letter, function in known.items() if keyword in function.wants]
             if takers:
                 raise PipelineError(
                     f"layers {takers} take `{keyword}`, which only whole stages can; give Pipeline "
                     "a stage function instead"
                 )
-        made: dict[tuple[Any, ...], Function] = {}
-        found = []
-        for s, letters in enumerate(self.stages):
-            key = (letters, *(self.groups(s, letter) for letter in sorted(set(letters))))
-            if key not in made:
-                made[key] = _stage_function(
-                    letters, tuple(self._runs(s)), given, self._offsets, has_loss=has_loss
-                )
-            found.append(made[key])
-        return tuple(found)
+        offsets = tuple(accumulate(map(len, self.stages), initial=0))[:-1]
+        runs = [tuple(self._runs(stage)) for stage in range(len(self.stages))]
+        functions = {
+            own: _stage_function(letters, own, known, offsets, has_loss=has_loss)
+            for letters, own in zip(self.stages, runs, strict=True)
+        }
+        return tuple(functions[own] for own in runs)
 
     def _runs(self, stage: int) -> Iterator[_Run]:
         """A stage's layers in order, as parts of its stacks; layers count from the stage's first of
@@ -200,16 +177,11 @@ class LayerMap:
                 begin += size
             place += seen[letter] - first
 
-    @property
-    def _offsets(self) -> tuple[int, ...]:
-        """Per stage, how many layers come before it."""
-        return tuple(np.cumsum([0, *map(len, self.stages)])[:-1].tolist())
-
 
 def _stage_function(
     letters: str,
     runs: tuple[_Run, ...],
-    given: Mapping[str, Function],
+    layers: Mapping[str, Function],
     offsets: tuple[int, ...],
     *,
     has_loss: bool,
@@ -217,40 +189,46 @@ def _stage_function(
     """The function of a stage that is made of these runs of layers; `offsets[stage]` layers come
     before it.
     """
-    wants = frozenset(keyword for run in runs for keyword in given[run.letter].wants)
+    wants = frozenset(keyword for run in runs for keyword in layers[run.letter].wants)
 
     def stage(params: PyTree, x: PyTree, **keywords: Any) -> PyTree:
         losses = []
         for run in runs:
-            function = given[run.letter]
+            function = layers[run.letter]
             own = {k: keywords[k] for k in function.wants}
             before = jnp.array(offsets, jnp.int32)[own["ctx"].stage] if "ctx" in own else 0
-            appends = "ctx" in own and own["ctx"].ledger is not None
-
-            def layer(
-                x: PyTree,
-                row: PyTree,
-                number: Any,
-                function: Function = function,
-                own: dict[str, Any] = own,
-                place: int | None = None,
-            ) -> tuple[PyTree, Any]:
-                ctx = {"ctx": _context(own["ctx"], number, place)} if "ctx" in own else {}
-                out = function.calling(
-                    lambda: function.call(row, x, **{**own, **ctx}), (row, x), ctx.get("ctx")
-                )
-                return _pair(function, out, has_loss=has_loss)
-
+            layer = partial(_layer, function, own, has_loss)
             stack = params[run.letter][run.group]
-            x, more = _run_layers(layer, run, stack, x, before + run.layer, apart=appends)
-            losses += [] if more is None else [more]
+            x, loss = _run_layers(
+                layer,
+                run,
+                stack,
+                x,
+                before + run.layer,
+                appends="ctx" in own and own["ctx"].ledger is not None,
+            )
+            losses += [] if loss is None else [loss]
         return (x, sum(losses[1:], losses[0]) if losses else None) if has_loss else x
 
     return Function(stage, f"stage of layers {letters!r}", wants)
 
 
-def _pair(function: Function, out: Any, *, has_loss: bool) -> tuple[PyTree, Any]:
-    """x and the loss that a layer returned."""
+def _layer(
+    function: Function,
+    keywords: Mapping[str, Any],
+    has_loss: bool,
+    x: PyTree,
+    row: PyTree,
+    number: Any,
+    place: int | None = None,
+) -> tuple[PyTree, Any]:
+    """x and the loss of one layer; `number` counts the model's layers, `place` those of a stage
+    that appends rows.
+    """
+    own = dict(keywords)
+    if "ctx" in own:
+        own["ctx"] = _context(own["ctx"], number, place)
+    out = function.calling(lambda: function.call(row, x, **own), (row, x), own.get("ctx"))
     if not has_loss:
         return out, None
     if not isinstance(out, tuple) or len(out) != 2:
@@ -269,26 +247,27 @@ def _run_layers(
     x: PyTree,
     number: Any,
     *,
-    apart: bool,
+    appends: bool,
 ) -> tuple[PyTree, Any]:
     """Apply some rows of a stack one after the other; returns the sum of their losses too.
 
-    `apart`: no scan, since each layer appends rows to a buffer of its own.
+    `appends`: no scan, since each layer appends rows to a buffer of its own.
     """
-    if apart:
-        found: list[Any] = []
-        for i in range(run.stop - run.start):
+    count = run.stop - run.start
+    if appends:
+        losses: list[Any] = []
+        for i in range(count):
             row = jax.tree.map(lambda leaf, at=run.start + i: leaf[at], stack)
             x, loss = layer(x, row, number + i, place=run.layer + i)
-            found += [] if loss is None else [loss]
-        return x, jnp.stack(found).sum() if found else None
+            losses += [] if loss is None else [loss]
+        return x, jnp.stack(losses).sum() if losses else None
     if run.size == 1:
         return layer(x, jax.tree.map(lambda leaf: leaf[0], stack), number)
-    whole = run.start == 0 and run.stop == run.size
-    rows = stack if whole else jax.tree.map(lambda leaf: leaf[run.start : run.stop], stack)
-    numbers = number + jnp.arange(run.stop - run.start, dtype=jnp.int32)
-    x, losses = jax.lax.scan(lambda x, row: layer(x, *row), x, (rows, numbers))
-    return x, None if losses is None else jnp.sum(losses)
+    if count < run.size:
+        stack = jax.tree.map(lambda leaf: leaf[run.start : run.stop], stack)
+    rows = stack, number + jnp.arange(count, dtype=jnp.int32)
+    x, each = jax.lax.scan(lambda x, row: layer(x, *row), x, rows)
+    return x, None if each is None else jnp.sum(each)
 
 
 def _context(ctx: Context, number: Any, place: int | None) -> Context:

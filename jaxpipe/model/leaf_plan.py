@@ -28,7 +28,6 @@ class LeafPlan:
     the leading axis of devices.
     """
 
-    ndim: int
     stage: bool
     gathers: tuple[tuple[str, int], ...]  # (mesh axis, dim)
     auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
@@ -47,7 +46,7 @@ class LeafPlan:
 
     def manual(self, axis: str) -> PartitionSpec:
         """The part of it that `shard_map` is given."""
-        return self._spec(axis, (None,) * self.ndim)
+        return self._spec(axis, (None,) * len(self.auto))
 
     def _spec(self, axis: str, auto: Sequence[Any]) -> PartitionSpec:
         entries = list(auto)
@@ -60,7 +59,7 @@ class LeafPlan:
         their share.
         """
         found = {dim: name for name, dim in self.held if name in axes}
-        return trimmed(*(found.get(dim) for dim in range(self.ndim)))
+        return trimmed(*(found.get(dim) for dim in range(len(self.auto))))
 
     def gather(self, leaf: Any) -> Any:
         """The whole parameter of this device's stage."""

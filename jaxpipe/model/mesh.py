@@ -5,7 +5,7 @@ PartitionSpecs name; and trees that move to where they belong on a mesh.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import jax
@@ -32,13 +32,8 @@ def names_of(entry: Any) -> tuple[Any, ...]:
 def axes_of(specs: Any) -> set[Any]:
     """The mesh axes that any of these specs names."""
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-    return {
-        name
-        for spec in leaves
-        if isinstance(spec, PartitionSpec)
-        for entry in spec
-        for name in names_of(entry)
-    }
+    own = [entry for spec in leaves if isinstance(spec, PartitionSpec) for entry in spec]
+    return {name for entry in own for name in names_of(entry)}
 
 
 def automatic(mesh: Mesh) -> Mesh:
@@ -68,20 +63,17 @@ def on_mesh(
     def call(*arguments: Any) -> T:
         context, explicit = jax.sharding.get_abstract_mesh(), explicit_context(mesh)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            given = jax.tree.map(_automatic, arguments)
-            found = function(*given)
+            inputs = jax.tree.map(_automatic, arguments)
+            results = function(*inputs)
         if not explicit:
-            return found
+            return results
 
         def back(sharding: NamedSharding, tree: PyTree) -> PyTree:
-            return jax.tree.map(
-                lambda leaf: jax.reshard(leaf, _explicit(context, sharding.spec)), tree
-            )
+            spec = _explicit(context, sharding.spec)
+            return jax.tree.map(lambda leaf: jax.reshard(leaf, spec), tree)
 
-        shardings = NamedSharding(mesh, PartitionSpec()) if to is None else to(*given)
-        returned: T = jax.tree.map(
-            back, shardings, found, is_leaf=lambda node: isinstance(node, NamedSharding)
-        )
+        shardings = NamedSharding(mesh, PartitionSpec()) if to is None else to(*inputs)
+        returned: T = jax.tree.map(back, shardings, results)
         return returned
 
     return call
@@ -120,18 +112,10 @@ def _automatic(leaf: Any) -> Any:
 
 def _explicit(context: Any, spec: PartitionSpec) -> PartitionSpec:
     """The spec as the context's explicit axes want it: automatic ones are not named."""
-    automatic_axes = {
-        name
-        for name, kind in zip(context.axis_names, context.axis_types, strict=True)
-        if kind is not AxisType.Explicit
-    }
+    kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
 
     def kept(entry: Any) -> Any:
-        names = tuple(
-            n
-            for n in (entry if isinstance(entry, tuple) else (entry,))
-            if n not in automatic_axes and n is not None
-        )
+        names = tuple(n for n in names_of(entry) if kinds.get(n) is AxisType.Explicit)
         return names[0] if len(names) == 1 else names or None
 
     return PartitionSpec(*map(kept, spec))
@@ -146,25 +130,26 @@ class Mover:
 
     def run(
         self,
-        key: Any,
-        arrange: Callable[[PyTree], PyTree],
+        arrange: Callable[..., PyTree],
         tree: PyTree,
         to: Callable[[PyTree], PyTree] | None,
+        *static: PyTree,
     ) -> PyTree:
         """Rearrange a tree; with shapes in it the result is shapes with shardings.
 
         Args:
-            key: says which function `arrange` is.
-            arrange: traced; of the tree alone.
+            arrange: traced; of the static arguments and the tree.  Its name says which it is.
             tree: arrays on any devices, or shapes.
             to: shardings of the result, given its shapes; None for anywhere.
+            static: trees of leaves that can be compared, as part of the function.
         """
+        name, arrange = arrange.__name__, partial(arrange, *static)
         like = jax.eval_shape(arrange, jax.tree.map(_shape, tree))
         shardings = None if to is None else to(like)
         if has(tree, jax.ShapeDtypeStruct):
             return like if shardings is None else jax.tree.map(with_sharding, like, shardings)
-        leaves, form = jax.tree.flatten(shardings)
-        key = (key, jax.tree.structure(tree), form, tuple(leaves), explicit_context(self._mesh))
+        leaves, form = jax.tree.flatten((static, shardings))
+        key = (name, jax.tree.structure(tree), form, *leaves, explicit_context(self._mesh))
         if key not in self._compiled:
             self._compiled[key] = jit_on_mesh(self._mesh, arrange, shardings)
         return self._compiled[key](jax.tree.map(self._from_elsewhere, tree))

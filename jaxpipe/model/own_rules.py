@@ -1,10 +1,11 @@
-"""Whether an optimizer does with placed parameters what it does with the model's own, whose paths,
-ranks and shapes are others.
+"""Optimizers on placed parameters: the state that they begin with, and whether they do with placed
+parameters what they do with the model's own, whose paths, ranks and shapes are others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ..arrays import Params, PyTree, by_path
+from ..arrays import Params, PyTree, by_path, wider
 from ..errors import PipelineError
 from ..jaxprs.flatten import flatten
 from .leaf_plan import leaf_plans
@@ -104,33 +105,55 @@ def _rules_of(optimizer: Any, tree: Params, extra: dict[str, Any]) -> Rules:
     if len(jax.tree.leaves(shapes[0])) != len(paths):
         raise ValueError("not an update for each parameter")
     numbers, nodes = count(), list[_Node]()
-    given = [next(numbers) for _ in closed.jaxpr.invars]
+    inputs = [next(numbers) for _ in closed.jaxpr.invars]
     ends: dict[int, int] = {}  # by value, the results that it matters to, updates first: a bit each
-    for i, out in enumerate(_graph(closed, given, nodes, numbers)):
+    for i, out in enumerate(_graph(closed, inputs, nodes, numbers)):
         ends[out] = ends.get(out, 0) | 1 << i
     for node in reversed(nodes):
         for value in node.reads:
             ends[value] = ends.get(value, 0) | _any(ends, node.writes)
-    # results that matter to updates, of this step or of a later one
-    live = updates = (1 << len(paths)) - 1
-    for _ in range(len(given)):
-        read = (
-            k for k in range(len(paths), len(given) - len(paths)) if ends.get(given[k], 0) & live
-        )
-        if live == (live := live | sum(1 << k for k in read)):
-            break
+    updates = (1 << len(paths)) - 1
     # by value, the parameters of which it reads the gradient, or themselves
     made_of: dict[int, int] = {}
     for i in range(len(paths)):
-        made_of[given[i]] = made_of[given[i - len(paths)]] = 1 << i
+        made_of[inputs[i]] = made_of[inputs[i - len(paths)]] = 1 << i
     found: list[list[str]] = [[] for _ in paths]
     for node in nodes:
-        origin, matters = _any(made_of, node.reads), _any(ends, node.writes) & live
+        origin, matters = _any(made_of, node.reads), _any(ends, node.writes)
         made_of.update(dict.fromkeys(node.writes, origin))
         about = matters & updates or origin
         if node.text and matters and about & origin and about.bit_count() == 1:
             found[about.bit_length() - 1].append(node.text)
     return dict(zip(paths, map(tuple, found), strict=True))
+
+
+def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTree]:
+    """`optimizer.init`, with the dtypes that an update leaves: moments of bfloat16 parameters have
+    those of the gradients, for instance.
+
+    `accumulate` is the least dtype of gradients; None: they have the parameters' own.
+    """
+
+    def gradient(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = leaf.dtype if accumulate is None else wider(leaf.dtype, accumulate)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
+    def init(params: PyTree) -> PyTree:
+        state = optimizer.init(params)
+        gradients = jax.tree.map(gradient, params)
+        try:
+            after: PyTree = jax.eval_shape(optimizer.update, gradients, state, params)[1]
+        except TypeError:  # it wants more than gradients (the loss, for instance)
+            return state
+        if len({jax.tree.structure(state), jax.tree.structure(after)}) > 1:
+            return state
+        return jax.tree.map(
+            lambda leaf, new: leaf if leaf.dtype == new.dtype else leaf.astype(new.dtype),
+            state,
+            after,
+        )
+
+    return init
 
 
 def inputs_of(closed: core.ClosedJaxpr) -> list[int]:
@@ -158,23 +181,20 @@ class _Node(NamedTuple):
 
 
 def _graph(
-    closed: core.ClosedJaxpr, given: Sequence[int], nodes: list[_Node], numbers: Iterator[int]
+    closed: core.ClosedJaxpr, inputs: Sequence[int], nodes: list[_Node], numbers: Iterator[int]
 ) -> list[int]:
     """Append the equations of a jaxpr, with those of both branches of a condition; return the
     numbers of its results.
     """
     flat = flatten(closed).jaxpr
-    known: dict[Any, int] = {var: next(numbers) for var in flat.constvars} | dict(
-        zip(flat.invars, given, strict=True)
-    )
+    known: dict[Any, int] = defaultdict(numbers.__next__, zip(flat.invars, inputs, strict=True))
 
     def number(atom: Any) -> int:
         return next(numbers) if isinstance(atom, core.Literal) else known[atom]
 
     for eqn in flat.eqns:
         reads = tuple(number(atom) for atom in eqn.invars)
-        writes = tuple(next(numbers) for _ in eqn.outvars)
-        known.update(zip(eqn.outvars, writes, strict=True))
+        writes = tuple(known[var] for var in eqn.outvars)
         if eqn.primitive.name != "cond":
             nodes.append(_Node(_text(eqn), reads, writes))
             continue

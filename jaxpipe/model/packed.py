@@ -4,7 +4,8 @@ has its place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
@@ -18,6 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import DictKey
 
 from ..arrays import PyTree, by_path, zeros_of
+from ..errors import PipelineError
 from ..jaxprs.entry import Entry, Part
 from ..jaxprs.slots import Piece
 from .mesh import jit_on_mesh
@@ -37,14 +39,16 @@ class Place(NamedTuple):
         """The leaf out of the shared buffer's."""
         return Piece(leaf, self.start, self.entry).load() if self.flat else leaf
 
+    def raveled(self, value: Any) -> Any:
+        """The leaf as it is in a buffer."""
+        return self.entry.ravel(self.entry.pack(value))
+
     def put(self, leaf: Any, value: Any) -> Any:
         """The shared buffer's leaf with this value in its place."""
         value = value.astype(leaf.dtype)
         if not self.flat:
             return value
-        return lax.dynamic_update_slice_in_dim(
-            leaf, self.entry.ravel(self.entry.pack(value)), self.start, axis=-1
-        )
+        return lax.dynamic_update_slice_in_dim(leaf, self.raveled(value), self.start, axis=-1)
 
 
 Places: TypeAlias = "tuple[Place, ...]"
@@ -58,18 +62,6 @@ class Parameter(NamedTuple):
     path: str
     shape: tuple[int, ...]
 
-    @classmethod
-    def of(cls, path: str, shape: Sequence[int], stage: int, *, layered: bool) -> Parameter:
-        """A leaf of a stage's own tree.  The layers of a letter are one parameter, in whatever
-        stacks "t/0/w" and "t/1/w" they are.
-        """
-        if not layered:
-            return cls(
-                "/".join(name for name in ("stages", str(stage), path) if name), tuple(shape)
-            )
-        letter, _, *rest = path.split("/")
-        return cls("/".join(["stages", letter, *rest]), tuple(shape[1:]))
-
 
 @dataclass(frozen=True)
 class TreeForm:
@@ -78,7 +70,7 @@ class TreeForm:
     """
 
     tree: Any
-    paths: tuple[str, ...]
+    names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -89,39 +81,24 @@ class TreeForm:
         return cls(jax.tree.structure(params), tuple(leaves), tuple(shapes))
 
     @cached_property
-    def tree_paths(self) -> tuple[str, ...]:
+    def paths(self) -> tuple[str, ...]:
         """The path of each leaf in the tree."""
-        return tuple(path for path, number in self._numbered if number is not None)
-
-    @cached_property
-    def _numbered(self) -> list[tuple[str, Any]]:
-        """Paths of the tree, those where it holds None too, and the number of the leaf."""
-        numbers = jax.tree.unflatten(self.tree, range(len(self.paths)))
-        return list(by_path(numbers, is_leaf=lambda node: node is None).items())
+        return tuple(by_path(jax.tree.unflatten(self.tree, self.names)))
 
     def parameters(self, stage: int, *, layered: bool) -> list[Parameter]:
-        """The parameters of a stage of this form, in the order of its leaves."""
-        return [
-            Parameter.of(path, shape, stage, layered=layered)
-            for path, shape in zip(self.tree_paths, self.shapes, strict=True)
-        ]
+        """The parameters of a stage of this form, in the order of its leaves.
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it is that of a device without a stage in the chunk."""
-        return self == EMPTY
-
-    def gaps(self, stage: int, *, layered: bool) -> list[str]:
-        """The paths at which a stage of this form holds None."""
-        return [
-            Parameter.of(path, (), stage, layered=layered).path
-            for path, number in self._numbered
-            if number is None and not self.is_empty
-        ]
-
-
-# Of a device whose chunk is empty.
-EMPTY = TreeForm.of(None)
+        The layers of a letter are one parameter, in whatever stacks "t/0/w" and "t/1/w" they are.
+        """
+        found = []
+        for path, shape in zip(self.paths, self.shapes, strict=True):
+            if layered:
+                letter, _, *rest = path.split("/")
+                found.append(Parameter("/".join(["stages", letter, *rest]), shape[1:]))
+            else:
+                path = "/".join(filter(None, ["stages", str(stage), path]))
+                found.append(Parameter(path, shape))
+        return found
 
 
 class Group(Enum):
@@ -159,54 +136,18 @@ class Buffer(NamedTuple):
 
     name: str
     size: int  # of each part
-    paths: tuple[str, ...]
-    kept: tuple[InBuffer, ...]  # by path; of one group and the same axes
+    leaves: tuple[tuple[str, InBuffer], ...]  # by name; of one group and the same axes
     pinned: bool = False  # there are axes that the partitioner may split over
 
     @property
     def group(self) -> Group:
         """The group of the leaves."""
-        return self.kept[0].group
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of one device's array."""
-        return (*(count for _, count in self.kept[0].axes), self.size)
+        return self.leaves[0][1].group
 
     @property
     def spec(self) -> PartitionSpec:
         """How the partitioner splits the array."""
-        return PartitionSpec(*(axes for axes, _ in self.kept[0].axes), None)
-
-    def places(self, form: TreeForm, *, pinned: bool = False) -> dict[str, Place]:
-        """The place of each leaf of a stage, in the order of the array; the array's number is 0.
-
-        Matrices, whose sizes are round, come before vectors, so that they begin at round addresses.
-        `pinned`: in a program that tells the partitioner how it splits them.
-        """
-        shapes = dict(zip(form.paths, form.shapes, strict=True))
-        entries = {
-            path: Entry(shapes[path], kept.parts)
-            for path, kept in zip(self.paths, self.kept, strict=True)
-            if path in shapes
-        }
-        found, start = {}, 0
-        for path in sorted(entries, key=lambda path: (-entries[path].length, path)):
-            entry = entries[path]
-            found[path] = Place(0, replace(entry, pinned=pinned and self.pinned), True, start)
-            start += entry.length
-        return found
-
-    def row(self, places: Sequence[Place], values: Sequence[Any]) -> Any:
-        """One device's array."""
-        if is_missing(values[0]):
-            return values[0]
-        parts = [
-            place.entry.ravel(place.entry.pack(jnp.asarray(value)))
-            for place, value in zip(places, values, strict=True)
-        ]
-        row = jnp.concatenate(parts, axis=-1)
-        return jnp.pad(row, [*((0, 0) for _ in row.shape[1:]), (0, self.size - row.shape[-1])])
+        return PartitionSpec(*(axes for axes, _ in self.leaves[0][1].axes), None)
 
 
 @dataclass(frozen=True)
@@ -223,8 +164,8 @@ class ChunkLayout:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The arrays."""
-        found = {path for form in self.forms for path in form.paths}
-        found -= {path for buffer in self.buffers for path in buffer.paths}
+        found = {name for form in self.forms for name in form.names}
+        found -= {name for buffer in self.buffers for name, _ in buffer.leaves}
         return tuple(sorted(found | {buffer.name for buffer in self.buffers}))
 
     def of(self, name: str) -> Buffer | None:
@@ -239,17 +180,41 @@ class ChunkLayout:
         return ChunkLayout(with_distinct_names(self.forms, [form.shapes for form in self.forms]))
 
     def places(self, form: TreeForm, *, pinned: bool = False) -> Places:
-        """The place of each leaf of a stage among the arrays (`pinned`: see `Buffer.places`)."""
+        """The place of each leaf of a stage among the arrays.
+
+        Matrices, whose sizes are round, come before vectors in a buffer, so that they begin at
+        round addresses.  `pinned`: in a program that tells the partitioner how it splits them.
+        """
         at = {name: i for i, name in enumerate(self.names)}
-        found = {
-            path: place._replace(at=at[buffer.name])
-            for buffer in self.buffers
-            for path, place in buffer.places(form, pinned=pinned).items()
-        }
+        shapes = dict(zip(form.names, form.shapes, strict=True))
+        found: dict[str, Place] = {}
+        for buffer in self.buffers:
+            entries = [
+                (name, Entry(shapes[name], kept.parts, pinned=pinned and buffer.pinned))
+                for name, kept in buffer.leaves
+                if name in shapes
+            ]
+            start = 0
+            for name, entry in sorted(entries, key=lambda pair: (-pair[1].length, pair[0])):
+                found[name] = Place(at[buffer.name], entry, True, start)
+                start += entry.length
         return tuple(
-            found[path] if path in found else Place(at[path], Entry(shape), False)
-            for path, shape in zip(form.paths, form.shapes, strict=True)
+            found.get(name) or Place(at[name], Entry(shape), False)
+            for name, shape in shapes.items()
         )
+
+    def parameters(
+        self, numbers: Sequence[int], *, layered: bool
+    ) -> dict[str, dict[str, list[Parameter]]]:
+        """The parameters that are in each array, by the names of their leaves; `numbers` are those
+        of the stages.
+        """
+        found: dict[str, dict[str, list[Parameter]]] = {name: {} for name in self.names}
+        for form, stage in zip(self.forms, numbers, strict=True):
+            owns = form.parameters(stage, layered=layered)
+            for name, place, own in zip(form.names, self.places(form), owns, strict=True):
+                found[self.names[place.at]].setdefault(name, []).append(own)
+        return found
 
     def values(self, form: TreeForm, rows: dict[str, Any], *, pinned: bool = False) -> list[Any]:
         """A stage's leaves out of one device's arrays; what is missing there is missing here."""
@@ -263,13 +228,20 @@ class ChunkLayout:
         self, form: TreeForm, values: Sequence[Any], *, pinned: bool = False
     ) -> dict[str, Any]:
         """The inverse: those of one device's arrays in which the stage has leaves."""
-        own = dict(zip(form.paths, values, strict=True))
-        for buffer in self.buffers:
-            places = buffer.places(form, pinned=pinned)
-            mine = [own.pop(path) for path in places]
-            if places:
-                own[buffer.name] = buffer.row([*places.values()], mine)
-        return own
+        by_array: dict[str, list[tuple[Place, Any]]] = {}
+        for place, value in zip(self.places(form, pinned=pinned), values, strict=True):
+            by_array.setdefault(self.names[place.at], []).append((place, value))
+        return {name: self._row(name, own) for name, own in by_array.items()}
+
+    def _row(self, name: str, own: list[tuple[Place, Any]]) -> Any:
+        """One device's array."""
+        buffer = self.of(name)
+        if buffer is None or is_missing(own[0][1]):
+            return own[0][1]
+        own = sorted(own, key=lambda pair: pair[0].start)
+        row = jnp.concatenate([p.raveled(jnp.asarray(value)) for p, value in own], axis=-1)
+        rest = buffer.size - row.shape[-1]
+        return jnp.pad(row, [*((0, 0) for _ in row.shape[1:]), (0, rest)])
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -304,15 +276,15 @@ class Packed:
 
     def with_own_shapes(self) -> Packed:
         """The arrays of one device, with the shapes that leaves outside of buffers have there."""
-        own = {name: np.shape(leaf) for name, leaf in self.leaves.items() if not is_missing(leaf)}
-        shared = {path for buffer in self.layout.buffers for path in buffer.paths}
-
-        def shaped(form: TreeForm) -> TreeForm:
-            given = zip(form.paths, form.shapes, strict=True)
-            shapes = (shape if path in shared else own.get(path, shape) for path, shape in given)
-            return replace(form, shapes=tuple(shapes))
-
-        forms = tuple(map(shaped, self.layout.forms))
+        own = {
+            name: np.shape(leaf)
+            for name, leaf in self.leaves.items()
+            if not is_missing(leaf) and self.layout.of(name) is None
+        }
+        forms = tuple(
+            replace(form, shapes=tuple(map(own.get, form.names, form.shapes)))
+            for form in self.layout.forms
+        )
         return replace(self, layout=replace(self.layout, forms=forms))
 
     def stage(self, device: int) -> PyTree:
@@ -332,6 +304,14 @@ def is_missing(node: PyTree) -> bool:
     return not jax.tree.leaves(node)
 
 
+def masked(leaf: Any, there: Sequence[bool]) -> Any:
+    """The leaf [P, ...] with zeros for devices that are not there."""
+    if all(there):
+        return leaf
+    mask = np.array(there).reshape(-1, *(1,) * (leaf.ndim - 1))
+    return jnp.where(mask, leaf, jnp.zeros_like(leaf))
+
+
 def _stack(rows: Sequence[Any]) -> Any:
     """The array of all devices; those without a row get zeros."""
     have = [row for row in rows if not is_missing(row)]
@@ -347,23 +327,152 @@ def with_distinct_names(
     """The forms, with names of their own for leaves of one name but of unlike kinds; `kinds` are
     those of each form's leaves.
     """
-    found: dict[str, list[Any]] = {}
-    for form, own in zip(forms, kinds, strict=True):
-        for name, kind in zip(form.paths, own, strict=True):
-            if kind not in found.setdefault(name, []):
-                found[name].append(kind)
+    known: dict[str, list[Any]] = {}
+    for name, kind in _by_leaf(forms, kinds):
+        if kind not in known.setdefault(name, []):
+            known[name].append(kind)
     mark = " "
-    while any(f"{mark}(" in name for name in found):
+    while any(f"{mark}(" in name for name in known):
         mark += " "
 
     def renamed(name: str, kind: Any) -> str:
-        at = found[name].index(kind)
+        at = known[name].index(kind)
         return f"{name}{mark}({at + 1})" if at else name
 
     return tuple(
-        replace(form, paths=tuple(map(renamed, form.paths, own)))
+        replace(form, names=tuple(map(renamed, form.names, own)))
         for form, own in zip(forms, kinds, strict=True)
     )
+
+
+def _by_leaf(
+    forms: Sequence[TreeForm], values: Sequence[Sequence[Any]]
+) -> Iterator[tuple[str, Any]]:
+    """(name, value) of each leaf of each form."""
+    for form, own in zip(forms, values, strict=True):
+        yield from zip(form.names, own, strict=True)
+
+
+def _alone(_parameter: Parameter, _dtype: Any) -> InBuffer:
+    return InBuffer(Group.ALONE)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The rule by which a chunk of unlike stages is laid out.
+
+    Leaves of one group and dtype that are split over the same axes may be in one buffer.  Where
+    stages give one path leaves that may not be together, as one of them is frozen, these have names
+    of their own.
+    """
+
+    kept: Callable[[Parameter, Any], InBuffer] = _alone  # of a parameter and its dtype
+    multiple: int = 1  # of which a buffer's length is, as an axis splits it
+    pinned: bool = False  # there are axes that the partitioner may split over
+    layered: bool = False  # stages are made of layers
+
+    def layout(self, stages: Sequence[PyTree | None], numbers: Sequence[int]) -> ChunkLayout:
+        """The layout of one chunk: its stages by device (arrays or shapes), and their numbers in
+        the model.
+
+        Raises:
+            PipelineError: leaves of a path have different dtypes.
+        """
+        forms = list(map(TreeForm.of, stages))
+        dtypes = [[jax.typeof(leaf).dtype for leaf in jax.tree.leaves(stage)] for stage in stages]
+        _check_dtypes(_by_leaf(forms, dtypes))
+        kept = [
+            list(map(self.kept, form.parameters(number, layered=self.layered), own))
+            for form, number, own in zip(forms, numbers, dtypes, strict=True)
+        ]
+        named = with_distinct_names(forms, kept)
+        buffers = self._buffers(named, dict(_by_leaf(named, kept)), dict(_by_leaf(named, dtypes)))
+        return ChunkLayout(named, tuple(buffers))
+
+    def _buffers(
+        self, forms: Sequence[TreeForm], kept: Mapping[str, InBuffer], dtypes: Mapping[str, Any]
+    ) -> Iterator[Buffer]:
+        """The buffers of stages that share a chunk, where these are smaller than an array for each
+        leaf; and one for each leaf whose shapes differ.
+
+        What all stages have alike takes no less room together, so it stays by itself, as it is.
+        """
+        known = [form for form in forms if form.names]
+        shapes: dict[str, list[tuple[int, ...]]] = {}
+        for name, shape in _by_leaf(forms, [form.shapes for form in forms]):
+            shapes.setdefault(name, []).append(shape)
+        groups: dict[Any, list[str]] = {}
+        for name in sorted(shapes):
+            if len(shapes[name]) < len(known) or len(set(shapes[name])) > 1:
+                how, alone = kept[name], name if kept[name].group is Group.ALONE else ""
+                groups.setdefault((dtypes[name], how.group, how.axes, alone), []).append(name)
+
+        def length(name: str, shape: tuple[int, ...]) -> int:
+            return Entry(shape, kept[name].parts).length
+
+        def buffer(name: str, leaves: Sequence[str]) -> Buffer:
+            most = max(
+                sum(length(*one) for one in _by_leaf([form], [form.shapes]) if one[0] in leaves)
+                for form in known
+            )
+            size = math.ceil(most / self.multiple) * self.multiple
+            return Buffer(name, size, tuple((leaf, kept[leaf]) for leaf in leaves), self.pinned)
+
+        word = "buffer"
+        while any(name.startswith(word) for name in shapes):
+            word += "_"
+        for number, leaves in enumerate(groups.values()):
+            shared = buffer(f"{word} {number}", leaves)
+            if shared.size < sum(max(length(n, shape) for shape in shapes[n]) for n in leaves):
+                yield shared
+            else:
+                yield from (buffer(n, [n]) for n in leaves if len(set(shapes[n])) > 1)
+
+    def faults(
+        self, owns: Mapping[str, Sequence[Parameter]], dtype: Any, buffer: Buffer | None
+    ) -> list[str]:
+        """Why a leaf (a buffer, or one by itself) that was placed with another sharing cannot be
+        used with this one.
+
+        `owns` are the parameters that are in it, by name.
+        """
+        stored = {} if buffer is None else {name: {how} for name, how in buffer.leaves}
+        kept = {
+            name: stored.get(name, set()) | {self.kept(own, dtype) for own in found}
+            for name, found in owns.items()
+        }
+        odd = [name for name, ways in kept.items() if len(ways) > 1]
+        if buffer is not None and (buffer.pinned != self.pinned or buffer.size % self.multiple):
+            odd += owns
+        if not odd:
+            return []
+        first, *others = dict.fromkeys(
+            [*owns[odd[0]], *(own for found in owns.values() for own in found)]
+        )
+        how = f"with {others[0].path!r}" if others else "as it is not split here"
+        return [
+            f"{first.path!r} is stored in one array {how}, but frozen=, specs= or the mesh axes of "
+            "this pipeline keep it apart; bring them over with the pipeline that placed them as "
+            "`old`: new.place(old.canonical(...))"
+        ]
+
+
+# An array for each leaf.
+ALONE = Packing()
+
+
+def _check_dtypes(dtypes: Iterator[tuple[str, Any]]) -> None:
+    """PipelineError where stages give one path several dtypes."""
+    found: dict[str, set[str]] = {}
+    for path, dtype in dtypes:
+        found.setdefault(path, set()).add(str(dtype))
+    faults = [
+        f"parameters {path!r} of stages that share a chunk are {' and '.join(sorted(names))}; "
+        "give them one dtype"
+        for path, names in found.items()
+        if len(names) > 1
+    ]
+    PipelineError.refuse("", faults)
 
 
 def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -> PyTree:
@@ -418,8 +527,6 @@ def _splits(layout: ChunkLayout, other: ChunkLayout) -> dict[str, PartitionSpec]
     """
     found: dict[str, PartitionSpec] = {}
     for old, new in zip(other.forms, layout.forms, strict=True):
-        names = dict(zip(old.paths, new.paths, strict=True))
-        for buffer in other.buffers:
-            places = buffer.places(old).items() if buffer.pinned else ()
-            found |= {names[path]: place.entry.spec for path, place in places}
+        places = zip(new.names, other.places(old, pinned=True), strict=True)
+        found |= {name: place.entry.spec for name, place in places if place.entry.pinned}
     return found | {buffer.name: buffer.spec for buffer in layout.buffers if buffer.pinned}

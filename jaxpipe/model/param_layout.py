@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -19,62 +19,35 @@ from ..errors import PipelineError
 from ..jaxprs.entry import Entry
 from ..table.placement import Placement
 from .layers import LayerMap
-from .packed import Packed, Place, Places, TreeForm
-from .sharing import Sharing
-
-
-@dataclass(frozen=True)
-class StageOwners:
-    """Which stages each device owns, in chunk order, and the layers of each stage where there are
-    any.
-    """
-
-    owned: tuple[tuple[int, ...], ...]
-    layers: tuple[str, ...] = ()
-
-    def stage_at(self, chunk: int) -> tuple[int, ...]:
-        """Per device, the stage that its owned chunk `chunk` is, or -1."""
-        return tuple(row[chunk] if chunk < len(row) else -1 for row in self.owned)
-
-    def __str__(self) -> str:
-        rows = [f"{d}: {', '.join(map(str, row))}" for d, row in enumerate(self.owned[:4])]
-        layers = f", with layers {'|'.join(self.layers)[:60]}" if self.layers else ""
-        return (
-            "stages by device "
-            f"{{{'; '.join(rows)}{'; ...' if len(self.owned) > 4 else ''}}}{layers}"
-        )
+from .packed import ALONE, Packed, Packing, Place, Places, TreeForm, masked
 
 
 class Chunks(tuple[PyTree, ...]):
     """A tree for each chunk of the devices, leaves [P, ...]: a tuple whose structure holds the
-    placement that it is for.
+    layout that it is for.
 
-    `jax.tree.map`, optimizers, `jax.jit` and scans keep it, and refuse a tree of another placement
-    as a second argument.
+    `jax.tree.map`, optimizers, `jax.jit` and scans keep it, and refuse a tree of another layout as
+    a second argument.
     """
 
-    owners: StageOwners
+    layout: ParamLayout
 
-    def __new__(cls, chunks: Iterable[PyTree], owners: StageOwners) -> Chunks:
-        """Trees by chunk, and the placement that they are for."""
+    def __new__(cls, chunks: Iterable[PyTree], layout: ParamLayout) -> Chunks:
+        """Trees by chunk, and the layout that they are for."""
         found = super().__new__(cls, chunks)
-        found.owners = owners
+        found.layout = layout
         return found
 
-    def __reduce__(self) -> tuple[type[Chunks], tuple[tuple[PyTree, ...], StageOwners]]:
-        return Chunks, (tuple(self), self.owners)
+    def __reduce__(self) -> tuple[type[Chunks], tuple[tuple[PyTree, ...], ParamLayout]]:
+        return Chunks, (tuple(self), self.layout)
 
     def like(self, chunks: Iterable[PyTree]) -> Chunks:
         """Other trees in the same places."""
-        return Chunks(chunks, self.owners)
+        return Chunks(chunks, self.layout)
 
     def numbered(self) -> list[tuple[PyTree, tuple[int, ...]]]:
         """Each chunk, and by device the number of the stage that it is, or -1."""
-        return [(chunk, self.owners.stage_at(v)) for v, chunk in enumerate(self)]
-
-    def map(self, function: Callable[[PyTree], PyTree]) -> Chunks:
-        """Change the tree of every chunk."""
-        return self.like(map(function, self))
+        return [(chunk, self.layout.stage_at(v)) for v, chunk in enumerate(self)]
 
 
 # The stages' own state, or nothing.
@@ -82,13 +55,13 @@ State: TypeAlias = "Chunks | tuple[()]"
 
 jax.tree_util.register_pytree_with_keys(
     Chunks,
-    lambda chunks: ([(SequenceKey(v), chunk) for v, chunk in enumerate(chunks)], chunks.owners),
-    lambda owners, chunks: Chunks(chunks, owners),
-    lambda chunks: (tuple(chunks), chunks.owners),
+    lambda chunks: ([(SequenceKey(v), chunk) for v, chunk in enumerate(chunks)], chunks.layout),
+    lambda layout, chunks: Chunks(chunks, layout),
+    lambda chunks: (tuple(chunks), chunks.layout),
 )
 
 
-def owner_faults(stages: Any, owners: StageOwners, what: str, again: str) -> list[str]:
+def owner_faults(stages: Any, layout: ParamLayout, what: str, again: str) -> list[str]:
     """Faults of stages that must be placed there; `again` is the method that places them."""
     if not isinstance(stages, Chunks):
         kind = type(stages).__name__
@@ -96,10 +69,10 @@ def owner_faults(stages: Any, owners: StageOwners, what: str, again: str) -> lis
             f"{what} are not placed (their stages are a {kind}); give what `{again}` returned, "
             "or what was made of it by jax.tree.map"
         ]
-    if stages.owners != owners:
+    if stages.layout != layout:
         back = "canonical" if again == "place" else "canonical_state"
         return [
-            f"{what} are placed for {stages.owners}, but this schedule has {owners}; bring them "
+            f"{what} are placed for {stages.layout}, but this schedule has {layout}; bring them "
             f"over: new.{again}(old.{back}(...)), with the pipeline that placed them as `old`"
         ]
     return []
@@ -120,24 +93,32 @@ class ParamLayout:
 
     A stage that is on several devices (a bidirectional placement) is held by the first of them
     only; the step copies it to the others.  So optimizers, norms and checkpoints get every
-    parameter exactly once.
+    parameter exactly once.  Layouts are equal where devices own the same stages, made of the same
+    layers.
     """
 
-    placement: Placement
+    placement: Placement = field(compare=False)
     # stages have trees of their own: canonical is a list of S trees, placed a `Packed` a chunk
-    unlike: bool = False
+    unlike: bool = field(default=False, compare=False)
     # stages are made of layers: canonical is a dict of stacks by letter
     layers: LayerMap | None = None
     # the function says that its leaves are [S, layers, ...], as those of `jaxpipe.flax` are
-    stacks: bool = False
+    stacks: bool = field(default=False, compare=False)
+    # per device, the stages whose parameters it holds, in chunk order
+    owned: tuple[tuple[int, ...], ...] = field(init=False)
 
-    @cached_property
-    def owned(self) -> tuple[tuple[int, ...], ...]:
-        """Per device, the stages whose parameters it holds, in chunk order."""
+    def __post_init__(self) -> None:
         table: list[list[int]] = [[] for _ in range(self.placement.num_devices)]
         for stage, devices in enumerate(self.placement.devices_of):
             table[devices[0]].append(stage)
-        return tuple(tuple(row) for row in table)
+        object.__setattr__(self, "owned", tuple(map(tuple, table)))
+
+    def __str__(self) -> str:
+        rows = [f"{d}: {', '.join(map(str, row))}" for d, row in enumerate(self.owned[:4])]
+        rows += ["..."] if len(self.owned) > 4 else []
+        letters = "" if self.layers is None else "|".join(self.layers.stages)[:60]
+        layers = f", with layers {letters}" if letters else ""
+        return f"stages by device {{{'; '.join(rows)}}}{layers}"
 
     @property
     def num_owned(self) -> int:
@@ -149,14 +130,14 @@ class ParamLayout:
         """The axes of stages and of layers that canonical leaves have before those of one layer."""
         return int(not self.unlike or self.layers is not None) + self.stacks
 
-    @cached_property
-    def owners(self) -> StageOwners:
-        """The placement that placed trees carry in their structure."""
-        return StageOwners(self.owned, () if self.layers is None else self.layers.stages)
-
     def stage_at(self, chunk: int) -> tuple[int, ...]:
         """Per device, the stage that its owned chunk `chunk` is, or -1."""
-        return self.owners.stage_at(chunk)
+        return tuple(row[chunk] if chunk < len(row) else -1 for row in self.owned)
+
+    def where(self, stage: int) -> tuple[int, int]:
+        """The chunk and the device that hold a stage's parameters."""
+        device = self.placement.devices_of[stage][0]
+        return self.owned[device].index(stage), device
 
     def replicas(self) -> tuple[tuple[int, int, int, int], ...]:
         """(owner, owner's chunk, holder, holder's chunk) for every further copy of a stage."""
@@ -168,81 +149,56 @@ class ParamLayout:
                 found.append((owner, chunk, holder, self.placement.chunk_of(stage, holder)))
         return tuple(found)
 
-    def place_stages(
-        self,
-        stages: PyTree,
-        sharing: Sharing | None = None,
-        like: Sequence[PyTree] | None = None,
-    ) -> Chunks:
+    def place_stages(self, stages: PyTree, how: Packing | Sequence[PyTree] = ALONE) -> Chunks:
         """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that
         chunk are zero.
 
-        Unlike stages are laid out as `sharing` says, or as the placed ones in `like`.
+        Unlike stages are laid out as the rule says, or as these placed ones are.
         """
         if self.unlike:
-            trees = stages if self.layers is None else self.layers.split(stages)
-            return self.place_trees(trees, sharing, like)
+            return self.place_trees(
+                stages if self.layers is None else self.layers.split(stages), how
+            )
 
-        def chunk(leaf: Any, stage_of: tuple[int, ...]) -> Any:
+        def placed(leaf: Any, stage_of: tuple[int, ...]) -> Any:
             if stage_of == tuple(range(np.shape(leaf)[0])):
                 # in order already: under jit, what draws the leaf is split as the leaf is
                 return leaf
-            index = np.array([max(s, 0) for s in stage_of])
-            taken = jnp.take(leaf, index, axis=0)
-            if min(stage_of) >= 0:
-                return taken
-            there = np.array([s >= 0 for s in stage_of]).reshape((-1,) + (1,) * (leaf.ndim - 1))
-            return jnp.where(there, taken, jnp.zeros_like(taken))
+            own = jnp.take(leaf, np.array([max(s, 0) for s in stage_of]), axis=0)
+            return masked(own, [s >= 0 for s in stage_of])
 
         return Chunks(
             (
-                jax.tree.map(lambda leaf, at=at: chunk(leaf, at), stages)
-                for at in map(self.stage_at, range(self.num_owned))
+                jax.tree.map(partial(placed, stage_of=self.stage_at(v)), stages)
+                for v in range(self.num_owned)
             ),
-            self.owners,
+            self,
         )
 
     def place_trees(
-        self,
-        trees: Sequence[PyTree],
-        sharing: Sharing | None = None,
-        like: Sequence[PyTree] | None = None,
+        self, trees: Sequence[PyTree], how: Packing | Sequence[PyTree] = ALONE
     ) -> Chunks:
         """A tree for each stage -> placed ones (see `place_stages`)."""
         if not self.unlike:
             return self.place_stages(stacked(trees))
-        chunks = self._by_chunk(trees)
-        layouts = (
-            [
-                (sharing or Sharing()).layout(chunk, self.stage_at(v))
-                for v, chunk in enumerate(chunks)
-            ]
-            if like is None
-            else [chunk.layout for chunk in like]
-        )
-        return Chunks(map(Packed.of, chunks, layouts), self.owners)
-
-    def _by_chunk(self, trees: Sequence[PyTree]) -> list[list[PyTree | None]]:
-        """The stages' trees by chunk and device."""
-        return [
-            [None if s < 0 else trees[s] for s in self.stage_at(v)] for v in range(self.num_owned)
-        ]
+        found = []
+        for v in range(self.num_owned):
+            numbers = self.stage_at(v)
+            chunk = [None if s < 0 else trees[s] for s in numbers]
+            layout = how.layout(chunk, numbers) if isinstance(how, Packing) else how[v].layout
+            found.append(Packed.of(chunk, layout))
+        return Chunks(found, self)
 
     def canonical_stages(self, placed: tuple[PyTree, ...]) -> PyTree:
         """The inverse of `place_stages`."""
+        stages = range(self.placement.num_stages)
         if self.unlike:
-            trees = [self.of_stage(s, placed) for s in range(self.placement.num_stages)]
+            trees = [self.of_stage(s, placed) for s in stages]
             return trees if self.layers is None else self.layers.join(trees)
-        where = map(self.where, range(self.placement.num_stages))
-        order = np.array([v * self.placement.num_devices + d for v, d in where])
+        order = np.array([v * self.placement.num_devices + d for v, d in map(self.where, stages)])
         return jax.tree.map(
             lambda *leaves: jnp.take(jnp.concatenate(leaves, axis=0), order, axis=0), *placed
         )
-
-    def where(self, stage: int) -> tuple[int, int]:
-        """The chunk and the device that hold a stage's parameters."""
-        device = self.placement.devices_of[stage][0]
-        return self.owned[device].index(stage), device
 
     def of_stage(self, stage: int, placed: Sequence[PyTree]) -> PyTree:
         """One stage's own tree out of placed ones."""
@@ -261,19 +217,17 @@ class ParamLayout:
         form: TreeForm = chunks[v].layout.forms[device]
         return form
 
-    def places(self, stage: int, chunks: Sequence[PyTree], chunk: int) -> Places:
-        """The places of a stage's leaves among those of a chunk."""
-        form = self.form_of(stage, chunks)
-        if isinstance(chunks[chunk], Packed):
-            found: Places = chunks[chunk].layout.places(form, pinned=True)
-            return found
+    def places(self, stage: int, chunks: Sequence[PyTree]) -> Places:
+        """The places of a stage's leaves among those of its chunk."""
+        form, chunk = self.form_of(stage, chunks), chunks[self.where(stage)[0]]
+        if isinstance(chunk, Packed):
+            return chunk.layout.places(form, pinned=True)
         return tuple(Place(i, Entry(shape), flat=False) for i, shape in enumerate(form.shapes))
 
     def leaves_of(self, stage: int, chunks: Sequence[PyTree]) -> list[Any]:
         """The leaves of one stage in trees like owned chunks, in the stage's order."""
-        v, _ = self.where(stage)
-        leaves = jax.tree.leaves(chunks[v])
-        return [leaves[place.at] for place in self.places(stage, chunks, v)]
+        leaves = jax.tree.leaves(chunks[self.where(stage)[0]])
+        return [leaves[place.at] for place in self.places(stage, chunks)]
 
     def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
         """One stage's own tree of shapes, given each owned chunk on one device."""
@@ -290,19 +244,16 @@ class ParamLayout:
         count = self.placement.num_stages
         if self.layers is not None:
             return self.layers.faults(stages)
-        if self.unlike:
-            if isinstance(stages, list | tuple) and len(stages) == count:
-                return []
-            what = (
-                f"{len(stages)} of them"
-                if isinstance(stages, list | tuple)
-                else type(stages).__name__
-            )
-            return [
-                f'"stages" must be a list with a tree for each of the {count} stages, since each '
-                f"has a function of its own; got {what}"
-            ]
-        return axis_faults(stages, "stages", count, f"the number of stages, {count}")
+        if not self.unlike:
+            return axis_faults(stages, "stages", count, f"the number of stages, {count}")
+        is_list = isinstance(stages, list | tuple)
+        if is_list and len(stages) == count:
+            return []
+        what = f"{len(stages)} of them" if is_list else type(stages).__name__
+        return [
+            f'"stages" must be a list with a tree for each of the {count} stages, since each '
+            f"has a function of its own; got {what}"
+        ]
 
 
 def check_canonical(

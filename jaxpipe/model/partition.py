@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree, by_path, path_text
@@ -20,10 +19,9 @@ from ..errors import PipelineError
 from ..jaxprs.entry import Part
 from .leaf_plan import LeafPlan, leaf_plans
 from .mesh import is_spec, names_of
-from .packed import Buffer, Group, InBuffer, Packed, Parameter
+from .packed import Buffer, Group, InBuffer, Packed, Packing, Parameter
 from .param_layout import Chunks, ParamLayout
 from .settings import Patterns, Sharding, holds
-from .sharing import Sharing, by_name
 from .spread import Cuts, is_padded, own_shape, unpadded
 
 
@@ -58,42 +56,45 @@ class Partition:
     def _layered(self) -> bool:
         return self.layout.layers is not None
 
-    def plans(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """A `LeafPlan` for each leaf of placed parameters (arrays or shapes); PipelineError lists
-        every spec that does not fit.
+    def plans(
+        self, params: Mapping[str, PyTree], canonical: Mapping[str, PyTree] | None = None
+    ) -> dict[str, PyTree]:
+        """A `LeafPlan` for each leaf of placed parameters (arrays or shapes).
+
+        Raises:
+            PipelineError: specs that do not fit, or, given the canonical parameters, that are for
+                none of these; all are listed.
         """
         faults = [
             f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}"
-            for key in self._given
+            for key in self._specs
             if key not in params
         ]
         found = {key: self._tree(key, tree, faults) for key, tree in params.items()}
-        faults += self._unused(params, found)
+        faults += self._unused_specs(canonical or {})
         PipelineError.refuse("these specs do not fit", faults)
         return found
 
-    def dtype_faults(self, params: Mapping[str, PyTree]) -> list[str]:
+    def dtype_faults(self, params: Mapping[str, PyTree], plans: PyTree) -> list[str]:
         """Placed parameters (shapes) that are trained and have no gradient, by their dtype."""
         return [
             f"parameter {path!r} is {leaf.dtype}; parameters that are trained must be "
             "floating: put other arrays in the batch, or name them in frozen="
             for (path, leaf), plan in zip(
-                by_path(dict(params)).items(), leaf_plans(self.plans(params)), strict=True
+                by_path(dict(params)).items(), leaf_plans(plans), strict=True
             )
             if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
         ]
 
-    def frozen_faults(self, params: Mapping[str, PyTree]) -> list[str]:
-        """Expressions of frozen= that are found in the path of none of the placed parameters."""
+    def frozen_faults(self, plans: PyTree) -> list[str]:
+        """Expressions of frozen= that are found in the path of none of the parameters."""
         if not isinstance(self.frozen, Patterns):
             return []
-        plans = leaf_plans(self.plans(params))
-        return self.frozen.faults(
-            list(dict.fromkeys(own.path for plan in plans for own in plan.parameters))
-        )
+        paths = (own.path for plan in leaf_plans(plans) for own in plan.parameters)
+        return self.frozen.faults(list(dict.fromkeys(paths)))
 
     @cached_property
-    def _given(self) -> dict[str, dict[str, Any]]:
+    def _specs(self) -> dict[str, dict[str, Any]]:
         """Specs by the paths at which they are given, below each key."""
         return {key: by_path(tree, is_spec) for key, tree in (self.sharding.specs or {}).items()}
 
@@ -106,130 +107,116 @@ class Partition:
         by_stage = isinstance((self.sharding.specs or {}).get("stages"), list | tuple)
         return name.partition("/")[2] if key == "stages" and numbered and not by_stage else name
 
-    def _spec(self, path: str) -> Any:
+    def _spec(self, own: Parameter) -> Any:
         """The spec that holds for a parameter: one that is given for it, or for all below a path;
         what no spec names is whole.
         """
-        name = self._name(path)
-        return next(
-            (
-                spec
-                for prefix, spec in self._given.get(path.partition("/")[0], {}).items()
-                if holds(prefix, name)
-            ),
-            None,
-        )
+        specs, name = self._specs.get(own.path.partition("/")[0], {}), self._name(own.path)
+        return next((spec for prefix, spec in specs.items() if holds(prefix, name)), None)
 
-    def _unused(self, params: Mapping[str, PyTree], plans: Mapping[str, PyTree]) -> list[str]:
-        """Specs of what there is not."""
-        found = []
-        for key, given in self._given.items():
-            own = [p.path for plan in leaf_plans(plans.get(key)) for p in plan.parameters]
-            names = list(dict.fromkeys(map(self._name, own)))
-            known = [*names, *map(self._name, self._gaps(key, params.get(key)))]
-            found += [
+    def _spec_of_stack(self, own: Parameter) -> Any:
+        """The spec of a parameter as a stage has it: the layers of a stage are stacked."""
+        spec = self._spec(own)
+        stacked = self._layered and own.path.startswith("stages/")
+        return PartitionSpec(None, *spec) if stacked and isinstance(spec, PartitionSpec) else spec
+
+    def _unused_specs(self, canonical: Mapping[str, PyTree]) -> list[str]:
+        """Specs of what is neither a canonical parameter nor None in its place."""
+        faults = []
+        for key, tree in canonical.items():
+            nodes = by_path(tree, lambda node: node is None)
+            known = {self._name(f"{key}/{path}"): node for path, node in nodes.items()}
+            names = [name for name, node in known.items() if node is not None]
+            faults += [
                 f"{key}: specs name {prefix!r}, but the parameters are {names}"
-                for prefix in given
-                if key in params and prefix and not any(holds(prefix, name) for name in known)
+                for prefix in self._specs.get(key, ())
+                if prefix and not any(holds(prefix, name) for name in known)
             ]
-        return found
-
-    def _gaps(self, key: str, tree: PyTree) -> list[str]:
-        """The paths at which the canonical parameters hold None."""
-        chunks = tree.numbered() if isinstance(tree, Chunks) else [(tree, ())]
-        found: list[str] = []
-        for chunk, numbers in chunks:
-            if isinstance(chunk, Packed):
-                for form, stage in zip(chunk.layout.forms, numbers, strict=True):
-                    found += form.gaps(stage, layered=self._layered)
-                continue
-            leaves = by_path({key: chunk}, is_leaf=lambda node: node is None)
-            found += [path for path, leaf in leaves.items() if leaf is None]
-        return found
+        return faults
 
     def _tree(self, key: str, tree: PyTree, faults: list[str]) -> PyTree:
+        """The plans of a part of the model."""
+
+        def plans(tree: PyTree, faults: list[str]) -> PyTree:
+            of_leaf = partial(self._own_plan, key, faults)
+            return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=is_padded)
+
         if not isinstance(tree, Chunks):
-            return jax.tree_util.tree_map_with_path(
-                partial(self._outer, key, faults), tree, is_leaf=is_padded
-            )
+            return plans(tree, faults)
         found = []
         for chunk, numbers in tree.numbered():
             own: list[str] = []
-            if isinstance(chunk, Packed):
-                plans: PyTree = self._packed(chunk, numbers, own)
-            else:
-                plans = jax.tree_util.tree_map_with_path(partial(self._alike, own), chunk)
-            found.append(plans)
+            packed = isinstance(chunk, Packed)
+            found.append(self._packed(chunk, numbers, own) if packed else plans(chunk, own))
             # chunks whose stages are alike have the same ones
             faults += [fault for fault in own if fault not in faults]
         return tree.like(found)
 
-    def _outer(self, key: str, faults: list[str], path: Any, leaf: Any) -> Any:
-        """The plan of a parameter of first, last or shared."""
-        shape = own_shape(leaf)
+    def _own_plan(self, key: str, faults: list[str], path: Any, leaf: Any) -> Any:
+        """The plan of a leaf of first, last or shared, or of stages that are alike."""
+        shape, stage = own_shape(leaf), key == "stages"
         if shape is None:
             return leaf  # frozen
-        own = Parameter(_joined(key, path), shape)
-        plan = self._leaf(own, unpadded(leaf), faults, stage=False, cut=self.cuts.dim(key, path))
+        own = [Parameter("/".join(filter(None, [key, path_text(path)])), shape[int(stage) :])]
+        cut = self.cuts.dim(key, path)
+        plan = self._plan(own, unpadded(leaf), faults, stage=stage, cut=cut)
         return replace(leaf, array=plan) if is_padded(leaf) else plan
-
-    def _alike(self, faults: list[str], path: Any, leaf: Any) -> LeafPlan:
-        """The plan of a leaf of stages that are alike."""
-        own = Parameter(_joined("stages", path), tuple(np.shape(leaf)[1:]))
-        return self._leaf(own, leaf, faults, stage=True)
 
     def _packed(self, chunk: Packed, numbers: Sequence[int], faults: list[str]) -> Packed:
         """The plans of the arrays of unlike stages."""
-        named = by_name(chunk.layout.forms, numbers, layered=self._layered)
+        inside = chunk.layout.parameters(numbers, layered=self._layered)
 
         def plan(name: str, leaf: Any) -> LeafPlan:
             buffer = chunk.layout.of(name)
-            paths = (name,) if buffer is None else buffer.paths
-            owns = {path: [own for own, _ in named[path]] for path in paths}
-            faults.extend(self.sharing.faults(owns, leaf.dtype, buffer))
-            every = tuple(own for found in owns.values() for own in found)
-            if buffer is None:
-                return replace(self._leaf(every[0], leaf, faults, stage=True), parameters=every)
-            for own in every:
-                faults.extend(self._spec_faults(own.path, own.shape, self._spec(own.path)))
-            found = self._planned("stages", leaf.shape[1:], buffer.spec, faults, stage=True)
-            frozen = buffer.group is Group.FROZEN
-            return replace(found, frozen=frozen, pinned=buffer.pinned, parameters=every)
+            faults.extend(self.packing.faults(inside[name], leaf.dtype, buffer))
+            own = [own for found in inside[name].values() for own in found]
+            return self._plan(own, leaf, faults, buffer=buffer)
 
         leaves = chunk.leaves.items()
         plans = {name: None if leaf is None else plan(name, leaf) for name, leaf in leaves}
         return Packed(plans, chunk.layout)
 
-    def _leaf(
-        self, own: Parameter, leaf: Any, faults: list[str], *, stage: bool, cut: int | None = None
+    def _plan(
+        self,
+        parameters: Sequence[Parameter],
+        leaf: Any,
+        faults: list[str],
+        *,
+        buffer: Buffer | None = None,
+        stage: bool = True,
+        cut: int | None = None,
     ) -> LeafPlan:
-        """The plan of a leaf that holds one parameter."""
-        shape = leaf.shape[1:] if stage else leaf.shape
-        spec = self._of_stack(own.path)
-        found = self._planned(own.path, shape, spec, faults, stage=stage, cut=cut)
-        return replace(found, frozen=self._is_frozen(own, leaf.dtype), parameters=(own,))
-
-    def _of_stack(self, path: str) -> Any:
-        """The spec of a parameter as a stage has it: the layers of a stage are stacked."""
-        spec = self._spec(path)
-        stacked = self._layered and path.startswith("stages/") and isinstance(spec, PartitionSpec)
-        return PartitionSpec(None, *spec) if stacked else spec
+        """The plan of a placed leaf that holds these parameters."""
+        own, shape = parameters[0], leaf.shape[1:] if stage else leaf.shape
+        if buffer is None:
+            spec = self._spec_of_stack(own)
+            found = self._split(own.path, shape, spec, faults, stage=stage, cut=cut)
+            frozen = self._is_frozen(own, leaf.dtype)
+            return replace(found, frozen=frozen, parameters=tuple(parameters))
+        for own in parameters:
+            faults += self._spec_faults(own.path, own.shape, self._spec(own))
+        return replace(
+            self._split("stages", shape, buffer.spec, faults),
+            frozen=buffer.group is Group.FROZEN,
+            pinned=buffer.pinned,
+            parameters=tuple(parameters),
+        )
 
     @cached_property
-    def sharing(self) -> Sharing:
+    def packing(self) -> Packing:
         """Which parameters of unlike stages may share a buffer: frozen ones with each other, and
         trained ones, split over the same axes.
         """
 
         def kept(own: Parameter, dtype: Any) -> InBuffer:
-            spec = self._spec(own.path)
-            if self._spec_faults(own.path, own.shape, spec):
+            spec = self._spec_of_stack(own)
+            if self._spec_faults(own.path, own.shape, self._spec(own)):
                 return InBuffer(Group.ALONE)  # `plans` lists the faults
-            if self._held(self._of_stack(own.path)):
+            if self._held(spec):
                 return InBuffer(Group.ALONE)  # a buffer's shape is the same outside and inside
             parts = tuple(
                 Part(dim, names_of(entry), count)
-                for dim, entry in enumerate(self._of_stack(own.path) or ())
+                for dim, entry in enumerate(spec or ())
                 if (count := math.prod(self.mesh.shape[axis] for axis in names_of(entry))) > 1
             )
             if self._is_frozen(own, dtype):
@@ -239,7 +226,7 @@ class Partition:
 
         fsdp = self.sharding.fsdp
         multiple = 1 if fsdp is None else self.mesh.shape[fsdp]
-        return Sharing(kept, multiple, bool(self.auto_axes), self._layered)
+        return Packing(kept, multiple, bool(self.auto_axes), self._layered)
 
     @property
     def auto_axes(self) -> tuple[str, ...]:
@@ -247,46 +234,45 @@ class Partition:
         own = (self.axis, *self.data_axes)
         return tuple(name for name, size in self.mesh.shape.items() if size > 1 and name not in own)
 
-    def _planned(
+    def _split(
         self,
         where: str,
         shape: tuple[int, ...],
         spec: Any,
         faults: list[str],
         *,
-        stage: bool,
+        stage: bool = True,
         cut: int | None = None,
     ) -> LeafPlan:
+        """How a leaf of this shape and spec is split; `cut`: its dim that is cut over the pipe
+        axis.
+        """
         own = self._spec_faults(where, shape, spec)
         faults += own
         entries = () if own or spec is None else tuple(spec)
-        held = self._held(entries)
-        own_dims = {dim for _, dim in held}
-        auto = [
-            entries[dim] if dim < len(entries) and dim not in own_dims else None
-            for dim in range(len(shape))
-        ]
-        if cut is not None and (auto[cut] is not None or cut in own_dims):
+        entries += (None,) * (len(shape) - len(entries))
+        held, fsdp = self._held(entries), self.sharding.fsdp
+        used = {dim for dim, entry in enumerate(entries) if entry is not None}
+        auto = tuple(
+            None if dim in {dim for _, dim in held} else entry for dim, entry in enumerate(entries)
+        )
+        if cut in used:
             faults.append(
                 f"{where}: {spec} splits dim {cut}, which is cut over the pipe axis "
                 f"{self.axis!r}; split another dim"
             )
         gathers: list[tuple[str, int]] = []
         wanted = [self.axis] if self.sharding.outer and not stage and cut is None else []
-        fsdp = self.sharding.fsdp
         wanted += [] if fsdp is None or fsdp in dict(held) else [fsdp]
         for name in wanted:
             size = self.mesh.shape[name]
-            free = [
-                d
-                for d in range(len(shape))
-                if auto[d] is None and d not in {cut, *own_dims, *(used for _, used in gathers)}
-            ]
+            free = [d for d in range(len(shape)) if d not in {cut, *used}]
             fits = [d for d in free if shape[d] % size == 0 and shape[d] > 0]
             if fits and size > 1:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))
+                used.add(gathers[-1][1])
         held += [] if cut is None else [(self.axis, cut)]
-        return LeafPlan(len(shape), stage, tuple(gathers), tuple(auto), held=tuple(held))
+        return LeafPlan(stage, tuple(gathers), auto, held=tuple(held))
 
     def _held(self, spec: Any) -> list[tuple[str, int]]:
         """(data axis, dim) that a spec names."""
@@ -308,7 +294,7 @@ class Partition:
 
     def buffer_spec(self, buffer: Buffer, shape: tuple[int, ...]) -> PartitionSpec:
         """How a buffer [P, ...] of parameters, or of an optimizer's state, is spread."""
-        return self._planned("stages", shape[1:], buffer.spec, [], stage=True).spec(self.axis)
+        return self._split("stages", shape[1:], buffer.spec, []).spec(self.axis)
 
     def shardings(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """Shardings of placed parameters."""
@@ -319,8 +305,3 @@ class Partition:
     def manual_specs(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         """The part of these that `shard_map` is given, for parameters and for their gradients."""
         return jax.tree.map(lambda plan: plan.manual(self.axis), self.plans(params))
-
-
-def _joined(key: str, path: Any) -> str:
-    text = path_text(path)
-    return f"{key}/{text}" if text else key

@@ -1,27 +1,172 @@
 """Parameters, and trees like them, between the model's own (canonical) layout and where they are on
-a mesh.
+a mesh.  Moments and averages are spread as the parameters that they follow.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import Params, PyTree, shapes_of, zeros_of
+from ..arrays import Params, PyTree, path_text, shapes_of
 from ..errors import PipelineError
-from .follow import Follow, Followers, shardings
-from .mesh import Mover, explicit_context, has
+from .leaf_plan import leaf_plans
+from .mesh import Mover, explicit_context, has, names_of, trimmed, with_sharding
 from .packed import Packed, is_missing, repacked
-from .param_layout import State, owner_faults
+from .param_layout import OUTER, State, owner_faults
 from .partition import Partition
-from .spread import cut_off, is_padded, pad_like
+from .spread import cut_off, is_padded, pad_like, unpadded
+
+
+@dataclass(frozen=True)
+class Follow:
+    """How a leaf of a tree like the placed parameters belongs to its parameter."""
+
+    lead: int = 0  # axes of its own, before the parameter's
+    follows: bool = True  # False: one value for all stages
+    spec: tuple[Any, ...] = ()  # of the parameter's dims, without the axis of devices
+    fits: bool = True  # False: no axis is known to be that of stages
+
+    def sharding(self, mesh: Mesh, *axis: str) -> NamedSharding:
+        """The sharding of the placed leaf; `axis`: that of devices, if it has one."""
+        spec = trimmed(*(None,) * self.lead, *axis, *self.spec) if self.follows else PartitionSpec()
+        return NamedSharding(mesh, spec)
+
+
+def is_params(node: PyTree) -> bool:
+    """True for a tree laid out like parameters: they themselves, a moment of an optimizer, an
+    average, gradients.
+    """
+    return isinstance(node, dict) and "stages" in node and set(node) <= {"stages", *OUTER}
+
+
+class Followers:
+    """Finds the parameter of each leaf of trees like the placed parameters.
+
+    Args:
+        params: the placed parameters (arrays or shapes), or canonical ones of a plain program.
+        partition: the pipeline's; None for a plain program.
+        layer_axis: leaves of stages are [S, layers, ...].
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, PyTree],
+        partition: Partition | None,
+        *,
+        layer_axis: bool = False,
+    ) -> None:
+        self._partition, self._stage_axes = partition, 2 if layer_axis else 1
+        self._layout = None if partition is None else partition.layout
+        self._stages = params["stages"]
+        leaves = jax.tree_util.tree_leaves_with_path(dict(params))
+        specs: list[tuple[Any, ...]] = [()] * len(leaves)
+        if partition is not None:
+            plans = leaf_plans(partition.plans(params))
+            specs = [tuple(plan.spec(partition.axis)[int(plan.stage) :]) for plan in plans]
+        self._known = {
+            self._names(path): (tuple(leaf.shape), spec)
+            for (path, leaf), spec in zip(leaves, specs, strict=True)
+        }
+
+    @property
+    def unlike(self) -> bool:
+        """Whether each stage has parameters of its own form."""
+        return self._layout is not None and self._layout.unlike
+
+    def of(self, node: PyTree, *, own: bool = False) -> PyTree:
+        """The node with a `Follow` for each leaf; `own`: it is the stages' own state."""
+        # as the state of an optimizer that has one for each layer
+        other_forms = self.unlike and any(
+            isinstance(one, Packed) and one.layout.forms != other.layout.forms
+            for one, other in zip(node["stages"], self._stages, strict=False)
+        )
+
+        def of_leaf(path: Any, leaf: Any) -> Follow:
+            if path[0].key != "stages" or not (own or other_forms):
+                return self._follow(self._names(path), leaf.shape)
+            chunk = node["stages"][path[1].idx]
+            packed = isinstance(chunk, Packed) and not own
+            buffer = chunk.layout.of(path[2].key) if packed else None
+            if buffer is None or self._partition is None:
+                return Follow()
+            return Follow(spec=tuple(self._partition.buffer_spec(buffer, leaf.shape)[1:]))
+
+        return jax.tree_util.tree_map_with_path(of_leaf, node)
+
+    def shardings(self, state: PyTree) -> PyTree:
+        """A sharding for each leaf of an optimizer's state (shapes)."""
+        partition = self._partition
+        assert partition is not None
+
+        def of_node(node: PyTree) -> PyTree:
+            if is_params(node):
+                return shardings(partition, self.of(node))
+            return NamedSharding(partition.mesh, PartitionSpec())
+
+        return jax.tree.map(of_node, state, is_leaf=is_params)
+
+    def _follow(self, names: tuple[str, ...], shape: tuple[int, ...]) -> Follow:
+        stage = names[0] == "stages"
+        one_a_device = (
+            stage and self._layout is not None and shape[:1] == (len(self._layout.owned),)
+        )
+        found = self._parameter(names, shape)
+        if found is None:
+            # an optimizer may have a state for each stage (`per_layer`)
+            fits = not stage or (one_a_device and not self.unlike)
+            return Follow(follows=one_a_device, fits=fits)
+        parameter, spec = found
+        lead = len(shape) - len(parameter)
+        if lead >= 0 and shape[lead:] == parameter:
+            return Follow(lead, spec=spec)
+        if not stage or np.prod(shape) == 1:
+            return Follow(follows=False)
+        # a factored moment lacks some of the parameter's last axes
+        axes = self._stage_axes
+        fits = lead < 0 and shape[:axes] == parameter[:axes]
+        return Follow(follows=fits or one_a_device, fits=fits)
+
+    def _parameter(
+        self, names: tuple[str, ...], shape: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], tuple[Any, ...]] | None:
+        """The parameter of this name; or that of this shape, where the name has more between the
+        part of the model and its own path, as with a state for each layer.
+        """
+        if names in self._known:
+            return self._known[names]
+        part = 2 if self.unlike and names[0] == "stages" else 1
+        for tail in range(part + 1, len(names)):
+            found = self._known.get((*names[:part], *names[tail:]))
+            if found is not None and found[0] == shape:
+                return found
+        return None
+
+    def _names(self, path: Any) -> tuple[str, ...]:
+        """The name of a leaf within its tree, the same for every chunk of alike stages: ("stages",
+        "w").
+        """
+        names = tuple(path_text((key,)) for key in path)
+        alike = self._layout is not None and not self.unlike and names[0] == "stages"
+        return (names[0], *names[2:]) if alike else names
+
+
+def shardings(partition: Partition, follows: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """The shardings of a tree like the placed parameters."""
+
+    def of(key: str, rule: Follow) -> NamedSharding:
+        return rule.sharding(partition.mesh, *([partition.axis] if key == "stages" else []))
+
+    return {key: jax.tree.map(partial(of, key), rules) for key, rules in follows.items()}
 
 
 class Placer:
@@ -41,19 +186,20 @@ class Placer:
             PipelineError: dims that cannot be cut over the devices, or dtypes that the partition
                 refuses.
         """
+        partition = self._partition
         PipelineError.refuse(
-            "these parameters cannot be cut over the devices", self._partition.cuts.faults(params)
+            "these parameters cannot be cut over the devices", partition.cuts.faults(params)
         )
 
         def to(like: dict[str, PyTree]) -> dict[str, PyTree]:
-            faults = [*self._partition.frozen_faults(like), *self._partition.dtype_faults(like)]
+            plans = partition.plans(like, params)
+            faults = [*partition.frozen_faults(plans), *partition.dtype_faults(like, plans)]
             PipelineError.refuse("these parameters do not fit the pipeline", faults)
-            return self._partition.shardings(like)
+            return partition.shardings(like)
 
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
         arrange = self._rules._arranged_where_traced if traced else self._rules._arranged
-        placed: Params = self._mover.run(arrange.__name__, arrange, params, to)
-        return placed
+        return dict(self._mover.run(arrange, params, to))
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool) -> dict[str, PyTree]:
         """Placed parameters to canonical ones; with `spread` they stay spread over the mesh, else
@@ -76,23 +222,16 @@ class Placer:
             follows: a `Follow` for each; None: leaves follow, and may be anywhere afterwards.
             layer_axis: leaves of stages are [S, layers, ...] and become [S * layers, ...].
         """
-        rules = self._rules
-        arrange = partial(rules._rearranged, follows, layer_axis)
-        to = None if follows is None else partial(rules._canonical_shardings, follows, layer_axis)
-        key = ("canonical", layer_axis, *jax.tree.leaves(follows))
-        found: dict[str, PyTree] = self._mover.run(key, arrange, tree, to)
-        return found
+        static = follows, layer_axis
+        to = None if follows is None else partial(self._canonical_shardings, *static)
+        return dict(self._mover.run(self._rules._rearranged, tree, to, *static))
 
     def placed_like(
         self, tree: Params, like: dict[str, PyTree], follows: PyTree, *, layer_axis: bool = False
     ) -> dict[str, PyTree]:
         """The inverse of `in_model_order`; `like` are the shapes of the result."""
-        arrange = partial(self._rules._arranged_like, like, follows, layer_axis)
-        to = shardings(self._partition, follows)
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(like))
-        key = ("like", layer_axis, jax.tree.structure(like), shapes, *jax.tree.leaves(follows))
-        found: dict[str, PyTree] = self._mover.run(key, arrange, tree, lambda _: to)
-        return found
+        to, static = shardings(self._partition, follows), (like, follows, layer_axis)
+        return dict(self._mover.run(self._rules._arranged_like, tree, lambda _: to, *static))
 
     def shapes(self, placed: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         """The shapes of placed parameters, and those that the canonical ones have without the axes
@@ -120,43 +259,39 @@ class Placer:
         self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Mapping[str, PyTree]
     ) -> PyTree:
         """The state that an optimizer's `init` makes of trained parameters, sharded as they are."""
-        followers = Followers(params, self._partition)
-        to = followers.shardings
-        return Mover(self._mesh).run("init", begin, trained, to)
+        to = Followers(params, self._partition).shardings
+        return Mover(self._mesh).run(begin, trained, to)
 
     def place_state(self, state: PyTree) -> PyTree:
         """The stages' own state, canonical to placed; shapes to shapes."""
         PipelineError.refuse("this state does not fit the pipeline", self._layout.faults(state))
         to = NamedSharding(self._mesh, PartitionSpec(self._axis))
         return self._mover.run(
-            "place_state", self._layout.place_stages, state, partial(jax.tree.map, lambda _: to)
+            self._layout.place_stages, state, partial(jax.tree.map, lambda _: to)
         )
 
     def place_zeros(self, trees: Sequence[PyTree], *, shapes: bool) -> PyTree:
         """Zeros of these shapes, a tree for each stage, where the stages' own state is; `shapes`:
         shapes with shardings instead.
         """
-
-        def zeros(_: PyTree) -> PyTree:
-            return self._layout.place_trees([zeros_of(tree) for tree in trees])
-
-        to, form = NamedSharding(self._mesh, PartitionSpec(self._axis)), jax.tree.structure(trees)
-        key = ("zeros", form, *((a.shape, a.dtype) for a in jax.tree.leaves(trees)))
-        given = trees if shapes else ()
-        return self._mover.run(key, zeros, given, partial(jax.tree.map, lambda _: to))
+        to = NamedSharding(self._mesh, PartitionSpec(self._axis))
+        like = jax.eval_shape(self._layout.place_trees, trees)
+        if shapes:
+            return jax.tree.map(lambda leaf: with_sharding(leaf, to), like)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=to), like)
 
     def canonical_state(self, placed: State) -> PyTree:
         """The stages' own state, placed to canonical."""
         self._check_owners(placed, "state", "place_state")
-        return self._mover.run("canonical_state", self._layout.canonical_stages, placed, None)
+        return self._mover.run(self._layout.canonical_stages, placed, None)
 
     def _check_owners(self, stages: PyTree, what: str, again: str) -> None:
-        PipelineError.refuse("", owner_faults(stages, self._layout.owners, what, again))
+        PipelineError.refuse("", owner_faults(stages, self._layout, what, again))
 
     # Canonical to placed
 
     def _arranged(self, tree: Params) -> dict[str, PyTree]:
-        stages = self._layout.place_stages(tree["stages"], self._partition.sharing)
+        stages = self._layout.place_stages(tree["stages"], self._partition.packing)
         return {**self._padded_outer(tree), "stages": stages}
 
     def _arranged_where_traced(self, tree: Params) -> dict[str, PyTree]:
@@ -174,20 +309,19 @@ class Placer:
         if not layout.unlike:
             return {**self._padded_outer(tree), "stages": layout.place_stages(stages)}
         like = jax.eval_shape(self._arranged, tree)["stages"]
+        separate = [Packed({}, chunk.layout.separate) for chunk in like]
         placed = jax.tree.map(
             lambda leaf: self._constrained(leaf, self._axis, *_free(leaf.ndim - 1)),
-            layout.place_stages(stages, like=[Packed({}, chunk.layout.separate) for chunk in like]),
+            layout.place_stages(stages, separate),
         )
-        chunks = zip(placed, like, strict=True)
-        return {
-            **self._padded_outer(tree),
-            "stages": placed.like(repacked(self._mesh, self._axis, a, b.layout) for a, b in chunks),
-        }
+        chunks = [
+            repacked(self._mesh, self._axis, chunk, to.layout)
+            for chunk, to in zip(placed, like, strict=True)
+        ]
+        return {**self._padded_outer(tree), "stages": placed.like(chunks)}
 
     def _padded_outer(self, tree: Params) -> dict[str, PyTree]:
-        return self._partition.cuts.pad(
-            {key: value for key, value in tree.items() if key != "stages"}
-        )
+        return self._partition.cuts.pad(_outer(tree))
 
     def _split_along_another_dim(self, leaf: Any) -> Any:
         """Split a leaf over its longest dim that divides, other than the first (that of stages or
@@ -209,88 +343,78 @@ class Placer:
     ) -> dict[str, PyTree]:
         found = {
             key: jax.tree.map(pad_like, value, tree.get(key, value), is_leaf=is_padded)
-            for key, value in like.items()
-            if key != "stages"
+            for key, value in _outer(like).items()
         }
         stages = like["stages"]
         if is_missing(stages):
             return {**found, "stages": stages}
         if self._layout.unlike:
-            return {**found, "stages": self._layout.place_stages(tree["stages"], like=stages)}
-        cut = jax.tree.map(
-            partial(self._cut, layer_axis), follows["stages"][0], stages[0], tree["stages"]
-        )
-        chunks = [
-            jax.tree.map(lambda _, parts, v=v: parts[v], follows["stages"][0], cut)
-            for v in range(len(stages))
-        ]
-        return {**found, "stages": stages.like(chunks)}
+            return {**found, "stages": self._layout.place_stages(tree["stages"], stages)}
 
-    def _cut(self, layer_axis: bool, rule: Follow, like: Any, leaf: Any) -> Sequence[Any]:
-        """A leaf in model order -> that of every chunk."""
-        if not rule.follows:
-            return (leaf,) * self._layout.num_owned
-        shape = (self._layout.placement.num_stages, *like.shape[rule.lead + 1 :])
-        return tuple(
-            _behind(
-                rule.lead,
-                lambda leaf: self._layout.place_stages(leaf.reshape(shape) if layer_axis else leaf),
-            )(leaf)
-        )
+        def placed(v: int, rule: Follow, like: Any, leaf: Any) -> Any:
+            """A leaf in model order -> that of a chunk."""
+            if not rule.follows:
+                return leaf
+            shape = (self._layout.placement.num_stages, *like.shape[rule.lead + 1 :])
+
+            def place(leaf: Any) -> Any:
+                return self._layout.place_stages(leaf.reshape(shape) if layer_axis else leaf)[v]
+
+            return _behind(rule.lead, place)(leaf)
+
+        trees = follows["stages"][0], stages[0], tree["stages"]
+        chunks = [jax.tree.map(partial(placed, v), *trees) for v in range(len(stages))]
+        return {**found, "stages": stages.like(chunks)}
 
     # Placed to canonical
 
     def _rearranged(self, follows: PyTree, layer_axis: bool, tree: Params) -> dict[str, PyTree]:
-        outer = {key: cut_off(value) for key, value in tree.items() if key != "stages"}
+        outer = cut_off(_outer(tree))
         stages = tree["stages"]
         if not stages:
             return {**outer, "stages": {}}
         if follows is None or self._layout.unlike:
             return {**outer, "stages": self._layout.canonical_stages(stages)}
-        joined = jax.tree.map(partial(self._joined, layer_axis), follows["stages"][0], *stages)
-        return {**outer, "stages": joined}
 
-    def _joined(self, layer_axis: bool, rule: Follow, *group: Any) -> Any:
-        """One leaf of every chunk -> the leaf in model order."""
-        if not rule.follows:
-            return group[0]
-
-        def join(*group: Any) -> Any:
-            whole = self._layout.canonical_stages(group)
+        def join(*chunks: Any) -> Any:
+            whole = self._layout.canonical_stages(chunks)
             return whole.reshape(-1, *whole.shape[2:]) if layer_axis and whole.ndim > 1 else whole
 
-        return _behind(rule.lead, join)(*group)
+        def joined(rule: Follow, *chunks: Any) -> Any:
+            """One leaf of every chunk -> the leaf in model order."""
+            return _behind(rule.lead, join)(*chunks) if rule.follows else chunks[0]
+
+        return {**outer, "stages": jax.tree.map(joined, follows["stages"][0], *stages)}
 
     def _canonical_shardings(
         self, follows: dict[str, PyTree], layer_axis: bool, like: dict[str, PyTree]
     ) -> dict[str, PyTree]:
-        """Stages over the pipe axis where they divide; over other axes everything as it was, where
-        stages are alike.  A dim of first, last or shared that was padded is whole on every device.
+        """Stages over the pipe axis; over other axes everything as it was, where stages are alike.
+        A dim that does not divide is whole on every device: of stages, or one that was padded.
         """
 
-        def outer(rule: Any) -> Any:
-            if not is_padded(rule):
-                return rule.sharding(self._mesh)
-            if is_missing(rule.array):
-                return rule.array
-            spec = rule.array.spec
-            whole = (None if dim == rule.dim else entry for dim, entry in enumerate(spec))
-            return replace(rule.array, spec=tuple(whole)).sharding(self._mesh)
+        def sharding(key: str, leaf: Any, rule: Follow) -> NamedSharding:
+            spec = rule.spec
+            if key == "stages":
+                spec = (self._axis, *(spec[1:] if layer_axis else spec))
+            sizes = (math.prod(self._mesh.shape[n] for n in names_of(entry)) for entry in spec)
+            own = zip(spec, sizes, leaf.shape[rule.lead :], strict=False)
+            whole = (None if length % size else entry for entry, size, length in own)
+            return replace(rule, spec=tuple(whole)).sharding(self._mesh)
 
-        def over_pipe(leaf: Any, *rules: Follow) -> NamedSharding:
-            rule = rules[0] if rules else Follow()
-            dims = leaf.shape[rule.lead :]
-            divides = bool(dims) and dims[0] % self._mesh.shape[self._axis] == 0
-            spec = (self._axis if divides else None, *rule.spec[1 if layer_axis else 0 :])
-            return replace(rule, spec=spec).sharding(self._mesh)
-
-        alike = () if self._layout.unlike else follows["stages"][:1]
-        found = {
-            key: jax.tree.map(outer, rules, is_leaf=is_padded)
-            for key, rules in follows.items()
-            if key != "stages"
+        stages = like["stages"]
+        rules = {
+            **unpadded(_outer(follows)),
+            "stages": jax.tree.map(lambda _: Follow(), stages)
+            if self._layout.unlike
+            else follows["stages"][0],
         }
-        return {**found, "stages": jax.tree.map(over_pipe, like["stages"], *alike)}
+        return {key: jax.tree.map(partial(sharding, key), like[key], rules[key]) for key in like}
+
+
+def _outer(tree: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """The parts of the model without the stages."""
+    return {key: value for key, value in tree.items() if key != "stages"}
 
 
 def _behind(lead: int, function: Callable[..., Any]) -> Callable[..., Any]:

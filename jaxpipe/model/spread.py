@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree
+from ..arrays import PyTree, by_path, path_text
+from .settings import holds
 
 # By path of a parameter: the dim that is cut, or None.
 Dims: TypeAlias = "Mapping[str, int | None]"
@@ -68,7 +70,7 @@ def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0
     return Spread(function, dims, shared)
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["dim", "size"])
 @dataclass(frozen=True)
 class Padded:
     """A parameter whose cut dim does not divide: the array with zeros after `size` entries of
@@ -78,15 +80,6 @@ class Padded:
     array: Any
     dim: int
     size: int
-
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], tuple[int, int]]:
-        """The array is the only leaf."""
-        return ((jax.tree_util.GetAttrKey("array"), self.array),), (self.dim, self.size)
-
-    @classmethod
-    def tree_unflatten(cls, aux: tuple[int, int], children: tuple[Any, ...]) -> Padded:
-        """The inverse."""
-        return cls(children[0], *aux)
 
 
 def is_padded(node: Any) -> bool:
@@ -160,39 +153,29 @@ class Cuts:
         """The dim along which the parameter at a path is cut; None where it is whole."""
         if key not in self.dims:
             return None
-        found = self.dims[key]
-        for entry in path:
-            if found is None or isinstance(found, int):
-                break
-            name = getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", None)))
-            if isinstance(found, Mapping):
-                found = found.get(name, 0)
-            else:
-                found = found[name] if isinstance(name, int) and name < len(found) else 0
-        return found if found is None or isinstance(found, int) else 0
+        name = path_text(path)
+        dims = by_path(self.dims[key], lambda node: node is None)
+        return next((dim for prefix, dim in dims.items() if holds(prefix, name)), 0)
 
     def faults(self, params: Mapping[str, PyTree]) -> list[str]:
         """Canonical parameters that cannot be cut."""
         found = []
-        for key, given in self.dims.items():
-            leaves = jax.tree_util.tree_leaves_with_path(params.get(key, {}))
-            for path, leaf in leaves:
+        for key, dims in self.dims.items():
+            wrong = [d for d in jax.tree.leaves(dims) if type(d) is not int]
+            if wrong:
+                found.append(
+                    f"jaxpipe.spread was given {wrong[0]!r} for {key}; a dim is a whole number, "
+                    "or None"
+                )
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params.get(key, {})):
                 dim, shape = self.dim(key, path), jnp.shape(leaf)
-                if dim is not None and not 0 <= dim < len(shape):
+                if type(dim) is int and not 0 <= dim < len(shape):
                     where = f"{key}{jax.tree_util.keystr(path)}"
                     found.append(
                         f"{where} of shape {shape} has no dim {dim} to cut over {self.parts} "
                         "devices; give jaxpipe.spread(..., dims=) "
                         "the dim of each parameter, None for those that are whole on every device"
                     )
-            wrong = [
-                d for d in jax.tree.leaves(given) if not isinstance(d, int) or isinstance(d, bool)
-            ]
-            if wrong:
-                found.append(
-                    f"jaxpipe.spread was given {wrong[0]!r} for {key}; a dim is a whole number, "
-                    "or None"
-                )
         return found
 
     def pad(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -221,13 +204,7 @@ class Cuts:
             array = leaf.array if is_padded(leaf) else leaf
             if dim is None:
                 return jnp.broadcast_to(array, (self.parts, *array.shape))
-            parts = array.reshape(
-                *array.shape[:dim],
-                self.parts,
-                array.shape[dim] // self.parts,
-                *array.shape[dim + 1 :],
-            )
-            return jnp.moveaxis(parts, dim, 0)
+            return jnp.stack(jnp.split(array, self.parts, dim))
 
         return jax.tree_util.tree_map_with_path(share, placed, is_leaf=is_padded)
 

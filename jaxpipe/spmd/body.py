@@ -250,13 +250,11 @@ def _stage_operands(
             plans = _chunk_plans(job, chunk)
             bare = StageOperand(
                 leaves=jax.tree.leaves(chunks[chunk]),
-                places=layout.places(stage, chunks, chunk),
+                places=layout.places(stage, chunks),
                 shared=shared,
                 once=[],
-                state_places=layout.places(stage, kept, chunk) if kept else (),
-                gradient_places=_gradient_places(
-                    job, stage, chunk, layout.places(stage, chunks, chunk)
-                ),
+                state_places=layout.places(stage, kept) if kept else (),
+                gradient_places=_gradient_places(job, chunk, layout.places(stage, chunks)),
                 splits=tuple(
                     PartitionSpec(*plan.auto) if on_tpus else None for plan in trained(plans, plans)
                 ),
@@ -266,7 +264,7 @@ def _stage_operands(
     return found
 
 
-def _gradient_places(job: Job, stage: int, chunk: int, places: Places) -> Places:
+def _gradient_places(job: Job, chunk: int, places: Places) -> Places:
     """The places of a stage's trained leaves among the accumulators of its chunk."""
     held = _chunk_plans(job, chunk)
     before = np.cumsum([0, *(not plan.frozen for plan in held)]).tolist()

@@ -144,7 +144,7 @@ def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, 
         jax.tree.unflatten(jax.tree.structure(tree), [merge(leaf)[None] for leaf in leaves])
         for leaves, tree in zip(chunks_of(state, Place.STAGE_STATE), kept, strict=False)
     ]
-    return Chunks(found, job.layout.owners) if found else ()
+    return Chunks(found, job.layout) if found else ()
 
 
 def _losses(

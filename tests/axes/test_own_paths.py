@@ -285,7 +285,7 @@ def test_specs_are_a_tree_like_the_parameters() -> None:
     ).place(alike)
     with pytest.raises(
         jp.PipelineError,
-        match=r"specs name '2/w', but the parameters are \['0/scale', '1/scale', '0/w', '1/w'\]",
+        match=r"specs name '2/w', but the parameters are \['0/scale', '0/w', '1/scale', '1/w'\]",
     ):
         pipe_of("a list", specs={"stages": [None, None, {"w": spec("tensor")}]}, **how).place(
             canonical

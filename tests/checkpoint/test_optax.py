@@ -210,10 +210,7 @@ def test_a_number_for_each_chunk_is_refused() -> None:
 def test_faults_of_a_state_are_all_listed() -> None:
     pipe, params = pipe_of("zbv"), starting("zbv")[0]
     one, two = params["stages"]
-    transposed = {
-        **params,
-        "stages": params["stages"].map(lambda chunk: jax.tree.map(jnp.transpose, chunk)),
-    }
+    transposed = {**params, "stages": jax.tree.map(jnp.transpose, params["stages"])}
     other = {**params, "stages": params["stages"].like((one, {**two, "b": optax.MaskedNode()}))}
     with pytest.raises(CheckpointError) as caught:
         PortableState(pipe).of({"params": params, "a": transposed, "c": other})

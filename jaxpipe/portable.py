@@ -1,4 +1,6 @@
-"""A whole training state (parameters, optimizer state, averages) placed <-> canonical."""
+"""A whole training state (parameters, optimizer state, averages) in the model's canonical layout,
+whatever schedule holds it: what checkpoints are written from and read into.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..arrays import PyTree, path_text, shapes_of
-from ..errors import CheckpointError
-from ..model.follow import Follow, Followers, is_params
-from ..model.mesh import has
-from ..model.packed import Packed
-from ..model.param_layout import Chunks, owner_faults
-from ..model.placer import Placer
-from ..pipeline import Pipeline
+from .arrays import PyTree, path_text, shapes_of
+from .errors import CheckpointError
+from .model.mesh import has
+from .model.packed import Packed
+from .model.param_layout import Chunks, owner_faults
+from .model.placer import Follow, Followers, Placer, is_params
+from .pipeline import Pipeline
 
 OWN_STATE = "state"
 
@@ -56,8 +57,12 @@ class PortableState:
             kept = [key for key in node if key == "stages" or jax.tree.leaves(node[key])]
             node, follows = ({key: tree[key] for key in kept} for tree in (node, follows))
             if self._placer is None:
-                stages = jax.tree.map(self._merged, node["stages"], follows["stages"])
-                return {**jax.tree.map(_reshaped, node), "stages": stages}
+                outer = {
+                    key: jax.tree.map(lambda a: _reshaped(a, a.shape), node[key]) for key in kept
+                }
+                return outer | {
+                    "stages": jax.tree.map(self._merged, node["stages"], follows["stages"])
+                }
             _check_single_values(path, node["stages"], follows["stages"])
             return self._placer.in_model_order(node, follows, layer_axis=self.layer_axis)
 
@@ -77,7 +82,9 @@ class PortableState:
             if not is_params(node):
                 return self._from_host(found, node)
             if self._placer is None:
-                return jax.tree.map(_reshaped, {**node, **found}, node)
+                return jax.tree.map(
+                    lambda leaf, to: _reshaped(leaf, to.shape), {**node, **found}, node
+                )
             shapes = shapes_of(node)
             return self._placer.placed_like(found, shapes, follows, layer_axis=self.layer_axis)
 
@@ -103,18 +110,15 @@ class PortableState:
             "this state is not the pipeline's", self._owner_faults(params, "params")
         )
         partition = None if self.pipe is None else self.pipe.partition
-        by_layer = self.layer_axis and partition is not None
-        followers = Followers(params, partition, layer_axis=by_layer)
+        followers = Followers(params, partition, layer_axis=self.layer_axis)
         faults: list[str] = []
-        unlike: list[str] = []
 
         def of_node(path: Any, node: PyTree) -> PyTree:
             if not is_params(node):
                 return None
             name = path_text(path)
-            home = self._owner_faults(node, name or "parameters")
-            faults.extend(home)
-            if home:
+            if elsewhere := self._owner_faults(node, name or "parameters"):
+                faults.extend(elsewhere)
                 return None
             alike = self.pipe is not None and not followers.unlike
             if alike and len(set(map(jax.tree.structure, node["stages"]))) > 1:
@@ -131,20 +135,20 @@ class PortableState:
                         f"{where} of shape {leaf.shape} fits no axis of its parameter to the stages"
                     )
                 elif followers.unlike and p[0].key == "stages" and (rule.lead or not rule.follows):
-                    unlike.append(f"{where} does not have its parameter's shape")
+                    faults.append(
+                        f"{where} does not have its parameter's shape, as every leaf must where "
+                        "stages are unlike"
+                    )
             return found
 
         found = jax.tree_util.tree_map_with_path(of_node, dict(state), is_leaf=is_params)
         CheckpointError.refuse("this state has no canonical layout", faults)
-        CheckpointError.refuse(
-            "with unlike stages every leaf must be as its parameter is, but", unlike
-        )
         return dict(found)
 
     def _owner_faults(self, node: Mapping[str, PyTree], name: str) -> list[str]:
         if self.pipe is None or not (name == "params" or isinstance(node["stages"], Chunks)):
             return []
-        return owner_faults(node["stages"], self.pipe.layout.owners, name, "place")
+        return owner_faults(node["stages"], self.pipe.layout, name, "place")
 
     @cached_property
     def _placer(self) -> Placer | None:
@@ -152,11 +156,10 @@ class PortableState:
 
     def _merged(self, leaf: Any, rule: Follow) -> Any:
         """A leaf of a plain program's stages, [S, layers, ...], as [S * layers, ...]."""
-        own = leaf.shape[rule.lead :]
-        if not (self.layer_axis and rule.follows and len(own) > 1):
-            return _reshaped(leaf)
-        shape = (*leaf.shape[: rule.lead], own[0] * own[1], *own[2:])
-        return _reshaped(leaf, jax.ShapeDtypeStruct(shape, leaf.dtype))
+        lead, own = leaf.shape[: rule.lead], leaf.shape[rule.lead :]
+        if self.layer_axis and rule.follows and len(own) > 1:
+            own = (own[0] * own[1], *own[2:])
+        return _reshaped(leaf, (*lead, *own))
 
     def _from_host(self, value: Any, like: Any) -> Any:
         """The inverse of `_on_host`: a number as it was, an array on the whole mesh."""
@@ -200,9 +203,8 @@ def _plain_sharding(leaf: Any) -> Any:
     return getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
 
 
-def _reshaped(leaf: Any, like: Any = None) -> Any:
+def _reshaped(leaf: Any, shape: tuple[int, ...]) -> Any:
     """A plain program's array with another shape: on its device, or whole on its mesh."""
-    shape = leaf.shape if like is None else like.shape
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf if leaf.shape == shape else leaf.reshape(shape)
     to = _plain_sharding(leaf)
