@@ -17,7 +17,6 @@ from .errors import PipelineError
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
 from .lowering.plan import Plan
-from .lowering.prices import Overheads, overheads_of
 from .lowering.target import Target
 from .model.arguments import check_kinds, costs_of, rematerialised, staged, with_shares
 from .model.cache import Cache, cache_shapes, hide_beyond, positioned, positions
@@ -57,9 +56,9 @@ class Pipeline:
         memory: rematerialisation, offload and the accumulators' dtype (`jaxpipe.Memory`).
         costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them.  The
             program and the places of spread ends in the table are chosen by them, since predicates
-            and transfers weigh more the shorter the actions are.  None is a forward of 5 ms.
-        overheads: seconds of a predicate, a hop and what a transfer takes of compute, by name.
-            None is those that `jaxpipe doctor` measured on such devices, or for guesses.
+            and transfers weigh more the shorter the actions are.  None is a forward of 5 ms.  What
+            predicates and transfers take is read from the file that `jaxpipe doctor` writes, or
+            guessed.
         executor: the back end; None is the SPMD executor, one `shard_map` program.
             `jaxpipe.eager.EagerExecutor()` runs the same program in eager JAX, for debugging.
 
@@ -71,7 +70,7 @@ class Pipeline:
         PipelineError: mesh, axis or functions do not fit; every fault is listed.
         PipelineError: the installed versions are known to be faulty for what it uses, with the
             thread and a workaround (`jaxpipe doctor` lists them).
-        CostError: costs, overheads or the file of measured prices are wrong.
+        CostError: costs or the file of measured prices are wrong.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
@@ -97,7 +96,6 @@ class Pipeline:
         sharding: Sharding = Sharding(),  # noqa: B008  both are frozen
         memory: Memory = Memory(),  # noqa: B008
         costs: Costs | None = None,
-        overheads: Overheads | Mapping[str, float] | None = None,
         executor: Executor | None = None,
     ) -> None:
         check_kinds(model, schedule, mesh, sharding, memory)
@@ -107,8 +105,7 @@ class Pipeline:
         self.model, self.sharding, self.memory = model, sharding, memory
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
         self.accumulate_dtype, self.offload = memory.accumulate, Offload(memory.offload)
-        prices = None if overheads is None else overheads_of(overheads)
-        self._target = Target.of(self.mesh, sharding.apart, prices)
+        self._target = Target.of(self.mesh, sharding.apart)
         self._key = (key, self._target)
         refuse_faults(self._target.platform, features_of(self._target, self.mesh, self.offload))
         self.costs = costs_of(costs, schedule)
