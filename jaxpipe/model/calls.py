@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -254,20 +254,31 @@ class Function:
         more |= {"ctx", "state"} if self.cached else set()
         return self.wants & {"ctx", "microbatch", "state"} | more
 
-    def run(
-        self, *arguments: PyTree, shared: PyTree, extra: dict[str, PyTree], training: bool
-    ) -> Any:
-        """Call it with those keywords that it takes."""
-        have = {
-            "shared": shared,
-            "training": training,
-            **{k: extra.get(k) for k in ("carry", "ctx", "microbatch", "state")},
-        }
-        return self.calling(
-            lambda: self.call(*arguments, **{k: have[k] for k in sorted(self.wants)}),
-            arguments,
-            have["ctx"],
-        )
+    def run(self, *arguments: PyTree, keywords: Mapping[str, PyTree]) -> Any:
+        """Call it with those keywords that it takes; an error from inside says which function it
+        was and what its arguments were.
+        """
+        try:
+            results = self.call(*arguments, **{name: keywords[name] for name in sorted(self.wants)})
+        except PipelineError:
+            raise
+        except Exception as error:
+            ctx, uses_a_key = keywords.get("ctx"), re.search(r"\b(key|PRNG)", str(error))
+            if "ctx" in self.wants and ctx is not None and ctx.rng is None and uses_a_key:
+                raise PipelineError(
+                    f"`{self.name}` uses ctx.rng, but the step got no key; pass "
+                    "rng=jax.random.key(...)"
+                ) from error
+            if refused := refusal(self.name, error):
+                raise refused from error
+            shapes = "; ".join(described(tree) for tree in arguments)
+            error.add_note(
+                f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was "
+                f"traced with ({shapes})"
+            )
+            raise
+        check_returned(self.name, results)
+        return results
 
     def loss_of(self, loss: Any) -> Any:
         """The loss that a stage or a layer returns besides x, as a scalar; PipelineError for what
@@ -290,35 +301,6 @@ class Function:
         raise PipelineError(
             f"`{self.name}` must return a floating scalar as its loss; it returns {what}"
         )
-
-    def calling(self, call: Callable[[], Any], arguments: Sequence[PyTree], ctx: Any) -> Any:
-        """Call it; an error from inside says which function it was and what it was given."""
-        try:
-            found = call()
-        except PipelineError:
-            raise
-        except Exception as error:
-            text = str(error)
-            if (
-                "ctx" in self.wants
-                and isinstance(ctx, Context)
-                and ctx.rng is None
-                and re.search(r"\b(key|PRNG)", text)
-            ):
-                raise PipelineError(
-                    f"`{self.name}` uses ctx.rng, but the step got no key; pass "
-                    "rng=jax.random.key(...)"
-                ) from error
-            if refused := refusal(self.name, error):
-                raise refused from error
-            what = "; ".join(described(tree) for tree in arguments)
-            error.add_note(
-                f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was "
-                f"traced with ({what})"
-            )
-            raise
-        check_returned(self.name, found)
-        return found
 
 
 def _place(call: Callable[..., Any]) -> str:

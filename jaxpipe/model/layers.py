@@ -236,9 +236,7 @@ def _stage_function(
                 place: int | None = None,
             ) -> tuple[PyTree, Any]:
                 ctx = {"ctx": _context(own["ctx"], number, place)} if "ctx" in own else {}
-                out = function.calling(
-                    lambda: function.call(row, x, **{**own, **ctx}), (row, x), ctx.get("ctx")
-                )
+                out = function.run(row, x, keywords={**own, **ctx})
                 return _pair(function, out, has_loss=has_loss)
 
             stack = params[run.letter][run.group]
