@@ -16,6 +16,7 @@ from ..arrays import PyTree, summable, zeros_of
 from ..errors import PipelineError
 from .calls import Context, Function
 from .slices import Ledger, Positioned, join_slices, slice_length, split_slices
+from .spread import Cuts
 
 
 class StageOutput(NamedTuple):
@@ -101,6 +102,15 @@ class Functions:
         stages = tuple(replace(function, cached=True) for function in self.stages)
         return replace(self, stages=stages, room=room)
 
+    def over(
+        self, axis: str, cuts: Cuts, params: Mapping[str, PyTree], parts: int | None = None
+    ) -> Functions:
+        """The same functions, whose spread ones know the axis and the whole sizes of parameters of
+        which they are given one of `parts` parts.
+        """
+        sizes = {key: cuts.sizes(key, params[key], parts=parts) for key in cuts.dims}
+        return replace(self, axis=axis, sizes=sizes) if sizes else self
+
     def split(self, batch: PyTree, count: int) -> PyTree:
         """The rows of each microbatch."""
         if isinstance(batch, Positioned):
@@ -181,9 +191,10 @@ class Functions:
         """Whether `last` runs on all devices at once."""
         return self.last is not None and self.last.spread
 
-    def _of_spread(self, key: str) -> dict[str, Any]:
-        """What the context of a spread function has besides."""
-        if not (self.spreads_first if key == "first" else self.spreads_last):
+    def _of_share(self, key: str) -> dict[str, Any]:
+        """What the context of a share of `first` or `last` has besides; nothing of a whole one."""
+        function, _ = self._end(key)
+        if function is None or not function.spread:
             return {}
         sizes = {"sizes": self.sizes.get(key), "shared_sizes": self.sizes.get("shared")}
         return {"axis": self.axis, **sizes}
@@ -192,6 +203,32 @@ class Functions:
     def has_state(self) -> bool:
         """Whether any stage keeps state from microbatch to microbatch."""
         return any("state" in function.wants_arrays for function in self.stages)
+
+    def run_whole(
+        self,
+        key: str,
+        params: tuple[PyTree, PyTree],
+        x: PyTree,
+        extra: dict[str, PyTree],
+        cuts: Cuts,
+    ) -> Any:
+        """`first` or `last` with whole parameters (its own, shared), on one device."""
+        function, run = self._end(key)
+        if function is None or not function.spread:
+            return run(params, x, extra)
+        return self.run_shares(key, cuts.both_shares(key, *params), x, extra)
+
+    def run_shares(self, key: str, shares: PyTree, x: PyTree, extra: dict[str, PyTree]) -> Any:
+        """A spread `first` or `last` with every device's share of its parameters: a mapped axis is
+        in the place of the mesh's, and results are equal along it.
+        """
+        _, run = self._end(key)
+        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=self.axis)(*shares)
+        return jax.tree.map(lambda leaf: leaf[0], every)
+
+    def _end(self, key: str) -> tuple[Function | None, Callable[..., Any]]:
+        """`first` or `last`, and how it is run."""
+        return (self.first, self.run_first) if key == "first" else (self.last, self.run_last)
 
     def run_first(self, params: PyTree, _x: PyTree, extra: dict[str, PyTree]) -> PyTree:
         """(first parameters, shared), (), extra -> x."""
@@ -205,7 +242,7 @@ class Functions:
                     "microbatch) -> x)"
                 )
             return extra["microbatch"]["x"]
-        keywords = self._keywords(extra, shared, **self._of_spread("first"))
+        keywords = self._keywords(extra, shared, **self._of_share("first"))
         return self.first.run(own, extra["microbatch"], keywords=keywords)
 
     def run_stage(
@@ -305,7 +342,7 @@ class Functions:
                 "this pipeline has no `last` function; give Model(..., last=function that "
                 "returns the loss)"
             )
-        keywords = self._keywords(extra, shared, **self._of_spread("last"))
+        keywords = self._keywords(extra, shared, **self._of_share("last"))
         out = self.last.run(own, y, extra["microbatch"], keywords=keywords)
         metrics: PyTree = ()
         if self.has_metrics:
