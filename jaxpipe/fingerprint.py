@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -76,7 +76,9 @@ def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> 
     )
 
 
-def compare_first_step(steps: Any, call: str, given: Mapping[str, PyTree], code: Any) -> None:
+def compare_first_step(
+    steps: Any, call: str, arguments: tuple[PyTree, PyTree, Any, PyTree], code: Any
+) -> None:
     """Compare what the processes of a pipeline's mesh are about to compile, when it first runs.
 
     Raises:
@@ -85,14 +87,9 @@ def compare_first_step(steps: Any, call: str, given: Mapping[str, PyTree], code:
     processes = sorted({device.process_index for device in steps.partition.mesh.devices.flat})
     if len(processes) == 1:
         return
-    more = {key: _tree(given[key]) for key in ("rng", "state")}
-    compare(
-        {"call": call}
-        | _of_steps(steps, given["params"], given["batch"])
-        | more
-        | code_texts(code),
-        processes,
-    )
+    params, batch, rng, state = arguments
+    more = {"rng": _tree(rng), "state": _tree(state)} | code_texts(code)
+    compare({"call": call} | _of_steps(steps, params, batch) | more, processes)
 
 
 def code_texts(code: Any) -> dict[str, str]:
