@@ -27,6 +27,7 @@ from .model.arguments import (
 )
 from .model.cache import Cache, cache_shapes, hide_beyond, positioned, positions
 from .model.follow import init_as_updated
+from .model.functions import with_aux
 from .model.mesh import automatic, has
 from .model.model import Model
 from .model.own_rules import check_rules
@@ -284,7 +285,7 @@ class Pipeline:
         """
         results = self._call(self._compiled.loss, params, batch, rng, state)
         loss, *aux = self._parts(results, with_state=True)
-        return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
+        return with_aux(loss, aux)
 
     def evaluate(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -38,9 +39,7 @@ def rematerialised(
     if remat is None:
         return list(stages)
     policy = None if isinstance(remat, str) else remat
-    changed = {
-        function: function.under(lambda call: _checkpointed(call, policy)) for function in stages
-    }
+    changed = {f: replace(f, call=_checkpointed(f.call, policy)) for f in stages}
     return [changed[function] for function in stages]
 
 
@@ -71,8 +70,8 @@ def _checkpointed(
         ledger: Ledger | None = getattr(keywords.get("ctx"), "ledger", None)
 
         def on_arrays(arrays: dict[int, Any]) -> tuple[PyTree, ...]:
-            given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-            arguments, keywords = jax.tree.unflatten(tree, given)
+            values = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+            arguments, keywords = jax.tree.unflatten(tree, values)
             if ledger is None:
                 return call(*arguments, **keywords), {}, {}
             own = ledger.again()
@@ -96,27 +95,21 @@ def with_shares(
 
     They are placed by `costs` where these say how long a share takes.
     """
-    table = schedule.encoded
-    spreads_first, spreads_last = (end is not None and end.spread for end in (first, last))
-    ends = (
-        ("last", "L", spreads_last, table.spreads_last, spread_last),
-        ("first", "E", spreads_first, table.spreads_first, spread_first),
-    )
-    for name, kind, spread, there, _ in ends:
-        if there and not spread:
+    ends = (("last", "L", last, spread_last), ("first", "E", first, spread_first))
+    for name, kind, function, put in ends:
+        spreads = function is not None and function.spread is not None
+        there = getattr(schedule.encoded, f"spreads_{name}")
+        if there and not spreads:
             raise PipelineError(
                 f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, "
                 f"but `{name}` is not spread; give {name}=jaxpipe.spread(...), or take {kind} out "
                 "with jaxpipe.transforms.remove_spread"
             )
-    for name, _, spread, there, put in ends:
-        if there or not spread:
+        if there or not spreads:
             continue
+        timed = costs is not None and getattr(costs, name) is not None
         try:
-            schedule = put(
-                schedule,
-                costs=costs if costs is not None and getattr(costs, name) is not None else None,
-            )
+            schedule = put(schedule, costs=costs if timed else None)
         except ScheduleError as error:
             raise PipelineError(
                 f"`{name}` cannot be spread with schedule {schedule.name!r}: {error}"

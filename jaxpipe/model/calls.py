@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from ..arrays import PyTree, described, summable
 from ..errors import PipelineError
 from ..jaxprs.equations import every_equation
 from .mesh import axes_of
+from .spread import Spread
 
 _OTHER_MESH = "should match the mesh of sharding"
 _OTHER_SHARD_MAP = "should match the mesh passed to shard_map"
@@ -202,7 +203,7 @@ class Function:
     call: Callable[..., Any]
     name: str
     wants: frozenset[str]
-    spread: bool = False  # runs on all devices of the pipe axis at once
+    spread: Spread | None = None  # how it runs on all devices of the pipe axis at once
     cached: bool = False  # its carry and appended rows are its state, from call to call
 
     @classmethod
@@ -240,12 +241,6 @@ class Function:
                 f"takes, but its parameters are {signature}: {error}"
             ) from None
         return cls(call, name, wants)
-
-    def under(self, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Function:
-        """The same function changed, with the keywords that it is known to take (a wrapper hides
-        its signature).
-        """
-        return replace(self, call=change(self.call))
 
     @property
     def wants_arrays(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ microbatch.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -41,6 +41,11 @@ def inverse_count(count: Any, dtype: Any) -> Any:
     """The factor of sums: 1 / count, and 0 for a count of 0: the loss and gradients are 0 then."""
     count = count.astype(dtype)
     return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
+
+
+def with_aux(loss: Any, aux: Sequence[PyTree]) -> Any:
+    """A loss as `jax.grad` takes it: alone, or with other results for `has_aux=True`."""
+    return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
 
 
 def split_batch(batch: PyTree, count: int, slices: int = 1, time: tuple[str, ...] = ()) -> PyTree:
@@ -184,12 +189,12 @@ class Functions:
     @property
     def spreads_first(self) -> bool:
         """Whether `first` runs on all devices at once."""
-        return self.first is not None and self.first.spread
+        return self.first is not None and self.first.spread is not None
 
     @property
     def spreads_last(self) -> bool:
         """Whether `last` runs on all devices at once."""
-        return self.last is not None and self.last.spread
+        return self.last is not None and self.last.spread is not None
 
     def _of_share(self, key: str) -> dict[str, Any]:
         """What the context of a share of `first` or `last` has besides; nothing of a whole one."""

@@ -14,7 +14,7 @@ from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.placement import Placement
 from .calls import OUTER_KEYWORDS, Function
-from .functions import Functions, Loss, split_batch
+from .functions import Functions, Loss, split_batch, with_aux
 from .layers import EMBEDDING, LOSS, LayerMap
 from .param_layout import with_outer
 from .plain import Plain
@@ -113,12 +113,15 @@ class Model:
             )
         elif not callable(stages):
             stages = _listed(stages)
-        _check_contract(loss)
-        time = (time,) if isinstance(time, str) else tuple(time)
+        contract: Any = loss
+        if not isinstance(contract, Loss):
+            known = " or ".join(f"Loss.{member.name}" for member in Loss)
+            raise PipelineError(f"loss must be {known}; got {contract!r}")
         if carry is not None and not callable(carry):
             raise PipelineError(
                 f"carry must be a function (stage_params, x) -> the first carry, not {carry!r}"
             )
+        time = (time,) if isinstance(time, str) else tuple(time)
         values = (stages, first, last, letters, loss, has_metrics, stage_loss, frozen, time, carry)
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
@@ -132,7 +135,9 @@ class Model:
     @property
     def outer(self) -> tuple[Function | None, Function | None]:
         """`first` and `last`."""
-        names = (f"layers[{EMBEDDING!r}]", f"layers[{LOSS!r}]") if self.is_layered else _OUTER_NAMES
+        names = ("first", "last")
+        if self.is_layered:
+            names = (f"layers[{EMBEDDING!r}]", f"layers[{LOSS!r}]")
         first = _outer(self.first, names[0], ("params", "microbatch"))
         last = _outer(self.last, names[1], ("params", "x", "microbatch"))
         returning = None if last is None else getattr(last.call, "returning", None)
@@ -143,10 +148,10 @@ class Model:
 
     def changed(self, **fields: Any) -> Model:
         """The same model with other fields, checked like a new model; PipelineError as for one."""
-        given = {name: getattr(self, name) for name in self.__dataclass_fields__} | fields
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__} | fields
         if self.is_layered:
-            del given["first"], given["last"]  # letters of `stages`
-        return Model(given.pop("stages"), loss=given.pop("contract"), **given)
+            del values["first"], values["last"]  # letters of `stages`
+        return Model(values.pop("stages"), loss=values.pop("contract"), **values)
 
     def functions(self, stages: Sequence[Function]) -> Functions:
         """The functions of a step whose stages run these."""
@@ -175,26 +180,23 @@ class Model:
             )
         # A function that several stages have is one kind of stage where their parameters have one
         # form too.
-        made = {
-            id(call): Function.of(call, f"stage[{s}]")
-            for s, call in reversed(list(enumerate(self.stages)))
-        }
-        return [made[id(call)] for call in self.stages]
+        functions: dict[int, Function] = {}
+        for s, call in enumerate(self.stages):
+            functions.setdefault(id(call), Function.of(call, f"stage[{s}]"))
+        return [functions[id(call)] for call in self.stages]
 
     def cuts(self, stages: Sequence[Function]) -> dict[str, Any]:
         """The dims along which parameters of spread functions are cut; those under "shared" only
         where every function that takes them is spread.
         """
-        first, last = self.outer
-        given = (("first", _spread(self.first)), ("last", _spread(self.last)))
-        ends = {key: spread for key, spread in given if spread is not None}
-        dims = {key: spread.dims for key, spread in ends.items()}
-        functions = [f for f in (*stages, first, last) if f is not None]
+        functions = [f for f in (*stages, *self.outer) if f is not None]
+        ends = {"first": self.outer[0], "last": self.outer[1]}
+        spreads = {key: f.spread for key, f in ends.items() if f is not None and f.spread}
+        dims = {key: spread.dims for key, spread in spreads.items()}
         takers = [function for function in functions if "shared" in function.wants]
-        if not ends or not takers or not all(function.spread for function in takers):
+        if not takers or not all(function.spread for function in takers):
             return dims
-        outer = {"first": first, "last": last}
-        shared = [spread.shared for key, spread in ends.items() if outer[key] in takers]
+        shared = [spread.shared for key, spread in spreads.items() if ends[key] in takers]
         if any(one != shared[0] for one in shared):
             raise PipelineError(
                 f"`first` is given jaxpipe.spread(..., shared={shared[0]!r}) and `last` "
@@ -235,11 +237,9 @@ class Model:
                 f"the batch has leaves with leading axes {sorted(rows)}, which do not divide into "
                 f"{sequences} {'microbatches' if slices == 1 else 'sequences'}"
             )
-        if faults or microbatches % slices:
-            faults += [f"{microbatches} microbatches are no whole sequences of {slices} slices"] * (
-                microbatches % slices > 0
-            )
-            raise PipelineError("\n".join(faults), tuple(faults))
+        if microbatches % slices:
+            faults.append(f"{microbatches} microbatches are no whole sequences of {slices} slices")
+        PipelineError.refuse("", faults)
         plain = self._plain(params, split_batch(batch, microbatches, slices, self.time), rng)
         functions = replace(plain.functions, training=training, slices=slices)
         plain = replace(plain, functions=functions.for_batch(plain.rows))
@@ -252,9 +252,8 @@ class Model:
         losses, aux = out
         loss, *_ = functions.total(losses, aux["count"])
         metrics = jax.tree.map(lambda leaf: jnp.mean(summable(leaf), axis=0), aux["metrics"])
-        more = [metrics] if self.has_metrics else []
-        more += [passed[0]] if functions.has_state else []
-        return (loss, more[0] if len(more) == 1 else tuple(more)) if more else loss
+        aux = [metrics] if self.has_metrics else []
+        return with_aux(loss, [*aux, passed[0]] if functions.has_state else aux)
 
     def _plain(self, params: Mapping[str, PyTree], rows: PyTree, rng: Any) -> Plain:
         """The model on one device, for the rows of each microbatch."""
@@ -271,16 +270,6 @@ class Model:
         return Plain(own, cuts, params, rows, rng, stacked)
 
 
-_OUTER_NAMES = ("first", "last")
-
-
-def _check_contract(loss: Any) -> None:
-    """PipelineError for a loss contract that is none."""
-    if not isinstance(loss, Loss):
-        known = " or ".join(f"Loss.{member.name}" for member in Loss)
-        raise PipelineError(f"loss must be {known}; got {loss!r}")
-
-
 def _listed(stages: Any) -> tuple[Call, ...]:
     """A list of stage functions; PipelineError for anything else."""
     if not isinstance(stages, Sequence) or isinstance(stages, str) or not stages:
@@ -295,7 +284,7 @@ def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> 
     """The letters of all layers in model order; PipelineError lists what does not fit the
     functions.
     """
-    both = [name for name, given in (("first", first), ("last", last)) if given is not None]
+    both = [name for name, call in (("first", first), ("last", last)) if call is not None]
     if both:
         raise PipelineError(
             f"the model is given by letters, so leave {', '.join(both)} out; letters {EMBEDDING} "
@@ -328,14 +317,8 @@ def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> 
 def _outer(call: Any, name: str, takes: tuple[str, ...]) -> Function | None:
     if call is None:
         return None
-    spread = _spread(call)
-    if spread is None:
-        return Function.of(call, name, OUTER_KEYWORDS, takes=takes)
-    return replace(Function.of(spread.call, name, OUTER_KEYWORDS, takes=takes), spread=True)
-
-
-def _spread(call: Any) -> Spread | None:
-    """The function with how it is spread over all devices; None for any other function."""
+    spread = call if isinstance(call, Spread) else None
     if getattr(call, "spreads", False):
-        return Spread(call, call.dim, call.dim)
-    return call if isinstance(call, Spread) else None
+        spread = Spread(call, call.dim, call.dim)
+    function = Function.of(spread.call if spread else call, name, OUTER_KEYWORDS, takes=takes)
+    return replace(function, spread=spread)
