@@ -19,12 +19,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .arrays import Params, PyTree, by_index, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
-from .model.functions import Functions, Loss, make_extra, split_batch
+from .model.functions import Loss, StageOutput, make_extra, split_batch
 from .model.leaf_plan import leaf_plans
-from .model.packed import Packed
+from .model.param_layout import with_outer
 from .pipeline import Pipeline
 from .spmd.body import shard_key
 from .spmd.entries import mapped
+
+# By name, [data shards, (NaN, infinite, all)].
+_Counts: TypeAlias = "dict[str, Any]"
+_ROUNDING = 4  # differences that are roundings, in units of the largest value
 
 
 class Phase(enum.Enum):
@@ -125,52 +129,34 @@ def find_nonfinite(
 class _Call:
     """One of the three user functions, and the stage with which it runs."""
 
-    name: str
+    function: str  # "first", "stage" or "last"
     stage: int
+    code: str  # calls of one name share compiled code
     run: Callable[..., Any]  # (parameters, shared), x, extra -> output
     wants: frozenset[str]
 
-    @property
-    def is_stage(self) -> bool:
-        """Whether it is a stage."""
-        return self.name not in ("first", "last")
-
-
-# A body of compiled code: (parameters, shared), what enters the call, the batch, the key of the
-# data shard, and the numbers of stage and microbatch -> what the call returns, and counts.
-_Body: TypeAlias = "Callable[..., tuple[PyTree, PyTree]]"
-
 
 class _Search:
-    """The compiled pieces, each made once for all stages and microbatches."""
+    """The calls of a step, and their compiled code."""
 
     def __init__(self, pipe: Pipeline, params: Params, batch: PyTree, rng: Any) -> None:
-        self.pipe, self.params, self.rng = pipe, params, rng
-        self.mesh = pipe.mesh
+        self.pipe, self.params, self.rng = pipe, with_outer(params), rng
+        self.plans = pipe.partition.plans(self.params)
         self.rows = PartitionSpec(pipe.data_axes or None)
-        self.batch = jax.tree.map(
-            lambda leaf: jax.device_put(leaf, NamedSharding(self.mesh, self.rows)), batch
-        )
+        to = NamedSharding(pipe.mesh, self.rows)
+        self.batch = jax.tree.map(lambda leaf: jax.device_put(leaf, to), batch)
         self.slices = pipe.schedule.slices
+        self.count = pipe.schedule.num_microbatches // self.slices
         functions, last = replace(pipe.functions, slices=1), pipe.schedule.num_stages - 1
-        self.count = pipe.schedule.num_microbatches // pipe.schedule.slices
         # Every call in forward order.  Unlike stages are compiled one by one, alike ones once.
-        self.calls = [_Call("first", 0, functions.run_first, OUTER_WANTS)]
+        self.calls = [_Call("first", 0, "first", functions.run_first, OUTER_WANTS)]
         for s, function in enumerate(functions.stages):
-            name = f"stage {s}" if pipe.layout.unlike else "stage"
-            run = partial(functions.run_stage, s)
-            self.calls.append(
-                _Call(name, s, lambda *given, run=run: run(*given)[0], function.wants_arrays)
-            )
-        self.calls.append(
-            _Call("last", last, lambda *given: functions.run_last(*given)[0], OUTER_WANTS)
-        )
-        self._compiled: dict[tuple[Phase | None, str], Callable[..., Any]] = {}
-        self._pick = jax.jit(
-            lambda tree, d: jax.tree.map(
-                lambda leaf: lax.dynamic_index_in_dim(leaf, d, 0, False), tree
-            )
-        )
+            run = partial(_first_result, partial(functions.run_stage, s))
+            code = f"stage {s}" if pipe.layout.unlike else "stage"
+            self.calls.append(_Call("stage", s, code, run, function.wants_arrays))
+        run = partial(_first_result, functions.run_last)
+        self.calls.append(_Call("last", last, "last", run, OUTER_WANTS))
+        self._compiled: dict[tuple[str, str], Callable[..., Any]] = {}
 
     def microbatch(self, microbatch: int) -> Nonfinite | None:
         """Forwards in order, keeping what enters each stage, then backwards in reverse."""
@@ -178,109 +164,150 @@ class _Search:
         x: PyTree = ()
         for call in self.calls:
             entered.append(x)
-            if microbatch == 0 and self.slices > 1 and call.is_stage and "ctx" in call.wants:
+            if microbatch == 0 and self.slices > 1 and call.function == "stage":
                 self._check_mask(call, x)
-            x, found = self._run(Phase.FORWARD, call, microbatch, x)
-            if found is not None:
+            x, counts = self._run(self._forward, call, microbatch, x)
+            if found := self._nonfinite(Phase.FORWARD, call, microbatch, counts):
                 return found
         dy = [jnp.broadcast_to(self._seed(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(x)]
         for call, x in zip(reversed(self.calls), reversed(entered), strict=True):
-            dy, found = self._run(Phase.BACKWARD, call, microbatch, (x, dy))
-            if found is not None:
+            dy, counts = self._run(self._backward, call, microbatch, (x, dy))
+            if found := self._nonfinite(Phase.BACKWARD, call, microbatch, counts):
                 return found
         return None
 
     def _seed(self, dtype: Any) -> Any:
         """The cotangent of a microbatch's loss, as in the step."""
-        pipe = self.pipe
-        mean = pipe.functions.loss is Loss.MEAN
-        return jnp.asarray(1.0 / (self.count * pipe.partition.data_size) if mean else 1.0, dtype)
+        mean, shards = self.pipe.functions.loss is Loss.MEAN, self.pipe.partition.data_size
+        return jnp.asarray(1.0 / (self.count * shards) if mean else 1.0, dtype)
 
-    def _params(self, call: _Call) -> PyTree:
+    def _params(self, call: _Call) -> tuple[PyTree, PyTree]:
         """(parameters of the call, shared ones)."""
-        own = self.params.get(call.name, {})
-        if call.is_stage:
-            chunk, device = self.pipe.layout.where(call.stage)
-            placed = self.params["stages"][chunk]
-            own = (
-                placed.stage(device)
-                if isinstance(placed, Packed)
-                else self._pick(placed, jnp.int32(device))
-            )
-        return jax.tree.map(self._on_mesh, (own, self.params.get("shared", {})))
+        if call.function == "stage":
+            own = self.pipe.layout.of_stage(call.stage, self.params["stages"])
+        else:
+            own = self.params[call.function]
+        return own, self.params["shared"]
 
-    def _specs(self, call: _Call) -> tuple[PyTree, PyTree]:
+    def _specs(self, call: _Call) -> tuple[PyTree, ...]:
         """How these are split over the data axes along which functions are given local parts."""
-        pipe, plans = self.pipe, self.pipe.partition.plans(self.params)
-        held = leaf_plans(plans.get(call.name))
-        if call.is_stage:
-            held = pipe.layout.leaves_of(call.stage, plans["stages"])
-        both = zip(self._params(call), (held, leaf_plans(plans.get("shared"))), strict=True)
+        if call.function == "stage":
+            own = self.pipe.layout.leaves_of(call.stage, self.plans["stages"])
+        else:
+            own = leaf_plans(self.plans[call.function])
         return tuple(
-            jax.tree.unflatten(jax.tree.structure(tree), [p.local(pipe.data_axes) for p in found])
-            for tree, found in both
+            jax.tree.unflatten(
+                jax.tree.structure(tree), [plan.local(self.pipe.data_axes) for plan in plans]
+            )
+            for tree, plans in zip(
+                self._params(call), (own, leaf_plans(self.plans["shared"])), strict=True
+            )
         )
 
     def _on_mesh(self, leaf: Any) -> Any:
         """The same array, spread as it is, on the mesh of automatic axes."""
         spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
-        return jax.device_put(leaf, NamedSharding(self.mesh, spec))
+        return jax.device_put(leaf, NamedSharding(self.pipe.mesh, spec))
 
-    def _run(
-        self, phase: Phase, call: _Call, microbatch: int, x: PyTree
-    ) -> tuple[PyTree, Nonfinite | None]:
-        """(output, or gradient of x; what is not finite on the first data shard that has a
-        non-finite value).
-        """
-        body = self._forward if phase is Phase.FORWARD else self._backward
-        result, counts = self._called(phase, body, call, microbatch, x)
-        counts = jax.tree.map(np.asarray, counts)
-        for shard in range(self.pipe.partition.data_size):
-            values, inputs = (_described(counts[which], shard) for which in ("results", "inputs"))
-            if values:
-                inputs = inputs or self._of_others(counts["inputs"], shard)
-                function = "stage" if call.is_stage else call.name
-                where = function, call.stage, microbatch, shard
-                return result, Nonfinite(phase, *where, values, inputs)
-        return result, None
+    def _run(self, body: Callable[..., Any], call: _Call, microbatch: int, x: PyTree) -> Any:
+        """What a body returns on all devices of the mesh: an array or a gradient, and counts."""
+        key = body.__name__, call.code
+        if key not in self._compiled:
+            self._compiled[key] = self._mapped(partial(body, call), self._specs(call))
+        numbers = jnp.int32(call.stage), jnp.int32(microbatch)
+        params = jax.tree.map(self._on_mesh, self._params(call))
+        return self._compiled[key](params, x, self.batch, self.rng, *numbers)
 
-    def _called(
-        self,
-        phase: Phase | None,
-        body: Callable[[_Call], _Body],
-        call: _Call,
-        microbatch: int,
-        x: PyTree,
-    ) -> Any:
-        """Run a body on all devices of the mesh; it is compiled once for all calls of a name."""
-        if (phase, call.name) not in self._compiled:
-            self._compiled[phase, call.name] = self._mapped(body(call), self._specs(call))
-        where = jnp.int32(call.stage), jnp.int32(microbatch)
-        run = self._compiled[phase, call.name]
-        return run(self._params(call), x, self.batch, self.rng, *where)
-
-    def _mapped(self, body: _Body, params: PyTree) -> Callable[..., Any]:
+    def _mapped(self, body: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
         pipe, everywhere, rows = self.pipe, PartitionSpec(), self.rows
 
-        def run(params: PyTree, x: PyTree, batch: PyTree, rng: Any, *where: Any) -> Any:
+        def run(params: PyTree, x: PyTree, batch: PyTree, rng: Any, *numbers: Any) -> Any:
             x = jax.tree.map(lambda leaf: leaf[0], x)
             key = shard_key(rng, pipe.data_axes, pipe.partition.data_size)
-            result, counts = body(params, x, batch, key, *where)
+            result, counts = body(params, x, batch, key, *numbers)
             return jax.tree.map(lambda leaf: leaf[None], result), counts
 
         return jax.jit(
             mapped(
                 run,
-                self.mesh,
+                pipe.mesh,
                 {pipe.axis, *pipe.data_axes},
                 in_specs=(params, rows, rows, everywhere, everywhere, everywhere),
                 out_specs=(rows, everywhere),
             )
         )
 
+    # The bodies: parameters, what enters the call, the batch, the key of the data shard, and the
+    # numbers of stage and microbatch -> what the call returns, and counts.
+
+    def _forward(self, call: _Call, params: PyTree, x: PyTree, *step: Any) -> tuple[PyTree, Any]:
+        extra = self._extra(call, *step)
+        y = call.run(params, x, extra)
+        return y, (self._count({"output": y}), self._inputs(params, x, extra))
+
+    def _backward(self, call: _Call, params: PyTree, xdy: PyTree, *step: Any) -> tuple[PyTree, Any]:
+        (x, dy), extra = xdy, self._extra(call, *step)
+
+        def outputs(params: PyTree, x: PyTree) -> list[Any]:
+            return list(filter(_floating, jax.tree.leaves(call.run(params, x, extra))))
+
+        # Whole numbers have a gradient of their own dtype, float0, which is not counted.
+        (own, shared), dx = jax.vjp(outputs, params, x)[1](dy)
+        results = {"the input": dx, "parameters": own, "shared": shared}
+        counts = self._count({f"gradient of {name}": tree for name, tree in results.items()})
+        inputs = self._inputs(params, x, extra) | self._count({"gradient of the output": dy})
+        return list(filter(_floating, jax.tree.leaves(dx))), (counts, inputs)
+
+    def _later_rows(
+        self, call: _Call, params: PyTree, x: PyTree, batch: PyTree, key: Any, stage: Any, _: Any
+    ) -> tuple[PyTree, Any]:
+        """Name of each buffer -> [K], for each slice the number of values that a stage returns and
+        that depend on later rows of the buffer.
+
+        Each slice runs with two finite fills of the later rows of each buffer.  NaN as a fill would
+        reach the output of a masked product too, since 0 times NaN is NaN.
+        """
+        slices, first = self.slices, jnp.int32(0)
+        rows = self.pipe.functions.split(batch, self.count * slices)
+        functions = self.pipe.functions.for_batch(rows)
+        length = functions.length
+
+        def inputs(k: Any) -> tuple[PyTree, dict[str, PyTree]]:
+            def cut(leaf: Any) -> Any:
+                whole = leaf.ndim > 1 and leaf.shape[1] == slices * length
+                return lax.dynamic_slice_in_dim(leaf, k * length, length, 1) if whole else leaf
+
+            return jax.tree.map(cut, x), make_extra(rows, key, stage, k, call.wants, slices)
+
+        def one(carried: PyTree, k: Any) -> tuple[PyTree, dict[str, Any]]:
+            (carry, buffers), (own, extra) = carried, inputs(k)
+
+            def run(buffers: Mapping[str, Any]) -> tuple[PyTree, StageOutput]:
+                before = {**extra, "carried": (carry, dict(buffers))}
+                y, returned = functions.run_stage(call.stage, params, own, before)
+                return (y, returned.loss, returned.carried[0]), returned
+
+            _, after = run(buffers)
+            fills = {name: _filled(buffers[name], new, k) for name, new in after.rows[0].items()}
+            filled = {name: pair[0] for name, pair in fills.items()}
+            results, _ = run(filled)
+            return after.carried, {
+                name: _differing(results, run({**filled, name: other})[0])
+                for name, (_, other) in fills.items()
+            }
+
+        shapes = functions.carried(call.stage, params, *inputs(first))
+        if not shapes or not shapes[1]:
+            return (), {}
+        _, counts = lax.scan(one, zeros_of(shapes), jnp.arange(slices, dtype=jnp.int32))
+        axes = self.pipe.data_axes
+        return (), jax.tree.map(lambda n: lax.psum(n, axes) if axes else n, counts)
+
     def _check_mask(self, call: _Call, x: PyTree) -> None:
         """PipelineError where a slice of the first sequence reads rows of later slices."""
-        counts = self._called(None, self._later_rows, call, 0, x)[1]
+        if "ctx" not in call.wants:
+            return
+        _, counts = self._run(self._later_rows, call, 0, x)
         faults = [
             f"  slice {k} reads later rows of {name!r}: {read} values of its results depend on them"
             for name, of_slices in counts.items()
@@ -296,33 +323,23 @@ class _Search:
                 "jnp.arange(x.shape[1]))[:, None] >= jnp.arange(buffer.shape[1])"
             )
 
-    def _later_rows(self, call: _Call) -> _Body:
-        count, slices, axes = self.count * self.slices, self.slices, self.pipe.data_axes
-
-        def later_rows(
-            params: PyTree, x: PyTree, batch: PyTree, key: Any, stage: Any, _: Any
-        ) -> tuple[PyTree, PyTree]:
-            cut = self.pipe.functions.split(batch, count)
-            functions = self.pipe.functions.for_batch(cut)
-            counts = _values_of_later_rows(
-                functions,
-                call.stage,
-                params,
-                x,
-                lambda k: make_extra(cut, key, stage, k, call.wants, slices),
-            )
-            return (), jax.tree.map(lambda n: lax.psum(n, axes) if axes else n, counts)
-
-        return later_rows
-
-    def _of_others(self, counts: dict[str, Any], shard: int) -> tuple[str, ...]:
-        """Inputs of other data shards that are not finite, where functions may exchange them."""
-        others = [s for s in range(self.pipe.partition.data_size) if s != shard]
-        return tuple(
-            f"{text} on data shard {other}"
-            for other in (others if self.pipe.sharding.local else ())
-            for text in _described(counts, other)
-        )
+    def _nonfinite(
+        self, phase: Phase, call: _Call, microbatch: int, counts: tuple[_Counts, _Counts]
+    ) -> Nonfinite | None:
+        """What is not finite on the first data shard that has a non-finite value."""
+        results, inputs = jax.tree.map(np.asarray, counts)
+        shards = range(self.pipe.partition.data_size)
+        for shard in shards:
+            if not (values := _described(results, shard)):
+                continue
+            broken = _described(inputs, shard)
+            if not broken and self.pipe.sharding.local:
+                # Functions may exchange values with the other data shards.
+                others = ((s, _described(inputs, s)) for s in shards if s != shard)
+                broken = tuple(f"{text} on data shard {s}" for s, found in others for text in found)
+            where = call.function, call.stage, microbatch, shard
+            return Nonfinite(phase, *where, values, broken)
+        return None
 
     def _extra(
         self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any
@@ -330,67 +347,35 @@ class _Search:
         """The further arguments of the function in the step."""
         return make_extra(split_batch(batch, self.count), key, stage, microbatch, call.wants)
 
-    def _forward(self, call: _Call) -> _Body:
-        def forward(params: PyTree, x: PyTree, *step: Any) -> tuple[PyTree, PyTree]:
-            extra = self._extra(call, *step)
-            y = call.run(params, x, extra)
-            return y, {
-                "results": self._count("output", y),
-                "inputs": self._inputs(params, x, extra),
-            }
-
-        return forward
-
-    def _backward(self, call: _Call) -> _Body:
-        def backward(params: PyTree, xdy: PyTree, *step: Any) -> tuple[PyTree, PyTree]:
-            (x, dy), extra = xdy, self._extra(call, *step)
-
-            def outputs(params: PyTree, x: PyTree) -> list[Any]:
-                return list(filter(_floating, jax.tree.leaves(call.run(params, x, extra))))
-
-            # Whole numbers have a gradient of their own dtype, float0, which is not counted.
-            (own, shared), dx = jax.vjp(outputs, params, x)[1](dy)
-            results = {
-                **self._count("gradient of the input", dx),
-                **self._count("gradient of parameters", own),
-                **self._count("gradient of shared", shared),
-            }
-            inputs = {**self._inputs(params, x, extra), **self._count("gradient of the output", dy)}
-            moving = list(filter(_floating, jax.tree.leaves(dx)))
-            return moving, {"results": results, "inputs": inputs}
-
-        return backward
-
-    def _inputs(self, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> dict[str, Any]:
+    def _inputs(self, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> _Counts:
         own, shared = params
-        named = (
-            ("parameters", own),
-            ("shared", shared),
-            ("input", x),
-            ("microbatch", extra.get("microbatch", ())),
-        )
-        return {
-            key: count for name, tree in named for key, count in self._count(name, tree).items()
-        }
+        trees = {"parameters": own, "shared": shared, "input": x}
+        return self._count(trees | {"microbatch": extra.get("microbatch", ())})
 
-    def _count(self, name: str, tree: PyTree) -> dict[str, Any]:
+    def _count(self, trees: Mapping[str, PyTree]) -> _Counts:
         """Name of each floating leaf -> [data shards, (NaN, infinite, all)], the same on every
         device.
         """
         counts = {}
-        for where, leaf in by_index(tree, name).items():
+        leaves = [pair for name, tree in trees.items() for pair in by_index(tree, name).items()]
+        for where, leaf in leaves:
             if _floating(leaf):
-                found = jnp.stack(
+                count = jnp.stack(
                     [jnp.isnan(leaf).sum(), jnp.isinf(leaf).sum(), jnp.asarray(jnp.size(leaf))]
                 )[None]
                 for axis in reversed(self.pipe.data_axes):
-                    found = lax.all_gather(found, axis, tiled=True)
-                counts[where] = found
+                    count = lax.all_gather(count, axis, tiled=True)
+                counts[where] = count
         return counts
 
 
-def _described(counts: dict[str, Any], shard: int) -> tuple[str, ...]:
-    rows = [(name, *map(int, found[shard])) for name, found in counts.items()]
+def _first_result(function: Callable[..., Any], *arguments: PyTree) -> PyTree:
+    """The output of a function that returns more."""
+    return function(*arguments)[0]
+
+
+def _described(counts: _Counts, shard: int) -> tuple[str, ...]:
+    rows = [(name, *map(int, count[shard])) for name, count in counts.items()]
     return tuple(
         f"{name} has {nan} NaN and {inf} infinite of {size} values"
         for name, nan, inf, size in rows
@@ -399,91 +384,27 @@ def _described(counts: dict[str, Any], shard: int) -> tuple[str, ...]:
 
 
 def _floating(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    # the gradient of a parameter that is not floating
-    if dtype == jax.dtypes.float0:
+    # float0 is the gradient of a parameter that is not floating
+    if getattr(leaf, "dtype", None) == jax.dtypes.float0:
         return False
     return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
-_ROUNDING = 4  # differences that are roundings, in units of the largest value
-
-
-def _values_of_later_rows(
-    functions: Functions,
-    stage: int,
-    params: PyTree,
-    x: PyTree,
-    extra: Callable[[Any], dict[str, PyTree]],
-) -> dict[str, Any]:
-    """Name of each buffer -> [K], for each slice the number of values that a stage returns and
-    that depend on later rows of the buffer.
-
-    Each slice runs with two finite fills of the later rows of each buffer.  NaN as a fill would
-    reach the output of a masked product too, since 0 times NaN is NaN.
-
-    Args:
-        functions: for slices.
-        stage: its number.
-        params: of the stage, and the shared ones.
-        x: the input of the stage for a whole sequence, [rows, T, ...].
-        extra: the further arguments of a slice, by its number.
+def _filled(buffer: Any, rows: Any, k: Any) -> tuple[Any, Any]:
+    """The buffer with two finite fills of the rows after slice k: copies of the slice's own rows,
+    and other numbers.  Whole numbers such as those of documents are zero in the second fill.
     """
-    slices, length = functions.slices, functions.length
-
-    def part(k: Any) -> PyTree:
-        def cut(leaf: Any) -> Any:
-            whole = leaf.ndim > 1 and leaf.shape[1] == slices * length
-            return lax.dynamic_slice_in_dim(leaf, k * length, length, 1) if whole else leaf
-
-        return jax.tree.map(cut, x)
-
-    first = jnp.int32(0)
-    shapes = functions.carried(stage, params, part(first), extra(first))
-    if not shapes or not shapes[1]:
-        return {}
-
-    def one(carried: PyTree, k: Any) -> tuple[PyTree, dict[str, Any]]:
-        own, more, (carry, buffers) = part(k), extra(k), carried
-
-        def run(buffers: Mapping[str, Any]) -> tuple[Any, PyTree]:
-            given = {**more, "carried": (carry, dict(buffers))}
-            return functions.run_stage(stage, params, own, given)
-
-        _, after = run(buffers)
-        pairs = {
-            name: [_filled(buffers[name], rows, fill, k) for fill in _fills(rows)]
-            for name, rows in after.rows[0].items()
-        }
-        one_fill = {name: pair[0] for name, pair in pairs.items()}
-        results = {"": run(one_fill)}
-        results |= {name: run({**one_fill, name: pair[1]}) for name, pair in pairs.items()}
-        read = {name: (y, out.loss, out.carried[0]) for name, (y, out) in results.items()}
-        return after.carried, {name: _differing(read[""], read[name]) for name in pairs}
-
-    before = zeros_of(shapes)
-    return dict(lax.scan(one, before, jnp.arange(slices, dtype=jnp.int32))[1])
-
-
-def _axis(buffer: Any, rows: Any) -> int:
-    pairs = zip(buffer.shape, rows.shape, strict=True)
-    return next(i for i, (whole, own) in enumerate(pairs) if whole != own)
-
-
-def _fills(rows: Any) -> tuple[Any, Any]:
-    """Two finite fills for later rows: the rows themselves, and other numbers.  Whole numbers such
-    as those of documents are zero in the second fill.
-    """
-    return rows, 2 * rows + 1 if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.zeros_like(rows)
-
-
-def _filled(buffer: Any, rows: Any, fill: Any, k: Any) -> Any:
-    """The buffer, whose rows after slice k are copies of the fill."""
-    axis = _axis(buffer, rows)
+    shapes = zip(buffer.shape, rows.shape, strict=True)
+    axis = next(i for i, (whole, own) in enumerate(shapes) if whole != own)
     length = rows.shape[axis]
-    copies = jnp.concatenate([fill] * (buffer.shape[axis] // length), axis)
-    at = lax.broadcasted_iota(jnp.int32, buffer.shape, axis)
-    return jnp.where(at >= (k + 1) * length, copies.astype(buffer.dtype), buffer)
+    later = lax.broadcasted_iota(jnp.int32, buffer.shape, axis) >= (k + 1) * length
+    other = 2 * rows + 1 if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.zeros_like(rows)
+
+    def fill(numbers: Any) -> Any:
+        copies = jnp.concatenate([numbers] * (buffer.shape[axis] // length), axis)
+        return jnp.where(later, copies, buffer)
+
+    return fill(rows), fill(other)
 
 
 def _differing(one: PyTree, other: PyTree) -> Any:

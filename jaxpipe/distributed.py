@@ -4,16 +4,8 @@ and a limit for every step.
 
 from __future__ import annotations
 
-import faulthandler
 import math
-import os
-import socket
-import sys
-import threading
-import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +13,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .arrays import PyTree, by_index
-from .errors import JaxpipeError, PipelineError
+from .errors import PipelineError
 from .fingerprint import check_same, fingerprint
 from .pipeline import Pipeline
-from .processes import Causes, ExitMessage, RollCall, client, roll_text, service_address
+from .watchdog import Watchdog
 
 __all__ = [
     "Watchdog",
@@ -35,11 +27,6 @@ __all__ = [
     "local_rows",
     "make_mesh",
 ]
-
-_AGAIN = "Start the job again, and it goes on from the newest checkpoint"
-_LAST = 3.0  # seconds that process 0, which holds what the others ask, stays after it has failed
-_NO_SERVICE = "Process 0, which coordinates the job, is gone: its log says why"
-FAILED, TIMED_OUT = 1, 75  # exit statuses; 75 is EX_TEMPFAIL of sysexits.h: starting again may help
 
 
 def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -148,128 +135,6 @@ def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
         )
 
     return jax.tree.map(join, local)
-
-
-class Watchdog:
-    """Ends this process, and says why, where a step of a job of several processes fails or takes
-    longer than its limit.
-
-    A collective waits for ever for a process that is stuck, and JAX notices only processes that are
-    gone (its heartbeats).  Under `with watchdog.step(n):` an overdue step prints which step on
-    which process it was and the stack of every thread, and ends the process with status 75; an
-    error prints its traceback and ends it with status 1 at once, without waiting for the others at
-    JAX's shutdown barrier.  Either is seen by the others, through JAX, as a process that died.  In
-    a job of one process errors are raised as usual.  Wait for the step's result inside
-    (`float(loss)`): a call that JAX has only dispatched returns at once.
-
-    Args:
-        seconds: limit of a step.
-        first: limit of the first step, which compiles; `seconds` by default.
-
-    Example:
-        >>> watchdog = Watchdog(seconds=60, first=600)
-        >>> with watchdog.step(0):
-        ...     loss = float(jax.numpy.ones(3).sum())
-    """
-
-    def __init__(self, *, seconds: float, first: float | None = None) -> None:
-        faults = [
-            f"{name}={value!r}"
-            for name, value in (("seconds", seconds), ("first", first))
-            if value is not None and not value > 0
-        ]
-        if faults:
-            raise PipelineError(
-                f"a step's limit must be more than 0 seconds; got {', '.join(faults)}",
-                tuple(faults),
-            )
-        self.seconds = seconds
-        self._next = seconds if first is None else first
-        self._where = "its beginning"
-        self._roll: RollCall | None = None
-        self._last: ExitMessage | None = None
-
-    @contextmanager
-    def step(self, what: int | str, *, seconds: float | None = None) -> Iterator[None]:
-        """Watch one step, or something else that takes its time ("checkpoint 40"), which may have a
-        limit of its own.
-        """
-        name = f"step {what}" if isinstance(what, int) else what
-        limit = self._next if seconds is None else seconds
-        self._where = name
-        if self._roll is None and client() is not None and jax.process_count() > 1:
-            self._roll = RollCall(lambda: self._where, self._without_service)
-            self._last = ExitMessage(
-                Causes.of(jax.process_index(), jax.process_count()), service_address()
-            )
-        if self._last is not None:
-            self._last.say(f"jaxpipe: {_here()}: died in {name}. {{}}. {_AGAIN}")
-        timer = threading.Timer(limit, self._overdue, (name, limit))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        except Exception as error:
-            if jax.process_count() == 1:
-                raise
-            traceback.print_exc()
-            why = f"{name} failed, see the error above"
-            if not isinstance(error, JaxpipeError):
-                why += f". {self._called()}. {_AGAIN}"
-            self._leave(why, FAILED)
-        finally:
-            timer.cancel()
-            self._where = f"what comes after {name}"
-            if self._last is not None:
-                self._last.say(f"jaxpipe: {_here()}: died after {name}. {{}}. {_AGAIN}")
-        if seconds is None:
-            self._next = self.seconds
-
-    def _overdue(self, name: str, limit: float) -> None:
-        faulthandler.dump_traceback(all_threads=True)
-        self._leave(
-            f"{name} has not ended within its limit of {limit:g} s (the threads are above). "
-            f"{self._called()}. Either another process is "
-            f"stuck or gone, or the limit is too small. {_AGAIN}",
-            TIMED_OUT,
-        )
-
-    def _called(self) -> str:
-        """Which processes are gone, and where the others are."""
-        if self._roll is None:
-            return "Another process may have died: see its log"
-        try:
-            return (
-                "Of the other processes: "
-                f"{roll_text(self._roll.ask(), jax.process_index(), jax.process_count())}"
-            )
-        except jax.errors.JaxRuntimeError:
-            return _NO_SERVICE
-
-    def _without_service(self) -> None:
-        self._leave(f"{self._where} cannot end. {_NO_SERVICE}. {_AGAIN}", FAILED)
-
-    def _leave(self, why: str, status: int) -> None:
-        if self._last is not None:
-            self._last.close()
-        _end(why, status)
-
-
-def _end(why: str, status: int) -> None:
-    """Say why and leave at once: Python's own exit would wait for the other processes."""
-    print(
-        f"\njaxpipe: {_here()}: {why}. This process ends with status {status}.",
-        file=sys.stderr,
-        flush=True,
-    )
-    sys.stdout.flush()
-    if client() is not None and jax.process_index() == 0 and jax.process_count() > 1:
-        time.sleep(_LAST)  # the others ask process 0 who is gone
-    os._exit(status)
-
-
-def _here() -> str:
-    return f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()}"
 
 
 def _rows_sharding(pipe: Pipeline) -> NamedSharding:

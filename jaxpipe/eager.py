@@ -8,6 +8,7 @@ that a debugger can walk through.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,9 +63,8 @@ class EagerExecutor:
                 "`pipe.jit`; `lower` and `jaxpipe.inspect` need a pipeline without executor="
             )
         params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
-        job = job.with_axis(
-            {key: job.cuts.sizes(key, params[key], parts=1) for key in job.cuts.dims}
-        )
+        functions = job.functions.over(job.axis, job.cuts, params, parts=1)
+        job = replace(job, functions=functions)
         sliced = job.functions.slices > 1 and not job.functions.room  # of a cache
         program = verify(job.plan.program(Liveness.of_slices() if sliced else Liveness()))
         shards = [
@@ -223,9 +223,12 @@ class _Shard:
         if Place.SHARE not in step.makes:
             return {"out": self._last(step.microbatch, step.held["y"])}
         extra = self._extra(len(self.stages) - 1, step.microbatch, OUTER_WANTS)
-        shares = self._last_shares(self.outer["last"], self.outer["shared"])
+        shares = self.job.cuts.both_shares("last", self.outer["last"], self.outer["shared"])
         loss, vjp, self.aux[step.microbatch] = jax.vjp(
-            partial(self._last_of, extra=extra), shares, step.held["y"], has_aux=True
+            lambda shares, y: self.functions.run_shares("last", shares, y, extra),
+            shares,
+            step.held["y"],
+            has_aux=True,
         )
         self.losses[step.microbatch] += loss
         grads, dy = vjp(self._seed(loss.dtype))
@@ -236,7 +239,7 @@ class _Shard:
     def last_weight_grad(self, step: Step) -> Mapping[str, Any]:
         """H: what the device's share is of the whole parameters' gradient."""
         whole = self.outer["last"], self.outer["shared"]
-        shares, back = jax.vjp(self._last_shares, *whole)
+        shares, back = jax.vjp(partial(self.job.cuts.both_shares, "last"), *whole)
         mine = step.held["stash"]
         self._add_both(
             "last",
@@ -249,14 +252,7 @@ class _Shard:
         extra = self._extra(0, microbatch, OUTER_WANTS)
 
         def call(own: PyTree, shared: PyTree) -> PyTree:
-            if not self.functions.spreads_first:
-                return self.functions.run_first((own, shared), (), extra)
-            # As in `last`; one device's is the first stage's input.
-            shares = self.job.cuts.shares("first", own), self.job.cuts.shares("shared", shared)
-            every = jax.vmap(
-                lambda *share: self.functions.run_first(share, (), extra), axis_name=self.job.axis
-            )(*shares)
-            return jax.tree.map(lambda leaf: leaf[0], every)
+            return self.functions.run_whole("first", (own, shared), (), extra, self.job.cuts)
 
         return jax.vjp(call, self.outer["first"], self.outer["shared"])
 
@@ -301,10 +297,8 @@ class _Shard:
         """The loss and the cotangent of y."""
         extra = self._extra(len(self.stages) - 1, microbatch, OUTER_WANTS)
 
-        def call(own: PyTree, shared: PyTree, y: PyTree) -> tuple[Any, Any]:
-            if not self.functions.spreads_last:
-                return self.functions.run_last((own, shared), y, extra)
-            return self._last_of(self._last_shares(own, shared), y, extra)
+        def call(own: PyTree, shared: PyTree, y: PyTree) -> Any:
+            return self.functions.run_whole("last", (own, shared), y, extra, self.job.cuts)
 
         loss, vjp, self.aux[microbatch] = jax.vjp(
             call, self.outer["last"], self.outer["shared"], y, has_aux=True
@@ -315,21 +309,6 @@ class _Shard:
         own, shared, dy = vjp(self._seed(loss.dtype))
         self._add_both("last", (own, shared))
         return dy
-
-    def _last_shares(self, own: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        """Every device's share of the parameters of a spread `last`."""
-        return self.job.cuts.shares("last", own), self.job.cuts.shares("shared", shared)
-
-    def _last_of(
-        self, shares: tuple[PyTree, PyTree], y: PyTree, extra: dict[str, PyTree]
-    ) -> tuple[Any, Any]:
-        """All devices at once: a mapped axis in place of the mesh's, and the mean of their equal
-        losses.
-        """
-        losses, aux = jax.vmap(
-            lambda *share: self.functions.run_last(share, y, extra), axis_name=self.job.axis
-        )(*shares)
-        return jnp.mean(losses), jax.tree.map(lambda leaf: leaf[0], aux)
 
     def gradients(self) -> dict[str, PyTree]:
         """Laid out as parameters are placed."""

@@ -1,22 +1,44 @@
-"""What all processes of a job must have in common, compared before the first step."""
+"""What all processes of a job must have in common, compared before the first step through JAX's
+coordination service.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
 import jax
 import numpy as np
+
+# JAX has no public name for the client; orbax takes it from here too
+from jax._src import distributed
 from jax.extend import core
 
 from .arrays import PyTree, described
-from .processes import compare
+from .errors import PipelineError
 from .version import __version__
 
 _MOST = 400  # characters of an entry
+_WAIT = 600.0  # seconds between two processes at a comparison: one may prepare data first
+_LEAVE = 10.0  # seconds that a process waits until the others have read why they are refused
+
+
+def client() -> Any:
+    """The client of JAX's coordination service, whose messages need no collective, so that none
+    waits for ever; None where `jax.distributed` was not initialized.
+    """
+    return distributed.global_state.client
+
+
+def texts_of(service: Any, folder: str) -> dict[int, str]:
+    """The text of each process in a folder of the service."""
+    found = service.key_value_dir_get(f"{folder}/")
+    return {int(key.rsplit("/", 1)[1]): text for key, text in found}
 
 
 def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> dict[str, str]:
@@ -76,7 +98,9 @@ def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> 
     )
 
 
-def compare_first_step(steps: Any, call: str, given: Mapping[str, PyTree], code: Any) -> None:
+def compare_first_step(
+    steps: Any, call: str, arguments: tuple[PyTree, PyTree, Any, PyTree], code: Any
+) -> None:
     """Compare what the processes of a pipeline's mesh are about to compile, when it first runs.
 
     Raises:
@@ -85,14 +109,9 @@ def compare_first_step(steps: Any, call: str, given: Mapping[str, PyTree], code:
     processes = sorted({device.process_index for device in steps.partition.mesh.devices.flat})
     if len(processes) == 1:
         return
-    more = {key: _tree(given[key]) for key in ("rng", "state")}
-    compare(
-        {"call": call}
-        | _of_steps(steps, given["params"], given["batch"])
-        | more
-        | code_texts(code),
-        processes,
-    )
+    params, batch, rng, state = arguments
+    more = {"rng": _tree(rng), "state": _tree(state)} | code_texts(code)
+    compare({"call": call} | _of_steps(steps, params, batch) | more, processes)
 
 
 def code_texts(code: Any) -> dict[str, str]:
@@ -155,3 +174,76 @@ def _tree(tree: PyTree) -> str:
 
 def _digest(text: str) -> str:
     return f"({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+def compare(texts: Mapping[str, str], processes: Sequence[int], *, wait: float = _WAIT) -> None:
+    """Compare texts by name over processes, all of which call it equally often.
+
+    Raises:
+        PipelineError: in every process, with each difference and the processes on its two sides; or
+            naming those that did not come.
+    """
+    service, me, lead = client(), jax.process_index(), min(processes)
+    if service is None:
+        return
+    group = f"jaxpipe/compare/{lead}-{max(processes)}-{len(processes)}"
+    # The service counts the comparisons of each process, so that the n-th of one is compared with
+    # the n-th of the others.
+    place = f"{group}/{service.key_value_increment(f'{group}/count/{me}', 1)}"
+    service.key_value_set(f"{place}/of/{me}", json.dumps(dict(texts)))
+    try:
+        service.wait_at_barrier(f"{place}/come", int(1000 * wait), list(processes))
+        if me == lead:
+            found = texts_of(service, f"{place}/of")
+            faults = differences({process: json.loads(found[process]) for process in processes})
+            service.key_value_set(f"{place}/verdict", json.dumps(faults))
+        verdict = service.blocking_key_value_get(f"{place}/verdict", int(1000 * _LEAVE))
+    except jax.errors.JaxRuntimeError as error:
+        late = [lead]
+        with suppress(jax.errors.JaxRuntimeError):
+            found = texts_of(service, f"{place}/of")
+            late = [process for process in processes if process not in found] or late
+        raise PipelineError(
+            f"{named(late, 'has', 'have')} not come to compare with the others within {wait:g} s; "
+            "every process has to run the same steps of the same pipelines in the same order (see "
+            f"its log) ({error})"
+        ) from error
+    if faults := json.loads(verdict):
+        with suppress(jax.errors.JaxRuntimeError):  # of a process that is gone by now
+            # Process 0 holds the service: it may leave when all have read.
+            service.wait_at_barrier(f"{place}/read", int(1000 * _LEAVE), list(processes))
+        raise PipelineError.listing("the processes of this job were not started alike", faults)
+
+
+def differences(texts: Mapping[int, Mapping[str, str]]) -> list[str]:
+    """A sentence for each thing in which processes differ from the first, from what each has.
+
+    >>> differences({0: {"schedule": "1f1b"}, 1: {"schedule": "gpipe"}, 2: {"schedule": "gpipe"}})
+    ['schedule: process 0 has 1f1b, but processes 1, 2 have gpipe']
+    """
+    faults = []
+    for name in dict.fromkeys(name for each in texts.values() for name in each):
+        first, *others = (
+            f"{named(members, 'has', 'have')} {text}"
+            for text, members in by_text(
+                {p: each.get(name, "nothing") for p, each in texts.items()}
+            )
+        )
+        if others:
+            faults.append(f"{name}: {first}, but {' and '.join(others)}")
+    return faults
+
+
+def by_text(texts: Mapping[int, str]) -> list[tuple[str, list[int]]]:
+    """Each text with the processes that have it."""
+    groups: dict[str, list[int]] = {}
+    for process, text in texts.items():
+        groups.setdefault(text, []).append(process)
+    return list(groups.items())
+
+
+def named(members: Sequence[int], one: str, several: str) -> str:
+    """Processes by number, with a verb."""
+    more = f" and {len(members) - 4} more" if len(members) > 4 else ""
+    shown = ", ".join(map(str, members[:4])) + more
+    return f"process {shown} {one}" if len(members) == 1 else f"processes {shown} {several}"

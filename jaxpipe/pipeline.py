@@ -11,16 +11,22 @@ import jax
 from jax.sharding import Mesh
 
 from .arrays import Params, PyTree
-from .differentiable import differentiable_loss, without_gradient
 from .engine.costs import Costs
 from .errors import PipelineError
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
 from .lowering.plan import Plan
-from .lowering.prices import Overheads, overheads_of
 from .lowering.target import Target
-from .model.arguments import check_kinds, costs_of, rematerialised, staged, with_shares
+from .model.arguments import (
+    check_kinds,
+    costs_of,
+    key_faults,
+    rematerialised,
+    staged,
+    with_shares,
+)
 from .model.cache import Cache, cache_shapes, hide_beyond, positioned, positions
+from .model.functions import with_aux
 from .model.mesh import automatic, has
 from .model.model import Model
 from .model.own_rules import check_rules, init_as_updated
@@ -33,7 +39,7 @@ from .spmd.body import SpmdExecutor, TracedStep
 from .spmd.compiler_options import features_of, options_for
 from .stage.job import Clock, Executor, Job
 from .stage.model_code import ModelCode
-from .steps import StepRunner, jit_same, key_faults, key_of
+from .steps import Compiled, StepRunner, key_of
 from .table.effects import Offload
 from .table.schedule import Schedule, check
 
@@ -56,9 +62,9 @@ class Pipeline:
         memory: rematerialisation, offload and the accumulators' dtype (`jaxpipe.Memory`).
         costs: times of the stages' actions in seconds, as `jaxpipe.measure` returns them.  The
             program and the places of spread ends in the table are chosen by them, since predicates
-            and transfers weigh more the shorter the actions are.  None is a forward of 5 ms.
-        overheads: seconds of a predicate, a hop and what a transfer takes of compute, by name.
-            None is those that `jaxpipe doctor` measured on such devices, or for guesses.
+            and transfers weigh more the shorter the actions are.  None is a forward of 5 ms.  What
+            predicates and transfers take is read from the file that `jaxpipe doctor` writes, or
+            guessed.
         executor: the back end; None is the SPMD executor, one `shard_map` program.
             `jaxpipe.eager.EagerExecutor()` runs the same program in eager JAX, for debugging.
 
@@ -70,7 +76,7 @@ class Pipeline:
         PipelineError: mesh, axis or functions do not fit; every fault is listed.
         PipelineError: the installed versions are known to be faulty for what it uses, with the
             thread and a workaround (`jaxpipe doctor` lists them).
-        CostError: costs, overheads or the file of measured prices are wrong.
+        CostError: costs or the file of measured prices are wrong.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
@@ -96,7 +102,6 @@ class Pipeline:
         sharding: Sharding = Sharding(),  # noqa: B008  both are frozen
         memory: Memory = Memory(),  # noqa: B008
         costs: Costs | None = None,
-        overheads: Overheads | Mapping[str, float] | None = None,
         executor: Executor | None = None,
     ) -> None:
         check_kinds(model, schedule, mesh, sharding, memory)
@@ -105,11 +110,11 @@ class Pipeline:
         self.mesh = automatic(mesh)
         self.model, self.sharding, self.memory = model, sharding, memory
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
-        self.accumulate_dtype, self.offload = memory.accumulate, Offload(memory.offload)
-        prices = None if overheads is None else overheads_of(overheads)
-        self._target = Target.of(self.mesh, sharding.apart, prices)
+        self._target = Target.of(self.mesh, sharding.apart)
         self._key = (key, self._target)
-        refuse_faults(self._target.platform, features_of(self._target, self.mesh, self.offload))
+        refuse_faults(
+            self._target.platform, features_of(self._target, self.mesh, Offload(memory.offload))
+        )
         self.costs = costs_of(costs, schedule)
         sharding.check(schedule, self.mesh)
         cut = staged(model, schedule.placement, layout)
@@ -126,7 +131,7 @@ class Pipeline:
             frozen_filter(model.frozen),
         )
         self._placer = Placer(self.partition)
-        self._steps = steps = StepRunner(
+        self._steps = StepRunner(
             self.schedule,
             self.functions,
             self.partition,
@@ -135,35 +140,21 @@ class Pipeline:
             self._target,
             SpmdExecutor() if executor is None else executor,
         )
-        step, forwards = self._jitted(steps.step), self._jitted(steps.forwards)
-        self._jit_step = without_gradient(step, "value_and_grad")
-        self._jit_evaluate = without_gradient(self._jitted(steps.evaluate), "evaluate")
-        self._jit_outputs = without_gradient(self._jitted(steps.outputs), "outputs")
-        # What stages hand from microbatch to microbatch is known after a step alone.
-        self._jit_loss = differentiable_loss(
-            (lambda *given: step(*given)[0]) if self.functions.has_state else forwards, step
-        )
+        self._compiled = Compiled.of(self._key, self._steps, self.compiler_options)
 
     def __repr__(self) -> str:
         """The schedule, the mesh, and what the model has."""
-        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
-        table = self.schedule
-        parts = [
-            f"schedule={table.name or 'a table'!r}",
-            f"{table.num_stages} stages",
-            f"{table.num_microbatches} microbatches",
-        ]
-        parts += [f"mesh=({axes})", f"axis={self.axis!r}"]
-        parts += [f"data_axes={self.data_axes}"] if self.data_axes else []
-        parts += (
-            [f"layout={'|'.join(self.layout.layers.stages)!r}"]
-            if self.layout.layers is not None
-            else []
+        axes, table = ", ".join(f"{k}={n}" for k, n in self.mesh.shape.items()), self.schedule
+        of_schedule = (
+            f"schedule={table.name or 'a table'!r}, {table.num_stages} stages, "
+            f"{table.num_microbatches} microbatches, mesh=({axes}), axis={self.axis!r}"
         )
+        parts = [of_schedule, *([f"data_axes={self.data_axes}"] if self.data_axes else [])]
+        if self.layout.layers is not None:
+            parts.append(f"layout={'|'.join(self.layout.layers.stages)!r}")
         names = [f.name for f in (self.functions.first, self.functions.last) if f is not None]
-        return (
-            f"Pipeline({', '.join(parts)}, with {' and '.join(names) or 'neither first nor last'})"
-        )
+        ends = " and ".join(names) or "neither first nor last"
+        return f"Pipeline({', '.join(parts)}, with {ends})"
 
     # Parameters
 
@@ -216,7 +207,7 @@ class Pipeline:
         placed = self.trained(self._placer.checked(params))
         if not as_placed:
             check_rules(optimizer, *self._placer.shapes(placed), self.partition.plans(placed))
-        begin = init_as_updated(optimizer, self.accumulate_dtype)
+        begin = init_as_updated(optimizer, self.memory.accumulate)
         return self._placer.init(begin, placed, params)
 
     def trained(
@@ -270,7 +261,7 @@ class Pipeline:
         made.  With `state` (see `place_state`), the new state comes after the loss: ((loss, state),
         grads), or ((loss, metrics, state), grads).
         """
-        results, grads = self._call(self._jit_step, params, batch, rng, state)
+        results, grads = self._call(self._compiled.step, params, batch, rng, state)
         return self._answer(results, with_state=True), grads
 
     def loss(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
@@ -291,9 +282,9 @@ class Pipeline:
             loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch) + 1e-4 *
             optax.tree.norm(p, squared=True))(params)
         """
-        results = self._call(self._jit_loss, params, batch, rng, state)
+        results = self._call(self._compiled.loss, params, batch, rng, state)
         loss, *aux = self._parts(results, with_state=True)
-        return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
+        return with_aux(loss, aux)
 
     def evaluate(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every
@@ -303,14 +294,14 @@ class Pipeline:
         many microbatches as its rows divide into, up to the schedule's.  (Each number of rows is a
         program of its own.)
         """
-        return self._answer(self._call(self._jit_evaluate, params, batch, rng, state))
+        return self._answer(self._call(self._compiled.evaluate, params, batch, rng, state))
 
     def losses(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`);
         fewer where `evaluate` cuts fewer.
         """
         self._steps.check_last("`losses`")
-        return self._call(self._jit_evaluate, params, batch, rng, state)["losses"]
+        return self._call(self._compiled.evaluate, params, batch, rng, state)["losses"]
 
     def outputs(
         self,
@@ -345,10 +336,10 @@ class Pipeline:
                 raise PipelineError("a cache does not combine with state=; leave it out")
             parts = (self.functions, self.partition, self.schedule)
             given = positioned(*parts, cache=cache, batch=batch, position=position)
-            results = self._call(self._jit_outputs, params, given, rng, cache.stages)
+            results = self._call(self._compiled.outputs, params, given, rng, cache.stages)
             outputs = hide_beyond(results["outputs"], given, positions(batch, self.model.time))
             return outputs, replace(cache, stages=results["state"])
-        results = self._call(self._jit_outputs, params, batch, rng, state)
+        results = self._call(self._compiled.outputs, params, batch, rng, state)
         return (
             (results["outputs"], results["state"])
             if self.functions.has_state
@@ -450,32 +441,13 @@ class Pipeline:
         mine = {**self.compiler_options, **(options.pop("compiler_options", None) or {})}
         return jax.jit(function, compiler_options=mine or None, **options)
 
-    def _jitted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function compiled, with the options where it is called from outside of any other
-        `jax.jit`.
-        """
-        if not self._steps.executor.compiles:
-            return function
-        key = (function.__name__, self._key)
-        inner = jit_same(key, function)
-        if not self.compiler_options:
-            return inner
-        outermost = jit_same(key, function, compiler_options=self.compiler_options)
-
-        def call(*arguments: Any) -> Any:
-            traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-            return (inner if traced else outermost)(*arguments)
-
-        return call
-
     # Inside
 
     def _call(
         self, function: Callable[..., Any], params: Any, batch: Any, rng: Any, state: Any
     ) -> Any:
         """The function of a step; what JAX cannot take is named by its place in the arguments."""
-        faults = key_faults(rng)
-        PipelineError.refuse("", faults)
+        PipelineError.refuse("", key_faults(rng))
         try:
             return function(params, batch, rng, state)
         except TypeError:

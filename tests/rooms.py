@@ -28,8 +28,8 @@ WITHOUT_JAX = (
 )
 WITH_JAX = (
     *("arrays", "jaxprs", "model", "stage", "spmd", "eager", "differentiable"),
-    *("processes", "fingerprint", "steps", "pipeline", "vocabulary", "optimizers"),
-    *("debug", "portable"),
+    *("fingerprint", "steps", "pipeline", "vocabulary", "optimizers"),
+    *("debug", "portable", "watchdog"),
     *("checkpoint", "distributed", "flax", "inspect", "measuring", "doctor", "modules"),
 )
 ROOMS = (*WITHOUT_JAX, *WITH_JAX)
@@ -37,8 +37,8 @@ ROOMS = (*WITHOUT_JAX, *WITH_JAX)
 OPTIONAL = frozenset(
     {
         *("solver", "megatron", "planner", "render", "cli", "eager", "vocabulary", "optimizers"),
-        *("debug", "portable", "checkpoint", "distributed", "flax", "inspect", "measuring"),
-        *("doctor", "modules"),
+        *("debug", "portable", "checkpoint", "distributed", "watchdog", "flax", "inspect"),
+        *("measuring", "doctor", "modules"),
     }
 )
 ROOF = ("__init__", "__main__")  # re-export and start; nothing imports them

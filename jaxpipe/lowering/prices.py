@@ -151,38 +151,6 @@ def measured_prices(
     return replace(guess, **seconds, source=source)
 
 
-def overheads_of(value: Any) -> Overheads:
-    """Read the argument `overheads=`: an `Overheads`, or seconds by name.
-
-    >>> overheads_of({"hop": 2e-4}).hop
-    0.0002
-
-    Raises:
-        CostError: another kind of value, an unknown name, or no seconds.
-    """
-    if isinstance(value, Overheads):
-        return value
-    names = ("predicate", "hop", "sent")
-    if not isinstance(value, Mapping):
-        raise CostError(
-            f"overheads must be seconds by name, such as {{'hop': 1e-4}}, not {quoted(value)}"
-        )
-    faults = [
-        f"overheads has {quoted(name)}; its names are {', '.join(names)}"
-        for name in value
-        if name not in names
-    ]
-    faults += [
-        f"overheads[{name!r}] must be seconds, 0 or more, not {quoted(value[name])}"
-        for name in names
-        if name in value and not _is_seconds(value[name])
-    ]
-    CostError.refuse("these overheads cannot be used", faults)
-    missing = [name for name in names if name not in value]
-    source = "given" + (f"; guessed: {', '.join(missing)}" if missing else "")
-    return replace(GUESSED, **{name: float(value[name]) for name in value}, source=source)
-
-
 _AGAIN = "remove the file and run `jaxpipe doctor` again"
 
 

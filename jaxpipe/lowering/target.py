@@ -121,18 +121,18 @@ class Target:
     # takes
     communicates: bool = False
     chip: Chip | None = None  # where its numbers are known
-    # of the user or measured; guesses where it is None
+    # measured; guesses where it is None
     prices: Overheads | None = None
 
     @classmethod
-    def of(cls, mesh: Any, own: Sequence[str], overheads: Overheads | None = None) -> Target:
+    def of(cls, mesh: Any, own: Sequence[str]) -> Target:
         """The target of a `jax.sharding.Mesh`; blocks do not communicate over the axes `own`.
 
-        The prices are `overheads`, or those measured on such devices.
+        The prices are those measured on such devices.
         """
         communicates = any(size > 1 for name, size in mesh.shape.items() if name not in own)
-        target = cls(RunsOn.of(mesh), communicates, Chip.of(mesh), overheads)
-        return target if overheads else target.measured(str(mesh.devices.flat[0].device_kind))
+        target = cls(RunsOn.of(mesh), communicates, Chip.of(mesh))
+        return target.measured(str(mesh.devices.flat[0].device_kind))
 
     def measured(self, kind: str | None) -> Target:
         """The target with the measured prices of a kind of device, if there are any."""

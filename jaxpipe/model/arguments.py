@@ -1,17 +1,20 @@
-"""Read the arguments of `Pipeline`, refuse them with every fault named, and cut the model into
-stages.
+"""Read the arguments of `Pipeline` and of its steps, refuse them with every fault named, and cut
+the model into stages.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
-from ..arrays import PyTree
+from ..arrays import PyTree, array_faults, axis_faults, by_index
 from ..engine.costs import Costs
 from ..errors import PipelineError, ScheduleError
 from ..layouts.balance import split_layers
@@ -22,7 +25,7 @@ from ..transforms.spread import spread_first, spread_last
 from .calls import Function
 from .layers import EMBEDDING, LOSS, LayerMap
 from .model import Model
-from .param_layout import ParamLayout
+from .param_layout import OUTER, ParamLayout, owner_faults
 from .settings import Memory, Sharding
 from .slices import Ledger
 
@@ -36,9 +39,7 @@ def rematerialised(
     if remat is None:
         return list(stages)
     policy = None if isinstance(remat, str) else remat
-    changed = {
-        function: function.under(lambda call: _checkpointed(call, policy)) for function in stages
-    }
+    changed = {f: replace(f, call=_checkpointed(f.call, policy)) for f in stages}
     return [changed[function] for function in stages]
 
 
@@ -69,8 +70,8 @@ def _checkpointed(
         ledger: Ledger | None = getattr(keywords.get("ctx"), "ledger", None)
 
         def on_arrays(arrays: dict[int, Any]) -> tuple[PyTree, ...]:
-            given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-            arguments, keywords = jax.tree.unflatten(tree, given)
+            values = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+            arguments, keywords = jax.tree.unflatten(tree, values)
             if ledger is None:
                 return call(*arguments, **keywords), {}, {}
             own = ledger.again()
@@ -94,27 +95,21 @@ def with_shares(
 
     They are placed by `costs` where these say how long a share takes.
     """
-    table = schedule.encoded
-    spreads_first, spreads_last = (end is not None and end.spread for end in (first, last))
-    ends = (
-        ("last", "L", spreads_last, table.spreads_last, spread_last),
-        ("first", "E", spreads_first, table.spreads_first, spread_first),
-    )
-    for name, kind, spread, there, _ in ends:
-        if there and not spread:
+    ends = (("last", "L", last, spread_last), ("first", "E", first, spread_first))
+    for name, kind, function, put in ends:
+        spreads = function is not None and function.spread is not None
+        there = getattr(schedule.encoded, f"spreads_{name}")
+        if there and not spreads:
             raise PipelineError(
                 f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, "
                 f"but `{name}` is not spread; give {name}=jaxpipe.spread(...), or take {kind} out "
                 "with jaxpipe.transforms.remove_spread"
             )
-    for name, _, spread, there, put in ends:
-        if there or not spread:
+        if there or not spreads:
             continue
+        timed = costs is not None and getattr(costs, name) is not None
         try:
-            schedule = put(
-                schedule,
-                costs=costs if costs is not None and getattr(costs, name) is not None else None,
-            )
+            schedule = put(schedule, costs=costs if timed else None)
         except ScheduleError as error:
             raise PipelineError(
                 f"`{name}` cannot be spread with schedule {schedule.name!r}: {error}"
@@ -240,3 +235,71 @@ def _check_copies(stages: tuple[Function, ...], layout: ParamLayout) -> None:
             "a stage with `state` cannot be on two devices, which would each change it; use a "
             "schedule that is not bidirectional (dualpipev instead of dualpipe)"
         )
+
+
+def param_faults(params: Any, layout: ParamLayout, devices: int) -> list[str]:
+    """Faults of parameters that must be placed there."""
+    keys = {"stages", *OUTER}
+    if not isinstance(params, Mapping) or "stages" not in params or not set(params) <= keys:
+        faults = [f"parameters must be what `place` returned, a dict with keys of {sorted(keys)}"]
+    else:
+        faults = owner_faults(params["stages"], layout, "parameters", "place") or axis_faults(
+            params["stages"], "stages", devices, f"the {devices} devices (see `place`)"
+        )
+    return [*faults, *array_faults(params, "params")]
+
+
+def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
+    """Faults of a batch whose rows are cut into `count` microbatches on each data shard."""
+    shapes = {name: np.shape(leaf) for name, leaf in by_index(batch, "batch").items()}
+    if not shapes:
+        return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
+    if faults := array_faults(batch, "batch"):
+        return faults
+    scalars = [name for name, shape in shapes.items() if not shape]
+    if len(scalars) > 3:
+        return [
+            f"{len(scalars)} leaves of the batch are plain numbers, {scalars[0]} the first "
+            "of them: lists are trees to JAX; make "
+            "arrays of them, jax.numpy.asarray([...]), with a leading axis of rows"
+        ]
+    faults = [
+        f"{name} is a scalar; every leaf needs a leading axis of rows "
+        '(close over values that all rows share, or put them under "shared")'
+        for name in scalars
+    ]
+    rows, parts = {name: shape[0] for name, shape in shapes.items() if shape}, count * data_shards
+    shards = f" x {data_shards} data shards" if data_shards > 1 else ""
+    faults += [
+        f"{name} has {n} rows, which do not divide into {count} microbatches{shards}; use "
+        f"{max(1, round(n / parts)) * parts} rows"
+        for name, n in rows.items()
+        if n == 0 or n % parts
+    ]
+    if len(set(rows.values())) > 1:
+        lengths = ", ".join(f"{name} has {n} rows" for name, n in rows.items())
+        faults.append(f"leaves of the batch have different lengths: {lengths}")
+    return faults
+
+
+def key_faults(rng: Any) -> list[str]:
+    """Faults of the step's key."""
+    if rng is None:
+        return []
+    dtype, shape = getattr(rng, "dtype", None), np.shape(rng)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if (typed and shape == ()) or (dtype == np.uint32 and len(shape) == 1):
+        return []
+    if typed:
+        return [f"rng holds {shape} keys, but a step takes one; give one of them"]
+    what = f"rng={rng}" if isinstance(rng, int) else f"rng is {type(rng).__name__}, and"
+    return [f"{what} is no key; write rng=jax.random.key({rng if isinstance(rng, int) else 0})"]
+
+
+def state_faults(state: Any, layout: ParamLayout, *, wanted: bool) -> list[str]:
+    """Faults of the stages' own state; `wanted`: some stage takes it."""
+    if bool(state) is wanted:
+        return owner_faults(state, layout, "state", "place_state") if state else []
+    if wanted:
+        return ["a stage takes `state`, but the step got none; give state=pipe.place_state(...)"]
+    return ["no stage takes `state` by keyword; leave state= out"]

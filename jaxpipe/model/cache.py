@@ -13,10 +13,10 @@ import numpy as np
 from ..arrays import Params, PyTree
 from ..errors import PipelineError
 from ..table.schedule import Schedule
-from .calls import OUTER_WANTS
-from .functions import Functions, make_extra
+from .functions import Functions
 from .param_layout import Chunks, with_outer
 from .partition import Partition
+from .plain import Plain
 from .slices import Positioned, has_time, time_faults
 
 
@@ -59,30 +59,19 @@ def cache_shapes(
         faults.append(f"length must be a whole number of at least 1, not {length!r}")
     if faults:
         raise PipelineError.listing("there is no cache for this batch", faults)
-    cuts, axis, zero = partition.cuts, partition.axis, jnp.int32(0)
     params, count = with_outer(params), schedule.num_microbatches
-    sizes = {key: cuts.sizes(key, params[key], parts=1) for key in cuts.dims}
-    functions = replace(functions, training=False, axis=axis, sizes=sizes).with_cache(length)
+    functions = replace(functions, training=False).with_cache(length)
+    functions = functions.over(partition.axis, partition.cuts, params, parts=1)
 
     def shapes(params: Params, batch: PyTree) -> list[PyTree]:
-        rows, shared, found = functions.split(batch, count), params["shared"], []
-        own = functions.for_batch(rows)
-        extra = make_extra(rows, None, zero, zero, OUTER_WANTS, own.slices)
-        if own.spreads_first:
-            shares = cuts.shares("first", params["first"]), cuts.shares("shared", shared)
-            every = jax.vmap(
-                lambda own_share, common: own.run_first((own_share, common), (), extra),
-                axis_name=axis,
-            )(*shares)
-            x = jax.tree.map(lambda leaf: leaf[0], every)
-        else:
-            x = own.run_first((params["first"], shared), (), extra)
-        for stage, function in enumerate(own.stages):
-            both = partition.layout.of_stage(stage, params["stages"]), shared
-            extra = make_extra(rows, None, zero + stage, zero, function.wants_arrays, own.slices)
-            x, returned = own.run_stage(stage, both, x, extra)
-            found.append(returned.carried)
-        return found
+        rows, number, carried = functions.split(batch, count), jnp.int32(0), []
+        plain = Plain(functions.for_batch(rows), partition.cuts, params, rows, None, stacked=False)
+        x = plain.first(number)
+        for stage in range(schedule.num_stages):
+            own = partition.layout.of_stage(stage, params["stages"])
+            x, returned = plain.stage(stage, stage, own, x, number)
+            carried.append(returned.carried)
+        return carried
 
     sequences = count // schedule.slices
     return [

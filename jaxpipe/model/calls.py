@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from ..arrays import PyTree, described, summable
 from ..errors import PipelineError
 from ..jaxprs.equations import every_equation
 from .mesh import axes_of
+from .spread import Spread
 
 _OTHER_MESH = "should match the mesh of sharding"
 _OTHER_SHARD_MAP = "should match the mesh passed to shard_map"
@@ -202,7 +203,7 @@ class Function:
     call: Callable[..., Any]
     name: str
     wants: frozenset[str]
-    spread: bool = False  # runs on all devices of the pipe axis at once
+    spread: Spread | None = None  # how it runs on all devices of the pipe axis at once
     cached: bool = False  # its carry and appended rows are its state, from call to call
 
     @classmethod
@@ -241,12 +242,6 @@ class Function:
             ) from None
         return cls(call, name, wants)
 
-    def under(self, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Function:
-        """The same function changed, with the keywords that it is known to take (a wrapper hides
-        its signature).
-        """
-        return replace(self, call=change(self.call))
-
     @property
     def wants_arrays(self) -> frozenset[str]:
         """The keywords whose values differ by microbatch or stage."""
@@ -254,20 +249,31 @@ class Function:
         more |= {"ctx", "state"} if self.cached else set()
         return self.wants & {"ctx", "microbatch", "state"} | more
 
-    def run(
-        self, *arguments: PyTree, shared: PyTree, extra: dict[str, PyTree], training: bool
-    ) -> Any:
-        """Call it with those keywords that it takes."""
-        have = {
-            "shared": shared,
-            "training": training,
-            **{k: extra.get(k) for k in ("carry", "ctx", "microbatch", "state")},
-        }
-        return self.calling(
-            lambda: self.call(*arguments, **{k: have[k] for k in sorted(self.wants)}),
-            arguments,
-            have["ctx"],
-        )
+    def run(self, *arguments: PyTree, keywords: Mapping[str, PyTree]) -> Any:
+        """Call it with those keywords that it takes; an error from inside says which function it
+        was and what its arguments were.
+        """
+        try:
+            results = self.call(*arguments, **{name: keywords[name] for name in sorted(self.wants)})
+        except PipelineError:
+            raise
+        except Exception as error:
+            ctx, uses_a_key = keywords.get("ctx"), re.search(r"\b(key|PRNG)", str(error))
+            if "ctx" in self.wants and ctx is not None and ctx.rng is None and uses_a_key:
+                raise PipelineError(
+                    f"`{self.name}` uses ctx.rng, but the step got no key; pass "
+                    "rng=jax.random.key(...)"
+                ) from error
+            if refused := refusal(self.name, error):
+                raise refused from error
+            shapes = "; ".join(described(tree) for tree in arguments)
+            error.add_note(
+                f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was "
+                f"traced with ({shapes})"
+            )
+            raise
+        check_returned(self.name, results)
+        return results
 
     def loss_of(self, loss: Any) -> Any:
         """The loss that a stage or a layer returns besides x, as a scalar; PipelineError for what
@@ -290,35 +296,6 @@ class Function:
         raise PipelineError(
             f"`{self.name}` must return a floating scalar as its loss; it returns {what}"
         )
-
-    def calling(self, call: Callable[[], Any], arguments: Sequence[PyTree], ctx: Any) -> Any:
-        """Call it; an error from inside says which function it was and what it was given."""
-        try:
-            found = call()
-        except PipelineError:
-            raise
-        except Exception as error:
-            text = str(error)
-            if (
-                "ctx" in self.wants
-                and isinstance(ctx, Context)
-                and ctx.rng is None
-                and re.search(r"\b(key|PRNG)", text)
-            ):
-                raise PipelineError(
-                    f"`{self.name}` uses ctx.rng, but the step got no key; pass "
-                    "rng=jax.random.key(...)"
-                ) from error
-            if refused := refusal(self.name, error):
-                raise refused from error
-            what = "; ".join(described(tree) for tree in arguments)
-            error.add_note(
-                f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was "
-                f"traced with ({what})"
-            )
-            raise
-        check_returned(self.name, found)
-        return found
 
 
 def _place(call: Callable[..., Any]) -> str:

@@ -5,9 +5,8 @@ microbatch.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +15,8 @@ import jax.numpy as jnp
 from ..arrays import PyTree, summable, zeros_of
 from ..errors import PipelineError
 from .calls import Context, Function
-from .slices import CacheLedger, Ledger, Positioned, join_slices, slice_length, split_slices
+from .slices import Ledger, Positioned, join_slices, slice_length, split_slices
+from .spread import Cuts
 
 
 class StageOutput(NamedTuple):
@@ -41,6 +41,11 @@ def inverse_count(count: Any, dtype: Any) -> Any:
     """The factor of sums: 1 / count, and 0 for a count of 0: the loss and gradients are 0 then."""
     count = count.astype(dtype)
     return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
+
+
+def with_aux(loss: Any, aux: Sequence[PyTree]) -> Any:
+    """A loss as `jax.grad` takes it: alone, or with other results for `has_aux=True`."""
+    return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
 
 
 def split_batch(batch: PyTree, count: int, slices: int = 1, time: tuple[str, ...] = ()) -> PyTree:
@@ -102,6 +107,15 @@ class Functions:
         stages = tuple(replace(function, cached=True) for function in self.stages)
         return replace(self, stages=stages, room=room)
 
+    def over(
+        self, axis: str, cuts: Cuts, params: Mapping[str, PyTree], parts: int | None = None
+    ) -> Functions:
+        """The same functions, whose spread ones know the axis and the whole sizes of parameters of
+        which they are given one of `parts` parts.
+        """
+        sizes = {key: cuts.sizes(key, params[key], parts=parts) for key in cuts.dims}
+        return replace(self, axis=axis, sizes=sizes) if sizes else self
+
     def split(self, batch: PyTree, count: int) -> PyTree:
         """The rows of each microbatch."""
         if isinstance(batch, Positioned):
@@ -122,23 +136,27 @@ class Functions:
         """What the last stage returned for each microbatch, by whole sequences."""
         return outputs if self.slices == 1 else join_slices(outputs, self.slices, self.length)
 
-    def _placed(self, extra: dict[str, PyTree], ledger: Any = None) -> dict[str, PyTree]:
-        """What a function is given besides parameters and x, with the position of its slice."""
+    def _keywords(
+        self, extra: Mapping[str, PyTree], shared: PyTree, **context: Any
+    ) -> dict[str, PyTree]:
+        """The keywords that a function may take; its context has the position of its slice."""
+        keywords = {"microbatch": None, "state": None, **extra}
+        keywords |= {"shared": shared, "training": self.training}
         ctx = extra.get("ctx")
-        if ctx is None:
-            return extra
-        return {**extra, "ctx": ctx._replace(offset=self._offset(ctx), ledger=ledger)}
+        if ctx is not None:
+            ctx = ctx._replace(offset=self._offset(ctx), **context)
+        return {**keywords, "ctx": ctx}
 
-    def _offset(self, ctx: Any) -> Any:
+    def _offset(self, ctx: Context) -> Any:
         before = 0 if ctx.offset is None else ctx.offset
         return before + (ctx.microbatch % self.slices * self.length if self.slices > 1 else 0)
 
-    def _ledger(self, ctx: Any, buffers: Any) -> Ledger:
+    def _ledger(self, ctx: Context, buffers: Any) -> Ledger:
         """Where a stage appends rows."""
         sequence, number = ctx.microbatch // self.slices, ctx.microbatch % self.slices
         if self.room:
-            return CacheLedger(self.room, sequence, self._offset(ctx), buffers)
-        return Ledger(self.slices, number, buffers, holds=self.in_place)
+            return Ledger(buffers, self._offset(ctx), room=self.room, sequence=sequence)
+        return Ledger(buffers, number, slices=self.slices, holds=self.in_place)
 
     def carried(self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> PyTree:
         """Shapes of what passes from slice to slice of a sequence in a stage: (carry, buffers by
@@ -171,24 +189,51 @@ class Functions:
     @property
     def spreads_first(self) -> bool:
         """Whether `first` runs on all devices at once."""
-        return self.first is not None and self.first.spread
+        return self.first is not None and self.first.spread is not None
 
     @property
     def spreads_last(self) -> bool:
         """Whether `last` runs on all devices at once."""
-        return self.last is not None and self.last.spread
+        return self.last is not None and self.last.spread is not None
 
-    def _with_sizes(self, key: str, extra: dict[str, PyTree]) -> dict[str, PyTree]:
-        """The extra inputs of a spread function, with the sizes in its context."""
-        ctx = extra["ctx"]._replace(
-            axis=self.axis, sizes=self.sizes.get(key), shared_sizes=self.sizes.get("shared")
-        )
-        return {**extra, "ctx": ctx}
+    def _of_share(self, key: str) -> dict[str, Any]:
+        """What the context of a share of `first` or `last` has besides; nothing of a whole one."""
+        function, _ = self._end(key)
+        if function is None or not function.spread:
+            return {}
+        sizes = {"sizes": self.sizes.get(key), "shared_sizes": self.sizes.get("shared")}
+        return {"axis": self.axis, **sizes}
 
     @property
     def has_state(self) -> bool:
         """Whether any stage keeps state from microbatch to microbatch."""
         return any("state" in function.wants_arrays for function in self.stages)
+
+    def run_whole(
+        self,
+        key: str,
+        params: tuple[PyTree, PyTree],
+        x: PyTree,
+        extra: dict[str, PyTree],
+        cuts: Cuts,
+    ) -> Any:
+        """`first` or `last` with whole parameters (its own, shared), on one device."""
+        function, run = self._end(key)
+        if function is None or not function.spread:
+            return run(params, x, extra)
+        return self.run_shares(key, cuts.both_shares(key, *params), x, extra)
+
+    def run_shares(self, key: str, shares: PyTree, x: PyTree, extra: dict[str, PyTree]) -> Any:
+        """A spread `first` or `last` with every device's share of its parameters: a mapped axis is
+        in the place of the mesh's, and results are equal along it.
+        """
+        _, run = self._end(key)
+        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=self.axis)(*shares)
+        return jax.tree.map(lambda leaf: leaf[0], every)
+
+    def _end(self, key: str) -> tuple[Function | None, Callable[..., Any]]:
+        """`first` or `last`, and how it is run."""
+        return (self.first, self.run_first) if key == "first" else (self.last, self.run_last)
 
     def run_first(self, params: PyTree, _x: PyTree, extra: dict[str, PyTree]) -> PyTree:
         """(first parameters, shared), (), extra -> x."""
@@ -202,94 +247,90 @@ class Functions:
                     "microbatch) -> x)"
                 )
             return extra["microbatch"]["x"]
-        extra = self._placed(self._with_sizes("first", extra) if self.first.spread else extra)
-        return self.first.run(
-            own, extra["microbatch"], shared=shared, extra=extra, training=self.training
-        )
+        keywords = self._keywords(extra, shared, **self._of_share("first"))
+        return self.first.run(own, extra["microbatch"], keywords=keywords)
 
     def run_stage(
         self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]
     ) -> tuple[PyTree, StageOutput]:
-        """Stage number, (stage parameters, shared), x, extra -> y and what it returns besides."""
-        given = extra.get("state" if self.room else "carried", ())
-        y, returned = self._run_stage(stage, params, x, extra, given)
-        if not self.room or not given:
-            return y, returned
-        # the carry and the rows of one sequence of the cache
-        carry, buffers = returned.carried
-        at = extra["ctx"].microbatch // self.slices
-        kept = jax.tree.map(
+        """Stage number, (stage parameters, shared), x, extra -> y and what it returns besides.
+
+        "carried" in `extra` is (carry, buffers) of the slice before.  With a cache "state" is
+        (carries, buffers) of all its sequences.
+        """
+        (own, shared), function = params, self.stages[stage]
+        ctx: Any = extra.get("ctx")
+        before = extra.get("state" if self.room else "carried", ())
+        ledger = None
+        if self._passes and ctx is not None:
+            ledger = self._ledger(ctx, before[1] if before else None)
+        keywords = self._keywords(extra, shared, ledger=ledger)
+        if "carry" in function.wants:
+            keywords["carry"] = self._carry(function, own, x, keywords, before)
+        out = function.run(own, x, keywords=keywords)
+        passes = [name for name in ("state", "carry") if name in function.wants]
+        names = ["x", *(["loss"] if self.stage_loss else []), *passes]
+        if len(names) == 1:
+            out = (out,)
+        elif not isinstance(out, tuple) or len(out) != len(names):
+            why = ["stage_loss=True"] if self.stage_loss else []
+            why += [f"it takes `{name}`" for name in passes]
+            raise PipelineError(
+                f"`{function.name}` must return ({', '.join(names)}), since {' and '.join(why)}; "
+                f"it returns {jax.tree.structure(out)}"
+            )
+        returned = dict(zip(names, out, strict=True))
+        loss = function.loss_of(returned["loss"]) if self.stage_loss else ()
+        state, carry = (
+            _same_form(function, name, keywords[name], returned[name]) if name in passes else ()
+            for name in ("state", "carry")
+        )
+        buffers: PyTree = {}
+        rows: PyTree = ()
+        if ledger is not None and ledger.rows:
+            buffers, rows = ledger.buffers, (ledger.rows, ledger.number)
+        if not self.room or not before:
+            return returned["x"], StageOutput(loss, state, (carry, buffers), rows)
+        at = ctx.microbatch // self.slices
+        carries = jax.tree.map(
             lambda whole, own: jax.lax.dynamic_update_index_in_dim(whole, own, at, 0),
-            given[0],
+            before[0],
             carry,
         )
-        return y, returned._replace(state=(kept, buffers), carried=(), rows=())
+        return returned["x"], StageOutput(loss, (carries, buffers))
 
-    def _run_stage(
-        self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree], given: PyTree
-    ) -> tuple[PyTree, StageOutput]:
-        """The same; `given` is what passes from the slice before, or the cache."""
-        own, shared = params
-        function = self.stages[stage]
-        ledger, first = None, ()
-        if self._passes and "ctx" in function.wants_arrays:
-            ledger = self._ledger(extra["ctx"], given[1] if given else None)
-        extra = self._placed(extra, ledger)
-        if "carry" in function.wants:
-            first = self._first_carry(function, own, x, shared, extra)
-            extra = {**extra, "carry": self._carry(first, given, extra)}
-        out = function.run(own, x, shared=shared, extra=extra, training=self.training)
-        names = [
-            "x",
-            *(["loss"] if self.stage_loss else []),
-            *(["state"] if "state" in function.wants else []),
-            *(["carry"] if "carry" in function.wants else []),
-        ]
-        appended: tuple[PyTree, PyTree] = ({}, ())
-        if ledger is not None and ledger.rows:
-            appended = ledger.buffers, (ledger.rows, ledger.number)
-        if len(names) == 1:
-            return out, StageOutput(carried=((), appended[0]), rows=appended[1])
-        if not isinstance(out, tuple) or len(out) != len(names):
-            why = " and ".join(
-                [
-                    *(["stage_loss=True"] if self.stage_loss else []),
-                    *(f"it takes `{name}`" for name in ("state", "carry") if name in names),
-                ]
-            )
-            raise PipelineError(
-                f"`{function.name}` must return ({', '.join(names)}), since {why}; it returns "
-                f"{jax.tree.structure(out)}"
-            )
-        found = dict(zip(names, out, strict=True))
-        loss = function.loss_of(found["loss"]) if self.stage_loss else ()
-        state = self._handed_on(function, "state", found, extra)
-        carry = self._handed_on(function, "carry", found, extra)
-        return found["x"], StageOutput(loss, state, (carry, appended[0]), appended[1])
+    def _carry(
+        self,
+        function: Function,
+        own: PyTree,
+        x: PyTree,
+        keywords: dict[str, PyTree],
+        before: PyTree,
+    ) -> PyTree:
+        """The carry of a slice: that of the slice before, or the first one of a sequence."""
+        first, ctx = self._first_carry(function, own, x, keywords), keywords["ctx"]
+        if not before:
+            return first
+        carry = before[0]
+        if self.room:
+            carry = jax.tree.map(lambda leaf: leaf[ctx.microbatch // self.slices], carry)
+        return jax.tree.map(lambda a, b: jnp.where(ctx.offset == 0, a, b), first, carry)
 
     def _first_carry(
-        self, function: Function, own: PyTree, x: PyTree, shared: PyTree, extra: dict[str, PyTree]
+        self, function: Function, own: PyTree, x: PyTree, keywords: dict[str, PyTree]
     ) -> PyTree:
-        """What the first slice of a sequence is given as carry: zeros where the model says nothing,
-        of the shapes that the stage returns for a carry that is the number 0.
+        """The carry of the first slice of a sequence: zeros where the model says nothing, of the
+        shapes that the stage returns for a carry that is the number 0.
         """
         if self.carry is not None:
             return jax.tree.map(jnp.asarray, self.carry(own, x))
+        ctx = keywords["ctx"]
+        ctx = ctx._replace(ledger=None if ctx.ledger is None else ctx.ledger.again())
         zero = jnp.zeros((), jax.tree.leaves(x)[0].dtype)
-
-        def returned(own: PyTree, x: PyTree, shared: PyTree, extra: dict[str, PyTree]) -> PyTree:
-            ctx = extra["ctx"]
-            fresh = ctx._replace(ledger=None if ctx.ledger is None else ctx.ledger.again())
-            return function.run(
-                own,
-                x,
-                shared=shared,
-                extra={**extra, "ctx": fresh, "carry": zero},
-                training=self.training,
-            )[-1]
-
         try:
-            shapes = jax.eval_shape(partial(returned, extra=extra), own, x, shared)
+            shapes = jax.eval_shape(
+                lambda: function.run(own, x, keywords={**keywords, "ctx": ctx, "carry": zero})[-1]
+            )
         except Exception as error:
             raise PipelineError(
                 f"`{function.name}` takes `carry`, but the shapes of the first one cannot be "
@@ -297,34 +338,6 @@ class Functions:
                 "carry=function(stage_params, x) -> the first carry)"
             ) from error
         return zeros_of(shapes)
-
-    def _carry(self, first: PyTree, given: PyTree, extra: dict[str, PyTree]) -> PyTree:
-        """The carry of a slice: that of the slice before, or the first one."""
-        if not given:
-            return first
-        ctx, before = extra["ctx"], given[0]
-        if self.room:
-            before = jax.tree.map(lambda leaf: leaf[ctx.microbatch // self.slices], before)
-        return jax.tree.map(lambda a, b: jnp.where(ctx.offset == 0, a, b), first, before)
-
-    @staticmethod
-    def _handed_on(
-        function: Function, name: str, found: dict[str, Any], extra: dict[str, PyTree]
-    ) -> PyTree:
-        """State or carry as the stage returns it; PipelineError where it is not like the given."""
-        if name not in found:
-            return ()
-        given, new = extra[name], jax.tree.map(jnp.asarray, found[name])
-        form = [
-            jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
-            for tree in (given, new)
-        ]
-        if form[0] != form[1]:
-            raise PipelineError(
-                f"`{function.name}` takes {name} of (shape, dtype) {form[0]} but returns "
-                f"{form[1]}; return the same tree"
-            )
-        return new
 
     def run_last(self, params: PyTree, y: PyTree, extra: dict[str, PyTree]) -> tuple[Any, PyTree]:
         """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""
@@ -334,17 +347,21 @@ class Functions:
                 "this pipeline has no `last` function; give Model(..., last=function that "
                 "returns the loss)"
             )
-        extra = self._placed(self._with_sizes("last", extra) if self.last.spread else extra)
-        out = self.last.run(
-            own, y, extra["microbatch"], shared=shared, extra=extra, training=self.training
-        )
+        keywords = self._keywords(extra, shared, **self._of_share("last"))
+        out = self.last.run(own, y, extra["microbatch"], keywords=keywords)
         metrics: PyTree = ()
         if self.has_metrics:
-            out, metrics = self._pair(out, "(loss, metrics), since has_metrics=True")
+            out, metrics = _pair(out, "(loss, metrics), since has_metrics=True")
         count: PyTree = ()
         if self.loss is Loss.SUM_OVER_COUNT:
-            out, count = self._pair(out, "(sum, count), since loss=Loss.SUM_OVER_COUNT")
-            count = self._count(count)
+            out, count = _pair(out, "(sum, count), since loss=Loss.SUM_OVER_COUNT")
+            count = jnp.asarray(count)
+            if count.shape != () or jnp.issubdtype(count.dtype, jnp.complexfloating):
+                raise PipelineError(
+                    "`last` must return (sum, count) with a scalar count; the count is "
+                    f"{count.dtype}{list(count.shape)}: take its sum"
+                )
+            count = summable(count)
         if isinstance(out, tuple):
             raise PipelineError(
                 f"`last` must return a floating scalar loss; it returns a tuple of {len(out)}: "
@@ -359,21 +376,23 @@ class Functions:
             )
         return summable(out), {"count": count, "metrics": metrics}
 
-    @staticmethod
-    def _count(count: Any) -> Any:
-        """The count in a dtype in which those of all microbatches can be added; PipelineError where
-        it is no number.
-        """
-        count = jnp.asarray(count)
-        if count.shape != () or jnp.issubdtype(count.dtype, jnp.complexfloating):
-            raise PipelineError(
-                "`last` must return (sum, count) with a scalar count; the count is "
-                f"{count.dtype}{list(count.shape)}: take its sum"
-            )
-        return summable(count)
 
-    @staticmethod
-    def _pair(out: Any, what: str) -> tuple[Any, Any]:
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise PipelineError(f"`last` must return {what}; it returns {jax.tree.structure(out)}")
-        return out
+def _pair(out: Any, what: str) -> tuple[Any, Any]:
+    """The two results of `last`; PipelineError for anything else."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise PipelineError(f"`last` must return {what}; it returns {jax.tree.structure(out)}")
+    return out
+
+
+def _same_form(function: Function, name: str, before: PyTree, after: PyTree) -> PyTree:
+    """State or carry as a stage returns it; PipelineError where it is not like the one before."""
+    after = jax.tree.map(jnp.asarray, after)
+    forms = [
+        jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree) for tree in (before, after)
+    ]
+    if forms[0] != forms[1]:
+        raise PipelineError(
+            f"`{function.name}` takes {name} of (shape, dtype) {forms[0]} but returns "
+            f"{forms[1]}; return the same tree"
+        )
+    return after

@@ -228,7 +228,7 @@ def _layer(
     own = dict(keywords)
     if "ctx" in own:
         own["ctx"] = _context(own["ctx"], number, place)
-    out = function.calling(lambda: function.call(row, x, **own), (row, x), own.get("ctx"))
+    out = function.run(row, x, keywords=own)
     if not has_loss:
         return out, None
     if not isinstance(out, tuple) or len(out) != 2:

@@ -9,18 +9,15 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, summable, zeros_of
+from ..arrays import PyTree, summable
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.placement import Placement
-from .calls import OUTER_KEYWORDS, OUTER_WANTS, Function
-from .functions import (
-    Functions,
-    Loss,
-    make_extra,
-    split_batch,
-)
+from .calls import OUTER_KEYWORDS, Function
+from .functions import Functions, Loss, split_batch, with_aux
 from .layers import EMBEDDING, LOSS, LayerMap
+from .param_layout import with_outer
+from .plain import Plain
 from .slices import time_faults
 from .spread import Cuts, Spread
 
@@ -116,12 +113,15 @@ class Model:
             )
         elif not callable(stages):
             stages = _listed(stages)
-        _check_contract(loss)
-        time = (time,) if isinstance(time, str) else tuple(time)
+        contract: Any = loss
+        if not isinstance(contract, Loss):
+            known = " or ".join(f"Loss.{member.name}" for member in Loss)
+            raise PipelineError(f"loss must be {known}; got {contract!r}")
         if carry is not None and not callable(carry):
             raise PipelineError(
                 f"carry must be a function (stage_params, x) -> the first carry, not {carry!r}"
             )
+        time = (time,) if isinstance(time, str) else tuple(time)
         values = (stages, first, last, letters, loss, has_metrics, stage_loss, frozen, time, carry)
         for name, value in zip(self.__dataclass_fields__, values, strict=True):
             object.__setattr__(self, name, value)
@@ -135,7 +135,9 @@ class Model:
     @property
     def outer(self) -> tuple[Function | None, Function | None]:
         """`first` and `last`."""
-        names = (f"layers[{EMBEDDING!r}]", f"layers[{LOSS!r}]") if self.is_layered else _OUTER_NAMES
+        names = ("first", "last")
+        if self.is_layered:
+            names = (f"layers[{EMBEDDING!r}]", f"layers[{LOSS!r}]")
         first = _outer(self.first, names[0], ("params", "microbatch"))
         last = _outer(self.last, names[1], ("params", "x", "microbatch"))
         returning = None if last is None else getattr(last.call, "returning", None)
@@ -146,10 +148,10 @@ class Model:
 
     def changed(self, **fields: Any) -> Model:
         """The same model with other fields, checked like a new model; PipelineError as for one."""
-        given = {name: getattr(self, name) for name in self.__dataclass_fields__} | fields
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__} | fields
         if self.is_layered:
-            del given["first"], given["last"]  # letters of `stages`
-        return Model(given.pop("stages"), loss=given.pop("contract"), **given)
+            del values["first"], values["last"]  # letters of `stages`
+        return Model(values.pop("stages"), loss=values.pop("contract"), **values)
 
     def functions(self, stages: Sequence[Function]) -> Functions:
         """The functions of a step whose stages run these."""
@@ -178,26 +180,23 @@ class Model:
             )
         # A function that several stages have is one kind of stage where their parameters have one
         # form too.
-        made = {
-            id(call): Function.of(call, f"stage[{s}]")
-            for s, call in reversed(list(enumerate(self.stages)))
-        }
-        return [made[id(call)] for call in self.stages]
+        functions: dict[int, Function] = {}
+        for s, call in enumerate(self.stages):
+            functions.setdefault(id(call), Function.of(call, f"stage[{s}]"))
+        return [functions[id(call)] for call in self.stages]
 
     def cuts(self, stages: Sequence[Function]) -> dict[str, Any]:
         """The dims along which parameters of spread functions are cut; those under "shared" only
         where every function that takes them is spread.
         """
-        first, last = self.outer
-        given = (("first", _spread(self.first)), ("last", _spread(self.last)))
-        ends = {key: spread for key, spread in given if spread is not None}
-        dims = {key: spread.dims for key, spread in ends.items()}
-        functions = [f for f in (*stages, first, last) if f is not None]
+        functions = [f for f in (*stages, *self.outer) if f is not None]
+        ends = {"first": self.outer[0], "last": self.outer[1]}
+        spreads = {key: f.spread for key, f in ends.items() if f is not None and f.spread}
+        dims = {key: spread.dims for key, spread in spreads.items()}
         takers = [function for function in functions if "shared" in function.wants]
-        if not ends or not takers or not all(function.spread for function in takers):
+        if not takers or not all(function.spread for function in takers):
             return dims
-        outer = {"first": first, "last": last}
-        shared = [spread.shared for key, spread in ends.items() if outer[key] in takers]
+        shared = [spread.shared for key, spread in spreads.items() if ends[key] in takers]
         if any(one != shared[0] for one in shared):
             raise PipelineError(
                 f"`first` is given jaxpipe.spread(..., shared={shared[0]!r}) and `last` "
@@ -238,37 +237,37 @@ class Model:
                 f"the batch has leaves with leading axes {sorted(rows)}, which do not divide into "
                 f"{sequences} {'microbatches' if slices == 1 else 'sequences'}"
             )
-        if faults or microbatches % slices:
-            faults += [f"{microbatches} microbatches are no whole sequences of {slices} slices"] * (
-                microbatches % slices > 0
-            )
-            raise PipelineError("\n".join(faults), tuple(faults))
-        cut = split_batch(batch, microbatches, slices, self.time)
-        run = _Plain(self, params, cut, rng, training=training, slices=slices)
-        indices = jnp.arange(microbatches, dtype=jnp.int32)
-        both = run.before(state)
+        if microbatches % slices:
+            faults.append(f"{microbatches} microbatches are no whole sequences of {slices} slices")
+        PipelineError.refuse("", faults)
+        plain = self._plain(params, split_batch(batch, microbatches, slices, self.time), rng)
+        functions = replace(plain.functions, training=training, slices=slices)
+        plain = replace(plain, functions=functions.for_batch(plain.rows))
+        passed, numbers = plain.begin(state), jnp.arange(microbatches, dtype=jnp.int32)
         if microbatches == 1:
-            both, out = run.microbatch(both, indices[0])
+            passed, out = plain.microbatch(passed, numbers[0])
             out = jax.tree.map(lambda leaf: leaf[None], out)
         else:
-            both, out = jax.lax.scan(run.microbatch, both, indices)
-        state = both[0]
+            passed, out = jax.lax.scan(plain.microbatch, passed, numbers)
         losses, aux = out
-        loss, *_ = run.functions.total(losses, aux["count"])
+        loss, *_ = functions.total(losses, aux["count"])
         metrics = jax.tree.map(lambda leaf: jnp.mean(summable(leaf), axis=0), aux["metrics"])
-        more = [metrics] if self.has_metrics else []
-        more += [state] if run.functions.has_state else []
-        return (loss, more[0] if len(more) == 1 else tuple(more)) if more else loss
+        aux = [metrics] if self.has_metrics else []
+        return with_aux(loss, [*aux, passed[0]] if functions.has_state else aux)
 
-
-_OUTER_NAMES = ("first", "last")
-
-
-def _check_contract(loss: Any) -> None:
-    """PipelineError for a loss contract that is none."""
-    if not isinstance(loss, Loss):
-        known = " or ".join(f"Loss.{member.name}" for member in Loss)
-        raise PipelineError(f"loss must be {known}; got {loss!r}")
+    def _plain(self, params: Mapping[str, PyTree], rows: PyTree, rng: Any) -> Plain:
+        """The model on one device, for the rows of each microbatch."""
+        params, stacked = with_outer(params), not self.is_layered and callable(self.stages)
+        if self.layers is not None:
+            layout = Layout((self.layers,), 1)
+            by_letter = LayerMap.of(layout, Placement.loop(devices=1, chunks=1), [[0]])
+            functions = list(by_letter.functions(self.stages, has_loss=self.stage_loss))
+            params["stages"] = by_letter.split(params["stages"])
+        else:
+            functions = self.stage_functions(1 if stacked else len(params["stages"]))
+        cuts = Cuts(1, self.cuts(functions))
+        own = self.functions(functions).over(_AXIS, cuts, params, parts=1)
+        return Plain(own, cuts, params, rows, rng, stacked)
 
 
 def _listed(stages: Any) -> tuple[Call, ...]:
@@ -285,7 +284,7 @@ def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> 
     """The letters of all layers in model order; PipelineError lists what does not fit the
     functions.
     """
-    both = [name for name, given in (("first", first), ("last", last)) if given is not None]
+    both = [name for name, call in (("first", first), ("last", last)) if call is not None]
     if both:
         raise PipelineError(
             f"the model is given by letters, so leave {', '.join(both)} out; letters {EMBEDDING} "
@@ -318,145 +317,8 @@ def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> 
 def _outer(call: Any, name: str, takes: tuple[str, ...]) -> Function | None:
     if call is None:
         return None
-    spread = _spread(call)
-    if spread is None:
-        return Function.of(call, name, OUTER_KEYWORDS, takes=takes)
-    return replace(Function.of(spread.call, name, OUTER_KEYWORDS, takes=takes), spread=True)
-
-
-def _spread(call: Any) -> Spread | None:
-    """The function with how it is spread over all devices; None for any other function."""
+    spread = call if isinstance(call, Spread) else None
     if getattr(call, "spreads", False):
-        return Spread(call, call.dim, call.dim)
-    return call if isinstance(call, Spread) else None
-
-
-class _Plain:
-    """The plain loss of one microbatch after another, on one device."""
-
-    def __init__(
-        self,
-        model: Model,
-        params: Mapping[str, PyTree],
-        rows: PyTree,
-        rng: Any,
-        *,
-        training: bool,
-        slices: int = 1,
-    ) -> None:
-        self.rows, self.rng, self.slices = rows, rng, slices
-        self.outer = {key: params.get(key, {}) for key in ("first", "last", "shared")}
-        self.alike = not model.is_layered and callable(model.stages)
-        stages = params["stages"]
-        if model.is_layered:
-            assert model.layers is not None
-            layout = parse_layout(
-                model.layers, devices=1, letters="".join(sorted({*LETTERS, *model.stages}))
-            )
-            by_letter = LayerMap.of(layout, Placement.loop(devices=1, chunks=1), [[0]])
-            functions = list(by_letter.functions(model.stages, has_loss=model.stage_loss))
-            stages = by_letter.split(stages)
-        elif self.alike:
-            functions = model.stage_functions(1)
-        else:
-            functions = model.stage_functions(len(stages))
-        self.stages = stages
-        self.cuts = Cuts(1, model.cuts(functions))
-        sizes = {key: self.cuts.sizes(key, self.outer[key], parts=1) for key in self.cuts.dims}
-        self.functions = replace(
-            model.functions(functions),
-            training=training,
-            axis=_AXIS,
-            sizes=sizes,
-            slices=slices,
-        ).for_batch(rows)
-
-    def before(self, state: PyTree) -> tuple[PyTree, PyTree]:
-        """State and what passes between slices, before the first microbatch."""
-        if self.slices == 1:
-            return state, ()
-        (_, carried), _ = jax.eval_shape(self.microbatch, (state, ()), jnp.int32(0))
-        return state, zeros_of(carried)
-
-    def microbatch(self, both: PyTree, index: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
-        """State, what passes between slices, and the number of a microbatch -> both after it,
-        (loss, {"count", "metrics"}).
-        """
-        first, last = self.functions.first, self.functions.last
-        x = self._spread_call(
-            self.functions.run_first,
-            "first",
-            first is not None and first.spread,
-            (),
-            self._extra(0, index, OUTER_WANTS),
-        )
-        x, more, both = self._run_stages(x, index, both)
-        count = self._count()
-        loss, aux = self._spread_call(
-            self.functions.run_last,
-            "last",
-            last is not None and last.spread,
-            x,
-            self._extra(count - 1, index, OUTER_WANTS),
-        )
-        return both, (loss + more, aux)
-
-    def _count(self) -> int:
-        """The number of stages."""
-        if not self.alike:
-            return len(self.stages)
-        leaves = jax.tree.leaves(self.stages)
-        return int(leaves[0].shape[0]) if leaves else 1
-
-    def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> dict[str, PyTree]:
-        return make_extra(self.rows, self.rng, jnp.int32(stage), index, wants, self.slices)
-
-    def _spread_call(
-        self, run: Call, key: str, spread: bool, x: PyTree, extra: dict[str, PyTree]
-    ) -> Any:
-        """Call `first` or `last`; a spread one finds an axis of one device."""
-        own, shared = self.outer[key], self.outer["shared"]
-        if not spread:
-            return run((own, shared), x, extra)
-        shares = self.cuts.shares(key, own), self.cuts.shares("shared", shared)
-        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=_AXIS, axis_size=1)(*shares)
-        return jax.tree.map(lambda leaf: leaf[0], every)
-
-    def _stage(
-        self, at: int, number: Any, own: PyTree, x: PyTree, index: Any, both: PyTree
-    ) -> tuple[PyTree, Any, PyTree]:
-        """A stage's output, loss and new state, with what passes between slices."""
-        function = self.functions.stages[at]
-        state, carried = both
-        extra = self._extra(number, index, function.wants_arrays)
-        extra |= {"state": state} if "state" in function.wants else {}
-        extra |= {"carried": carried}
-        y, returned = self.functions.run_stage(at, (own, self.outer["shared"]), x, extra)
-        loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
-        return y, loss, (returned.state, returned.carried if self.slices > 1 else ())
-
-    def _run_stages(self, x: PyTree, index: Any, both: PyTree) -> tuple[PyTree, Any, PyTree]:
-        """x after all stages, the sum of their losses, and their new state, with what passes
-        between slices.
-        """
-        count = self._count()
-        if not self.alike:
-            losses: Any = []
-            states = []
-            given = [each or [()] * count for each in both]
-            for s, own in enumerate(self.stages):
-                x, loss, new = self._stage(s, s, own, x, index, (given[0][s], given[1][s]))
-                losses.append(loss)
-                states.append(new)
-            after = [list(each) for each in zip(*states, strict=True)]
-            there = (self.functions.has_state, self.slices > 1)
-            return x, sum(losses), tuple(a if t else () for a, t in zip(after, there, strict=True))
-
-        def body(x: PyTree, row: tuple[Any, PyTree, PyTree]) -> tuple[PyTree, Any]:
-            number, own, both = row
-            y, *more = self._stage(0, number, own, x, index, both)
-            return y, more
-
-        rows = (jnp.arange(count, dtype=jnp.int32), self.stages, tuple(both))
-        x, (losses, both) = jax.lax.scan(body, x, rows)
-        return x, jnp.sum(losses), both
+        spread = Spread(call, call.dim, call.dim)
+    function = Function.of(spread.call if spread else call, name, OUTER_KEYWORDS, takes=takes)
+    return replace(function, spread=spread)

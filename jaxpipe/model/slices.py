@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -139,37 +138,35 @@ def _backwards(size: int, axis: int, offset: Any, cotangents: tuple[Any, Any]) -
 _in_place.defvjp(_forwards, _backwards)
 
 
+@dataclass
 class Ledger:
     """The rows that a stage appends while it is traced.
 
-    `number` is the number of the slice.  `before` are the sequence's buffers by name, or None while
-    their shapes are inferred.  `holds` says that they have the rows of this slice already, because
-    the executor writes them.
+    With a `room` the buffers are a cache's: they outlive a call, and `before` has them for all
+    sequences, [sequences, ...].
     """
 
-    def __init__(
-        self, slices: int, number: Any, before: Mapping[str, Any] | None, *, holds: bool
-    ) -> None:
-        self.slices, self.number, self.before, self.holds = slices, number, before, holds
-        self.rows: dict[str, Any] = {}
-        self.buffers: dict[str, Any] = {}
-        self._prefix = ""  # of names
+    before: Mapping[str, Any] | None  # buffers by name; None while their shapes are inferred
+    number: Any  # of the slice; with a cache the position of its first row
+    slices: int = 1
+    holds: bool = False  # buffers have the rows of this slice already: the executor writes them
+    room: int = 0  # positions of a cache's buffers
+    sequence: Any = None  # of a cache
+    prefix: str = ""  # of names
+    rows: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Any] = field(default_factory=dict)
 
     def again(self) -> Ledger:
         """An empty ledger, for a function that is traced by itself."""
-        found = copy(self)
-        found.rows, found.buffers = {}, {}
-        return found
+        return replace(self, rows={}, buffers={})
 
     def of_layer(self, place: int) -> Ledger:
         """The same ledger for one layer of the stage: layers share no names."""
-        found = copy(self)
-        found._prefix = f"{place}/"
-        return found
+        return replace(self, prefix=f"{place}/")
 
     def append(self, name: str, rows: Any, axis: int) -> Any:
         """Return the whole buffer; PipelineError for a used name or other shapes."""
-        rows, name = jnp.asarray(rows), self._prefix + name
+        rows, name = jnp.asarray(rows), self.prefix + name
         if name in self.rows:
             raise PipelineError(
                 f"ctx.append({name!r}, ...) is called twice in a stage; "
@@ -181,60 +178,37 @@ class Ledger:
                 f"{list(rows.shape)}"
             )
         axis %= rows.ndim
-        shape = [self._room(n) if i == axis else n for i, n in enumerate(rows.shape)]
-        found = None if self.before is None else self.before.get(name)
-        buffer = jnp.zeros(shape, rows.dtype) if self.before is None else found
-        form = [*self._lead(buffer), *shape]
-        if buffer is None or (list(buffer.shape), buffer.dtype) != (form, rows.dtype):
+        room = self.room or self.slices * rows.shape[axis]
+        shape = (*rows.shape[:axis], room, *rows.shape[axis + 1 :])
+        inferred = self.before is None
+        buffer = jnp.zeros(shape, rows.dtype) if inferred else (self.before or {}).get(name)
+        sequences = buffer.shape[:1] if self.of_cache and buffer is not None else ()
+        if buffer is None or (buffer.shape, buffer.dtype) != ((*sequences, *shape), rows.dtype):
             what = "no buffer" if buffer is None else f"a buffer {buffer.dtype}{list(buffer.shape)}"
             raise PipelineError(
                 f"ctx.append({name!r}, ...) of rows {rows.dtype}{list(rows.shape)} finds {what}; "
                 "each slice of a sequence appends rows of the same name, shape and dtype, and the "
-                f"buffer has room for {self._room(rows.shape[axis])} of them"
+                f"buffer has room for {room} of them"
             )
         self.rows[name] = rows
-        used, self.buffers[name] = self._written(buffer, rows, axis)
-        return used
+        whole, self.buffers[name] = self._written(buffer, rows, axis)
+        return whole
 
-    def _room(self, count: int) -> int:
-        """The rows of a buffer, where a slice has so many."""
-        return self.slices * count
-
-    def _lead(self, buffer: Any) -> tuple[int, ...]:
-        """The axes of a buffer before those of its rows."""
-        return ()
+    @property
+    def of_cache(self) -> bool:
+        """Whether buffers are those of all sequences of a cache."""
+        return self.room > 0 and self.before is not None
 
     def _written(self, buffer: Any, rows: Any, axis: int) -> tuple[Any, Any]:
         """The buffer with the rows: once to read, once to leave for later slices."""
+        if self.of_cache:
+            starts = [self.number if i == axis else jnp.int32(0) for i in range(rows.ndim)]
+            buffer = lax.dynamic_update_slice(buffer, rows[None], [self.sequence, *starts])
+            return lax.dynamic_index_in_dim(buffer, self.sequence, 0, keepdims=False), buffer
         offset = self.number * rows.shape[axis]
         if not self.holds:
             buffer = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
-            return buffer, buffer
-        if jnp.issubdtype(rows.dtype, jnp.inexact):
-            found: tuple[Any, Any] = _in_place(buffer, rows, offset, rows.shape[axis], axis)
-            return found
+        elif jnp.issubdtype(rows.dtype, jnp.inexact):
+            whole, left = _in_place(buffer, rows, offset, rows.shape[axis], axis)
+            return whole, left
         return buffer, buffer
-
-
-class CacheLedger(Ledger):
-    """The same with buffers that outlive a call: [sequences, ...], with `room` for each."""
-
-    def __init__(
-        self, room: int, sequence: Any, offset: Any, before: Mapping[str, Any] | None
-    ) -> None:
-        super().__init__(1, 0, before, holds=False)
-        self.room, self.sequence, self.offset = room, sequence, offset
-
-    def _room(self, count: int) -> int:
-        return self.room
-
-    def _lead(self, buffer: Any) -> tuple[int, ...]:
-        return () if self.before is None or buffer is None else buffer.shape[:1]
-
-    def _written(self, buffer: Any, rows: Any, axis: int) -> tuple[Any, Any]:
-        if self.before is None:
-            return buffer, buffer
-        zero = jnp.int32(0)
-        starts = [self.offset if i == axis else zero for i in range(rows.ndim)]
-        buffer = lax.dynamic_update_slice(buffer, rows[None], [self.sequence, *starts])
-        return lax.dynamic_index_in_dim(buffer, self.sequence, 0, keepdims=False), buffer

@@ -187,5 +187,4 @@ def _plan(lowered: Lowered) -> PipelinePlan:
         traced=lowered.traced,
         axis=c.request.axis,
         data_axes=c.request.data_axes,
-        overheads=c.request.overheads,
     )

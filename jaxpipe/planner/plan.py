@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..lowering.prices import Overheads
 from .layer_cost import LayerCost
 from .request import SCHEDULES as SCHEDULES
 from .request import requests
@@ -36,7 +35,6 @@ def plan(
     mesh: Any = None,
     axis: str = "pipe",
     data_axes: Sequence[str] = (),
-    overheads: Overheads | Mapping[str, float] | None = None,
 ) -> Plans:
     """The fastest pipelines of a model on P devices, best first: layout, schedule, chunks and
     remat, with what each device holds.
@@ -86,9 +84,9 @@ def plan(
             it has axes besides those below (tensor parallelism), costs are those of what one device
             has of a layer (`measure(mesh=)`), and on GPUs the host decides each predicate,
             since blocks communicate.
+            What predicates and transfers take is read from the file of prices, as `Pipeline` does;
+            without a mesh, of the one kind of NVIDIA GPU in the file.
         axis, data_axes: of the mesh, as for `Pipeline`.
-        overheads: as for `Pipeline`; without a mesh, None stands for those that were measured on
-            the one kind of NVIDIA GPU in the file of prices, or for guesses.
 
     Returns:
         Plans, a sequence with `.rejected`: what was left out, and why.

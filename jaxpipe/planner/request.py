@@ -8,7 +8,6 @@ from typing import Any
 
 from ..errors import PlanError, quoted
 from ..layouts.layout import parse_layout
-from ..lowering.prices import Overheads, overheads_of
 from ..lowering.target import RunsOn, Target
 from ..table.limits import is_number, is_whole
 from ..table.typed import plain
@@ -47,7 +46,6 @@ DEFAULTS: Mapping[str, Any] = {
     "mesh": None,
     "axis": "pipe",
     "data_axes": (),
-    "overheads": None,
 }
 _NO_PLAN = "there is no plan for this"
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
@@ -73,7 +71,6 @@ class Request:
     axis: str
     data_axes: tuple[str, ...]
     target: Target
-    overheads: Overheads | None  # that were given
     one_of_many: bool  # there are requests for other numbers of microbatches
     reduction: float = 0.0  # seconds in which replicas sum gradients, outside the table
     gathered: float = 0.0  # devices that split parameters and accumulators (fsdp)
@@ -209,8 +206,7 @@ def _request(
     if not missing:
         faults += _unit_faults({c: costs[c] for c in letters}, memory, plain(transfer))
     _refuse(*faults)
-    overheads = None if arguments["overheads"] is None else overheads_of(arguments["overheads"])
-    target = _target(mesh, (axis, *data_axes), overheads)
+    target = _target(mesh, (axis, *data_axes))
     return Request(
         layers=letters,
         costs=costs,
@@ -228,7 +224,6 @@ def _request(
         axis=axis,
         data_axes=data_axes,
         target=target,
-        overheads=overheads,
         one_of_many=one_of_many,
     )
 
@@ -322,13 +317,11 @@ _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _target(mesh: Any, own: tuple[str, ...], overheads: Overheads | None) -> Target:
+def _target(mesh: Any, own: tuple[str, ...]) -> Target:
     if not (mesh is None or isinstance(mesh, RunsOn | Target)):
-        return Target.of(mesh, own, overheads)
+        return Target.of(mesh, own)
     target = mesh if isinstance(mesh, Target) else Target(mesh or RunsOn.GPUS)
-    if overheads is not None or target.prices is not None:
-        return replace(target, prices=overheads or target.prices)
-    return target.measured(None) if target.on_gpus else target
+    return target.measured(None) if target.on_gpus and target.prices is None else target
 
 
 def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int) -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any, overload
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
-from ..lowering.prices import Overheads
 from ..table.certificate import Certificate
 from ..table.schedule import Schedule
 from .memory import Memory
@@ -39,7 +38,6 @@ class PipelinePlan:
         traced: the same of a step of the traced model, without the optimizer's state
             (`plan(traced=)`).
         axis, data_axes: those of the mesh that it was planned for, as `Pipeline` takes them.
-        overheads: those that it was given, as `Pipeline` takes them.
         certificate: how far from the lower bound its seconds are, and where the bound comes from.
     """
 
@@ -61,7 +59,6 @@ class PipelinePlan:
     spread: str = ""
     offload: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict, compare=False)
-    overheads: Overheads | None = field(default=None, compare=False)
 
     @property
     def timeline(self) -> Timeline:
@@ -81,7 +78,6 @@ class PipelinePlan:
             "costs": self.costs,
             "sharding": settings.Sharding(pipe=self.axis, data=self.data_axes),
             "memory": settings.Memory(remat=self.remat, offload=self.offload),
-            "overheads": self.overheads,
         }
         if self.policies:
             arguments = import_module("jaxpipe.model.arguments")

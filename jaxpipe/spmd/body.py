@@ -79,7 +79,7 @@ def prepare(
         first, last, shared = (
             unpadded(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
         )
-    job = job.with_axis({key: job.cuts.sizes(key, params[key]) for key in job.cuts.dims})
+    job = replace(job, functions=job.functions.over(job.axis, job.cuts, params))
     code = with_cuts(trace_model(job, owned, kept, shared, first, last, batch, rng), job.axis)
     job = replace(job, functions=job.functions.for_batch(batch))
     return Prepared(job, owned, kept, first, last, shared, batch, rng, code)

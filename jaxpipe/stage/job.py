@@ -5,7 +5,7 @@ executors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
@@ -99,14 +99,6 @@ class Job:
             "outputs": PartitionSpec(self.data_axes or None),
         }
         return {key: spread.get(key, PartitionSpec()) for key in self.results}
-
-    def with_axis(self, sizes: dict[str, PyTree]) -> Job:
-        """The job whose spread functions know the axis and the whole sizes of cut parameters."""
-        return (
-            replace(self, functions=replace(self.functions, axis=self.axis, sizes=sizes))
-            if sizes
-            else self
-        )
 
     @property
     def num_microbatches(self) -> int:

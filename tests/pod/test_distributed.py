@@ -25,7 +25,8 @@ from jaxpipe.distributed import (
     local_rows,
     make_mesh,
 )
-from jaxpipe.processes import Causes, ExitMessage, differences, roll_text
+from jaxpipe.fingerprint import differences
+from jaxpipe.watchdog import ExitMessage, roll_text
 
 from .jobs import free_port, start
 
@@ -211,7 +212,7 @@ def test_last_words_name_process_0_where_it_is_the_one_that_is_gone(count, answe
         service.bind(("127.0.0.1", 0))
         if answers:
             service.listen()
-        message = ExitMessage(Causes.of(1, count), f"127.0.0.1:{service.getsockname()[1]}")
+        message = ExitMessage(1, count, f"127.0.0.1:{service.getsockname()[1]}")
         message.say("died before")
         message.say("died in step 7. {}. Again")
         message._reader.communicate()  # the pipe ends without a word
@@ -226,7 +227,7 @@ def test_last_words_name_process_0_where_it_is_the_one_that_is_gone(count, answe
 
 
 def test_last_words_are_not_said_at_a_good_end(capfd):
-    message = ExitMessage(Causes.of(0, 2), "127.0.0.1:1")
+    message = ExitMessage(0, 2, "127.0.0.1:1")
     message.say("died in step 7. {}")
     message.close()
     assert not capfd.readouterr().err

@@ -122,5 +122,5 @@ def test_a_stage_under_remat_is_named_where_it_was_written() -> None:
 
     (changed,) = rematerialised([Function.of(broken, "stage")], "full")
     with pytest.raises(TypeError) as caught:
-        changed.run(jnp.ones(3), jnp.ones((2, 3)), shared=(), extra={}, training=True)
+        changed.run(jnp.ones(3), jnp.ones((2, 3)), keywords={})
     assert "broken, test_remat.py" in "".join(caught.value.__notes__)

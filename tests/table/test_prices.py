@@ -19,7 +19,6 @@ from jaxpipe.lowering.prices import (
     GUESSES,
     ON_HOST,
     measured_prices,
-    overheads_of,
     prices_path,
     read_prices,
     write_prices,
@@ -119,22 +118,6 @@ def test_a_file_of_something_else_is_refused(file, text, says):
     assert str(file) in str(caught.value)
 
 
-def test_given_overheads_go_before_measured_ones(file):
-    write_prices(H100, {"hop": 7.0}, "today")
-    given = overheads_of({"hop": 2e-4})
-    assert Target.of(mesh_of(H100), ("pipe",), given).overheads.hop == 2e-4
-    assert given.source == "given; guessed: predicate, sent"
-
-
-def test_overheads_of_another_form_are_refused():
-    with pytest.raises(jp.CostError, match="seconds by name"):
-        overheads_of(3)
-    with pytest.raises(jp.CostError) as caught:
-        overheads_of({"hops": 1, "hop": -1})
-    assert "'hops'; its names are predicate, hop, sent" in str(caught.value)
-    assert "overheads['hop'] must be seconds" in str(caught.value)
-
-
 def planned(**options):
     return jp.plan(
         "t" * 8,
@@ -155,9 +138,6 @@ def test_plans_are_made_with_measured_prices_and_say_so(file):
     slow = planned()
     assert slow.prices.endswith(f"(measured on {H100}, today)")
     assert slow.best.seconds > guessed.best.seconds
-    given = planned(overheads={"predicate": 1e-3})
-    assert given.prices.endswith("(given; guessed: hop, sent)")
-    assert given.best.overheads.predicate == 1e-3
 
 
 def test_two_kinds_of_gpu_leave_a_plan_without_a_mesh_to_guesses(file):
