@@ -41,18 +41,14 @@ class Bar(NamedTuple):
 def bars_of(timeline: Timeline) -> Iterator[Bar]:
     """Every action of the timeline, device by device, in the order of its row."""
     schedule, pairs = timeline.schedule, set(timeline.schedule.encoded.pairs.tolist())
-    chunk_of = [
-        {stage: chunk for chunk, stage in enumerate(stages)}
-        for stages in schedule.placement.stages_of
-    ]
-    cells = zip(schedule.actions(), timeline.starts, timeline.ends, strict=True)
-    for i, ((device, _, action), start, end) in enumerate(cells):
+    columns = schedule.actions(), timeline.starts, timeline.ends, schedule.chunks.tolist()
+    for i, ((device, _, action), start, end, chunk) in enumerate(zip(*columns, strict=True)):
         part = Part.WHOLE if action.kind.is_compute else Part.STRIP
         if i in pairs:
             part = Part.TOP
         elif i - 1 in pairs:
             part = Part.BOTTOM
-        yield Bar(i, device, start, end, action, chunk_of[device].get(action.stage, 0), part)
+        yield Bar(i, device, start, end, action, chunk, part)
 
 
 def title_of(timeline: Timeline) -> str:

@@ -270,6 +270,14 @@ class Encoded:
         return found
 
     @cached_property
+    def consumer(self) -> IntArray:
+        """Per action, the action of the neighbour stage that uses its result, or -1."""
+        found = np.full(self.num_actions, -1, np.int64)
+        users = np.flatnonzero(self.producer >= 0)
+        found[self.producer[users]] = users
+        return found
+
+    @cached_property
     def crosses(self) -> BoolArray:
         """Per action, whether its producer is on another device."""
         crosses: BoolArray = (self.producer >= 0) & (self.device[self.producer] != self.device)

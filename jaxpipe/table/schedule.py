@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ScheduleError, Violation, quoted
 from .activations import Release, live_activations
 from .certificate import Certificate
-from .encoded import Encoded, as_rows, encode, plain_rows
+from .encoded import Encoded, IntArray, as_rows, encode, plain_rows
 from .grid import grid
 from .kinds import SHARES, Action, Cell, Row, parts
 from .limits import MAX_COUNT
@@ -166,6 +166,18 @@ class Schedule:
         read).
         """
         return encode(self.cells, self.num_stages, self.num_microbatches, self.slices)
+
+    @cached_property
+    def chunks(self) -> IntArray:
+        """Per action of `encoded`, the chunk that its stage is on its device; 0 for an action that
+        belongs to no stage.
+        """
+        table = self.encoded
+        chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
+        for device, stages in enumerate(self.placement.stages_of):
+            chunk[device, list(stages)] = np.arange(len(stages))
+        found: IntArray = np.where(table.shares, 0, chunk[table.device, table.stage])
+        return found
 
     @cached_property
     def forward_only(self) -> bool:
