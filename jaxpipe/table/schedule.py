@@ -89,8 +89,6 @@ class Schedule:
             num_microbatches = 1 + max(
                 (a.microbatch for row in table for c in row for a in parts(c)), default=-1
             )
-            if num_microbatches > MAX_COUNT:
-                encode(table, 1, 1)  # which names the action
         return cls(
             table,
             _placement_of(table) if placement is None else placement,
