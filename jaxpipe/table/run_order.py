@@ -74,6 +74,13 @@ def waits(table: Encoded, transfers: Transfers) -> IntArray:
     return np.where(found >= 0, table.last_half[found], -1)
 
 
+def run_order(table: Encoded, transfers: Transfers) -> RunOrder:
+    """The run order of a table under one kind of transfer, which matters with SEND and RECV."""
+    if transfers is Transfers.RENDEZVOUS and table.has_transfers:
+        return rendezvous_order(table)
+    return buffered_order(table, waits(table, transfers))
+
+
 def senders(table: Encoded, wait: IntArray) -> IntArray:
     """Per action that waits, the action whose stage sends the message; -1 for the others."""
     return wait if table.has_transfers else np.where(wait >= 0, table.producer, -1)

@@ -12,15 +12,14 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import ScheduleError, Violation, quoted
-from .activations import Release, live_activations
 from .certificate import Certificate
 from .encoded import Encoded, IntArray, as_rows, encode, plain_rows
 from .grid import grid
-from .kinds import SHARES, Action, Cell, Row, parts
+from .kinds import SHARES, Action, Cell, Release, Row, parts
 from .limits import MAX_COUNT
 from .placement import Placement
-from .rules import broken_rules, deadlocks, run_order
-from .run_order import RunOrder, Transfers
+from .rules import broken_rules, deadlocks, over_cap
+from .run_order import RunOrder, Transfers, run_order
 from .text import rows_from_csv, rows_to_csv, table_from_json, table_to_json
 from .typed import set_typed, typed
 
@@ -314,44 +313,12 @@ def check(
     """
     found = schedule.violations_under(transfers)
     if max_activations is not None and not schedule.encoded.too_sparse:
-        found = (*found, *_over_cap(schedule, max_activations, release))
+        found = (*found, *over_cap(schedule.encoded, max_activations, release))
     if not found:
         return schedule
     name = f"schedule {schedule.name!r}" if schedule.name else "the schedule"
     head = f"{name} breaks {len(found)} rule{'s' if len(found) > 1 else ''}:"
     raise ScheduleError(report(schedule, found, head, most=_MOST_SHOWN), found)
-
-
-def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) -> list[Violation]:
-    """The rule of memory: one violation for each device that exceeds its cap, at the first action
-    that does.
-    """
-    table = schedule.encoded
-    caps = list(cap) if isinstance(cap, Sequence) else [cap] * table.num_devices
-    if len(caps) != table.num_devices:
-        return [
-            Violation(
-                "memory",
-                f"max_activations has {len(caps)} entries for {table.num_devices} devices; give "
-                "one number, or one for each device",
-            )
-        ]
-    live = live_activations(table, release)
-    found = []
-    for device, most in enumerate(caps):
-        held = live[table.first[device] : table.first[device + 1]]
-        over = np.flatnonzero(held > most)
-        if not len(over):
-            continue
-        number = table.first[device] + int(over[0])
-        message = (
-            f"device {device} may hold {quoted(most)} activations, but holds "
-            f"{held[over[0]]} while {table.text(number)} runs"
-        )
-        found.append(
-            Violation("memory", f"{message} and {held.max()} at its peak", *table.cell_of(number))
-        )
-    return found
 
 
 def report(
