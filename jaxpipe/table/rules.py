@@ -32,7 +32,7 @@ from .run_order import RunOrder, Transfers, Wait
 
 
 class Broken(NamedTuple):
-    """A place where a rule is broken: what is wrong, at which action, and which others take part."""
+    """A place where a rule is broken: the fault, the action, and others that take part."""
 
     message: str
     number: int | None = None
@@ -144,11 +144,14 @@ def _missing_shares(table: Encoded) -> Iterator[Broken]:
         if needed and kind not in table.kinds:
             here = f"the table has {KIND_NAMES[table.kind[ends[0]]]}, but no {kind.name}"
             yield Broken(f"{here}: {KINDS[kind].description}, on every device", ends[0])
-    for late in (kind for kind in table.kinds if KINDS[kind].part_of is not None):
-        both = table.at[[late, KINDS[late].part_of]]
+    for late in table.kinds:
+        sooner = KINDS[late].part_of
+        if sooner is None:
+            continue
+        both = table.at[[late, sooner]]
         for number, m in np.argwhere((both >= 0).sum(axis=0) == 1).tolist():
             other = int(both[:, number, m].max())
-            lacks = late if table.kind[other] != late else Kind(KINDS[late].part_of)
+            lacks = sooner if table.kind[other] == late else late
             what = f"{KINDS[lacks].description}, of the share {table.text(other)}"
             yield Broken(f"{number}{lacks.name}{m} is missing: {what}", other)
 
@@ -211,17 +214,19 @@ def _order(table: Encoded, _: Placement) -> Iterator[Broken]:
     for value in KEPT:
         mine = np.flatnonzero(table.in_range & table.of_kinds(readers(value)))
         for maker in makers(value):
-            yield from _late(
-                table, mine, table.at[maker, table.stage[mine], table.microbatch[mine]]
-            )
+            needed = table.at[maker, table.stage[mine], table.microbatch[mine]]
+            yield from _late(table, mine, needed)
     mine = np.flatnonzero(table.is_compute & (table.producer >= 0))
     yield from _late(table, mine, table.producer[mine])
     # A collective action comes after the action whose value it reads, and before the action that
     # reads its value.
-    for number, collective in table.collectives.items():
-        for pair in ((number, collective.source), (collective.user, number)):
-            if min(pair) >= 0:
-                yield from _late(table, *np.array(pair)[:, None])
+    shares = [
+        pair
+        for number, collective in table.collectives.items()
+        for pair in ((number, collective.source), (collective.user, number))
+        if min(pair) >= 0
+    ]
+    yield from _late(table, *np.array(shares, np.int64).reshape(-1, 2).T)
 
 
 def _late(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
@@ -283,19 +288,20 @@ def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
     if not table.has_transfers:
         return
     needed = np.zeros(table.num_actions, bool)
-    for _, users, send, receive in MESSAGES:
-        mine = np.flatnonzero(table.crosses & table.of_kinds(users))
+    for message in MESSAGES:
+        send, receive = message.send, message.receive
+        mine = np.flatnonzero(table.crosses & table.of_kinds(message.users))
         producers = table.producer[mine]
         for kind, step, ends in ((send, KINDS[receive].came_from, producers), (receive, 0, mine)):
             found = table.at[kind, table.stage[mine] + step, table.microbatch[mine]]
             for i in mine[found < 0].tolist():
                 p = int(table.producer[i])
-                message = (
+                fault = (
                     f"{table.stage[i] + step}{kind.name}{table.microbatch[i]} is missing: "
                     f"{table.text(p)} on device {table.device[p]} feeds {table.text(i)} on device "
                     f"{table.device[i]}; jaxpipe.add_transfers adds transfers"
                 )
-                yield Broken(message, i, (p,))
+                yield Broken(fault, i, (p,))
             yield from _strayed(table, found, ends, before=kind is receive)
             needed[found[found >= 0]] = True
     spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)
