@@ -1,5 +1,5 @@
-"""What can be wrong with a program; and the rules of what runs: each action of the table exactly
-once, in code that its tick has.
+"""What can be wrong with a program; and the rules of its structure, and of what runs: each action
+of the table exactly once, in code that its tick has.
 """
 
 from __future__ import annotations
@@ -7,15 +7,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.kinds import COLLECTIVES, KIND_NAMES, RECOMPUTE, Kind
+from ..table.effects import flags_of
+from ..table.kinds import COLLECTIVES, KIND_NAMES, Kind
 from .ir import Program
 from .records import NOBODY
-from .segments import FLAGS, BlockUse, Presence, Segment
+from .segments import FLAGS, BlockUse, Permute, Presence, Segment, room_of
 
 
 class ProgramRule(enum.Enum):
@@ -63,11 +65,12 @@ BoolTable = NDArray[np.bool_]
 
 class Running(NamedTuple):
     """A block of a template, and where it runs: `runs[k, device]` in tick `ticks[k]`, as the
-    `place`-th block of its template.
+    `place`-th `among` so many blocks of its template.
     """
 
     use: BlockUse
     place: int
+    among: int
     ticks: NDArray[np.int64]
     runs: BoolTable
 
@@ -76,82 +79,51 @@ def running(program: Program) -> Iterator[Running]:
     """Every block of every template, and where the records ask for it."""
     for segment in program.segments:
         for j, template in enumerate(segment.templates):
-            ticks = ticks_of(segment, j)
+            ticks, among = segment.ticks(j), len(template.blocks)
             for place, use in enumerate(template.blocks):
-                record: Any = program.ticks.of(use.block.kind)
-                runs = record.kind[ticks] == int(use.block.kind)
-                if not use.block.is_share:
-                    runs &= record.chunk[ticks] == use.block.chunk
-                if use.block.kind is Kind.F and not program.schedule.forward_only:
-                    runs &= (record.keeps[ticks] != 0) == use.block.keeps
-                yield Running(use, place, ticks, runs)
-
-
-def ticks_of(segment: Segment, j: int) -> NDArray[np.int64]:
-    """The ticks of a segment's j-th template."""
-    return np.arange(segment.start + j, segment.stop, segment.period)
+                runs = program.asks(program.ticks, use.block)[ticks]
+                yield Running(use, place, among, ticks, runs)
 
 
 def code_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
     """Broken rules of actions and of the code that runs them."""
-    yield from _limited(_action_faults(program))
-    yield from _limited(_collective_faults(program))
-    yield from _limited(_template_faults(program, blocks))
-    yield from _limited(_run_faults(program))
-
-
-def _records(program: Program) -> Iterator[tuple[str, Any]]:
-    """The records of actions, with their names."""
-    yield "forward", program.ticks.forward
-    yield "backward", program.ticks.backward
-    for record in program.ticks.collectives:
-        yield "collective action", record
-
-
-def _limited(found: Iterator[Fault]) -> Iterator[Fault]:
-    for number, fault in enumerate(found):
-        if number == _MOST_LISTED:
-            return
-        yield fault
+    yield from islice(_action_faults(program), _MOST_LISTED)
+    yield from islice(_collective_faults(program), _MOST_LISTED)
+    yield from islice(_template_faults(program, blocks), _MOST_LISTED)
+    yield from islice(_run_faults(program), _MOST_LISTED)
 
 
 def _action_faults(program: Program) -> Iterator[Fault]:
     """Each action runs once, on its device and chunk, with the flags that its place in the model
     asks for.
     """
-    table, schedule = program.schedule.encoded, program.schedule
+    table = program.schedule.encoded
     done = np.zeros(table.num_actions, np.int64)
-    for _, record in _records(program):
+    expected = {"chunk": program.schedule.chunks, **flags_of(table)}
+    for _, record in program.ticks.actions:
         at = np.nonzero(record.kind != NOBODY)
+        columns = {name: column[at].astype(np.int64) for name, column in record.columns.items()}
         tick, device = at
-        kind, microbatch = record.kind[at], record.microbatch[at]
-        stage = record.stage[at] if hasattr(record, "stage") else device
-        inside = (kind >= 0) & (kind < len(Kind)) & (stage >= 0) & (stage < schedule.num_stages)
-        inside &= (microbatch >= 0) & (microbatch < schedule.num_microbatches)
+        kind, microbatch = columns["kind"], columns["microbatch"]
+        stage = columns.get("stage", device)
+        sizes = zip((kind, stage, microbatch), table.at.shape, strict=True)
+        inside = np.all([(n >= 0) & (n < size) for n, size in sizes], axis=0)
         number = np.full(len(tick), -1)
         number[inside] = table.at[kind[inside], stage[inside], microbatch[inside]]
-        wrong = number < 0
-        wrong |= np.where(wrong, False, table.device[number] != device)
-        for i in np.flatnonzero(wrong).tolist():
+        right = (number >= 0) & (table.device[number] == device)
+        for i in np.flatnonzero(~right).tolist():
             name = KIND_NAMES[kind[i]] if 0 <= kind[i] < len(Kind) else f"kind {kind[i]}"
-            message = (
-                f"runs {stage[i]}{name}{microbatch[i]}, which the table does not give to "
-                "this device"
-            )
+            action = f"{stage[i]}{name}{microbatch[i]}"
+            message = f"runs {action}, which the table does not give to this device"
             yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
-        good = np.flatnonzero(~wrong)
-        np.add.at(done, number[good], 1)
-        if hasattr(record, "chunk"):
-            chunk = record.chunk[at]
-            for i in good[_wrong_chunk(program, device[good], chunk[good], stage[good])].tolist():
-                message = f"runs stage {stage[i]} as chunk {chunk[i]}"
+        np.add.at(done, number[right], 1)
+        for name in (name for name in expected if name in columns):
+            entry = columns[name] if name == "chunk" else columns[name] != 0
+            for i in np.flatnonzero(right & (entry != expected[name][number])).tolist():
+                message = f"{table.text(int(number[i]))} is marked wrongly: {name}"
+                if name == "chunk":
+                    message = f"runs stage {stage[i]} as chunk {entry[i]}"
                 yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
-        for what, wanted in _flags(program).items():
-            if hasattr(record, what):
-                differs = (getattr(record, what)[at] != 0) != wanted[number]
-                for i in good[differs[good]].tolist():
-                    message = f"{table.text(int(number[i]))} is marked wrongly: {what}"
-                    yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
     for missing in np.flatnonzero(done != 1).tolist():
         yield Fault(
             ProgramRule.ACTION,
@@ -178,44 +150,11 @@ def _collective_faults(program: Program) -> Iterator[Fault]:
                 yield Fault(ProgramRule.COLLECTIVE, message, tick, device)
 
 
-def _wrong_chunk(program: Program, device: Any, chunk: Any, stage: Any) -> BoolTable:
-    """Where a chunk is not the stage's on its device."""
-    stages_of = program.schedule.placement.stages_of
-    width = max(map(len, stages_of))
-    stages = np.array([[*row, *[NOBODY] * (width - len(row))] for row in stages_of])
-    found: BoolTable = (chunk >= width) | (stages[device, np.minimum(chunk, width - 1)] != stage)
-    return found
-
-
-def _flags(program: Program) -> dict[str, BoolTable]:
-    """Per action, what its flags are to be."""
-    table = program.schedule.encoded
-    user = np.full(table.num_actions, -1, np.int64)
-    needed = np.flatnonzero(table.producer >= 0)
-    user[table.producer[needed]] = needed
-    chain = ~(table.of_kinds(RECOMPUTE) | table.shares)
-    (kind,) = RECOMPUTE
-    stage = np.where(table.shares, 0, table.stage)
-    recomputed = chain & (table.at[kind][stage, table.microbatch] >= 0)
-    source = np.zeros(table.num_actions, bool)
-    for number, collective in table.collectives.items():
-        source[number] = table.device[number] == table.device[collective.partner]
-    return {
-        "is_first": chain & (table.stage == 0),
-        "is_last": chain & (table.stage == table.num_stages - 1),
-        "is_local": (user >= 0) & (table.device[user] == table.device),
-        "keeps": ~recomputed & (not table.forward_only),
-        "is_source": source,
-        "continues": table.slice > 0,
-        "is_followed": table.slice < table.slices - 1,
-    }
-
-
 def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
     """The template has the code of each action.  Code without a predicate is for all devices."""
-    for name, record in _records(program):
+    for name, record in program.ticks.actions:
         covered = np.zeros(record.kind.shape, np.int64)
-        for use, _, ticks, runs in blocks:
+        for use, _, _, ticks, runs in blocks:
             if program.ticks.of(use.block.kind) is not record:
                 continue
             covered[ticks] += runs
@@ -236,18 +175,14 @@ def _run_faults(program: Program) -> Iterator[Fault]:
     for segment in program.segments:
         looped = sum(loop.times * loop.ticks for loop in segment.loops)
         if segment.loops and looped != segment.period:
-            yield Fault(
-                ProgramRule.CODE,
-                f"has loops of {looped} ticks in trips of {segment.period}",
-                segment.start,
-            )
+            message = f"has loops of {looped} ticks in trips of {segment.period}"
+            yield Fault(ProgramRule.CODE, message, segment.start)
             continue
         for ticks in segment.emitted:
             first = segment.templates[ticks[0]]
             alike = all(segment.templates[j] == first for j in ticks)
-            if len(ticks) > 1 and not (
-                alike and all(permute.delay == 0 for permute in first.permutes)
-            ):
+            late = any(permute.delay for permute in first.permutes)
+            if len(ticks) > 1 and (late or not alike):
                 message = (
                     "shares code with other ticks of its trip, which need other code or "
                     "await its transfers"
@@ -264,3 +199,57 @@ def _part_faults(use: BlockUse, record: Any, ticks: Any, runs: BoolTable) -> Ite
             verb = "is never run" if presence is Presence.NEVER else "always runs"
             message = f"`{flag[3:]}` of {use.block} {verb}, against its flag"
             yield Fault(ProgramRule.CODE, message, int(ticks[k]), int(device))
+
+
+def structure_faults(program: Program) -> list[Fault]:
+    """Broken rules of the segments and their permutes."""
+    found = list(_segment_faults(program.segments, program.num_ticks))
+    return found or list(_lane_faults(program))
+
+
+def _segment_faults(segments: Sequence[Segment], num_ticks: int) -> Iterator[Fault]:
+    """Segments follow each other and cover all ticks; what a trip awaits, it issued, or the last
+    tick of the trip before.
+    """
+    tick = 0
+    for segment in segments:
+        if segment.start != tick:
+            message = f"ticks {tick}..{segment.start} are in no segment, or in two"
+            yield Fault(ProgramRule.SEGMENTS, message)
+        tick = segment.stop
+        for j, template in enumerate(segment.templates):
+            for permute in template.permutes:
+                yield from _permute_faults(permute)
+                if permute.delay > room_of(segment.period, j):
+                    late = f"is awaited too late for trips of {segment.period} ticks"
+                    yield Fault(ProgramRule.EXCHANGE, f"({permute}) of tick {j} {late}")
+    if tick != num_ticks:
+        yield Fault(ProgramRule.SEGMENTS, f"the segments end at tick {tick} of {num_ticks}")
+
+
+def _permute_faults(permute: Permute) -> Iterator[Fault]:
+    """Distinct sources, distinct targets, no cycle."""
+    sources, targets = zip(*permute.pairs, strict=True) if permute.pairs else ((), ())
+    if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
+        yield Fault(ProgramRule.PERMUTE, f"({permute}) has a source or a target twice")
+        return
+    following = dict(permute.pairs)
+    for start in following:
+        at: int | None = following[start]
+        while at is not None and at != start:
+            at = following.get(at)
+        if at == start:
+            yield Fault(ProgramRule.PERMUTE, f"({permute}) holds a cycle")
+            return
+
+
+def _lane_faults(program: Program) -> Iterator[Fault]:
+    """No slot takes what arrives over a lane that the tick's template has not."""
+    for segment in program.segments:
+        for j, template in enumerate(segment.templates):
+            ticks = segment.ticks(j)
+            more = program.ticks.arrivals[len(template.permutes) :]
+            takes = sum(arrival.takes[ticks].any(axis=1) for arrival in more)
+            for tick in ticks[np.flatnonzero(takes)].tolist():
+                message = "a slot takes what arrives over a lane that the tick has not"
+                yield Fault(ProgramRule.EXCHANGE, message, tick)

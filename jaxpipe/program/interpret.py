@@ -7,11 +7,12 @@ slots and permutes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple, Protocol
 
-from ..table.effects import Access, Effect, Of, Place
+from ..table.effects import MOVES, Access, Effect, Of, Place
 from ..table.kinds import Kind
 from .ir import Program
 from .records import NOBODY, POOL_OF, TickRecord
@@ -88,10 +89,10 @@ class _Interpreter:
         for tick in range(segment.start, segment.stop):
             template = segment.template(tick)
             rows = [program.at(tick, number) for number in range(len(devices))]
-            fetched = [_move(device, row) for device, row in zip(devices, rows, strict=True)]
+            moved = [[*_move(device, row)] for device, row in zip(devices, rows, strict=True)]
             for place, use in enumerate(template.blocks):
                 arrive(tick, place)
-                self._block(use, [row.of(use.block.kind) for row in rows])
+                self._block(use, rows)
             for lane, permute in enumerate(template.permutes):
                 brought = [None] * len(devices)
                 for source, target in permute.pairs:
@@ -103,24 +104,22 @@ class _Interpreter:
                     (pool, lane, [(value, tick) for value in brought])
                 )
             arrive(tick, len(template.blocks))
-            for device, values in zip(devices, fetched, strict=True):
+            for device, values in zip(devices, moved, strict=True):
                 for name, slot, value in values:
                     device.pools[name][slot] = value
 
-    def _block(self, use: BlockUse, records: Sequence[Any]) -> None:
+    def _block(self, use: BlockUse, rows: Sequence[TickRecord[int]]) -> None:
         """A block on the devices whose records ask for it."""
         kind = use.block.kind
+        records: list[Any] = [row.of(kind) for row in rows]
         if use.block.is_collective:
             if records[0].kind == kind:
                 # One device gives what all of them read.
                 (source,) = (d for d, record in enumerate(records) if record.is_source)
                 self._run(kind, records, source, range(len(records)))
             return
-        for number, record in enumerate(records):
-            runs = record.kind == kind and (use.block.is_share or record.chunk == use.block.chunk)
-            if kind is Kind.F and not self.program.schedule.forward_only:
-                runs = runs and bool(record.keeps) is use.block.keeps
-            if runs:
+        for number, row in enumerate(rows):
+            if self.program.asks(row, use.block):
                 self._run(kind, records, number, (number,))
 
     def _run(self, kind: Kind, records: Sequence[Any], source: int, members: Sequence[int]) -> None:
@@ -157,23 +156,13 @@ class _Interpreter:
                     )
 
 
-def _move(device: _Device, row: TickRecord[int]) -> list[tuple[Place, int, Any]]:
-    """Store the values that wait on the host there; (pool, slot, value) of those that are back on
-    the device at the end of the tick.
-    """
-    found = []
-    pools = device.pools
-    for move in row.moves:
-        if move.stores != NOBODY:
-            both = (
-                pools[Place.RESIDUAL_INPUT][move.from_input],
-                pools[Place.RESIDUAL_WEIGHT][move.from_weight],
-            )
-            pools[Place.HOST][move.to_host] = both
-        if move.fetches != NOBODY:
-            by_input, by_weight = pools[Place.HOST][move.from_host]
-            found += [
-                (Place.RESIDUAL_INPUT, move.to_input, by_input),
-                (Place.RESIDUAL_WEIGHT, move.to_weight, by_weight),
-            ]
-    return found
+def _move(device: _Device, row: TickRecord[int]) -> Iterator[tuple[Place, int, Any]]:
+    """The (pool, slot, value) of what goes to the host, or comes back, when the tick is over."""
+    for record, move in product(row.moves, MOVES):
+        if getattr(record, move.value) == NOBODY:
+            continue
+        values = [device.pools[place][getattr(record, column)] for place, column in move.reads]
+        # The host holds both kinds of residuals of a forward in one slot.
+        values = [values] if len(values) > 1 else values[0]
+        for (place, column), value in zip(move.writes, values, strict=True):
+            yield place, getattr(record, column), value

@@ -4,7 +4,7 @@ outlives its tick; and the program as text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.effects import Access, Effect, Liveness, effects_of
+from ..table.effects import MOVES, Access, Effect, Liveness, Place, effects_of
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .records import JOINT, NOBODY, POOL_OF, IntTable, Pool, Slots, TickRecord, pairs_of
-from .segments import Segment
+from .segments import Block, Segment, TickTemplate
 
 # Ticks that are printed; the steady state is in the segments anyway.
 MOST_TICKS = 64
@@ -40,16 +40,12 @@ def show(program: Program) -> str:
     lines += [f"pool {pool}" for pool in program.pools]
     lines += map(str, program.segments)
     shown = min(num_ticks, MOST_TICKS)
-    at = {
-        tick: segment
-        for segment in program.segments
-        for tick in range(segment.start, min(segment.stop, shown))
-    }
     devices = range(schedule.num_devices)
     rows = [["tick", *(f"device {d}" for d in devices)]]
     rows += [
-        [f"{tick:4}", *(_cell(program, at[tick], tick, d) for d in devices)]
-        for tick in range(shown)
+        [f"{tick:4}", *(_cell(program, segment.template(tick), tick, d) for d in devices)]
+        for segment in program.segments
+        for tick in range(segment.start, min(segment.stop, shown))
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -59,10 +55,9 @@ def show(program: Program) -> str:
     return "\n".join(lines)
 
 
-def _cell(program: Program, segment: Segment, tick: int, device: int) -> str:
+def _cell(program: Program, template: TickTemplate, tick: int, device: int) -> str:
     """What one device does in one tick."""
     record: Any = program.at(tick, device)
-    template = segment.template(tick)
     parts = [
         _action(each, program.effects(Kind(each.kind)), device)
         for each in (*record.collectives, record.backward, record.forward)
@@ -72,31 +67,35 @@ def _cell(program: Program, segment: Segment, tick: int, device: int) -> str:
         parts.reverse()
     for arrival, permute in zip(record.arrivals, template.permutes, strict=False):
         if arrival.takes and any(target == device for _, target in permute.pairs):
-            parts.append(
-                f"<{POOL_OF[permute.payload].letter}{arrival.slot}"
-                + (f"+{permute.delay}" if permute.delay else "")
-            )
-    for move in record.moves:
-        if move.stores != NOBODY:
-            parts.append(f"i{move.from_input} w{move.from_weight}>h{move.to_host}")
-        if move.fetches != NOBODY:
-            parts.append(f"h{move.from_host}>i{move.to_input} w{move.to_weight}")
+            late = f"+{permute.delay}" if permute.delay else ""
+            parts.append(f"<{POOL_OF[permute.payload].letter}{arrival.slot}{late}")
+    parts += [
+        f"{_slots(each, move.reads)}>{_slots(each, move.writes)}"
+        for each in record.moves
+        for move in MOVES
+        if getattr(each, move.value) != NOBODY
+    ]
     return " ".join(part for part in parts if part)
 
 
 def _action(record: Any, effects: Sequence[Effect], device: int) -> str:
     """An action, what it reads, and after ">" what it writes."""
     happen = [e for e in effects if e.field and (e.when is None or getattr(record, e.when))]
-    read = {e.field: e for e in happen if e.access is Access.READ}
+    read = {e.field: e.place for e in happen if e.access is Access.READ}
     # What `first` makes inside of a forward is that forward's input.
-    written = [e for e in happen if e.access is not Access.READ and e.field not in read]
+    written = {e.field: e.place for e in happen if e.field not in read}
     before, after = (
-        " ".join(f"{e.place.letter}{getattr(record, e.field)}" for e in those)
-        for those in (read.values(), written)
+        _slots(record, [(place, field) for field, place in those.items()])
+        for those in (read, written)
     )
     slots = before + (f">{after}" if after else "")
     name = f"{getattr(record, 'stage', device)}{Kind(record.kind).name}{record.microbatch}"
     return f"{name} {slots}".rstrip()
+
+
+def _slots(record: Any, columns: Iterable[tuple[Place, str]]) -> str:
+    """The slots that these columns hold."""
+    return " ".join(f"{place.letter}{getattr(record, column)}" for place, column in columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +127,16 @@ class Program:
     def at(self, tick: int, device: int) -> TickRecord[int]:
         """What one device does in one tick, as numbers."""
         return self.ticks.map(lambda table: int(table[tick, device]))
+
+    def asks(self, record: TickRecord[Any], block: Block) -> Any:
+        """Where a record asks for a block."""
+        own: Any = record.of(block.kind)
+        asks = own.kind == int(block.kind)
+        if not block.is_share:
+            asks = asks & (own.chunk == block.chunk)
+        if block.kind is Kind.F and not self.schedule.forward_only:
+            asks = asks & ((own.keeps != 0) == block.keeps)
+        return asks
 
     @cached_property
     def pairs(self) -> NDArray[np.bool_]:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.effects import EFFECTS, OF_SLICES, Place
+from ..table.effects import EFFECTS, MOVES, OF_SLICES, Place
 from ..table.kinds import RUNS_FORWARD, SHARES, Kind
 from .segments import Payload
 
@@ -60,14 +60,9 @@ _STAGE, _SHARE = ("kind", "chunk", "stage", "microbatch"), ("kind", "microbatch"
 # it has: nothing is sent to the device and none of its slots is free, or the tick has no such
 # permute.
 ARRIVAL = ("slot", "takes")
-# The residuals of a forward that go to the host's memory in a tick, and those that come back.  What
-# is stored is read before the tick's blocks, and is in the host's slot when they are over.  What is
-# fetched is read then too, and is in the device's slots when the tick is over.  `stores` and
-# `fetches` say which value it is (stage * M + microbatch).
-MOVE = (
-    *("stores", "from_input", "from_weight", "to_host"),
-    *("fetches", "from_host", "to_input", "to_weight"),
-)
+# The residuals of a forward that go to the host's memory in a tick, and those that come back, by
+# the numbers of their values (stage * M + microbatch).
+MOVE = tuple(column for move in MOVES for column in move.columns)
 
 
 def columns_of(kinds: Collection[Kind], *, slices: bool = True) -> tuple[str, ...]:
@@ -109,6 +104,12 @@ class TickRecord(Generic[A]):
             self.backward.map(function),
             *(tuple(record.map(function) for record in records) for records in several),
         )
+
+    @property
+    def actions(self) -> tuple[tuple[str, Record[A]], ...]:
+        """The records of actions, with their names."""
+        shares = tuple(("collective action", record) for record in self.collectives)
+        return (("forward", self.forward), ("backward", self.backward), *shares)
 
     @property
     def columns(self) -> list[A]:

@@ -126,12 +126,11 @@ class BlockUse:
         """Whether it may read what such a transfer has brought, or write to the pool where that
         arrives.
         """
-        if Part.of(self.block.kind) is PART_OF[payload] or self.block.is_collective:
-            return True
+        makes_cotangent = self.block.runs_forward and self.last is not Presence.NEVER
         return (
-            payload is Payload.COTANGENT
-            and self.block.runs_forward
-            and self.last is not Presence.NEVER
+            Part.of(self.block.kind) is PART_OF[payload]
+            or self.block.is_collective
+            or (payload is Payload.COTANGENT and makes_cotangent)
         )
 
     @property
@@ -140,11 +139,8 @@ class BlockUse:
         return sum(self.presence(flag) is Presence.SOMETIMES for flag in FLAGS[self.block.kind])
 
     def __str__(self) -> str:
-        marks = "".join(
-            m
-            for m, p in (("^", self.first), ("$", self.last), ("~", self.local))
-            if p is not Presence.NEVER
-        )
+        parts = zip("^$~", (self.first, self.last, self.local), strict=True)
+        marks = "".join(mark for mark, presence in parts if presence is not Presence.NEVER)
         return f"{self.block}{marks}" + ("" if self.active is Presence.ALWAYS else "?")
 
 
@@ -164,12 +160,9 @@ class Permute:
     delay: int = 0
 
     def __str__(self) -> str:
+        name = "x" if self.payload is Payload.ACTIVATION else "dx"
         late = f" +{self.delay}" if self.delay else ""
-        return (
-            f"{'x' if self.payload is Payload.ACTIVATION else 'dx'}:"
-            + " ".join(f"{s}>{t}" for s, t in self.pairs)
-            + late
-        )
+        return f"{name}:{' '.join(f'{s}>{t}' for s, t in self.pairs)}{late}"
 
 
 # Which blocks make and need a payload.
@@ -192,10 +185,8 @@ class TickTemplate:
 
     def after_makers(self, payload: Payload) -> int:
         """After how many of its blocks there is what it sends."""
-        makers = [
-            i for i, use in enumerate(self.blocks) if Part.of(use.block.kind) is PART_OF[payload]
-        ]
-        return max(makers, default=-1) + 1
+        makes = [Part.of(use.block.kind) is PART_OF[payload] for use in self.blocks]
+        return max((i + 1 for i, each in enumerate(makes) if each), default=0)
 
     def before_readers(self, payload: Payload) -> int:
         """Before which of its blocks what arrived must be in its slot: the first that may read it,
@@ -212,13 +203,6 @@ class TickTemplate:
         device runs.
         """
         return sum(use.active is not Presence.ALWAYS for use in self.blocks)
-
-    @property
-    def num_collective_predicates(self) -> int:
-        """Predicates around collective actions."""
-        return sum(
-            use.active is not Presence.ALWAYS for use in self.blocks if use.block.is_collective
-        )
 
     def __str__(self) -> str:
         permutes = " ".join(f"({permute})" for permute in self.permutes)
@@ -317,19 +301,14 @@ class Segment:
         """Per template that is emitted, the ticks of a trip that have it."""
         return tuple(ticks_of(self.loops or (Loop(1),) * self.period))
 
-    @cached_property
-    def _emission(self) -> dict[int, tuple[int, ...]]:
-        """By tick of a trip, all that have its template."""
-        return {j: ticks for ticks in self.emitted for j in ticks}
+    def ticks(self, j: int) -> NDArray[np.int64]:
+        """The ticks of the j-th template."""
+        return np.arange(self.start + j, self.stop, self.period)
 
     def sharing(self, j: int) -> NDArray[np.int64]:
         """The ticks that run the code emitted for the j-th tick of a trip."""
-        found: NDArray[np.int64] = (
-            np.arange(self.start, self.stop)
-            .reshape(self.repeats, self.period)[:, self._emission[j]]
-            .ravel()
-        )
-        return found
+        (together,) = (ticks for ticks in self.emitted if j in ticks)
+        return np.stack([self.ticks(each) for each in together], 1).ravel()
 
     @property
     def size(self) -> int:
@@ -352,14 +331,14 @@ class Segment:
         return sum(len(self.templates[j].permutes) for j, *_ in self.emitted)
 
     @property
-    def num_predicates(self) -> int:
-        """The number of predicates of blocks that a device evaluates in all ticks."""
-        return self.repeats * sum(p.num_predicates for p in self.templates)
-
-    @property
     def num_collective_predicates(self) -> int:
         """Predicates around collective actions, of all trips."""
-        return self.repeats * sum(p.num_collective_predicates for p in self.templates)
+        return self.repeats * sum(
+            use.active is not Presence.ALWAYS
+            for template in self.templates
+            for use in template.blocks
+            if use.block.is_collective
+        )
 
     @property
     def num_sends(self) -> int:
@@ -377,7 +356,7 @@ class Segment:
         their end.
         """
         return tuple(
-            self._at_end(lane, permute, j) if self.loops else self._in_background(lane, permute, j)
+            self._transit(lane, permute, j)
             for j, template in enumerate(self.templates)
             for lane, permute in enumerate(template.permutes)
         )
@@ -393,23 +372,20 @@ class Segment:
         """When the blocks of a tick of a trip are over."""
         return Point(j, len(self.templates[j].blocks))
 
-    def _at_end(self, lane: int, permute: Permute, j: int) -> Transit:
-        """Issued and written when its tick is over."""
-        return Transit(lane, permute, j, self._end(j), self._end(j), False)
-
-    def _in_background(self, lane: int, permute: Permute, j: int) -> Transit:
+    def _transit(self, lane: int, permute: Permute, j: int) -> Transit:
         """Issued after its value is made, or in the next trip where more blocks run during it; and
         written before its value is needed.
         """
-        payload, last = permute.payload, self.period - 1
-        if j == last and self.repeats > 1:
+        if self.loops:
+            return Transit(lane, permute, j, self._end(j), self._end(j), False)
+        payload = permute.payload
+        if j == self.period - 1 and self.repeats > 1:
             written = self._needed(permute.delay, payload)
             if written > Point(0, 0):
                 return Transit(lane, permute, j, Point(0, 0), written, True)
         issued = Point(j, self.templates[j].after_makers(payload))
-        return Transit(
-            lane, permute, j, issued, self._needed(j + permute.delay + 1, payload), False
-        )
+        written = self._needed(j + permute.delay + 1, payload)
+        return Transit(lane, permute, j, issued, written, False)
 
     def _needed(self, j: int, payload: Payload) -> Point:
         """When what is due by a tick of a trip is needed, within the trip; right after the tick
@@ -452,9 +428,6 @@ class Segment:
             f"  {f'{len(ticks)} x ' if len(ticks) > 1 else ''}{self.templates[ticks[0]]}"
             for ticks in self.emitted
         ]
-        order = (
-            [f"  in turns of {' '.join(map(str, self.loops))}"]
-            if any(loop.body for loop in self.loops)
-            else []
-        )
-        return "\n".join([head, *lines, *order])
+        if any(loop.body for loop in self.loops):
+            lines.append(f"  in turns of {' '.join(map(str, self.loops))}")
+        return "\n".join([head, *lines])

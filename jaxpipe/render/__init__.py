@@ -3,8 +3,7 @@ chrome://tracing.
 """
 
 from .html import to_html
-from .palette import Theme
-from .svg import to_svg
+from .svg import Theme, to_svg
 from .trace import to_trace
 
 __all__ = ["Theme", "to_html", "to_svg", "to_trace"]

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ..engine.timeline import Timeline
 from ..errors import JaxpipeError, quoted
 from ..table.grid import microbatch_label
-from ..table.kinds import COMPUTE, KINDS, Action, parts
+from ..table.kinds import KINDS, Action
 
 
 class Part(enum.Enum):
@@ -22,9 +22,6 @@ class Part(enum.Enum):
     TOP = 1  # the forward of an overlapped pair
     BOTTOM = 2  # its backward
     STRIP = 3  # a transfer
-
-
-_PAIR = (Part.TOP, Part.BOTTOM)
 
 
 class Bar(NamedTuple):
@@ -43,41 +40,25 @@ class Bar(NamedTuple):
 
 def bars_of(timeline: Timeline) -> Iterator[Bar]:
     """Every action of the timeline, device by device, in the order of its row."""
-    chunk_of = [
-        {stage: chunk for chunk, stage in enumerate(stages)}
-        for stages in timeline.schedule.placement.stages_of
-    ]
-    times = zip(timeline.starts, timeline.ends, strict=True)
-    # `schedule.encoded` numbers actions row by row, idle cells left out, a pair's forward before
-    # its backward: this order.
-    i = 0
-    for device, row in enumerate(timeline.schedule.rows):
-        for cell in row:
-            halves = parts(cell)
-            for half, action in enumerate(halves):
-                part = (
-                    _PAIR[half]
-                    if len(halves) == 2
-                    else Part.WHOLE
-                    if action.kind.is_compute
-                    else Part.STRIP
-                )
-                yield Bar(
-                    i, device, *next(times), action, chunk_of[device].get(action.stage, 0), part
-                )
-                i += 1
+    schedule, pairs = timeline.schedule, set(timeline.schedule.encoded.pairs.tolist())
+    columns = schedule.actions(), timeline.starts, timeline.ends, schedule.chunks.tolist()
+    for i, ((device, _, action), start, end, chunk) in enumerate(zip(*columns, strict=True)):
+        part = Part.WHOLE if action.kind.is_compute else Part.STRIP
+        if i in pairs:
+            part = Part.TOP
+        elif i - 1 in pairs:
+            part = Part.BOTTOM
+        yield Bar(i, device, start, end, action, chunk, part)
 
 
 def title_of(timeline: Timeline) -> str:
     """`1f1b: 4 devices, 8 microbatches, 2 chunks`."""
     s = timeline.schedule
-    counts = [(s.num_devices, "device"), (s.num_microbatches, "microbatch")]
-    words = [
-        f"{n} {word}{'' if n == 1 else 'es' if word.endswith('h') else 's'}" for n, word in counts
-    ]
-    words += [f"{s.slices} slices a sequence"] if s.slices > 1 else []
-    chunks = [f"{s.num_chunks} chunks"] if s.num_chunks > 1 else []
-    return f"{s.name or 'schedule'}: {', '.join(words + chunks)}"
+    parts = [f"{s.num_devices} device{'s' if s.num_devices != 1 else ''}"]
+    parts += [f"{s.num_microbatches} microbatch{'es' if s.num_microbatches != 1 else ''}"]
+    parts += [f"{s.slices} slices a sequence"] if s.slices > 1 else []
+    parts += [f"{s.num_chunks} chunks"] if s.num_chunks > 1 else []
+    return f"{s.name or 'schedule'}: {', '.join(parts)}"
 
 
 DEVICE_COLUMNS = (
@@ -99,31 +80,21 @@ def number(value: float) -> str:
     """A time or a size, rounded for readers: whole numbers as they are, others to four significant
     digits.
     """
-    return (
-        f"{value:.10g}"
-        if float(value).is_integer()
-        else f"{value:.4g}"
-        if abs(value) < 1000
-        else f"{value:.1f}"
-    )
+    if float(value).is_integer():
+        return f"{value:.10g}"
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
 
 
 def costs_of(timeline: Timeline) -> str:
     """`F 1, B 2, transfer 0`: the costs of the kinds that occur, `varies` where stages differ."""
-    schedule, kinds = timeline.schedule, set(timeline.schedule.encoded.kind.tolist())
-    costs = timeline.costs.for_stages(schedule.num_stages)
-    shown = [
-        (kind.name, values)
-        for kind in COMPUTE
-        if kind in kinds and (values := costs.of(kind)) is not None
-    ]
+    costs = timeline.costs.for_stages(timeline.schedule.num_stages)
+    shown = {kind.name: costs.of(kind) for kind in sorted(timeline.schedule.encoded.kinds)}
+    shown["transfer"] = costs.transfer
     return ", ".join(
-        f"{name} {_one(values)}" for name, values in [*shown, ("transfer", costs.transfer)]
+        f"{name} {number(values[0]) if len(set(values)) == 1 else 'varies'}"
+        for name, values in shown.items()
+        if values is not None
     )
-
-
-def _one(values: tuple[float, ...]) -> str:
-    return number(values[0]) if len(set(values)) == 1 else "varies"
 
 
 # The columns of numbers right of the chart, with their widths.
@@ -151,7 +122,7 @@ class Entry(NamedTuple):
     """One entry of the legend: the classes of its swatches, its text, and its place."""
 
     boxes: tuple[str, ...]
-    word: str
+    text: str
     x: float
     y: float
     cell: float
@@ -165,6 +136,9 @@ class Chart:
     fixed_width: float | None
     memory: bool
     heading: str
+    left: ClassVar[float] = PAD + _GUTTER  # where time 0 is
+    # the room right of the chart, for the numbers of each device
+    right: ClassVar[float] = PAD + 10 + sum(width for _, width in COLUMNS)
 
     def __post_init__(self) -> None:
         """JaxpipeError for a `fixed_width` that leaves less than 100 pixels for time or is far too
@@ -184,19 +158,9 @@ class Chart:
         return tuple(bar for bar in bars_of(self.timeline) if bar.end > bar.start)
 
     @property
-    def left(self) -> float:
-        """Where time 0 is."""
-        return PAD + _GUTTER
-
-    @property
     def top(self) -> float:
         """Where the first device's row is."""
         return _COLUMN_NAMES + (_HEADING if self.heading else 0)
-
-    @property
-    def right(self) -> float:
-        """The room right of the chart, for the numbers of each device."""
-        return PAD + 10 + sum(width for _, width in COLUMNS)
 
     @cached_property
     def shades(self) -> int:
@@ -222,11 +186,6 @@ class Chart:
         room = _MAX_AUTO_WIDTH - self.left - self.right
         return min(max(wanted, 420.0 / self.span), room / self.span)
 
-    @property
-    def what(self) -> str:
-        """The meaning of the numbers in bars."""
-        return "microbatch" if self.timeline.schedule.slices == 1 else "sequence.slice"
-
     def label(self, microbatch: int) -> str:
         """The number of a microbatch, or of its sequence and slice, as bars show it."""
         return microbatch_label(microbatch, self.timeline.schedule.slices)
@@ -235,14 +194,10 @@ class Chart:
     def row(self) -> float:
         """Height of a device's row of bars."""
         devices = self.timeline.schedule.num_devices
+        if devices > 32:
+            return 16.0
         tall = any(bar.part is Part.TOP for bar in self.bars)
-        return (
-            (36.0 if tall else 30.0)
-            if devices <= 16
-            else (26.0 if tall else 20.0)
-            if devices <= 32
-            else 16.0
-        )
+        return (30.0 if devices <= 16 else 20.0) + (6.0 if tall else 0.0)
 
     @property
     def pitch(self) -> float:
@@ -276,40 +231,38 @@ class Chart:
         """x, y, width and height of a bar."""
         x, y, width = self.x(bar.start), self.y(bar.device), (bar.end - bar.start) * self.unit
         half = self.row / 2
-        if bar.part is Part.TOP:
-            return x, y, width, half
-        if bar.part is Part.BOTTOM:
-            return x, y + half, width, half
-        if bar.part is Part.STRIP:
-            return x, y + self.row - 4, width, 4
-        return x, y, width, self.row
+        top, height = {
+            Part.WHOLE: (0.0, self.row),
+            Part.TOP: (0.0, half),
+            Part.BOTTOM: (half, half),
+            Part.STRIP: (self.row - 4, 4.0),
+        }[bar.part]
+        return x, y + top, width, height
 
     @cached_property
     def legend(self) -> tuple[Entry, ...]:
         """What the colours mean, each entry with its place: broken into lines where the picture is
         narrow.
         """
-        several = self.shades > 1
-        kinds = sorted({bar.action.kind for bar in self.bars if bar.part is not Part.STRIP})
+        schedule = self.timeline.schedule
+        kinds = sorted({bar.action.kind for bar in self.bars})
         swatches = [
             (tuple(f"{k.name}{v}" for v in range(self.shades)), f"{k.name}  {KINDS[k].description}")
             for k in kinds
+            if k.is_compute
         ]
-        swatches += (
-            [(("transfer",), "transfer")]
-            if any(bar.part is Part.STRIP for bar in self.bars)
-            else []
-        )
+        swatches += [] if all(k.is_compute for k in kinds) else [(("transfer",), "transfer")]
         swatches += [(("idle",), "idle")]
         swatches += [(("memory",), "activations held")] if self.memory else []
-        meaning = "direction" if self.timeline.schedule.placement.is_bidirectional else "chunk"
-        swatches += [((), f"number: {self.what}" + (f", shade: {meaning}" if several else ""))]
+        meaning = "direction" if schedule.placement.is_bidirectional else "chunk"
+        text = f"number: {'microbatch' if schedule.slices == 1 else 'sequence.slice'}"
+        swatches += [((), f"{text}, shade: {meaning}" if self.shades > 1 else text)]
         entries, x, line = [], self.left, 0
-        for kinds_of_box, word in swatches:
-            cell = 15.0 if len(kinds_of_box) > 1 else 22.0
-            length = cell * len(kinds_of_box) + 7 + 6.2 * len(word)
+        for boxes, text in swatches:
+            cell = 15.0 if len(boxes) > 1 else 22.0
+            length = cell * len(boxes) + 7 + 6.2 * len(text)
             if x > self.left and x + length > self.width - PAD:
                 x, line = self.left, line + 1
-            entries.append(Entry(kinds_of_box, word, x, self.bottom + AXIS + 6 + 22 * line, cell))
+            entries.append(Entry(boxes, text, x, self.bottom + AXIS + 6 + 22 * line, cell))
             x += length + 14
         return tuple(entries)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -24,8 +24,7 @@ from .chart import (
     require_printable,
     title_of,
 )
-from .palette import DARK, LIGHT, style
-from .svg import SCOPE, draw
+from .svg import DARK, LIGHT, SCOPE, draw, style
 
 # Characters of the table that a page shows; a longer one would slow the page down, and `--format
 # csv` writes it too.
@@ -90,17 +89,12 @@ def _over(ran: Timeline, planned: Timeline, chart: Chart) -> str:
     below = Chart(planned, min(wanted, MAX_WIDTH), memory=True, heading="")
     scale = "" if math.isclose(below.unit, chart.unit) else " (at another scale)"
     svg = ElementTree.tostring(draw(below, critical_path=False), encoding="unicode")
-    devices = "".join([_line("th", COLUMNS), *(_line("td", row) for row in compared.rows())])
-    causes = "".join(
-        [
-            _line("th", ("cause", "time")),
-            *(_line("td", (escape(c), number(t))) for c, t in compared.losses),
-        ]
-    )
+    losses = [(escape(cause), number(time)) for cause, time in compared.losses]
     return (
         f"<h2>Planned{scale}</h2><p>{escape(compared.sentence)}</p><div class=frame>{svg}</div>"
         "<h2>Run against plan</h2><div "
-        f"class=scroll><table>{causes}</table><br><table>{devices}</table></div>"
+        f"class=scroll><table>{_lines(('cause', 'time'), losses)}</table><br>"
+        f"<table>{_lines(COLUMNS, compared.rows())}</table></div>"
     )
 
 
@@ -139,8 +133,14 @@ def _devices(timeline: Timeline) -> str:
     """A table with one row per device."""
     stages = [" ".join(map(str, each)) for each in timeline.schedule.placement.stages_of]
     rows = zip(device_rows(timeline), stages, strict=True)
-    lines = [_line("td", (row[0], own, *row[1:])) for row, own in rows]
-    return "\n".join([_line("th", (DEVICE_COLUMNS[0], "stages", *DEVICE_COLUMNS[1:])), *lines])
+    head = (DEVICE_COLUMNS[0], "stages", *DEVICE_COLUMNS[1:])
+    return _lines(head, [(row[0], own, *row[1:]) for row, own in rows], "\n")
+
+
+def _lines(head: Sequence[str], rows: Iterable[Sequence[str]], between: str = "") -> str:
+    """The lines of a table."""
+    lines = [_line("th", head), *(_line("td", row) for row in rows)]
+    return between.join(lines)
 
 
 def _line(tag: str, cells: Iterable[str]) -> str:
@@ -157,19 +157,11 @@ def _data(chart: Chart) -> dict[str, object]:
         rows[bar.device].append(
             (bar.start, bar.end, int(kind), stage, microbatch, bar.chunk, bar.part.value)
         )
-    descriptions = [spec.description for spec in KINDS]
-    geometry = {
-        "left": chart.left,
-        "unit": chart.unit,
-        "top": chart.top,
-        "row": chart.row,
-        "pitch": chart.pitch,
-        "width": chart.width,
-    }
+    geometry = ("left", "unit", "top", "row", "pitch", "width")
     return {
         "rows": rows,
         "kinds": KIND_NAMES,
-        "descriptions": descriptions,
+        "descriptions": [spec.description for spec in KINDS],
         "makespan": chart.timeline.makespan,
-        **geometry,
+        **{name: getattr(chart, name) for name in geometry},
     }

@@ -1,20 +1,22 @@
 """A Gantt chart as SVG: one row per device, hue by kind, shade by chunk, microbatch numbers, idle
-time hatched.
+time hatched; and its colours, for light and dark pages.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import defaultdict
+from dataclasses import dataclass
+from string import Template
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from ..engine.timeline import Timeline
 from ..errors import JaxpipeError
-from ..table.kinds import KINDS, parse_cell, parts
+from ..table.kinds import KINDS, Kind, Shades, parse_cell, parts
 from ..table.typed import typed
 from .chart import COLUMNS, PAD, Bar, Chart, Part, costs_of, number, title_of
-from .palette import DARK, LIGHT, Theme, style
 
 SCOPE = ".jaxpipe"
 # With more bars than this, bars of one colour share one path instead of being elements of their own
@@ -23,6 +25,60 @@ MOST_ELEMENTS = 4000
 
 _HATCHED = "url(#jaxpipe-hatch)"
 _DIGIT = 0.58  # width of a digit in ems, in the sans-serif fonts of the style
+
+
+class Theme(enum.Enum):
+    """Colours for a light page, for a dark one, or for whichever the reader's system prefers."""
+
+    LIGHT = "light"
+    DARK = "dark"
+    AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Palette:
+    """The colours of one theme; `shades[kind]` are the colours of the first and of the
+    last chunk.
+    """
+
+    colours: dict[str, str]
+    shades: dict[Kind, Shades]
+
+
+# On a light page, and on a dark one.
+_COLOURS = {
+    "page": ("#ffffff", "#12161c"),
+    "text": ("#1b1f24", "#e6eaf0"),
+    "muted": ("#667080", "#95a0b0"),
+    "line": ("#d5dae1", "#303845"),
+    "idle": ("#f0f2f5", "#1c222b"),
+    "hatch": ("#dde1e7", "#2a323e"),
+    "transfer": ("#8a94a3", "#76818f"),
+    "critical": ("#d7263d", "#ff5d6c"),
+    "memory": ("#9aa5b4", "#5f6c7d"),
+}
+LIGHT = Palette(
+    {name: light for name, (light, _) in _COLOURS.items()},
+    {spec.kind: spec.light for spec in KINDS if spec.light is not None},
+)
+DARK = Palette(
+    {name: dark for name, (_, dark) in _COLOURS.items()},
+    {spec.kind: spec.dark for spec in KINDS if spec.dark is not None},
+)
+# A class of the drawing and its style a line; $page is a colour.
+_STYLE = """
+ font-family:ui-sans-serif,system-ui,'Segoe UI','Helvetica Neue',Arial,sans-serif;fill:$text
+.page fill:$page
+.title font-size:15px;font-weight:600
+.muted fill:$muted;font-size:11.5px
+.label font-size:12px
+.axis stroke:$line;stroke-width:1;fill:none
+.idle fill:$idle
+.hatch stroke:$hatch;stroke-width:1.5;fill:none
+.transfer fill:$transfer
+.critical stroke:$critical;stroke-width:2;fill:none
+.memory fill:$memory
+"""
 
 
 @typed(JaxpipeError)
@@ -56,15 +112,46 @@ def to_svg(
     chart = Chart(timeline, width, memory, heading=title or title_of(timeline))
     root = draw(chart, critical_path=critical_path)
     light, dark = (style(p, chunks=chart.shades, scope=SCOPE) for p in (LIGHT, DARK))
-    sheets = {
-        Theme.LIGHT: light,
-        Theme.DARK: dark,
-        Theme.AUTO: f"{light}@media(prefers-color-scheme:dark){{{dark}}}",
-    }
+    both = f"{light}@media(prefers-color-scheme:dark){{{dark}}}"
     sheet = Element("style")
-    sheet.text = sheets[theme]
+    sheet.text = {Theme.LIGHT: light, Theme.DARK: dark, Theme.AUTO: both}[theme]
     root.insert(0, sheet)
     return tostring(root, encoding="unicode")
+
+
+def shade(palette: Palette, kind: Kind, *, chunk: int, chunks: int) -> str:
+    """The colour of a kind's chunk, from the first chunk's to the last chunk's."""
+    at = chunk / (chunks - 1) if chunks > 1 else 0.0
+    ends = zip(*map(_rgb, palette.shades[kind]), strict=True)
+    return "#" + bytes(round(a + (b - a) * at) for a, b in ends).hex()
+
+
+def ink_on(colour: str) -> str:
+    """White where its contrast is at least 3.5 to 1 (bold figures need 3), else near-black.
+    Source: WCAG 2.2, 1.4.3.
+    """
+    parts = (channel / 255 for channel in _rgb(colour))
+    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    luminance = sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "#ffffff" if 1.05 / (luminance + 0.05) >= 3.5 else "#10151c"
+
+
+def _rgb(colour: str) -> bytes:
+    return bytes.fromhex(colour[1:])
+
+
+def style(palette: Palette, *, chunks: int, scope: str) -> str:
+    """CSS for the classes that the drawing uses, each selector under `scope`."""
+    sheet = Template(_STYLE.strip("\n")).substitute(palette.colours)
+    rules = [line.split(" ", 1) for line in sheet.splitlines()]
+    for kind in palette.shades:
+        for chunk in range(chunks):
+            colour = shade(palette, kind, chunk=chunk, chunks=chunks)
+            rules.append([f".{kind.name}{chunk}", f"fill:{colour}"])
+            rules.append([f".on{kind.name}{chunk}", f"fill:{ink_on(colour)}"])
+    return "".join(
+        f"{scope}{' ' if selector else ''}{selector}{{{body}}}" for selector, body in rules
+    )
 
 
 def draw(chart: Chart, *, critical_path: bool) -> Element:

@@ -8,12 +8,11 @@ on another device.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from ..engine.timeline import Timeline
 from ..errors import JaxpipeError, quoted
-from ..table.kinds import KIND_NAMES
 from ..table.limits import MAX_COST
 from ..table.typed import typed
 from .chart import Bar, Part, bars_of, title_of
@@ -53,61 +52,47 @@ def to_trace(
         why = f"it is the length of one unit of cost in microseconds, of {MAX_COST:g} at most"
         raise JaxpipeError(f"unit_us must be positive, not {quoted(unit_us)}: {why}")
     bars = tuple(bars_of(timeline))
-    events = [*_named(timeline, bars, unit_us), *_counters(timeline, unit_us)]
+    events = [*_slices(timeline, bars, unit_us), *_counters(timeline, unit_us)]
     if flows:
         events += _flows(timeline, bars, unit_us)
     if over is not None:
         compared = timeline.over(over)
-        planned = _named(over, tuple(bars_of(over)), unit_us)
-        events += _planned_events(planned, timeline.schedule.num_devices)
+        first = timeline.schedule.num_devices
+        events += _slices(over, tuple(bars_of(over)), unit_us, first=first, suffix=" (planned)")
         events.append(_event("i", 0, compared.sentence, tid=0, ts=0, s="g"))
     about = {"title": title_of(timeline), "makespan": timeline.makespan, "bubble": timeline.bubble}
     trace = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
     return json.dumps(trace, separators=(",", ":")) + "\n"
 
 
-def _planned_events(events: Iterable[Event], devices: int) -> Iterator[Event]:
-    """The events of the plan, each device a process of its own after those of the run."""
-    for event in events:
-        moved = event | {"pid": event["pid"] + devices}
-        if event["name"] == "process_name":
-            moved["args"] = {"name": f"{event['args']['name']} (planned)"}
-        elif event["name"] == "process_sort_index":
-            moved["args"] = {"sort_index": event["args"]["sort_index"] + devices}
-        yield moved
-
-
-def _named(timeline: Timeline, bars: tuple[Bar, ...], unit_us: float) -> Iterator[Event]:
-    """Every bar, after the names and the order of devices and threads in the viewer."""
-    for device in range(timeline.schedule.num_devices):
-        yield _event("M", device, "process_name", args={"name": f"device {device}"})
-        yield _event("M", device, "process_sort_index", args={"sort_index": device})
+def _slices(
+    timeline: Timeline, bars: tuple[Bar, ...], unit_us: float, *, first: int = 0, suffix: str = ""
+) -> Iterator[Event]:
+    """Every bar, after the names and the order of devices and threads in the viewer; `first` is the
+    process of the first device.
+    """
+    for process in range(first, first + timeline.schedule.num_devices):
+        name, order = {"name": f"device {process - first}{suffix}"}, {"sort_index": process}
+        yield _event("M", process, "process_name", args=name)
+        yield _event("M", process, "process_sort_index", args=order)
     for device, thread in sorted({(bar.device, _THREADS[bar.part]) for bar in bars}):
         name, order = {"name": _THREAD_NAMES[thread]}, {"sort_index": thread}
-        yield _event("M", device, "thread_name", tid=thread, args=name)
-        yield _event("M", device, "thread_sort_index", tid=thread, args=order)
-    yield from (_slice(bar, unit_us, timeline.schedule.slices) for bar in bars)
+        yield _event("M", first + device, "thread_name", tid=thread, args=name)
+        yield _event("M", first + device, "thread_sort_index", tid=thread, args=order)
+    slices = timeline.schedule.slices
+    for bar in bars:
+        stage, kind, microbatch = bar.action
+        args: Event = {"stage": stage, "chunk": bar.chunk, "microbatch": microbatch}
+        if slices > 1:
+            args |= {"sequence": microbatch // slices, "slice": microbatch % slices}
+        args["kind"] = kind.name
+        when = {"ts": bar.start * unit_us, "dur": (bar.end - bar.start) * unit_us}
+        place = {"cat": kind.name, "tid": _THREADS[bar.part], **when}
+        yield _event("X", first + bar.device, str(bar.action), **place, args=args)
 
 
-def _event(phase: str, device: int, name: str, **more: Any) -> Event:
-    return {"ph": phase, "pid": device, "name": name, **more}
-
-
-def _slice(bar: Bar, unit_us: float, slices: int) -> Event:
-    stage, kind, microbatch = bar.action
-    where = {"stage": stage, "chunk": bar.chunk, "microbatch": microbatch}
-    if slices > 1:
-        where |= {"sequence": microbatch // slices, "slice": microbatch % slices}
-    return _event(
-        "X",
-        bar.device,
-        str(bar.action),
-        cat=KIND_NAMES[kind],
-        tid=_THREADS[bar.part],
-        ts=bar.start * unit_us,
-        dur=(bar.end - bar.start) * unit_us,
-        args={**where, "kind": KIND_NAMES[kind]},
-    )
+def _event(phase: str, process: int, name: str, **more: Any) -> Event:
+    return {"ph": phase, "pid": process, "name": name, **more}
 
 
 def _counters(timeline: Timeline, unit_us: float) -> Iterator[Event]:

@@ -10,8 +10,12 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any, NamedTuple
 
-from .kinds import SPREAD_FIRST, Kind
+import numpy as np
+
+from .encoded import BoolArray, Encoded
+from .kinds import RECOMPUTE, SPREAD_FIRST, Kind
 
 
 class Place(enum.Enum):
@@ -87,6 +91,21 @@ class Of(enum.Enum):
     DEVICE = "device"  # no stage: every device has a value of its own
     NEXT_SLICE = "next slice"  # the action's, of the next slice of its sequence
     SEQUENCE = "sequence"  # the action's, of all slices of its sequence
+
+    def value_in(self, table: Encoded, stage: Any, microbatch: Any, device: Any) -> Any:
+        """The number (stage * M + microbatch) of the value, for actions of these numbers."""
+        step = table.num_microbatches
+        own = stage * step + microbatch
+        return {
+            Of.OWN: own,
+            Of.NEXT: own + step,
+            Of.BEFORE: own - step,
+            Of.FIRST: microbatch,
+            Of.LAST: (table.num_stages - 1) * step + microbatch,
+            Of.DEVICE: device * step + microbatch,
+            Of.NEXT_SLICE: own + 1,
+            Of.SEQUENCE: own - microbatch % table.slices,
+        }[self]
 
 
 class LastUse(enum.IntEnum):
@@ -257,3 +276,46 @@ def effects_of(kind: Kind, kinds: frozenset[Kind], liveness: Liveness) -> tuple[
         and kinds.isdisjoint(effect.absent)
         and getattr(liveness, effect.place.value, LastUse.WEIGHT_GRAD) >= effect.until
     )
+
+
+def flags_of(table: Encoded) -> dict[str, BoolArray]:
+    """Per action, the flags of the records, which the conditions of effects name."""
+    user, forward = table.consumer, np.flatnonzero(table.kind == Kind.F)
+    hands_on = ~(table.of_kinds(RECOMPUTE) | table.shares)
+    keeps, source = (np.full(table.num_actions, value) for value in (not table.forward_only, False))
+    again = table.at[list(RECOMPUTE)][:, table.stage[forward], table.microbatch[forward]] >= 0
+    keeps[forward[again.any(axis=0)]] = False
+    for number, collective in table.collectives.items():
+        source[number] = table.device[number] == table.device[collective.partner]
+    return {
+        "is_first": hands_on & (table.stage == 0),
+        "is_last": hands_on & (table.stage == table.num_stages - 1),
+        "is_local": (user >= 0) & (table.device[user] == table.device),
+        "keeps": keeps,
+        "is_source": source,
+        "continues": table.slice > 0,
+        "is_followed": table.slice < table.slices - 1,
+    }
+
+
+class Move(NamedTuple):
+    """One way between the memories of a device and its host: the column of the records with the
+    value that moves, and its places with the columns of their slots.
+    """
+
+    value: str
+    reads: tuple[tuple[Place, str], ...]
+    writes: tuple[tuple[Place, str], ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column."""
+        return (self.value, *(column for _, column in self.reads + self.writes))
+
+
+# What is stored is read before the tick's blocks, and is in the host's slot when they are over.
+# What is fetched is read then too, and is in the device's slots when the tick is over.
+MOVES = (
+    Move("stores", ((_EARLY, "from_input"), (_LATE, "from_weight")), ((Place.HOST, "to_host"),)),
+    Move("fetches", ((Place.HOST, "from_host"),), ((_EARLY, "to_input"), (_LATE, "to_weight"))),
+)

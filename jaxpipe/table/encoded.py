@@ -8,36 +8,34 @@ another device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import ScheduleError, Violation, listed, quoted
 from .kinds import (
+    BACKWARDS,
     COLLECTIVES,
     COMPUTE,
     KIND_NAMES,
     KINDS,
-    MESSAGES,
     RECEIVES,
     RECOMPUTE,
     SHARES,
     SPREAD_FIRST,
     SPREAD_LAST,
+    TRANSFERS,
     Action,
     Cell,
     Kind,
     Overlap,
-    Pass,
     Row,
     Value,
-    kinds_where,
     makers,
     parts,
 )
@@ -48,7 +46,7 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 NUM_KINDS = len(Kind)
 _CELL_TYPES = {Action, Overlap, type(None)}
-_STAGE, _KIND, _MICROBATCH = (cast(Callable[[Any], Any], itemgetter(field)) for field in range(3))
+_LARGEST = 2**63  # of numpy's whole numbers
 # The look-up table has an entry for each kind, stage and microbatch.  Where it would be this much
 # larger than the number of actions, some number is a typing error (0F1000000).
 _LEAST_ROOM, _ROOM_PER_ACTION = 1 << 17, 64
@@ -174,19 +172,15 @@ class Encoded:
         """The numbers of all RECV_F and RECV_B."""
         return np.flatnonzero(self.of_kinds(RECEIVES))
 
-    @cached_property
+    @property
     def has_transfers(self) -> bool:
         """True where the table holds a SEND or RECV."""
-        return not bool(self.is_compute.all())
+        return not self.kinds.isdisjoint(TRANSFERS)
 
-    @cached_property
+    @property
     def forward_only(self) -> bool:
         """True where the table computes nothing of the backward pass."""
-        return not bool(
-            self.of_kinds(
-                kinds_where(lambda spec: spec.is_compute and spec.direction is Pass.BACKWARD)
-            ).any()
-        )
+        return self.kinds.isdisjoint(BACKWARDS)
 
     @cached_property
     def is_collective(self) -> BoolArray:
@@ -198,20 +192,20 @@ class Encoded:
         """Per action, whether its first number is its device's, and not a stage's."""
         return self.of_kinds(SHARES)
 
-    @cached_property
+    @property
     def spreads_first(self) -> bool:
         """True where `first` is spread over the devices."""
-        return bool(self.of_kinds(SPREAD_FIRST).any())
+        return not self.kinds.isdisjoint(SPREAD_FIRST)
 
-    @cached_property
+    @property
     def spreads_last(self) -> bool:
         """True where `last` is spread over the devices."""
-        return bool(self.of_kinds(SPREAD_LAST).any())
+        return not self.kinds.isdisjoint(SPREAD_LAST)
 
-    @cached_property
+    @property
     def recomputes(self) -> bool:
         """True where a forward is run again for its backward."""
-        return bool(self.of_kinds(RECOMPUTE).any())
+        return not self.kinds.isdisjoint(RECOMPUTE)
 
     @cached_property
     def collectives(self) -> dict[int, CollectiveAction]:
@@ -219,28 +213,22 @@ class Encoded:
         it once.
         """
         found: dict[int, CollectiveAction] = {}
-        shares = np.flatnonzero(self.is_collective & self.in_range)
-        if not len(shares):
-            return found
-        for kind in COLLECTIVES:
-            end = KINDS[kind].end
+        for kind in self.kinds.intersection(COLLECTIVES):
+            end, members = KINDS[kind].end, self.at[kind, : self.num_devices]
             assert end is not None
             stage = end.stage % self.num_stages
-            before, after = (
-                None if value is None else self.maker(value)[stage]
+            none = np.full(self.num_microbatches, -1)
+            source, user = (
+                none if value is None else self.maker(value)[stage]
                 for value in (end.needs, end.feeds)
             )
-            for m in range(self.num_microbatches):
-                members = self.at[kind, : self.num_devices, m]
-                if (
-                    len(members) < self.num_devices
-                    or (members < 0).any()
-                    or (self.device[members] != np.arange(self.num_devices)).any()
-                ):
-                    continue
-                source, user = (-1 if those is None else int(those[m]) for those in (before, after))
-                collective = CollectiveAction(tuple(members.tolist()), stage, source, user)
-                found.update(dict.fromkeys(collective.members, collective))
+            if len(members) < self.num_devices:
+                continue
+            right = (members >= 0) & (np.arange(self.num_devices) == self.device[members].T).T
+            for m in np.flatnonzero(right.all(axis=0)).tolist():
+                each = tuple(members[:, m].tolist())
+                collective = CollectiveAction(each, stage, int(source[m]), int(user[m]))
+                found |= dict.fromkeys(each, collective)
         return found
 
     @cached_property
@@ -252,16 +240,12 @@ class Encoded:
         that makes its message.  RECV: its SEND.
         """
         found = np.full(self.num_actions, -1, np.int64)
-        sources = {message.value: self.maker(message.value) for message in MESSAGES}
         for spec in KINDS:
-            if spec.needs is not None:
-                source, shift = sources[spec.needs], spec.came_from
-            elif spec.sends is not None:
-                source, shift = sources[spec.sends], 0
-            elif spec.receives is not None:
-                source, shift = self.at[spec.receives], spec.came_from
-            else:
+            value = spec.needs or spec.sends
+            if value is None and spec.receives is None:
                 continue
+            source = self.at[spec.receives] if value is None else self.maker(value)
+            shift = 0 if spec.sends else spec.came_from
             mine = np.flatnonzero(self.in_range & (self.kind == spec.kind))
             stage = self.stage[mine] + shift
             inside = (stage >= 0) & (stage < self.num_stages)
@@ -270,23 +254,18 @@ class Encoded:
         return found
 
     @cached_property
+    def consumer(self) -> IntArray:
+        """Per action, the action of the neighbour stage that uses its result, or -1."""
+        found = np.full(self.num_actions, -1, np.int64)
+        users = np.flatnonzero(self.producer >= 0)
+        found[self.producer[users]] = users
+        return found
+
+    @cached_property
     def crosses(self) -> BoolArray:
         """Per action, whether its producer is on another device."""
         crosses: BoolArray = (self.producer >= 0) & (self.device[self.producer] != self.device)
         return crosses
-
-    @cached_property
-    def receives_from(self) -> IntArray:
-        """Per compute action of a table with transfers, the SEND of the input it receives,
-        or -1.
-        """
-        found = np.full(self.num_actions, -1, np.int64)
-        for message in MESSAGES:
-            mine = np.flatnonzero(self.crosses & self.of_kinds(message.users))
-            found[mine] = self.at[message.send][
-                self.stage[mine] + KINDS[message.receive].came_from, self.microbatch[mine]
-            ]
-        return found
 
     def action(self, number: int) -> Action:
         """The action with this number."""
@@ -312,57 +291,28 @@ class Encoded:
 def encode(
     rows: tuple[Row, ...], num_stages: int, num_microbatches: int, slices: int = 1
 ) -> Encoded:
-    """Flatten rows; ScheduleError where a cell is not an Action, an Overlap or None."""
-    fields, positions, last_half = [], [], []
-    first = [0]
-    for device, row in enumerate(rows):
-        cells, where, paired = _flat(row, simple=set(map(type, row)) <= {Action})
-        count = len(cells)
-        try:
-            fields.append(
-                np.fromiter(chain.from_iterable(cells), np.int64, 3 * count).reshape(count, 3)
-            )
-        except (OverflowError, TypeError, ValueError):
-            raise _not_a_cell(device, row, _not_numbers) from None
-        positions.append(where)
-        last_half.append(np.arange(first[-1], first[-1] + count) + paired)
-        first.append(first[-1] + count)
-    table = np.ascontiguousarray(np.concatenate([np.zeros((0, 3), np.int64), *fields]).T)
-    nothing = np.zeros(0, np.int64)
+    """Flatten rows that hold cells and nothing else (see `plain_rows`)."""
+    cells = list(chain.from_iterable(rows))
+    sizes = np.array([len(parts(cell)) for cell in cells], np.int64)
+    actions = list(chain.from_iterable(map(parts, cells)))
+    fields = np.fromiter(chain.from_iterable(actions), np.int64, 3 * len(actions)).reshape(-1, 3).T
+    lengths = [len(row) for row in rows]
+    device = np.repeat(np.repeat(np.arange(len(rows)), lengths), sizes)
+    starts = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
+    last_half = np.arange(len(actions))
+    last_half[(np.cumsum(sizes) - sizes)[sizes == 2]] += 1
     return Encoded(
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         slices=slices,
-        stage=table[0],
-        kind=table[1],
-        microbatch=table[2],
-        device=np.repeat(np.arange(len(rows)), np.diff(first)),
-        position=np.concatenate([nothing, *positions]),
-        last_half=np.concatenate([nothing, *last_half]),
-        first=tuple(first),
+        stage=np.ascontiguousarray(fields[0]),
+        kind=np.ascontiguousarray(fields[1]),
+        microbatch=np.ascontiguousarray(fields[2]),
+        device=device,
+        position=np.repeat(np.arange(len(cells)) - starts, sizes),
+        last_half=last_half,
+        first=tuple(np.searchsorted(device, np.arange(len(rows) + 1)).tolist()),
     )
-
-
-def _flat(row: Row, *, simple: bool) -> tuple[list[Action], IntArray, IntArray]:
-    """A row's actions, the position of each, and 1 at each forward half of a pair (0 elsewhere)."""
-    if simple:
-        positions, whole = np.arange(len(row)), np.zeros(len(row), np.int64)
-        return list(row), positions, whole  # type: ignore[arg-type]
-    cells: list[Action] = []
-    where: list[int] = []
-    paired: list[int] = []
-    for position, cell in enumerate(row):
-        if cell is None:
-            continue
-        if isinstance(cell, Overlap):
-            cells += cell
-            where += (position, position)
-            paired += (1, 0)
-            continue
-        cells.append(cell)
-        where.append(position)
-        paired.append(0)
-    return cells, np.array(where, np.int64), np.array(paired, np.int64)
 
 
 def as_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
@@ -381,18 +331,27 @@ def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 
 
 def _plain_row(device: int, row: Row) -> Row:
-    if not set(map(type, row)) <= _CELL_TYPES or not {
-        type(half) for cell in row if type(cell) is Overlap for half in cell
-    } <= {Action}:
-        raise _not_a_cell(device, row, _not_actions)
-    actions = list(chain.from_iterable(map(parts, row))) if set(map(type, row)) - {Action} else row
-    if {*map(type, map(_STAGE, actions)), *map(type, map(_MICROBATCH, actions))} <= {int} and set(
-        map(type, map(_KIND, actions))
-    ) <= {Kind}:
+    if _is_plain(row):
         return row
-    if any(map(_not_numbers, row)):
-        raise _not_a_cell(device, row, _not_numbers)
+    faults = [(position, cell, _fault(cell)) for position, cell in enumerate(row)]
+    bad = tuple(Violation("cell", f"{quoted(c)} {why}", device, p) for p, c, why in faults if why)
+    if bad:
+        raise ScheduleError(listed("the table holds things that are not actions", bad), bad)
     return tuple(map(_plain_cell, row))
+
+
+def _is_plain(row: Row) -> bool:
+    """Whether a row holds cells with Python's own numbers; a large table has a million of them."""
+    actions = list(chain.from_iterable(map(parts, row)))
+    if not set(map(type, row)) <= _CELL_TYPES or not set(map(type, actions)) <= {Action}:
+        return False
+    numbers = [number for stage, _, microbatch in actions for number in (stage, microbatch)]
+    return (
+        {type(action.kind) for action in actions} <= {Kind}
+        and set(map(type, numbers)) <= {int}
+        and min(numbers, default=0) > -_LARGEST
+        and max(numbers, default=0) < _LARGEST
+    )
 
 
 def _plain_cell(cell: Cell) -> Cell:
@@ -403,28 +362,13 @@ def _plain_cell(cell: Cell) -> Cell:
     return Overlap(*plain) if isinstance(cell, Overlap) else plain[0] if plain else None
 
 
-def _not_a_cell(device: int, row: Row, fault: Callable[[Cell], str]) -> ScheduleError:
-    """The error for a row that holds anything but cells; `fault` gives what is wrong with a cell,
-    or an empty text.
-    """
-    faults = {position: fault(cell) for position, cell in enumerate(row)}
-    bad = tuple(
-        Violation("cell", f"{quoted(row[p])} {why}", device, p) for p, why in faults.items() if why
-    )
-    return ScheduleError(listed("the table holds things that are not actions", bad), bad)
-
-
-def _not_actions(cell: Cell) -> str:
-    if type(cell) in _CELL_TYPES and (
-        type(cell) is not Overlap or {type(half) for half in cell} == {Action}
-    ):
-        return ""
-    return "is not an Action, an Overlap or None; jaxpipe.table.parse_cell reads text"
-
-
-def _not_numbers(cell: Cell) -> str:
-    numbers = [number for action in parts(cell) for number in action]
-    if not all(is_whole(number) and abs(number) < 2**63 for number in numbers):
+def _fault(cell: Cell) -> str:
+    """Why it is no cell; an empty text where it is one."""
+    actions = parts(cell)
+    if type(cell) not in _CELL_TYPES or not {type(action) for action in actions} <= {Action}:
+        return "is not an Action, an Overlap or None; jaxpipe.table.parse_cell reads text"
+    numbers = [number for action in actions for number in action]
+    if not all(is_whole(number) and abs(number) < _LARGEST for number in numbers):
         return "must have whole numbers for its stage, kind and microbatch"
-    wrong = [action.kind for action in parts(cell) if not 0 <= action.kind < NUM_KINDS]
+    wrong = [action.kind for action in actions if not 0 <= action.kind < NUM_KINDS]
     return f"has kind {wrong[0]}; a kind is one of {', '.join(KIND_NAMES)}" if wrong else ""

@@ -313,6 +313,8 @@ COMPUTE, TRANSFERS = (
     kinds_where(lambda spec: spec.is_compute),
     kinds_where(lambda spec: not spec.is_compute),
 )
+# What only a table with a backward pass computes.
+BACKWARDS = kinds_where(lambda spec: spec.is_compute and spec.direction is Pass.BACKWARD)
 RECOMPUTE = readers(Value.INPUT)
 # Kinds that run the code of a stage's forward, in either pass.
 RUNS_FORWARD = makers(Value.ACTIVATIONS)

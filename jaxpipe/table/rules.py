@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import Violation
+from ..errors import Violation, quoted
+from .activations import live_activations
 from .encoded import BoolArray, Encoded, IntArray
 from .kinds import (
     BACKWARD_HALVES,
     COLLECTIVES,
-    COMPUTE,
     FORWARD_HALVES,
     KEPT,
     KIND_NAMES,
@@ -20,15 +21,23 @@ from .kinds import (
     SPREAD_FIRST,
     Kind,
     Pass,
+    Release,
     Value,
     kinds_where,
     makers,
     readers,
 )
 from .placement import Placement
-from .run_order import RunOrder, Transfers, Wait, buffered_order, rendezvous_order, waits
+from .run_order import RunOrder, Transfers, Wait
 
-Order = Callable[[Transfers], RunOrder]
+
+class Broken(NamedTuple):
+    """A place where a rule is broken: the fault, the action, and others that take part."""
+
+    message: str
+    number: int | None = None
+    others: Sequence[int] = ()
+    device: int | None = None  # where there is no action to point at
 
 
 def broken_rules(table: Encoded, placement: Placement) -> tuple[Violation, ...]:
@@ -36,201 +45,149 @@ def broken_rules(table: Encoded, placement: Placement) -> tuple[Violation, ...]:
     placement, order, slice, reverse, overlap, transfer.
     """
     if table.too_sparse:
-        return (_too_sparse(table),)
-    return (
-        *_range(table),
-        *_duplicates(table),
-        *_completeness(table),
-        *_placement(table, placement),
-        *_order(table),
-        *_slices(table),
-        *_overlap(table),
-        *_transfers(table),
+        return (_violation(table, "completeness", _too_sparse(table)),)
+    return tuple(
+        _violation(table, rule, found)
+        for rule, broken in _RULES.items()
+        for found in broken(table, placement)
     )
 
 
-def _at(
-    table: Encoded, rule: str, number: int, message: str, others: Iterable[int] = ()
-) -> Violation:
-    """A violation that points at an action's cell (and at further ones that take part)."""
-    device, position = table.cell_of(number)
-    return Violation(rule, message, device, position, tuple(table.cell_of(o) for o in others))
+def _violation(table: Encoded, rule: str, found: Broken) -> Violation:
+    """A violation that points at the cells of actions."""
+    if found.number is None:
+        return Violation(rule, found.message, found.device)
+    others = tuple(map(table.cell_of, found.others))
+    return Violation(rule, found.message, *table.cell_of(found.number), others)
 
 
-def _too_sparse(table: Encoded) -> Violation:
-    number = int(np.argmax(np.maximum(table.stage, table.microbatch))) if table.num_actions else -1
-    asked = (
+def _too_sparse(table: Encoded) -> Broken:
+    pairs = (
         f"{table.num_stages} stages and {table.num_microbatches} microbatches need a forward "
         "for each pair"
     )
-    if number < 0:
-        return Violation("completeness", f"{asked}, but the table holds no action")
-    return _at(
-        table,
-        "completeness",
-        number,
-        f"{asked}, but the table holds {table.num_actions} actions; {table.text(number)} is a "
-        "possible typo",
-    )
+    if not table.num_actions:
+        return Broken(f"{pairs}, but the table holds no action")
+    number = int(np.argmax(np.maximum(table.stage, table.microbatch)))
+    typo = f"{table.text(number)} is a possible typo"
+    return Broken(f"{pairs}, but the table holds {table.num_actions} actions; {typo}", number)
 
 
-def _range(table: Encoded) -> Iterator[Violation]:
+def _range(table: Encoded, _: Placement) -> Iterator[Broken]:
     """Every stage and microbatch number exists."""
     limits = (
         f"stages go from 0 to {table.num_stages - 1}, microbatches from 0 to "
         f"{table.num_microbatches - 1}"
     )
     for i in np.flatnonzero(~table.in_range).tolist():
-        yield _at(table, "range", i, f"{table.text(i)} does not exist: {limits}")
+        yield Broken(f"{table.text(i)} does not exist: {limits}", i)
 
 
-def _duplicates(table: Encoded) -> Iterator[Violation]:
+def _duplicate(table: Encoded, _: Placement) -> Iterator[Broken]:
     """No action occurs twice."""
     for i in np.flatnonzero(table.in_range & ~_is_first(table)).tolist():
         original = int(table.at[table.kind[i], table.stage[i], table.microbatch[i]])
         device, position = table.cell_of(original)
-        message = (
-            f"{table.text(i)} is already on device {device} at position {position}; run "
-            "every action once"
-        )
-        yield _at(table, "duplicate", i, message, (original,))
+        where = f"is already on device {device} at position {position}"
+        yield Broken(f"{table.text(i)} {where}; run every action once", i, (original,))
 
 
-def _incomplete(
-    table: Encoded, message: str, anchors: Sequence[int], device: int | None = None
-) -> Violation:
-    """A violation that points at actions that are there, if any."""
-    if not anchors:
-        return Violation("completeness", message, device)
-    return _at(table, "completeness", anchors[0], message, anchors[1:])
-
-
-def _completeness(table: Encoded) -> Iterator[Violation]:
+def _completeness(table: Encoded, _: Placement) -> Iterator[Broken]:
     """Every stage runs every microbatch's F once, and its B or its I and W (none of them in a
-    forward-only table).
+    forward-only table); actions that all devices share are complete.
     """
     if table.num_actions == 0:
-        message = "the table holds no action; give every stage and microbatch at least an F"
-        yield Violation("completeness", message)
+        yield Broken("the table holds no action; give every stage and microbatch at least an F")
         return
     has = table.at >= 0
     for stage, m in np.argwhere(~has[Kind.F]).tolist():
-        message = f"no device runs the forward of stage {stage}, microbatch {m}"
-        yield Violation("completeness", f"{stage}F{m} is missing: {message}")
-    for kind in COLLECTIVES:
-        yield from _missing_shares(table, kind)
-    yield from _lone_shares(table)
-    yield from _late_parts(table)
+        lacks = f"no device runs the forward of stage {stage}, microbatch {m}"
+        yield Broken(f"{stage}F{m} is missing: {lacks}")
+    yield from _missing_shares(table)
     if table.forward_only:
         return
     by_input, by_weight = makers(Value.INPUT_GRAD), makers(Value.WEIGHT_GRAD)
     wrong = (has[list(by_input)].sum(axis=0) != 1) | (has[list(by_weight)].sum(axis=0) != 1)
     for stage, m in np.argwhere(wrong).tolist():
-        present = [k for k in COMPUTE if k in by_input + by_weight and has[k, stage, m]]
+        present = [k for k in sorted({*by_input, *by_weight}) if has[k, stage, m]]
+        texts = [f"{stage}{k.name}{m}" for k in present] or ["no backward"]
+        fault = f"{texts[0]} alone" if len(present) == 1 else " and ".join(texts)
         anchors = [int(table.at[k, stage, m]) for k in (*present, Kind.F) if has[k, stage, m]]
-        message = (
-            f"stage {stage}, microbatch {m} has {_backward_fault(stage, m, present)}; give "
-            "it B, or both I and W"
-        )
-        yield _incomplete(table, message, anchors)
+        message = f"stage {stage}, microbatch {m} has {fault}; give it B, or both I and W"
+        yield Broken(message, *_anchored(anchors))
 
 
-def _missing_shares(table: Encoded, kind: Kind) -> Iterator[Violation]:
-    """A collective action is in every row for every microbatch, or in none."""
-    there = table.at[kind, : table.num_devices] >= 0
-    if not there.any():
-        return
-    if table.num_stages < table.num_devices:
-        many = f"{table.num_devices} devices and {table.num_stages} stages"
-        message = f"a table with {kind.name} needs as many stages as devices; this one has {many}"
-        yield Violation("completeness", message)
-        return
-    for device, m in np.argwhere(~there).tolist():
-        others = table.at[kind, : table.num_devices, m]
-        message = (
-            f"{device}{kind.name}{m} is missing: all devices do their share of "
-            f"{kind.name} together, for every microbatch"
-        )
-        yield _incomplete(table, message, others[others >= 0].tolist(), device)
+def _anchored(numbers: Sequence[int]) -> tuple[int | None, Sequence[int]]:
+    """The action to point at, where there is any, and the others."""
+    return (numbers[0], numbers[1:]) if numbers else (None, ())
 
 
-def _late_parts(table: Encoded) -> Iterator[Violation]:
-    """Where a part of a collective action is done later, each has its part (L its H)."""
-    pairs = [(k, part) for k in table.kinds if (part := KINDS[k].part_of) is not None]
-    for later, sooner in pairs:
-        there, wanted = (table.at[kind] >= 0 for kind in (later, sooner))
-        for number, m in np.argwhere(there ^ wanted).tolist():
-            has, lacks = (sooner, later) if wanted[number, m] else (later, sooner)
-            other = int(table.at[has, number, m])
-            message = (
-                f"{number}{lacks.name}{m} is missing: {KINDS[lacks].description}, of the share "
-                f"{table.text(other)}"
-            )
-            yield _at(table, "completeness", other, message)
-
-
-def _lone_shares(table: Encoded) -> Iterator[Violation]:
-    """The forward and the gradient of a spread `first` are both there."""
-    there = np.flatnonzero(table.of_kinds(SPREAD_FIRST))
-    for kind in SPREAD_FIRST if len(there) else ():
+def _missing_shares(table: Encoded) -> Iterator[Broken]:
+    """A collective action is in every row for every microbatch, or in none; both of a spread
+    `first` are there; and each share has its late part (L its H), or none has.
+    """
+    devices = table.num_devices
+    for kind in COLLECTIVES:
+        at = table.at[kind, :devices]
+        if (at >= 0).any() and table.num_stages < devices:
+            need = f"a table with {kind.name} needs as many stages as devices"
+            yield Broken(f"{need}; this one has {devices} devices and {table.num_stages} stages")
+        elif (at >= 0).any():
+            for device, m in np.argwhere(at < 0).tolist():
+                why = f"all devices do their share of {kind.name} together, for every microbatch"
+                number, others = _anchored(at[at[:, m] >= 0, m].tolist())
+                message = f"{device}{kind.name}{m} is missing: {why}"
+                yield Broken(message, number, others, device if number is None else None)
+    ends = np.flatnonzero(table.of_kinds(SPREAD_FIRST)).tolist()
+    for kind in SPREAD_FIRST if ends else ():
         needed = KINDS[kind].direction is Pass.FORWARD or not table.forward_only
         if needed and kind not in table.kinds:
-            other = int(there[0])
-            message = (
-                f"the table has {KIND_NAMES[table.kind[other]]}, but no {kind.name}: "
-                f"{KINDS[kind].description}, on every device"
-            )
-            yield _at(table, "completeness", other, message)
+            here = f"the table has {KIND_NAMES[table.kind[ends[0]]]}, but no {kind.name}"
+            yield Broken(f"{here}: {KINDS[kind].description}, on every device", ends[0])
+    for late in table.kinds:
+        sooner = KINDS[late].part_of
+        if sooner is None:
+            continue
+        both = table.at[[late, sooner]]
+        for number, m in np.argwhere((both >= 0).sum(axis=0) == 1).tolist():
+            other = int(both[:, number, m].max())
+            lacks = sooner if table.kind[other] == late else late
+            what = f"{KINDS[lacks].description}, of the share {table.text(other)}"
+            yield Broken(f"{number}{lacks.name}{m} is missing: {what}", other)
 
 
-def _backward_fault(stage: int, microbatch: int, present: Sequence[Kind]) -> str:
-    """What a (stage, microbatch) has of B, I and W, in words."""
-    texts = [f"{stage}{KIND_NAMES[k]}{microbatch}" for k in present]
-    return (
-        "no backward"
-        if not texts
-        else f"{texts[0]} alone"
-        if len(texts) == 1
-        else " and ".join(texts)
-    )
-
-
-def _placement(table: Encoded, placement: Placement) -> Iterator[Violation]:
+def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
     """Every action is on a device that holds its stage (L, H: on the one that they name), B, I, W
     and R where their microbatch's F is.
     """
     rows = table.num_devices
     if placement.num_devices != rows:
-        message = (
-            f"the placement is for {placement.num_devices} devices, but the table has {rows} rows"
-        )
-        yield Violation("placement", message)
+        meant = f"the placement is for {placement.num_devices} devices"
+        yield Broken(f"{meant}, but the table has {rows} rows")
     for stage, devices in enumerate(placement.devices_of):
         if not devices or min(devices) < 0 or max(devices) >= rows:
-            message = f"stage {stage} is placed on {list(devices)}; devices go from 0 to {rows - 1}"
-            yield Violation("placement", message)
-    homes = [
-        stage * rows + d
-        for stage, devices in enumerate(placement.devices_of)
-        for d in devices
-        if 0 <= d < rows
-    ]
+            limits = f"devices go from 0 to {rows - 1}"
+            yield Broken(f"stage {stage} is placed on {list(devices)}; {limits}")
     # The rule of transfers says where a transfer belongs.
     known = table.in_range & table.is_compute
     shares, others = known & table.shares, known & ~table.shares
     for i in np.flatnonzero(shares & (table.stage != table.device)).tolist():
-        why = f"it is the share of device {table.stage[i]}"
-        yield _at(table, "placement", i, _is_on(table, i, why))
-    misplaced = others & ~np.isin(table.stage * rows + table.device, homes)
-    for i in np.flatnonzero(misplaced).tolist():
-        stage = int(table.stage[i])
-        where = " or ".join(map(str, placement.devices_of[stage]))
-        yield _at(table, "placement", i, _is_on(table, i, f"stage {stage} is on device {where}"))
-    readers_of = np.flatnonzero(others & table.of_kinds(kinds_where(lambda spec: spec.reads)))
-    forward = table.at[Kind.F, table.stage[readers_of], table.microbatch[readers_of]]
-    for i, f in _pairs(readers_of, forward, _elsewhere(table, readers_of, forward)):
+        yield Broken(_is_on(table, i, f"it is the share of device {table.stage[i]}"), i)
+    homes = [
+        stage * rows + device
+        for stage, devices in enumerate(placement.devices_of)
+        for device in devices
+        if 0 <= device < rows
+    ]
+    strayed = others & ~np.isin(table.stage * rows + table.device, homes)
+    for i in np.flatnonzero(strayed).tolist():
+        where = " or ".join(map(str, placement.devices_of[table.stage[i]]))
+        yield Broken(_is_on(table, i, f"stage {table.stage[i]} is on device {where}"), i)
+    mine = np.flatnonzero(others & table.of_kinds(kinds_where(lambda spec: spec.reads)))
+    forward = table.at[Kind.F, table.stage[mine], table.microbatch[mine]]
+    for i, f in _pairs(mine, forward, _elsewhere(table, mine, forward)):
         why = f"{table.text(f)}, which it needs, ran on device {table.device[f]}"
-        yield _at(table, "placement", i, _is_on(table, i, why), (f,))
+        yield Broken(_is_on(table, i, why), i, (f,))
 
 
 def _is_on(table: Encoded, number: int, but: str) -> str:
@@ -248,7 +205,7 @@ def _elsewhere(table: Encoded, mine: IntArray, others: IntArray) -> BoolArray:
     return elsewhere
 
 
-def _order(table: Encoded) -> Iterator[Violation]:
+def _order(table: Encoded, _: Placement) -> Iterator[Broken]:
     """Per device: F before its R, B or I, R before B or I, I before W, stages in turn; E before F,
     L between F and B, G after B, H after L.
 
@@ -258,9 +215,9 @@ def _order(table: Encoded) -> Iterator[Violation]:
         mine = np.flatnonzero(table.in_range & table.of_kinds(readers(value)))
         for maker in makers(value):
             needed = table.at[maker, table.stage[mine], table.microbatch[mine]]
-            yield from _late(table, "order", mine, needed)
+            yield from _late(table, mine, needed)
     mine = np.flatnonzero(table.is_compute & (table.producer >= 0))
-    yield from _late(table, "order", mine, table.producer[mine])
+    yield from _late(table, mine, table.producer[mine])
     # A collective action comes after the action whose value it reads, and before the action that
     # reads its value.
     shares = [
@@ -269,48 +226,46 @@ def _order(table: Encoded) -> Iterator[Violation]:
         for pair in ((number, collective.source), (collective.user, number))
         if min(pair) >= 0
     ]
-    if shares:
-        yield from _late(table, "order", *np.array(shares).T)
+    yield from _late(table, *np.array(shares, np.int64).reshape(-1, 2).T)
 
 
-def _late(table: Encoded, rule: str, mine: IntArray, needed: IntArray) -> Iterator[Violation]:
-    """Violations for actions whose need comes later in the same row."""
+def _late(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
+    """Actions whose need comes later in the same row."""
     late = (needed > mine) & (table.device[needed] == table.device[mine])
     for i, j in _pairs(mine, needed, late):
-        message = (
-            f"{table.text(i)} comes before {table.text(j)}, which it needs, on device "
-            f"{table.device[i]}; swap them"
-        )
-        yield _at(table, rule, i, message, (j,))
+        before = f"{table.text(i)} comes before {table.text(j)}, which it needs"
+        yield Broken(f"{before}, on device {table.device[i]}; swap them", i, (j,))
 
 
-def _slices(table: Encoded) -> Iterator[Violation]:
-    """On each stage, the forwards of a sequence run in the order of its slices, on one device
-    (slice), and its backwards in reverse order (reverse).
-
-    A forward needs the carry of the slice before it, and a backward the gradient that the slice
-    after it leaves.
+def _slice(table: Encoded, _: Placement) -> Iterator[Broken]:
+    """On each stage, the forwards of a sequence run in the order of its slices, on one device: each
+    needs the carry of the slice before it.
     """
-    if table.slices == 1:
-        return
     later = np.flatnonzero(np.arange(table.num_microbatches) % table.slices)
-    for rule, numbers, mine, needed in (
-        ("slice", table.at[Kind.F], later, later - 1),
-        ("reverse", table.backward_at, later - 1, later),
-    ):
-        action, need = numbers[:, mine].ravel(), numbers[:, needed].ravel()
-        there = (action >= 0) & (need >= 0)
-        action, need = action[there], need[there]
-        yield from _late(table, rule, action, need)
-        for i, j in _pairs(action, need, _elsewhere(table, action, need)):
-            why = (
-                f"{table.text(j)}, a slice of the same sequence, is on device {table.device[j]}; "
-                "a stage keeps what passes between slices on one device"
-            )
-            yield _at(table, rule, i, _is_on(table, i, why), (j,))
+    yield from _in_turn(table, table.at[Kind.F][:, later], table.at[Kind.F][:, later - 1])
 
 
-def _overlap(table: Encoded) -> Iterator[Violation]:
+def _reverse(table: Encoded, _: Placement) -> Iterator[Broken]:
+    """The backwards of a sequence run in the reverse order of its slices: each needs the gradient
+    that the slice after it leaves.
+    """
+    later = np.flatnonzero(np.arange(table.num_microbatches) % table.slices)
+    yield from _in_turn(table, table.backward_at[:, later - 1], table.backward_at[:, later])
+
+
+def _in_turn(table: Encoded, action: IntArray, need: IntArray) -> Iterator[Broken]:
+    """Actions on another device than those that they need, or before them; -1 for none."""
+    there = (action >= 0) & (need >= 0)
+    yield from _late(table, action[there], need[there])
+    for i, j in _pairs(action, need, there & (table.device[action] != table.device[need])):
+        why = (
+            f"{table.text(j)}, a slice of the same sequence, is on device {table.device[j]}; "
+            "a stage keeps what passes between slices on one device"
+        )
+        yield Broken(_is_on(table, i, why), i, (j,))
+
+
+def _overlap(table: Encoded, _: Placement) -> Iterator[Broken]:
     """A pair overlaps an F with a B or I that is not of the same stage and microbatch (that one
     would need the F).
     """
@@ -318,14 +273,13 @@ def _overlap(table: Encoded) -> Iterator[Violation]:
     for i in table.pairs.tolist():
         pair = table.cell_text(i)
         if not forward[i] or not backward[i + 1]:
-            message = f"{pair} must pair an F with a B or an I, in this order"
-            yield _at(table, "overlap", i, message)
+            yield Broken(f"{pair} must pair an F with a B or an I, in this order", i)
         elif table.action(i)[::2] == table.action(i + 1)[::2]:
             why = "overlaps an F with its own backward, which needs it; pair it with another"
-            yield _at(table, "overlap", i, f"{pair} {why}")
+            yield Broken(f"{pair} {why}", i)
 
 
-def _transfers(table: Encoded) -> Iterator[Violation]:
+def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
     """In a table with SEND and RECV: each value that crosses devices has a SEND after its producer
     and a RECV before its consumer.
 
@@ -334,63 +288,75 @@ def _transfers(table: Encoded) -> Iterator[Violation]:
     if not table.has_transfers:
         return
     needed = np.zeros(table.num_actions, bool)
-    for _, users, send, recv in MESSAGES:
-        shift = KINDS[recv].came_from
-        consumers = np.flatnonzero(table.crosses & table.of_kinds(users))
-        producers, m = table.producer[consumers], table.microbatch[consumers]
-        for kind, step, ends in ((send, shift, producers), (recv, 0, consumers)):
-            transfers = table.at[kind, table.stage[consumers] + step, m]
-            yield from _missing(table, consumers[transfers < 0], kind, step)
-            yield from _strayed(table, transfers, ends, before=kind is recv)
-            needed[transfers[transfers >= 0]] = True
+    for message in MESSAGES:
+        send, receive = message.send, message.receive
+        mine = np.flatnonzero(table.crosses & table.of_kinds(message.users))
+        producers = table.producer[mine]
+        for kind, step, ends in ((send, KINDS[receive].came_from, producers), (receive, 0, mine)):
+            found = table.at[kind, table.stage[mine] + step, table.microbatch[mine]]
+            for i in mine[found < 0].tolist():
+                p = int(table.producer[i])
+                fault = (
+                    f"{table.stage[i] + step}{kind.name}{table.microbatch[i]} is missing: "
+                    f"{table.text(p)} on device {table.device[p]} feeds {table.text(i)} on device "
+                    f"{table.device[i]}; jaxpipe.add_transfers adds transfers"
+                )
+                yield Broken(fault, i, (p,))
+            yield from _strayed(table, found, ends, before=kind is receive)
+            needed[found[found >= 0]] = True
     spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)
     why = "no action on another device uses it; stages on one device hand over without a transfer"
     for i in np.flatnonzero(spare).tolist():
-        yield _at(table, "transfer", i, f"{table.text(i)} is not needed: {why}")
+        yield Broken(f"{table.text(i)} is not needed: {why}", i)
 
 
 def _is_first(table: Encoded) -> BoolArray:
     """Per action in range, whether it is the first of its duplicates."""
     first = np.zeros(table.num_actions, bool)
-    known = np.flatnonzero(table.in_range)
-    first[known] = table.at[table.kind[known], table.stage[known], table.microbatch[known]] == known
+    first[table.at[table.at >= 0]] = True
     return first
-
-
-def _missing(table: Encoded, consumers: IntArray, kind: Kind, shift: int) -> Iterator[Violation]:
-    """Violations for consumers on another device than their producer whose SEND or RECV
-    is missing.
-    """
-    for i in consumers.tolist():
-        text = f"{table.stage[i] + shift}{kind.name}{table.microbatch[i]}"
-        p = int(table.producer[i])
-        message = (
-            f"{text} is missing: {table.text(p)} on device {table.device[p]} feeds "
-            f"{table.text(i)} on device {table.device[i]}; jaxpipe.add_transfers adds transfers"
-        )
-        yield _at(table, "transfer", i, message, (p,))
 
 
 def _strayed(
     table: Encoded, transfers: IntArray, ends: IntArray, *, before: bool
-) -> Iterator[Violation]:
-    """Violations for transfers that are on another device than the action they serve, or on the
-    wrong side of it.
+) -> Iterator[Broken]:
+    """Transfers that are on another device than the action they serve, or on the wrong side of
+    it.
     """
-    elsewhere = (transfers >= 0) & (table.device[transfers] != table.device[ends])
+    elsewhere = _elsewhere(table, ends, transfers)
     for t, end in _pairs(transfers, ends, elsewhere):
         why = f"it serves {table.text(end)} on device {table.device[end]}"
-        yield _at(table, "transfer", t, _is_on(table, t, why), (end,))
+        yield Broken(_is_on(table, t, why), t, (end,))
     wrong = (transfers > ends) if before else (transfers < ends)
     side = "after" if before else "before"
     for t, end in _pairs(transfers, ends, (transfers >= 0) & ~elsewhere & wrong):
-        message = (
-            f"{table.text(t)} comes {side} {table.text(end)} on device {table.device[t]}; swap them"
-        )
-        yield _at(table, "transfer", t, message, (end,))
+        where = f"{table.text(t)} comes {side} {table.text(end)} on device {table.device[t]}"
+        yield Broken(f"{where}; swap them", t, (end,))
 
 
-def deadlocks(table: Encoded, order: Order, transfers: Transfers) -> tuple[Violation, ...]:
+_RULES: dict[str, Callable[[Encoded, Placement], Iterator[Broken]]] = {
+    "range": _range,
+    "duplicate": _duplicate,
+    "completeness": _completeness,
+    "placement": _placement,
+    "order": _order,
+    "slice": _slice,
+    "reverse": _reverse,
+    "overlap": _overlap,
+    "transfer": _transfer,
+}
+
+# Under which transfers a table deadlocks; nothing where it always does.
+_WHERE = {
+    Transfers.ASYNC: "",
+    Transfers.BUFFERED: " where a RECV holds its device until the message is there (buffered)",
+    Transfers.RENDEZVOUS: " where SEND and RECV wait for each other (rendezvous)",
+}
+
+
+def deadlocks(
+    table: Encoded, order: Callable[[Transfers], RunOrder], transfers: Transfers
+) -> tuple[Violation, ...]:
     """The rule of deadlock: no devices wait for each other, proved over the whole table by running
     it.
 
@@ -402,36 +368,44 @@ def deadlocks(table: Encoded, order: Order, transfers: Transfers) -> tuple[Viola
     if table.too_sparse:
         return ()
     kinds = tuple(Transfers)  # the laxest first
-    asked = kinds.index(transfers) if table.has_transfers else 0
-    for laxer in kinds[: asked + 1]:
+    strictest = kinds.index(transfers) if table.has_transfers else 0
+    for laxer in kinds[: strictest + 1]:
         if cycles := order(laxer).cycles:
-            return tuple(_deadlock(table, cycle, _WHERE[laxer]) for cycle in cycles)
+            return tuple(
+                _violation(table, "deadlock", _deadlock(table, cycle, _WHERE[laxer]))
+                for cycle in cycles
+            )
     return ()
 
 
-# Under which transfers a table deadlocks; nothing where it always does.
-_WHERE = {
-    Transfers.ASYNC: "",
-    Transfers.BUFFERED: " where a RECV holds its device until the message is there (buffered)",
-    Transfers.RENDEZVOUS: " where SEND and RECV wait for each other (rendezvous)",
-}
-
-
-def _deadlock(table: Encoded, cycle: tuple[Wait, ...], how: str) -> Violation:
-    links = [
+def _deadlock(table: Encoded, cycle: tuple[Wait, ...], how: str) -> Broken:
+    links = "; ".join(
         f"device {w.device} is at {table.text(w.at)} and waits for {table.text(w.on)}, which "
         f"comes later on device {w.other}"
         for w in cycle
-    ]
-    first = cycle[0].at
-    others = [w.at for w in cycle[1:]] + [w.on for w in cycle]
-    return _at(
-        table, "deadlock", first, f"devices wait for each other{how}: " + "; ".join(links), others
     )
+    others = [w.at for w in cycle[1:]] + [w.on for w in cycle]
+    return Broken(f"devices wait for each other{how}: {links}", cycle[0].at, others)
 
 
-def run_order(table: Encoded, transfers: Transfers) -> RunOrder:
-    """The run order of a table under one kind of transfer, which matters with SEND and RECV."""
-    if transfers is Transfers.RENDEZVOUS and table.has_transfers:
-        return rendezvous_order(table)
-    return buffered_order(table, waits(table, transfers))
+def over_cap(table: Encoded, cap: int | Sequence[int], release: Release) -> Iterator[Violation]:
+    """The rule of memory: one violation for each device that exceeds its cap, at the first action
+    that does.
+    """
+    devices = table.num_devices
+    caps = list(cap) if isinstance(cap, Sequence) else [cap] * devices
+    if len(caps) != devices:
+        why = f"max_activations has {len(caps)} entries for {devices} devices"
+        yield Violation("memory", f"{why}; give one number, or one for each device")
+        return
+    live = live_activations(table, release)
+    for device, most in enumerate(caps):
+        held = live[table.first[device] : table.first[device + 1]]
+        over = np.flatnonzero(held > most)
+        if len(over):
+            number = table.first[device] + int(over[0])
+            message = (
+                f"device {device} may hold {quoted(most)} activations, but holds {held[over[0]]} "
+                f"while {table.text(number)} runs and {held.max()} at its peak"
+            )
+            yield _violation(table, "memory", Broken(message, number))

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from .encoded import Encoded, IntArray
-from .kinds import SENDS
+from .kinds import KINDS, MESSAGES, SENDS
 
 
 class Transfers(enum.Enum):
@@ -62,12 +62,23 @@ def waits(table: Encoded, transfers: Transfers) -> IntArray:
     """
     found = np.where(table.crosses, table.producer, -1)
     if table.has_transfers:
-        received = table.receives_from if transfers is Transfers.ASYNC else np.full_like(found, -1)
-        found = np.where(table.is_compute, received, found)
-        if transfers is Transfers.ASYNC:
-            found[table.receives] = -1
+        found[table.is_compute] = -1
+    if table.has_transfers and transfers is Transfers.ASYNC:
+        # The action that reads a message waits for its SEND, and the RECV does not.
+        found[table.receives] = -1
+        for _, users, send, receive in MESSAGES:
+            mine = np.flatnonzero(table.crosses & table.of_kinds(users))
+            stage = table.stage[mine] + KINDS[receive].came_from
+            found[mine] = table.at[send, stage, table.microbatch[mine]]
     # The output of the forward half of an overlapped pair is ready when the whole pair is done.
     return np.where(found >= 0, table.last_half[found], -1)
+
+
+def run_order(table: Encoded, transfers: Transfers) -> RunOrder:
+    """The run order of a table under one kind of transfer, which matters with SEND and RECV."""
+    if transfers is Transfers.RENDEZVOUS and table.has_transfers:
+        return rendezvous_order(table)
+    return buffered_order(table, waits(table, transfers))
 
 
 def senders(table: Encoded, wait: IntArray) -> IntArray:
@@ -77,8 +88,8 @@ def senders(table: Encoded, wait: IntArray) -> IntArray:
 
 def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
     """Run the rows where only `wait` holds a device back (sends never do)."""
-    total = table.num_actions
-    return _run(table, np.where(wait >= 0, wait, total).tolist(), [-1] * total)
+    together = {number: each.members for number, each in table.collectives.items()}
+    return _run(table, np.where(wait >= 0, wait, table.num_actions).tolist(), together)
 
 
 def rendezvous_order(table: Encoded, choose: Chooser | None = None) -> RunOrder:
@@ -87,24 +98,31 @@ def rendezvous_order(table: Encoded, choose: Chooser | None = None) -> RunOrder:
 
     `choose` gets the order so far and a cycle, and returns the place of the wait that ends.
     """
-    return _run(table, [table.num_actions] * table.num_actions, mates(table).tolist(), choose)
+    together = {number: each.members for number, each in table.collectives.items()}
+    mate = mates(table)
+    for send in np.flatnonzero(table.of_kinds(SENDS) & (mate >= 0)).tolist():
+        both = (send, int(mate[send]))
+        together |= dict.fromkeys(both, both)
+    return _run(table, [table.num_actions] * table.num_actions, together, choose)
 
 
 def _run(
-    table: Encoded, need: list[int], mate: list[int], choose: Chooser | None = None
+    table: Encoded,
+    need: list[int],
+    together: dict[int, tuple[int, ...]],
+    choose: Chooser | None = None,
 ) -> RunOrder:
     """Run the rows: each action after the one that it needs (the number of actions: none), and at
-    the same time as its mate (-1: none).
+    the same time as those that run `together` with it, once all devices have reached them.
 
     A device is either in `runnable`, once, or it has stopped, or it is done.  Each cycle goes on as
     if one of its devices had not waited.
     """
-    total, devices = table.num_actions, table.num_devices
-    collectives = dict(table.collectives)
-    # how many are not there yet
-    absent = dict.fromkeys((collective.members[0] for collective in collectives.values()), devices)
-    missing = dict.fromkeys(absent, 0)  # the devices before this one are there
-    owner, is_send = table.device.tolist(), table.of_kinds(SENDS).tolist()
+    total, devices, owner = table.num_actions, table.num_devices, table.device.tolist()
+    # By the first of those that run together: how many are not reached yet, and the place of the
+    # first that is not.
+    absent = {members[0]: len(members) for members in together.values()}
+    missing = dict.fromkeys(absent, 0)
     done = bytearray(total + 1)
     done[total] = 1
     order: list[int] = []
@@ -115,14 +133,15 @@ def _run(
     runnable = list(range(devices))[::-1]
 
     def wanted(device: int) -> int:
-        """What a device that has stopped waits for; at a collective, the first that is missing."""
+        """What a device that has stopped waits for; of those together, the first missing one."""
         at = stopped[device]
-        if at in collectives:
-            members = collectives[at].members
-            while stopped[missing[members[0]]] == members[missing[members[0]]]:
-                missing[members[0]] += 1
-            return members[missing[members[0]]]
-        return mate[at] if mate[at] >= 0 else need[at]
+        if at not in together:
+            return need[at]
+        members = together[at]
+        key = members[0]
+        while stopped[owner[members[missing[key]]]] == members[missing[key]]:
+            missing[key] += 1
+        return members[missing[key]]
 
     def cycle_from(device: int) -> tuple[Wait, ...]:
         """The cycle to which the waits of a device that has stopped lead; empty for none."""
@@ -142,22 +161,15 @@ def _run(
         device = runnable.pop()
         i, end = head[device], stop[device]
         while i < end:
-            j = need[i]
-            if not done[j]:
-                parked.setdefault(j, []).append(device)
+            if not done[need[i]]:
+                parked.setdefault(need[i], []).append(device)
                 break
-            at_once: tuple[int, ...] = (i,)
-            j = mate[i]
-            if j >= 0:
-                if stopped[owner[j]] != j:
+            members = together.get(i, (i,))
+            if i in together:
+                absent[members[0]] -= 1
+                if absent[members[0]]:
                     break
-                at_once = (i, j) if is_send[i] else (j, i)
-            elif i in collectives:
-                at_once = collectives[i].members
-                absent[at_once[0]] -= 1
-                if absent[at_once[0]]:
-                    break
-            for k in at_once:
+            for k in members:
                 done[k] = 1
                 order.append(k)
                 for other in parked.pop(k, ()):
@@ -175,13 +187,11 @@ def _run(
             # Pretend, so that later cycles are found too.
             first, at, on, _ = cycle[0 if choose is None else choose(order, cycle)]
             freed = [first]
-            if at in collectives:  # each device does its share alone
-                members = collectives[at].members
-                freed = [d for d, member in enumerate(members) if stopped[d] == member]
-                for member in members:
-                    del collectives[member]
-            elif mate[at] >= 0:
-                mate[on] = mate[at] = -1
+            if at in together:  # each device does its own alone
+                members = together[at]
+                freed = [owner[k] for k in members if stopped[owner[k]] == k]
+                for k in members:
+                    del together[k]
             else:
                 parked[on].remove(first)
                 need[at] = total

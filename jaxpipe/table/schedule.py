@@ -12,15 +12,14 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import ScheduleError, Violation, quoted
-from .activations import Release, live_activations
 from .certificate import Certificate
-from .encoded import Encoded, as_rows, encode, plain_rows
+from .encoded import Encoded, IntArray, as_rows, encode, plain_rows
 from .grid import grid
-from .kinds import SHARES, Action, Cell, Row, parts
+from .kinds import SHARES, Action, Cell, Release, Row, parts
 from .limits import MAX_COUNT
 from .placement import Placement
-from .rules import broken_rules, deadlocks, run_order
-from .run_order import RunOrder, Transfers
+from .rules import broken_rules, deadlocks, over_cap
+from .run_order import RunOrder, Transfers, run_order
 from .text import rows_from_csv, rows_to_csv, table_from_json, table_to_json
 from .typed import set_typed, typed
 
@@ -89,8 +88,6 @@ class Schedule:
             num_microbatches = 1 + max(
                 (a.microbatch for row in table for c in row for a in parts(c)), default=-1
             )
-            if num_microbatches > MAX_COUNT:
-                encode(table, 1, 1)  # which names the action
         return cls(
             table,
             _placement_of(table) if placement is None else placement,
@@ -166,6 +163,18 @@ class Schedule:
         read).
         """
         return encode(self.cells, self.num_stages, self.num_microbatches, self.slices)
+
+    @cached_property
+    def chunks(self) -> IntArray:
+        """Per action of `encoded`, the chunk that its stage is on its device; 0 for an action that
+        belongs to no stage.
+        """
+        table = self.encoded
+        chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
+        for device, stages in enumerate(self.placement.stages_of):
+            chunk[device, list(stages)] = np.arange(len(stages))
+        found: IntArray = np.where(table.shares, 0, chunk[table.device, table.stage])
+        return found
 
     @cached_property
     def forward_only(self) -> bool:
@@ -304,44 +313,12 @@ def check(
     """
     found = schedule.violations_under(transfers)
     if max_activations is not None and not schedule.encoded.too_sparse:
-        found = (*found, *_over_cap(schedule, max_activations, release))
+        found = (*found, *over_cap(schedule.encoded, max_activations, release))
     if not found:
         return schedule
     name = f"schedule {schedule.name!r}" if schedule.name else "the schedule"
     head = f"{name} breaks {len(found)} rule{'s' if len(found) > 1 else ''}:"
     raise ScheduleError(report(schedule, found, head, most=_MOST_SHOWN), found)
-
-
-def _over_cap(schedule: Schedule, cap: int | Sequence[int], release: Release) -> list[Violation]:
-    """The rule of memory: one violation for each device that exceeds its cap, at the first action
-    that does.
-    """
-    table = schedule.encoded
-    caps = list(cap) if isinstance(cap, Sequence) else [cap] * table.num_devices
-    if len(caps) != table.num_devices:
-        return [
-            Violation(
-                "memory",
-                f"max_activations has {len(caps)} entries for {table.num_devices} devices; give "
-                "one number, or one for each device",
-            )
-        ]
-    live = live_activations(table, release)
-    found = []
-    for device, most in enumerate(caps):
-        held = live[table.first[device] : table.first[device + 1]]
-        over = np.flatnonzero(held > most)
-        if not len(over):
-            continue
-        number = table.first[device] + int(over[0])
-        message = (
-            f"device {device} may hold {quoted(most)} activations, but holds "
-            f"{held[over[0]]} while {table.text(number)} runs"
-        )
-        found.append(
-            Violation("memory", f"{message} and {held.max()} at its peak", *table.cell_of(number))
-        )
-    return found
 
 
 def report(

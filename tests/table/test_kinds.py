@@ -13,7 +13,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe import Kind
 from jaxpipe.engine.costs import StageCosts
-from jaxpipe.render.palette import DARK, LIGHT
+from jaxpipe.render.svg import DARK, LIGHT
 from jaxpipe.table.kinds import (
     COMPUTE,
     KEPT,

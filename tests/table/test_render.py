@@ -18,8 +18,7 @@ from golden import check_golden
 import jaxpipe as jp
 from jaxpipe.render import Theme, to_html, to_svg, to_trace
 from jaxpipe.render.chart import Chart, Part, bars_of, number, title_of
-from jaxpipe.render.palette import DARK, LIGHT, ink_on, shade
-from jaxpipe.render.svg import MOST_ELEMENTS
+from jaxpipe.render.svg import DARK, LIGHT, MOST_ELEMENTS, ink_on, shade
 
 SVG = "{http://www.w3.org/2000/svg}"
 
