@@ -15,7 +15,7 @@ from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import ScheduleError
 from ..layouts.layout import Layout
-from ..lowering.plan import Plan
+from ..lowering.plan import Plan, plan_of
 from ..program.records import UNDER_WAY, Slots
 from ..schedules import build
 from ..schedules.registry import describe
@@ -30,7 +30,6 @@ from .layer_cost import FIRST, LAST, Ends, LayerCost, Remat, stage_costs
 from .layers import balanced
 from .memory import Memory, device_work, layer_sizes, least_bytes, least_slots, memory_of
 from .request import Request
-from .running import program_of
 
 # The least gain of a table by H, relative to its makespan.  Its program has more blocks, so it
 # gains less.
@@ -294,7 +293,8 @@ class Candidate(NamedTuple):
     @property
     def lowered(self) -> Plan:
         """Its program."""
-        plan = program_of(self.request.target, self.schedule, self.timeline.costs)
+        costs, overheads = self.timeline.costs, self.request.target.overheads
+        plan = plan_of(self.schedule, costs=costs, overheads=overheads)
         return replace(plan, offload=self.offload)
 
     def entry(self, pool: str) -> float:

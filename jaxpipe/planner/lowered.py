@@ -19,7 +19,6 @@ from .candidate import Candidate
 from .memory import Memory
 from .request import Request
 from .result import PipelinePlan, Rejected, gib
-from .running import step_seconds
 
 Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
 
@@ -45,7 +44,7 @@ def lower(candidate: Candidate, traced: Traced | None) -> Lowered:
     """The seconds and the memory of the lowered program."""
     lowered = candidate.lowered
     request = candidate.request
-    seconds = step_seconds(request.target, lowered, candidate.timeline.costs)
+    seconds = lowered.seconds(request.target, candidate.timeline.costs)
     seconds = max(seconds, candidate.moving) + request.reduction
     rows = LastUse.INPUT_GRAD if request.slices > 1 else LastUse.NONE
     program = lowered.program(Liveness(buffer=rows, buffer_gradient=rows))
