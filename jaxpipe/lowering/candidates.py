@@ -297,16 +297,18 @@ def span_candidates(ticks: Ticks) -> tuple[tuple[Span, ...], ...]:
         return ((),)
     if ticks.period > 1:
         return ((Span(0, len(requirements), ticks.period),),)
-    found = [*_phases(ticks), *_repeats(requirements), *between_collectives(requirements)]
+    edges = _edges(ticks)
+    found = [
+        *_phases(len(requirements), *edges),
+        *_repeats(requirements, edges),
+        *between_collectives(requirements),
+    ]
     return tuple(dict.fromkeys(map(tuple, found)))
 
 
-def _phases(ticks: Ticks) -> Iterator[list[Span]]:
-    """One span, or warmup, steady state and cooldown by where forwards and backwards begin and end.
-
-    The steady state begins when some device, or every device, has begun its backwards.  It ends
-    when some device, or every device, has done its forwards.  The ramps may be cut where some
-    device begins or ends.
+def _edges(ticks: Ticks) -> tuple[int, int, int, int]:
+    """The ticks in which some device, and every device, has begun its backwards; and after which
+    every device, and some device, has done its forwards.
     """
     table, stop = ticks.schedule.encoded, ticks.num_ticks
     busy = np.zeros((2, stop, table.num_devices), bool)
@@ -314,11 +316,22 @@ def _phases(ticks: Ticks) -> Iterator[list[Span]]:
     direction = (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)
     busy[direction[mine], ticks.when[mine], table.device[mine]] = True
     forward, backward = busy
-    begins = np.where(backward.any(0), backward.argmax(0), stop).tolist()
-    ends = np.where(forward.any(0), stop - forward[::-1].argmax(0), 0).tolist()
-    some, every = (min(begins), max(ends)), (max(begins), min(ends))
-    edges = ((0, stop), *product((some[0], every[0]), (some[1], every[1])))
-    for (begin, end), cuts, period in product(edges, ((), some), PERIODS):
+    begins = np.where(backward.any(0), backward.argmax(0), stop)
+    ends = np.where(forward.any(0), stop - forward[::-1].argmax(0), 0)
+    return int(begins.min()), int(begins.max()), int(ends.max()), int(ends.min())
+
+
+def _phases(stop: int, *edges: int) -> Iterator[list[Span]]:
+    """One span, or warmup, steady state and cooldown.
+
+    The steady state begins when some device, or every device, has begun its backwards.  It ends
+    when some device, or every device, has done its forwards.  The ramps may be cut where the first
+    device begins and where the last one ends.
+    """
+    begins, ends, some = edges[:2], edges[2:], (edges[0], edges[2])
+    for (begin, end), cuts, period in product(
+        ((0, stop), *product(begins, ends)), ((), some), PERIODS
+    ):
         if period == 1 or end - begin >= 2 * period:
             yield [
                 Span(a, b, period if (a, b) == (begin, end) else 1)
@@ -326,13 +339,25 @@ def _phases(ticks: Ticks) -> Iterator[list[Span]]:
             ]
 
 
-def _repeats(requirements: Requirements) -> Iterator[list[Span]]:
-    """The longest exact repeat of each period, between a warmup and a cooldown of period 1."""
+def _repeats(requirements: Requirements, edges: Sequence[int]) -> Iterator[list[Span]]:
+    """The longest exact repeat of each period, between a warmup and a cooldown of period 1; and the
+    longest of all between ramps of period 2 that are cut at the edges.
+
+    Where a transfer takes long, the cuts make fewer of them: each piece makes its own alone.
+    """
     codes, stop = requirements.signatures, len(requirements)
+    longest = Span(0, 0, 1)
     for period in range(1, min(LONGEST_PERIOD, stop // 2) + 1):
         runs = runs_of_true(codes[period:] == codes[:-period])
         begin, length = max(runs, key=lambda run: run[1], default=(0, 0))
         end = begin + (length + period) // period * period
         if end - begin > 2 * period:
-            spans = Span(0, begin, 1), Span(begin, end, period), Span(end, stop, 1)
+            steady = Span(begin, end, period)
+            longest = max(longest, steady, key=lambda span: span.stop - span.start)
+            spans = Span(0, begin, 1), steady, Span(end, stop, 1)
             yield [span for span in spans if span.start < span.stop]
+    if longest.stop == longest.start or longest.stop < stop // 2:
+        return
+    inside = range(longest.start + 1, longest.stop)
+    marks = sorted({0, stop, longest.start, longest.stop, *edges}.difference(inside))
+    yield [longest if a == longest.start else Span(a, b, min(b - a, 2)) for a, b in pairwise(marks)]
