@@ -35,10 +35,10 @@ import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from benchmarks.plans_time import by_count, even
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.measuring import measure_stages
 from jaxpipe.planner.layer_cost import LayerCost, Remat, stage_costs
-from jaxpipe.planner.running import program_of, step_seconds
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
 
@@ -90,7 +90,7 @@ def predicted(table: jp.Schedule, layout: str, costs: dict[str, LayerCost], hop:
     times = stage_costs(
         jp.parse_layout(layout, devices=table.num_devices), costs, remat=Remat.NONE, transfer=hop
     )
-    return step_seconds(where, program_of(where, table, times), times)
+    return plan_of(table, costs=times, overheads=where.overheads).seconds(where, times)
 
 
 COLUMNS = (

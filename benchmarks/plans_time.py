@@ -24,8 +24,8 @@ from benchmarks.emulated import run_group
 from benchmarks.emulated_worker import Case, Group
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import RunsOn, Target
-from jaxpipe.planner.running import program_of, step_seconds
 
 UNITS = (("E", 0.2, 0.0, 0.2), ("t", 1.0, 1.0, 1.0), ("L", 2.5, 2.5, 2.5))
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2")
@@ -100,7 +100,7 @@ def predicted(case: Case, unit: float, runs_on: RunsOn) -> float:
     """Seconds of the program that is run, as `plan` has them of its own."""
     costs = case.stage_costs(unit)
     target = Target(runs_on)
-    return step_seconds(target, program_of(target, case.build(), costs), costs)
+    return plan_of(case.build(), costs=costs, overheads=target.overheads).seconds(target, costs)
 
 
 COLUMNS = (

@@ -24,7 +24,6 @@ from ..model.functions import split_batch
 from ..model.model import Model
 from ..model.settings import Memory
 from ..pipeline import Pipeline
-from ..planner.running import step_seconds
 from ..schedules.registry import build
 from .findings import Found, Line, Scope, at, judged, not_tried, timed_line
 
@@ -255,7 +254,7 @@ def plan(scope: Scope, mesh: Mesh) -> Found:
     costs = measure_stages(pipe, params, batch, repeats=scope.repeats)
     pipe = _pipe(mesh, "1f1b", 1, sizes, costs=costs)
     target = Target.of(mesh, ())
-    planned = step_seconds(target, pipe.trace(params, batch).job.plan, costs)
+    planned = pipe.trace(params, batch).job.plan.seconds(target, costs)
     cores = os.cpu_count() or 1
     if target.on_cpus:  # virtual devices share the cores
         planned *= max(1.0, count / cores)

@@ -276,11 +276,6 @@ def _in_turns(loops: Sequence[Loop]) -> tuple[Loop, ...]:
     return tuple(found)
 
 
-def longest_true(flags: BoolArray) -> tuple[int, int]:
-    """Start and length of the longest run of True."""
-    return max(runs_of_true(flags), key=lambda run: run[1], default=(0, 0))
-
-
 def runs_of_true(flags: BoolArray) -> list[tuple[int, int]]:
     """Start and length of each run of True."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
@@ -302,52 +297,59 @@ def span_candidates(ticks: Ticks) -> tuple[tuple[Span, ...], ...]:
         return ((),)
     if ticks.period > 1:
         return ((Span(0, len(requirements), ticks.period),),)
+    edges = _edges(ticks)
     found = [
-        *_whole(len(requirements)),
-        *_phases(ticks),
-        *_steady(requirements, ticks),
+        *_phases(len(requirements), *edges),
+        *_repeats(requirements, edges),
         *between_collectives(requirements),
     ]
     return tuple(dict.fromkeys(map(tuple, found)))
 
 
-def _whole(stop: int) -> Iterator[list[Span]]:
-    for period in PERIODS:
-        if period <= stop:
-            yield [Span(0, stop, period)]
+def _edges(ticks: Ticks) -> tuple[int, int, int, int]:
+    """The ticks in which some device, and every device, has begun its backwards; and after which
+    every device, and some device, has done its forwards.
+    """
+    table, stop = ticks.schedule.encoded, ticks.num_ticks
+    busy = np.zeros((2, stop, table.num_devices), bool)
+    mine = ~table.is_collective
+    direction = (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)
+    busy[direction[mine], ticks.when[mine], table.device[mine]] = True
+    forward, backward = busy
+    begins = np.where(backward.any(0), backward.argmax(0), stop)
+    ends = np.where(forward.any(0), stop - forward[::-1].argmax(0), 0)
+    return int(begins.min()), int(begins.max()), int(ends.max()), int(ends.min())
 
 
-def _phases(ticks: Ticks) -> Iterator[list[Span]]:
-    """Warmup, steady state and cooldown, by where forwards and backwards begin and end.
+def _phases(stop: int, *edges: int) -> Iterator[list[Span]]:
+    """One span, or warmup, steady state and cooldown.
 
     The steady state begins when some device, or every device, has begun its backwards.  It ends
-    when some device, or every device, has done its forwards.
+    when some device, or every device, has done its forwards.  The ramps may be cut where the first
+    device begins and where the last one ends.
     """
-    begins, ends, stop = _marks(ticks)
-    if min(begins) >= stop or max(ends) <= 0:
-        return
-    yield [Span(a, b, 1) for a, b in pairwise(sorted({0, min(begins), max(ends), stop}))]
-    for begin in sorted({min(begins), max(begins)}):
-        for end in sorted({min(ends), max(ends)}):
-            for marks in ({begin, end}, {min(begins), begin, end, max(ends)}):
-                pieces = list(pairwise(sorted({0, *marks, stop})))
-                for period in PERIODS:
-                    if end - begin >= 2 * period:
-                        yield [
-                            Span(a, b, period if (a, b) == (begin, end) else 1) for a, b in pieces
-                        ]
+    begins, ends, some = edges[:2], edges[2:], (edges[0], edges[2])
+    for (begin, end), cuts, period in product(
+        ((0, stop), *product(begins, ends)), ((), some), PERIODS
+    ):
+        if period == 1 or end - begin >= 2 * period:
+            yield [
+                Span(a, b, period if (a, b) == (begin, end) else 1)
+                for a, b in pairwise(sorted({0, *cuts, begin, end, stop}))
+            ]
 
 
-def _steady(requirements: Requirements, ticks: Ticks) -> Iterator[list[Span]]:
+def _repeats(requirements: Requirements, edges: Sequence[int]) -> Iterator[list[Span]]:
     """The longest exact repeat of each period, between a warmup and a cooldown of period 1; and the
-    longest of all between ramps that are cut where forwards and backwards begin and end.
+    longest of all between ramps of period 2 that are cut at the edges.
 
     Where a transfer takes long, the cuts make fewer of them: each piece makes its own alone.
     """
     codes, stop = requirements.signatures, len(requirements)
     longest = Span(0, 0, 1)
     for period in range(1, min(LONGEST_PERIOD, stop // 2) + 1):
-        begin, length = longest_true(codes[period:] == codes[:-period])
+        runs = runs_of_true(codes[period:] == codes[:-period])
+        begin, length = max(runs, key=lambda run: run[1], default=(0, 0))
         end = begin + (length + period) // period * period
         if end - begin > 2 * period:
             steady = Span(begin, end, period)
@@ -356,35 +358,6 @@ def _steady(requirements: Requirements, ticks: Ticks) -> Iterator[list[Span]]:
             yield [span for span in spans if span.start < span.stop]
     if longest.stop == longest.start or longest.stop < stop // 2:
         return
-    begins, ends, _ = _marks(ticks)
     inside = range(longest.start + 1, longest.stop)
-    marks = {0, stop, longest.start, longest.stop, min(begins), max(begins), min(ends), max(ends)}
-    pieces = list(pairwise(sorted(mark for mark in marks if mark not in inside)))
-    for before, after in product((1, 2), repeat=2):
-        yield [
-            longest
-            if a == longest.start
-            else Span(a, b, min(b - a, before if a < longest.start else after))
-            for a, b in pieces
-        ]
-
-
-def _marks(ticks: Ticks) -> tuple[list[int], list[int], int]:
-    """For each device, the tick in which its backwards begin, and that after its last forward; and
-    the number of ticks.
-    """
-    forward, backward = _directions(ticks)
-    stop = len(forward)
-    begins = np.where(backward.any(0), backward.argmax(0), stop).tolist()
-    ends = np.where(forward.any(0), stop - forward[::-1].argmax(0), 0).tolist()
-    return begins, ends, stop
-
-
-def _directions(ticks: Ticks) -> tuple[BoolArray, BoolArray]:
-    """`[tick, device]`: whether it runs a forward, and whether it runs a backward."""
-    table = ticks.schedule.encoded
-    busy = np.zeros((2, ticks.num_ticks, table.num_devices), bool)
-    mine = ~table.is_collective
-    direction = (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)
-    busy[direction[mine], ticks.when[mine], table.device[mine]] = True
-    return busy[0], busy[1]
+    marks = sorted({0, stop, longest.start, longest.stop, *edges}.difference(inside))
+    yield [longest if a == longest.start else Span(a, b, min(b - a, 2)) for a, b in pairwise(marks)]

@@ -29,9 +29,10 @@ from .assign_ticks import (
     modulo_ticks,
 )
 from .candidates import segments_of, span_candidates
-from .cost_model import program_makespan, program_price, tick_durations
+from .cost_model import cost_parts, program_makespan, program_price
 from .prices import FORWARD, GUESSED, NO_OVERHEADS, Overheads
 from .slots import assign_slots
+from .target import Target
 
 # A program this much longer than another is as good.
 KEEPS = 1.005
@@ -49,7 +50,7 @@ class Candidate(NamedTuple):
     @property
     def price(self) -> float:
         """The makespan with overheads and a little for each block of code."""
-        durations, devices = tick_durations(self.ticks, self.costs), self.ticks.schedule.num_devices
+        durations, devices = cost_parts(self.ticks, self.costs), self.ticks.schedule.num_devices
         own = self.overheads.in_unit(FORWARD) if self.costs is None else self.overheads
         own = replace(own, hop=_hop(self.costs) or own.hop)
         return program_price(
@@ -67,7 +68,7 @@ class Candidate(NamedTuple):
     ) -> Candidate:
         """Time the segments."""
         transfers = replace(NO_OVERHEADS, hop=_hop(costs))
-        makespan = program_makespan(tick_durations(ticks, costs), segments, transfers)
+        makespan = program_makespan(cost_parts(ticks, costs), segments, transfers)
         return cls(ticks, segments, makespan, costs, overheads)
 
 
@@ -79,7 +80,7 @@ def _hop(costs: Costs | None) -> float:
 def candidates(
     schedule: Schedule, costs: Costs | None, overheads: Overheads, *, as_one: bool
 ) -> tuple[Candidate, ...]:
-    """Every way to emit a table: four ways to assign ticks, and each of their lists of spans.
+    """Every way to emit a table: the ways to assign ticks, and each of their lists of spans.
 
     All keep the order of every row.  `costs` are in seconds; without any F = I = W = 1 and B = 2,
     where 1 is `FORWARD`.  With `as_one` a W and the F of its tick may be one block.
@@ -129,7 +130,19 @@ class Plan:
     @cached_property
     def makespan(self) -> float:
         """How long the program takes with F = I = W = 1 and B = 2."""
-        return program_makespan(tick_durations(self.ticks, hides=False), self.segments)
+        return program_makespan(cost_parts(self.ticks, hides=False), self.segments)
+
+    def seconds(self, target: Target, costs: Costs) -> float:
+        """Seconds of a step: the program simulated for these costs, with a hop's seconds for each
+        transfer of a device.  Predicates take time on GPUs and TPUs.
+        """
+        overheads = target.overheads if target.overlaps else NO_OVERHEADS
+        return program_makespan(
+            cost_parts(self.ticks, costs),
+            self.segments,
+            replace(overheads, hop=_hop(costs)),
+            target.runs_on.awaits,
+        )
 
     @cached_property
     def late_transfers(self) -> tuple[int, int]:

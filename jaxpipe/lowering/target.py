@@ -83,6 +83,14 @@ CHIPS = (
 )
 
 
+class Awaits(Enum):
+    """Where devices wait for a transfer, and those that wait."""
+
+    LATE = "where it is needed, its two ends"
+    AT_ONCE = "where it is issued, its two ends"
+    ALL_AT_ONCE = "where it is issued, all devices"
+
+
 class RunsOn(Enum):
     """Kinds of devices."""
 
@@ -95,6 +103,15 @@ class RunsOn(Enum):
     def tile(self) -> tuple[int, ...]:
         """The tiles of memory over the last dims of an array; () where memory keeps rows."""
         return (8, 128) if self is RunsOn.TPUS else ()
+
+    @property
+    def awaits(self) -> Awaits:
+        """XLA:CPU blocks in a permute, and no block of the device runs meanwhile
+        (`spmd.exchange.permuted`); virtual devices of one process all wait.
+        """
+        if self is RunsOn.ONE_CPU_PROCESS:
+            return Awaits.ALL_AT_ONCE
+        return Awaits.AT_ONCE if self is RunsOn.CPU_PROCESSES else Awaits.LATE
 
     @classmethod
     def of(cls, mesh: Any) -> RunsOn:
@@ -161,11 +178,8 @@ class Target:
 
     @property
     def overlaps(self) -> bool:
-        """Whether transfers overlap compute and predicates cost time, as on GPUs and TPUs.
-
-        On CPU devices a transfer is awaited where it is issued.
-        """
-        return not self.on_cpus
+        """Whether transfers overlap compute and predicates cost time, as on GPUs and TPUs."""
+        return self.runs_on.awaits is Awaits.LATE
 
     @property
     def on_cpus(self) -> bool:

@@ -1,26 +1,30 @@
-"""The choices of a plan, and candidates: choices with a simulated table.  Seconds and bytes come
-from sums of sizes, before any program exists.
+"""The choices of a plan, and candidates: choices with a simulated table, then with a program.
+
+Before any program exists, seconds and bytes come from the table and sums of sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from ..engine.bounds import lower_bound
+from ..engine.bounds import lower_bound, timeline_bound
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
-from ..errors import ScheduleError
+from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout
-from ..lowering.plan import Plan
+from ..lowering.plan import plan_of
 from ..program.records import UNDER_WAY, Slots
 from ..schedules import build
 from ..schedules.registry import describe
-from ..table.effects import Offload
+from ..table.certificate import Certificate, Objective, Proof
+from ..table.effects import LastUse, Liveness, Offload
 from ..table.kinds import Kind
+from ..table.limits import is_number
 from ..table.schedule import Schedule
 from ..transforms.defer_last import defer_last
 from ..transforms.recompute import add_recompute
@@ -28,9 +32,11 @@ from ..transforms.rewrites import split_backward
 from ..transforms.spread import spread_first, spread_last
 from .layer_cost import FIRST, LAST, Ends, LayerCost, Remat, stage_costs
 from .layers import balanced
-from .memory import Memory, device_work, layer_sizes, least_bytes, least_slots, memory_of
+from .memory import Memory, Sizes, device_work, layer_sizes, least_bytes, least_slots, memory_of
 from .request import Request
-from .running import program_of
+from .result import PipelinePlan
+
+Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
 
 # The least gain of a table by H, relative to its makespan.  Its program has more blocks, so it
 # gains less.
@@ -56,20 +62,11 @@ class Choice(NamedTuple):
         return (id(self.request), self.remat, self.policies, self.spread.replace(FIRST, ""))
 
     @property
-    def like(self) -> tuple[object, ...]:
-        """Its kind, and its stages."""
-        return (*self.kind, self.chunks)
-
-    @property
     def seconds(self) -> float:
         """A lower bound of its tables: a device's work, and the reduction of gradients."""
-        work = device_work(
-            self.request.layers,
-            self.costs,
-            self.request.devices,
-            again=self.remat is Remat.FULL,
-        )
-        return self.request.microbatches * work + self.request.reduction
+        request, again = self.request, self.remat is Remat.FULL
+        work = device_work(request.layers, self.costs, request.devices, again=again)
+        return request.microbatches * work + request.reduction
 
     @property
     def bytes(self) -> float:
@@ -86,20 +83,18 @@ class Choice(NamedTuple):
     @property
     def label(self) -> str:
         """Its name in a printed table."""
-        parts = [*self.request.label, self.name, f"V {self.chunks}"]
-        parts += [f"cap {self.cap}"] if self.cap else []
-        parts += [f"M {self.request.microbatches}"] if self.request.one_of_many else []
-        parts += [f"K {self.request.slices}"] if self.request.slices > 1 else []
-        parts += [f"spread {self.spread}"] if self.spread else []
-        parts += ["remat full"] if self.remat is Remat.FULL else []
-        names = dict.fromkeys(name for _, name in self.policies)
-        parts += [
-            f"remat {name}"
-            if len(names) == 1
-            else f"remat {name} of {''.join(c for c, n in self.policies if n == name)}"
-            for name in names
-        ]
-        return ", ".join(parts)
+        request, names = self.request, dict.fromkeys(name for _, name in self.policies)
+        letters = {n: "".join(c for c, name in self.policies if name == n) for n in names}
+        parts = {
+            f"cap {self.cap}": self.cap,
+            f"M {request.microbatches}": request.one_of_many,
+            f"K {request.slices}": request.slices > 1,
+            f"spread {self.spread}": self.spread,
+            "remat full": self.remat is Remat.FULL,
+            **{f"remat {n}" + (f" of {letters[n]}" if len(names) > 1 else ""): n for n in names},
+        }
+        shown = [text for text, is_shown in parts.items() if is_shown]
+        return ", ".join([*request.label, self.name, f"V {self.chunks}", *shown])
 
     def layout(self) -> Layout:
         """Its layers in stages."""
@@ -164,10 +159,10 @@ class Choice(NamedTuple):
         name = "1f1b" if self.chunks == 1 else "interleaved_1f1b"
         trial = next(self._replace(name=name, spread="").built(layout))
         split = replace(trial.timeline, schedule=split_backward(trial.schedule))
-        trial = trial._replace(timeline=split)
-        held = trial.memory(Slots(x=0, cotangent=1, stash=1, first=1))
-        each = trial.entry("residual_weight") + trial.entry("x")
-        fits = int((request.memory - held.total) / each) if each else 2 * enough
+        sizes = replace(trial, timeline=split).sizes
+        held = memory_of(Slots(x=0, cotangent=1, stash=1, first=1), sizes).total
+        each = sizes.entry["residual_weight"] + sizes.entry["x"]
+        fits = int((request.memory - held) / each) if each else 2 * enough
         most = (min(enough, fits), min(2 * enough, fits))
         return tuple(dict.fromkeys(max(self.chunks, cap) for cap in most))
 
@@ -175,19 +170,19 @@ class Choice(NamedTuple):
         """The same choice with a spread `first`, of which a device holds a share; None where it
         cannot be spread.
         """
-        end = self.costs.get(FIRST)
-        if self.spread != LAST or end is None or self.request.costs[FIRST].ends is not Ends.EITHER:
+        end = self.request.costs.get(FIRST)
+        if self.spread != LAST or end is None or end.ends is not Ends.EITHER:
             return None
-        share = self.request.costs[FIRST].share(self.request.devices)
+        share = end.share(self.request.devices)
         return self._replace(spread=FIRST + LAST, costs={**self.costs, FIRST: share})
 
     def bound(self, layout: Layout) -> float:
         """A lower bound of the step's seconds, by `lower_bound`."""
-        costs, request = self.stage_costs(layout), self.request
+        request = self.request
         if request.slices > 1:
             return self.seconds
         found = lower_bound(
-            costs,
+            self.stage_costs(layout),
             microbatches=request.microbatches,
             devices=request.devices,
             chunks=self.chunks,
@@ -236,30 +231,31 @@ def _spreads(request: Request) -> list[str]:
 
 def _ways(request: Request) -> Iterator[tuple[Remat, tuple[tuple[str, str], ...]]]:
     """The kinds of recomputation: nothing, a policy for each kind of layer, or everything."""
-    wanted = request.remat
-    if Remat.NONE in wanted or Remat.STAGES in wanted:
-        yield Remat.NONE, ()
-    kinds = {
-        c: [name for name in request.policies if name in request.costs[c].policies]
-        for c in dict.fromkeys(request.layers)
-    }
-    kinds = {c: names for c, names in kinds.items() if names}
-    for named in product(*(("", *names) for names in kinds.values())):
-        pairs = tuple((c, name) for c, name in zip(kinds, named, strict=True) if name)
-        if pairs:
-            yield Remat.NONE, pairs
+    wanted, layers = request.remat, dict.fromkeys(request.layers)
+    names = [
+        ("", *(name for name in request.policies if name in request.costs[c].policies))
+        for c in layers
+    ]
+    for chosen in product(*names):
+        policies = tuple((c, name) for c, name in zip(layers, chosen, strict=True) if name)
+        if policies or Remat.NONE in wanted or Remat.STAGES in wanted:
+            yield Remat.NONE, policies
     if Remat.FULL in wanted:
         yield Remat.FULL, ()
 
 
-class Candidate(NamedTuple):
-    """A choice with its table, simulated."""
+@dataclass(frozen=True)
+class Candidate:
+    """A choice with its table, simulated; once it is lowered, with its program."""
 
     choice: Choice
     layout: Layout
     timeline: Timeline
     recomputing: int = 0  # R in the table
     offload: Offload = Offload.NOTHING
+    makespan: float | None = None  # of the program
+    slots: Slots | None = None  # of the program
+    traced: Mapping[str, int] | None = None  # memory of the traced model
 
     @property
     def request(self) -> Request:
@@ -271,40 +267,31 @@ class Candidate(NamedTuple):
         """Its table."""
         return self.timeline.schedule
 
-    @property
+    @cached_property
     def seconds(self) -> float:
-        """Seconds of the step, by the table."""
-        return max(self.timeline.makespan, self.moving) + self.request.reduction
+        """Seconds of the step, by the program, or by the table before there is a program."""
+        found = self.timeline.makespan if self.makespan is None else self.makespan
+        return max(found, self._moving) + self.request.reduction
 
     @property
-    def like(self) -> tuple[object, ...]:
+    def _moving(self) -> float:
+        """Seconds of the copies of residuals to the host's memory, or back."""
+        if self.offload is Offload.NOTHING:
+            return 0.0
+        moved = self.request.microbatches * self.choice.chunks * self.sizes.entry["residual_weight"]
+        return moved / self.request.host_bandwidth
+
+    @property
+    def same(self) -> tuple[object, ...]:
         """A key that equal tables of different names share."""
         choice, peak = self.choice, max(self.timeline.peak_activations)
         costs = (choice.chunks, choice.remat, choice.policies, choice.spread, self.offload)
         return (id(self.request), *costs, peak, f"{self.seconds:.9g}")
 
-    @property
-    def moving(self) -> float:
-        """Seconds of the copies of residuals to the host's memory, or back."""
-        if self.offload is Offload.NOTHING:
-            return 0.0
-        moved = self.request.microbatches * self.choice.chunks * self.entry("residual_weight")
-        return moved / self.request.host_bandwidth
-
-    @property
-    def lowered(self) -> Plan:
-        """Its program."""
-        plan = program_of(self.request.target, self.schedule, self.timeline.costs)
-        return replace(plan, offload=self.offload)
-
-    def entry(self, pool: str) -> float:
-        """Bytes of an entry of a pool."""
-        slots = Slots(**{pool: 1})
-        return self.memory(slots).pools[pool]
-
-    def memory(self, slots: Slots) -> Memory:
-        """A device's memory, by sums of layers' sizes."""
-        sizes = layer_sizes(
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Sums of layers' sizes."""
+        return layer_sizes(
             self.layout,
             self.schedule,
             self.choice.costs,
@@ -312,15 +299,28 @@ class Candidate(NamedTuple):
             in_place=self.request.target.on_gpus,
             gathered=self.request.gathered,
         )
-        return memory_of(slots, sizes)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """A device's memory, of the program, or the least of any program of the table."""
+        slots = self.slots
+        if slots is None:
+            slots = least_slots(self.timeline)
+            if self.offload is not Offload.NOTHING:
+                slots.residual_weight = min(slots.residual_weight, UNDER_WAY)
+        return memory_of(slots, self.sizes)
 
     @property
-    def least(self) -> Memory:
-        """The least memory of any program of its table."""
-        slots = least_slots(self.timeline)
-        if self.offload is not Offload.NOTHING:
-            slots.residual_weight = min(slots.residual_weight, UNDER_WAY)
-        return self.memory(slots)
+    def needs(self) -> float:
+        """Bytes that one device needs."""
+        if self.traced is None:
+            return self.memory.total
+        return self.traced["total"] + self.memory.optimizer
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device has so many bytes."""
+        return self.request.memory is None or self.needs <= self.request.memory
 
     @property
     def label(self) -> str:
@@ -337,31 +337,102 @@ class Candidate(NamedTuple):
         with the fewest R for as many activations as fit, and for one less.  There are none for a
         candidate that is itself one of these.
         """
-        request, table = self.request, self.schedule
+        request, table, choice = self.request, self.schedule, self.choice
         assert request.memory is not None, "without a limit of memory, nothing makes room"
         if self.recomputing or self.offload is not Offload.NOTHING:
             return
-        both = self.choice.with_first()
-        if both is not None:
+        if (both := choice.with_first()) is not None:
             # The first stage's times without `first` hardly differ, so the table keeps its order.
             costs = both.stage_costs(self.layout)
             table = spread_first(table, costs=costs)
             first = Candidate(both, self.layout, simulate(table, costs))
             yield first
             yield from first.smaller()
-        if self.choice.name == "auto":
+        if choice.name == "auto":
             return  # a smaller cap makes room in less time
         if request.offloads:
-            yield self._replace(offload=Offload.RESIDUALS)
-        if Remat.STAGES not in request.remat or self.choice.remat is Remat.FULL:
+            yield Candidate(choice, self.layout, self.timeline, offload=Offload.RESIDUALS)
+        if Remat.STAGES not in request.remat or choice.remat is Remat.FULL:
             return
-        costs = self.choice.stage_costs(self.layout, recomputing=True)
-        peak, held = max(self.timeline.peak_activations), self.least
-        residuals = held.pools["residual_weight"]
-        each, free = residuals / peak, request.memory - (held.total - residuals)
+        costs = choice.stage_costs(self.layout, recomputing=True)
+        peak, residuals = max(self.timeline.peak_activations), self.memory.pools["residual_weight"]
+        each, free = residuals / peak, request.memory - (self.memory.total - residuals)
         room = min(peak - 1, int(free / each)) if each else 0
         for cap in sorted({max(1, room), max(1, room - 1)}, reverse=True):
             found = add_recompute(table, costs=costs, max_activations=cap)
             count = sum(action.kind is Kind.R for _, _, action in found.actions())
             if count:
-                yield self._replace(timeline=simulate(found, costs), recomputing=count)
+                yield Candidate(choice, self.layout, simulate(found, costs), count)
+
+    def lowered(self, traced: Traced | None) -> Candidate:
+        """The candidate with its program."""
+        target, costs = self.request.target, self.timeline.costs
+        lowered = plan_of(self.schedule, costs=costs, overheads=target.overheads)
+        rows = LastUse.INPUT_GRAD if self.request.slices > 1 else LastUse.NONE
+        liveness = Liveness(buffer=rows, buffer_gradient=rows)
+        found = replace(
+            self,
+            makespan=lowered.seconds(target, costs),
+            slots=replace(lowered, offload=self.offload).program(liveness).slots,
+        )
+        if traced is None:
+            return found
+        sizes = traced(found.plan())
+        if not (isinstance(sizes, Mapping) and is_number(sizes.get("total"))):
+            raise PlanError(
+                "traced must return bytes by what they are for, and their 'total', as "
+                f"jaxpipe.measuring.traced_memory does; not {quoted(sizes)}"
+            )
+        return replace(found, traced=sizes)
+
+    def certificate(self) -> Certificate:
+        """How far from the optimum its seconds are."""
+        request, proof, cap = self.request, Proof.RELAXATION, None
+        bound = self.choice.seconds  # the work of a device
+        if request.slices == 1:
+            bound, cap = timeline_bound(self.timeline)
+            bound += request.reduction
+        own = self.schedule.certificate
+        if own and own.objective is Objective.MAKESPAN and own.bound + request.reduction > bound:
+            bound, proof = own.bound + request.reduction, own.proof
+        return Certificate(Objective.MAKESPAN, self.seconds, bound, proof, cap)
+
+    def plan(self) -> PipelinePlan:
+        """The plan that users see, with its reasons."""
+        request, timeline, certificate = self.request, self.timeline, self.certificate()
+        whole = stage_seconds(timeline)
+        slow, bound = whole.index(max(whole)), certificate.bound
+        why = [
+            f"{timeline.bubble:.1%} bubble",
+            f"stage {slow} ({self.layout.stages[slow]}) is the slowest, {whole[slow] * 1e3:.3g} ms "
+            f"a microbatch, the mean is {sum(whole) / len(whole) * 1e3:.3g} ms",
+        ]
+        if bound:
+            above = f"at most {certificate.gap:.1%} above the optimum"
+            why.append(f"{above} for its layout, remat and memory")
+        return PipelinePlan(
+            layout=str(self.layout),
+            schedule=self.schedule,
+            remat=self.choice.remat.value,
+            policies=self.choice.policies,
+            spread=self.choice.spread,
+            offload=None if self.offload is Offload.NOTHING else self.offload.value,
+            mesh=request.mesh,
+            seconds=self.seconds,
+            memory=(self.needs,) * request.devices,
+            lower_bound=bound,
+            why="; ".join(why),
+            label=self.label,
+            costs=timeline.costs,
+            parts=self.memory,
+            traced=self.traced,
+            certificate=certificate,
+            axis=request.axis,
+            data_axes=request.data_axes,
+        )
+
+
+def stage_seconds(timeline: Timeline) -> list[float]:
+    """Per stage, its forward and its backward."""
+    times = timeline.costs.for_stages(timeline.schedule.num_stages)
+    return [f + b for f, b in zip(times.forward, times.backward, strict=True)]

@@ -8,10 +8,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ..engine.costs import Costs
-from ..errors import CostError, listed, quoted
+from ..errors import CostError, quoted
 from ..layouts.layout import Layout
-from ..table.limits import MAX_COST, is_number
-from ..table.typed import plain
+from ..table.typed import is_cost, plain
 
 # The letters of `first` and `last`, which run in the blocks of the first and the last stage.
 FIRST, LAST = "E", "L"
@@ -97,19 +96,17 @@ class LayerCost:
     policies: Mapping[str, Kept] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        faults = []
-        for each in _numbers():
-            value = getattr(self, each)
-            if value is None and each in _OPTIONAL:
-                continue
-            if not (is_number(value) and 0 <= plain(value) <= MAX_COST):
-                faults.append(
-                    f"{each} is {quoted(value)}; it is a finite number >= 0, in seconds or bytes"
-                )
-                continue
-            object.__setattr__(self, each, plain(value))
-        if faults:
-            raise CostError(listed("this is not the cost of a layer", faults))
+        given = {
+            n: v for n in _numbers() if (v := getattr(self, n)) is not None or n not in _OPTIONAL
+        }
+        faults = [
+            f"{name} is {quoted(value)}; it is a finite number >= 0, in seconds or bytes"
+            for name, value in given.items()
+            if not is_cost(value)
+        ]
+        CostError.refuse("this is not the cost of a layer", faults)
+        for name, value in given.items():
+            object.__setattr__(self, name, plain(value))
 
     @property
     def backward_seconds(self) -> float:
@@ -146,25 +143,20 @@ class LayerCost:
 
     def sliced(self, slices: int) -> LayerCost:
         """The costs of an average slice of a sequence."""
-        whole = ("parameters", "gradients", "optimizer", "hoisted", "rows")
-        parts = {
-            name: value / slices
-            for name in _numbers()
-            if name not in whole and (value := getattr(self, name)) is not None
-        }
-        kept = {
+        policies = {
             name: Kept(*(value / slices for value in each)) for name, each in self.policies.items()
         }
-        return replace(self, policies=kept, **parts)
+        whole = ("parameters", "gradients", "optimizer", "hoisted", "rows")
+        return replace(self._divided(slices, whole), policies=policies)
 
     def share(self, devices: int) -> LayerCost:
         """The costs of one device's share of a spread end."""
-        parts = {
-            name: value / devices
-            for name in _numbers()
-            if name not in ("boundary", "batch") and (value := getattr(self, name)) is not None
-        }
-        return replace(self, ends=Ends.SHARE, **parts)
+        return replace(self._divided(devices, ("boundary", "batch")), ends=Ends.SHARE)
+
+    def _divided(self, parts: int, whole: Sequence[str]) -> LayerCost:
+        """The costs of one of some equal parts, each of which has the `whole` ones."""
+        numbers = {n: getattr(self, n) for n in _numbers() if n not in whole}
+        return replace(self, **{n: v / parts for n, v in numbers.items() if v is not None})
 
 
 def _numbers() -> list[str]:
@@ -191,7 +183,7 @@ def stage_costs(
     backward too.  Under full remat the backward, or its half I, begins with the stage's
     forward.
     """
-    last, again = layout.num_stages - 1, remat is Remat.FULL
+    again = remat is Remat.FULL
     times: dict[str, Any] = {}
     spread = {c: costs[c] for c in spread_letters(layout.layers, costs)}
     if LAST in spread:
@@ -200,14 +192,11 @@ def stage_costs(
     if FIRST in spread:
         times["first"] = spread[FIRST].forward
         times["first_grad"] = spread[FIRST].backward_seconds
-    for s, letters in enumerate(layout.stages):
-        lead = [costs[c] for c in letters if is_first(s, c) and c not in spread]
-        loss = [costs[c] for c in letters if is_last(s, last, c) and c not in spread]
-        inner = [
-            costs[letter]
-            for letter in letters
-            if not (is_first(s, letter) or is_last(s, last, letter))
-        ]
+    for letters in layout.stages:
+        lead, loss = (
+            [costs[c] for c in letters if c == end and c not in spread] for end in (FIRST, LAST)
+        )
+        inner = [costs[c] for c in letters if c not in (FIRST, LAST)]
         run, gradient = total(inner, "forward"), total(lead, "backward_seconds")
         found = {"recompute": run} if remat is Remat.STAGES else {}
         found |= {
@@ -233,16 +222,6 @@ def spread_letters(layers: str, costs: Mapping[str, LayerCost]) -> str:
     return "".join(c for c in (FIRST, LAST) if c in layers and costs[c].ends is Ends.SHARE)
 
 
-def is_first(stage: int, letter: str) -> bool:
-    """Whether a layer is the model's `first`."""
-    return stage == 0 and letter == FIRST
-
-
-def is_last(stage: int, last: int, letter: str) -> bool:
-    """Whether a layer is the model's `last`."""
-    return stage == last and letter == LAST
-
-
 def total(layers: Sequence[LayerCost], name: str) -> float:
     """The sum of one field, or property, over layers."""
     found: float = sum(getattr(layer, name) for layer in layers)
@@ -253,23 +232,22 @@ def read_layer_costs(costs: Mapping[str, Any]) -> dict[str, LayerCost]:
     """Costs of letters as `json.load` gives them: {"t": {"forward": 0.01, ...}, ...}; CostError
     lists all faults.
     """
-    known = _numbers()
-    faults, found = [], {}
+    known, faults = _numbers(), []
     for letter, values in costs.items():
         if not isinstance(values, Mapping):
             faults.append(
                 f"layer {quoted(letter)}: give its costs as an object, not {quoted(values)}"
             )
             continue
-        unknown = [name for name in values if name not in known]
-        missing = [name for name in ("forward", "input_grad", "weight_grad") if name not in values]
         faults += [
             f"layer {quoted(letter)}: there is no cost {quoted(name)}; they are {', '.join(known)}"
-            for name in unknown
+            for name in values
+            if name not in known
         ]
-        faults += [f"layer {quoted(letter)}: {name} is missing" for name in missing]
-        if not unknown and not missing:
-            found[letter] = LayerCost(**values)
-    if faults:
-        raise CostError(listed("these are not costs of layers", faults))
-    return found
+        faults += [
+            f"layer {quoted(letter)}: {name} is missing"
+            for name in ("forward", "input_grad", "weight_grad")
+            if name not in values
+        ]
+    CostError.refuse("these are not costs of layers", faults)
+    return {letter: LayerCost(**values) for letter, values in costs.items()}

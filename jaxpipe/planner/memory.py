@@ -14,25 +14,12 @@ from ..layouts.layout import Layout
 from ..program.records import UNDER_WAY, Slots
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
-from .layer_cost import (
-    FIRST,
-    LAST,
-    LayerCost,
-    Remat,
-    is_first,
-    is_last,
-    spread_letters,
-    total,
-)
+from .layer_cost import FIRST, LAST, LayerCost, Remat, spread_letters, total
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Bytes on one device that do not depend on the number of entries of pools.
-
-    All devices run one program.  Pools, the values of `first` and `last`, and the room for
-    parameters are the same on all of them.
-    """
+class _Held:
+    """Bytes on one device that do not depend on the number of entries of pools."""
 
     parameters: float
     gradients: float
@@ -40,10 +27,20 @@ class Sizes:
     batch: float = 0.0  # all rows of a step
     gathered: float = 0.0  # whole parameters and accumulators, of those that the mesh splits
     hoisted: float = 0.0  # values that are computed from parameters once a step
-    entry: Mapping[str, float]  # an entry of each pool, by its name in `Slots`
-    sent: float  # values that are to be sent, are in flight, or arrive during a block
+    sent: float = 0.0  # values that are to be sent, are in flight, or arrive during a block
     raveled: float = 0.0  # copies of raveled values of a pool
-    work: float  # own arrays of the block that needs most
+    work: float = 0.0  # own arrays of the block that needs most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes(_Held):
+    """What the memory of a device is computed from.
+
+    All devices run one program.  Pools, the values of `first` and `last`, and the room for
+    parameters are the same on all of them.
+    """
+
+    entry: Mapping[str, float]  # an entry of each pool, by its name in `Slots`
     # gradients of parameters on several devices, where their sum is a separate array; GPUs sum in
     # place
     summed: float = 0.0
@@ -52,21 +49,17 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class Memory(_Held):
     """Bytes on one device by purpose."""
 
-    parameters: float
-    gradients: float
-    optimizer: float
-    batch: float
     pools: Mapping[str, float]
-    gathered: float
-    hoisted: float
-    sent: float
-    raveled: float
-    work: float
     summed: float  # results of sums of gradients, less the values whose room they reuse
     host: float  # in the host's memory
+
+    @property
+    def held(self) -> float:
+        """Parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer
 
     @property
     def total(self) -> float:
@@ -76,8 +69,7 @@ class Memory:
 
     def facts(self) -> dict[str, float]:
         """Each part as one number."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        return parts | {"pools": sum(self.pools.values())}
+        return {**vars(self), "pools": sum(self.pools.values())}
 
 
 def memory_of(slots: Slots, sizes: Sizes) -> Memory:
@@ -89,16 +81,8 @@ def memory_of(slots: Slots, sizes: Sizes) -> Memory:
     pools["host"] = UNDER_WAY * away if slots.host else 0.0
     ticks = sum(pools.values()) + sizes.hoisted + sizes.sent + sizes.raveled + sizes.work
     return Memory(
-        parameters=sizes.parameters,
-        gradients=sizes.gradients,
-        optimizer=sizes.optimizer,
-        batch=sizes.batch,
+        **{field.name: getattr(sizes, field.name) for field in fields(_Held)},
         pools=pools,
-        gathered=sizes.gathered,
-        hoisted=sizes.hoisted,
-        sent=sizes.sent,
-        raveled=sizes.raveled,
-        work=sizes.work,
         summed=max(0, sizes.summed - ticks, *sizes.ends),
         host=(slots.host + 1) * away if slots.host else 0.0,
     )
@@ -165,7 +149,7 @@ def layer_sizes(
     0.  Each of them has whole copies during the step.
     """
     splits = bool(schedule.encoded.of_kinds((Kind.I,)).any())
-    inner = _inner(layout)
+    inner = [letters.strip(FIRST + LAST) for letters in layout.stages]
     kept = _slot_bytes([_kept(letters, costs, "residuals") for letters in inner])
     left = _slot_bytes([_kept(letters, costs, "stash") for letters in inner])
     outer = [costs[letter] for letter in (FIRST, LAST) if letter in layout.layers]
@@ -216,27 +200,13 @@ def layer_sizes(
     )
 
 
-def _inner(layout: Layout) -> list[str]:
-    """The letters of each stage that are neither `first` nor `last`."""
-    last = layout.num_stages - 1
-    return [
-        "".join(c for c in letters if not (is_first(s, c) or is_last(s, last, c)))
-        for s, letters in enumerate(layout.stages)
-    ]
-
-
-def _runs(letters: str) -> list[tuple[str, int]]:
-    """Letters with the lengths of their runs; a run is a scan."""
-    return [(letter, len(list(run))) for letter, run in groupby(letters)]
-
-
 def _kept(letters: str, costs: Mapping[str, LayerCost], name: str) -> list[float]:
     """Bytes of the arrays that a stage keeps of one microbatch: its layers' residuals, and in a
     scan also each layer's input.
     """
     found = []
-    for letter, count in _runs(letters):
-        own = getattr(costs[letter], name)
+    for letter, run in groupby(letters):  # each a scan
+        own, count = getattr(costs[letter], name), len(list(run))
         found += [own * count] + ([costs[letter].boundary * count] if count > 1 and own else [])
     return found
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from ..errors import PlanError, quoted
 from ..lowering.target import Target
 from .layer_cost import FIRST, LAST, Ends, LayerCost
-from .memory import device_work, least_bytes
-from .request import SCHEDULES, Request, requests
+from .memory import device_work
+from .request import SCHEDULES, Request, refuse_kinds, ways
 from .result import PipelinePlan, Plans, Rejected, gib
-from .search import Search
+from .search import Search, roomy
 from .transformer import HOST, Transformer
 
 _SHAPES = 3  # meshes whose tables are built
@@ -106,56 +106,36 @@ def plan_mesh(
         )
     if name not in decoders():
         raise PlanError(f"there is no model {quoted(name)}; the names are {', '.join(decoders())}")
+    decoder = decoders()[name]
+    given = {"schedules": schedules, "chunks": chunks, "memory": memory, "within": within}
+    refuse_kinds({**given, "remat": remat, "devices": gpus, "most": most})
     settings = {"context": context, "flops": flops, "loss_tokens": min(context, 1024)}
-    choices = {
-        "schedules": schedules or tuple(n for n in SCHEDULES if n != "auto"),
-        "chunks": chunks,
-        "remat": remat,
-        "memory": memory,
-    }
     every = [
         request
-        for shape in _shapes(decoders()[name], gpus, batch, tensor)
-        if shape.pipe == 1 or shape.pipe * min(chunks) <= decoders()[name].layers + len("EL")
-        for request in _requests(name, shape, settings, choices)
+        for shape in _shapes(decoder, gpus, batch, tensor)
+        if shape.pipe == 1 or shape.pipe * min(chunks) <= decoder.layers + len("EL")
+        for request in _requests(decoder, shape, settings, given, remat)
     ]
     if not every:
         raise PlanError(
             f"no mesh of {gpus} devices has rows for each replica and layers for each stage; "
-            f"{quoted(name)} has {decoders()[name].layers} layers, and a step {batch} rows"
+            f"{quoted(name)} has {decoder.layers} layers, and a step {batch} rows"
         )
-    least = {id(q): least_bytes(q.layers, q.costs, q.devices) for q in every}
-    fitting = [q for q in every if least[id(q)] <= memory]
+    fitting, rejected = roomy(every)
     wanted = sorted(fitting, key=_promise)
-    if not wanted:
-        nearest = min(least.values())
-        raise PlanError(
-            f"nothing fits into {gib(memory)} a device: the nearest mesh needs {gib(nearest)} for "
-            f"parameters, gradients and optimizer state, {gib(nearest - memory)} more; what would "
-            "help most is more devices along tensor or pipe"
-        )
     search = Search(wanted[:_SHAPES], most=most, within=within, progress=progress)
     plans = search.plans(search=0, seed=0)
-    rejected = [
-        Rejected(_mesh(q), f"does not fit by {gib(least[id(q)] - memory)} or more", None)
-        for q in every
-        if least[id(q)] > memory
-    ]
     return replace(plans, rejected=(*plans.rejected, *map(_slower, wanted[_SHAPES:]), *rejected))
-
-
-def _mesh(request: Request) -> str:
-    return f"{', '.join(request.label)}, rows {request.mesh['rows']}"
 
 
 def _slower(request: Request) -> Rejected:
     """A mesh whose tables are not built."""
     found = _promise(request)
     if found >= _FAR:
-        lacks = found - _FAR - (request.memory or 0)
-        return Rejected(_mesh(request), f"activations of 1F1B do not fit by {gib(lacks)}", None)
+        lacking = gib(found - _FAR - (request.memory or 0))
+        return Rejected(request.text, f"activations of 1F1B do not fit by {lacking}", None)
     why = f"takes about {found:.4g} s, and {_SHAPES} meshes take less"
-    return Rejected(_mesh(request), why, found)
+    return Rejected(request.text, why, found)
 
 
 def _promise(request: Request) -> float:
@@ -183,11 +163,6 @@ def _promise(request: Request) -> float:
     return request.microbatches * work + ramp + request.reduction
 
 
-def _cheapest_first(request: Request) -> tuple[str, ...]:
-    layer = request.costs["t"]
-    return tuple(sorted(request.policies, key=lambda name: layer.policies[name].again))
-
-
 class _Shape(NamedTuple):
     pipe: int
     data: int
@@ -210,37 +185,37 @@ def _shapes(decoder: Decoder, gpus: int, batch: int, tensor: Sequence[int]) -> I
 
 
 def _requests(
-    name: str, shape: _Shape, settings: Mapping[str, float], choices: Mapping[str, Any]
+    decoder: Decoder,
+    shape: _Shape,
+    settings: Mapping[str, float],
+    choices: Mapping[str, Any],
+    remat: Sequence[str | None] | None,
 ) -> Iterator[Request]:
     """With parameters and optimizer state split over replicas (fsdp), and without."""
-    decoder = decoders()[name]
+    model = transformer(decoder, tensor=shape.tensor, rows=shape.rows, **settings)
+    model = replace(model, sequence=shape.tensor > 1).on(shape.pipe * shape.data)
+    whole = model.costs()
+    layers = "E" + "t" * decoder.layers + "L"
+    held = sum(whole[c].gradient_bytes for c in layers) / shape.pipe
+    again, policies = ways(remat or (None, *whole["t"].policies, "full"), whole, stages=False)
+    policies = tuple(sorted(policies, key=lambda name: whole["t"].policies[name].again))
+    mesh = {"pipe": shape.pipe, "data": shape.data, "tensor": shape.tensor}
+    text = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     for fsdp in (0, 1) if shape.data > 1 else (0,):
-        model = transformer(decoder, tensor=shape.tensor, rows=shape.rows, **settings)
-        model = replace(model, sequence=shape.tensor > 1).on(shape.pipe * shape.data)
-        costs = {c: _split(cost, shape.data if fsdp else 1) for c, cost in model.costs().items()}
-        costs[FIRST] = replace(costs[FIRST], ends=Ends.ONE)
-        (request,) = requests(
-            {
-                "model": f"Et*{decoder.layers},L",
-                "costs": costs,
-                "devices": shape.pipe,
-                "microbatches": shape.microbatches,
-                **choices,
-                "transfer": model.transfer,
-                "chunks": choices["chunks"] if shape.pipe > 1 else (1,),
-                "slices": (1,),
-                "remat": choices["remat"] or (None, *costs["t"].policies, "full"),
-                "offload": (None,),
-                "mesh": Target(communicates=shape.tensor > 1),
-                "data_axes": "data",
-            }
-        )
-        held = sum(model.costs()[c].gradient_bytes for c in request.layers) / shape.pipe
-        mesh = {"pipe": shape.pipe, "data": shape.data, "tensor": shape.tensor}
-        text = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-        yield replace(
-            request,
-            policies=_cheapest_first(request),
+        costs = {c: _split(cost, shape.data if fsdp else 1) for c, cost in whole.items()}
+        yield Request(
+            layers=layers,
+            costs=costs | {FIRST: replace(costs[FIRST], ends=Ends.ONE)},
+            devices=shape.pipe,
+            microbatches=shape.microbatches,
+            memory=choices["memory"],
+            transfer=model.transfer,
+            schedules=tuple(choices["schedules"] or (n for n in SCHEDULES if n != "auto")),
+            chunks=tuple(choices["chunks"]) if shape.pipe > 1 else (1,),
+            remat=again,
+            policies=policies,
+            data_axes=("data",),
+            target=Target(communicates=shape.tensor > 1).measured(None),
             reduction=_reduction(held, shape, fsdp, model),
             gathered=shape.data if fsdp else 0,
             label=(text + (" fsdp" if fsdp else ""), f"M {shape.microbatches}"),

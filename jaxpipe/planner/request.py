@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PlanError, quoted
@@ -27,32 +27,11 @@ SCHEDULES = (
     "gpipe",
     "auto",
 )
-# Of the arguments of `plan` that need not be given.
-DEFAULTS: Mapping[str, Any] = {
-    "memory": None,
-    "transfer": 0.0,
-    "schedules": None,
-    "chunks": (1, 2, 4),
-    "slices": (1,),
-    "remat": None,
-    "offload": (None, "residuals"),
-    "host_bandwidth": 2.5e10,
-    "search": 0,
-    "seed": 0,
-    "most": 8,
-    "within": None,
-    "progress": None,
-    "traced": None,
-    "mesh": None,
-    "axis": "pipe",
-    "data_axes": (),
-}
-_NO_PLAN = "there is no plan for this"
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
 _LEAST_MEMORY, _MOST_SECONDS, _UNLIKE = 1e6, 3600.0, 1e5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
     """Valid arguments of `plan`, for one number of microbatches."""
 
@@ -60,18 +39,18 @@ class Request:
     costs: Mapping[str, LayerCost]
     devices: int
     microbatches: int
-    memory: float | None
-    transfer: float
-    schedules: tuple[str, ...]
-    chunks: tuple[int, ...]
-    remat: tuple[Remat, ...]
-    policies: tuple[str, ...]  # names of `jax.checkpoint` policies that may be chosen
-    offloads: bool  # residuals may be kept in the host's memory
-    host_bandwidth: float
-    axis: str
-    data_axes: tuple[str, ...]
-    target: Target
-    one_of_many: bool  # there are requests for other numbers of microbatches
+    memory: float | None = None
+    transfer: float = 0.0
+    schedules: tuple[str, ...] = SCHEDULES
+    chunks: tuple[int, ...] = (1, 2, 4)
+    remat: tuple[Remat, ...] = (Remat.NONE,)
+    policies: tuple[str, ...] = ()  # names of `jax.checkpoint` policies that may be chosen
+    offloads: bool = False  # residuals may be kept in the host's memory
+    host_bandwidth: float = 2.5e10
+    axis: str = "pipe"
+    data_axes: tuple[str, ...] = ()
+    target: Target = field(default_factory=Target)
+    one_of_many: bool = False  # there are requests for other numbers of microbatches
     reduction: float = 0.0  # seconds in which replicas sum gradients, outside the table
     gathered: float = 0.0  # devices that split parameters and accumulators (fsdp)
     by_name: bool = False  # only tables that a name builds, for programs that take a name
@@ -79,19 +58,33 @@ class Request:
     mesh: Mapping[str, int] = field(default_factory=dict)  # where the mesh was chosen
     slices: int = 1  # of a sequence; costs and microbatches are of slices
 
+    @property
+    def text(self) -> str:
+        """As the reason for rejecting all of its choices names it."""
+        rows = (f"rows {self.mesh['rows']}",) if self.mesh else ()
+        return ", ".join((*(self.label or (f"M {self.microbatches}",)), *rows))
 
-def requests(arguments: Mapping[str, Any]) -> tuple[Request, ...]:
-    """Requests from the arguments of `plan` by name, one for each number of microbatches; PlanError
-    lists all faults.
+
+def requests(arguments: Mapping[str, Any]) -> list[Request]:
+    """Requests from the arguments of `plan` by name, one for each number of microbatches and of
+    slices of a sequence; PlanError lists all faults.
     """
-    arguments = {**DEFAULTS, **arguments}
-    wrong = [name for name, (accepts, _) in _ACCEPTED.items() if not accepts(arguments[name])]
-    _refuse(
-        *(f"{name} must be {_ACCEPTED[name][1]}, not {quoted(arguments[name])}" for name in wrong)
-    )
-    costs, microbatches, transfer = (arguments[n] for n in ("costs", "microbatches", "transfer"))
+    refuse_kinds(arguments)
+    numbers = (arguments[name] for name in ("microbatches", "costs", "transfer"))
+    counts, costs, hops = _by_number(*numbers)
+    return [
+        _request(arguments, costs[m], m, plain(hops[m]), slices, one_of_many=len(counts) > 1)
+        for m in counts
+        for slices in dict.fromkeys(arguments["slices"])
+    ]
+
+
+def _by_number(
+    microbatches: Any, costs: Mapping[Any, Any], transfer: Any
+) -> tuple[tuple[int, ...], Mapping[Any, Any], Mapping[Any, Any]]:
+    """Numbers of microbatches; and for each of them the costs, and the seconds of a hop."""
     if is_whole(microbatches):
-        if any(is_whole(key) for key in costs):
+        if any(map(is_whole, costs)):
             raise PlanError(
                 "costs are given by number of microbatches, but microbatches is one number; "
                 f"write microbatches={tuple(costs)} or give the costs of that number alone"
@@ -101,54 +94,25 @@ def requests(arguments: Mapping[str, Any]) -> tuple[Request, ...]:
                 "transfer is given by number of microbatches, but microbatches is one number; "
                 "give its seconds alone"
             )
-        return tuple(_sliced(arguments, costs, microbatches, transfer, one_of_many=False))
+        return (microbatches,), {microbatches: costs}, {microbatches: transfer}
     counts = tuple(dict.fromkeys(microbatches))
     if not counts:
         raise PlanError(
             "microbatches is empty; give one number or a few to choose among, such as (8, 16)"
         )
-    missing = [count for count in counts if not isinstance(costs.get(count), Mapping)]
-    if missing:
+    if missing := [str(m) for m in counts if not isinstance(costs.get(m), Mapping)]:
         raise PlanError(
-            f"costs are missing for {', '.join(map(str, missing))} microbatches: a microbatch of "
+            f"costs are missing for {', '.join(missing)} microbatches: a microbatch of "
             "another size costs something else; give "
             "costs={8: {...}, 16: {...}}, each measured for the microbatch of that number"
         )
     hops = transfer if isinstance(transfer, Mapping) else dict.fromkeys(counts, transfer)
-    if without := [count for count in counts if count not in hops]:
+    if missing := [str(m) for m in counts if m not in hops]:
         raise PlanError(
-            f"transfer is missing for {', '.join(map(str, without))} microbatches; give the "
+            f"transfer is missing for {', '.join(missing)} microbatches; give the "
             "seconds of a hop for each number, or one number for all"
         )
-    return tuple(
-        request
-        for m in counts
-        for request in _sliced(arguments, costs[m], m, hops[m], one_of_many=len(counts) > 1)
-    )
-
-
-def _sliced(
-    arguments: Mapping[str, Any],
-    costs: Mapping[str, Any],
-    microbatches: int,
-    transfer: float,
-    *,
-    one_of_many: bool,
-) -> Iterator[Request]:
-    """A request for each number of slices of a sequence; without slices that is a microbatch."""
-    for slices in dict.fromkeys(arguments["slices"]):
-        own = {
-            c: cost.sliced(slices) if isinstance(cost, LayerCost) else cost
-            for c, cost in costs.items()
-        }
-        found = _request(
-            arguments,
-            costs if slices == 1 else own,
-            microbatches * slices,
-            transfer / slices,
-            one_of_many=one_of_many,
-        )
-        yield replace(found, slices=slices)
+    return counts, costs, hops
 
 
 def _request(
@@ -156,17 +120,14 @@ def _request(
     costs: Mapping[str, Any],
     microbatches: int,
     transfer: float,
+    slices: int,
     *,
     one_of_many: bool,
 ) -> Request:
-    devices, mesh, chunks, remat = (arguments[n] for n in ("devices", "mesh", "chunks", "remat"))
+    """One request; each microbatch is a slice where there are several of a sequence."""
+    devices, mesh, chunks = (arguments[n] for n in ("devices", "mesh", "chunks"))
     axis, data_axes = arguments["axis"], _names(arguments["data_axes"])
     memory = None if arguments["memory"] is None else plain(arguments["memory"])
-    known = {name for c in costs.values() if isinstance(c, LayerCost) for name in c.policies}
-    if remat is None:
-        # Without a limit of memory, stages recompute nothing to make room.
-        remat = (None, *sorted(known), "full", *(() if memory is None else ("stages",)))
-    offload = arguments["offload"] if memory is not None else ()
     _refuse(
         *(
             f"costs has a key {quoted(c)}; its keys are the letters of layers"
@@ -174,68 +135,99 @@ def _request(
             if not isinstance(c, str)
         ),
         *(
-            f"remat holds {quoted(r)}; it is None, 'full', 'stages' or a policy of which some "
-            f"layer has costs ({', '.join(sorted(known)) or 'none has'})"
-            for r in remat
-            if r not in [kind.value for kind in Remat] and r not in known
-        ),
-        *_mesh_faults(mesh, axis, data_axes, devices),
-        *(
             f"costs[{quoted(c)}] must be a jaxpipe.LayerCost, not {quoted(v)}"
             for c, v in costs.items()
             if not isinstance(v, LayerCost)
         ),
+        *_mesh_faults(mesh, axis, data_axes, devices),
     )
-    text = arguments["model"]
-    model = parse_layout(text, devices=1, letters="".join(sorted({*"EtmL", *costs})))
-    letters, least = model.layers, min(chunks, default=1)
-    missing = sorted(set(letters) - set(costs))
-    faults = [
-        f"costs are missing for layer {c!r}; give costs[{c!r}] = jaxpipe.LayerCost(...)"
-        for c in missing
-    ]
-    if model.num_stages > 1:
-        faults.append(
-            f"layers={quoted(text)} already holds '|'; write the layers alone, e.g. 'Et*80,L'"
-        )
-    if devices * least > len(letters):
-        faults.append(
-            f"{len(letters)} layers are too few for {devices} devices of {least} stages; "
-            f"use at most {len(letters) // least} devices"
-        )
-    if not missing:
-        faults += _unit_faults({c: costs[c] for c in letters}, memory, plain(transfer))
-    _refuse(*faults)
+    remat, policies = ways(arguments["remat"], costs, stages=memory is not None)
+    letters = _letters(arguments["model"], costs, devices, min(chunks, default=1))
+    _refuse(*_unit_faults({c: costs[c] for c in letters}, memory, transfer))
     target = _target(mesh, (axis, *data_axes))
+    offloads = memory is not None and "residuals" in arguments["offload"] and target.on_gpus
     return Request(
         layers=letters,
-        costs=costs,
+        costs=costs if slices == 1 else {c: cost.sliced(slices) for c, cost in costs.items()},
         devices=devices,
-        microbatches=microbatches,
+        microbatches=microbatches * slices,
         memory=memory,
-        transfer=plain(transfer),
-        schedules=_names(arguments["schedules"] if arguments["schedules"] is not None else ())
-        or SCHEDULES,
+        transfer=transfer / slices,
+        schedules=_names(arguments["schedules"]) or SCHEDULES,
         chunks=tuple(dict.fromkeys(chunks)),
-        remat=tuple(dict.fromkeys(Remat(r) for r in remat if r not in known)),
-        policies=tuple(dict.fromkeys(r for r in remat if r in known)),
-        offloads="residuals" in offload and target.on_gpus,
+        remat=remat,
+        policies=policies,
+        offloads=offloads,
         host_bandwidth=plain(arguments["host_bandwidth"]),
         axis=axis,
         data_axes=data_axes,
         target=target,
         one_of_many=one_of_many,
+        slices=slices,
+    )
+
+
+def ways(
+    names: Sequence[str | None] | None, costs: Mapping[str, LayerCost], *, stages: bool
+) -> tuple[tuple[Remat, ...], tuple[str, ...]]:
+    """The kinds of recomputation and the policies that are named, or all of them; without a limit
+    of memory, `stages` recompute nothing to make room.
+    """
+    known = sorted({name for cost in costs.values() for name in cost.policies})
+    if names is None:
+        names = (None, *known, "full", *(("stages",) if stages else ()))
+    _refuse(
+        *(
+            f"remat holds {quoted(name)}; it is None, 'full', 'stages' or a policy of which some "
+            f"layer has costs ({', '.join(known) or 'none has'})"
+            for name in names
+            if name not in [kind.value for kind in Remat] and name not in known
+        )
+    )
+    kinds = tuple(dict.fromkeys(Remat(name) for name in names if name not in known))
+    return kinds, tuple(dict.fromkeys(name for name in names if name in known))
+
+
+def _letters(text: str, costs: Mapping[str, LayerCost], devices: int, chunks: int) -> str:
+    """The letters of a model's layers."""
+    model = parse_layout(text, devices=1, letters="".join(sorted({*"EtmL", *costs})))
+    letters = model.layers
+    faults = [
+        f"costs are missing for layer {c!r}; give costs[{c!r}] = jaxpipe.LayerCost(...)"
+        for c in sorted(set(letters) - set(costs))
+    ]
+    if model.num_stages > 1:
+        faults.append(
+            f"layers={quoted(text)} already holds '|'; write the layers alone, e.g. 'Et*80,L'"
+        )
+    if devices * chunks > len(letters):
+        faults.append(
+            f"{len(letters)} layers are too few for {devices} devices of {chunks} stages; "
+            f"use at most {len(letters) // chunks} devices"
+        )
+    _refuse(*faults)
+    return letters
+
+
+def refuse_kinds(arguments: Mapping[str, Any]) -> None:
+    """PlanError that names each argument of another kind than `plan` takes."""
+    _refuse(
+        *(
+            f"{name} must be {text}, not {quoted(arguments[name])}"
+            for name, (accepts, text) in _ACCEPTED.items()
+            if name in arguments and not accepts(arguments[name])
+        )
     )
 
 
 def _refuse(*faults: str) -> None:
     """Raise a PlanError that lists the faults, if there are any."""
-    if faults:
-        raise PlanError.listing(_NO_PLAN, list(faults))
+    PlanError.refuse("there is no plan for this", faults)
 
 
 def _names(names: Any) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
+    """A name, some names, or none."""
+    return (names,) if isinstance(names, str) else tuple(() if names is None else names)
 
 
 def _is_count(value: object) -> bool:

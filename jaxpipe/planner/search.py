@@ -5,7 +5,7 @@ simulated, and the shortest are lowered and compared.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -13,11 +13,11 @@ from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
 from ..errors import PlanError, ScheduleError
 from ..layouts.layout import Layout, LayoutError
+from ..schedules import build
 from ..table.effects import Offload
-from .candidate import Candidate, Choice, choices
+from .candidate import Candidate, Choice, Traced, choices, stage_seconds
 from .layers import improved
-from .lowered import ADVICE, HELD, HELPS, Lowered, Traced, lower, nothing_fits, result_of, searched
-from .memory import least_bytes
+from .memory import Memory, least_bytes
 from .request import Request
 from .result import Plans, Rejected, gib
 
@@ -42,61 +42,47 @@ class Search:
         progress: _Progress | None = None,
         traced: Traced | None = None,
     ) -> None:
-        self._wanted, self._most, self._traced = wanted, most, traced
         self._begin, self._within = time.monotonic(), within
+        self._wanted, self._rejected = roomy(wanted)
+        self._most, self._traced = most, traced
         self._progress = progress or (lambda done, of: None)
         self._fitting: list[Candidate] = []
-        self._beyond: list[Lowered] = []
-        self._rejected: list[Rejected] = []
+        self._beyond: list[Candidate] = []
         self._large: list[Choice] = []  # whose tables are not built
 
     def plans(self, *, search: float, seed: int) -> Plans:
         """The best plans, and the rejected choices."""
         self.candidates()
-        fitting = self._lower_best()
-        if not fitting:
+        found = self._lower_best()
+        if not found:
             self._build_nearest()
             raise nothing_fits(self._wanted[0], self._beyond, self._rejected)
         if search:
-            best = min(fitting, key=lambda f: f.seconds)
-            fitting += searched(best, search, seed, self._traced)
-        fitting.sort(key=lambda f: (f.seconds, f.needs))
-        rejected = self._rejected + [
-            Rejected(
-                b.candidate.label,
-                f"does not fit by {gib(b.needs - (b.candidate.request.memory or 0))} or more",
-                b.seconds,
-            )
-            for b in self._beyond
-        ]
-        found = tuple(result_of(f) for f in fitting[: self._most])
-        return Plans(found, tuple(rejected), str(self._wanted[0].target.overheads))
+            found += self._solved(min(found, key=lambda c: c.seconds), search, seed)
+        found.sort(key=lambda c: (c.seconds, c.needs))
+        beyond = [Rejected(c.label, lacks(c.needs, c.request), c.seconds) for c in self._beyond]
+        return Plans(
+            tuple(c.plan() for c in found[: self._most]),
+            (*self._rejected, *beyond),
+            str(self._wanted[0].target.overheads),
+        )
 
     def _late(self, share: float = 1) -> bool:
         """Whether a share of the time is over and there is something to return."""
         spent = time.monotonic() - self._begin
         return self._within is not None and spent > share * self._within and bool(self._fitting)
 
-    def _worst(self) -> float:
-        """The seconds that a choice must stay below."""
-        found = sorted(c.seconds for c in self._fitting)
-        return found[self._most - 1] if len(found) >= self._most else float("inf")
-
-    def _front(self) -> list[object]:
-        """Ends and remat of the shortest tables of schedules other than `auto`, which takes longest
-        to build; all of them where `auto` is the only schedule.
-        """
-        others = [c for c in self._fitting if c.choice.name != "auto"]
-        if not others:
-            return [choice.kind for q in self._wanted for choice in choices(q)]
-        return [c.choice.kind for c in sorted(others, key=lambda c: c.seconds)[:_FRONT]]
+    def _worst(self, found: Sequence[Candidate]) -> float:
+        """The seconds that a further candidate must stay below."""
+        seconds = sorted(c.seconds for c in found)
+        return seconds[self._most - 1] if len(seconds) >= self._most else float("inf")
 
     def _reject(self, choice: Choice, why: str, seconds: float | None = None) -> None:
         self._rejected.append(Rejected(choice.label, why, seconds))
 
     def candidates(self) -> list[Candidate]:
         """Those that fit, of every choice that could be among the best, without programs."""
-        todo = [choice for q in _roomy(self._wanted) for choice in choices(q)]
+        todo = [choice for request in self._wanted for choice in choices(request)]
         # A table of `auto` takes longest to build, so the others come first; of equal bounds those
         # with spread ends, which are usually shorter.
         todo.sort(key=lambda c: (c.name == "auto", c.seconds, -len(c.spread)))
@@ -105,7 +91,9 @@ class Search:
                 self._reject(choice, "not tried: the time was over")
             elif self._passes(choice, choice.seconds):
                 try:
-                    self._try(choice)
+                    layout = choice.layout()
+                    for each in self._capped(choice, layout) if choice.name == "auto" else [choice]:
+                        self._sort(each.built(layout))
                 except (ScheduleError, LayoutError) as error:
                     self._reject(choice, str(error).splitlines()[-1].strip())
             self._progress(done + 1, len(todo))
@@ -116,105 +104,117 @@ class Search:
         limit = choice.request.memory
         if limit is not None and choice.bytes > limit:
             self._large.append(choice)
-            self._reject(choice, f"does not fit by {gib(choice.bytes - limit)} or more")
-        elif choice.name == "auto" and choice.kind not in self._front():
+            self._reject(choice, lacks(choice.bytes, choice.request))
+        elif choice.name == "auto" and not self._in_front(choice):
             self._reject(choice, "the shortest tables of other schedules have other ends or remat")
-        elif seconds >= self._worst():
-            self._reject(
-                choice, f"takes {seconds:.4g} s or more, and {self._most} plans take less", seconds
-            )
+        elif seconds >= self._worst(self._fitting):
+            why = f"takes {seconds:.4g} s or more, and {self._most} plans take less"
+            self._reject(choice, why, seconds)
         else:
             return True
         return False
 
-    def _try(self, choice: Choice) -> None:
-        """Build and simulate its tables."""
-        layout = choice.layout()
-        if choice.name != "auto":
-            self._sort(choice, layout)
-            return
-        for cap in choice.caps(layout):
-            capped = choice._replace(cap=cap)
-            bound = capped.bound(layout)
+    def _in_front(self, choice: Choice) -> bool:
+        """Whether a table of another schedule with the same ends and remat is among the shortest,
+        or `auto` is the only schedule.
+        """
+        others = [c for c in self._fitting if c.choice.name != "auto"]
+        front = sorted(others, key=lambda c: c.seconds)[:_FRONT]
+        return not others or choice.kind in [c.choice.kind for c in front]
+
+    def _capped(self, choice: Choice, layout: Layout) -> Iterator[Choice]:
+        """A choice of `auto` with each cap whose table may be among the best."""
+        for capped in (choice._replace(cap=cap) for cap in choice.caps(layout)):
+            bound, own = capped.bound(layout), (*choice.kind, choice.chunks)
             # Tables of the same stages, for which no table of `auto` can be much shorter.
-            same = [c for c in self._fitting if c.choice.like == choice.like]
+            same = [c for c in self._fitting if (*c.choice.kind, c.choice.chunks) == own]
             near = min(same, key=lambda c: c.seconds, default=None)
             if near is not None and near.seconds <= _NEAR * bound:
-                self._reject(
-                    capped, f"takes {bound:.4g} s or more, {near.label} {near.seconds:.4g}"
-                )
+                why = f"takes {bound:.4g} s or more, {near.label} {near.seconds:.4g}"
+                self._reject(capped, why)
             elif self._passes(capped, bound):
-                self._sort(capped, layout)
+                yield capped
 
-    def _sort(self, choice: Choice, layout: Layout) -> None:
-        """Keep its tables that fit by the table's sizes; where none does, try candidates with less
-        memory.
+    def _sort(self, built: Iterable[Candidate]) -> None:
+        """Keep those of a choice's tables that fit by their sizes; where none does, candidates with
+        less memory.
         """
-        candidate, *others = choice.built(layout)
-        fitting = [c for c in (candidate, *others) if self._fits(c)]
-        for one in fitting:
-            self._keep(one)
-        if fitting:
-            return
-        self._beyond.append(Lowered(candidate, candidate.seconds, candidate.least))
-        if candidate.seconds >= self._worst():
-            return
-        for smaller in filter(self._fits, candidate.smaller()):
-            self._keep(smaller)
-        return
+        first, *others = built
+        fitting = [c for c in (first, *others) if self._fits(c)]
+        if not fitting:
+            self._beyond.append(first)
+            if first.seconds < self._worst(self._fitting):
+                fitting = list(filter(self._fits, first.smaller()))
+        for candidate in fitting:
+            # Another may have as short a table with as few activations.
+            same = next((c for c in self._fitting if c.same == candidate.same), None)
+            if same is None:
+                self._fitting.append(candidate)
+            else:
+                why = f"takes as long as {same.label}"
+                self._reject(candidate.choice, why, candidate.seconds)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        # Sums of layers' sizes are no measure of a traced model.
+        return self._traced is not None or candidate.fits
 
     def _build_nearest(self) -> None:
         """Build the smallest choice whose table was not built, if it may be the nearest of all."""
-        least = min((b.needs for b in self._beyond), default=float("inf"))
+        least = min((c.needs for c in self._beyond), default=float("inf"))
         for choice in sorted(self._large, key=lambda c: c.bytes):
             if choice.bytes >= least:
                 return
             try:
-                candidate = next(choice.built(choice.layout()))
+                self._beyond.append(next(choice.built(choice.layout())))
             except (ScheduleError, LayoutError):
                 continue
-            self._beyond.append(Lowered(candidate, candidate.seconds, candidate.least))
             return
 
-    def _keep(self, candidate: Candidate) -> None:
-        """Keep a candidate, unless another has as short a table with as few activations."""
-        same = next((c for c in self._fitting if c.like == candidate.like), None)
-        if same is None:
-            self._fitting.append(candidate)
-        else:
-            self._reject(candidate.choice, f"takes as long as {same.label}", candidate.seconds)
-
-    def _fits(self, candidate: Candidate) -> bool:
-        memory = candidate.request.memory
-        # Sums of layers' sizes are no measure of a traced model.
-        return memory is None or self._traced is not None or candidate.least.total <= memory
-
-    def _lower_best(self) -> list[Lowered]:
+    def _lower_best(self) -> list[Candidate]:
         """Programs of the front-runners."""
-        candidates = sorted(self._fitting, key=lambda c: c.seconds)
-        candidates[:_REFINED] = [_refined(c) for c in candidates[:_REFINED]]
-        candidates.sort(key=lambda c: c.seconds)
-        found: list[Lowered] = []
+        todo = sorted(self._fitting, key=lambda c: c.seconds)
+        todo[:_REFINED] = [_refined(c) for c in todo[:_REFINED]]
+        found: list[Candidate] = []
         done = 0
-        while candidates:
-            candidate = candidates.pop(0)
+        while todo:
+            todo.sort(key=lambda c: c.seconds)
             # No program is shorter than its table, so later candidates cannot be among the best.
-            times = sorted(f.seconds for f in found)
-            if len(found) >= self._most and candidate.seconds >= times[self._most - 1]:
+            if todo[0].seconds >= self._worst(found):
                 break
             if found and (self._late() or done >= self._most + _MORE):
                 break
-            lowered = lower(candidate, self._traced)
-            memory = candidate.request.memory
-            if memory is None or lowered.needs <= memory:
+            candidate = todo.pop(0)
+            lowered = candidate.lowered(self._traced)
+            if lowered.fits:
                 found.append(lowered)
             else:
                 self._beyond.append(lowered)
-                smaller = [c for c in candidate.smaller() if self._fits(c)]
-                candidates = sorted(candidates + smaller, key=lambda c: c.seconds)
+                todo += filter(self._fits, candidate.smaller())
             done += 1
-            self._progress(done, done + len(candidates))
+            self._progress(done, done + len(todo))
         return found
+
+    def _solved(self, best: Candidate, seconds: float, seed: int) -> list[Candidate]:
+        """A shorter table for the best plan's layout and memory, if the solver finds one."""
+        choice, request, placement = best.choice, best.request, best.schedule.placement
+        if best.recomputing or choice.spread or placement.is_bidirectional or request.slices > 1:
+            return []
+        costs, cap = best.timeline.costs, max(best.timeline.peak_activations)
+        table = build(
+            "auto",
+            devices=request.devices,
+            microbatches=request.microbatches,
+            chunks=choice.chunks,
+            placement=placement,
+            max_activations=cap,
+            costs=costs,
+            search=seconds,
+            seed=seed,
+        )
+        found = replace(
+            best, choice=choice._replace(name="auto", cap=cap), timeline=simulate(table, costs)
+        ).lowered(self._traced)
+        return [found] if found.fits and found.seconds < best.seconds else []
 
 
 def _refined(candidate: Candidate) -> Candidate:
@@ -227,32 +227,87 @@ def _refined(candidate: Candidate) -> Candidate:
     def timeline(layout: Layout) -> Timeline:
         return simulate(table, choice.stage_costs(layout, recomputing=recomputing))
 
-    times = candidate.timeline.costs.for_stages(table.num_stages)
-    whole = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
+    whole = stage_seconds(candidate.timeline)
     if max(whole) <= min(whole) * (1 + _EVEN):
         return candidate
     layout = improved(candidate.layout, lambda each: timeline(each).makespan, tries=_MOVES)
     if layout == candidate.layout:
         return candidate
-    same = candidate._replace(layout=layout, timeline=timeline(layout))
+    same = replace(candidate, layout=layout, timeline=timeline(layout))
     if recomputing or candidate.offload is not Offload.NOTHING:
         return same
     return min((same, *choice.built(layout)), key=lambda c: c.seconds)
 
 
-def _roomy(wanted: Sequence[Request]) -> list[Request]:
-    """The requests whose parameters, gradients and optimizer state alone fit; PlanError if there
-    are none.
+_HELD = "parameters, gradients and optimizer state"
+_HELPS = {
+    _HELD: "more devices, or shares of each",
+    "residuals": "remat='full', or offload='residuals'",
+    "stash": "whole backwards (1f1b, interleaved_1f1b)",
+    "workspace": "a `last` that is spread, or smaller microbatches",
+}
+_ADVICE = (
+    "use more devices or smaller microbatches, allow other chunks and remat='full', "
+    "or shard parameters and optimizer state over another axis"
+)
+
+
+def lacks(needs: float, request: Request) -> str:
+    """The reason to reject what needs so many bytes at least."""
+    return f"does not fit by {gib(needs - (request.memory or 0))} or more"
+
+
+def roomy(wanted: Sequence[Request]) -> tuple[list[Request], list[Rejected]]:
+    """The requests whose parameters, gradients and optimizer state alone fit, and the others;
+    PlanError if there are none.
     """
     least = [(least_bytes(q.layers, q.costs, q.devices), q) for q in wanted]
     found = [q for needs, q in least if q.memory is None or needs <= q.memory]
     if found:
-        return found
+        others = [
+            Rejected(q.text, lacks(needs, q), None)
+            for needs, q in least
+            if q.memory is not None and needs > q.memory
+        ]
+        return found, others
     needs, request = min(least, key=lambda each: each[0])
     assert request.memory is not None
     raise PlanError(
         f"nothing fits into {gib(request.memory)} a device: the nearest is an even split of the "
         f"layers, which needs {gib(needs)} for "
-        f"{HELD} alone, {gib(needs - request.memory)} more; what would help most: {HELPS[HELD]}; "
-        f"or {ADVICE}"
+        f"{_HELD} alone, {gib(needs - request.memory)} more; what would help most: "
+        f"{_HELPS[_HELD]}; or {_ADVICE}"
     )
+
+
+def nothing_fits(
+    request: Request, beyond: Sequence[Candidate], rejected: Sequence[Rejected]
+) -> PlanError:
+    """The error that nothing fits, with the nearest candidate and the missing bytes."""
+    if not beyond:
+        return PlanError.listing(
+            "no schedule can be built for this model",
+            [f"{r.what}: {r.why}" for r in rejected] or ["no schedule was named"],
+        )
+    assert request.memory is not None
+    near = min(beyond, key=lambda c: c.needs)
+    part, held = max(_parts(near.memory).items(), key=lambda item: item[1])
+    return PlanError(
+        f"nothing fits into {gib(request.memory)} a device: the nearest is "
+        f"{near.label}, layout {near.layout}, which needs at least {gib(near.needs)}, "
+        f"{gib(near.needs - request.memory)} more (most of it, {gib(held)}, "
+        f"{part}); what would help most: {_HELPS.get(part, 'smaller microbatches')}; or {_ADVICE}"
+    )
+
+
+def _parts(memory: Memory) -> dict[str, float]:
+    """Bytes of a device by purpose."""
+    return {
+        _HELD: memory.held,
+        "residuals": memory.pools["residual_weight"],
+        "stash": memory.pools["stash"],
+        "stage inputs and cotangents": memory.pools["x"] + memory.pools["cotangent"] + memory.sent,
+        "workspace": memory.work,
+        "the batch": memory.batch + memory.hoisted,
+        "sums of the gradients of first and last": memory.summed,
+    }

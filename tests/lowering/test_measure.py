@@ -15,7 +15,6 @@ import jaxpipe as jp
 from jaxpipe.lowering.target import Target
 from jaxpipe.measuring import measure_stages
 from jaxpipe.measuring.blocks import blocks_of, compile_block, traced
-from jaxpipe.planner.running import step_seconds
 from tests.flat import flat_pipeline
 
 WIDTH, ROWS, M = 64, 16, 4
@@ -276,7 +275,7 @@ def test_a_plan_for_devices_that_share_layers_is_of_the_program_that_runs():
         mesh=mesh,
     )
     pipe = plan.pipeline(MODEL, mesh, sharding=jp.Sharding(specs=specs))
-    assert plan.seconds == step_seconds(Target.of(pipe.mesh, ("pipe",)), pipe._plan, pipe.costs)
+    assert plan.seconds == pipe._plan.seconds(Target.of(pipe.mesh, ("pipe",)), pipe.costs)
     slots, held = pipe._plan.program().slots, plan.parts
     predicted = jp.inspect.memory(pipe, pipe.place(PARAMS), BATCH)
     # A stage whose backward does not read its input gives that back sooner than the plan can know.

@@ -9,7 +9,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.inspect.step_report import merged, step_time
-from jaxpipe.lowering.cost_model import cost_matrix, program_makespan, with_predicates
+from jaxpipe.lowering.cost_model import cost_parts, program_makespan, with_predicates
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.prices import ON_HOST, Overheads
 
@@ -24,14 +24,14 @@ def seconds(stage, chunks):
 
 def test_every_device_is_asked_and_what_is_taken_asks_inside():
     plan = plan_of(jp.schedules.build("1f1b", devices=2, microbatches=3))
-    costs = cost_matrix(plan.ticks)
+    costs = cost_parts(plan.ticks).sum(axis=1, keepdims=True)
     (segment,) = plan.segments
     for tick in range(segment.start, segment.stop):
         template = segment.template(tick)
-        more = with_predicates(costs[tick, None], template, 0.01)[0] - costs[tick]
+        more = (with_predicates(costs[tick], template, 0.01) - costs[tick])[0]
         outside = 0.01 * sum(use.active.value == "sometimes" for use in template.blocks)
         for device in range(2):
-            idle = costs[tick, device] == 0
+            idle = costs[tick, 0, device] == 0
             inside = max((use.num_nested for use in template.blocks), default=0)
             assert more[device] == pytest.approx(outside if idle else outside + 0.01 * inside)
     overheads = Overheads(predicate=0.01, hop=0.0)

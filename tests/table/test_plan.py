@@ -219,7 +219,7 @@ def test_what_cannot_fit_is_not_lowered(monkeypatch):
     def refused(*arguments, **options):
         raise AssertionError("it took long")
 
-    monkeypatch.setattr(candidate, "program_of", refused)
+    monkeypatch.setattr(candidate, "plan_of", refused)
     with pytest.raises(
         jp.PlanError,
         match=r"nothing fits into 6\.1 GiB a device: the nearest is 1f1b, V 1, remat full, .* "

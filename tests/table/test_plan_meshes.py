@@ -15,10 +15,10 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.cli.main import main
 from jaxpipe.inspect.step_report import step_time
+from jaxpipe.lowering.cost_model import program_makespan
 from jaxpipe.lowering.plan import Candidate, choose_candidate, plan_of
-from jaxpipe.lowering.prices import GUESSED, ON_HOST
-from jaxpipe.lowering.target import RunsOn
-from jaxpipe.planner.running import awaited_at_once
+from jaxpipe.lowering.prices import GUESSED, NO_OVERHEADS, ON_HOST
+from jaxpipe.lowering.target import Awaits, RunsOn
 from jaxpipe.planner.transformer import Transformer
 from jaxpipe.program.segments import Payload, Permute, Segment, TickTemplate
 from jaxpipe.transforms.spread import spread_last
@@ -151,9 +151,10 @@ def test_a_mesh_that_the_plan_cannot_run_on_is_named(mesh, axes, says):
 
 def test_whoever_comes_to_a_transfer_waits():
     """Two ticks of three devices: 0 and 1 exchange after the first; 2 is slow."""
-    costs = np.array([[1.0, 2.0, 3.0], [5.0, 1.0, 1.0]])
+    costs = np.array([[[1.0, 2.0, 3.0]], [[5.0, 1.0, 1.0]]])
     exchange = (Permute(Payload.ACTIVATION, ((0, 1),)),)
     ticks = tuple(TickTemplate((), those) for those in (exchange, ()))
     segments = (Segment(0, 1, ticks),)
-    assert awaited_at_once(costs, segments, 0.25, by_all=False) == 2 + 0.25 + 5
-    assert awaited_at_once(costs, segments, 0.25, by_all=True) == 3 + 0.25 + 5
+    hop = replace(NO_OVERHEADS, hop=0.25)
+    assert program_makespan(costs, segments, hop, Awaits.AT_ONCE) == 2 + 0.25 + 5
+    assert program_makespan(costs, segments, hop, Awaits.ALL_AT_ONCE) == 3 + 0.25 + 5
