@@ -70,6 +70,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ from ..table.effects import Place
 from ..table.kinds import Overlap, parts
 from ..table.schedule import Schedule
 from .collectives import steady
-from .gpu_program import GpuProgram, compile_and_try_to_read, most_waits
+from .gpu_program import GpuProgram, compile_and_read, most_waits
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes
 from .tpu_program import TpuProgram
 
@@ -291,9 +292,11 @@ def _xla(compiled: Any) -> dict[str, Any]:
 def _compiled(lowered: Any, target: Target) -> tuple[Any, GpuProgram | TpuProgram | None]:
     """The compiled step, and the reading of its text where there is a reader for it."""
     if target.on_gpus:
-        return compile_and_try_to_read(lowered)
+        with suppress(ValueError):  # a compilation cache has answered, and answers again
+            program = compile_and_read(lowered)
+            return program.compiled, program
     compiled = lowered.compile()
-    return compiled, TpuProgram.of(compiled, target.chip) if target.on_tpus else None
+    return compiled, TpuProgram(compiled, target.chip) if target.on_tpus else None
 
 
 def _read(program: GpuProgram | TpuProgram | None, schedule: Schedule) -> dict[str, Any]:
