@@ -7,7 +7,7 @@ that are computed in the same way one is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -16,10 +16,11 @@ import numpy as np
 from jax.extend import core
 
 from .equations import (
-    Atom,
     NewVar,
     Pairs,
     Scan,
+    every_equation,
+    making,
     reads,
     renamed,
     scan_counts,
@@ -324,65 +325,31 @@ def _marked(values: Iterable[Any], marks: Sequence[bool]) -> list[Any]:
 def equal_outputs(jaxpr: core.Jaxpr) -> tuple[int, ...]:
     """For each output, the first output that is equal to it, itself or an earlier one.
 
-    A cast of stacked weights in a scan over layers, and the same cast in the reversed scan over
-    them, are equal.
+    Outputs are equal whose equations have the same text.  A cast of stacked weights in a scan over
+    layers, and the same cast in the reversed scan over them, are equal: without a carry each trip
+    is by itself, in whichever order they come.
     """
-    numbers: dict[Any, int] = {}
-    of: dict[core.Var, int] = {
-        var: numbers.setdefault(("input", i), len(numbers)) for i, var in enumerate(jaxpr.invars)
-    }
-
-    def number(atom: Atom) -> Any:
-        return (
-            ("literal", str(atom), str(atom.aval)) if isinstance(atom, core.Literal) else of[atom]
-        )
-
-    for eqn in jaxpr.eqns:
-        for i, (var, key) in enumerate(zip(eqn.outvars, _keys(eqn), strict=True)):
-            how = (
-                (key[0], tuple(number(a) for a in key[1]))
-                if key is not None
-                else ("only", id(eqn), i)
-            )
-            of[var] = numbers.setdefault(how, len(numbers))
-    first: dict[Any, int] = {}
-    return tuple(first.setdefault(number(atom), i) for i, atom in enumerate(jaxpr.outvars))
+    texts = [_text(jaxpr, atom) for atom in jaxpr.outvars]
+    return tuple(i if text is None else texts.index(text) for i, text in enumerate(texts))
 
 
-def _keys(eqn: core.JaxprEqn) -> Iterator[tuple[Any, tuple[Atom, ...]] | None]:
-    """For each output, what is done and to which values; None where that cannot be compared."""
-    if eqn.effects:
-        yield from (None for _ in eqn.outvars)
-    elif eqn.primitive.name == "scan" and scan_counts(eqn)[1] == 0:
-        yield from _stacked_keys(eqn)
-    elif any(True for _ in core.jaxprs_in_params(eqn.params)) or any(
-        isinstance(v, np.ndarray | jax.Array) for v in eqn.params.values()
-    ):
-        yield from (None for _ in eqn.outvars)
-    else:
-        params = str(sorted(eqn.params.items(), key=lambda item: item[0]))
-        yield from (
-            ((eqn.primitive.name, params, i), tuple(eqn.invars)) for i in range(len(eqn.outvars))
-        )
-
-
-def _stacked_keys(eqn: core.JaxprEqn) -> Iterator[tuple[Any, tuple[Atom, ...]] | None]:
-    """Without a carry each trip is by itself: in whichever order they come, equal bodies stack
-    equal outputs.
-    """
-    body = eqn.params["jaxpr"]
-    consts, _ = scan_counts(eqn)
-    for atom in body.jaxpr.outvars:
-        if body.consts or isinstance(atom, core.Literal):
-            yield None
-            continue
-        alone, reads = drop_dead(body.jaxpr.replace(outvars=[atom]))
-        used = [i for i, read in enumerate(reads) if read]
-        text = str(alone.replace(invars=[alone.invars[i] for i in used]))
-        yield (
-            ("scan", eqn.params["length"], tuple(i < consts for i in used), text),
-            tuple(eqn.invars[i] for i in used),
-        )
+def _text(jaxpr: core.Jaxpr, atom: Any) -> str | None:
+    """How a value is made, and from which inputs; None where the text does not have it all."""
+    made = making(variables([atom]), jaxpr.eqns)
+    alone, used = drop_dead(with_equations(jaxpr, made, jaxpr.invars, [atom]))
+    eqns = [
+        eqn.replace(params=eqn.params | {"reverse": False})
+        if eqn.primitive.name == "scan" and not scan_counts(eqn)[1]
+        else eqn
+        for eqn in alone.eqns
+    ]
+    inner = list(every_equation(alone))
+    values = [value for eqn in inner for value in eqn.params.values()]
+    values += [a.val for eqn in inner for a in eqn.invars if isinstance(a, core.Literal)]
+    if alone.effects or any(isinstance(v, np.ndarray | jax.Array) and v.ndim for v in values):
+        return None
+    own = alone.replace(eqns=eqns, invars=_marked(alone.invars, used))
+    return f"{[i for i, is_used in enumerate(used) if is_used]} {own}"
 
 
 def keep_first(jaxpr: core.Jaxpr, start: int, same: tuple[int, ...]) -> core.Jaxpr:
