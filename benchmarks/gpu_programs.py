@@ -32,7 +32,7 @@ from benchmarks.machine import describe
 from benchmarks.moves import LargeMove, Move, large_moves
 from benchmarks.output import Result, add_output
 from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, count_waits, flat, most_waits
+from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, count_waits, most_waits
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
 from tests.gpu.programs import gpu_fault, gpu_mesh
 
@@ -169,7 +169,7 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
         most_waits(predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule)),
     )
     waits = f"{least:.0f}-{most:.0f}" if most > least else f"{least:.0f}"
-    on_host = sum(not each.in_graph for each in flat(predicates))
+    on_host = sum(not each.in_graph for each in predicates)
     looped = [each for each in large_moves(program.module) if each.place.in_loop]
     made = [each for each in looped if each.move is not Move.SLICE]
     groups = [[each for each in made if each.is_carried and each.move in kinds] for kinds in KINDS]
@@ -183,7 +183,7 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
         case.schedule,
         case.axes.value,
         case.remat.value,
-        str(len(list(flat(predicates)))),
+        str(len(predicates)),
         str(on_host),
         waits,
         *map(_group, groups),
@@ -205,7 +205,7 @@ def _group(moves: Sequence[LargeMove]) -> str:
 
 def details(program: GpuProgram) -> Iterator[str]:
     """Each predicate, large copy in a loop, and collective, a line each."""
-    yield from (f"  {each}" for each in flat(program.predicates))
+    yield from (f"  {each}" for each in program.predicates)
     yield from (f"  {each}" for each in large_moves(program.module) if each.place.in_loop)
     yield from (f"  {each}" for each in program.collectives)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from jaxpipe.inspect.hlo import Array, Computation, Instruction, Module, Place, walk
 
+_SPACE = re.compile(r"S\((\d+)\)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 # Where an array in a TPU's memory beside a core is split; the order of its elements is the same.
 _SPLIT = re.compile(r"SC\([^)]*\)")
@@ -270,8 +271,18 @@ def _is_prefetch(move: LargeMove) -> bool:
         if instruction.opcode == "copy-start"
         else _operand(move.place.computation, instruction).results[0]
     )
-    order, before = (_SPLIT.sub("", array.order) for array in (to, from_))
-    return order == before and to.space != from_.space
+    return order(to) == order(from_) and space(to) != space(from_)
+
+
+def space(array: Array) -> str:
+    """The number of an array's memory space; "" is the device's main memory."""
+    match = _SPACE.search(array.layout)
+    return match[1] if match else ""
+
+
+def order(array: Array) -> str:
+    """The layout without the memory space, nor how the array is split there."""
+    return _SPLIT.sub("", _SPACE.sub("", array.layout))
 
 
 def _operand(computation: Computation, instruction: Instruction) -> Instruction:
@@ -284,9 +295,13 @@ def _named(computation: Computation, instruction: Instruction, root: Instruction
     """
     if root.op_name or instruction.op_name:
         return root if root.op_name else instruction
+    users: dict[str, list[Instruction]] = {}
+    for each in computation.instructions:
+        for name in dict.fromkeys(each.operands):
+            users.setdefault(name, []).append(each)
     seen, waiting = {instruction.name}, [instruction.name]
     for name in waiting:
-        for user in computation.users.get(name, ()):
+        for user in users.get(name, ()):
             if user.op_name and user.opcode not in ("tuple", "get-tuple-element"):
                 return user
             if user.name not in seen:

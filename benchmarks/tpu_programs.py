@@ -121,7 +121,7 @@ def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
     pipe, params, rows = work.arguments()
     lowered = pipe.lower(params, rows)
     executable, seconds = compiled(lowered)
-    program = TpuProgram.of(executable, Chip.of(pipe.mesh))
+    program = TpuProgram(executable, Chip.of(pipe.mesh))
     cycles = program.cycles
     whole = sum(cycles.values())
     made = [

@@ -80,8 +80,7 @@ def _effective(wanted: Options, refused: Mapping[str, str]) -> Line:
         found = compile_and_read(_lowered(), taken).predicates
     except ValueError as error:
         return not_tried("XLA options: effective", f"XLA's thunks cannot be read: {error}")
-    flat = [each for outer in found for each in (outer, *outer.nested)]
-    return judge_effective([each.in_graph for each in flat])
+    return judge_effective([each.in_graph for each in found])
 
 
 def judge_effective(in_graph: list[bool]) -> Line:

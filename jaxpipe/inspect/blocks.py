@@ -4,8 +4,9 @@ compiled alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -32,40 +33,87 @@ from ..table.kinds import RECOMPUTE, Kind
 from .tpu_program import heap_bytes
 
 _WHOLE = PartitionSpec()
+_KEPT = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)
+_DY = (Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
+_COPIED = (Place.CARRY, Place.CARRY_GRADIENT)  # out of a slot, or into it
+_READ = (*_KEPT, Place.STASH, Place.BUFFER)  # inputs that stay in their slots
+_WRITTEN = (*_READ, Place.BUFFER_GRADIENT)
 
 
-class Kept(NamedTuple):
-    """An input or output of a block that is in a pool."""
+class Value(NamedTuple):
+    """An input or an output of a block."""
 
-    at: int
-    place: Place
-    entry: Entry
-
-
-class Update(NamedTuple):
-    """A value that is in one slot before and after a block."""
-
-    before: int  # input
-    after: Kept  # output
+    spec: PartitionSpec | None = None  # None: left to the partitioner
+    place: Place | None = None  # of outputs that are added to accumulators, STAGE_GRADIENTS
+    number: int = 0  # in its place
+    entry: Entry = Entry(())  # in a pool
 
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of code, the splits of its inputs, and the inputs and outputs in slots or
-    accumulators.
-    """
+    """A piece of code, with the split and the place of each input and output."""
 
     name: str
     jaxpr: core.Jaxpr
-    specs: tuple[PartitionSpec | None, ...]
-    reads: tuple[Kept, ...] = ()
-    writes: tuple[Kept, ...] = ()
-    updates: tuple[Update, ...] = ()
-    # of the outputs that are added to accumulators, as the parameters are split
-    parameters: tuple[PartitionSpec, ...] = ()
-    totals_at: int = 0  # the first of those outputs
-    # bytes of what passes between slices and is copied out of its slot, or into it
-    passed: int = 0
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def gradients(self) -> list[int]:
+        """The outputs that are added to accumulators."""
+        return [i for i, v in enumerate(self.outputs) if v.place is Place.STAGE_GRADIENTS]
+
+    @cached_property
+    def changes(self) -> list[int]:
+        """The outputs that are in slots or accumulators."""
+        stored = [i for i, v in enumerate(self.outputs) if v.place in _WRITTEN]
+        return [*stored, *self.gradients]
+
+    @cached_property
+    def updates(self) -> dict[int, int]:
+        """Inputs that are in one slot before and after the block, with that output."""
+        after = {self.outputs[i]: i for i in self.changes}
+        return {i: after[v] for i, v in enumerate(self.inputs) if v in after}
+
+    @property
+    def passed(self) -> int:
+        """Bytes on one device of what passes between slices and is copied out of its slot, or into
+        it.
+        """
+        pairs = zip(self.jaxpr.invars, self.inputs, strict=True)
+        copied: list[tuple[Any, Value]] = [
+            pair for pair, read in zip(pairs, reads(self.jaxpr), strict=True) if read
+        ]
+        copied += zip(self.jaxpr.outvars, self.outputs, strict=True)
+        return sum(
+            nbytes(atom.aval) // value.entry.local_share
+            for atom, value in copied
+            if value.place in _COPIED
+        )
+
+    def without(self, outputs: Sequence[int]) -> Block:
+        """The block without some of its results."""
+        left = [i for i in range(len(self.outputs)) if i not in outputs]
+        jaxpr = self.jaxpr.replace(outvars=[self.jaxpr.outvars[i] for i in left])
+        return replace(self, jaxpr=jaxpr, outputs=tuple(self.outputs[i] for i in left))
+
+    def in_slots(self, at: Any, inputs: Leaves, changed: Leaves, *, split: bool) -> InSlots:
+        """The block on the slots `at` of its pools.  With `split`, accumulators are as the
+        parameters are split.
+        """
+        pools = dict(zip(self.changes, changed, strict=True))
+        slots = {
+            i: Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
+            for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
+            if value.place in _READ or i in self.updates
+        }
+        targets: dict[int, Target] = {}
+        for i, leaf in pools.items():
+            value = self.outputs[i]
+            is_total = value.place is Place.STAGE_GRADIENTS
+            own = value.spec if split else None
+            targets[i] = Total(leaf, own) if is_total else Slot(leaf, at, value.entry)
+        return InSlots(self.jaxpr, inputs, slots, targets)
 
 
 @dataclass(frozen=True)
@@ -132,13 +180,11 @@ class Step:
 
     def work_without_gradients(self) -> dict[str, int]:
         """The same of "first gradient" and "last", without their gradients of parameters."""
-        found = {}
-        for block in outer_blocks(self):
-            if block.parameters:
-                outs, end = block.jaxpr.outvars, block.totals_at + len(block.parameters)
-                rest = block.jaxpr.replace(outvars=outs[: block.totals_at] + outs[end:])
-                found[block.name] = self.temp(replace(block, jaxpr=rest, parameters=()))
-        return found
+        return {
+            block.name: self.temp(block.without(block.gradients))
+            for block in outer_blocks(self)
+            if block.gradients
+        }
 
     def permutes(self) -> bool:
         """Whether the partitioner puts a permute into a block, read off each block compiled alone.
@@ -164,86 +210,62 @@ class Step:
 
         XLA:GPU copies a layer's weights out of their stack in loops only.
         """
-        parts = [self._part(block) for block in blocks]
-        rest = [
-            [var.aval for i, var in enumerate(block.jaxpr.outvars) if i not in part.changes]
-            for block, part in zip(blocks, parts, strict=True)
-        ]
+        others = [block.without(block.changes).jaxpr.outvars for block in blocks]
+        split = self.job.target.on_tpus
 
         def run(flags: Leaves, *groups: Leaves) -> Leaves:
             runs, index = flags
 
             def once(state: tuple[list[Leaves], list[Leaves]]) -> tuple[list[Leaves], list[Leaves]]:
-                made = [
-                    part.code(index, inputs, changed)
-                    for part, inputs, changed in zip(parts, groups[::2], state[0], strict=True)
-                ]
-                found = list(zip(parts, run_in_slots(*made), strict=True))
-                after = [[outs[i] for i in part.changes] for part, outs in found]
-                return after, [
-                    without_weak_types([o for i, o in enumerate(outs) if i not in part.changes])
-                    for part, outs in found
-                ]
+                parts = zip(blocks, groups[::2], state[0], strict=True)
+                found = run_in_slots(
+                    *(block.in_slots(index, *leaves, split=split) for block, *leaves in parts)
+                )
+                changed, rest = [], []
+                for block, outs in zip(blocks, found, strict=True):
+                    changed.append([outs[i] for i in block.changes])
+                    rest.append([out for i, out in enumerate(outs) if i not in block.changes])
+                return changed, [without_weak_types(outs) for outs in rest]
 
-            start = (list(groups[1::2]), [empty(avals) for avals in rest])
+            start = (list(groups[1::2]), [empty([var.aval for var in own]) for own in others])
             return jax.tree.leaves(while_once(runs, once, start)[1])
 
         # Pools and accumulators are changed in place.  As outputs of their own they would lend
         # their room to the block's arrays.
-        donated = [2 + 2 * k for k in range(len(parts))]
-        groups = [group for part in parts for group in (part.inputs, part.changed)]
+        donated = [2 + 2 * k for k in range(len(blocks))]
+        groups = [
+            group for block in blocks for group in (self._inputs(block), self._changed(block))
+        ]
         flags: Group = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
         return compiled_alone(self.job, run, flags, *groups, donated=donated, unrun=unrun)
 
-    def _part(self, block: Block) -> _Part:
-        """A block's inputs and what it changes."""
-        outvars: list[Any] = [var.aval for var in block.jaxpr.outvars]
-        lazily = {kept.at: kept for kept in block.reads}
-        inputs: Group = [
-            self._pool(lazily[i], var.aval) if i in lazily else (var.aval, spec)
-            for i, (var, spec) in enumerate(zip(block.jaxpr.invars, block.specs, strict=True))
+    def _inputs(self, block: Block) -> Group:
+        """The inputs of a block: pools, and values."""
+        return [
+            self._pool(value, var.aval)
+            if value.place in _READ and i not in block.updates
+            else (var.aval, value.spec)
+            for i, (var, value) in enumerate(zip(block.jaxpr.invars, block.inputs, strict=True))
         ]
-        stored = [*block.writes, *(update.after for update in block.updates)]
-        added = range(block.totals_at, block.totals_at + len(block.parameters))
-        pools: Group = [self._pool(kept, outvars[kept.at]) for kept in stored]
-        totals: Group = [
-            (jax.ShapeDtypeStruct(a.shape, accumulator_dtype(a.dtype, self.job.accumulate)), spec)
-            for a, spec in zip((outvars[i] for i in added), block.parameters, strict=True)
-        ]
-        on_tpus = RunsOn.of(self.job.mesh) is RunsOn.TPUS
-        splits = block.parameters if on_tpus else [None for _ in added]
 
-        def code(at: Any, values: Leaves, changed: Leaves) -> InSlots:
-            pools, totals = changed[: len(stored)], changed[len(stored) :]
-            writes: dict[int, Target] = {
-                i: Total(leaf, split) for i, leaf, split in zip(added, totals, splits, strict=True)
-            }
-            slots = {
-                kept.at: Slot(pool, at, kept.entry)
-                for kept, pool in zip(stored, pools, strict=True)
-            }
-            reads = {kept.at: Slot(values[kept.at], at, kept.entry) for kept in block.reads}
-            reads |= {update.before: slots[update.after.at] for update in block.updates}
-            return InSlots(block.jaxpr, values, reads, writes | slots)
+    def _changed(self, block: Block) -> Group:
+        """The pools and accumulators that a block changes."""
 
-        return _Part(inputs, (*pools, *totals), (*(kept.at for kept in stored), *added), code)
+        def changed(value: Value, aval: Any) -> tuple[jax.ShapeDtypeStruct, PartitionSpec | None]:
+            if value.place is not Place.STAGE_GRADIENTS:
+                return self._pool(value, aval)
+            dtype = accumulator_dtype(aval.dtype, self.job.accumulate)
+            return jax.ShapeDtypeStruct(aval.shape, dtype), value.spec
 
-    def _pool(self, kept: Kept, aval: Any) -> tuple[jax.ShapeDtypeStruct, PartitionSpec]:
+        return [changed(block.outputs[i], block.jaxpr.outvars[i].aval) for i in block.changes]
+
+    def _pool(self, value: Value, aval: Any) -> tuple[jax.ShapeDtypeStruct, PartitionSpec]:
         """A pool of two slots, and its split; of one, where the step has one: XLA copies no slot
         of an only one.
         """
-        slots = min(2, getattr(self.code.program.slots, kept.place.value))
-        return kept.entry.pool(max(slots, 1), aval.dtype), kept.entry.pool_spec
-
-
-class _Part(NamedTuple):
-    """A block to compile."""
-
-    inputs: Group
-    changed: Group  # pools, and accumulators
-    changes: tuple[int, ...]  # the outputs that these are
-    # of a slot's index, the inputs, and what is changed
-    code: Callable[[Any, Leaves, Leaves], InSlots]
+        assert value.place is not None
+        slots = min(2, getattr(self.code.program.slots, value.place.value))
+        return value.entry.pool(max(slots, 1), aval.dtype), value.entry.pool_spec
 
 
 def temp_bytes(compiled: Any, mesh: Mesh) -> int:
@@ -257,98 +279,70 @@ def temp_bytes(compiled: Any, mesh: Mesh) -> int:
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     """The blocks of a kind of stage, by name."""
 
-    def stored(*places: Place) -> list[Entry]:
-        return [entry for place in places for entry in entries.stored[place]]
+    def at(*places: Place) -> list[Value]:
+        return [
+            Value(entry.spec, place, number, entry)
+            for place in places
+            for number, entry in enumerate(entries.stored[place])
+        ]
 
-    taken = [entry.spec for entry in stored(Place.X, Place.CARRY, Place.BUFFER)]
-    before = [*(_WHOLE for _ in code.consts), *entries.parameters, *taken]
-    free = len(code.forward.invars) - len(before)  # extra and once: left to the partitioner
-    start = (*before, *(None for _ in range(free)))
-    kept = stored(Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)
-    cotangents = stored(Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
-    dy = [*(entry.spec for entry in cotangents), *([] if code.loss is None else [_WHOLE])]
-    begin, after = len(before) - len(code.buffers), len(code.y_avals) + len(code.carry)
-    late = (*start, *(entry.spec for entry in kept), *dy)
-    rows, count = stored(Place.BUFFER_GRADIENT), len(late) - (code.loss is not None)
-
-    def pooled(first: int, *places: Place) -> tuple[Kept, ...]:
-        """Inputs or outputs from a number on."""
-        found = [(place, entry) for place in places for entry in entries.stored[place]]
-        return tuple(Kept(first + i, place, entry) for i, (place, entry) in enumerate(found))
-
-    def updated(first: int, after: int, place: Place) -> tuple[Update, ...]:
-        return tuple(Update(first + i, each) for i, each in enumerate(pooled(after, place)))
-
-    def returned(first: int) -> tuple[Update, ...]:
-        """Gradients of rows, which a backward adds to in place."""
-        after = first + code.num_dx - len(rows)
-        return updated(count - len(rows), after, Place.BUFFER_GRADIENT)
-
-    residuals = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)
-    updates = updated(begin, after, Place.BUFFER)
-    read = (*pooled(len(start), *residuals), *pooled(begin, Place.BUFFER))
-    stash = pooled(len(late), Place.STASH)
-    trained = tuple(spec for spec, has in zip(entries.parameters, code.trained, strict=True) if has)
-    every = (*late, *(entry.spec for entry in stored(Place.STASH)))
+    before = [Value(_WHOLE) for _ in code.consts] + [Value(spec) for spec in entries.parameters]
+    before += at(Place.X, Place.CARRY, Place.BUFFER)
+    free = len(code.forward.invars) - len(before)  # extra and once
+    start = [*before, *_free(free)]
+    late = [*start, *at(*_KEPT, *_DY), *([] if code.loss is None else [Value(_WHOLE)])]
+    y, dx = _free(len(code.y_avals)), _free(sum(code.x_wanted))
+    passed = at(Place.CARRY, Place.BUFFER)
+    more = _free(code.num_outputs - len(y) - len(passed))  # loss and state
+    dx += at(Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
+    trained = zip(entries.parameters, code.trained, strict=True)
+    gradients = _gradients(spec for spec, has in trained if has)
+    stash = at(Place.STASH)
     blocks = (
-        Block(
-            "F", code.forward, start, writes=pooled(code.num_outputs, *residuals), updates=updates
-        ),
-        Block("R", code.recompute, start, writes=pooled(0, *residuals)),
-        Block("B", code.backward, late, read, (), returned(code.num_trained), trained),
-        Block(
-            "I",
-            code.input_grad,
-            late,
-            read,
-            pooled(code.num_dx, Place.STASH),
-            returned(0),
-        ),
-        Block("W", code.weight_grad, every, (*read, *stash), parameters=trained),
+        ("F", code.forward, start, [*y, *passed, *more, *at(*_KEPT)]),
+        ("R", code.recompute, start, at(*_KEPT)),
+        ("B", code.backward, late, [*gradients, *dx]),
+        ("I", code.input_grad, late, [*dx, *stash]),
+        ("W", code.weight_grad, [*late, *stash], gradients),
     )
-    return {block.name: replace(block, passed=_passed(code, entries, block)) for block in blocks}
+    return {
+        name: Block(name, jaxpr, tuple(inputs), tuple(outputs))
+        for name, jaxpr, inputs, outputs in blocks
+    }
 
 
-def _passed(code: StageCode, entries: StageEntries, block: Block) -> int:
-    """Bytes on one device of carries and their gradients that a block reads and returns."""
+def _free(count: int) -> list[Value]:
+    """Values that are left to the partitioner, or results that have no place."""
+    return [Value() for _ in range(count)]
 
-    def sizes(place: Place) -> list[int]:
-        pairs = zip(code.stored[place], entries.stored[place], strict=True)
-        return [nbytes(aval) // entry.local_share for aval, entry in pairs]
 
-    own, later = sizes(Place.CARRY), sizes(Place.CARRY_GRADIENT)
-    is_read, passed = reads(block.jaxpr), own
-    begin = len(code.consts) + code.num_params + len(code.x_avals)
-    found = sum(size for size, used in zip(passed, is_read[begin:], strict=False) if used)
-    begin = len(code.forward.invars) + len(code.residual_avals) + len(code.dy_avals)
-    found += sum(size for size, used in zip(later, is_read[begin:], strict=False) if used)
-    returned = {"F": own, "B": later, "I": later}
-    return found + sum(returned.get(block.name, []))
+def _gradients(specs: Iterable[PartitionSpec]) -> list[Value]:
+    """Gradients of parameters with these splits."""
+    return [Value(spec, Place.STAGE_GRADIENTS) for spec in specs]
 
 
 def outer_blocks(step: Step) -> list[Block]:
     """`first`, its gradient, `last` with its gradient."""
-    job, free = step.job, None if step.is_shared else _WHOLE
+    job, free = step.job, Value(None if step.is_shared else _WHOLE)
 
-    def specs(key: str, consts: int, jaxpr: core.Jaxpr) -> tuple[PartitionSpec | None, ...]:
-        start = [*(_WHOLE for _ in range(consts)), *outer_specs(job, key)]
-        return (*start, *(free for _ in range(len(jaxpr.invars) - len(start))))
-
-    def trained(key: str) -> tuple[PartitionSpec, ...]:
+    def block(name: str, jaxpr: core.Jaxpr, code: Any, before: int | None = None) -> Block:
+        """A block with gradients of parameters after so many results; None: without gradients."""
+        key = name.split()[0]
+        specs = outer_specs(job, key)
+        start = [*(Value(_WHOLE) for _ in code.consts), *map(Value, specs)]
+        inputs = (*start, *(free for _ in range(len(jaxpr.invars) - len(start))))
         plans = [*leaf_plans(job.plans[key]), *leaf_plans(job.plans["shared"])]
-        return tuple(
-            spec for spec, plan in zip(outer_specs(job, key), plans, strict=True) if not plan.frozen
-        )
+        trained = [spec for spec, plan in zip(specs, plans, strict=True) if not plan.frozen]
+        own = [] if before is None else [*_free(before), *_gradients(trained)]
+        return Block(name, jaxpr, inputs, (*own, *_free(len(jaxpr.outvars) - len(own))))
 
     first, last = step.code.first, step.code.last
-    found = [Block("first", first.forward, specs("first", len(first.consts), first.forward))]
+    found = [block("first", first.forward, first)]
     if first.num_trained:
-        start = specs("first", len(first.consts), first.backward)
-        found.append(Block("first gradient", first.backward, start, parameters=trained("first")))
+        found.append(block("first gradient", first.backward, first, 0))
     if last is not None:
         # The loss and what comes with it are before the gradients.
-        start, before = specs("last", len(last.consts), last.train), 1 + len(last.aux_avals)
-        found.append(Block("last", last.train, start, parameters=trained("last"), totals_at=before))
+        found.append(block("last", last.train, last, 1 + len(last.aux_avals)))
     return found
 
 

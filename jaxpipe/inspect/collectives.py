@@ -23,12 +23,13 @@ from jax.sharding import Mesh
 
 from ..errors import PipelineError
 from ..table.kinds import SHARES, Kind
-from .hlo import Computation, Frame, Instruction, Module, Place, inner, parse, walk
+from .hlo import Frame, Instruction, Module, Place, issued, kind_of, parse, walk
 
 # An elementwise fusion of fewer bytes takes some microseconds, and hides no transfer: 16 MiB take
 # about 10 us on an H100.
 LARGE = 2**24
-_MATMULS = ("gemm", "matmul", "conv", "cudnn", "dot", "fmha", "flash")
+MATMULS = frozenset({"convolution", "dot"})
+_LIBRARY_MATMULS = ("gemm", "matmul", "conv", "cudnn", "dot", "fmha", "flash")
 
 
 class Compute(IntEnum):
@@ -79,61 +80,6 @@ def in_flight(instructions: Sequence[Instruction], start: int) -> tuple[Instruct
     raise AssertionError(f"{first.name} is never done")
 
 
-class _Reader:
-    """Reads the pairs of one module; the compute of each computation is looked up once."""
-
-    def __init__(self, module: Module) -> None:
-        self.module = module
-        self._known: dict[str, Compute] = {}
-
-    def of(self, place: Place) -> list[Collective]:
-        """The collectives that one computation issues."""
-        found = []
-        instructions = place.computation.instructions
-        for i, instruction in enumerate(instructions):
-            kind = self._kind(instruction)
-            if kind is not None:
-                beside = in_flight(instructions, i)
-                compute = max(map(self._compute, beside), default=Compute.NOTHING)
-                found.append(Collective(kind, instruction, place, compute, beside))
-        return found
-
-    def _kind(self, instruction: Instruction) -> str | None:
-        opcode = instruction.opcode
-        if opcode == "async-start":
-            ((wrapped,),) = (names for role, names in instruction.called.items() if role == "calls")
-            opcode = self.module.computations[wrapped].root.opcode
-        kind = opcode.removesuffix("-start")
-        return kind if kind in KINDS else None
-
-    def _compute(self, instruction: Instruction) -> Compute:
-        """The compute of one instruction, with all that it issues."""
-        if instruction.opcode in ("dot", "convolution"):
-            return Compute.MATMUL
-        if instruction.opcode == "custom-call":
-            target = instruction.target.lower()
-            return Compute.MATMUL if any(word in target for word in _MATMULS) else Compute.NOTHING
-        if instruction.opcode == "fusion":
-            (name,) = instruction.called["calls"]
-            if any(
-                each.opcode in ("dot", "convolution")
-                for each in self.module.computations[name].instructions
-            ):
-                return Compute.MATMUL
-            return Compute.ELEMENTWISE if instruction.nbytes >= LARGE else Compute.NOTHING
-        return max(
-            (self._computed_by(body) for body, _ in inner(self.module, instruction)),
-            default=Compute.NOTHING,
-        )
-
-    def _computed_by(self, computation: Computation) -> Compute:
-        if computation.name not in self._known:
-            self._known[computation.name] = max(
-                map(self._compute, computation.instructions), default=Compute.NOTHING
-            )
-        return self._known[computation.name]
-
-
 KINDS = (
     "collective-permute",
     "all-reduce",
@@ -147,22 +93,43 @@ KINDS = (
 
 def find_collectives(module: Module) -> list[Collective]:
     """All collectives, each where it is issued."""
-    reader = _Reader(module)
     # The computation that an async-start wraps belongs to that start.
     wrapped = {
-        name
+        each.called.get("calls")
         for computation in module.computations.values()
         for each in computation.instructions
         if each.opcode == "async-start"
-        for names in each.called.values()
-        for name in names
     }
-    return [
-        found
-        for place in walk(module)
-        if place.computation.name not in wrapped
-        for found in reader.of(place)
-    ]
+    found = []
+    for place in walk(module):
+        instructions = place.computation.instructions
+        for i, instruction in enumerate(instructions):
+            kind = _kind(module, instruction)
+            if kind in KINDS and (place.computation.name,) not in wrapped:
+                beside = in_flight(instructions, i)
+                compute = max(
+                    (_compute(module, each) for own in beside for each in issued(module, own)),
+                    default=Compute.NOTHING,
+                )
+                found.append(Collective(kind, instruction, place, compute, beside))
+    return found
+
+
+def _kind(module: Module, instruction: Instruction) -> str:
+    opcode = instruction.opcode
+    if opcode == "async-start":
+        (wrapped,) = instruction.called["calls"]
+        opcode = module.computations[wrapped].root.opcode
+    return opcode.removesuffix("-start")
+
+
+def _compute(module: Module, instruction: Instruction) -> Compute:
+    """The compute of one instruction, without what it issues."""
+    target = instruction.target.lower()
+    if module.opcodes(instruction) & MATMULS or any(word in target for word in _LIBRARY_MATMULS):
+        return Compute.MATMUL
+    large = instruction.opcode == "fusion" and instruction.nbytes >= LARGE
+    return Compute.ELEMENTWISE if large else Compute.NOTHING
 
 
 def steady(collectives: Iterable[Collective], kind: str = "collective-permute") -> list[Collective]:
@@ -190,8 +157,6 @@ _COMPONENTS = "xla_gpu_collective_permute_connected_components=true"
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _QUEUE = re.compile(r'"operation_queue_id":"(\d+)"')
-# The scope of a block in a tick: "F chunk 0", "W stage 3", "F.0 with B.0", "L".
-_SCOPE = re.compile(r"/([A-Z])(?: chunk \d+| stage \d+|\.\d+ with [A-Z]\.\d+)?(?:/|$)")
 
 
 def check_collectives(
@@ -315,12 +280,8 @@ def _group_faults(exchange: _Exchange, count: int) -> Iterator[str]:
 
 def _differs(frames: Sequence[Frame]) -> bool:
     """Whether a predicate around the collective may differ along the pipe axis."""
-    for frame in frames:
-        if frame.trips is None:
-            scope = _SCOPE.search(frame.instruction.op_name)
-            if scope is None or Kind[scope[1]] not in SHARES:
-                return True
-    return False
+    kinds = [kind_of(frame.instruction) for frame in frames if frame.trips is None]
+    return any(kind is None or Kind[kind] not in SHARES for kind in kinds)
 
 
 def _predicate_faults(found: Sequence[_Exchange], coordinates: Sequence[int]) -> Iterator[str]:
@@ -348,8 +309,8 @@ def _flight_faults(module: Module, found: Sequence[_Exchange]) -> Iterator[str]:
     """
     by_name = {exchange.collective.start.name: exchange for exchange in found}
     for exchange in found:
-        beside = exchange.collective.beside
-        for other in (each for i in beside for each in _issued(module, i, by_name)):
+        beside = [each for own in exchange.collective.beside for each in issued(module, own)]
+        for other in (by_name[each.name] for each in beside if each.name in by_name):
             common = exchange.shares(other)
             if exchange.queue != other.queue and len(common) > 1:
                 yield (
@@ -359,23 +320,21 @@ def _flight_faults(module: Module, found: Sequence[_Exchange]) -> Iterator[str]:
                 )
 
 
-def _issued(
-    module: Module, instruction: Instruction, by_name: dict[str, _Exchange]
-) -> Iterator[_Exchange]:
-    if instruction.name in by_name:
-        yield by_name[instruction.name]
-        return
-    for computation, _ in inner(module, instruction):
-        for each in computation.instructions:
-            yield from _issued(module, each, by_name)
-
-
 @dataclass(frozen=True)
 class CompiledProgram:
-    """A program that is read from its text."""
+    """What `pipe.lower(...).compile()` returns, read from its text."""
 
-    module: Module
-    memory: Any  # XLA's own figures for one device
+    compiled: Any
+
+    @cached_property
+    def module(self) -> Module:
+        """Its computations."""
+        return parse(self.compiled.as_text())
+
+    @cached_property
+    def memory(self) -> Any:
+        """XLA's own figures for one device."""
+        return self.compiled.memory_analysis()
 
     @property
     def total_bytes(self) -> int:

@@ -9,17 +9,16 @@ trip count is known (XLA's WhileThunk and ConditionalThunk).
 
 from __future__ import annotations
 
-import math
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from .collectives import CompiledProgram
-from .hlo import Instruction, Module, Place, inner, parse
+from .hlo import Instruction, Module, Place, inner, kind_of, walk
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,12 @@ class Predicate:
 
     instruction: Instruction
     place: Place
-    times: int  # a step; inside another predicate, each time that one is taken
     in_graph: bool  # a node of a CUDA graph: the host does not wait
-    nested: tuple[Predicate, ...]
+
+    @property
+    def times(self) -> int:
+        """How often it is asked in a step, where the predicates around it are taken."""
+        return self.place.trips
 
     @property
     def is_loop(self) -> bool:
@@ -40,8 +42,7 @@ class Predicate:
     @property
     def kind(self) -> str | None:
         """The kind of action of its block (F of a pair); None where it is around no block."""
-        found = _SCOPE.search(self.instruction.op_name)
-        return found and found[1]
+        return kind_of(self.instruction)
 
     def __str__(self) -> str:
         kind = "loop" if self.is_loop else "conditional"
@@ -49,53 +50,23 @@ class Predicate:
         return f"{kind} {self.instruction.name} asked {self.times}{graph}"
 
 
-# The scope of a block in a tick: "F chunk 0", "W stage 3", "F.0 with B.0".
-_SCOPE = re.compile(r"/([A-Z])(?: chunk \d+| stage \d+|\.\d+ with [A-Z]\.\d+)(?:/|$)")
-
-
 def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
-    """The predicates of a program, nested ones inside those around them; in the order in which they
-    run.
-    """
-    entry = Place(module.computations[module.entry], ())
-    return tuple(_predicates(module, frozenset(graph_nodes), entry, 1))
+    """The predicates of a program, nested ones after those around them."""
+    return tuple(
+        Predicate(instruction, place, instruction.name in graph_nodes)
+        for place in walk(module)
+        for instruction in place.computation.instructions
+        if any(inside.guarded for inside in inner(module, instruction))
+    )
 
 
-def _predicates(
-    module: Module, graph_nodes: frozenset[str], place: Place, times: int
-) -> Iterator[Predicate]:
-    for instruction in place.computation.instructions:
-        inside = [
-            (Place(body, (*place.frames, *frames)), frames)
-            for body, frames in inner(module, instruction)
-        ]
-        if any(frame.trips is None for _, frames in inside for frame in frames):
-            nested = tuple(
-                each for body, _ in inside for each in _predicates(module, graph_nodes, body, 1)
-            )
-            yield Predicate(instruction, place, times, instruction.name in graph_nodes, nested)
-        else:
-            for body, frames in inside:
-                trips = math.prod(frame.trips or 1 for frame in frames)
-                yield from _predicates(module, graph_nodes, body, times * trips)
-
-
-def flat(predicates: Sequence[Predicate]) -> Iterator[Predicate]:
-    """All of them, nested ones after those around them."""
-    for predicate in predicates:
-        yield predicate
-        yield from flat(predicate.nested)
-
-
-def count_waits(predicates: Sequence[Predicate], *, taken: bool, times: int = 1) -> int:
+def count_waits(predicates: Sequence[Predicate], *, taken: bool) -> int:
     """Waits a step of a device that takes each predicate once each time, or none."""
-    total = 0
-    for predicate in predicates:
-        all_times = times * predicate.times
-        trips = all_times if taken else 0
-        total += 0 if predicate.in_graph else all_times + (trips if predicate.is_loop else 0)
-        total += count_waits(predicate.nested, taken=taken, times=trips)
-    return total
+    return sum(
+        each.times * (2 if taken and each.is_loop else 1)
+        for each in predicates
+        if not each.in_graph and (taken or not each.place.guarded)
+    )
 
 
 def most_waits(
@@ -108,7 +79,14 @@ def most_waits(
     """
     gains: list[tuple[float, int, str]] = []
     for each in predicates:
-        more = count_waits([each], taken=True) - count_waits([each], taken=False)
+        if each.place.guarded:
+            continue
+        inside = [
+            other
+            for other in predicates
+            if any(frame.instruction is each.instruction for frame in other.place.frames)
+        ]
+        more = count_waits([each, *inside], taken=True) - count_waits([each], taken=False)
         gains.append((more / max(1, each.times), each.times, each.kind or ""))
     total: float = count_waits(predicates, taken=False)
     left, of_kind = actions, dict(by_kind or {})
@@ -129,7 +107,7 @@ class GpuProgram(CompiledProgram):
 
     @cached_property
     def predicates(self) -> tuple[Predicate, ...]:
-        """Loops of unknown trip count, and conditionals, in the order in which they run."""
+        """Loops of unknown trip count, and conditionals."""
         return find_predicates(self.module, self.graph_nodes)
 
 
@@ -142,31 +120,10 @@ def compile_and_read(lowered: Any, options: Mapping[str, Any] | None = None) -> 
     Raises:
         ValueError: it has not written them (no GPU program, or a compilation cache has answered).
     """
-    with tempfile.TemporaryDirectory() as name:
-        return _read(_compile(lowered, options, name), Path(name))
-
-
-def compile_and_try_to_read(lowered: Any) -> tuple[Any, GpuProgram | None]:
-    """The compiled program and its reading, which is None if it is not for GPUs or if XLA has not
-    written its thunks.
-    """
-    with tempfile.TemporaryDirectory() as name:
-        compiled = _compile(lowered, None, name)
-        try:
-            return compiled, _read(compiled, Path(name))
-        except ValueError:
-            return compiled, None
-
-
-def _compile(lowered: Any, options: Mapping[str, Any] | None, folder: str) -> Any:
-    return lowered.compile(
-        compiler_options={**(options or {}), "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-    )
-
-
-def _read(compiled: Any, folder: Path) -> GpuProgram:
-    memory = compiled.memory_analysis()
-    return GpuProgram(parse(compiled.as_text()), memory, read_graph_nodes(folder))
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(compiler_options={**(options or {}), **dump})
+        return GpuProgram(compiled, read_graph_nodes(Path(folder)))
 
 
 _LINE = re.compile(r"^(?P<indent> *)(?P<number>\d+): k(?P<kind>\w+)")
@@ -181,11 +138,7 @@ def graph_nodes(sequence: str, metadata: str) -> frozenset[str]:
     """The names of `while` and `conditional` instructions that run inside a command buffer, without
     the host.
     """
-    names = {
-        int(match["number"]): match["name"]
-        for match in _ENTRY.finditer(metadata)
-        if match["number"]
-    }
+    names = {int(match["number"] or 0): match["name"] for match in _ENTRY.finditer(metadata)}
     found: set[str] = set()
     around: list[tuple[int, str]] = []
     for line in sequence.splitlines():

@@ -14,20 +14,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-_BITS = re.compile(r"^(?:bf|[sufc]|f8e\d\w*?)(\d+)")
 _ARRAY = re.compile(
     r"\b(pred|token|opaque|bf16|f8e\w+|f4e\w+|[sufc]\d+)\[([\d,<=]*)\](?:\{([^}]*)\})?"
 )
 _TILE = re.compile(r"T\(([\d,]+)\)")
-_SPACE = re.compile(r"S\((\d+)\)")
 _HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _NAME = re.compile(r"%([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(
-    r"(?P<role>condition|body|calls|to_apply|true_computation|false_computation)"
-    r"=%(?P<one>[\w.\-]+)|branch_computations=\{(?P<many>[^}]*)\}"
+    r"\b(condition|body|calls|to_apply|(?:true|false)_computation|branch_computations)="
+    r"(%[\w.\-]+|\{[^}]*\})"
 )
 
 
@@ -55,31 +53,14 @@ class Array(NamedTuple):
             dims[dim] = -(-dims[dim] // size) * size
         return math.ceil(math.prod(dims) * _bits(self.dtype) / 8)
 
-    @property
-    def space(self) -> str:
-        """The number of its memory space; "" is the device's main memory."""
-        match = _SPACE.search(self.layout)
-        return match[1] if match else ""
-
-    @property
-    def order(self) -> str:
-        """The layout without the memory space."""
-        return _SPACE.sub("", self.layout)
-
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
 def _bits(dtype: str) -> int:
-    if dtype in ("token", "opaque"):
-        return 0
-    if dtype == "pred" or dtype.startswith("f8"):
-        return 8
-    if dtype.startswith("f4"):
-        return 4
-    match = _BITS.match(dtype)
-    assert match, f"a dtype that is not known: {dtype}"
-    return int(match[1])
+    """The first number in its name; a predicate takes a byte, a token nothing."""
+    number = re.search(r"\d+", dtype)
+    return int(number[0]) if number else 8 * (dtype == "pred")
 
 
 @dataclass(frozen=True)
@@ -105,13 +86,9 @@ class Instruction:
         to_apply, branches.
         """
         found: dict[str, tuple[str, ...]] = {}
-        for match in _CALLED.finditer(self.attributes):
-            if match["many"] is not None:
-                found["branches"] = tuple(_NAME.findall(match["many"]))
-            elif match["role"] in ("true_computation", "false_computation"):
-                found["branches"] = (*found.get("branches", ()), match["one"])
-            else:
-                found[match["role"]] = (match["one"],)
+        for key, names in _CALLED.findall(self.attributes):
+            role = "branches" if key.endswith(("computation", "computations")) else key
+            found[role] = (*found.get(role, ()), *_NAME.findall(names))
         return found
 
     @property
@@ -143,15 +120,6 @@ class Computation:
         return {each.name: each for each in self.instructions}
 
     @cached_property
-    def users(self) -> dict[str, list[Instruction]]:
-        """Which instructions read each."""
-        found: dict[str, list[Instruction]] = {}
-        for each in self.instructions:
-            for name in dict.fromkeys(each.operands):
-                found.setdefault(name, []).append(each)
-        return found
-
-    @cached_property
     def root(self) -> Instruction:
         """The instruction whose results it returns."""
         return next(each for each in self.instructions if each.is_root)
@@ -164,10 +132,12 @@ class Module:
     entry: str
     computations: Mapping[str, Computation]
 
-    def calls(self, instruction: Instruction) -> Iterator[Computation]:
-        """The computations that it runs: of loops, branches, fusions and reductions."""
-        for names in instruction.called.values():
-            yield from (self.computations[name] for name in names)
+    def opcodes(self, instruction: Instruction) -> set[str]:
+        """The opcode of an instruction, or those in its fusion."""
+        if instruction.opcode != "fusion":
+            return {instruction.opcode}
+        fused = (self.computations[name] for name in instruction.called["calls"])
+        return {code for body in fused for each in body.instructions for code in self.opcodes(each)}
 
     def trip_count(self, loop: Instruction) -> int | None:
         """The trip count of a while loop, if the compiler knows it; the host then waits for nothing
@@ -292,33 +262,51 @@ class Place:
         return next((frame for frame in self.frames if frame.trips is not None), None)
 
 
-def walk(module: Module) -> Iterator[Place]:
+_ISSUED = {
+    "while": ("condition", "body"),
+    "conditional": ("branches",),
+    "call": ("to_apply", "calls"),
+    "async-start": ("to_apply", "calls"),
+}
+
+
+def inner(module: Module, instruction: Instruction) -> Iterator[Place]:
+    """The computations that one instruction issues, each with the frame that it adds."""
+    frames: tuple[Frame, ...] = ()
+    if instruction.opcode == "while":
+        frames = (Frame(instruction, module.trip_count(instruction)),)
+    elif instruction.opcode == "conditional":
+        frames = (Frame(instruction, None),)
+    for role in _ISSUED.get(instruction.opcode, ()):
+        for name in instruction.called.get(role, ()):
+            yield Place(module.computations[name], frames)
+
+
+def walk(module: Module, place: Place | None = None) -> Iterator[Place]:
     """All computations that issue instructions: the entry, bodies and conditions of loops,
     branches, calls; not fusions.
     """
-    return _walk(module, Place(module.computations[module.entry], ()))
-
-
-def _walk(module: Module, place: Place) -> Iterator[Place]:
+    place = place or Place(module.computations[module.entry], ())
     yield place
     for instruction in place.computation.instructions:
-        for computation, frames in inner(module, instruction):
-            yield from _walk(module, Place(computation, (*place.frames, *frames)))
+        for inside in inner(module, instruction):
+            frames = (*place.frames, *inside.frames)
+            yield from walk(module, Place(inside.computation, frames))
 
 
-def inner(
-    module: Module, instruction: Instruction
-) -> Iterator[tuple[Computation, tuple[Frame, ...]]]:
-    """The computations that one instruction issues, each with the frame that it adds."""
-    roles = instruction.called
-    if instruction.opcode == "while":
-        frame = (Frame(instruction, module.trip_count(instruction)),)
-        for role in ("condition", "body"):
-            yield from ((module.computations[name], frame) for name in roles[role])
-    elif instruction.opcode == "conditional":
-        yield from (
-            (module.computations[name], (Frame(instruction, None),)) for name in roles["branches"]
-        )
-    elif instruction.opcode in ("call", "async-start"):
-        names = (*roles.get("to_apply", ()), *roles.get("calls", ()))
-        yield from ((module.computations[name], ()) for name in names)
+def issued(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+    """The instruction, and all that it issues."""
+    yield instruction
+    for place in inner(module, instruction):
+        for each in place.computation.instructions:
+            yield from issued(module, each)
+
+
+# The scope of a block in a tick: "F chunk 0", "W stage 3", "F.0 with B.0", "L".
+_SCOPE = re.compile(r"/([A-Z])(?: chunk \d+| stage \d+|\.\d+ with [A-Z]\.\d+)?(?:/|$)")
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of action whose block it is of (F of a pair); None where it is of no block."""
+    scope = _SCOPE.search(instruction.op_name)
+    return scope and scope[1]

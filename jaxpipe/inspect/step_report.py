@@ -69,7 +69,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -80,8 +80,8 @@ from jax.extend import core
 from ..arrays import Params, PyTree
 from ..engine.costs import Cost, Costs
 from ..engine.simulate import simulate
-from ..jaxprs.cut import Split, needed_for
-from ..jaxprs.equations import nbytes
+from ..jaxprs.cut import drop_dead
+from ..jaxprs.equations import nbytes, scan_counts, variables
 from ..lowering.cost_model import cost_parts, program_makespan
 from ..lowering.plan import Plan, plan_of
 from ..lowering.prices import FORWARD, Overheads
@@ -98,7 +98,7 @@ from ..table.effects import Place
 from ..table.kinds import Overlap, parts
 from ..table.schedule import Schedule
 from .collectives import steady
-from .gpu_program import GpuProgram, compile_and_try_to_read, most_waits
+from .gpu_program import GpuProgram, compile_and_read, most_waits
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes
 from .tpu_program import TpuProgram
 
@@ -291,9 +291,11 @@ def _xla(compiled: Any) -> dict[str, Any]:
 def _compiled(lowered: Any, target: Target) -> tuple[Any, GpuProgram | TpuProgram | None]:
     """The compiled step, and the reading of its text where there is a reader for it."""
     if target.on_gpus:
-        return compile_and_try_to_read(lowered)
+        with suppress(ValueError):  # a compilation cache has answered, and answers again
+            program = compile_and_read(lowered)
+            return program.compiled, program
     compiled = lowered.compile()
-    return compiled, TpuProgram.of(compiled, target.chip) if target.on_tpus else None
+    return compiled, TpuProgram(compiled, target.chip) if target.on_tpus else None
 
 
 def _read(program: GpuProgram | TpuProgram | None, schedule: Schedule) -> dict[str, Any]:
@@ -338,48 +340,33 @@ def most_of_each_kind(schedule: Schedule) -> dict[str, int]:
     return dict(found)
 
 
-def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
-    """Equations of I with outputs that only W reads.  Only a scan can be cut inside, so I does that
-    work too.
-
-    `input_grad` returns `num_dx` gradients, then the stash for W.
-    """
-    return _fallbacks(input_grad, [i < num_dx for i in range(len(input_grad.outvars))])
-
-
 # Several outputs, but no work that could be W's.
 _FREE = frozenset(
     {"split", "optimization_barrier", "random_split", "random_unwrap", "threefry2x32"}
 )
 
 
-def _fallbacks(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> list[str]:
-    chosen = list(zip(jaxpr.eqns, needed_for(jaxpr, wanted), strict=True))
-    needed = {
-        v
-        for eqn, choice in chosen
-        if choice is not False
-        for v in eqn.invars
-        if isinstance(v, core.Var)
-    }
-    needed |= {
-        v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, core.Var)
-    }
+def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
+    """Equations of I with outputs that only W reads.  Only a scan can be cut inside, so I does that
+    work too.
+
+    `input_grad` returns `num_dx` gradients, then the stash for W.
+    """
+    without_stash, _ = drop_dead(input_grad.replace(outvars=input_grad.outvars[:num_dx]))
+    eqns = without_stash.eqns
+    read = {*variables(v for eqn in eqns for v in eqn.invars), *variables(without_stash.outvars)}
     found = []
-    for eqn, choice in chosen:
-        name = eqn.primitive.name
-        if choice is False:
-            continue
+    for eqn in eqns:
+        name, outs = eqn.primitive.name, eqn.outvars
         if name == "scan":
-            count = eqn.params["num_carry"]
-            carries = choice.first[:count] if isinstance(choice, Split) else (True,) * count
-            read = [v in needed for v in eqn.outvars[len(carries) :]]
-            found += _fallbacks(eqn.params["jaxpr"].jaxpr, [*carries, *read])
+            body, carries = eqn.params["jaxpr"].jaxpr, scan_counts(eqn)[1]
+            pairs = enumerate(zip(body.outvars, outs, strict=True))
+            wanted = [v for i, (v, out) in pairs if i < carries or out in read]
+            found += fallbacks(body.replace(outvars=wanted), len(wanted))
             continue
-        count = sum(v not in needed and not isinstance(v, core.DropVar) for v in eqn.outvars)
-        if count and len(eqn.outvars) > 1 and name not in _FREE:
+        count = sum(v not in read and not isinstance(v, core.DropVar) for v in outs)
+        if count and len(outs) > 1 and name not in _FREE:
             found.append(
-                f"{name}: {count} of its {len(eqn.outvars)} results are for W alone, and are "
-                "computed in I"
+                f"{name}: {count} of its {len(outs)} results are for W alone, and are computed in I"
             )
     return found

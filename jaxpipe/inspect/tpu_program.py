@@ -7,24 +7,22 @@ Such a program can be compiled without a TPU: libtpu describes the devices
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from ..lowering.target import Chip
-from .collectives import Collective, CompiledProgram, Compute, find_collectives
-from .hlo import Instruction, Module, Place, inner, parse, walk
+from .collectives import MATMULS, Collective, CompiledProgram, Compute, find_collectives
+from .hlo import Instruction, Module, inner, walk
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # XLA issues a transfer as late as its estimates of other work let it, so that they hide little more
 # than the transfer; 0.98 of it was seen.
 _HIDDEN = 0.9
-_MATMULS = frozenset({"convolution", "dot"})
 # Operations that move or fill arrays and compute nothing.
 _MOVES = frozenset(
     {
@@ -60,11 +58,6 @@ class TpuProgram(CompiledProgram):
 
     chip: Chip | None = None
 
-    @classmethod
-    def of(cls, compiled: Any, chip: Chip | None = None) -> TpuProgram:
-        """Read what `pipe.lower(...).compile()` returns for a mesh of TPUs."""
-        return cls(parse(compiled.as_text()), compiled.memory_analysis(), chip)
-
     @cached_property
     def collectives(self) -> list[Collective]:
         """See `find_collectives`.  A permute is beside compute also where work of any purpose hides
@@ -84,8 +77,22 @@ class TpuProgram(CompiledProgram):
         if self.chip is None:
             return 0.0
         transfer = permute.start.results[0].nbytes / self.chip.link
-        cycles = sum(_cycles(self.module, each) for each in permute.beside)
+        cycles = sum(map(self._all_cycles, permute.beside))
         return cycles / self.chip.clock / transfer
+
+    @cached_property
+    def _all_cycles(self) -> Callable[[Instruction], int]:
+        """XLA's estimate of an instruction with all that it issues, added up once."""
+
+        @cache
+        def cycles(instruction: Instruction) -> int:
+            return _own_cycles(instruction) + sum(
+                cycles(each) * place.trips
+                for place in inner(self.module, instruction)
+                for each in place.computation.instructions
+            )
+
+        return cycles
 
     @property
     def total_bytes(self) -> int:
@@ -101,24 +108,18 @@ class TpuProgram(CompiledProgram):
         Every predicate counts as taken.  Collectives have no estimates.
         """
         found: Counter[Purpose] = Counter()
-        for place, instruction in _issued(self.module):
-            if place.in_loop:
+        for place in walk(self.module):
+            for instruction in place.computation.instructions if place.in_loop else ():
                 found[_purpose(self.module, instruction)] += _own_cycles(instruction) * place.trips
         return {purpose: found[purpose] for purpose in Purpose}
 
     @cached_property
     def padding(self) -> int:
         """Bytes that tiles add to the arrays that the loops of the step's segments carry."""
-        loops = {
-            segment.instruction.name: segment.instruction
-            for segment in (place.segment for place in walk(self.module))
-            if segment is not None
-        }
+        segments = [place.segment for place in walk(self.module)]
+        carried = [segment.instruction.results for segment in segments if segment is not None]
         return max(
-            (
-                sum(array.padded_nbytes - array.nbytes for array in loop.results)
-                for loop in loops.values()
-            ),
+            (sum(array.padded_nbytes - array.nbytes for array in arrays) for arrays in carried),
             default=0,
         )
 
@@ -139,24 +140,9 @@ def _own_cycles(instruction: Instruction) -> int:
     return int(match[1]) if match else 0
 
 
-def _cycles(module: Module, instruction: Instruction) -> int:
-    """XLA's estimate of an instruction with all that it issues."""
-    return _own_cycles(instruction) + sum(
-        _cycles(module, each) * math.prod(frame.trips or 1 for frame in frames)
-        for computation, frames in inner(module, instruction)
-        for each in computation.instructions
-    )
-
-
-def _issued(module: Module) -> Iterator[tuple[Place, Instruction]]:
-    for place in walk(module):
-        for instruction in place.computation.instructions:
-            yield place, instruction
-
-
 def _purpose(module: Module, instruction: Instruction) -> Purpose:
-    held = set(_opcodes(module, instruction))
-    if held & _MATMULS:
+    held = module.opcodes(instruction)
+    if held & MATMULS:
         return Purpose.MATMUL
     if "custom-call" in held:
         return Purpose.KERNEL
@@ -165,13 +151,3 @@ def _purpose(module: Module, instruction: Instruction) -> Purpose:
     if "dynamic-slice" in held:
         return Purpose.READ
     return Purpose.MOVE if held <= _MOVES else Purpose.OTHER
-
-
-def _opcodes(module: Module, instruction: Instruction) -> Iterator[str]:
-    """The opcodes of an instruction, or those in its fusion."""
-    if instruction.opcode != "fusion":
-        yield instruction.opcode
-        return
-    for computation in module.calls(instruction):
-        for each in computation.instructions:
-            yield from _opcodes(module, each)

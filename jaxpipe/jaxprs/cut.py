@@ -7,7 +7,7 @@ that are computed in the same way one is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -16,10 +16,11 @@ import numpy as np
 from jax.extend import core
 
 from .equations import (
-    Atom,
     NewVar,
     Pairs,
     Scan,
+    every_equation,
+    making,
     reads,
     renamed,
     scan_counts,
@@ -168,7 +169,9 @@ def cut(
     *,
     outputs: Sequence[bool],
     repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
-    early: Callable[[core.JaxprEqn], bool] | None = None,
+    early: Callable[[core.JaxprEqn], bool] = lambda eqn: False,
+    late: Collection[core.Var] = (),
+    hidden: Collection[core.Var] = (),
     priced: Collection[core.Var] = (),
 ) -> Cut:
     """Cut a flat jaxpr (no constants) by `assignment`; `outputs` marks what the first part returns,
@@ -176,11 +179,95 @@ def cut(
 
     The crossing is the smallest from which equations that may be repeated give the rest
     (`cheapest`).  `early` marks equations of the second part that the first may do too, if it has
-    what they read.  `priced` are inputs that stay in memory until the second part where it reads
-    them: they weigh as much as what crosses.
+    what they read.  Of the inputs, only the second part has those in `late`, and only the first
+    part those in `hidden`.  `priced` are inputs that stay in memory until the second part where it
+    reads them: they weigh as much as what crosses.
     """
     assert not jaxpr.constvars, "constants must be inputs"
-    return _Maker(jaxpr, repeat, early, priced=priced).cut(assignment, outputs)
+    first: list[core.JaxprEqn] = []
+    second: list[core.JaxprEqn] = []
+    weights: dict[core.Var, int] = {}  # of the stacks of scans
+    newvar, late = core.gensym(), set(late)
+    for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
+        if isinstance(choice, Split):
+            halves = _scan_halves(eqn, choice, late, newvar, weights, repeat=repeat, early=early)
+            first += halves[0]
+            second += halves[1]
+            late.update(_marked(eqn.outvars, [not f for f in choice.first]))
+        elif choice or (early(eqn) and late.isdisjoint(variables(eqn.invars))):
+            first.append(eqn)
+        else:
+            second.append(eqn)
+            late.update(eqn.outvars)
+    first_outs = _marked(jaxpr.outvars, outputs)
+    second_outs = _marked(jaxpr.outvars, [not f for f in outputs])
+    maker_of = {v: e for e in first for v in e.outvars}
+    from_first = {*maker_of, *hidden}
+    kept = {*from_first, *priced}
+    used = variables([*(v for e in second for v in e.invars), *second_outs])
+    keep = cheapest((v for v in used if v in kept), first, lambda v: v not in kept, repeat=repeat)
+    crossing = [v for v in keep.stored if v in from_first]
+    # Recomputing can leave equations in the first part that nothing needs any more.
+    before, _ = drop_dead(with_equations(jaxpr, first, jaxpr.invars, [*first_outs, *crossing]))
+    after, after_reads = drop_dead(
+        with_equations(jaxpr, [*keep.again, *second], [*jaxpr.invars, *crossing], second_outs)
+    )
+    return Cut(
+        before,
+        after,
+        tuple(v.aval for v in crossing),
+        sum(weights.get(v, weight(v, maker_of.get(v))) for v in crossing),
+        after_reads[: len(jaxpr.invars)],
+    )
+
+
+def _scan_halves(
+    eqn: core.JaxprEqn,
+    choice: Split,
+    late: Collection[core.Var],
+    newvar: NewVar,
+    weights: dict[core.Var, int],
+    **rules: Any,
+) -> tuple[list[core.JaxprEqn], list[core.JaxprEqn]]:
+    """Cut a scan: the first one stacks what crosses in each trip, the second one scans over that.
+
+    Each is a list of one scan, or of none that has no outputs.  The weights of stacks are added to
+    `weights`.
+    """
+    scan, others = Scan.of(eqn), tuple(not f for f in choice.first)
+    carry, length = [v for _, v in scan.carry], eqn.params["length"]
+    body = eqn.params["jaxpr"].jaxpr
+    operands = zip(eqn.invars, body.invars, strict=True)
+    halves = cut(
+        body,
+        choice.body,
+        outputs=choice.first,
+        late=[v for a, v in operands if isinstance(a, core.Var) and a in late]
+        + _marked(carry, others[: len(carry)]),
+        hidden=_marked(carry, choice.first[: len(carry)]),
+        **rules,
+    )
+    # A value that crosses in each trip and is an output of the scan too is stacked only once.
+    stacked = {
+        v: o
+        for v, o in _marked(scan.ys, choice.first[len(carry) :])
+        if isinstance(v, core.Var) and not isinstance(o, core.DropVar)
+    }
+    makers = {v: e for e in halves.first.eqns for v in e.outvars}
+    crossing = variables(halves.first.outvars[sum(choice.first) :])
+    new = [v for v in crossing if v not in stacked]
+    for v in new:
+        stacked[v] = newvar(stacked_aval(v.aval, length))
+        weights[stacked[v]] = length * weight(v, makers.get(v))
+    first, second = [], []
+    if any(choice.first) or new:
+        ys = [(v, stacked[v]) for v in new]
+        first = [_part(scan, halves.first.eqns, choice.first, ys=ys)]
+    if any(others):
+        inner = halves.second.invars[len(body.invars) :]
+        xs = [(stacked[v], x) for v, x in zip(crossing, inner, strict=True)]
+        second = [_part(scan, halves.second.eqns, others, xs=xs)]
+    return first, second
 
 
 def drop_dead(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[bool, ...]]:
@@ -190,109 +277,6 @@ def drop_dead(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[bool, ...]]:
     kept = _live_equations(jaxpr, needed_for(jaxpr, [True] * len(jaxpr.outvars)))
     alive = with_equations(jaxpr, kept, jaxpr.invars, jaxpr.outvars)
     return alive, reads(alive)
-
-
-class _Maker:
-    """Builds the two parts of one jaxpr."""
-
-    def __init__(
-        self,
-        jaxpr: core.Jaxpr,
-        repeat: Callable[[core.JaxprEqn], bool],
-        early: Callable[[core.JaxprEqn], bool] | None,
-        late: Collection[core.Var] = (),
-        hidden: Collection[core.Var] = (),
-        priced: Collection[core.Var] = (),
-    ) -> None:
-        """`late` are inputs that only the second part has, and `hidden` those that only the first
-        part has: what its half of a scan has.
-        """
-        self._jaxpr = jaxpr
-        self._newvar: NewVar = core.gensym()
-        self._repeat = repeat
-        self._early = early
-        self._late = set(late)
-        self._hidden = hidden
-        self._priced = set(priced)
-        self._weights: dict[core.Var, int] = {}  # of the stacks of scans
-        self._first: list[core.JaxprEqn] = []
-        self._second: list[core.JaxprEqn] = []
-
-    def cut(self, assignment: Assignment, outputs: Sequence[bool]) -> Cut:
-        """Share out the equations, and choose what crosses."""
-        jaxpr = self._jaxpr
-        for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
-            if isinstance(choice, Split):
-                self._split_scan(eqn, choice)
-            elif choice or self._may_be_early(eqn):
-                self._first.append(eqn)
-            else:
-                self._second.append(eqn)
-                self._late.update(eqn.outvars)
-        first_outs = _marked(jaxpr.outvars, outputs)
-        second_outs = _marked(jaxpr.outvars, [not f for f in outputs])
-        maker_of = {v: e for e in self._first for v in e.outvars}
-        used = [*(v for e in self._second for v in e.invars), *second_outs]
-        from_first = {*maker_of, *self._hidden}
-        kept = from_first | self._priced
-        missing = dict.fromkeys(v for v in variables(used) if v in kept)
-        keep = cheapest(missing, self._first, lambda v: v not in kept, repeat=self._repeat)
-        crossing = [v for v in keep.stored if v in from_first]
-        first = with_equations(jaxpr, self._first, jaxpr.invars, [*first_outs, *crossing])
-        second = with_equations(
-            jaxpr, [*keep.again, *self._second], [*jaxpr.invars, *crossing], second_outs
-        )
-        # Recomputing can leave equations in the first part that nothing needs any more.
-        first, _ = drop_dead(first)
-        second, second_reads = drop_dead(second)
-        weights = [self._weights.get(v, weight(v, maker_of.get(v))) for v in crossing]
-        return Cut(
-            first,
-            second,
-            tuple(v.aval for v in crossing),
-            sum(weights),
-            second_reads[: len(jaxpr.invars)],
-        )
-
-    def _may_be_early(self, eqn: core.JaxprEqn) -> bool:
-        """Whether the first part may do an equation of the second too, and has what it reads."""
-        if self._early is None or not self._early(eqn):
-            return False
-        return not any(v in self._late for v in variables(eqn.invars))
-
-    def _split_scan(self, eqn: core.JaxprEqn, choice: Split) -> None:
-        """Cut a scan: the first one stacks what crosses in each trip, the second one scans over
-        that.
-        """
-        scan = Scan.of(eqn)
-        others = tuple(not f for f in choice.first)
-        carry = [v for _, v in scan.carry]
-        body = eqn.params["jaxpr"].jaxpr
-        pairs = [p for p in zip(eqn.invars, body.invars, strict=True) if isinstance(p[0], core.Var)]
-        late = [v for a, v in pairs if a in self._late]
-        late += _marked(carry, others[: len(carry)])
-        hidden = _marked(carry, choice.first[: len(carry)])
-        made = _Maker(body, self._repeat, self._early, late, hidden).cut(choice.body, choice.first)
-        # A value that crosses in each trip and is an output of the scan too is stacked only once.
-        stacked = {
-            v: o
-            for v, o in _marked(scan.ys, choice.first[len(carry) :])
-            if isinstance(v, core.Var) and not isinstance(o, core.DropVar)
-        }
-        makers = {v: e for e in made.first.eqns for v in e.outvars}
-        crossing = made.first.outvars[sum(choice.first) :]
-        new = [v for v in variables(crossing) if v not in stacked]
-        for v in new:
-            stacked[v] = self._newvar(stacked_aval(v.aval, eqn.params["length"]))
-            self._weights[stacked[v]] = eqn.params["length"] * weight(v, makers.get(v))
-        if any(choice.first) or new:
-            ys = [(v, stacked[v]) for v in new]
-            self._first.append(_part(scan, made.first.eqns, choice.first, ys=ys))
-        self._late.update(_marked(eqn.outvars, others))
-        if any(others):
-            inner = made.second.invars[len(body.invars) :]
-            xs = [(stacked[v], x) for v, x in zip(variables(crossing), inner, strict=True)]
-            self._second.append(_part(scan, made.second.eqns, others, xs=xs))
 
 
 def _live_equations(jaxpr: core.Jaxpr, needed: Assignment) -> list[core.JaxprEqn]:
@@ -341,65 +325,31 @@ def _marked(values: Iterable[Any], marks: Sequence[bool]) -> list[Any]:
 def equal_outputs(jaxpr: core.Jaxpr) -> tuple[int, ...]:
     """For each output, the first output that is equal to it, itself or an earlier one.
 
-    A cast of stacked weights in a scan over layers, and the same cast in the reversed scan over
-    them, are equal.
+    Outputs are equal whose equations have the same text.  A cast of stacked weights in a scan over
+    layers, and the same cast in the reversed scan over them, are equal: without a carry each trip
+    is by itself, in whichever order they come.
     """
-    numbers: dict[Any, int] = {}
-    of: dict[core.Var, int] = {
-        var: numbers.setdefault(("input", i), len(numbers)) for i, var in enumerate(jaxpr.invars)
-    }
-
-    def number(atom: Atom) -> Any:
-        return (
-            ("literal", str(atom), str(atom.aval)) if isinstance(atom, core.Literal) else of[atom]
-        )
-
-    for eqn in jaxpr.eqns:
-        for i, (var, key) in enumerate(zip(eqn.outvars, _keys(eqn), strict=True)):
-            how = (
-                (key[0], tuple(number(a) for a in key[1]))
-                if key is not None
-                else ("only", id(eqn), i)
-            )
-            of[var] = numbers.setdefault(how, len(numbers))
-    first: dict[Any, int] = {}
-    return tuple(first.setdefault(number(atom), i) for i, atom in enumerate(jaxpr.outvars))
+    texts = [_text(jaxpr, atom) for atom in jaxpr.outvars]
+    return tuple(i if text is None else texts.index(text) for i, text in enumerate(texts))
 
 
-def _keys(eqn: core.JaxprEqn) -> Iterator[tuple[Any, tuple[Atom, ...]] | None]:
-    """For each output, what is done and to which values; None where that cannot be compared."""
-    if eqn.effects:
-        yield from (None for _ in eqn.outvars)
-    elif eqn.primitive.name == "scan" and scan_counts(eqn)[1] == 0:
-        yield from _stacked_keys(eqn)
-    elif any(True for _ in core.jaxprs_in_params(eqn.params)) or any(
-        isinstance(v, np.ndarray | jax.Array) for v in eqn.params.values()
-    ):
-        yield from (None for _ in eqn.outvars)
-    else:
-        params = str(sorted(eqn.params.items(), key=lambda item: item[0]))
-        yield from (
-            ((eqn.primitive.name, params, i), tuple(eqn.invars)) for i in range(len(eqn.outvars))
-        )
-
-
-def _stacked_keys(eqn: core.JaxprEqn) -> Iterator[tuple[Any, tuple[Atom, ...]] | None]:
-    """Without a carry each trip is by itself: in whichever order they come, equal bodies stack
-    equal outputs.
-    """
-    body = eqn.params["jaxpr"]
-    consts, _ = scan_counts(eqn)
-    for atom in body.jaxpr.outvars:
-        if body.consts or isinstance(atom, core.Literal):
-            yield None
-            continue
-        alone, reads = drop_dead(body.jaxpr.replace(outvars=[atom]))
-        used = [i for i, read in enumerate(reads) if read]
-        text = str(alone.replace(invars=[alone.invars[i] for i in used]))
-        yield (
-            ("scan", eqn.params["length"], tuple(i < consts for i in used), text),
-            tuple(eqn.invars[i] for i in used),
-        )
+def _text(jaxpr: core.Jaxpr, atom: Any) -> str | None:
+    """How a value is made, and from which inputs; None where the text does not have it all."""
+    made = making(variables([atom]), jaxpr.eqns)
+    alone, used = drop_dead(with_equations(jaxpr, made, jaxpr.invars, [atom]))
+    eqns = [
+        eqn.replace(params=eqn.params | {"reverse": False})
+        if eqn.primitive.name == "scan" and not scan_counts(eqn)[1]
+        else eqn
+        for eqn in alone.eqns
+    ]
+    inner = list(every_equation(alone))
+    values = [value for eqn in inner for value in eqn.params.values()]
+    values += [a.val for eqn in inner for a in eqn.invars if isinstance(a, core.Literal)]
+    if alone.effects or any(isinstance(v, np.ndarray | jax.Array) and v.ndim for v in values):
+        return None
+    own = alone.replace(eqns=eqns, invars=_marked(alone.invars, used))
+    return f"{[i for i, is_used in enumerate(used) if is_used]} {own}"
 
 
 def keep_first(jaxpr: core.Jaxpr, start: int, same: tuple[int, ...]) -> core.Jaxpr:

@@ -5,8 +5,9 @@ inputs come straight from them.  Scans are run one by one, or several of one len
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ class Loop:
     params: Mapping[str, Any]  # of the scan
     fixed: list[Any]  # what is the same in all trips
     carry: list[Any]
+    homes: list[int]  # by what each pool was at first, see `_steps`
     pools: list[Any]
     scanned: list[Any]  # what a trip reads a row of: slots, pieces, arrays
     targets: Sequence[Target | None]
@@ -70,12 +72,10 @@ class Loop:
     def store(self, pools: list[Any], row: Any, results: list[Any]) -> list[Any]:
         """The pools with the rows of a trip that have a target."""
         found = list(pools)
-        targets = [target for target in self.targets if target is not None]
-        numbers = {first: k for k, first in enumerate(dict.fromkeys(id(t.pool) for t in targets))}
         for value, target in zip(results, self.targets, strict=True):
             if target is not None:
-                number = numbers[id(target.pool)]
-                found[number] = target._replace(pool=found[number]).store_row(row, value)
+                home = self.homes.index(id(target.pool))
+                found[home] = target._replace(pool=found[home]).store_row(row, value)
         return found
 
     def stacked(self, results: list[Any]) -> list[Any]:
@@ -117,7 +117,11 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
             if after and not by_scan:
                 row = _row_after(row, [leaf for state in after for kept in state for leaf in kept])
             pools, new = loop.store(before.pools, row, results), loop.stacked(results)
-            stacks = [] if by_scan else _with_rows(before.stacks, row, new)
+            # With `by_scan` there are no stacks here.
+            stacks = [
+                lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), row, 0)
+                for stack, value in zip(before.stacks, new, strict=not by_scan)
+            ]
             after.append(State(carry, pools, stacks))
             ys.append(new if by_scan else [])
         return after, ys
@@ -169,7 +173,11 @@ def _read_before_writing(
     """
     written = {id(pool) for loop in loops for pool in loop.pools}
     tied = [
-        {k: values[k] for k, x in enumerate(loop.scanned) if _is_in(x, written)}
+        {
+            k: values[k]
+            for k, x in enumerate(loop.scanned)
+            if isinstance(x, Slot) and id(x.pool) in written
+        }
         for loop, values in zip(loops, read, strict=True)
     ]
     tied, pools = lax.optimization_barrier((tied, [state.pools for state in states]))
@@ -177,10 +185,6 @@ def _read_before_writing(
         [own.get(k, value) for k, value in enumerate(values)]
         for own, values in zip(tied, read, strict=True)
     ]
-
-
-def _is_in(scanned: Any, pools: set[int]) -> bool:
-    return isinstance(scanned, Slot) and id(scanned.pool) in pools
 
 
 def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
@@ -200,14 +204,6 @@ def _is_split_further() -> bool:
     return any(mesh.shape[name] > 1 for name in mesh.auto_axes)
 
 
-def _with_rows(stacks: Sequence[Any], row: Any, values: Sequence[Any]) -> list[Any]:
-    """Each stack with one row written."""
-    return [
-        lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), row, 0)
-        for stack, value in zip(stacks, values, strict=True)
-    ]
-
-
 _LAZY = (Slot, Piece)
 
 
@@ -222,48 +218,44 @@ def run_in_slots(*runs: InSlots) -> list[list[Any]]:
     the first reads its slots before the second writes any: the second may write pools that the
     first reads, but not the other way round.
     """
-    results: list[list[Any]] = [[] for _ in runs]
     steps = [_steps(run, alone=len(runs) == 1) for run in runs]
+    results: list[list[Any]] = [[] for _ in runs]
     waiting: dict[int, Loop] = {}  # the loop that each run needs next
-
-    def advance(k: int, answer: State | None) -> None:
-        try:
-            waiting[k] = next(steps[k]) if answer is None else steps[k].send(answer)
-        except StopIteration as done:
-            waiting.pop(k, None)
-            results[k] = done.value
-
-    for k in range(len(runs)):
-        advance(k, None)
-    while waiting:
-        first = min(waiting)
-        chosen = [k for k in sorted(waiting) if waiting[first].merges_with(waiting[k])]
-        for k, answer in zip(chosen, run_loops([waiting[k] for k in chosen]), strict=True):
-            advance(k, answer)
+    answers: dict[int, Any] = dict.fromkeys(range(len(runs)))
+    while answers:
+        for k, answer in answers.items():
+            try:
+                waiting[k] = steps[k].send(answer)
+            except StopIteration as done:
+                results[k] = done.value
+        chosen = [k for k in sorted(waiting) if waiting[min(waiting)].merges_with(waiting[k])]
+        states = run_loops([waiting.pop(k) for k in chosen]) if chosen else []
+        answers = dict(zip(chosen, states, strict=True))
     return results
 
 
 def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
     """Evaluate a jaxpr up to each of its scans; the caller runs these."""
     jaxpr, writes = run.jaxpr, run.writes
-    env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True))
-    env.update((jaxpr.invars[i], slot) for i, slot in run.reads.items())
-    # A scan writes into its target what nothing else reads.
-    used = {v for e in jaxpr.eqns for v in variables(e.invars)}
-    targets = {
-        v: target
-        for v, target in _written(run).items()
-        if v not in used and jaxpr.outvars.count(v) == 1
-    }
-    appended, added = _appended(run), _added(run)
-    pools = _Pools()
+    slots = {jaxpr.invars[i]: slot for i, slot in run.reads.items()}
+    env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True)) | slots
+    now: dict[int, Any] = {}  # pools as they are by now, by the `id` of what they were at first
+
+    def current(target: Any) -> Any:
+        """The target in its pool as it is by now."""
+        return target._replace(pool=now.get(id(target.pool), target.pool))
+
+    uses = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
+    own = ((jaxpr.outvars[i], target) for i, target in writes.items())
+    left = {v: target for v, target in own if isinstance(v, core.Var)}
+    # A scan or a scatter writes into its target what nothing else reads.
+    targets = {v: t for v, t in left.items() if v not in uses and jaxpr.outvars.count(v) == 1}
+    updates = _updates(jaxpr, slots, left, targets, uses)
     written: set[core.Var] = set()
-    zeros = _zeros_of(jaxpr)
     # What is read whole is read before any pool is written, here or by what runs together with
     # this; but for large slots that nothing writes.
-    rows_only = {eqn.invars[0] for eqn in jaxpr.eqns if _made(eqn) in appended}
-    whole = _read_whole(jaxpr) - rows_only - {each.held for each in added.values()}
-    late = _read_late(run, whole) if alone else set()
+    whole = _read_whole(jaxpr) - {each.held for each in updates.values()}
+    late = {v for v in whole & {*slots} if alone and _is_read_late(v, slots[v], writes)}
     first = [v for v in jaxpr.invars if v in whole and v not in late]
     env.update((v, env[v].load()) for v in first if isinstance(env[v], _LAZY))
     newest: Any = None  # the last large array that was computed from one of these
@@ -275,71 +267,51 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
             if newest is not None:
                 slot = slot._replace(index=_row_after(slot.index, [newest]))
             env[v] = slot.load()
-        if (buffer := _made(eqn)) in appended:
-            slot = pools.current(appended[buffer])
-            rows, *starts = (_load(env, v) for v in eqn.invars[1:])
-            pools.change(slot, slot.store_rows(rows, starts))
-            env[buffer] = pools.current(appended[buffer]).load()
-            written.add(buffer)
-            continue
-        if (total := _made(eqn)) in added:
-            found = added[total]
-            slot = pools.current(env[found.held])
-            pools.change(slot, slot.add(_load(env, found.other)))
-            env[total] = pools.current(found.target)
-            written.add(total)
+        result: Any = eqn.outvars[0] if eqn.outvars else None
+        if (update := updates.get(result)) is not None:
+            before = update.target if update.held is None else env[update.held]
+            values = [_load(env, v) for v in update.operands]
+            now[id(before.pool)] = update.change(current(before), *values)
+            target = current(update.target)
+            env[result] = target.load() if update.change is _with_rows else target
+            written.add(result)
             continue
         if _is_loop(eqn):
             _, carries = scan_counts(eqn)
-            loop = _loop_of(eqn, env, targets, pools)
+            loop = _loop_of(eqn, env, targets, current)
             state = yield loop
-            pools.update(loop.pools, state.pools)
+            now.update(zip(loop.homes, state.pools, strict=True))
             outs = eqn.outvars[carries:]
             env.update(zip(eqn.outvars[:carries], state.carry, strict=True))
             env.update(zip([v for v in outs if v not in targets], state.stacks, strict=True))
             written.update(v for v in outs if v in targets)
-            if not after.isdisjoint(variables(eqn.invars)):
-                after.update(eqn.outvars)
-                newest = next(filter(_is_large, [*state.carry, *state.stacks]), newest)
-            continue
-        inputs = [_load(env, v) for v in eqn.invars]
-        target = targets.get(eqn.outvars[0]) if eqn.primitive.name == "scatter-add" else None
-        if isinstance(target, Total | TotalPiece) and eqn.invars[0] in zeros:
-            # The gradient of a table of embeddings, which is mostly zeros.
-            pools.change(target, pools.current(target).scatter(eqn, *inputs[1:]))
-            written.add(eqn.outvars[0])
-            continue
-        env.update(zip(eqn.outvars, bind(jaxpr, eqn, inputs), strict=True))
+            made = [*state.carry, *state.stacks]
+        else:
+            made = bind(jaxpr, eqn, [_load(env, v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, made, strict=True))
+            made = made if eqn.primitive.name == "dot_general" else []
         if not after.isdisjoint(variables(eqn.invars)):
             after.update(eqn.outvars)
-            if eqn.primitive.name == "dot_general":
-                newest = next(filter(_is_large, (env[v] for v in eqn.outvars)), newest)
+            newest = next(filter(_is_large, made), newest)
     for i, target in writes.items():
         atom = jaxpr.outvars[i]
         if not (isinstance(atom, core.Var) and atom in written):
-            pools.change(target, pools.current(target).store(_load(env, atom)))
+            now[id(target.pool)] = current(target).store(_load(env, atom))
     return [
-        pools.now(writes[i].pool) if i in writes else _load(env, atom)
+        current(writes[i]).pool if i in writes else _load(env, atom)
         for i, atom in enumerate(jaxpr.outvars)
     ]
 
 
-def _read_late(run: InSlots, whole: set[core.Var]) -> set[core.Var]:
-    """Inputs that are read from their slots when the first equation needs them, after what was
+def _is_read_late(var: core.Var, slot: Slot, writes: Mapping[int, Target]) -> bool:
+    """Whether an input is read from its slot when the first equation needs it, after what was
     computed before.
 
     XLA:GPU would otherwise read all of them first, and start what the backward computes again of
     each layer: at 512k tokens in slices that is 8 % of a device's memory.
     """
-    if _is_split_further():
-        return set()
-    written = {id(target.pool) for target in run.writes.values()}
-    return {
-        v
-        for v in whole
-        for slot in (run.reads.get(run.jaxpr.invars.index(v)),)
-        if isinstance(slot, Slot) and id(slot.pool) not in written and _is_large(v.aval)
-    }
+    is_written = any(target.pool is slot.pool for target in writes.values())
+    return not is_written and _is_large(var.aval) and not _is_split_further()
 
 
 def _is_large(array: Any) -> bool:
@@ -347,99 +319,78 @@ def _is_large(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.floating) and nbytes(array) >= 2**20
 
 
-def _made(eqn: core.JaxprEqn) -> Any:
-    """The first result of an equation; None where it has none."""
-    return eqn.outvars[0] if eqn.outvars else None
+class _Update(NamedTuple):
+    """An equation that is done in the target of its result."""
+
+    target: Target
+    held: Any  # the input that is the target before
+    operands: Sequence[Any]
+    change: Callable[..., Any]  # the new pool, of the target before and the operands
 
 
-def _written(run: InSlots) -> dict[core.Var, Any]:
-    """The targets of results, but for results that are constants."""
-    found = ((run.jaxpr.outvars[i], target) for i, target in run.writes.items())
-    return {v: target for v, target in found if isinstance(v, core.Var)}
-
-
-def _appended(run: InSlots) -> dict[Any, Slot]:
-    """What is a slot with some rows replaced, and goes back to that slot: only rows are written."""
-    jaxpr = run.jaxpr
-    held: dict[Any, Slot] = {jaxpr.invars[i]: slot for i, slot in run.reads.items()}
-    left = {v: target for v, target in _written(run).items() if isinstance(target, Slot)}
-    found: dict[Any, Slot] = {}
-    for eqn in jaxpr.eqns if held else ():
-        if eqn.primitive.name == "dynamic_update_slice" and _made(eqn) in left:
-            before, after = held.get(eqn.invars[0]), left[_made(eqn)]
-            if before is not None and before.pool is after.pool:
-                found[_made(eqn)] = after
+def _updates(
+    jaxpr: core.Jaxpr,
+    slots: Mapping[Any, Slot],
+    left: Mapping[Any, Target],
+    targets: Mapping[Any, Target],
+    uses: Mapping[Any, int],
+) -> dict[Any, _Update]:
+    """The equations that are done in the targets of their results, by result: rows that replace
+    some of a slot, a sum that goes back to its slot, and scatters into zeros, as is the gradient of
+    a table of embeddings.
+    """
+    found: dict[Any, _Update] = {}
+    zeros: list[Any] = []
+    for eqn in jaxpr.eqns:
+        name, result = eqn.primitive.name, eqn.outvars[0] if eqn.outvars else None
+        if name == "broadcast_in_dim":
+            start = eqn.invars[0]
+            zeros += [result] if isinstance(start, core.Literal) and start.val == 0 else []
+        target = left.get(result)
+        if isinstance(target, Slot):
+            held = [
+                isinstance(v, core.Var) and v in slots and slots[v].pool is target.pool
+                for v in eqn.invars[:2]
+            ]
+            if name == "dynamic_update_slice" and held[0]:
+                own, *rest = eqn.invars
+                found[result] = _Update(target, own, rest, _with_rows)
+            for own, other, is_held in zip(eqn.invars, eqn.invars[1::-1], held, strict=False):
+                if name in ("add", "add_any") and is_held and uses[own] == 1:
+                    found[result] = _Update(target, own, [other], Slot.add)
+                    break
+        elif name == "scatter-add" and result in targets and eqn.invars[0] in zeros:
+            change = partial(_scattered, eqn)
+            found[result] = _Update(targets[result], None, eqn.invars[1:], change)
     return found
 
 
-class _Sum(NamedTuple):
-    """A sum of a slot and something else that goes back to the same slot."""
-
-    target: Slot
-    held: core.Var  # the input that is the slot
-    other: Any
+def _with_rows(slot: Slot, rows: Any, *starts: Any) -> Any:
+    return slot.store_rows(rows, starts)
 
 
-def _added(run: InSlots) -> dict[Any, _Sum]:
-    """Sums that are added to in place, by their result."""
-    jaxpr = run.jaxpr
-    held = {jaxpr.invars[i]: slot for i, slot in run.reads.items()}
-    left = _written(run)
-    uses = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
-    found: dict[Any, _Sum] = {}
-    for eqn in jaxpr.eqns if held else ():
-        target = left.get(_made(eqn)) if eqn.primitive.name in ("add", "add_any") else None
-        if not isinstance(target, Slot):
-            continue
-        for own, other in (eqn.invars, eqn.invars[::-1]):
-            if not isinstance(own, core.Var) or uses[own] > 1 or own not in held:
-                continue
-            if held[own].pool is target.pool:
-                found[_made(eqn)] = _Sum(target, own, other)
-                break
-    return found
-
-
-class _Pools:
-    """The pools as they are by now, by what they were at first."""
-
-    def __init__(self) -> None:
-        self._now: dict[int, Any] = {}
-        self._first: dict[int, Any] = {}  # by what each is now
-
-    def now(self, pool: Any) -> Any:
-        """The pool that was this one."""
-        return self._now.get(id(pool), pool)
-
-    def current(self, target: Any) -> Any:
-        """The target in its pool as it is by now."""
-        return target._replace(pool=self.now(target.pool))
-
-    def change(self, target: Target, new: Any) -> None:
-        """Replace a target's pool."""
-        self.update([self.now(target.pool)], [new])
-
-    def update(self, old: Sequence[Any], new: Sequence[Any]) -> None:
-        """Replace pools as they were by now."""
-        for before, after in zip(old, new, strict=True):
-            first = self._first.pop(id(before), before)
-            self._first[id(after)] = first
-            self._now[id(first)] = after
+def _scattered(eqn: core.JaxprEqn, total: Total | TotalPiece, indices: Any, updates: Any) -> Any:
+    return total.scatter(eqn, indices, updates)
 
 
 def _loop_of(
-    eqn: core.JaxprEqn, env: dict[core.Var, Any], targets: Mapping[Any, Target], pools: _Pools
+    eqn: core.JaxprEqn,
+    env: dict[core.Var, Any],
+    targets: Mapping[Any, Target],
+    current: Callable[[Target], Target],
 ) -> Loop:
     """A scan with pools among its carries, for what it writes, and among its constants, for what it
     reads.
     """
     scan = Scan.of(eqn)
     found = [targets.get(v) for _, v in scan.ys]
+    pools = {id(t.pool): current(t).pool for t in found if t is not None}
     return Loop(
         eqn.params,
         fixed=[_load(env, a) for a, _ in scan.consts],
         carry=[jnp.asarray(_load(env, a)).astype(v.aval.dtype) for a, v in scan.carry],
-        pools=list({id(t.pool): pools.now(t.pool) for t in found if t is not None}.values()),
+        homes=list(pools),
+        pools=list(pools.values()),
         scanned=[env[a] if isinstance(a, core.Var) else a.val for a, _ in scan.xs],
         targets=found,
     )
@@ -456,17 +407,6 @@ def _read_whole(jaxpr: core.Jaxpr) -> set[core.Var]:
         whole = sum(scan_counts(eqn)) if _is_loop(eqn) else len(eqn.invars)
         found.update(variables(eqn.invars[:whole]))
     return found & set(jaxpr.invars)
-
-
-def _zeros_of(jaxpr: core.Jaxpr) -> list[Any]:
-    """Arrays of zeros."""
-    return [
-        eqn.outvars[0]
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "broadcast_in_dim"
-        and isinstance(eqn.invars[0], core.Literal)
-        and eqn.invars[0].val == 0
-    ]
 
 
 def _load(env: dict[core.Var, Any], atom: Any) -> Any:

@@ -4,7 +4,7 @@ can be cut.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,15 +38,8 @@ def stores_on_host(jaxpr: core.Jaxpr) -> bool:
     """Whether anything in it goes to the host's memory, as policies of `jax.checkpoint` that
     offload write it.
     """
-    return _has_move(jaxpr, {_Space.Host})
-
-
-def _has_move(jaxpr: core.Jaxpr, to: Collection[Any] = tuple(_Space)) -> bool:
-    """Whether anything in it, also in bodies, is moved to one of these memories."""
-    return any(
-        _is_move(eqn) and not set(eqn.params["devices"]).isdisjoint(to)
-        for eqn in every_equation(jaxpr)
-    )
+    moves = (eqn for eqn in every_equation(jaxpr) if _is_move(eqn))
+    return any(_Space.Host in eqn.params["devices"] for eqn in moves)
 
 
 def _is_move(eqn: core.JaxprEqn) -> bool:
@@ -58,54 +51,21 @@ def _is_move(eqn: core.JaxprEqn) -> bool:
     )
 
 
-def _on_device(aval: Any) -> Any:
-    return (
-        aval.update(memory_space=_Space.Device)
-        if getattr(aval, "memory_space", None) is _Space.Host
-        else aval
-    )
-
-
-def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The same function with all values on the device, also in the bodies of loops and branches.
+def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same function without calls and moves between memories: all values are on the device.
 
     The program decides what is kept on the host: it moves all residuals of a forward, and fetches
-    them ticks before they are read.
+    them ticks before they are read.  Constants become literals or stay constants of the result.
     """
-    newvar = core.gensym()
-    env: dict[core.Var, Any] = {}
-
-    def bind(variables: Sequence[core.Var]) -> list[core.Var]:
-        for v in variables:
-            env[v] = v if isinstance(v, core.DropVar) else newvar(_on_device(v.aval))
-        return [env[v] for v in variables]
-
-    def read(atom: Atom) -> Atom:
-        return atom if isinstance(atom, core.Literal) else env[atom]
-
-    constvars, invars = bind(jaxpr.constvars), bind(jaxpr.invars)
-    eqns: list[core.JaxprEqn] = []
-    for eqn in jaxpr.eqns:
-        inputs = [read(a) for a in eqn.invars]
-        if _is_move(eqn):
-            env.update(zip(eqn.outvars, inputs, strict=True))
-            continue
-        params = with_bodies(eqn.params, _without_moves)
-        eqns.append(eqn.replace(invars=inputs, outvars=bind(eqn.outvars), params=params))
-    outvars = [read(a) for a in jaxpr.outvars]
-    return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
+    moves = any(map(_is_move, every_equation(closed.jaxpr)))
+    return _copied(closed, moves=moves, calls=False)
 
 
-def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same function without calls and moves between memories.
-
-    Constants become literals or stay constants of the result.
-    """
-    jaxpr = _without_moves(closed.jaxpr) if _has_move(closed.jaxpr) else closed.jaxpr
-    flat = _Flat()
-    constvars, invars = (
-        [flat.newvar(v.aval) for v in of] for of in (jaxpr.constvars, jaxpr.invars)
-    )
+def _copied(closed: core.ClosedJaxpr, *, moves: bool, calls: bool) -> core.ClosedJaxpr:
+    """The same function with or without `calls`, and without its moves if it has any."""
+    jaxpr = closed.jaxpr
+    flat = _Flat(moves, calls)
+    constvars, invars = (list(map(flat.fresh, of)) for of in (jaxpr.constvars, jaxpr.invars))
     flat.consts += zip(constvars, closed.consts, strict=True)
     outs = flat.emit(jaxpr, [*constvars, *invars])
     whole = jaxpr.replace(
@@ -114,13 +74,29 @@ def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     return core.ClosedJaxpr(whole, [c for _, c in flat.consts])
 
 
+def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The body of a branch, or of a loop other than a scan, with all values on the device."""
+    count = len(jaxpr.constvars)
+    opened = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    flat = _copied(core.ClosedJaxpr(opened, []), moves=True, calls=True).jaxpr
+    return flat.replace(constvars=flat.invars[:count], invars=flat.invars[count:])
+
+
 class _Flat:
     """The equations so far, and the constants that they read."""
 
-    def __init__(self) -> None:
-        self.newvar: NewVar = core.gensym()
+    def __init__(self, moves: bool, calls: bool) -> None:
+        """`moves`: there are moves between memories to leave out; `calls` stay."""
+        self._moves, self._calls = moves, calls
+        self._newvar: NewVar = core.gensym()
         self.eqns: list[core.JaxprEqn] = []
         self.consts: list[tuple[core.Var, Any]] = []
+
+    def fresh(self, var: core.Var) -> core.Var:
+        """A new variable for the same value, on the device."""
+        aval: Any = var.aval
+        on_host = self._moves and getattr(aval, "memory_space", None) is _Space.Host
+        return self._newvar(aval.update(memory_space=_Space.Device) if on_host else aval)
 
     def emit(self, jaxpr: core.Jaxpr, arguments: Sequence[Atom]) -> list[Atom]:
         """Append the flattened equations of a jaxpr applied to `arguments`; return its outputs."""
@@ -133,35 +109,41 @@ class _Flat:
 
         for eqn in jaxpr.eqns:
             inputs = [read(a) for a in eqn.invars]
-            body = eqn.params.get(_BODY_OF.get(eqn.primitive.name, ""))
-            if body is not None:
-                inner, inner_consts = (
-                    (body.jaxpr, body.consts) if isinstance(body, core.ClosedJaxpr) else (body, [])
-                )
-                bound = [self.newvar(v.aval) for v in inner.constvars]
-                self.consts.extend(zip(bound, inner_consts, strict=True))
-                outs = self.emit(inner, [*bound, *inputs])
+            name = "" if self._calls else eqn.primitive.name
+            body = eqn.params.get(_BODY_OF.get(name, ""))
+            if body is not None or _is_move(eqn):
+                outs = inputs if body is None else self._inlined(body, inputs)
                 env.update(zip(eqn.outvars, outs, strict=True))
                 continue
             params = eqn.params
-            if eqn.primitive.name == "scan":
-                flat = flatten(params["jaxpr"])
-                inputs, params = self._lift_scan_consts(flat, inputs, params)
-            fresh = [v if isinstance(v, core.DropVar) else self.newvar(v.aval) for v in eqn.outvars]
+            if name == "scan":
+                flat = _copied(params["jaxpr"], moves=self._moves, calls=False)
+                # The constants of the body become operands, so that a body never holds constants.
+                lifted = self._bound(flat.jaxpr.constvars, flat.consts)
+                inputs = [*lifted, *inputs]
+                body = flat.jaxpr.replace(
+                    constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars]
+                )
+                params = params | {
+                    "jaxpr": core.ClosedJaxpr(body, []),
+                    "num_consts": params["num_consts"] + len(lifted),
+                }
+            elif self._moves:
+                params = with_bodies(params, _without_moves)
+            fresh = [v if isinstance(v, core.DropVar) else self.fresh(v) for v in eqn.outvars]
             env.update(zip(eqn.outvars, fresh, strict=True))
             self.eqns.append(eqn.replace(invars=inputs, outvars=fresh, params=params))
         return [read(a) for a in jaxpr.outvars]
 
-    def _lift_scan_consts(
-        self, body: core.ClosedJaxpr, inputs: list[Atom], params: dict[str, Any]
-    ) -> tuple[list[Atom], dict[str, Any]]:
-        """Turn the constants of a scan body into operands of the scan, so that a body never holds
-        constants.
-        """
-        lifted = [self.newvar(v.aval) for v in body.jaxpr.constvars]
-        self.consts.extend(zip(lifted, body.consts, strict=True))
-        jaxpr = body.jaxpr.replace(constvars=[], invars=[*body.jaxpr.constvars, *body.jaxpr.invars])
-        changed = dict(
-            params, jaxpr=core.ClosedJaxpr(jaxpr, []), num_consts=params["num_consts"] + len(lifted)
+    def _inlined(self, body: Any, inputs: list[Atom]) -> list[Atom]:
+        """Append the equations of a call; return its outputs."""
+        closed = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, [])
+        return self.emit(
+            closed.jaxpr, [*self._bound(closed.jaxpr.constvars, closed.consts), *inputs]
         )
-        return [*lifted, *inputs], changed
+
+    def _bound(self, constvars: Sequence[core.Var], consts: Sequence[Any]) -> list[core.Var]:
+        """New variables for constants."""
+        bound = list(map(self.fresh, constvars))
+        self.consts.extend(zip(bound, consts, strict=True))
+        return bound

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from math import inf
+from typing import TypeAlias
 
 from jax.extend import core
 
@@ -106,11 +108,11 @@ def cheapest(
     needed = [v for v in dict.fromkeys(needed) if not at_hand(v)]
     maker = {v: e for e in eqns for v in e.outvars}
     numbers = numbers_of(eqns)
-    graph = _Flow()
+    capacity: _Graph = defaultdict(lambda: defaultdict(float))
     seen: set[core.Var] = set()
     todo = list(needed)
     for var in needed:
-        graph.edge(_out(var), _SINK, None)
+        capacity[_out(var)][_SINK] = inf
     while todo:
         var = todo.pop()
         if var in seen or at_hand(var):
@@ -118,15 +120,15 @@ def cheapest(
         seen.add(var)
         eqn = maker.get(var)
         # Of equal choices an input is the better one: it is in memory, and need not be written.
-        graph.edge(_in(var), _out(var), weight(var, eqn) - (eqn is None))
+        capacity[_in(var)][_out(var)] = weight(var, eqn) - (eqn is None)
         if eqn is None or not (repeat(eqn) or var in numbers):
-            graph.edge(_SOURCE, _in(var), None)
+            capacity[_SOURCE][_in(var)] = inf
             continue
-        for operand in variables(eqn.invars):
-            if not at_hand(operand):
-                graph.edge(_out(operand), _in(var), None)
-                todo.append(operand)
-    late = graph.sink_side()
+        operands = [v for v in variables(eqn.invars) if not at_hand(v)]
+        for operand in operands:
+            capacity[_out(operand)][_in(var)] = inf
+        todo += operands
+    late = _sink_side(capacity)
     stored = {v for v in seen if _out(v) in late and _in(v) not in late}
     return Keep(
         tuple(_ordered(stored, eqns)),
@@ -149,52 +151,42 @@ def _ordered(stored: set[core.Var], eqns: Sequence[core.JaxprEqn]) -> list[core.
     return [*sorted(stored - set(made), key=str), *made]
 
 
-_SOURCE, _SINK = ("source",), ("sink",)
+_Node: TypeAlias = "tuple[str, core.Var | None]"
+_Graph: TypeAlias = "defaultdict[_Node, defaultdict[_Node, float]]"
+_SOURCE: _Node = ("source", None)
+_SINK: _Node = ("sink", None)
 
 
-def _in(var: core.Var) -> tuple[Any, ...]:
-    return ("in", id(var))
+def _in(var: core.Var) -> _Node:
+    return "in", var
 
 
-def _out(var: core.Var) -> tuple[Any, ...]:
-    return ("out", id(var))
+def _out(var: core.Var) -> _Node:
+    return "out", var
 
 
-class _Flow:
-    """Maximum flow by shortest augmenting paths (Edmonds and Karp 1972); None is an unlimited
-    capacity.
+def _sink_side(capacity: _Graph) -> set[_Node]:
+    """Nodes that can still reach the sink when the flow is greatest: by shortest augmenting paths
+    (Edmonds and Karp 1972).  The capacities become what the flow leaves.
     """
-
-    def __init__(self) -> None:
-        self._capacity: dict[Any, dict[Any, float]] = {_SOURCE: {}, _SINK: {}}
-
-    def edge(self, a: Any, b: Any, capacity: int | None) -> None:
-        self._capacity.setdefault(a, {})[b] = float("inf") if capacity is None else float(capacity)
-        self._capacity.setdefault(b, {}).setdefault(a, 0.0)
-
-    def sink_side(self) -> set[Any]:
-        """Nodes that can still reach the sink when the flow is greatest."""
-        while True:
-            following = self._following()
-            if _SOURCE not in following:
-                return set(following)
-            path, node = [], _SOURCE
-            while node != _SINK:
-                path.append((node, following[node]))
-                node = following[node]
-            amount = min(self._capacity[a][b] for a, b in path)
-            for a, b in path:
-                self._capacity[a][b] -= amount
-                self._capacity[b][a] += amount
-
-    def _following(self) -> dict[Any, Any]:
-        """For each node that can reach the sink, the next one on a shortest path."""
-        following: dict[Any, Any] = {_SINK: None}
-        todo = deque([_SINK])
+    for a, after in list(capacity.items()):
+        for b in after:
+            capacity[b][a] += 0.0  # the way back
+    while True:
+        # For each node that can reach the sink, the next one on a shortest path.
+        following, todo = {_SINK: _SINK}, deque([_SINK])
         while todo:
             node = todo.popleft()
-            for other in self._capacity[node]:
-                if other not in following and self._capacity[other].get(node, 0.0) > 0:
+            for other in capacity[node]:
+                if other not in following and capacity[other][node] > 0:
                     following[other] = node
                     todo.append(other)
-        return following
+        if _SOURCE not in following:
+            return set(following)
+        path = [_SOURCE]
+        while path[-1] != _SINK:
+            path.append(following[path[-1]])
+        amount = min(capacity[a][b] for a, b in pairwise(path))
+        for a, b in pairwise(path):
+            capacity[a][b] -= amount
+            capacity[b][a] += amount

@@ -19,7 +19,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree
 from ..errors import PipelineError, quoted
-from ..inspect.blocks import Block, Step, outer_blocks, output_entries, stage_blocks, temp_bytes
+from ..inspect.blocks import (
+    Block,
+    Step,
+    Value,
+    outer_blocks,
+    output_entries,
+    stage_blocks,
+    temp_bytes,
+)
 from ..jaxprs.equations import count_work, nbytes
 from ..lowering.target import CHIPS, Chip
 from ..model.param_layout import with_outer
@@ -228,12 +236,12 @@ def compile_block(step: Step, block: Block) -> Any:
     """A block compiled by itself, its inputs split as in the step."""
     avals = [var.aval for var in block.jaxpr.invars]
 
-    def spec(aval: Any, given: PartitionSpec | None) -> PartitionSpec | None:
+    def spec(aval: Any, value: Value) -> PartitionSpec | None:
         # The partitioner splits no keys.
         is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-        return PartitionSpec() if is_key or not step.is_shared else given
+        return PartitionSpec() if is_key or not step.is_shared else value.spec
 
-    inputs = [(aval, spec(aval, given)) for aval, given in zip(avals, block.specs, strict=True)]
+    inputs = [(aval, spec(aval, value)) for aval, value in zip(avals, block.inputs, strict=True)]
     return compiled_alone(step.job, lambda values: run(block.jaxpr, *values), inputs)
 
 

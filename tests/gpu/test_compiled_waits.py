@@ -16,7 +16,6 @@ from jaxpipe.inspect.gpu_program import (
     compile_and_read,
     count_waits,
     find_predicates,
-    flat,
     graph_nodes,
     most_waits,
 )
@@ -74,7 +73,7 @@ def read(tick: Any, options: dict[str, Any] | None = None) -> GpuProgram:
 @needs_gpu_compiler
 def test_a_predicate_waits_once_untaken_and_twice_taken() -> None:
     predicates = read(one).predicates
-    assert [each.times for each in flat(predicates)] == [TICKS]
+    assert [each.times for each in predicates] == [TICKS]
     assert count_waits(predicates, taken=False) == TICKS
     assert count_waits(predicates, taken=True) == 2 * TICKS
     assert most_waits(predicates, actions=2) == TICKS + 2
@@ -82,10 +81,14 @@ def test_a_predicate_waits_once_untaken_and_twice_taken() -> None:
 
 @needs_gpu_compiler
 def test_a_nested_predicate_is_asked_where_the_outer_one_is_taken() -> None:
-    (outer,) = predicates = read(one_in_another).predicates
-    assert (outer.times, [each.times for each in outer.nested]) == (TICKS, [1])
+    predicates = read(one_in_another).predicates
+    assert [(each.times, each.place.guarded) for each in predicates] == [
+        (TICKS, False),
+        (TICKS, True),
+    ]
     assert count_waits(predicates, taken=False) == TICKS
     assert count_waits(predicates, taken=True) == 4 * TICKS
+    assert most_waits(predicates, actions=2) == TICKS + 2 * 3
 
 
 @needs_gpu_compiler
@@ -106,11 +109,10 @@ def test_a_conditional_is_a_graph_node_unless_graphs_are_off() -> None:
 @needs_gpu_compiler
 def test_a_loop_in_a_graph_does_not_wait() -> None:
     """Also what is nested in it; and XLA puts none there unasked."""
-    (outer,) = read(one_in_another, GRAPHS).predicates
-    assert outer.in_graph
-    assert outer.nested[0].in_graph
-    assert count_waits([outer], taken=True) == 0
-    assert not any(each.in_graph for each in flat(read(one_in_another).predicates))
+    predicates = read(one_in_another, GRAPHS).predicates
+    assert [each.in_graph for each in predicates] == [True, True]
+    assert count_waits(predicates, taken=True) == 0
+    assert not any(each.in_graph for each in read(one_in_another).predicates)
 
 
 def test_graph_nodes_are_read_from_the_tree_of_thunks() -> None:

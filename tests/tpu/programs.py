@@ -72,7 +72,7 @@ def lower(case: Case, topology: str = V5P) -> Any:
 
 def read(lowered: Any, topology: str = V5P) -> TpuProgram:
     """The compiled program."""
-    return TpuProgram.of(lowered.compile(), Chip.of(tpu_mesh((1,), ("pipe",), topology)))
+    return TpuProgram(lowered.compile(), Chip.of(tpu_mesh((1,), ("pipe",), topology)))
 
 
 def made_again(program: TpuProgram) -> list[LargeMove]:

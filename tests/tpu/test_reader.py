@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.moves import Move, large_moves_on_tpus
+from benchmarks.moves import Move, large_moves_on_tpus, order, space
 from jaxpipe.inspect.hlo import Array, parse
 from jaxpipe.inspect.tpu_program import Purpose, TpuProgram, heap_bytes
 from jaxpipe.lowering.target import CHIPS
@@ -66,7 +66,7 @@ ENTRY %main (e: (s32[], f32[4,512,512], f32[512,512], bf16[2,300])) -> (s32[], f
 def program(text: str = TEXT) -> TpuProgram:
     text = re.sub(r"CYCLES(\d+)\n", lambda found: CYCLES.replace("N", found[1]) + "\n", text)
     compiled = SimpleNamespace(as_text=lambda: text, memory_analysis=lambda: None)
-    return TpuProgram.of(compiled, next(chip for chip in CHIPS if chip.name == "v5p"))
+    return TpuProgram(compiled, next(chip for chip in CHIPS if chip.name == "v5p"))
 
 
 def test_cycles_are_counted_by_purpose_and_by_trips() -> None:
@@ -164,5 +164,5 @@ def test_gaps_of_the_heap_are_counted_once() -> None:
 def test_layouts_are_read() -> None:
     module = parse(TEXT)
     ahead = module.computations["tick"].by_name["ahead"]
-    assert [array.space for array in ahead.results] == ["1", "", "2"]
-    assert ahead.results[0].order == ahead.results[1].order
+    assert [space(array) for array in ahead.results] == ["1", "", "2"]
+    assert order(ahead.results[0]) == order(ahead.results[1])
