@@ -3,69 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any, NamedTuple
+from inspect import getdoc
+from typing import Any, TypeAlias
 
-from ..errors import quoted
 from ..planner.plan import SCHEDULES
 from ..render import Theme
 from ..table.activations import Release
 from ..table.run_order import Transfers
 from ..version import __version__
-from .arguments import MOST_DIGITS, REAL, WHOLE
+from .arguments import number, size, whole
 from .commands import check_command, compare_command, list_command, show_command, simulate_command
 from .doctor import doctor_command
 from .plan import plan_command
 from .terminal import Terminal
 
-
-class Command(NamedTuple):
-    """A command; `run` returns False where a table is invalid.
-
-    `groups` are arguments that the help lists together: a title, then a line for each.  A line has
-    the flags and the name of the value, a bar, and the help ("-P --devices P | help").  A flag
-    without a value is a switch; a positional argument has its name first.  The name of the value
-    says what is accepted (`_KINDS`).  `more` holds further keywords of argparse by the argument's
-    name.
-    """
-
-    name: str
-    run: Callable[[argparse.Namespace, Terminal], bool]
-    help: str
-    description: str
-    groups: tuple[str, ...]
-    more: Mapping[str, Mapping[str, Any]]
-
-
-def whole(text: str) -> int:
-    """An argument that is a whole number, for argparse."""
-    if WHOLE.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is not a whole number (of at most {MOST_DIGITS} digits)"
-        )
-    return int(text)
-
-
-def real(text: str) -> float:
-    """An argument that is a number, for argparse."""
-    if REAL.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number")
-    return float(text)
-
-
-def size(text: str) -> float:
-    """An argument that is a number of bytes, `80GB` or `74.5GiB`, for argparse."""
-    match = re.fullmatch(
-        r"([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(?:([KMGT])(I?)B)?", text.strip(), re.IGNORECASE
-    )
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is not a size; write 80GB, 74.5GiB or a number of bytes"
-        )
-    power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
-    return float(match[1]) * (2.0**10 if match[3] else 1e3) ** power
+Run: TypeAlias = Callable[[argparse.Namespace, Terminal], bool]
 
 
 def remat(text: str) -> str | None:
@@ -80,19 +34,27 @@ def _values(choices: Iterable[Enum]) -> dict[str, Any]:
 
 # By the name of a value in the lines below: what argparse accepts.
 _WHOLE = ("P", "M", "V", "K", "N", "I")
-_REAL = ("COUNT", "WIDTH", "SHARE", "TOKENS", "RATE", "PIXELS", "SECONDS", "MINUTES")
-_KINDS: Mapping[str, dict[str, Any]] = {
-    **{name: {"type": whole} for name in _WHOLE},
-    **{name: {"type": real} for name in _REAL},
-    "SIZE": {"type": size},
-    "POLICY": {"type": remat},
+_NUMBER = ("COUNT", "WIDTH", "SHARE", "TOKENS", "RATE", "PIXELS", "SECONDS", "MINUTES")
+_KINDS: dict[str, dict[str, Any]] = {
+    **{name: {"type": whole, "metavar": name} for name in _WHOLE},
+    **{name: {"type": number, "metavar": name} for name in _NUMBER},
+    "SIZE": {"type": size, "metavar": "SIZE"},
+    "POLICY": {"type": remat, "metavar": "POLICY"},
+    "KEY=VALUE": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
     "FORMAT": {"choices": ("grid", "csv", "svg", "html", "trace", "json")},
     "THEME": _values(Theme),
     "WHO": _values(Transfers),
     "WHEN": _values(Release),
 }
+# Groups of arguments that the help lists together: a title, then a line for each.  A line has the
+# flags, the name of the value, "..." for several values and "=" before a default; then a bar and
+# the help.  A flag without a value is a switch; a positional argument has its name first.  The name
+# of the value says what is accepted.
 _SOURCE = """
 source NAME|FILE | a name of `jaxpipe list`, a .csv or .json table, or - for CSV from standard input
+"""
+_SOURCES = """
+sources NAME|FILE ... | default: every schedule that can be built
 """
 _SHAPE = """shape (of a named schedule)
 -P --devices P
@@ -116,18 +78,18 @@ _COSTS = """costs
 --buffer S | memory of the rows that a stage's slices append for one sequence (default 0)
 --slice-factors F:F | by slice, joined by :, what its times are multiplied with (default 1)
 --checkpoint C | memory of the stage input kept where a table has an R (default 0)
---release WHEN | when activations are freed where the backward is split (default: weight_grad)
+--release WHEN =weight_grad | when activations are freed where the backward is split
 """
 _DRAWING = """svg and html
 --title TITLE
 --width PIXELS | of the picture (default: as wide as the microbatch numbers need)
---theme THEME | of the svg (default: auto)
+--theme THEME =auto | of the svg
 --memory | draw the activations held over time (html always has them)
 --critical-path | outline a longest chain of actions (html has a switch for it)
 """
 _TRANSFERS = """
---transfers WHO | who waits in a table with SEND and RECV: the consumer (async), the RECV
-    (buffered), or SEND and RECV for each other (rendezvous); default: {}
+--transfers WHO ={} | who waits in a table with SEND and RECV: the consumer (async), the RECV
+    (buffered), or SEND and RECV for each other (rendezvous)
 """
 _JSON = """
 --json | print JSON
@@ -149,13 +111,13 @@ _PLAN = """
 -o --output FILE | draw the best plan: a file that ends in .html or .svg
 """
 _VARY = f"""what may vary
---schedules NAME | default: {" ".join(SCHEDULES)}
--V --chunks V | default: 1 2 4
--K --slices K | slices of a sequence; a microbatch is a sequence then (default: 1)
---remat POLICY | none, full, stages, or a policy (default: all; stages with --memory)
+--schedules NAME ... | default: {" ".join(SCHEDULES)}
+-V --chunks V ... | default: 1 2 4
+-K --slices K ... | slices of a sequence; a microbatch is a sequence then (default: 1)
+--remat POLICY ... | none, full, stages, or a policy (default: all; stages with --memory)
 --no-offload | keep residuals in the device's memory
 --within SECONDS | try no further choice after this time
---search SECONDS | search for a shorter table (needs jaxpipe[solver])
+--search SECONDS =0 | search for a shorter table (needs jaxpipe[solver])
 """
 _SIZES = """model by its sizes
 --layers N
@@ -195,103 +157,58 @@ _FILE = """model by a file of costs
 """
 _DOCTOR = """
 --devices N | along the pipeline (default: all that there are, one CPU device without accelerators)
---minutes MINUTES | the most for all checks (default: 3)
---steps N | runs of each program whose numbers are compared (default: 200)
+--minutes MINUTES =3 | the most for all checks
+--steps N =200 | runs of each program whose numbers are compared
 --only TEXT | checks whose title holds the text
 -o --output FILE | write an HTML report
 --no-prices | do not write the measured times into the file of prices
 """
 _PROCESSES = """one of several processes, each of which runs the command
 --coordinator HOST:PORT | of process 0
---processes N
---process I | the number of this one
+--processes N =1
+--process I =0 | the number of this one
 """
-_SHARED: dict[str, dict[str, Any]] = {
-    "option": {"action": "append", "default": []},
-    "release": {"default": Release.WEIGHT_GRAD.value},
-}
-COMMANDS = (
-    Command(
-        "list",
-        list_command,
-        "the schedules that can be built",
-        "List the schedules that can be built, or describe those that are named.",
-        ("\nnames NAME", _JSON),
-        {"names": {"nargs": "*"}},
-    ),
-    Command(
-        "show",
+# Each command, the line of help, and its groups of arguments.
+COMMANDS: tuple[tuple[Run, str, tuple[str, ...]], ...] = (
+    (list_command, "the schedules that can be built", ("\nnames NAME ...", _JSON)),
+    (
         show_command,
         "print or draw a schedule",
-        "Print or draw a schedule.",
         (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
-        _SHARED | {"theme": {"default": Theme.AUTO.value}},
     ),
-    Command(
-        "simulate",
+    (
         simulate_command,
         "makespan, bubble, memory and times of a schedule",
-        "Simulate a schedule with given costs.",
         (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
-        _SHARED | {"transfers": {"default": "async"}},
     ),
-    Command(
-        "check",
+    (
         check_command,
         "check a table and list everything that is invalid in it",
-        "Check a table: completeness, order, placement, deadlock, and a cap on activations.",
         (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
-        {"transfers": {"default": "rendezvous"}},
     ),
-    Command(
-        "compare",
+    (
         compare_command,
         "simulate several schedules of one model side by side",
-        "Simulate several schedules of one model.  Costs are those of 1/P of the model: a stage of "
-        "a schedule with S stages costs P/S of them, and its activations count P/S too, so that "
-        "schedules with different chunks can be compared.  Each schedule uses the nearest number "
-        "of --chunks that it allows, and ignores each --option that it does not take.",
-        ("\nsources NAME|FILE | default: every schedule that can be built", _SHAPE, _COSTS, _JSON),
-        _SHARED | {"sources": {"nargs": "*"}},
+        (_SOURCES, _SHAPE, _COSTS, _JSON),
     ),
-    Command(
-        "plan",
+    (
         plan_command,
         "the fastest pipelines of a model that fit into memory",
-        "The fastest pipelines of a model that fit: layers to stages, schedule, chunks, remat; a "
-        "step's seconds and a device's memory.  The model is given by its sizes (a decoder-only "
-        "transformer; times are then estimates) or by a file of costs.",
         (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
-        {
-            "schedules": {"nargs": "+"},
-            "chunks": {"nargs": "+", "default": [1, 2, 4]},
-            "slices": {"nargs": "+"},
-            "remat": {"nargs": "+"},
-            "search": {"default": 0.0},
-        },
     ),
-    Command(
-        "doctor",
+    (
         doctor_command,
         "check versions, times, numbers and memory of this machine",
-        "Check this machine before a long run: versions with known faults, options of XLA, numbers "
-        "of six schedules against the plain function, times of predicates, hops and copies, memory "
-        "and speed.  Each check has a limit of time; a hang is ended and named.  Measured times go "
-        "into a file that Pipeline and plan read (JAXPIPE_PRICES, or the user's folder of "
-        "settings).  Exit status 1 where a line is wrong.",
         (_DOCTOR, _PROCESSES, _JSON),
-        {
-            "minutes": {"default": 3.0},
-            "steps": {"default": 200},
-            "processes": {"default": 1},
-            "process": {"default": 0},
-        },
     ),
 )
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; `run` of what it returns runs the command."""
+    """The parser of the whole command line; `run` of what it returns runs the command.
+
+    The docstring of a command's function is its description.
+    """
     parser = argparse.ArgumentParser(
         prog="jaxpipe",
         description="Design, check, compare and draw pipeline-parallel schedules.",
@@ -299,28 +216,31 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxpipe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        own = commands.add_parser(command.name, help=command.help, description=command.description)
-        own.set_defaults(run=command.run)
-        for group in command.groups:
+    for run, text, groups in COMMANDS:
+        name = run.__name__.removesuffix("_command")
+        own = commands.add_parser(name, help=text, description=getdoc(run))
+        own.set_defaults(run=run)
+        for group in groups:
             title, _, lines = group.replace("\n    ", " ").partition("\n")
             to = own.add_argument_group(title) if title else own
             for line in lines.splitlines():
-                _add(to, line, command.more)
+                _add(to, line)
     return parser
 
 
-def _add(
-    parser: argparse._ActionsContainer, line: str, more: Mapping[str, Mapping[str, Any]]
-) -> None:
+def _add(parser: argparse._ActionsContainer, line: str) -> None:
+    """Add the argument of a line."""
     left, _, text = line.partition(" | ")
     words = left.split()
-    flags = [word for word in words if word.startswith("-")]
-    name = flags[-1].strip("-").replace("-", "_") if flags else words[0]
-    options = {"help": text.replace("%", "%%"), **more.get(name, {})}
-    if len(words) == len(flags):
-        options["action"] = "store_true"
+    names = [word for word in words if word.startswith("-")] or words[:1]
+    default = words.pop()[1:] if words[-1].startswith("=") else None
+    several = words[-1] == "..." and words.pop()
+    text += "" if default is None else f" (default: {default})"
+    options: dict[str, Any] = {"help": text.strip().replace("%", "%%"), "default": default}
+    if words == names:
+        options = {"help": options["help"], "action": "store_true"}
     else:
-        options |= _KINDS.get(words[-1], {})
-        options |= {} if "choices" in options else {"metavar": words[-1]}
-    parser.add_argument(*(flags or words[:1]), **options)
+        options |= _KINDS.get(words[-1], {"metavar": words[-1]})
+    if several:
+        options["nargs"] = "+" if line.startswith("-") else "*"
+    parser.add_argument(*names, **options)
