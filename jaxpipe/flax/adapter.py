@@ -161,10 +161,9 @@ def _model(
     parts = {f"stages/{key}".rstrip("/"): unit for key, unit in units.items()} | dict(ends)
     if frozen := {f"{part}/{path}" for part, unit in parts.items() for path in unit.frozen}:
         options["frozen"] = lambda path, _leaf: path in frozen
-    takes = {"first": ("microbatch",), "last": ("x", "microbatch")}
     outer: dict[str, Any] = {
-        key: end_function(ends[key], key, positional, count + number, shared)
-        for number, (key, positional) in enumerate(takes.items())
+        key: end_function(ends[key], key, count + number, shared)
+        for number, key in enumerate(("first", "last"))
         if key in ends
     }
     if form.num_stages is not None:

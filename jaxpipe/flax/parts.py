@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -43,6 +43,8 @@ class Whole:
     pattern: str  # the path of a block, with {} for its number
     count: int  # of blocks
     watch: Callable[[OnBlock], AbstractContextManager[Any]]  # how calls of blocks are seen
+    # a block's number, the block as it was called, and how a pipeline calls it -> its unit
+    block: Callable[[int, Any, Callable[..., Any]], Unit]
 
     def run(
         self, leaves: Leaves, microbatch: PyTree, key: Any, on_block: OnBlock, *, training: bool
@@ -93,7 +95,7 @@ class Part(Unit):
     is_last: bool
     tied: bool  # the function takes `shared` parameters too
 
-    @property
+    @cached_property
     def wants(self) -> frozenset[str]:
         """`shared`, where parameters are."""
         return frozenset({"shared"} if self.tied else ())
@@ -125,6 +127,7 @@ def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
     return Part(
         name=f"`{name}`",
         modules=unit.modules,
+        call=unit.call,
         params=own(unit.params),
         state={},  # other variables are constants of the model
         specs=own(unit.specs),
@@ -134,15 +137,6 @@ def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
         is_last=name == "last",
         tied=tied,
     )
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a model, and its blocks."""
-
-    ends: dict[str, Unit]
-    blocks: list[Any]  # as they were called
-    call: Callable[..., Any]  # of a block
 
 
 class _BlockCall(NamedTuple):
@@ -174,9 +168,9 @@ def _call_faults(calls: Sequence[_BlockCall], outs: Sequence[PyTree], pattern: s
     ]
 
 
-def parts_of(whole: Whole, batch: PyTree) -> Parts:
-    """What comes before and after the blocks, by what a trace of the model reads; PipelineError
-    for a model that cannot be split, with all faults.
+def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
+    """The units before and after the blocks, by what a trace of the model reads, and the units of
+    the blocks; PipelineError for a model that cannot be split, with all faults.
     """
     like, key, pattern = whole.leaves, jax.random.key(0), whole.pattern
     paths = list(like)
@@ -236,7 +230,7 @@ def parts_of(whole: Whole, batch: PyTree) -> Parts:
         name: _part(whole, name, part, tied=bool(tied)) for name, part in own.items()
     }
     call = _call(whole, shapes, arrays=bool(jax.tree.leaves(results[1])))
-    return Parts(ends, [one.block for one in calls], call)
+    return ends, [whole.block(one.number, one.block, call) for one in calls]
 
 
 def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> Callable[..., Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -13,8 +14,11 @@ from flax.errors import InvalidRngError
 
 from ..arrays import PyTree, summable
 from ..errors import PipelineError
+from ..model.calls import Function
 
 OFFERED = ("ctx", "microbatch", "shared", "training")
+# Arguments of `first` and `last` besides parameters or modules.
+TAKES = {"first": ("microbatch",), "last": ("x", "microbatch")}
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Unit:
         name: in messages, "a block" or "`first`".
         modules: one, or a tuple or dict of them.
         call: the user's function of the modules and the arguments.
+        takes: the arguments of `call` by position.
         params: parameters as nested dicts of arrays (or shapes).
         state: other variables likewise.
         specs: the PartitionSpec of each parameter by flax's metadata.
@@ -65,13 +70,14 @@ class Unit:
 
     name: str
     modules: Any
-    call: Callable[..., Any] = plain_call
+    call: Callable[..., Any]
+    takes: tuple[str, ...] = ("block", "x")
     params: PyTree
     state: PyTree
     specs: PyTree
     random: bool = False
     constant: bool = False
-    frozen: frozenset[str] = field(default=frozenset())
+    frozen: frozenset[str] = frozenset()
 
     def kind(self, ignore: Sequence[str]) -> Any:
         """Two blocks with equal kinds run the same code: class, settings and shapes of variables.
@@ -122,20 +128,10 @@ class Unit:
                 return f"{name} is {one} in one and {two} in the other"
         return "their graphs differ (modules or variables are shared within one of them)"
 
-    @property
+    @cached_property
     def wants(self) -> frozenset[str]:
         """The keywords of a pipeline that the user's function takes."""
-        try:
-            parameters = inspect.signature(self.call).parameters.values()
-        except (TypeError, ValueError):
-            return frozenset()
-        named = {
-            p.name
-            for p in parameters
-            if p.kind is p.KEYWORD_ONLY
-            or (p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty)
-        }
-        return frozenset(named & set(OFFERED))
+        return Function.of(self.call, self.name, OFFERED, takes=self.takes).wants
 
     @property
     def keywords(self) -> frozenset[str]:
@@ -150,17 +146,19 @@ def end_units(first: Any, last: Any, unit: Callable[[str, End], Unit]) -> dict[s
     ends = {name: end for name, end in (("first", first), ("last", last)) if end is not None}
     faults = []
     for name, end in ends.items():
-        if isinstance(end, End):
-            continue
-        takes = "module, microbatch" if name == "first" else "module, x, microbatch"
+        takes = ", ".join(("module", *TAKES[name]))
         is_function = inspect.isfunction(end)
         kind, module = ("function", "None") if is_function else (type(end).__name__, "module")
-        faults.append(
-            f"{name}= is a {kind}; write {name}=End({module}, lambda {takes}: ...), the module and "
-            "how it is called"
-        )
+        if not isinstance(end, End):
+            faults.append(
+                f"{name}= is a {kind}; write {name}=End({module}, lambda {takes}: ...), the module "
+                "and how it is called"
+            )
     PipelineError.refuse("", faults)
-    return {name: unit(f"`{name}`", end) for name, end in ends.items()}
+    return {
+        name: replace(unit(f"`{name}`", end), takes=("modules", *TAKES[name]))
+        for name, end in ends.items()
+    }
 
 
 def listed(blocks: Any, module: type, kind: str) -> list[Any]:
@@ -208,15 +206,13 @@ def _run(
     return unit.run(params, state, Call(arguments, key, keywords, training))
 
 
-def end_function(
-    unit: Unit, name: str, takes: tuple[str, ...], number: int, shared: Unit | None
-) -> Callable[..., Any]:
+def end_function(unit: Unit, name: str, number: int, shared: Unit | None) -> Callable[..., Any]:
     """`first` or `last`; its variables that are no parameters are constants."""
 
     def function(params: PyTree, *arguments: Any, **offered: Any) -> Any:
         return _run(unit, shared, params, unit.state, arguments, number, offered)[0]
 
-    return _with_keywords(function, ("params", *takes), unit.keywords - {"microbatch"}, name)
+    return _with_keywords(function, ("params", *TAKES[name]), unit.keywords, name)
 
 
 def layer_function(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from flax import core, nnx
 from flax import linen as nn
@@ -20,9 +20,6 @@ from .linen import LinenModel, linen_unit
 from .nnx import NnxModel, check_distinct, nnx_unit
 from .parts import OnBlock, Whole, parts_of
 from .units import Unit
-
-# A block's number, the block as it was called, and how it is called -> its unit.
-_BlockUnit: TypeAlias = Callable[[int, Any, Callable[..., Any]], Unit]
 
 
 class WholeLinenModel(LinenModel):
@@ -129,18 +126,17 @@ def from_flax_model(
         kind = WholeLinenModel
         if frozen is not None:
             form = replace(form, contract={**contract, "frozen": frozen})
-        whole, unit = _linen_blocks(model, blocks, loss, variables, tuple(rngs))
+        whole = _linen_blocks(model, blocks, loss, variables, tuple(rngs))
     else:
-        whole, unit = _nnx_blocks(model, blocks, loss, trainable, frozen)
-    parts = parts_of(whole, batch)
-    units = [unit(i, block, parts.call) for i, block in enumerate(parts.blocks)]
-    return adapt(kind, units, ends=parts.ends, form=form)
+        whole = _nnx_blocks(model, blocks, loss, trainable, frozen)
+    ends, units = parts_of(whole, batch)
+    return adapt(kind, units, ends=ends, form=form)
 
 
 def _linen_blocks(
     model: nn.Module, pattern: str, loss: Callable[..., Any], variables: Any, rngs: tuple[str, ...]
-) -> tuple[Whole, _BlockUnit]:
-    """The model without the variables of its blocks, and the units of its blocks."""
+) -> Whole:
+    """The model without the variables of its blocks."""
     own, outer = _split_variables(variables, pattern)
     numbers = {_names(pattern, i): i for i in range(len(own))}
 
@@ -161,13 +157,14 @@ def _linen_blocks(
         return linen_unit("a block", unbound, call, own[number], rngs)
 
     whole = linen_unit("the model", model, loss, outer, rngs, constant=True)
-    return Whole(whole, pattern, len(own), watch), unit
+    whole = replace(whole, takes=("model", "microbatch"))
+    return Whole(whole, pattern, len(own), watch, unit)
 
 
 def _nnx_blocks(
     model: Any, pattern: str, loss: Callable[..., Any], trainable: Any, frozen: Any
-) -> tuple[Whole, _BlockUnit]:
-    """The model with stubs for its blocks, and the units of its blocks."""
+) -> Whole:
+    """The model with stubs for its blocks."""
     own: list[Any] = []
     while (block := _at(model, _names(pattern, len(own)))) is not None:
         own.append(block)
@@ -193,8 +190,9 @@ def _nnx_blocks(
         return make("a block", own[number], call)
 
     # Variables are written into the user's model.
-    whole = replace(make("the model", hollow, loss, constant=True), modules=model)
-    return Whole(whole, pattern, len(own), watch), unit
+    whole = make("the model", hollow, loss, constant=True)
+    whole = replace(whole, modules=model, takes=("model", "microbatch"))
+    return Whole(whole, pattern, len(own), watch, unit)
 
 
 def _names(pattern: str, number: int) -> tuple[str, ...]:
