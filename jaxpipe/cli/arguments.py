@@ -31,7 +31,7 @@ _REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(?:([KMGT])(I?)B)?", re.IGNORECASE)
 _COSTS = ("forward", "input_grad", "weight_grad", "transfer")  # the parts of --costs
 # Costs with a flag of their own name.
-_OTHER_COSTS = tuple(
+OTHER_COSTS = tuple(
     field.name
     for field in dataclasses.fields(Costs)
     if field.name not in (*_COSTS, "release", "unit")
@@ -203,7 +203,7 @@ def read_costs(arguments: argparse.Namespace) -> Costs:
         costs = {kind: _cost("costs", text) for kind, text in zip(_COSTS, fields, strict=False)}
     costs |= {
         name: _cost(name, text)
-        for name in _OTHER_COSTS
+        for name in OTHER_COSTS
         if (text := getattr(arguments, name)) is not None
     }
     return Costs(**costs, release=Release(arguments.release))
@@ -211,7 +211,7 @@ def read_costs(arguments: argparse.Namespace) -> Costs:
 
 def _gives_costs(arguments: argparse.Namespace) -> bool:
     """Whether the command line gives any cost."""
-    return any(getattr(arguments, name) is not None for name in ("costs", *_OTHER_COSTS))
+    return any(getattr(arguments, name) is not None for name in ("costs", *OTHER_COSTS))
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from enum import Enum
-from inspect import getdoc
+from inspect import cleandoc, getdoc
 from typing import Any, TypeAlias
 
+from ..engine.costs import Costs
 from ..planner.plan import SCHEDULES
+from ..planner.transformer import Transformer
 from ..render import Theme
 from ..table.activations import Release
 from ..table.run_order import Transfers
 from ..version import __version__
-from .arguments import number, size, whole
+from .arguments import OTHER_COSTS, flag, number, size, whole
 from .commands import check_command, compare_command, list_command, show_command, simulate_command
 from .doctor import doctor_command
 from .plan import plan_command
@@ -34,7 +38,7 @@ def _values(choices: Iterable[Enum]) -> dict[str, Any]:
 
 # By the name of a value in the lines below: what argparse accepts.
 _WHOLE = ("P", "M", "V", "K", "N", "I")
-_NUMBER = ("COUNT", "WIDTH", "SHARE", "TOKENS", "RATE", "PIXELS", "SECONDS", "MINUTES")
+_NUMBER = ("NUMBER", "PIXELS", "SECONDS", "MINUTES")
 _KINDS: dict[str, dict[str, Any]] = {
     **{name: {"type": whole, "metavar": name} for name in _WHOLE},
     **{name: {"type": number, "metavar": name} for name in _NUMBER},
@@ -63,22 +67,6 @@ _SHAPE = """shape (of a named schedule)
 -K --slices K | slices of a sequence (default: 1, or what a .json table says)
 --option KEY=VALUE | an option of the schedule; see jaxpipe list NAME
 --forward-only | leave out all backwards, for evaluation
-"""
-_COSTS = """costs
---costs F,I,W,T | times of forward, input gradient, weight gradient and transfer (default 1,1,1,0);
-    numbers joined by : are one per stage
---backward B | time of a full backward (default: I + W)
---overlap FB | time of an overlapped pair (default: the sum of its halves)
---recompute R | time of a recomputation (default: as a forward)
---last L | time of what one device does of a spread `last` (default 1)
---last-weight-grad H | of that, the time of the weight gradient that H does (default L / 3)
---first E | the same of a spread `first` (default 1)
---first-grad G | the same of its gradient (default 1)
---activation A | memory of a stage's activations of one microbatch (default 1)
---buffer S | memory of the rows that a stage's slices append for one sequence (default 0)
---slice-factors F:F | by slice, joined by :, what its times are multiplied with (default 1)
---checkpoint C | memory of the stage input kept where a table has an R (default 0)
---release WHEN =weight_grad | when activations are freed where the backward is split
 """
 _DRAWING = """svg and html
 --title TITLE
@@ -119,33 +107,6 @@ _VARY = f"""what may vary
 --within SECONDS | try no further choice after this time
 --search SECONDS =0 | search for a shorter table (needs jaxpipe[solver])
 """
-_SIZES = """model by its sizes
---layers N
---width WIDTH
---vocab COUNT
---context TOKENS | of a sequence (default: 4096)
---rows COUNT | sequences of a microbatch (default: 1)
---ffn WIDTH | width of the MLP, or of one expert (default: 4 times the width)
---gated | the MLP has three matrices (SwiGLU), as experts always have
---experts COUNT | of a layer (default: none)
---chosen COUNT | experts of a token (default: 1)
---shared WIDTH | width of the experts that every token has (default: 0)
---capacity RATE | times the tokens of an even load that an expert takes (default: all tokens)
---expert-devices COUNT | devices that share the experts (default: 1)
---normed | queries and keys of a head are normed (Qwen3)
---post-norms | results of attention and MLP are normed too (Gemma 2)
---tied | embedding and head have one table
---kv-share SHARE | heads of keys / heads (default: 1)
---q-share SHARE | width of the queries / width (default: 1)
---loss-tokens TOKENS | tokens of a row whose logits are there at a time (default: all)
---head COUNT | features of a head (default: 128)
---tensor COUNT | devices that share a layer (default: 1)
---sequence | they share what is between layers too
---shards COUNT | devices that share the optimizer's state (default: 1)
---flops RATE | a second that matmuls reach (default: 4e14)
---bandwidth RATE | bytes a second of a hop (default: 5e10; within a host of 8 as the next)
---tensor-bandwidth RATE | of sums over the devices of a layer (default: 3e11)
-"""
 _PUBLISHED = """published model, with its mesh chosen
 --model NAME | as examples/llama.py names it, llama3-70b
 --gpus N | devices in all; hosts have eight
@@ -168,6 +129,34 @@ _PROCESSES = """one of several processes, each of which runs the command
 --processes N =1
 --process I =0 | the number of this one
 """
+
+
+def _fields(record: type, value: str) -> str:
+    """A line for each cost or size that a dataclass holds, with the words of its docstring."""
+    section = cleandoc(record.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)[1:]
+    texts = {
+        name: " ".join(text.split()).rstrip(".").replace("where it is None", "by default")
+        for name, text in zip(entries[::2], entries[1::2], strict=True)
+    }
+    lines = []
+    for field in fields(record):
+        if record is Costs and field.name not in OTHER_COSTS:
+            continue
+        is_number = isinstance(field.default, int | float)
+        default = f" (default: {field.default:g})" if is_number and field.default else ""
+        metavar = "" if isinstance(field.default, bool) else value
+        lines.append(f"{flag(field.name)} {metavar} | {texts.get(field.name, '')}{default}")
+    return "\n".join(lines)
+
+
+_COSTS = f"""costs (numbers joined by : are one per stage, or one per slice)
+--costs F,I,W,T | times of forward, input gradient, weight gradient and transfer (default 1,1,1,0)
+--release WHEN =weight_grad | when activations are freed where the backward is split
+{_fields(Costs, "COST")}"""
+_SIZES = f"""model by its sizes
+--layers N
+{_fields(Transformer, "NUMBER")}"""
 # Each command, the line of help, and its groups of arguments.
 COMMANDS: tuple[tuple[Run, str, tuple[str, ...]], ...] = (
     (list_command, "the schedules that can be built", ("\nnames NAME ...", _JSON)),
