@@ -95,11 +95,8 @@ def show_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         text = _written(schedule, form, arguments, costs)
     if arguments.output in (None, "-"):
         terminal.write(text)
-        return True
-    file_path(arguments.output).write_text(
-        text if text.endswith("\n") else text + "\n", encoding="utf-8"
-    )
-    terminal.complain(f"wrote {arguments.output}")
+    else:
+        terminal.save(file_path(arguments.output), text)
     return True
 
 
@@ -262,13 +259,9 @@ def _print_comparison(
 
 
 def _sums(t: Timeline, share: float) -> dict[str, Any]:
-    return {
-        "makespan": t.makespan,
-        "span": t.span,
-        "bubble": t.bubble,
-        "peak_activations": list(t.peak_activations),
-        "peak_memory": [held * share for held in t.peak_memory],
-    }
+    names = ("makespan", "span", "bubble", "peak_activations")
+    sums = {name: getattr(t, name) for name in names}
+    return sums | {"peak_memory": [held * share for held in t.peak_memory]}
 
 
 def _shared(costs: Costs, share: float) -> Costs:

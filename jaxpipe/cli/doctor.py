@@ -23,9 +23,9 @@ _PAGE_WIDTH = 180  # characters
 
 
 def doctor_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
-    """Check this machine before a long run: versions with known faults, options of XLA, numbers
-    of six schedules against the plain function, times of predicates, hops and copies, memory
-    and speed.  Each check has a limit of time; a hang is ended and named.  Measured times go
+    """Check this machine before a long run.  Checks are of versions with known faults, options of
+    XLA, numbers of six schedules against the plain function, times of predicates, hops and copies,
+    memory and speed.  Each check has a limit of time; a hang is ended and named.  Measured times go
     into a file that Pipeline and plan read (JAXPIPE_PRICES, or the user's folder of
     settings).  Exit status 1 where a line is wrong.
     """
@@ -64,8 +64,7 @@ def doctor_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         _print(report, Terminal(picture, picture))
         for name, seconds in report.prices.items():
             picture.print(f"price of {name}: {seconds * 1e6:.3g} us", highlight=False)
-        page.write_text(picture.export_html(), encoding="utf-8")
-        terminal.complain(f"wrote {arguments.output}")
+        terminal.save(page, picture.export_html())
     if arguments.json:
         terminal.write(json.dumps(facts))
     else:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields
-from enum import Enum
 from inspect import cleandoc, getdoc
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..engine.costs import Costs
 from ..planner.plan import SCHEDULES
@@ -23,19 +22,6 @@ from .doctor import doctor_command
 from .plan import plan_command
 from .terminal import Terminal
 
-Run: TypeAlias = Callable[[argparse.Namespace, Terminal], bool]
-
-
-def remat(text: str) -> str | None:
-    """`none`, or a name that `plan` takes, for argparse."""
-    return None if text == "none" else text
-
-
-def _values(choices: Iterable[Enum]) -> dict[str, Any]:
-    """One of the values of an enum."""
-    return {"choices": [each.value for each in choices]}
-
-
 # By the name of a value in the lines below: what argparse accepts.
 _WHOLE = ("P", "M", "V", "K", "N", "I")
 _NUMBER = ("NUMBER", "PIXELS", "SECONDS", "MINUTES")
@@ -43,12 +29,11 @@ _KINDS: dict[str, dict[str, Any]] = {
     **{name: {"type": whole, "metavar": name} for name in _WHOLE},
     **{name: {"type": number, "metavar": name} for name in _NUMBER},
     "SIZE": {"type": size, "metavar": "SIZE"},
-    "POLICY": {"type": remat, "metavar": "POLICY"},
     "KEY=VALUE": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
     "FORMAT": {"choices": ("grid", "csv", "svg", "html", "trace", "json")},
-    "THEME": _values(Theme),
-    "WHO": _values(Transfers),
-    "WHEN": _values(Release),
+    "THEME": {"choices": [each.value for each in Theme]},
+    "WHO": {"choices": [each.value for each in Transfers]},
+    "WHEN": {"choices": [each.value for each in Release]},
 }
 # Groups of arguments that the help lists together: a title, then a line for each.  A line has the
 # flags, the name of the value, "..." for several values and "=" before a default; then a bar and
@@ -157,46 +142,22 @@ _COSTS = f"""costs (numbers joined by : are one per stage, or one per slice)
 _SIZES = f"""model by its sizes
 --layers N
 {_fields(Transformer, "NUMBER")}"""
-# Each command, the line of help, and its groups of arguments.
-COMMANDS: tuple[tuple[Run, str, tuple[str, ...]], ...] = (
-    (list_command, "the schedules that can be built", ("\nnames NAME ...", _JSON)),
-    (
-        show_command,
-        "print or draw a schedule",
-        (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
-    ),
-    (
-        simulate_command,
-        "makespan, bubble, memory and times of a schedule",
-        (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
-    ),
-    (
-        check_command,
-        "check a table and list everything that is invalid in it",
-        (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
-    ),
-    (
-        compare_command,
-        "simulate several schedules of one model side by side",
-        (_SOURCES, _SHAPE, _COSTS, _JSON),
-    ),
-    (
-        plan_command,
-        "the fastest pipelines of a model that fit into memory",
-        (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
-    ),
-    (
-        doctor_command,
-        "check versions, times, numbers and memory of this machine",
-        (_DOCTOR, _PROCESSES, _JSON),
-    ),
-)
+# Each command and its groups of arguments.
+COMMANDS: dict[Callable[[argparse.Namespace, Terminal], bool], tuple[str, ...]] = {
+    list_command: ("\nnames NAME ...", _JSON),
+    show_command: (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
+    simulate_command: (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
+    check_command: (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
+    compare_command: (_SOURCES, _SHAPE, _COSTS, _JSON),
+    plan_command: (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
+    doctor_command: (_DOCTOR, _PROCESSES, _JSON),
+}
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; `run` of what it returns runs the command.
 
-    The docstring of a command's function is its description.
+    The docstring of a command's function is its help.
     """
     parser = argparse.ArgumentParser(
         prog="jaxpipe",
@@ -205,9 +166,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxpipe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for run, text, groups in COMMANDS:
-        name = run.__name__.removesuffix("_command")
-        own = commands.add_parser(name, help=text, description=getdoc(run))
+    for run, groups in COMMANDS.items():
+        name, text = run.__name__.removesuffix("_command"), getdoc(run) or ""
+        own = commands.add_parser(name, help=text.partition(".")[0], description=text)
         own.set_defaults(run=run)
         for group in groups:
             title, _, lines = group.replace("\n    ", " ").partition("\n")

@@ -13,7 +13,7 @@ from ..lowering.target import Target
 from ..planner.layer_cost import LayerCost, read_layer_costs
 from ..planner.mesh import command_of, plan_mesh
 from ..planner.plan import plan
-from ..planner.result import COLUMNS, PipelinePlan, Plans
+from ..planner.result import COLUMNS, Plans
 from ..planner.transformer import Transformer
 from ..render import to_html, to_svg
 from .arguments import UsageError, file_path, flag, missing_flags, read_text
@@ -25,9 +25,9 @@ _CHUNKS = (1, 2, 4)
 
 
 def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
-    """The fastest pipelines of a model that fit: layers to stages, schedule, chunks, remat; a
-    step's seconds and a device's memory.  The model is given by its sizes (a decoder-only
-    transformer; times are then estimates) or by a file of costs.
+    """Find the fastest pipelines of a model that fit into memory.  A plan has layers of stages,
+    schedule, chunks and remat, with a step's seconds and a device's memory.  The model is given by
+    its sizes (a decoder-only transformer; times are then estimates) or by a file of costs.
     """
     if arguments.output is not None and not arguments.output.lower().endswith((".html", ".svg")):
         raise UsageError(
@@ -35,8 +35,9 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         )
     plans, command = (_of_layers if arguments.model is None else _published)(arguments, terminal)
     if arguments.output is not None:
-        _draw(plans.best, arguments.output)
-        terminal.complain(f"wrote {arguments.output}")
+        draw = to_html if arguments.output.lower().endswith(".html") else to_svg
+        title = f"{plans.best.label}: {plans.best.layout}"
+        terminal.save(file_path(arguments.output), draw(plans.best.timeline, title=title))
     if arguments.json:
         left = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
         facts = {"plans": [p.facts() for p in plans], "rejected": left, "prices": plans.prices}
@@ -111,18 +112,10 @@ def _published(arguments: argparse.Namespace, terminal: Terminal) -> tuple[Plans
 
 def _choices(arguments: argparse.Namespace) -> dict[str, Any]:
     """The limits, and what may vary, for `plan` and `plan_mesh`."""
-    names = ("memory", "schedules", "remat", "within")
-    return {
-        **{name: getattr(arguments, name) for name in names},
-        "chunks": arguments.chunks or _CHUNKS,
-    }
-
-
-def _draw(best: PipelinePlan, output: str) -> None:
-    draw = to_html if output.lower().endswith(".html") else to_svg
-    file_path(output).write_text(
-        draw(best.timeline, title=f"{best.label}: {best.layout}"), encoding="utf-8"
-    )
+    names = ("memory", "schedules", "within")
+    choices = {name: getattr(arguments, name) for name in names}
+    policies = arguments.remat and [None if name == "none" else name for name in arguments.remat]
+    return choices | {"chunks": arguments.chunks or _CHUNKS, "remat": policies}
 
 
 def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost], float]:

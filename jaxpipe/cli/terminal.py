@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from rich import box
@@ -35,6 +36,11 @@ class Terminal:
     def complain(self, text: str) -> None:
         """Print text to stderr as it is."""
         sys.stderr.write(text + "\n")
+
+    def save(self, path: Path, text: str) -> None:
+        """Write text into a file, with a newline at its end, and say so."""
+        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+        self.complain(f"wrote {path}")
 
     def table(
         self,
