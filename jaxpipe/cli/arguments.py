@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,23 +24,20 @@ from ..table.run_order import Transfers
 from ..table.schedule import MOST_COLUMNS, Schedule, check, report
 from ..table.text import csv_lines, csv_place, json_place, json_value
 
+_MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
+_MOST_DIGITS = 18  # of a whole number; whether it is too large is checked where it is used
+_WHOLE = re.compile(f"[+-]?[0-9]{{1,{_MOST_DIGITS}}}")
+_REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(?:([KMGT])(I?)B)?", re.IGNORECASE)
+_COSTS = ("forward", "input_grad", "weight_grad", "transfer")  # the parts of --costs
 # Costs with a flag of their own name.
-_OTHER_COSTS = tuple(
+OTHER_COSTS = tuple(
     field.name
     for field in dataclasses.fields(Costs)
-    if field.name not in ("forward", "input_grad", "weight_grad", "transfer", "release", "unit")
+    if field.name not in (*_COSTS, "release", "unit")
 )
-MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
-
-
-MOST_DIGITS = 18  # of a whole number; whether it is too large is checked where it is used
-WHOLE = re.compile(f"[+-]?[0-9]{{1,{MOST_DIGITS}}}")
-REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # Arguments of `build` that have a flag of their own.
-_FLAGS = {
-    name: f"--{name.replace('_', '-')}"
-    for name in ("devices", "microbatches", "chunks", "slices", "forward_only")
-}
+_SHAPE = ("devices", "microbatches", "chunks", "slices", "forward_only")
 
 
 class UsageError(JaxpipeError):
@@ -52,9 +48,45 @@ class InvalidScheduleError(ScheduleError):
     """An invalid table (exit status 1); the message holds every violation and the marked grid."""
 
 
+def whole(text: str) -> int:
+    """An argument that is a whole number, for argparse."""
+    if _WHOLE.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is not a whole number (of at most {_MOST_DIGITS} digits)"
+        )
+    return int(text)
+
+
+def number(text: str) -> float:
+    """An argument that is a number, for argparse; an int where it is one, so that whole costs give
+    whole makespans.
+    """
+    if _WHOLE.fullmatch(text.strip()):
+        return int(text)
+    if _REAL.fullmatch(text.strip()) is None:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number")
+    return float(text)
+
+
+def size(text: str) -> float:
+    """An argument that is a number of bytes, `80GB` or `74.5GiB`, for argparse."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is not a size; write 80GB, 74.5GiB or a number of bytes"
+        )
+    power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+    return float(match[1]) * (2.0**10 if match[3] else 1e3) ** power
+
+
+def flag(name: str) -> str:
+    """The flag of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
 def missing_flags(arguments: argparse.Namespace, *names: str) -> list[str]:
     """The flags of these arguments that the command line does not give."""
-    return [f"--{name}" for name in names if getattr(arguments, name) is None]
+    return [flag(name) for name in names if getattr(arguments, name) is None]
 
 
 def is_file(source: str) -> bool:
@@ -86,15 +118,11 @@ def load(
     source = arguments.source
     if not is_file(source):
         return _named(source, arguments, costs)
-    shape = ("devices", "microbatches", "chunks", "option", "forward_only")
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in shape
-        if getattr(arguments, name) not in (None, [], False)
-    ]
-    if given:
+    own = ("devices", "microbatches", "chunks", "option", "forward_only")
+    shape = [flag(name) for name in own if getattr(arguments, name)]
+    if shape:
         raise UsageError(
-            f"{', '.join(given)} cannot be given for {source}: a file has its own shape; give "
+            f"{', '.join(shape)} cannot be given for {source}: a file has its own shape; give "
             "the name of a schedule instead"
         )
     return checked(read(source, arguments.slices), transfers=transfers)
@@ -102,7 +130,7 @@ def load(
 
 def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """Build a named schedule from the command line's shape and options."""
-    entry, chunks = describe(name), arguments.chunks
+    entry = describe(name)
     if missing := missing_flags(arguments, "devices", "microbatches"):
         raise UsageError(
             f"{name} needs {' and '.join(missing)}, e.g. jaxpipe show {name} --devices 4 "
@@ -112,22 +140,12 @@ def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
     if any(option.name == "costs" for option in entry.options) and _gives_costs(arguments):
         options.setdefault("costs", costs)
     if options.get("placement") is not None:
-        options["placement"] = _placement(
-            options["placement"],
-            arguments.devices,
-            entry.chunks.natural if chunks is None else chunks,
-        )
+        chunks = entry.chunks.natural if arguments.chunks is None else arguments.chunks
+        options["placement"] = _placement(options["placement"], arguments.devices, chunks)
     if options.get("objective") is not None:
         options["objective"] = _objective(options["objective"])
-    return build(
-        name,
-        devices=arguments.devices,
-        microbatches=arguments.microbatches,
-        chunks=chunks,
-        slices=1 if arguments.slices is None else arguments.slices,
-        forward_only=arguments.forward_only,
-        **options,
-    )
+    shape = {name: value for name in _SHAPE if (value := getattr(arguments, name)) is not None}
+    return build(name, **shape, **options)
 
 
 def read(source: str, slices: int | None = None) -> Schedule:
@@ -165,18 +183,16 @@ def checked(
     try:
         return check(schedule, transfers=transfers, max_activations=max_activations)
     except ScheduleError as error:
-        found = error.violations
-        head = (
-            f"{schedule.name or 'the schedule'} is invalid, {len(found)} "
-            f"violation{'' if len(found) == 1 else 's'}:"
-        )
-        text = report(schedule, found, head) if found else f"{head}\n  {error}"
-        raise InvalidScheduleError(text, found) from error
+        rules = error.violations
+        count = f"{len(rules)} violation{'' if len(rules) == 1 else 's'}"
+        head = f"{schedule.name or 'the schedule'} is invalid, {count}:"
+        text = report(schedule, rules, head) if rules else f"{head}\n  {error}"
+        raise InvalidScheduleError(text, rules) from error
 
 
 def read_costs(arguments: argparse.Namespace) -> Costs:
     """The costs that the command line gives; UsageError names the part that cannot be read."""
-    given: dict[str, Any] = {}
+    costs: dict[str, Any] = {}
     if arguments.costs is not None:
         fields = arguments.costs.split(",")
         if len(fields) not in (3, 4):
@@ -184,17 +200,18 @@ def read_costs(arguments: argparse.Namespace) -> Costs:
                 f"--costs {quoted(arguments.costs)} must be F,I,W,T: three or four numbers "
                 "joined by commas, e.g. 1,1,1,0.1"
             )
-        kinds = ("forward", "input_grad", "weight_grad", "transfer")
-        given = {kind: _cost("--costs", field) for kind, field in zip(kinds, fields, strict=False)}
-    for name in _OTHER_COSTS:
-        if getattr(arguments, name) is not None:
-            given[name] = _cost(f"--{name}", getattr(arguments, name))
-    return Costs(**given, release=Release(arguments.release))
+        costs = {kind: _cost("costs", text) for kind, text in zip(_COSTS, fields, strict=False)}
+    costs |= {
+        name: _cost(name, text)
+        for name in OTHER_COSTS
+        if (text := getattr(arguments, name)) is not None
+    }
+    return Costs(**costs, release=Release(arguments.release))
 
 
 def _gives_costs(arguments: argparse.Namespace) -> bool:
     """Whether the command line gives any cost."""
-    return any(getattr(arguments, name) is not None for name in ("costs", *_OTHER_COSTS))
+    return any(getattr(arguments, name) is not None for name in ("costs", *OTHER_COSTS))
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
@@ -206,42 +223,45 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
         raise UsageError(
             f"--option {', '.join(map(quoted, bad))} must be KEY=VALUE, e.g. --option group_size=4"
         )
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, _, value in (pair.partition("=") for pair in pairs):
-        if key in given:
+        if key in options:
             raise UsageError(f"--option {quoted(key)} is given twice; give it once")
-        if key in _FLAGS:
+        if key in _SHAPE:
             raise UsageError(
-                f"--option {key}={value[:MOST_COLUMNS]} has a flag of its own; write {_FLAGS[key]}"
+                f"--option {key}={value[:MOST_COLUMNS]} has a flag of its own; write {flag(key)}"
             )
         if key == "name":
             raise UsageError(
                 "--option name=... is the schedule's name; write it after the command, e.g. "
                 "jaxpipe show 1f1b"
             )
-        given[key] = _value(value)
-    return given
+        options[key] = _value(value)
+    return options
 
 
-def _placement(given: object, devices: int, chunks: int) -> Placement:
+def _placement(value: object, devices: int, chunks: int) -> Placement:
     """`loop`, `vee`, or the device of each stage (`0,1,1,0`)."""
-    if given in ("loop", "vee"):
-        make = Placement.loop if given == "loop" else Placement.vee
+    if value in ("loop", "vee"):
+        make = Placement.loop if value == "loop" else Placement.vee
         return make(devices=devices, chunks=chunks)
-    if isinstance(given, tuple) and all(isinstance(device, int) for device in given):
-        return Placement.explicit(given, devices=devices)
+    if isinstance(value, tuple) and all(isinstance(device, int) for device in value):
+        return Placement.explicit(value, devices=devices)
     raise UsageError(
-        f"--option placement={quoted(given)} must be loop, vee, or the device of each stage, "
+        f"--option placement={quoted(value)} must be loop, vee, or the device of each stage, "
         "e.g. placement=0,1,1,0"
     )
 
 
-def _objective(given: object) -> Objective:
+def _objective(value: object) -> Objective:
     """`makespan` or `period`."""
-    known = {objective.value: objective for objective in Objective}
-    if given not in known:
-        raise UsageError(f"--option objective={quoted(given)} must be {' or '.join(known)}")
-    return known[str(given)]
+    try:
+        return Objective(value)
+    except ValueError:
+        raise UsageError(
+            f"--option objective={quoted(value)} must be "
+            f"{' or '.join(each.value for each in Objective)}"
+        ) from None
 
 
 def _value(text: str) -> object:
@@ -252,31 +272,18 @@ def _value(text: str) -> object:
     if text.lower() in named:
         return named[text.lower()]
     fields = text.split(",")
-    if not all(WHOLE.fullmatch(field.strip()) for field in fields):
+    if not all(_WHOLE.fullmatch(field.strip()) for field in fields):
         return text
     return int(text) if len(fields) == 1 else tuple(map(int, fields))
 
 
-def _cost(flag: str, text: str) -> Cost:
+def _cost(name: str, text: str) -> Cost:
     """A number, or numbers joined by colons, one per stage."""
     try:
-        numbers = [_number(part) for part in text.split(":")]
-    except ValueError:
-        raise UsageError(
-            f"{flag}: {quoted(text)} is not a number (numbers joined by : are one per stage)"
-        ) from None
+        numbers = [number(part) for part in text.split(":")]
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{flag(name)}: {error} (numbers joined by : are one per stage)") from None
     return numbers[0] if len(numbers) == 1 else numbers
-
-
-def _number(text: str) -> float:
-    """An int where it is one, so that whole costs give whole makespans; ValueError for what is not
-    a number.
-    """
-    if WHOLE.fullmatch(text.strip()):
-        return int(text)
-    if REAL.fullmatch(text.strip()):
-        return float(text)
-    raise ValueError(text)
 
 
 def file_path(text: str) -> Path:
@@ -318,31 +325,24 @@ def _with_raw_grid(text: str, suffix: str, error: ScheduleError) -> str:
     }
     if not faulty:
         return str(error)
-    place = json_place if suffix == ".json" else csv_place
-    rows = list(_raw_cells(text, suffix))
+    is_json = suffix == ".json"
+    place = json_place if is_json else csv_place
+    data: Any = json_value(text) if is_json else {"rows": list(csv_lines(text))}
+    rows = [[_cut(cell or "") for cell in row] for row in data["rows"]]
     marked = {
         (d, p) for d in set(faulty.values()) for p in range(len(rows[d])) if place(d, p) in faulty
     }
-    columns = range(max(map(len, rows)))
-    if len(columns) > MOST_COLUMNS:
-        first, half = min(p for _, p in marked), MOST_COLUMNS // 2
-        columns = range(max(0, first - half), min(len(columns), first + half))
-    shown = [[_cut(cell) for cell in row[columns.start : columns.stop]] for row in rows]
-    lines = [str(error)]
-    if len(columns) < max(map(len, rows)):
-        lines.append(f"columns {columns.start + 1} to {columns.stop}:")
-    return "\n".join([*lines, *drawn(shown, {(d, p - columns.start) for d, p in marked})])
-
-
-def _raw_cells(text: str, suffix: str) -> Iterator[list[str]]:
-    """Per device, the text of each cell of a CSV or JSON table in which only cells are invalid."""
-    if suffix != ".json":
-        return csv_lines(text)
-    data: Any = json_value(text)
-    return ([cell or "" for cell in row] for row in data["rows"])
+    lines, most, start = [str(error)], max(map(len, rows)), 0
+    if most > MOST_COLUMNS:
+        half = MOST_COLUMNS // 2
+        middle = min(p for _, p in marked)
+        start, stop = max(0, middle - half), min(most, middle + half)
+        lines.append(f"columns {start + 1} to {stop}:")
+        rows = [row[start:stop] for row in rows]
+    return "\n".join([*lines, *drawn(rows, {(d, p - start) for d, p in marked})])
 
 
 def _cut(cell: str) -> str:
     """A cell as the grid shows it."""
     cell = cell.strip()
-    return cell if len(cell) <= MOST_WIDTH else f"{cell[: MOST_WIDTH - 3]}..."
+    return cell if len(cell) <= _MOST_WIDTH else f"{cell[: _MOST_WIDTH - 3]}..."

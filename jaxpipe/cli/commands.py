@@ -1,10 +1,12 @@
-"""The five commands of the command line; each returns False where a table is invalid."""
+"""The commands about schedules; each returns False where a table is invalid.  Their docstrings are
+their descriptions in the help.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from .arguments import (
     read_costs,
     read_options,
 )
-from .terminal import Terminal
+from .terminal import BEST, Terminal
 
 # Added for a table that was checked for transfers other than the strictest ones.
 _WHERE = {
@@ -53,7 +55,7 @@ _SUFFIXES = {
 
 
 def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
-    """`jaxpipe list`: one line per schedule, or the full description of those that are named."""
+    """List the schedules that can be built, or describe those that are named."""
     entries = [describe(name) for name in arguments.names or names()]
     if arguments.json:
         facts = [
@@ -67,48 +69,41 @@ def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             for e in entries
         ]
         terminal.write(json.dumps(facts, indent=2, default=str))
-    elif arguments.names:
-        for entry in entries:
-            options = "\n".join(
-                f"  --option {o.name}={o.default}  {o.summary}"
-                for o in entry.options
-                if o.name != "forward_only"
-            )
-            terminal.write(
-                f"{entry.name}\n\n{entry.doc}\n\nchunks: {entry.chunks}\n"
-                + (f"options:\n{options}\n" if options else "")
-            )
-    else:
+        return True
+    if not arguments.names:
         rows = [(e.name, str(e.chunks), e.summary) for e in entries]
         terminal.table(("schedule", "chunks", "description"), rows, left=3)
+        return True
+    for e in entries:
+        options = [o for o in e.options if o.name != "forward_only"]
+        lines = [f"  --option {o.name}={o.default}  {o.summary}" for o in options]
+        lines = ["options:", *lines, ""] if lines else []
+        terminal.write("\n".join([f"{e.name}\n\n{e.doc}\n\nchunks: {e.chunks}", *lines, ""]))
     return True
 
 
 def show_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
-    """`jaxpipe show`: one schedule in one format, to stdout or to a file."""
+    """Print or draw a schedule."""
     if arguments.json and arguments.format not in (None, "json"):
         raise UsageError(f"give --json or --format {arguments.format}, not both")
-    chosen = "json" if arguments.json else arguments.format or _format_of(arguments.output)
+    form = "json" if arguments.json else arguments.format or _format_of(arguments.output)
     costs = read_costs(arguments)
-    with terminal.doing(f"making {arguments.source}"):
+    with terminal.counting(f"making {arguments.source}"):
         schedule = load(arguments, costs)
         if arguments.transfers and not schedule.has_transfers:
             schedule = add_transfers(schedule, costs=costs)
-        text = _writers(arguments, costs)[chosen](schedule)
+        text = _written(schedule, form, arguments, costs)
     if arguments.output in (None, "-"):
         terminal.write(text)
-        return True
-    file_path(arguments.output).write_text(
-        text if text.endswith("\n") else text + "\n", encoding="utf-8"
-    )
-    terminal.complain(f"wrote {arguments.output}")
+    else:
+        terminal.save(file_path(arguments.output), text)
     return True
 
 
 def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
-    """`jaxpipe simulate`: the numbers of one schedule."""
+    """Simulate a schedule with given costs."""
     costs, transfers = read_costs(arguments), Transfers(arguments.transfers)
-    with terminal.doing(f"simulating {arguments.source}"):
+    with terminal.counting(f"simulating {arguments.source}"):
         schedule = load(arguments, costs, transfers=transfers)
         t = simulate(schedule, costs, transfers=transfers)
     if arguments.json:
@@ -136,41 +131,41 @@ def _gap_text(t: Timeline) -> str:
 
 
 def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
-    """`jaxpipe check`: whether a table is valid; every violation on stdout where it is not."""
+    """Check a table: completeness, order, placement, deadlock, and a cap on activations."""
     if arguments.max_activations is not None and arguments.max_activations < 0:
         raise UsageError(f"--max-activations must be at least 0, not {arguments.max_activations}")
     transfers = Transfers(arguments.transfers)
     facts: dict[str, Any] = {"file": arguments.file, "ok": True, "transfers": transfers.value}
     try:
-        with terminal.doing(f"checking {arguments.file}"):
-            schedule = checked(
+        with terminal.counting(f"checking {arguments.file}"):
+            s = checked(
                 read(arguments.file, arguments.slices),
                 transfers=transfers,
                 max_activations=arguments.max_activations,
             )
     except InvalidScheduleError as error:
-        found = [
-            {"rule": v.rule, "message": v.message, "device": v.device, "position": v.position}
-            for v in error.violations
-        ]
-        facts |= {"ok": False, "violations": found, "report": str(error)}
+        names = ("rule", "message", "device", "position")
+        rules = [{name: getattr(v, name) for name in names} for v in error.violations]
+        facts |= {"ok": False, "violations": rules, "report": str(error)}
         terminal.write(json.dumps(facts) if arguments.json else str(error))
         return False
     if arguments.json:
-        terminal.write(json.dumps(facts | _schedule_facts(schedule) | {"violations": []}))
-    else:
-        s = schedule
-        terminal.write(
-            f"{arguments.file} is valid: {s.num_devices} devices, {s.num_stages} stages, "
-            f"{s.num_microbatches} microbatches, "
-            f"{s.encoded.num_actions} actions; it cannot "
-            f"deadlock{_WHERE[transfers] if s.has_transfers else ''}"
-        )
+        terminal.write(json.dumps(facts | _schedule_facts(s) | {"violations": []}))
+        return True
+    terminal.write(
+        f"{arguments.file} is valid: {s.num_devices} devices, {s.num_stages} stages, "
+        f"{s.num_microbatches} microbatches, {s.encoded.num_actions} actions; it cannot "
+        f"deadlock{_WHERE[transfers] if s.has_transfers else ''}"
+    )
     return True
 
 
 def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
-    """`jaxpipe compare`: several schedules of one model, side by side."""
+    """Simulate several schedules of one model.  Costs are those of 1/P of the model: a stage of
+    a schedule with S stages costs P/S of them, and its activations count P/S too, so that
+    schedules with different chunks can be compared.  Each schedule uses the nearest number
+    of --chunks that it allows, and ignores each --option that it does not take.
+    """
     costs = read_costs(arguments)
     by_stage = (value for name, value in vars(costs).items() if name != "slice_factors")
     if any(isinstance(value, tuple) for value in by_stage):
@@ -178,25 +173,27 @@ def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             "compare takes one number for each cost, since the schedules have different stages; "
             "leave the ':' out"
         )
-    _refuse_unknown_options(arguments)
+    sources = arguments.sources or names()
+    _refuse_unknown_options(arguments, sources)
     results: list[tuple[Timeline, float]] = []
     skipped: list[str] = []
-    for source in terminal.track(arguments.sources or names(), "simulating"):
-        try:
-            results.append(_one_of_many(source, arguments, costs))
-        except ScheduleError as error:
-            # Without names, all schedules that can be built are compared; one that is named must be
-            # built.
-            if arguments.sources:
-                raise
-            skipped.append(f"left out: {error}")
+    with terminal.counting("simulating") as progress:
+        for done, source in enumerate(sources, 1):
+            try:
+                results.append(_one_of_many(source, arguments, costs))
+            except ScheduleError as error:
+                # Without names, all schedules that can be built are compared; one that is named
+                # must be built.
+                if arguments.sources:
+                    raise
+                skipped.append(f"left out: {error}")
+            progress(done, len(sources))
     if not results:
         raise UsageError("\n".join(["no schedule can be built with these arguments:", *skipped]))
     if arguments.json:
-        facts = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
-        terminal.write(
-            json.dumps({"costs": _cost_facts(costs), "schedules": facts, "left_out": skipped})
-        )
+        schedules = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
+        facts = {"costs": _cost_facts(costs), "schedules": schedules, "left_out": skipped}
+        terminal.write(json.dumps(facts))
         return True
     _print_comparison(results, costs, terminal)
     if skipped:
@@ -214,24 +211,27 @@ def _one_of_many(
         schedule = checked(read(source, arguments.slices))
     else:
         entry = describe(source)
-        asked, known = arguments.chunks, {option.name for option in entry.options}
-        chunks = entry.chunks.natural if asked is None else entry.chunks.nearest(asked)
-        own = vars(arguments) | {
-            "source": source,
-            "chunks": chunks,
-            "option": [o for o in arguments.option if o.partition("=")[0] in known],
-        }
+        chunks = entry.chunks.natural
+        if arguments.chunks is not None:
+            chunks = entry.chunks.nearest(arguments.chunks)
+        known = {option.name for option in entry.options}
+        options = [pair for pair in arguments.option if pair.partition("=")[0] in known]
+        own = vars(arguments) | {"source": source, "chunks": chunks, "option": options}
         schedule = load(argparse.Namespace(**own), _shared(costs, 1 / chunks))
     share = schedule.num_devices / schedule.num_stages
     return simulate(schedule, _shared(costs, share)), share
 
 
-def _refuse_unknown_options(arguments: argparse.Namespace) -> None:
+def _refuse_unknown_options(arguments: argparse.Namespace, sources: Sequence[str]) -> None:
     """UsageError for an option that none of the schedules takes (each gets the options that it
     takes).
     """
-    sources = [source for source in arguments.sources or names() if not is_file(source)]
-    known = {option.name for source in sources for option in describe(source).options}
+    known = {
+        option.name
+        for source in sources
+        if not is_file(source)
+        for option in describe(source).options
+    }
     unknown = sorted(set(read_options(arguments.option)) - known)
     if unknown:
         raise UsageError(
@@ -245,26 +245,23 @@ def _print_comparison(
 ) -> None:
     best = min(t.makespan for t, _ in results)
     columns = "schedule,devices,microbatches,chunks,makespan,vs best,bubble,peak activations"
-    rows = []
-    for t, share in results:
+    rows: list[tuple[str, ...]] = []
+    best_rows: dict[int, str] = {}
+    for i, (t, share) in enumerate(results):
         s = t.schedule
         shape = map(str, (s.num_devices, s.num_microbatches, s.num_chunks))
         ratio = f"{t.makespan / best:.3f}" if best else "-"
         peak = number(max(t.peak_memory) * share)
         rows.append((s.name, *shape, number(t.makespan), ratio, f"{t.bubble:.2%}", peak))
-    header = columns.split(",")
-    terminal.table(header, rows, best=(i for i, (t, _) in enumerate(results) if t.makespan == best))
+        best_rows |= {i: BEST} if t.makespan == best else {}
+    terminal.table(columns.split(","), rows, styles=best_rows)
     terminal.write(f"costs and activations of a P-th of the model: {_cost_text(costs)}")
 
 
 def _sums(t: Timeline, share: float) -> dict[str, Any]:
-    return {
-        "makespan": t.makespan,
-        "span": t.span,
-        "bubble": t.bubble,
-        "peak_activations": list(t.peak_activations),
-        "peak_memory": [held * share for held in t.peak_memory],
-    }
+    names = ("makespan", "span", "bubble", "peak_activations")
+    sums = {name: getattr(t, name) for name in names}
+    return sums | {"peak_memory": [held * share for held in t.peak_memory]}
 
 
 def _shared(costs: Costs, share: float) -> Costs:
@@ -274,41 +271,42 @@ def _shared(costs: Costs, share: float) -> Costs:
     if share == 1:
         return costs
     names = [spec.cost for spec in KINDS if spec.cost is not None] + ["overlap"]
-    given: dict[str, Any] = {name: getattr(costs, name) for name in names}
-    return replace(costs, **{name: t * share for name, t in given.items() if t is not None})
+    times: dict[str, Any] = {name: getattr(costs, name) for name in names}
+    return replace(costs, **{name: t * share for name, t in times.items() if t is not None})
 
 
-def _writers(arguments: argparse.Namespace, costs: Costs) -> dict[str, Callable[[Schedule], str]]:
-    """Per format, the function that writes a schedule in it."""
+def _written(schedule: Schedule, form: str, arguments: argparse.Namespace, costs: Costs) -> str:
+    """A schedule in a format."""
+    if form == "grid":
+        return str(schedule)
+    if form in ("csv", "json"):
+        return schedule.to_csv() if form == "csv" else schedule.to_json()
+    timeline = simulate(schedule, costs)
+    if form == "trace":
+        return to_trace(timeline)
     look = {"title": arguments.title, "width": arguments.width}
-    drawing = {
-        "theme": Theme(arguments.theme),
-        "memory": arguments.memory,
-        "critical_path": arguments.critical_path,
-    }
-    return {
-        "grid": str,
-        "csv": lambda s: s.to_csv(),
-        "json": lambda s: s.to_json(),
-        "svg": lambda s: to_svg(simulate(s, costs), **look, **drawing),
-        "html": lambda s: to_html(simulate(s, costs), **look),
-        "trace": lambda s: to_trace(simulate(s, costs)),
-    }
+    if form == "html":
+        return to_html(timeline, **look)
+    return to_svg(
+        timeline,
+        **look,
+        theme=Theme(arguments.theme),
+        memory=arguments.memory,
+        critical_path=arguments.critical_path,
+    )
 
 
 def _format_of(output: str | None) -> str:
     """The format of a file's suffix; the grid where there is none."""
-    if output is None or output == "-":
+    if output is None or Path(output).suffix in ("", ".txt"):
         return "grid"
-    found = next(
-        (name for suffix, name in _SUFFIXES.items() if output.lower().endswith(suffix)), None
+    for suffix, form in _SUFFIXES.items():
+        if output.lower().endswith(suffix):
+            return form
+    raise UsageError(
+        f"no format is known for {output}; give --format, or a file that ends in "
+        f"{', '.join(_SUFFIXES)} or .txt"
     )
-    if found is None and Path(output).suffix not in ("", ".txt"):
-        raise UsageError(
-            f"no format is known for {output}; give --format, or a file that ends in "
-            f"{', '.join(_SUFFIXES)} or .txt"
-        )
-    return found or "grid"
 
 
 def _schedule_facts(schedule: Schedule) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from dataclasses import asdict
@@ -11,14 +12,22 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from rich.console import Console
+
 from ..lowering.prices import read_prices, write_prices
 from .arguments import UsageError, file_path
 from .terminal import Terminal
 
+_STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red", "not tried": "bright_black"}
+_PAGE_WIDTH = 180  # characters
+
 
 def doctor_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
-    """Run the checks, print a line each, and write prices and a report; False where one is
-    wrong.
+    """Check this machine before a long run.  Checks are of versions with known faults, options of
+    XLA, numbers of six schedules against the plain function, times of predicates, hops and copies,
+    memory and speed.  Each check has a limit of time; a hang is ended and named.  Measured times go
+    into a file that Pipeline and plan read (JAXPIPE_PRICES, or the user's folder of
+    settings).  Exit status 1 where a line is wrong.
     """
     if find_spec("jax") is None:
         raise UsageError(
@@ -27,19 +36,19 @@ def doctor_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         )
     # By name: the checks may be deleted.
     doctor = import_module("jaxpipe.doctor.run")
-    scope = _scope(arguments, doctor)
+    _refuse(arguments)
     checks = [c for c in doctor.CHECKS if (arguments.only or "") in c.item]
     if not checks:
         raise UsageError(
             f"no check has {arguments.only!r} in its title; titles are "
             f"{', '.join(c.item for c in doctor.CHECKS)}"
         )
-    if arguments.output is not None and not arguments.output.lower().endswith((".html", ".htm")):
-        raise UsageError(f"the report is HTML: {arguments.output} must end in .html")
-    writes = not arguments.no_prices and scope.process == 0
+    page = None if arguments.output is None else file_path(arguments.output)
+    writes = not arguments.no_prices and arguments.process == 0
     if writes:
         read_prices()  # the checks take minutes: a faulty file is refused before them
-    page_path = None if arguments.output is None else file_path(arguments.output)
+    names = ("devices", "steps", "coordinator", "processes", "process")
+    scope = doctor.Scope(**{name: getattr(arguments, name) for name in names})
     with terminal.counting("checking") as progress:
         report = doctor.run(scope, minutes=arguments.minutes, checks=checks, tell=progress)
     facts: dict[str, Any] = asdict(report) | {"prices_file": None}
@@ -49,21 +58,29 @@ def doctor_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         path = write_prices(report.kind, report.prices, ", ".join(filter(None, [day, versions])))
         facts["prices_file"] = str(path)
         terminal.complain(f"wrote the prices of {report.kind} to {path}")
-    if page_path is not None:
-        page = import_module("jaxpipe.doctor.page")
-        page_path.write_text(page.to_page(report), encoding="utf-8")
-        terminal.complain(f"wrote {arguments.output}")
+    if page is not None:
+        picture = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, force_terminal=True)
+        picture.print(f"jaxpipe doctor: {report.kind or 'no device'}", highlight=False)
+        _print(report, Terminal(picture, picture))
+        for name, seconds in report.prices.items():
+            picture.print(f"price of {name}: {seconds * 1e6:.3g} us", highlight=False)
+        terminal.save(page, picture.export_html())
     if arguments.json:
         terminal.write(json.dumps(facts))
     else:
-        header = ("item", "verdict", "measured", "expected", "what to do")
-        rows = [(e.item, e.verdict.value, e.measured, e.expected, e.advice) for e in report.lines]
-        terminal.table(header, rows, left=len(header))
+        _print(report, terminal)
     return bool(report.is_good)
 
 
-def _scope(arguments: argparse.Namespace, doctor: Any) -> Any:
-    """What the checks are given; UsageError for numbers that do not fit."""
+def _print(report: Any, terminal: Terminal) -> None:
+    header = ("item", "verdict", "measured", "expected", "what to do")
+    rows = [(e.item, e.verdict.value, e.measured, e.expected, e.advice) for e in report.lines]
+    styles = {i: _STYLES[row[1]] for i, row in enumerate(rows)}
+    terminal.table(header, rows, left=len(header), styles=styles)
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """UsageError for numbers that do not fit."""
     several = arguments.coordinator is not None
     least = {"--devices": arguments.devices, "--steps": arguments.steps}
     faults = [f"{name} must be at least 1" for name, n in least.items() if n is not None and n < 1]
@@ -75,12 +92,7 @@ def _scope(arguments: argparse.Namespace, doctor: Any) -> Any:
         faults.append("several processes need --coordinator HOST:PORT, --processes and --process")
     if arguments.devices is not None and several and arguments.devices % arguments.processes:
         faults.append("--devices must divide over --processes")
+    if not (arguments.output or ".html").lower().endswith((".html", ".htm")):
+        faults.append(f"the report is HTML: {arguments.output} must end in .html")
     if faults:
         raise UsageError("; ".join(faults))
-    return doctor.Scope(
-        devices=arguments.devices,
-        steps=arguments.steps,
-        coordinator=arguments.coordinator,
-        processes=arguments.processes,
-        process=arguments.process,
-    )

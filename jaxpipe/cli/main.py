@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import JaxpipeError
-from .arguments import InvalidScheduleError, UsageError
+from .arguments import InvalidScheduleError
 from .parser import make_parser
 from .terminal import Terminal, make_terminal
 
@@ -41,21 +41,19 @@ def _run(arguments: argparse.Namespace, terminal: Terminal) -> int:
     except InvalidScheduleError as error:
         terminal.complain(str(error))
         return INVALID
-    except (UsageError, JaxpipeError) as error:
-        terminal.complain(f"jaxpipe {arguments.command}: {error}")
-        return USAGE
     except BrokenPipeError:
         raise
-    except OSError as error:
-        terminal.complain(
-            f"jaxpipe {arguments.command}: {error.filename or 'output'}: {error.strerror or error}"
-        )
-        return USAGE
-    except UnicodeEncodeError as error:
-        terminal.complain(
-            f"jaxpipe {arguments.command}: {error.object[error.start]!a} cannot be written as "
-            f"{error.encoding}"
-        )
+    except (JaxpipeError, OSError, UnicodeEncodeError) as error:
+        terminal.complain(f"jaxpipe {arguments.command}: {_text(error)}")
         return USAGE
     sys.stdout.flush()
     return SUCCESS if is_valid else INVALID
+
+
+def _text(error: Exception) -> str:
+    """An error as the command line shows it."""
+    if isinstance(error, OSError):
+        return f"{error.filename or 'output'}: {error.strerror or error}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"{error.object[error.start]!a} cannot be written as {error.encoding}"
+    return str(error)

@@ -4,95 +4,46 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import fields
+from inspect import cleandoc, getdoc
+from typing import Any
 
-from ..errors import quoted
+from ..engine.costs import Costs
 from ..planner.plan import SCHEDULES
+from ..planner.transformer import Transformer
 from ..render import Theme
 from ..table.activations import Release
 from ..table.run_order import Transfers
 from ..version import __version__
-from .arguments import MOST_DIGITS, REAL, WHOLE
+from .arguments import OTHER_COSTS, flag, number, size, whole
 from .commands import check_command, compare_command, list_command, show_command, simulate_command
 from .doctor import doctor_command
 from .plan import plan_command
 from .terminal import Terminal
 
-
-class Command(NamedTuple):
-    """A command; `run` returns False where a table is invalid.
-
-    `groups` are arguments that the help lists together: a title, then a line for each.  A line has
-    the flags and the name of the value, a bar, and the help ("-P --devices P | help").  A flag
-    without a value is a switch; a positional argument has its name first.  The name of the value
-    says what is accepted (`_KINDS`).  `more` holds further keywords of argparse by the argument's
-    name.
-    """
-
-    name: str
-    run: Callable[[argparse.Namespace, Terminal], bool]
-    help: str
-    description: str
-    groups: tuple[str, ...]
-    more: Mapping[str, Mapping[str, Any]]
-
-
-def whole(text: str) -> int:
-    """An argument that is a whole number, for argparse."""
-    if WHOLE.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is not a whole number (of at most {MOST_DIGITS} digits)"
-        )
-    return int(text)
-
-
-def real(text: str) -> float:
-    """An argument that is a number, for argparse."""
-    if REAL.fullmatch(text) is None:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number")
-    return float(text)
-
-
-def size(text: str) -> float:
-    """An argument that is a number of bytes, `80GB` or `74.5GiB`, for argparse."""
-    match = re.fullmatch(
-        r"([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(?:([KMGT])(I?)B)?", text.strip(), re.IGNORECASE
-    )
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"{quoted(text)} is not a size; write 80GB, 74.5GiB or a number of bytes"
-        )
-    power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
-    return float(match[1]) * (2.0**10 if match[3] else 1e3) ** power
-
-
-def remat(text: str) -> str | None:
-    """`none`, or a name that `plan` takes, for argparse."""
-    return None if text == "none" else text
-
-
-def _values(choices: Iterable[Enum]) -> dict[str, Any]:
-    """One of the values of an enum."""
-    return {"choices": [each.value for each in choices]}
-
-
 # By the name of a value in the lines below: what argparse accepts.
 _WHOLE = ("P", "M", "V", "K", "N", "I")
-_REAL = ("COUNT", "WIDTH", "SHARE", "TOKENS", "RATE", "PIXELS", "SECONDS", "MINUTES")
-_KINDS: Mapping[str, dict[str, Any]] = {
-    **{name: {"type": whole} for name in _WHOLE},
-    **{name: {"type": real} for name in _REAL},
-    "SIZE": {"type": size},
-    "POLICY": {"type": remat},
+_NUMBER = ("NUMBER", "PIXELS", "SECONDS", "MINUTES")
+_KINDS: dict[str, dict[str, Any]] = {
+    **{name: {"type": whole, "metavar": name} for name in _WHOLE},
+    **{name: {"type": number, "metavar": name} for name in _NUMBER},
+    "SIZE": {"type": size, "metavar": "SIZE"},
+    "KEY=VALUE": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
     "FORMAT": {"choices": ("grid", "csv", "svg", "html", "trace", "json")},
-    "THEME": _values(Theme),
-    "WHO": _values(Transfers),
-    "WHEN": _values(Release),
+    "THEME": {"choices": [each.value for each in Theme]},
+    "WHO": {"choices": [each.value for each in Transfers]},
+    "WHEN": {"choices": [each.value for each in Release]},
 }
+# Groups of arguments that the help lists together: a title, then a line for each.  A line has the
+# flags, the name of the value, "..." for several values and "=" before a default; then a bar and
+# the help.  A flag without a value is a switch; a positional argument has its name first.  The name
+# of the value says what is accepted.
 _SOURCE = """
 source NAME|FILE | a name of `jaxpipe list`, a .csv or .json table, or - for CSV from standard input
+"""
+_SOURCES = """
+sources NAME|FILE ... | default: every schedule that can be built
 """
 _SHAPE = """shape (of a named schedule)
 -P --devices P
@@ -102,32 +53,16 @@ _SHAPE = """shape (of a named schedule)
 --option KEY=VALUE | an option of the schedule; see jaxpipe list NAME
 --forward-only | leave out all backwards, for evaluation
 """
-_COSTS = """costs
---costs F,I,W,T | times of forward, input gradient, weight gradient and transfer (default 1,1,1,0);
-    numbers joined by : are one per stage
---backward B | time of a full backward (default: I + W)
---overlap FB | time of an overlapped pair (default: the sum of its halves)
---recompute R | time of a recomputation (default: as a forward)
---last L | time of what one device does of a spread `last` (default 1)
---last-weight-grad H | of that, the time of the weight gradient that H does (default L / 3)
---first E | the same of a spread `first` (default 1)
---first-grad G | the same of its gradient (default 1)
---activation A | memory of a stage's activations of one microbatch (default 1)
---buffer S | memory of the rows that a stage's slices append for one sequence (default 0)
---slice-factors F:F | by slice, joined by :, what its times are multiplied with (default 1)
---checkpoint C | memory of the stage input kept where a table has an R (default 0)
---release WHEN | when activations are freed where the backward is split (default: weight_grad)
-"""
 _DRAWING = """svg and html
 --title TITLE
 --width PIXELS | of the picture (default: as wide as the microbatch numbers need)
---theme THEME | of the svg (default: auto)
+--theme THEME =auto | of the svg
 --memory | draw the activations held over time (html always has them)
 --critical-path | outline a longest chain of actions (html has a switch for it)
 """
 _TRANSFERS = """
---transfers WHO | who waits in a table with SEND and RECV: the consumer (async), the RECV
-    (buffered), or SEND and RECV for each other (rendezvous); default: {}
+--transfers WHO ={} | who waits in a table with SEND and RECV: the consumer (async), the RECV
+    (buffered), or SEND and RECV for each other (rendezvous)
 """
 _JSON = """
 --json | print JSON
@@ -149,40 +84,13 @@ _PLAN = """
 -o --output FILE | draw the best plan: a file that ends in .html or .svg
 """
 _VARY = f"""what may vary
---schedules NAME | default: {" ".join(SCHEDULES)}
--V --chunks V | default: 1 2 4
--K --slices K | slices of a sequence; a microbatch is a sequence then (default: 1)
---remat POLICY | none, full, stages, or a policy (default: all; stages with --memory)
+--schedules NAME ... | default: {" ".join(SCHEDULES)}
+-V --chunks V ... | default: 1 2 4
+-K --slices K ... | slices of a sequence; a microbatch is a sequence then (default: 1)
+--remat POLICY ... | none, full, stages, or a policy (default: all; stages with --memory)
 --no-offload | keep residuals in the device's memory
 --within SECONDS | try no further choice after this time
---search SECONDS | search for a shorter table (needs jaxpipe[solver])
-"""
-_SIZES = """model by its sizes
---layers N
---width WIDTH
---vocab COUNT
---context TOKENS | of a sequence (default: 4096)
---rows COUNT | sequences of a microbatch (default: 1)
---ffn WIDTH | width of the MLP, or of one expert (default: 4 times the width)
---gated | the MLP has three matrices (SwiGLU), as experts always have
---experts COUNT | of a layer (default: none)
---chosen COUNT | experts of a token (default: 1)
---shared WIDTH | width of the experts that every token has (default: 0)
---capacity RATE | times the tokens of an even load that an expert takes (default: all tokens)
---expert-devices COUNT | devices that share the experts (default: 1)
---normed | queries and keys of a head are normed (Qwen3)
---post-norms | results of attention and MLP are normed too (Gemma 2)
---tied | embedding and head have one table
---kv-share SHARE | heads of keys / heads (default: 1)
---q-share SHARE | width of the queries / width (default: 1)
---loss-tokens TOKENS | tokens of a row whose logits are there at a time (default: all)
---head COUNT | features of a head (default: 128)
---tensor COUNT | devices that share a layer (default: 1)
---sequence | they share what is between layers too
---shards COUNT | devices that share the optimizer's state (default: 1)
---flops RATE | a second that matmuls reach (default: 4e14)
---bandwidth RATE | bytes a second of a hop (default: 5e10; within a host of 8 as the next)
---tensor-bandwidth RATE | of sums over the devices of a layer (default: 3e11)
+--search SECONDS =0 | search for a shorter table (needs jaxpipe[solver])
 """
 _PUBLISHED = """published model, with its mesh chosen
 --model NAME | as examples/llama.py names it, llama3-70b
@@ -195,103 +103,62 @@ _FILE = """model by a file of costs
 """
 _DOCTOR = """
 --devices N | along the pipeline (default: all that there are, one CPU device without accelerators)
---minutes MINUTES | the most for all checks (default: 3)
---steps N | runs of each program whose numbers are compared (default: 200)
+--minutes MINUTES =3 | the most for all checks
+--steps N =200 | runs of each program whose numbers are compared
 --only TEXT | checks whose title holds the text
 -o --output FILE | write an HTML report
 --no-prices | do not write the measured times into the file of prices
 """
 _PROCESSES = """one of several processes, each of which runs the command
 --coordinator HOST:PORT | of process 0
---processes N
---process I | the number of this one
+--processes N =1
+--process I =0 | the number of this one
 """
-_SHARED: dict[str, dict[str, Any]] = {
-    "option": {"action": "append", "default": []},
-    "release": {"default": Release.WEIGHT_GRAD.value},
+
+
+def _fields(record: type, value: str) -> str:
+    """A line for each cost or size that a dataclass holds, with the words of its docstring."""
+    section = cleandoc(record.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)[1:]
+    texts = {
+        name: " ".join(text.split()).rstrip(".").replace("where it is None", "by default")
+        for name, text in zip(entries[::2], entries[1::2], strict=True)
+    }
+    lines = []
+    for field in fields(record):
+        if record is Costs and field.name not in OTHER_COSTS:
+            continue
+        is_number = isinstance(field.default, int | float)
+        default = f" (default: {field.default:g})" if is_number and field.default else ""
+        metavar = "" if isinstance(field.default, bool) else value
+        lines.append(f"{flag(field.name)} {metavar} | {texts.get(field.name, '')}{default}")
+    return "\n".join(lines)
+
+
+_COSTS = f"""costs (numbers joined by : are one per stage, or one per slice)
+--costs F,I,W,T | times of forward, input gradient, weight gradient and transfer (default 1,1,1,0)
+--release WHEN =weight_grad | when activations are freed where the backward is split
+{_fields(Costs, "COST")}"""
+_SIZES = f"""model by its sizes
+--layers N
+{_fields(Transformer, "NUMBER")}"""
+# Each command and its groups of arguments.
+COMMANDS: dict[Callable[[argparse.Namespace, Terminal], bool], tuple[str, ...]] = {
+    list_command: ("\nnames NAME ...", _JSON),
+    show_command: (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
+    simulate_command: (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
+    check_command: (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
+    compare_command: (_SOURCES, _SHAPE, _COSTS, _JSON),
+    plan_command: (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
+    doctor_command: (_DOCTOR, _PROCESSES, _JSON),
 }
-COMMANDS = (
-    Command(
-        "list",
-        list_command,
-        "the schedules that can be built",
-        "List the schedules that can be built, or describe those that are named.",
-        ("\nnames NAME", _JSON),
-        {"names": {"nargs": "*"}},
-    ),
-    Command(
-        "show",
-        show_command,
-        "print or draw a schedule",
-        "Print or draw a schedule.",
-        (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
-        _SHARED | {"theme": {"default": Theme.AUTO.value}},
-    ),
-    Command(
-        "simulate",
-        simulate_command,
-        "makespan, bubble, memory and times of a schedule",
-        "Simulate a schedule with given costs.",
-        (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
-        _SHARED | {"transfers": {"default": "async"}},
-    ),
-    Command(
-        "check",
-        check_command,
-        "check a table and list everything that is invalid in it",
-        "Check a table: completeness, order, placement, deadlock, and a cap on activations.",
-        (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
-        {"transfers": {"default": "rendezvous"}},
-    ),
-    Command(
-        "compare",
-        compare_command,
-        "simulate several schedules of one model side by side",
-        "Simulate several schedules of one model.  Costs are those of 1/P of the model: a stage of "
-        "a schedule with S stages costs P/S of them, and its activations count P/S too, so that "
-        "schedules with different chunks can be compared.  Each schedule uses the nearest number "
-        "of --chunks that it allows, and ignores each --option that it does not take.",
-        ("\nsources NAME|FILE | default: every schedule that can be built", _SHAPE, _COSTS, _JSON),
-        _SHARED | {"sources": {"nargs": "*"}},
-    ),
-    Command(
-        "plan",
-        plan_command,
-        "the fastest pipelines of a model that fit into memory",
-        "The fastest pipelines of a model that fit: layers to stages, schedule, chunks, remat; a "
-        "step's seconds and a device's memory.  The model is given by its sizes (a decoder-only "
-        "transformer; times are then estimates) or by a file of costs.",
-        (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
-        {
-            "schedules": {"nargs": "+"},
-            "chunks": {"nargs": "+", "default": [1, 2, 4]},
-            "slices": {"nargs": "+"},
-            "remat": {"nargs": "+"},
-            "search": {"default": 0.0},
-        },
-    ),
-    Command(
-        "doctor",
-        doctor_command,
-        "check versions, times, numbers and memory of this machine",
-        "Check this machine before a long run: versions with known faults, options of XLA, numbers "
-        "of six schedules against the plain function, times of predicates, hops and copies, memory "
-        "and speed.  Each check has a limit of time; a hang is ended and named.  Measured times go "
-        "into a file that Pipeline and plan read (JAXPIPE_PRICES, or the user's folder of "
-        "settings).  Exit status 1 where a line is wrong.",
-        (_DOCTOR, _PROCESSES, _JSON),
-        {
-            "minutes": {"default": 3.0},
-            "steps": {"default": 200},
-            "processes": {"default": 1},
-            "process": {"default": 0},
-        },
-    ),
-)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; `run` of what it returns runs the command."""
+    """The parser of the whole command line; `run` of what it returns runs the command.
+
+    The docstring of a command's function is its help.
+    """
     parser = argparse.ArgumentParser(
         prog="jaxpipe",
         description="Design, check, compare and draw pipeline-parallel schedules.",
@@ -299,28 +166,31 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxpipe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        own = commands.add_parser(command.name, help=command.help, description=command.description)
-        own.set_defaults(run=command.run)
-        for group in command.groups:
+    for run, groups in COMMANDS.items():
+        name, text = run.__name__.removesuffix("_command"), getdoc(run) or ""
+        own = commands.add_parser(name, help=text.partition(".")[0], description=text)
+        own.set_defaults(run=run)
+        for group in groups:
             title, _, lines = group.replace("\n    ", " ").partition("\n")
             to = own.add_argument_group(title) if title else own
             for line in lines.splitlines():
-                _add(to, line, command.more)
+                _add(to, line)
     return parser
 
 
-def _add(
-    parser: argparse._ActionsContainer, line: str, more: Mapping[str, Mapping[str, Any]]
-) -> None:
+def _add(parser: argparse._ActionsContainer, line: str) -> None:
+    """Add the argument of a line."""
     left, _, text = line.partition(" | ")
     words = left.split()
-    flags = [word for word in words if word.startswith("-")]
-    name = flags[-1].strip("-").replace("-", "_") if flags else words[0]
-    options = {"help": text.replace("%", "%%"), **more.get(name, {})}
-    if len(words) == len(flags):
-        options["action"] = "store_true"
+    names = [word for word in words if word.startswith("-")] or words[:1]
+    default = words.pop()[1:] if words[-1].startswith("=") else None
+    several = words[-1] == "..." and words.pop()
+    text += "" if default is None else f" (default: {default})"
+    options: dict[str, Any] = {"help": text.strip().replace("%", "%%"), "default": default}
+    if words == names:
+        options = {"help": options["help"], "action": "store_true"}
     else:
-        options |= _KINDS.get(words[-1], {})
-        options |= {} if "choices" in options else {"metavar": words[-1]}
-    parser.add_argument(*(flags or words[:1]), **options)
+        options |= _KINDS.get(words[-1], {"metavar": words[-1]})
+    if several:
+        options["nargs"] = "+" if line.startswith("-") else "*"
+    parser.add_argument(*names, **options)

@@ -13,24 +13,52 @@ from ..lowering.target import Target
 from ..planner.layer_cost import LayerCost, read_layer_costs
 from ..planner.mesh import command_of, plan_mesh
 from ..planner.plan import plan
-from ..planner.result import COLUMNS, PipelinePlan, Plans
+from ..planner.result import COLUMNS, Plans
 from ..planner.transformer import Transformer
 from ..render import to_html, to_svg
-from .arguments import UsageError, file_path, missing_flags, read_text
-from .terminal import Terminal
+from .arguments import UsageError, file_path, flag, missing_flags, read_text
+from .terminal import BEST, Terminal
 
 _PLANS = 5
 _SHOWN = 12  # of what was left out
+_CHUNKS = (1, 2, 4)
 
 
 def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
-    """Print plans side by side, the reasons of the best one, and what was left out."""
+    """Find the fastest pipelines of a model that fit into memory.  A plan has layers of stages,
+    schedule, chunks and remat, with a step's seconds and a device's memory.  The model is given by
+    its sizes (a decoder-only transformer; times are then estimates) or by a file of costs.
+    """
     if arguments.output is not None and not arguments.output.lower().endswith((".html", ".svg")):
         raise UsageError(
             f"no picture is known for {arguments.output}; give a file that ends in .html or .svg"
         )
-    if arguments.model is not None:
-        return _published(arguments, terminal)
+    plans, command = (_of_layers if arguments.model is None else _published)(arguments, terminal)
+    if arguments.output is not None:
+        draw = to_html if arguments.output.lower().endswith(".html") else to_svg
+        title = f"{plans.best.label}: {plans.best.layout}"
+        terminal.save(file_path(arguments.output), draw(plans.best.timeline, title=title))
+    if arguments.json:
+        left = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
+        facts = {"plans": [p.facts() for p in plans], "rejected": left, "prices": plans.prices}
+        terminal.write(json.dumps(facts | ({} if command is None else {"command": command})))
+        return True
+    terminal.table(COLUMNS, plans.rows(), left=2, styles={0: BEST})
+    lines = [f"best: {plans.best.why}", f"prices: {plans.prices}"]
+    if not arguments.costs:
+        lines.append(
+            "times are estimates from flops at a stated rate; measure with jaxpipe.measure"
+        )
+    if plans.rejected:
+        lines += ["left out:", *(f"  {r}" for r in plans.rejected[:_SHOWN])]
+    if len(plans.rejected) > _SHOWN:
+        lines.append(f"  ... and {len(plans.rejected) - _SHOWN} more")
+    terminal.write("\n".join(lines + ([] if command is None else [command])))
+    return True
+
+
+def _of_layers(arguments: argparse.Namespace, terminal: Terminal) -> tuple[Plans, None]:
+    """Plans of a model by its sizes, or by a file of costs."""
     if missing := missing_flags(arguments, "devices", "microbatches"):
         raise UsageError(
             f"give {' and '.join(missing)}, or --model NAME --gpus N "
@@ -43,101 +71,51 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         plans = plan(
             layers,
             costs,
+            **_choices(arguments),
             devices=arguments.devices,
             microbatches=arguments.microbatches,
-            memory=arguments.memory,
             transfer=transfer,
-            schedules=arguments.schedules,
-            chunks=arguments.chunks,
             slices=arguments.slices or (1,),
-            remat=arguments.remat,
             offload=(None,) if arguments.no_offload else (None, "residuals"),
-            within=arguments.within,
             search=arguments.search,
             most=_PLANS,
             progress=progress,
             mesh=Target(communicates=(arguments.tensor or 1) > 1),
         )
-    _tell(plans, arguments, terminal, estimated=not arguments.costs)
-    return True
+    return plans, None
 
 
-def _published(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+def _published(arguments: argparse.Namespace, terminal: Terminal) -> tuple[Plans, str]:
     """Plans of a published model with the mesh chosen, and the command that runs the best."""
     if missing := missing_flags(arguments, "gpus", "batch", "memory"):
         raise UsageError(f"--model needs {', '.join(missing)} too")
     sizes = (f.name for f in fields(Transformer) if f.name not in ("context", "flops", "tensor"))
     own = ("layers", "devices", "microbatches", "slices", "costs", "search", "no_offload", *sizes)
-    if given := [n for n in own if getattr(arguments, n, None)]:
-        flags = ", ".join(f"--{n.replace('_', '-')}" for n in given)
-        raise UsageError(f"--model {arguments.model} has its own sizes and mesh; leave out {flags}")
+    if excess := [flag(name) for name in own if getattr(arguments, name, None)]:
+        raise UsageError(
+            f"--model {arguments.model} has its own sizes and mesh; leave out {', '.join(excess)}"
+        )
     name, context = arguments.model, int(arguments.context or 8192)
-    tensor = (1, 2, 4, 8) if arguments.tensor is None else (int(arguments.tensor),)
     with terminal.counting(f"planning {name}") as progress:
         plans = plan_mesh(
             name,
+            **_choices(arguments),
             gpus=arguments.gpus,
             batch=arguments.batch,
             context=context,
-            memory=arguments.memory,
-            tensor=tensor,
-            schedules=arguments.schedules,
-            chunks=arguments.chunks,
-            remat=arguments.remat,
-            within=arguments.within,
+            tensor=(1, 2, 4, 8) if arguments.tensor is None else (int(arguments.tensor),),
             progress=progress,
             flops=arguments.flops or Transformer.flops,
         )
-    command = command_of(name, plans.best, batch=arguments.batch, context=context)
-    _tell(plans, arguments, terminal, estimated=True, command=command)
-    return True
+    return plans, command_of(name, plans.best, batch=arguments.batch, context=context)
 
 
-def _tell(
-    plans: Plans,
-    arguments: argparse.Namespace,
-    terminal: Terminal,
-    *,
-    estimated: bool,
-    command: str | None = None,
-) -> None:
-    """Draw the best plan, and print all as JSON or as a table."""
-    if arguments.output is not None:
-        _draw(plans.best, arguments.output)
-        terminal.complain(f"wrote {arguments.output}")
-    if arguments.json:
-        left = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
-        found = {"plans": [p.facts() for p in plans], "rejected": left, "prices": plans.prices}
-        terminal.write(json.dumps(found | ({} if command is None else {"command": command})))
-        return
-    _print(plans, terminal, estimated=estimated)
-    if command is not None:
-        terminal.write(command)
-
-
-def _print(plans: Plans, terminal: Terminal, *, estimated: bool) -> None:
-    terminal.table(COLUMNS, plans.rows(), left=2, best=(0,))
-    terminal.write(f"best: {plans.best.why}")
-    terminal.write(f"prices: {plans.prices}")
-    if estimated:
-        terminal.write(
-            "times are estimates from flops at a stated rate; measure with jaxpipe.measure"
-        )
-    if plans.rejected:
-        lines = [f"  {r}" for r in plans.rejected[:_SHOWN]]
-        lines += (
-            [f"  ... and {len(plans.rejected) - _SHOWN} more"]
-            if len(plans.rejected) > _SHOWN
-            else []
-        )
-        terminal.write("\n".join(["left out:", *lines]))
-
-
-def _draw(best: PipelinePlan, output: str) -> None:
-    draw = to_html if output.lower().endswith(".html") else to_svg
-    file_path(output).write_text(
-        draw(best.timeline, title=f"{best.label}: {best.layout}"), encoding="utf-8"
-    )
+def _choices(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The limits, and what may vary, for `plan` and `plan_mesh`."""
+    names = ("memory", "schedules", "within")
+    choices = {name: getattr(arguments, name) for name in names}
+    policies = arguments.remat and [None if name == "none" else name for name in arguments.remat]
+    return choices | {"chunks": arguments.chunks or _CHUNKS, "remat": policies}
 
 
 def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost], float]:
@@ -146,12 +124,9 @@ def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost
             f"give {', '.join(missing)}, or --costs FILE; e.g. --layers 80 --width 8192 --vocab "
             "128256"
         )
-    given = {
-        field.name: value
-        for field in fields(Transformer)
-        if (value := getattr(arguments, field.name, None)) is not None
-    }
-    model = Transformer(**given)
+    names = (field.name for field in fields(Transformer))
+    sizes = {name: size for name in names if (size := getattr(arguments, name, None)) is not None}
+    model = Transformer(**sizes)
     model = model if arguments.bandwidth else model.on(arguments.devices)
     if arguments.layers < 1:
         raise UsageError(f"--layers must be at least 1, not {arguments.layers}")
@@ -160,17 +135,13 @@ def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost
 
 def _from_file(name: str) -> tuple[str, dict[str, LayerCost], float]:
     try:
-        given: Any = json.loads(read_text(file_path(name)))
+        facts: Any = json.loads(read_text(file_path(name)))
     except json.JSONDecodeError as error:
         raise UsageError(f"{name} is not JSON: {error}") from error
-    wrong = (
-        not isinstance(given, dict)
-        or not isinstance(given.get("layers"), str)
-        or not isinstance(given.get("costs"), dict)
+    match facts:
+        case {"layers": str(layers), "costs": dict(costs)}:
+            return layers, read_layer_costs(costs), facts.get("transfer", 0.0)
+    raise UsageError(
+        f'{name} must hold {{"layers": "Et*80,L", "costs": {{"t": {{"forward": 0.01, ...}}, '
+        '...}, "transfer": seconds}'
     )
-    if wrong:
-        raise UsageError(
-            f'{name} must hold {{"layers": "Et*80,L", "costs": {{"t": {{"forward": 0.01, ...}}, '
-            '...}, "transfer": seconds}'
-        )
-    return given["layers"], read_layer_costs(given["costs"]), given.get("transfer", 0.0)

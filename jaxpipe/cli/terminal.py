@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Literal
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-T = TypeVar("T")
 # Wide enough that no line of plain output is wrapped.
 _NEVER_FOLD = 1_000_000
+BEST = "bold green"  # the style of a best row
 _PATIENCE = 10.0  # seconds without a word
 
 
@@ -36,16 +37,21 @@ class Terminal:
         """Print text to stderr as it is."""
         sys.stderr.write(text + "\n")
 
+    def save(self, path: Path, text: str) -> None:
+        """Write text into a file, with a newline at its end, and say so."""
+        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+        self.complain(f"wrote {path}")
+
     def table(
         self,
         header: Sequence[str],
         rows: Iterable[Sequence[str]],
         *,
         left: int = 1,
-        best: Iterable[int] = (),
+        styles: Mapping[int, str] | None = None,
     ) -> None:
-        """Print columns, the first `left` of them flush left; rows numbered in `best` are
-        highlighted on a terminal.
+        """Print columns, the first `left` of them flush left; a terminal shows some rows in a
+        style.
         """
         person = self.out.is_terminal
         table = Table(
@@ -54,14 +60,11 @@ class Terminal:
             header_style="bold" if person else "",
         )
         for i, name in enumerate(header):
-            table.add_column(
-                Text(name),
-                justify="left" if i < left else "right",
-                no_wrap=not (person and i == len(header) - 1),
-            )
-        marked = set(best)
+            folds = person and (0 < i < left or i == len(header) - 1)
+            justify: Literal["left", "right"] = "left" if i < left else "right"
+            table.add_column(Text(name), justify=justify, no_wrap=not folds)
         for i, row in enumerate(rows):
-            table.add_row(*map(Text, row), style="bold green" if person and i in marked else "")
+            table.add_row(*map(Text, row), style=(styles or {}).get(i, "") if person else "")
         if person:
             self.out.print(table)
             return
@@ -70,28 +73,14 @@ class Terminal:
         self.write("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
     @contextmanager
-    def doing(self, what: str) -> Iterator[None]:
-        """Show a spinner on a terminal's stderr while something takes long."""
-        if not self.err.is_terminal:
-            yield
-            return
-        with self.err.status(what):
-            yield
-
-    @contextmanager
     def counting(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """A function of (done, of how many) that shows them on stderr: a bar on a terminal,
-        else a line if it takes long.
+        else a line if it takes long.  A bar that is never counted shows that work goes on.
         """
         if not self.err.is_terminal:
             yield self._once(what)
             return
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
+        columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.err, transient=True) as progress:
             task = progress.add_task(what, total=None)
             yield lambda done, of: progress.update(task, completed=done, total=of)
@@ -108,13 +97,6 @@ class Terminal:
                 self.complain(f"{what}: {done} of {of} done")
 
         return tell
-
-    def track(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """Iterate over items, and show how many are done."""
-        with self.counting(what) as tell:
-            for done, item in enumerate(items):
-                yield item
-                tell(done + 1, len(items))
 
 
 def make_terminal() -> Terminal:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from ..pipeline import Pipeline
 from ..schedules.registry import build
 from ..spmd.compiler_options import NO_GRAPHS
 from ..vocabulary import VocabEmbedding, VocabHead
-from .findings import Found, Line, Scope, at, judged, not_tried
+from .run import Found, Line, Scope, at, judged, not_tried
 
 WIDTH, WORDS, TOKENS = 16, 32, 8
 ROWS = 2  # of a microbatch
@@ -28,65 +27,52 @@ TOLERANCE = 1e-4  # float32, sums of some hundred numbers in another order
 Step = Callable[[Any, Any], tuple[Any, PyTree]]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A schedule, and the options of its pipeline."""
+def numbers(
+    scope: Scope,
+    mesh: Mesh,
+    name: str,
+    chunks: int | None = None,
+    spread: bool = False,
+    offload: str | None = None,
+) -> Found:
+    """The pipeline of a schedule against `Model.loss`; on GPUs with CUDA graphs and without them.
 
-    name: str
-    chunks: int | None = None
-    spread: bool = False
-    offload: str | None = None
-
-    def title(self) -> str:
-        """The item of its lines."""
-        more = [", spread ends"] * self.spread + [", offload"] * (self.offload is not None)
-        return f"numbers: {self.name}{''.join(more)}"
-
-
-CASES = {
-    "one_f_one_b": Case("1f1b"),
-    "chunks": Case("interleaved_1f1b", 2),  # a device
-    "split_backward": Case("zb_h1"),
-    "vee": Case("zbv"),
-    "spread_ends": Case("1f1b", spread=True),
-    "offload": Case("interleaved_1f1b", 2, offload="residuals"),
-}
-
-
-def numbers(scope: Scope, mesh: Mesh, name: str) -> Found:
-    """The pipeline of a case against `Model.loss`; on GPUs with CUDA graphs and without them."""
-    case = CASES[name]
-    (axis,) = mesh.axis_names
-    count = mesh.shape[axis]
-    if case.offload and count == 1:
-        return Found((not_tried(case.title(), "one device: no residual waits on the host"),))
+    Args:
+        scope: the number of runs.
+        mesh: the devices.
+        name: of the schedule.
+        chunks: a device.
+        spread: the ends are spread over all devices.
+        offload: as `Memory` takes it.
+    """
+    item = f"numbers: {name}{', spread ends' * spread}{', offload' * bool(offload)}"
+    count = mesh.size
+    if offload and count == 1:
+        return Found((not_tried(item, "one device: no residual waits on the host"),))
     try:
-        schedule = build(
-            case.name, devices=count, microbatches=2 * max(count, 2), chunks=case.chunks
-        )
+        schedule = build(name, devices=count, microbatches=2 * max(count, 2), chunks=chunks)
     except ScheduleError as error:
-        return Found((not_tried(case.title(), f"{count} devices: {error}"),))
-    model, weights = small_model(schedule.num_stages, spread=case.spread)
-    pipe = Pipeline(model, schedule, mesh, memory=Memory(offload=case.offload))
-    batches = [_batch(schedule.num_microbatches, seed) for seed in (1, 2)]
+        return Found((not_tried(item, f"{count} devices: {error}"),))
+    microbatches = schedule.num_microbatches
+    model, weights = small_model(schedule.num_stages, spread=spread)
+    pipe = Pipeline(model, schedule, mesh, memory=Memory(offload=offload))
+    batches = [_batch(microbatches, seed) for seed in (1, 2)]
     with jax.default_matmul_precision("highest"):
-        at(f"{case.title()}: the plain function")
+        at(f"{item}: the plain function")
         plain = jax.jit(jax.value_and_grad(model.loss), static_argnames="microbatches")
-        wanted = [
-            plain(weights, batch, microbatches=schedule.num_microbatches) for batch in batches
-        ]
+        wanted = [plain(weights, batch, microbatches=microbatches) for batch in batches]
         expected = [(loss, pipe.place(jax.tree.map(np.asarray, grads))) for loss, grads in wanted]
-        steps: dict[str, Step] = {"": pipe.jit(pipe.value_and_grad)}
+        steps: dict[str, Step] = {item: pipe.jit(pipe.value_and_grad)}
         if Target.of(mesh, ()).on_gpus:
             options = {**pipe.compiler_options, **NO_GRAPHS}
-            steps[", without graphs"] = jax.jit(pipe.value_and_grad, compiler_options=options)
+            without = jax.jit(pipe.value_and_grad, compiler_options=options)
+            steps[f"{item}, without graphs"] = without
         params = pipe.place(weights)
-        return Found(
-            tuple(
-                judge(case.title() + how, step, params, batches, expected, scope.steps)
-                for how, step in steps.items()
-            )
+        lines = (
+            judge(title, step, params, batches, expected, scope.steps)
+            for title, step in steps.items()
         )
+        return Found(tuple(lines))
 
 
 def judge(
@@ -114,12 +100,12 @@ def judge(
             wrong=True,
         )
     for number in range(count):
-        at(f"{item}, run {number + len(batches) + 1}")
-        which = number % len(batches)
+        run, which = number + len(batches) + 1, number % len(batches)
+        at(f"{item}, run {run}")
         if not bool(_same(step(params, batches[which]), first[which])):
             return judged(
                 item,
-                f"{worst:.1g} at first, other bits in run {number + len(batches) + 1}",
+                f"{worst:.1g} at first, other bits in run {run}",
                 bound,
                 "the same program gives other numbers: try "
                 "XLA_FLAGS=--xla_gpu_enable_command_buffer= and look for faulty memory",
@@ -131,20 +117,18 @@ def judge(
 @jax.jit
 def _distance(found: PyTree, wanted: PyTree) -> Any:
     """The largest difference of a leaf, relative to the leaf's largest number."""
-    each = [
-        jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    ]
-    return jnp.max(jnp.stack(each))
+    each = jax.tree.map(
+        lambda a, b: jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30),
+        found,
+        wanted,
+    )
+    return jnp.max(jnp.stack(jax.tree.leaves(each)))
 
 
 @jax.jit
 def _same(found: PyTree, wanted: PyTree) -> Any:
-    each = [
-        jnp.all(a == b)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    ]
-    return jnp.all(jnp.stack(each))
+    each = jax.tree.map(lambda a, b: jnp.all(a == b), found, wanted)
+    return jnp.all(jnp.stack(jax.tree.leaves(each)))
 
 
 def small_model(stages: int, *, spread: bool) -> tuple[Model, dict[str, PyTree]]:
@@ -180,10 +164,6 @@ def small_model(stages: int, *, spread: bool) -> tuple[Model, dict[str, PyTree]]
 def _batch(microbatches: int, seed: int) -> dict[str, Any]:
     """Rows without repeated words in a microbatch, so that no sum depends on an order."""
     draw = np.random.default_rng(seed)
-    words = np.concatenate(
-        [
-            draw.permutation(WORDS)[: ROWS * TOKENS].reshape(ROWS, TOKENS)
-            for _ in range(microbatches)
-        ]
-    ).astype(np.int32)
+    each = [draw.permutation(WORDS)[: ROWS * TOKENS] for _ in range(microbatches)]
+    words = np.stack(each).reshape(-1, TOKENS).astype(np.int32)
     return {"tokens": words, "targets": draw.permuted(words, axis=1)}

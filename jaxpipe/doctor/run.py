@@ -1,73 +1,148 @@
-"""Run checks one after the other, each in a process with a limit of time."""
+"""Run checks one after the other, each in a process with a limit of time.  A check returns lines
+with a verdict, and prices.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from .findings import AT, Found, Line, Scope, Verdict, judged, not_tried
-
-MARK = "doctor-found: "
+MARK, AT = "doctor-found: ", "doctor-at: "
 _LAST = 300  # characters of a failure
 
 
-class Check(NamedTuple):
-    """A check: its title, module:function (a further argument follows another colon), its
-    limit in seconds, and advice for a hang.
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """Settings of a run of the doctor, the same for every check.
+
+    Args:
+        devices: of the pipe axis; None takes all that there are.
+        steps: of each program whose results are compared.
+        repeats: of timed calls.
+        coordinator, processes, process: as `jax.distributed.initialize` takes them, where this is
+            one of several processes.
     """
 
-    item: str
-    function: str
-    limit: float = 120.0
-    advice: str = ""
+    devices: int | None = None
+    steps: int = 200
+    repeats: int = 5
+    coordinator: str | None = None
+    processes: int = 1
+    process: int = 0
 
 
-_HERE = "jaxpipe.doctor."
-_HANG = (
-    "see the versions above; run again with NCCL_DEBUG=WARN, with one process for each GPU, and "
-    "with fewer --devices to find the link"
-)
-CHECKS = (
-    Check("versions", f"{_HERE}versions:versions", advice="the driver may be stuck: nvidia-smi"),
-    Check("XLA options", f"{_HERE}options:options", advice=_HANG),
-    *(
-        Check(f"numbers: {name}", f"{_HERE}numbers:numbers:{name}", advice=_HANG)
-        for name in (
-            "one_f_one_b",
-            "chunks",
-            "split_backward",
-            "vee",
-            "spread_ends",
-            "offload",
-        )
-    ),
-    Check("predicates", f"{_HERE}times:predicates", advice=_HANG),
-    Check("hops", f"{_HERE}times:hops", advice=_HANG),
-    Check("host copies", f"{_HERE}times:host_copies", advice="look at pinned memory limits"),
-    Check("memory", f"{_HERE}steps:memory", advice=_HANG),
-    Check("speed of one device", f"{_HERE}steps:speed", advice=_HANG),
-    Check("a step against its plan", f"{_HERE}steps:plan", advice=_HANG),
-)
+class Verdict(StrEnum):
+    """The verdict of a line."""
+
+    OK = "ok"
+    SLOW = "slow"
+    WRONG = "wrong"
+    NOT_TRIED = "not tried"
 
 
 @dataclass(frozen=True)
-class Report(Found):
-    """All lines, and the prices that were measured."""
+class Line:
+    """One item: the measured figure, the expected one, and advice."""
+
+    item: str
+    verdict: Verdict
+    measured: str = ""
+    expected: str = ""
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The lines of checks, and the prices that they measured, in seconds by name."""
+
+    lines: tuple[Line, ...]
+    prices: Mapping[str, float] = field(default_factory=dict)
+    kind: str = ""  # of the devices
 
     @property
     def is_good(self) -> bool:
         """Whether no line is wrong."""
         return all(line.verdict is not Verdict.WRONG for line in self.lines)
+
+
+def judged(
+    item: str,
+    measured: str,
+    expected: str,
+    advice: str = "",
+    *,
+    slow: object = False,
+    wrong: object = False,
+) -> Line:
+    """A line with the verdict; advice only where it is not good."""
+    verdict = Verdict.WRONG if wrong else Verdict.SLOW if slow else Verdict.OK
+    return Line(item, verdict, measured, expected, "" if verdict is Verdict.OK else advice)
+
+
+def timed_line(
+    item: str, measured: float, expected: float, *, unit: str = "us", factor: float, advice: str
+) -> Line:
+    """A line about seconds, slow where they are more than `factor` times the expected ones."""
+    scale = {"ms": 1e3, "us": 1e6}[unit]
+    text, bound = (f"{seconds * scale:.3g} {unit}" for seconds in (measured, expected))
+    return judged(item, text, bound, advice, slow=measured > factor * expected)
+
+
+def not_tried(item: str, why: str) -> Line:
+    """A line about a check that was left out."""
+    return Line(item, Verdict.NOT_TRIED, advice=why)
+
+
+def at(what: str) -> None:
+    """Print the begin of a part, so that a hang can be located."""
+    print(f"{AT}{what}", file=sys.stderr, flush=True)
+
+
+_HANG = (
+    "see the versions above; run again with NCCL_DEBUG=WARN, with one process for each GPU, and "
+    "with fewer --devices to find the link"
+)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check: its title, its function as module:function, options of that function, its limit in
+    seconds, and advice for a hang.
+    """
+
+    item: str
+    function: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    limit: float = 120.0
+    advice: str = _HANG
+
+
+_NUMBERS: Mapping[str, Mapping[str, object]] = {
+    "one_f_one_b": {"name": "1f1b"},
+    "chunks": {"name": "interleaved_1f1b", "chunks": 2},
+    "split_backward": {"name": "zb_h1"},
+    "vee": {"name": "zbv"},
+    "spread_ends": {"name": "1f1b", "spread": True},
+    "offload": {"name": "interleaved_1f1b", "chunks": 2, "offload": "residuals"},
+}
+CHECKS = (
+    Check("versions", "machine:versions", advice="the driver may be stuck: nvidia-smi"),
+    Check("XLA options", "machine:options"),
+    *(Check(f"numbers: {title}", "numbers:numbers", case) for title, case in _NUMBERS.items()),
+    Check("predicates", "times:predicates"),
+    Check("hops", "times:hops"),
+    Check("host copies", "times:host_copies", advice="look at pinned memory limits"),
+    Check("memory", "steps:memory"),
+    Check("speed of one device", "steps:speed"),
+    Check("a step against its plan", "steps:plan"),
+)
 
 
 def run(
@@ -76,7 +151,7 @@ def run(
     minutes: float = 3.0,
     checks: Sequence[Check] = CHECKS,
     tell: Callable[[int, int], None] | None = None,
-) -> Report:
+) -> Found:
     """Run the checks in order; a check without time left is not tried.
 
     Args:
@@ -101,49 +176,32 @@ def run(
             kind = found.kind or kind
         if tell is not None:
             tell(number + 1, len(checks))
-    return Report(tuple(lines), prices, kind)
+    return Found(tuple(lines), prices, kind)
 
 
 def run_one(check: Check, scope: Scope, limit: float) -> Found:
     """Run one check in a process of its own; a hang or a crash becomes a line."""
-    command = [sys.executable, "-m", "jaxpipe.doctor.child", check.function]
-    command.append(json.dumps(asdict(scope)))
+    arguments = [check.function, json.dumps(asdict(scope)), json.dumps(dict(check.options))]
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        child = subprocess.Popen(
-            command,
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxpipe.doctor", *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
+            capture_output=True,
+            timeout=limit,
+            check=False,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
         )
-        try:
-            status: int | None = child.wait(limit)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            _end(child)
-        texts = [_all(file).splitlines() for file in (out, err)]
-    found = [line.removeprefix(MARK) for line in texts[0] if line.startswith(MARK)]
+        status, out, err = done.returncode, done.stdout, done.stderr
+    except subprocess.TimeoutExpired as error:
+        status, out, err = None, b"", error.stderr or b""
+    found = [line for line in out.decode(errors="replace").splitlines() if line.startswith(MARK)]
     if found and status == 0:
-        facts = json.loads(found[-1])
-        return Found(**facts | {"lines": tuple(Line(**line) for line in facts["lines"])})
-    return Found((_failed(check, status, limit, texts[1]),))
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the process and its children."""
-    if child.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-
-
-def _all(file: Any) -> str:
-    file.seek(0)
-    return str(file.read())
+        facts = json.loads(found[-1].removeprefix(MARK))
+        lines = (Line(**each | {"verdict": Verdict(each["verdict"])}) for each in facts["lines"])
+        return Found(tuple(lines), facts["prices"], facts["kind"])
+    return Found((_failed(check, status, limit, err.decode(errors="replace").splitlines()),))
 
 
 def _failed(check: Check, status: int | None, limit: float, err: Sequence[str]) -> Line:
@@ -153,13 +211,8 @@ def _failed(check: Check, status: int | None, limit: float, err: Sequence[str]) 
     if status is None:
         measured = f"no end after {limit:.0f} s, at {where}: the process was ended"
         return judged(check.item, measured, "an end", check.advice, wrong=True)
-    last = next(_reasons(err), "no message")
+    own = [line for line in reversed(err) if line.strip() and not line.startswith(AT)]
+    likely = [line for line in own if "Error" in line or "XLA" in line]
+    last = next(iter(likely + own), "no message")
     measured = f"it failed with status {status} at {where}: {last[:_LAST]}"
     return judged(check.item, measured, "a result", "the message says why", wrong=True)
-
-
-def _reasons(err: Sequence[str]) -> Iterator[str]:
-    """Lines of stderr that may say why, likely ones first."""
-    own = [line for line in err if line.strip() and not line.startswith(AT)]
-    yield from (line for line in reversed(own) if "Error" in line or "XLA" in line)
-    yield from reversed(own)

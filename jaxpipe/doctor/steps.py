@@ -17,7 +17,7 @@ from .. import inspect
 from ..arrays import PyTree
 from ..engine.simulate import simulate
 from ..errors import PipelineError
-from ..lowering.target import RunsOn, Target
+from ..lowering.target import Target
 from ..measuring import measure_stages
 from ..measuring.blocks import timed
 from ..model.functions import split_batch
@@ -25,7 +25,8 @@ from ..model.model import Model
 from ..model.settings import Memory
 from ..pipeline import Pipeline
 from ..schedules.registry import build
-from .findings import Found, Line, Scope, at, judged, not_tried, timed_line
+from .run import Found, Line, Scope, at, judged, not_tried, timed_line
+from .times import call_of, filled
 
 # bfloat16 matmuls a second without sparsity, from NVIDIA's data sheets; TPUs are in `Chip`.
 GPU_FLOPS: Mapping[str, float] = {
@@ -59,7 +60,7 @@ def sizes_of(mesh: Mesh) -> Sizes:
     return Sizes(2048, 2, 4096, 8, jnp.bfloat16)
 
 
-def model_of(sizes: Sizes) -> Model:
+def model() -> Model:
     """MLP blocks with a residual."""
 
     def block(stage: Any, x: Any) -> Any:
@@ -76,32 +77,16 @@ def model_of(sizes: Sizes) -> Model:
 
 def weights_of(sizes: Sizes, stages: int) -> dict[str, PyTree]:
     """Canonical parameters, as shapes."""
-    shape = (stages, sizes.layers, sizes.width)
-    return {
-        "stages": {
-            "up": jax.ShapeDtypeStruct((*shape, 4 * sizes.width), sizes.dtype),
-            "down": jax.ShapeDtypeStruct(
-                (stages, sizes.layers, 4 * sizes.width, sizes.width), sizes.dtype
-            ),
-        },
-        "last": {},
-    }
-
-
-def filled(shapes: PyTree) -> PyTree:
-    """Arrays of these shapes and shardings."""
-    return jax.tree.map(
-        lambda s: jax.jit(
-            lambda: jnp.full(s.shape, 0.01, s.dtype), out_shardings=getattr(s, "sharding", None)
-        )(),
-        shapes,
-    )
+    lead, width = (stages, sizes.layers), sizes.width
+    shapes = {"up": (*lead, width, 4 * width), "down": (*lead, 4 * width, width)}
+    weights = {name: jax.ShapeDtypeStruct(shape, sizes.dtype) for name, shape in shapes.items()}
+    return {"stages": weights, "last": {}}
 
 
 def batch_of(sizes: Sizes) -> dict[str, Any]:
     """One batch."""
-    x = np.full((sizes.microbatches * sizes.rows, sizes.width), 0.1, np.float32)
-    return {"x": x.astype(sizes.dtype), "y": x.astype(sizes.dtype)}
+    x = np.full((sizes.microbatches * sizes.rows, sizes.width), 0.1, sizes.dtype)
+    return {"x": x, "y": x}
 
 
 def memory(scope: Scope, mesh: Mesh) -> Found:
@@ -114,15 +99,10 @@ def memory(scope: Scope, mesh: Mesh) -> Found:
     at("compiling the step")
     compiled = pipe.lower(shapes, batch).compile()
     found = compiled.memory_analysis()
-    on_tpus = RunsOn.of(mesh) is RunsOn.TPUS
-    by_xla = (
-        found.peak_memory_in_bytes
-        if on_tpus
-        else found.argument_size_in_bytes
-        + found.output_size_in_bytes
-        + found.temp_size_in_bytes
-        - found.alias_size_in_bytes
-    )
+    by_xla = found.argument_size_in_bytes + found.output_size_in_bytes
+    by_xla += found.temp_size_in_bytes - found.alias_size_in_bytes
+    if Target.of(mesh, ()).on_tpus:
+        by_xla = found.peak_memory_in_bytes
     at("running the step")
     jax.block_until_ready(compiled(filled(shapes), batch))
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -162,9 +142,7 @@ def judge_memory(predicted: int, by_xla: int, reported: int | None) -> Line:
 def _pipe(mesh: Mesh, name: str, chunks: int, sizes: Sizes, **options: Any) -> Pipeline:
     count = mesh.shape[mesh.axis_names[0]]
     schedule = build(name, devices=count, microbatches=sizes.microbatches, chunks=chunks)
-    return Pipeline(
-        model_of(sizes), schedule, mesh, memory=Memory(accumulate=jnp.float32), **options
-    )
+    return Pipeline(model(), schedule, mesh, memory=Memory(accumulate=jnp.float32), **options)
 
 
 def speed(scope: Scope, mesh: Mesh) -> Found:
@@ -179,11 +157,11 @@ def speed(scope: Scope, mesh: Mesh) -> Found:
         mine = sizes._replace(layers=4 * sizes.layers // chunks)
         pipe = _pipe(one, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, mine)
         params = filled(pipe.place(weights_of(mine, chunks)))
-        calls[f"V = {chunks}"] = _call(pipe.value_and_grad, params, batch)
+        calls[f"V = {chunks}"] = call_of(pipe.value_and_grad, params, batch)
     whole = sizes._replace(layers=4 * sizes.layers)
     at("compiling plain accumulation")
-    calls["plain"] = _call(
-        jax.jit(_accumulate(model_of(whole), sizes.microbatches)),
+    calls["plain"] = call_of(
+        jax.jit(_accumulate(model(), sizes.microbatches)),
         filled(weights_of(whole, 1)),
         batch,
     )
@@ -193,10 +171,6 @@ def speed(scope: Scope, mesh: Mesh) -> Found:
     flops = 6.0 * parameters * sizes.rows * sizes.microbatches
     rate = peak_flops(str(device.device_kind), Target.of(one, ()))
     return Found(judge_speed(found, flops, rate))
-
-
-def _call(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    return lambda: jax.block_until_ready(function(*arguments))
 
 
 def _accumulate(model: Model, microbatches: int) -> Callable[..., Any]:
@@ -223,21 +197,18 @@ def peak_flops(kind: str, target: Target) -> float | None:
 
 def judge_speed(seconds: Mapping[str, float], flops: float, peak: float | None) -> tuple[Line, ...]:
     """Lines about one device: each pipeline's time over that of plain accumulation."""
-    plain = seconds["plain"]
     lines = []
     for name, each in seconds.items():
-        if name == "plain":
-            continue
         mfu = "" if peak is None else f", MFU {flops / each / peak:.1%}"
-        lines.append(
-            judged(
-                f"speed of one device, {name}",
-                f"{each / plain:.3f} of plain accumulation's time{mfu}",
-                f"at most {_SPEED}",
-                "look at predicates above; prefer fewer chunks",
-                slow=each > _SPEED * plain,
-            )
+        ratio = each / seconds["plain"]
+        line = judged(
+            f"speed of one device, {name}",
+            f"{ratio:.3f} of plain accumulation's time{mfu}",
+            f"at most {_SPEED}",
+            "look at predicates above; prefer fewer chunks",
+            slow=ratio > _SPEED,
         )
+        lines += [line] if name != "plain" else []
     return tuple(lines)
 
 
@@ -255,11 +226,10 @@ def plan(scope: Scope, mesh: Mesh) -> Found:
     pipe = _pipe(mesh, "1f1b", 1, sizes, costs=costs)
     target = Target.of(mesh, ())
     planned = pipe.trace(params, batch).job.plan.seconds(target, costs)
-    cores = os.cpu_count() or 1
     if target.on_cpus:  # virtual devices share the cores
-        planned *= max(1.0, count / cores)
+        planned *= max(1.0, count / (os.cpu_count() or 1))
     at("the step")
-    step = _call(pipe.value_and_grad, params, batch)
+    step = call_of(pipe.value_and_grad, params, batch)
     found = timed({"step": step}, scope.repeats)["step"]
     at("the profile of a step")
     try:

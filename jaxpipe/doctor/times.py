@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,17 +12,32 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..arrays import PyTree
 from ..lowering.prices import GUESSED, ON_HOST, ON_THE_HOST
-from ..lowering.target import TRANSFER, Chip, Target
+from ..lowering.target import TRANSFER, Target
 from ..measuring.blocks import exchange, timed
 from ..spmd.compiler_options import NO_GRAPHS, Options, options_for
-from .findings import Found, Line, Scope, at, judged, not_tried, timed_line
-from .options import TICKS, arguments, predicated
+from .machine import TICKS, loop_inputs, loop_of_blocks
+from .run import Found, Line, Scope, at, judged, not_tried, timed_line
 
 # A time is slow above this multiple of the expected one.
 FACTOR = 3.0
 CPU_PREDICATE = 20e-6  # on one thread of a CPU: an order of magnitude
 _ON_CPU = 2**20  # bytes of a transfer among CPU devices
+_HOST_RATE = 10e9  # bytes a second to the host: PCIe 3.0 of 16 lanes
+
+
+def call_of(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    """A call that waits for its results."""
+    return lambda: jax.block_until_ready(function(*arguments))
+
+
+def filled(shapes: PyTree) -> PyTree:
+    """Arrays of these shapes and shardings."""
+    return jax.tree.map(
+        lambda s: jax.jit(lambda: jnp.full(s.shape, 0.01, s.dtype), out_shardings=s.sharding)(),
+        shapes,
+    )
 
 
 def predicates(scope: Scope, mesh: Mesh) -> Found:
@@ -51,16 +67,16 @@ def _predicate(item: str, seconds: float, expected: float) -> Line:
 def predicate_seconds(options: Options, repeats: int) -> float:
     """The time of one predicate: the longer of a true and a false one."""
     at(f"predicates with {options or 'no options'}")
-    x, flags = arguments()
-    step = jax.jit(predicated("while"), compiler_options=options or None)
-    plain = jax.jit(predicated("plain"), compiler_options=options or None)
-    calls: dict[str, Callable[[], Any]] = {
-        "taken": lambda: jax.block_until_ready(step(x, flags)),
-        "left": lambda: jax.block_until_ready(step(x, 0 * flags)),
-        "plain": lambda: jax.block_until_ready(plain(x, flags)),
+    compiled = partial(jax.jit, compiler_options=options or None)
+    x, flags = loop_inputs()
+    step, plain = (compiled(loop_of_blocks(predicated=each)) for each in (True, False))
+    calls = {
+        "true": call_of(step, x, flags),
+        "false": call_of(step, x, 0 * flags),
+        "plain": call_of(plain, x, flags),
     }
     found = timed(calls, repeats)
-    return max(found["taken"] - found["plain"], found["left"]) / TICKS
+    return max(found["true"] - found["plain"], found["false"]) / TICKS
 
 
 def hops(
@@ -74,42 +90,52 @@ def hops(
     size = _ON_CPU if target.on_cpus else TRANSFER
     aval = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
     forward = [(i, i + 1) for i in range(count - 1)]
-    pairs = [*forward, *((b, a) for a, b in forward)]
+    pairs = {f"{a} -> {b}": (a, b) for a, b in [*forward, *((b, a) for a, b in forward)]}
     calls = {"nothing": exchange(mesh, axis, (), [aval])}
-    for pair in pairs:
-        at(f"the hop {pair[0]} -> {pair[1]}")
-        calls[_name(pair)] = exchange(mesh, axis, [pair], [aval])
-        calls[_name(pair)]()
+    for name, pair in pairs.items():
+        at(f"the hop {name}")
+        calls[name] = exchange(mesh, axis, [pair], [aval])
+        calls[name]()
     at("hops in turn")
     found = timed(calls, scope.repeats)
-    alone = {_name(pair): max(0.0, found[_name(pair)] - found["nothing"]) for pair in pairs}
-    hop = statistics.median(alone.values())
+    alone = {name: max(0.0, found[name] - found["nothing"]) for name in pairs}
+
     at("hops during compute")
-    overlap = timed(_overlap_calls(mesh, axis, forward, size), scope.repeats)
+    spec = PartitionSpec(axis)
+    width, dtype = (128, jnp.float32) if target.on_cpus else (4096, jnp.bfloat16)
+    inputs = (((count, width, width), dtype), ((count, size // 4), jnp.float32))
+
+    def mapped(body: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.jit(
+            jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        )
+
+    overlap = _overlap(
+        lambda w: _matmuls(w[0])[None],
+        lambda x: lax.ppermute(x, axis, forward),
+        [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(mesh, spec)) for each in inputs],
+        scope.repeats,
+        mapped,
+    )
     lines = (judge_hops(alone, size, target), judge_overlap(overlap, target))
-    return Found(lines, {"hop": hop, "sent": _lost(overlap)})
-
-
-def _name(pair: tuple[int, int]) -> str:
-    return f"{pair[0]} -> {pair[1]}"
+    return Found(lines, {"hop": statistics.median(alone.values()), "sent": _lost(overlap)})
 
 
 def judge_hops(seconds: Mapping[str, float], size: int, target: Target) -> Line:
     """A line about hops: slow ones are named."""
     hop = statistics.median(seconds.values())
-    chip: Chip | None = target.chip
-    expected = None if target.on_cpus else (GUESSED.hop if chip is None else chip.hop)
+    chip_hop = GUESSED.hop if target.chip is None else target.chip.hop
+    expected = None if target.on_cpus else chip_hop
     limit = FACTOR * max(hop, 20e-6)
-    slow = [name for name, each in seconds.items() if each > limit]
-    all_slow = expected is not None and hop > FACTOR * expected
-    rate = size / hop / 1e9 if hop else float("inf")
-    text = f"{hop * 1e6:.3g} us for {size / 2**20:.0f} MiB ({rate:.3g} GB/s)"
-    text = text if hop else "below the noise of the measurement"
-    text += "".join(f"; {name}: {seconds[name] * 1e6:.3g} us" for name in slow)
+    slow = {name: each for name, each in seconds.items() if each > limit}
+    text = "below the noise of the measurement"
+    if hop:
+        text = f"{hop * 1e6:.3g} us for {size / 2**20:.0f} MiB ({size / hop / 1e9:.3g} GB/s)"
+    text += "".join(f"; {name}: {each * 1e6:.3g} us" for name, each in slow.items())
     advice = []
     if slow:
         advice.append("these links are slow: look at cables, `nvidia-smi topo -m`, and placement")
-    if all_slow:
+    if expected is not None and hop > FACTOR * expected:
         advice.append(
             "all hops are slow: look for NVLink or RDMA that is not used (NCCL_DEBUG=INFO)"
         )
@@ -117,41 +143,33 @@ def judge_hops(seconds: Mapping[str, float], size: int, target: Target) -> Line:
     return judged("hops", text, equal, "; ".join(advice), slow=advice)
 
 
-def _overlap_calls(
-    mesh: Mesh, axis: str, pairs: list[tuple[int, int]], size: int
-) -> dict[str, Callable[[], Any]]:
-    """Matmuls on all devices, the hops, and both in one program."""
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    width, times = (128, 8) if on_cpu else (4096, 8)
-    spec = PartitionSpec(axis)
-    count = mesh.shape[axis]
+def _matmuls(w: Any) -> Any:
+    return lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ w), w)
 
-    def full(value: float, shape: tuple[int, ...], dtype: Any) -> Any:
-        place = NamedSharding(mesh, spec)
-        return jax.jit(lambda: jnp.full((count, *shape), value, dtype), out_shardings=place)()
 
-    x = full(1.0, (size // 4,), jnp.float32)
-    w = full(1e-3, (width, width), jnp.float32 if on_cpu else jnp.bfloat16)
+def _overlap(
+    work: Callable[[Any], Any],
+    transfer: Callable[[Any], Any],
+    shapes: Sequence[Any],
+    repeats: int,
+    compiled: Callable[..., Callable[..., Any]] = jax.jit,
+) -> dict[str, float]:
+    """The seconds of work, of a transfer ("hop"), and of both in one program.
 
-    def call(computes: bool, sends: bool) -> Callable[[], Any]:
-        def body(x: Any, w: Any) -> tuple[Any, Any]:
-            y = w[0]
-            if computes:
-                y = lax.fori_loop(0, times, lambda _, y: jnp.tanh(y @ w[0]), y)
-            return (lax.ppermute(x, axis, pairs) if sends else x + 0), y[None]
-
-        mapped = jax.jit(
-            jax.shard_map(
-                body, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, spec), check_vma=False
-            )
-        )
-        return lambda: jax.block_until_ready(mapped(x, w))
-
-    return {
-        "compute": call(computes=True, sends=False),
-        "hop": call(computes=False, sends=True),
-        "both": call(computes=True, sends=True),
+    Args:
+        work: of the first array.
+        transfer: of the second one.
+        shapes: of both.
+        repeats: of timed calls.
+        compiled: makes a program of a function.
+    """
+    w, x = filled(list(shapes))
+    calls = {
+        "compute": call_of(compiled(work), w),
+        "hop": call_of(compiled(transfer), x),
+        "both": call_of(compiled(lambda w, x: (work(w), transfer(x))), w, x),
     }
+    return timed(calls, repeats)
 
 
 def _lost(seconds: Mapping[str, float]) -> float:
@@ -162,49 +180,29 @@ def _lost(seconds: Mapping[str, float]) -> float:
 def judge_overlap(seconds: Mapping[str, float], target: Target) -> Line:
     """A line about a transfer during compute: the hidden part of it, and the lost time."""
     short = min(seconds["compute"], seconds["hop"])
-    shown = 1 - _lost(seconds) / short if short else 1.0
-    text = f"{_lost(seconds) * 1e6:.3g} us longer; {max(0.0, shown):.0%} hidden"
-    if target.on_cpus:
-        return judged("hops during compute", text, "CPU devices wait for transfers")
+    hidden = max(0.0, 1 - _lost(seconds) / short) if short else 1.0
     return judged(
         "hops during compute",
-        text,
-        "at least 50% hidden",
+        f"{_lost(seconds) * 1e6:.3g} us longer; {hidden:.0%} hidden",
+        "CPU devices wait for transfers" if target.on_cpus else "at least 50% hidden",
         "transfers do not run during compute: take debug flags out of XLA_FLAGS",
-        slow=shown < 0.5,
+        slow=not target.on_cpus and hidden < 0.5,
     )
-
-
-_HOST_RATE = 10e9  # bytes a second to the host: PCIe 3.0 of 16 lanes
 
 
 def host_copies(scope: Scope, mesh: Mesh) -> Found:
     """Time copies of residuals to the host and back, alone and during matmuls."""
-    device = jax.local_devices()[0]
     if Target.of(mesh, ()).on_cpus:
-        why = "the memory of CPU devices is the host's"
-        return Found((not_tried("host copies", why),))
+        return Found((not_tried("host copies", "the memory of CPU devices is the host's"),))
     size = 2**28
-    here = NamedSharding(Mesh([device], ("x",)), PartitionSpec())
+    here = NamedSharding(Mesh(jax.local_devices()[:1], ("x",)), PartitionSpec())
     there = here.with_memory_kind("pinned_host")
-    x = jax.jit(lambda: jnp.zeros(size // 4, jnp.float32), out_shardings=here)()
-    w = jax.jit(lambda: jnp.full((8192, 8192), 1e-4, jnp.bfloat16), out_shardings=here)()
-
-    def back_and_forth(x: Any) -> Any:
-        return jax.device_put(jax.device_put(x, there), here)
-
-    def work(w: Any) -> Any:
-        return lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ w), w)
-
-    copy, compute = jax.jit(back_and_forth), jax.jit(work)
-    both = jax.jit(lambda x, w: (back_and_forth(x), work(w)))
+    inputs = (((8192, 8192), jnp.bfloat16), ((size // 4,), jnp.float32))
     at("copies to the host")
-    found = timed(
-        {
-            "hop": lambda: jax.block_until_ready(copy(x)),
-            "compute": lambda: jax.block_until_ready(compute(w)),
-            "both": lambda: jax.block_until_ready(both(x, w)),
-        },
+    found = _overlap(
+        _matmuls,
+        lambda x: jax.device_put(jax.device_put(x, there), here),
+        [jax.ShapeDtypeStruct(*each, sharding=here) for each in inputs],
         scope.repeats,
     )
     return Found((judge_copies(found, 2 * size),))

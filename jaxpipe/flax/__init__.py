@@ -9,9 +9,9 @@ except ImportError as error:
         "jaxpipe.flax needs flax, which is not installed: pip install 'jaxpipe[flax]'"
     ) from error
 
-from .common import End
 from .linen import LinenModel, from_linen, submodule, submodules
 from .nnx import NnxModel, from_nnx
+from .units import End
 from .whole import WholeLinenModel, from_flax_model
 
 __all__ = [

@@ -4,30 +4,22 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from ..arrays import Params, PyTree, by_path
+from ..arrays import Params, PyTree, described
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
 from ..model.layers import EMBEDDING, LOSS
+from ..model.mesh import is_spec
 from ..model.model import Model
-from .common import (
-    Unit,
-    end_function,
-    layer_function,
-    mesh_specs,
-    names_axes,
-    stage_function,
-    tree_at,
-)
+from .units import Unit, end_function, layer_function, stage_function, tree_at
 
-_MOST_SHOWN = 4  # shapes in a message
 _LETTERS = "layout=, the letters of each stage"
 
 T = TypeVar("T", bound="FlaxModel")
@@ -38,10 +30,12 @@ class Form:
     """The settings of a model of blocks.
 
     Attributes:
+        maker: the function that the user called, for messages.
         num_stages, layout: how blocks are cut into stages, in one of the two ways.
         rules, stage_loss, ignore, contract: as `from_nnx` takes them.
     """
 
+    maker: str
     num_stages: int | None
     layout: Layout | str | None
     rules: Mapping[str, Any] | None
@@ -49,11 +43,10 @@ class Form:
     ignore: Sequence[str]
     contract: Mapping[str, Any]
 
-    def check(self, name: str) -> None:
-        """PipelineError unless blocks are cut into stages in one of the two ways."""
+    def __post_init__(self) -> None:
         if (self.layout is None) == (self.num_stages is None):
             raise PipelineError(
-                f"give {name} either num_stages=, for stages of equal size, or {_LETTERS}"
+                f"give {self.maker} either num_stages=, for stages of equal size, or {_LETTERS}"
             )
 
 
@@ -78,21 +71,22 @@ class FlaxModel:
     state: PyTree
     specs: dict[str, PyTree] | None
     layout: Layout | str | None
-    _units: dict[str, Unit]  # first, last and shared
+    _ends: dict[str, Unit]  # first, last and shared
     _blocks: tuple[Unit, ...]  # one where they are stacked
     _places: tuple[tuple[str, int], ...]  # of each block: its tree, "" for the only one, and row
 
-    def _stacks(self, tree: PyTree) -> PyTree:
-        """A tree like the stages', canonical, with leaves [blocks, ...]."""
-        if self.layout is not None:
-            return tree
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
-
-    def _by_block(self, tree: PyTree) -> list[PyTree]:
-        """A tree like the stages', canonical, as one for each block."""
-        found = self._stacks(tree)
+    def _by_block(self, *trees: PyTree) -> list[tuple[PyTree, ...]]:
+        """Trees like the stages', canonical, for each block; for all at once where they are
+        stacked.
+        """
+        if self.layout is None:
+            trees = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), trees)
+        if len(self._blocks) < len(self._places):
+            return [trees]
         return [
-            jax.tree.map(lambda leaf, row=row: leaf[row], tree_at(found, key))
+            tuple(
+                jax.tree.map(lambda leaf, row=row: leaf[row], tree_at(tree, key)) for tree in trees
+            )
             for key, row in self._places
         ]
 
@@ -117,132 +111,115 @@ def adapt(
     Raises:
         PipelineError: blocks do not divide into stages, are unlike, or keep state under letters.
     """
-    own = _Blocks.of(blocks, form, stack=stack)
-    params = {"stages": own.tree([block.params for block in blocks])}
-    params |= {key: unit.params for key, unit in ends.items()}
-    state = own.tree([block.state for block in blocks])
-    specs = {"stages": own.specs} | {
-        key: mesh_specs(unit.specs, unit.params, form.rules, lead=0, stack=False)
-        for key, unit in ends.items()
+    keys = _keys_of_stack(blocks[0], form) if stack else _keys(blocks, form)
+    members = {key: [i for i, own in enumerate(keys) if own == key] for key in dict.fromkeys(keys)}
+    units = {key: blocks[own[0]] for key, own in members.items()}
+
+    def tree(trees: Sequence[PyTree]) -> PyTree:
+        """Trees of blocks -> a tree like the stages', canonical."""
+        if stack:
+            return jax.tree.map(lambda leaf: _cut(leaf, form.num_stages), trees[0])
+        found = {
+            key: jax.tree.map(
+                lambda *leaves: _cut(_stacked(leaves), form.num_stages), *(trees[i] for i in own)
+            )
+            for key, own in members.items()
+        }
+        return found.get("", found)
+
+    specs = {
+        key: _mesh_specs(unit, form.rules, lead=int(form.num_stages is not None), stack=stack)
+        for key, unit in units.items()
     }
-    frozen = own.frozen | {f"{key}/{path}" for key, unit in ends.items() for path in unit.frozen}
+    state = tree([block.state for block in blocks])
+    every = {"stages": specs.get("", specs)} | {
+        key: _mesh_specs(unit, form.rules) for key, unit in ends.items()
+    }
     return kind(
-        model=_model(own, ends, state, frozen),
-        params=params,
+        model=_model(units, keys, ends, state, form),
+        params={"stages": tree([block.params for block in blocks])}
+        | {key: unit.params for key, unit in ends.items()},
         state=state if _has(state) else {},
-        specs=specs if names_axes(specs) else None,
+        specs=every if _names_axes(every) else None,
         layout=form.layout,
-        _units=dict(ends),
+        _ends=dict(ends),
         _blocks=tuple(blocks),
-        _places=own.places,
+        _places=tuple((key, members[key].index(i)) for i, key in enumerate(keys)),
     )
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """Blocks under the keys of their trees."""
-
-    blocks: Sequence[Unit]
-    form: Form
-    stack: bool
-    keys: Sequence[str]  # of each block in model order: its letter, its place in a pattern, or ""
-
-    @classmethod
-    def of(cls, blocks: Sequence[Unit], form: Form, *, stack: bool) -> _Blocks:
-        """Find the keys; PipelineError for blocks that do not fit the form."""
-        count = _stack_size(blocks[0]) if stack else len(blocks)
-        kinds = [0] * count if stack else [block.kind(form.ignore) for block in blocks]
-
-        def unlike(i: int, j: int) -> str:
-            return blocks[i].difference(blocks[j])
-
-        if form.num_stages is not None:
-            length = _period(kinds, _blocks_per_stage(count, form.num_stages), unlike)
-            keys = [""] * count if length == 1 else [str(i % length) for i in range(count)]
-            return cls(blocks, form, stack, keys)
-        assert form.layout is not None
-        if stack:
-            raise PipelineError(
-                "with layout=, give a list with each block's variables, not variables with a "
-                "leading axis of blocks"
-            )
-        keys = _letters_of(form.layout)
-        _check_letters(keys, kinds, unlike)
-        return cls(blocks, form, stack, keys)
-
-    @cached_property
-    def members(self) -> dict[str, list[int]]:
-        """The numbers of the blocks of each key."""
-        return {
-            key: [i for i, own in enumerate(self.keys) if own == key]
-            for key in dict.fromkeys(self.keys)
-        }
-
-    @cached_property
-    def units(self) -> dict[str, Unit]:
-        """The first block of each key, whose code the others run too."""
-        return {key: self.blocks[own[0]] for key, own in self.members.items()}
-
-    @property
-    def places(self) -> tuple[tuple[str, int], ...]:
-        """Of each block, the key and its row."""
-        rows = {i: row for own in self.members.values() for row, i in enumerate(own)}
-        return tuple((key, rows[i]) for i, key in enumerate(self.keys))
-
-    def tree(self, trees: Sequence[PyTree]) -> PyTree:
-        """Trees of blocks -> a tree like the stages', canonical."""
-        found = {
-            key: trees[0] if self.stack else jax.tree.map(_stacked, *(trees[i] for i in own))
-            for key, own in self.members.items()
-        }
-        tree, stages = found.get("", found), self.form.num_stages
-        return tree if stages is None else jax.tree.map(lambda leaf: _divided(leaf, stages), tree)
-
-    @property
-    def specs(self) -> PyTree:
-        """The specs of the stages' parameters."""
-        lead = 0 if self.form.num_stages is None else 1
-        specs = {
-            key: mesh_specs(unit.specs, unit.params, self.form.rules, lead=lead, stack=self.stack)
-            for key, unit in self.units.items()
-        }
-        return specs.get("", specs)
-
-    @property
-    def frozen(self) -> set[str]:
-        """The canonical paths of parameters that are not trained."""
-        return {
-            "/".join(name for name in ("stages", key, path) if name)
-            for key, unit in self.units.items()
-            for path in unit.frozen
-        }
-
-
-def _model(own: _Blocks, ends: Mapping[str, Unit], state: PyTree, frozen: set[str]) -> Model:
+def _model(
+    units: Mapping[str, Unit],
+    keys: Sequence[str],
+    ends: Mapping[str, Unit],
+    state: PyTree,
+    form: Form,
+) -> Model:
     """The functions of blocks and ends, and their loss contract."""
-    shared, stage_loss, count = ends.get("shared"), own.form.stage_loss, len(own.keys)
-    how: dict[str, Any] = {"stage_loss": stage_loss, **own.form.contract}
-    if frozen:
-        how["frozen"] = lambda path, _leaf: path in frozen
+    shared, stage_loss, count = ends.get("shared"), form.stage_loss, len(keys)
+    options: dict[str, Any] = {"stage_loss": stage_loss, **form.contract}
+    parts = {f"stages/{key}".rstrip("/"): unit for key, unit in units.items()} | dict(ends)
+    if frozen := {f"{part}/{path}" for part, unit in parts.items() for path in unit.frozen}:
+        options["frozen"] = lambda path, _leaf: path in frozen
     outer: dict[str, Any] = {
-        key: end_function(ends[key], key, takes, count + number, shared)
-        for number, (key, takes) in enumerate(
-            (("first", ("microbatch",)), ("last", ("x", "microbatch")))
-        )
+        key: end_function(ends[key], key, count + number, shared)
+        for number, key in enumerate(("first", "last"))
         if key in ends
     }
-    if own.form.num_stages is not None:
-        groups = count // own.form.num_stages // len(own.units)
-        stage = stage_function(
-            own.units, groups, shared, stateful=_has(state), stage_loss=stage_loss
+    if form.num_stages is not None:
+        groups = count // form.num_stages // len(units)
+        stage = stage_function(units, groups, shared, stateful=_has(state), stage_loss=stage_loss)
+        return Model(stage, **outer, **options)
+    if letters := [letter for letter, tree in state.items() if _has(tree)]:
+        raise PipelineError(
+            f"blocks of letters {letters} have variables that are no parameters (batch "
+            "statistics), which only stages of equal size can keep: give num_stages= instead of "
+            "layout=, or make them parameters that are frozen"
         )
-        return Model(stage, **outer, **how)
-    _check_stateless(state)
-    layers = {key: layer_function(unit, key, shared, stage_loss) for key, unit in own.units.items()}
+    layers = {key: layer_function(unit, key, shared, stage_loss) for key, unit in units.items()}
     named = {"first": EMBEDDING, "last": LOSS}
     layers |= {named[key]: function for key, function in outer.items()}
     first, last = (letter if letter in layers else "" for letter in (EMBEDDING, LOSS))
-    return Model(layers, layers=first + "".join(own.keys) + last, **how)
+    return Model(layers, layers=first + "".join(keys) + last, **options)
+
+
+def _keys(blocks: Sequence[Unit], form: Form) -> list[str]:
+    """The key of each block's tree: its letter, its place in a pattern, or "" for the only tree.
+
+    PipelineError for blocks that do not fit the form.
+    """
+    kinds = [block.kind(form.ignore) for block in blocks]
+    if form.num_stages is not None:
+        per_stage = _blocks_per_stage(len(blocks), form.num_stages)
+        length = _period(blocks, kinds, per_stage)
+        return [str(i % length) if length > 1 else "" for i in range(len(blocks))]
+    assert form.layout is not None
+    letters = _letters_of(form.layout)
+    if len(letters) != len(blocks):
+        raise PipelineError(
+            f"the layout has {len(letters)} layers between E and L, but there are {len(blocks)} "
+            "blocks"
+        )
+    for i, letter in enumerate(letters):
+        first = letters.index(letter)
+        if kinds[i] != kinds[first]:
+            raise PipelineError(
+                f"blocks of letter {letter!r} are unlike: {blocks[first].difference(blocks[i])}; "
+                "give them letters of their own"
+            )
+    return letters
+
+
+def _keys_of_stack(unit: Unit, form: Form) -> list[str]:
+    """The same where variables have a leading axis of blocks."""
+    count = _stack_size(unit)
+    if form.num_stages is None:
+        raise PipelineError(
+            "with layout=, give a list with each block's variables, not variables with a "
+            "leading axis of blocks"
+        )
+    _blocks_per_stage(count, form.num_stages)
+    return [""] * count
 
 
 def _letters_of(layout: Layout | str) -> list[str]:
@@ -251,35 +228,6 @@ def _letters_of(layout: Layout | str) -> list[str]:
         known = {*LETTERS, *(c for c in layout if c.isalpha())}
         layout = parse_layout(layout, devices=1, letters="".join(sorted(known)))
     return [letter for letter in "".join(layout.stages) if letter not in (EMBEDDING, LOSS)]
-
-
-def _check_letters(
-    letters: Sequence[str], kinds: Sequence[Any], difference: Callable[[int, int], str]
-) -> None:
-    """PipelineError for more or fewer letters than blocks, and for unlike blocks of a letter."""
-    if len(letters) != len(kinds):
-        raise PipelineError(
-            f"the layout has {len(letters)} layers between E and L, but there are {len(kinds)} "
-            "blocks"
-        )
-    for i, letter in enumerate(letters):
-        first = letters.index(letter)
-        if kinds[i] != kinds[first]:
-            raise PipelineError(
-                f"blocks of letter {letter!r} are unlike: {difference(first, i)}; give them "
-                "letters of their own"
-            )
-
-
-def _check_stateless(state: Mapping[str, PyTree]) -> None:
-    """PipelineError for letters whose blocks have other variables than parameters."""
-    letters = [letter for letter, tree in state.items() if _has(tree)]
-    if letters:
-        raise PipelineError(
-            f"blocks of letters {letters} have variables that are no parameters (batch "
-            "statistics), which only stages of equal size can keep: give num_stages= instead of "
-            "layout=, or make them parameters that are frozen"
-        )
 
 
 def _blocks_per_stage(count: int, num_stages: int) -> int:
@@ -293,7 +241,7 @@ def _blocks_per_stage(count: int, num_stages: int) -> int:
     )
 
 
-def _period(kinds: Sequence[Any], per_stage: int, difference: Callable[[int, int], str]) -> int:
+def _period(blocks: Sequence[Unit], kinds: Sequence[Any], per_stage: int) -> int:
     """The length of the shortest pattern of kinds that every stage repeats; PipelineError where
     stages are unlike.
     """
@@ -302,29 +250,28 @@ def _period(kinds: Sequence[Any], per_stage: int, difference: Callable[[int, int
             kind == kinds[i % length] for i, kind in enumerate(kinds)
         ):
             return length
-    i, kind = next((i, k) for i, k in enumerate(kinds) if k != kinds[i % per_stage])
-    first = kinds.index(kind) if kind in kinds[:i] else i % per_stage
-    other = i % per_stage if first != i % per_stage else first
+    i = next(i for i, kind in enumerate(kinds) if kind != kinds[i % per_stage])
+    other = i % per_stage
     raise PipelineError(
-        f"blocks {other} and {i} are unlike: {difference(other, i)}; every stage must have the "
-        f"same sequence of blocks, and with {len(kinds) // per_stage} stages of {per_stage} block "
-        f"{i} has the place of block {other}.  Give {_LETTERS}, with one for each kind of block"
+        f"blocks {other} and {i} are unlike: {blocks[other].difference(blocks[i])}; every stage "
+        f"must have the same sequence of blocks, and with {len(kinds) // per_stage} stages of "
+        f"{per_stage} block {i} has the place of block {other}.  Give {_LETTERS}, with one for "
+        "each kind of block"
     )
 
 
 def _stack_size(unit: Unit) -> int:
     """How many blocks stacked variables hold; PipelineError where they disagree."""
-    leaves = by_path(unit.params) | by_path(unit.state)
-    shapes = {name: leaf.shape for name, leaf in leaves.items()}
-    if len({shape[:1] for shape in shapes.values()}) != 1 or () in shapes.values():
-        some = ", ".join(f"{name} {shape}" for name, shape in list(shapes.items())[:_MOST_SHOWN])
-        more = f" and {len(shapes) - _MOST_SHOWN} more" if len(shapes) > _MOST_SHOWN else ""
+    variables = {**unit.params, **unit.state}
+    leading = {leaf.shape[:1] for leaf in jax.tree.leaves(variables)}
+    if len(leading) != 1 or () in leading:
         raise PipelineError(
             "stacked variables must all have a leading axis of blocks, of one length; these have "
-            f"{some}{more}: make it with nnx.vmap (in linen nn.scan, or a vmapped init), or give a "
-            "list of blocks (of a whole model its blocks, and the rest in first= and last=)"
+            f"{described(variables, 4)}: make it with nnx.vmap (in linen nn.scan, or a vmapped "
+            "init), or give a list of blocks (of a whole model its blocks, and the rest in first= "
+            "and last=)"
         )
-    return int(next(iter(shapes.values()))[0])
+    return int(leading.pop()[0])
 
 
 def _has(tree: PyTree) -> bool:
@@ -332,16 +279,55 @@ def _has(tree: PyTree) -> bool:
     return bool(jax.tree.leaves(tree))
 
 
-def _stacked(*leaves: Any) -> Any:
+def _stacked(leaves: Sequence[Any]) -> Any:
     """Leaves of blocks -> [blocks, ...]; ShapeDtypeStructs likewise."""
     if isinstance(leaves[0], jax.ShapeDtypeStruct):
         return leaves[0].update(shape=(len(leaves), *leaves[0].shape))
     return jnp.stack(leaves)
 
 
-def _divided(leaf: Any, num_stages: int) -> Any:
-    """[blocks, ...] -> [S, blocks of a stage, ...]; ShapeDtypeStructs likewise."""
+def _cut(leaf: Any, num_stages: int | None) -> Any:
+    """[blocks, ...] -> [S, blocks of a stage, ...] where there are stages of equal size;
+    ShapeDtypeStructs likewise.
+    """
+    if num_stages is None:
+        return leaf
     shape = (num_stages, leaf.shape[0] // num_stages, *leaf.shape[1:])
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.update(shape=shape)
     return leaf.reshape(shape)
+
+
+def _names_axes(tree: PyTree) -> bool:
+    """Whether a spec of a tree names an axis."""
+    specs = [spec for spec in jax.tree.leaves(tree, is_leaf=is_spec) if spec is not None]
+    return any(entry is not None for spec in specs for entry in spec)
+
+
+def _mesh_specs(
+    unit: Unit, rules: Mapping[str, Any] | None, *, lead: int = 0, stack: bool = False
+) -> PyTree:
+    """Specs of mesh axes from those of flax's metadata.
+
+    Args:
+        unit: whose specs they are.
+        rules: logical name -> mesh axis, a tuple of them, or None; names that are not in it are
+            mesh axes.
+        lead: leading axes that the pipeline adds.
+        stack: the variables have a leading axis of blocks.  A spec of full length has an entry for
+            it, as `nnx.vmap` and `nn.scan` add it; that entry is left out.
+    """
+    known = rules or {}
+
+    def entry(names: Any) -> Any:
+        if not isinstance(names, tuple):
+            return known.get(names, names)
+        return tuple(axis for n in names if (axis := known.get(n, n)) is not None) or None
+
+    def translated(spec: Any, leaf: Any) -> Any:
+        if spec is None:
+            return None
+        drop = int(stack and len(spec) == leaf.ndim)
+        return PartitionSpec(*(None,) * lead, *map(entry, tuple(spec)[drop:]))
+
+    return jax.tree.map(translated, unit.specs, unit.params, is_leaf=is_spec)

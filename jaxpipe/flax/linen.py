@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -15,7 +15,7 @@ from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import FlaxModel, Form, adapt
-from .common import Call, End, Unit, end_units
+from .units import Call, End, Unit, end_units, listed, plain_call
 
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 # Collections that a call never writes: `Module.perturb` adds nothing where it may not.
@@ -32,51 +32,17 @@ class LinenModel(FlaxModel):
 
         Parameters of first, last and shared are those of their modules already.
         """
-        trees = (params["stages"], self.state if state is None else state)
-        if len(self._blocks) < len(self._places):
-            own, other = map(self._stacks, trees)
-            return {"params": own, **other}
-        rows = zip(*map(self._by_block, trees), strict=True)
-        return [{"params": own, **other} for own, other in rows]
+        rows = self._by_block(params["stages"], self.state if state is None else state)
+        found = [{"params": own, **other} for own, other in rows]
+        return found[0] if len(self._blocks) < len(self._places) else found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LinenUnit(Unit):
-    """Modules with their variables, as they are: with sharding metadata.
+    """Modules with their variables."""
 
-    Modules are one, or a tuple or dict of them, with as many variables.  `constant`: they are no
-    block, and no call changes their variables.
-    """
-
-    variables: Any
-    rngs: tuple[str, ...] = ()
-    constant: bool = False
-    takes_sown: bool = False  # the call makes a loss of what is sown
-
-    @cached_property
-    def _unboxed(self) -> Any:
-        return _unbox(self.variables)
-
-    @property
-    def params(self) -> PyTree:
-        """The collection "params" of each module."""
-        return _each(lambda _, own: own.get("params", {}), self.modules, self._unboxed)
-
-    @property
-    def state(self) -> PyTree:
-        """The other collections of each module."""
-        return _each(_without_params, self.modules, self._unboxed)
-
-    @property
-    def specs(self) -> PyTree:
-        """The metadata of `nn.with_partitioning`."""
-        boxed = _each(lambda _, own: own.get("params", {}), self.modules, self.variables)
-        return nn.get_partition_spec(boxed)
-
-    @property
-    def random(self) -> bool:
-        """Whether there are collections of random numbers."""
-        return bool(self.rngs)
+    rngs: tuple[str, ...]
+    takes_sown: bool  # the call makes a loss of what is sown
 
     def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
         """The modules bound to variables.
@@ -95,12 +61,9 @@ class LinenUnit(Unit):
 
     def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
         """A call on the bound modules."""
-        modules = self.build(params, state, call.key, training=call.training)
         try:
             with nn.intercept_methods(_without_metadata):
-                out = self.called(modules, call)
-        except errors.InvalidRngError as error:
-            raise self.no_key(error) from error
+                return super().run(params, state, call)
         except errors.ModifyScopeVariableError as error:
             if not self.constant:
                 raise
@@ -108,45 +71,19 @@ class LinenUnit(Unit):
                 f"{self.name} changes its variables; only blocks may keep state (batch "
                 f"statistics): {error}"
             ) from error
-        after = _each(
-            lambda module: _without_params(module, core.unfreeze(module.variables)), modules
-        )
-        return out, self._kept(state, after)
 
-    def kind(self, ignore: Sequence[str] = ()) -> dict[str, str]:
-        """The class, settings and shapes of variables, by name."""
-        module = self.modules
-        settings = {
-            f.name: repr(getattr(module, f.name, None))
-            for f in fields(module)
-            if f.name not in ("parent", "name", *ignore)
-        }
-        shapes = {
-            path: f"{leaf.dtype}{list(leaf.shape)}"
-            for path, leaf in by_path({"params": self.params, **self.state}).items()
-        }
-        return {"the block": type(module).__name__, **settings, **shapes}
-
-    def difference(self, other: Unit) -> str:
-        """The first setting or shape in which two blocks differ."""
-        left, right = self.kind(), other.kind()
-        name = next(n for n in [*left, *right] if left.get(n) != right.get(n))
-        return (
-            f"{name} is {left.get(name, 'not there')} in one and {right.get(name, 'not there')} in "
-            "the other"
-        )
-
-    def _kept(self, before: PyTree, after: PyTree) -> PyTree:
-        """The state after a call; PipelineError where the call wrote what is not kept."""
-        new = set(by_path(after)) - set(by_path(before))
+    def after(self, modules: Any, state: PyTree) -> PyTree:
+        """The collections after a call."""
+        after = _each(lambda module: _without_params(core.unfreeze(module.variables)), modules)
+        new = set(by_path(after)) - set(by_path(state))
         if self.constant:
             if new:
                 raise PipelineError(
                     f"{self.name} writes variables that a pipeline does not keep, as sow() does: "
                     f"{', '.join(sorted(new))}; return them instead"
                 )
-            return before
-        grown = [path for path in new if path.split("/")[0] in before]
+            return state
+        grown = [path for path in new if path.split("/")[0] in state]
         if grown or (new and not self.takes_sown):
             raise PipelineError(
                 f"{self.name} writes variables in a call, as sow() does, which a pipeline does not "
@@ -155,7 +92,56 @@ class LinenUnit(Unit):
                 "block.variables[...]). (Leave out likewise what init() sowed into the variables "
                 "that are given)"
             )
-        return {name: after[name] for name in before}
+        return {name: after[name] for name in state}
+
+    def kind(self, ignore: Sequence[str]) -> dict[str, str]:
+        """The settings."""
+        return {name: text for name, text in self.settings().items() if name not in ignore}
+
+    def settings(self) -> dict[str, str]:
+        """The class, attributes and shapes of variables."""
+        module = self.modules
+        attributes = {
+            f.name: repr(getattr(module, f.name, None))
+            for f in fields(module)
+            if f.name not in ("parent", "name")
+        }
+        shapes = {
+            path: f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in by_path({"params": self.params, **self.state}).items()
+        }
+        return {"the block": type(module).__name__, **attributes, **shapes}
+
+
+def linen_unit(
+    name: str,
+    modules: Any,
+    call: Callable[..., Any] | None,
+    variables: Any,
+    rngs: tuple[str, ...] = (),
+    *,
+    constant: bool = False,
+    takes_sown: bool = False,
+) -> LinenUnit:
+    """The unit of modules, one or a tuple or dict of them, with as many variables."""
+
+    def params(_: nn.Module, own: Variables | None) -> PyTree:
+        return (own or {}).get("params", {})
+
+    variables = core.unfreeze(variables)
+    plain = _unbox(variables)
+    return LinenUnit(
+        name=name,
+        modules=modules,
+        call=call or plain_call,
+        params=_each(params, modules, plain),
+        state=_each(lambda _, own: _without_params(own or {}), modules, plain),
+        specs=nn.get_partition_spec(_each(params, modules, variables)),
+        random=bool(rngs),
+        constant=constant,
+        rngs=rngs,
+        takes_sown=takes_sown,
+    )
 
 
 def _unbox(tree: PyTree) -> PyTree:
@@ -193,19 +179,13 @@ def _without_metadata(
     return method(*arguments, **keywords)
 
 
-def _without_params(_: nn.Module, variables: Variables) -> dict[str, PyTree]:
+def _without_params(variables: Variables) -> dict[str, PyTree]:
     return {name: tree for name, tree in variables.items() if name != "params"}
 
 
 def _each(function: Callable[..., Any], modules: Any, *trees: Any) -> Any:
     """A function of each of the modules, one or a tuple or dict of them, and its part of trees."""
-    if modules is None:
-        return {}
-    if isinstance(modules, nn.Module):
-        return function(modules, *({} if tree is None else tree for tree in trees))
-    if isinstance(modules, Mapping):
-        return {n: _each(function, m, *(tree[n] for tree in trees)) for n, m in modules.items()}
-    return tuple(_each(function, *own) for own in zip(modules, *trees, strict=True))
+    return {} if modules is None else jax.tree.map(function, modules, *trees)
 
 
 def from_linen(
@@ -254,23 +234,34 @@ def from_linen(
         PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
             A step raises it for values that blocks sow and nobody takes.
     """
+    form = Form("from_linen", num_stages, layout, rules, stage_loss, ignore, contract)
     names = tuple(rngs)
-    ends = end_units(
+    ends: dict[str, Unit] = end_units(
         first,
         last,
-        lambda name, end: LinenUnit(
+        lambda name, end: linen_unit(
             name, end.modules, end.call, end.variables, names, constant=True
         ),
     )
-    form = Form(num_stages, layout, rules, stage_loss, ignore, contract)
-    form.check("from_linen")
-    modules, own, stack = _listed(blocks, variables)
     if shared is not None:
-        ends["shared"] = LinenUnit("`shared`", shared[0], None, shared[1], constant=True)
-    takes_sown = stage_loss and call is not None
+        ends["shared"] = linen_unit("`shared`", shared[0], None, shared[1], constant=True)
+    several, stack = not isinstance(blocks, nn.Module), isinstance(variables, Mapping)
+    modules = listed(blocks if several else [blocks], nn.Module, "linen")
+    if stack and several:
+        raise PipelineError(
+            "variables with a leading axis of blocks are of one module; give that module, or "
+            "a list of variables"
+        )
+    each: list[Any] = [variables] if stack else list(variables)
+    if several and len(each) != len(modules):
+        raise PipelineError(
+            f"there are {len(modules)} blocks but variables of {len(each)}; give each block's "
+            "own, in order"
+        )
+    unit = partial(linen_unit, rngs=names, takes_sown=stage_loss and call is not None)
     units = [
-        LinenUnit("a block", module, call, dict(tree), names, takes_sown=takes_sown)
-        for module, tree in zip(modules, own, strict=True)
+        unit("a block", module, call, dict(own))
+        for module, own in zip(modules if several else modules * len(each), each, strict=True)
     ]
     return adapt(LinenModel, units, ends=ends, form=form, stack=stack)
 
@@ -301,28 +292,3 @@ def submodules(variables: Variables, pattern: str) -> list[dict[str, PyTree]]:
             f"no submodule is called {pattern.format(0)!r}; the names are {sorted(names)}"
         )
     return found
-
-
-def _listed(blocks: Any, variables: Any) -> tuple[list[nn.Module], list[Variables], bool]:
-    """Modules, variables, and whether these are of all blocks at once."""
-    many = not isinstance(blocks, nn.Module)
-    modules = list(blocks) if many else [blocks]
-    odd = sorted({type(m).__name__ for m in modules if not isinstance(m, nn.Module)})
-    if odd or not modules:
-        raise PipelineError(
-            f"blocks must be a linen module or a list of them; got {', '.join(odd) or 'none'}"
-        )
-    if isinstance(variables, Mapping):
-        if many:
-            raise PipelineError(
-                "variables with a leading axis of blocks are of one module; give that module, or "
-                "a list of variables"
-            )
-        return modules, [variables], True
-    found = list(variables)
-    if many and len(found) != len(modules):
-        raise PipelineError(
-            f"there are {len(modules)} blocks but variables of {len(found)}; give each block's "
-            "own, in order"
-        )
-    return (modules if many else modules * len(found)), found, False

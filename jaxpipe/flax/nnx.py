@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,9 +15,7 @@ from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import FlaxModel, Form, adapt
-from .common import Call, End, Unit, end_units
-
-MODES = {"deterministic": True, "use_running_average": True}  # what `nnx.Module.eval` sets
+from .units import End, Unit, end_units, listed, plain_call
 
 
 @dataclass(frozen=True)
@@ -28,87 +26,44 @@ class NnxModel(FlaxModel):
         """Write canonical parameters, and state, into the variables of the modules that the model
         was made of.
         """
-        trees = (params["stages"], {} if state is None else state)
-        if len(self._blocks) < len(self._places):
-            rows = [tuple(map(self._stacks, trees))]
-        else:
-            rows = list(zip(*map(self._by_block, trees), strict=True))
-        for block, row in zip(self._blocks, rows, strict=True):
-            block.write(*row)  # type: ignore[attr-defined]
-        for key, unit in self._units.items():
-            unit.write(params[key], {})  # type: ignore[attr-defined]
+        rows = self._by_block(params["stages"], {} if state is None else state)
+        written = [(block.modules, row) for block, row in zip(self._blocks, rows, strict=True)]
+        written += [(unit.modules, (params[key],)) for key, unit in self._ends.items()]
+        for modules, trees in written:
+            variables = nnx.state(modules)
+            for tree in trees:
+                nnx.replace_by_pure_dict(variables, tree)
+            nnx.update(modules, variables)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NnxUnit(Unit):
-    """Modules as graphs for training and for evaluation, and their variables."""
+    """Modules as graphs for training and for evaluation, and their variables.
 
-    trainable: Any
-    not_trained: Any = None
-    stack: bool = False  # variables have a leading axis of blocks
-    constant: bool = False  # a call may not change variables
+    `variables` are the parameters, the streams of random numbers, and the others.
+    """
 
-    @cached_property
-    def _split(self) -> tuple[Any, Any, Any, Any]:
-        """The graph, and the variables: parameters, streams of random numbers, others."""
-        found: tuple[Any, Any, Any, Any] = self._splitting(self.modules)
-        return found
-
-    def _splitting(self, modules: Any) -> Any:
-        return nnx.split(modules, self.trainable, nnx.RngState, ...)
-
-    @cached_property
-    def _evaluated(self) -> Any:
-        """The graph for evaluation."""
-        modules = nnx.merge(*self._split)
-        for _, module in nnx.iter_graph(modules):
-            if isinstance(module, nnx.Module):
-                for name, value in MODES.items():
-                    if hasattr(module, name):
-                        setattr(module, name, value)
-        return self._splitting(modules)[0]
-
-    @property
-    def params(self) -> PyTree:
-        """The variables that `trainable` takes."""
-        return nnx.to_pure_dict(self._split[1])
-
-    @property
-    def state(self) -> PyTree:
-        """Variables that are neither parameters nor streams of random numbers."""
-        return nnx.to_pure_dict(self._split[3])
-
-    @property
-    def specs(self) -> PyTree:
-        """The metadata of `nnx.with_partitioning`."""
-        return nnx.to_pure_dict(nnx.get_partition_spec(self._split[1]))
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """The paths of parameters that the filter takes."""
-        if self.not_trained is None:
-            return frozenset()
-        takes = nnx.filterlib.to_predicate(self.not_trained)
-        flat = nnx.to_flat_state(self._split[1])
-        return frozenset("/".join(map(str, path)) for path, leaf in flat if takes(path, leaf))
-
-    @cached_property
-    def random(self) -> bool:
-        """Whether the modules hold streams of random numbers."""
-        return bool(jax.tree.leaves(self._split[2]))
+    split: Callable[[Any], Any]
+    graph: Any
+    evaluated: Any
+    variables: tuple[Any, Any, Any]
+    stack: bool  # variables have a leading axis of blocks
 
     def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
         """The modules; every stream of random numbers begins again from the key, and without one
         drawing fails.
         """
-        graph, own, streams, rest = self._split
-        numbered = enumerate(jax.tree.leaves(streams))
-        return nnx.merge(
-            graph if training else self._evaluated,
-            _like(own, jax.tree.leaves(params)),
-            _like(streams, [self._stream(number, old, key) for number, old in numbered]),
-            _like(rest, jax.tree.leaves(state)),
+        streams = enumerate(jax.tree.leaves(self.variables[1]))
+        leaves = (
+            jax.tree.leaves(params),
+            [self._stream(number, old, key) for number, old in streams],
+            jax.tree.leaves(state),
         )
+        states = [
+            jax.tree.unflatten(jax.tree.structure(old), new)
+            for old, new in zip(self.variables, leaves, strict=True)
+        ]
+        return nnx.merge(self.graph if training else self.evaluated, *states)
 
     def _stream(self, number: int, old: Any, key: Any) -> Any:
         shape = old.shape[1:] if self.stack else old.shape
@@ -117,21 +72,10 @@ class NnxUnit(Unit):
         own = None if key is None else jax.random.fold_in(key, number)
         return own if own is None or not shape else jax.random.split(own, shape)
 
-    def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
-        """A call on the modules with these variables."""
-        modules = self.build(params, state, call.key, training=call.training)
-        try:
-            out = self.called(modules, call)
-        except TypeError as error:
-            if self.random and call.key is None and "NoneType" in str(error):
-                raise self.no_key(error) from error
-            raise
-        return out, self._after(modules, state)
-
-    def _after(self, modules: Any, before: PyTree) -> PyTree:
+    def after(self, modules: Any, state: PyTree) -> PyTree:
         """The state after a call."""
-        after = nnx.to_pure_dict(self._splitting(modules)[3])
-        old, new = by_path(before), by_path(after)
+        after = nnx.to_pure_dict(self.split(modules)[3])
+        old, new = by_path(state), by_path(after)
         if odd := sorted(set(old) ^ set(new)):
             raise PipelineError(
                 f"{self.name} makes variables in a call, as sow() does, which a pipeline does not "
@@ -149,47 +93,70 @@ class NnxUnit(Unit):
             )
         return after
 
-    def kind(self, ignore: Sequence[str] = ()) -> Any:
+    def kind(self, ignore: Sequence[str]) -> Any:
         """The graph with static attributes, shapes and dtypes."""
-        graph, state = nnx.split(self.modules)
-        if ignore:
-            modules = nnx.merge(graph, state)
-            for _, module in nnx.iter_graph(modules):
-                for name in ignore if isinstance(module, nnx.Module) else ():
-                    if hasattr(module, name):
-                        setattr(module, name, None)
-            graph = nnx.graphdef(modules)
-        return graph, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+        module = nnx.clone(self.modules)
+        module.set_attributes(**dict.fromkeys(ignore), raise_if_not_found=False)
+        graph, variables = nnx.split(module)
+        return graph, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variables)]
 
-    def difference(self, other: Unit) -> str:
-        """The first attribute, shape or dtype in which two blocks differ."""
-        left, right = (
-            {
-                path: _text(value)
-                for path, value in nnx.iter_graph(unit.modules)
-                if "_pytree__" not in str(path[-1:])
-            }
-            for unit in (self, other)
-        )
-        for path in sorted({*left, *right}, key=str):
-            if left.get(path) != right.get(path):
-                name = ".".join(map(str, path)) or "the block"
-                return (
-                    f"{name} is {left.get(path, 'not there')} in one and "
-                    f"{right.get(path, 'not there')} in the other"
-                )
-        return "their graphs differ (modules or variables are shared within one of them)"
-
-    def write(self, params: PyTree, state: PyTree) -> None:
-        """Set the modules' variables."""
-        for like, tree in ((self._split[1], params), (self._split[3], state)):
-            if leaves := jax.tree.leaves(tree):
-                nnx.update(self.modules, _like(like, leaves))
+    def settings(self) -> Mapping[str, str]:
+        """Variables by shape, modules by class, and static attributes as they are."""
+        found = {}
+        for path, value in sorted(nnx.iter_graph(self.modules), key=lambda node: str(node[0])):
+            text = type(value).__name__
+            if isinstance(value, nnx.Variable):
+                text = f"{text} {value.dtype}{list(value.shape)}"
+            elif not isinstance(value, nnx.Module):
+                text = repr(value)
+            if "_pytree__" not in str(path[-1:]):
+                found[".".join(map(str, path)) or "the block"] = text
+        return found
 
 
-def _like(state: Any, leaves: Sequence[Any]) -> Any:
-    """A state of nnx with other leaves."""
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+def nnx_unit(
+    name: str,
+    modules: Any,
+    call: Callable[..., Any] | None,
+    *,
+    trainable: Any,
+    frozen: Any,
+    constant: bool = False,
+    stack: bool = False,
+) -> NnxUnit:
+    """The unit of modules; the filters say which variables are parameters, and which of these are
+    not trained.
+    """
+
+    def split(modules: Any) -> Any:
+        return nnx.split(modules, trainable, nnx.RngState, ...)
+
+    graph, own, streams, others = split(modules)
+    evaluated = nnx.merge(graph, own, streams, others)
+    for module in jax.tree.leaves(evaluated, is_leaf=lambda node: isinstance(node, nnx.Module)):
+        if isinstance(module, nnx.Module):
+            module.eval()
+    is_frozen = nnx.filterlib.to_predicate(False if frozen is None else frozen)
+    return NnxUnit(
+        name=name,
+        modules=modules,
+        call=call or plain_call,
+        params=nnx.to_pure_dict(own),
+        state=nnx.to_pure_dict(others),
+        specs=nnx.to_pure_dict(nnx.get_partition_spec(own)),
+        random=bool(jax.tree.leaves(streams)),
+        constant=constant,
+        frozen=frozenset(
+            "/".join(map(str, path))
+            for path, leaf in nnx.to_flat_state(own)
+            if is_frozen(path, leaf)
+        ),
+        split=split,
+        graph=graph,
+        evaluated=split(evaluated)[0],
+        variables=(own, streams, others),
+        stack=stack,
+    )
 
 
 def from_nnx(
@@ -251,57 +218,20 @@ def from_nnx(
         >>> model.params["stages"]["kernel"].shape
         (2, 3, 4, 4)
     """
-    unit = partial(NnxUnit, trainable=trainable, not_trained=frozen)
-    ends = end_units(
+    form = Form("from_nnx", num_stages, layout, rules, stage_loss, ignore, contract)
+    unit = partial(nnx_unit, trainable=trainable, frozen=frozen)
+    ends: dict[str, Unit] = end_units(
         first, last, lambda name, end: unit(name, end.modules, end.call, constant=True)
     )
-    form = Form(num_stages, layout, rules, stage_loss, ignore, contract)
-    form.check("from_nnx")
-    found, stack = _listed(blocks)
     if shared is not None:
         ends["shared"] = unit("`shared`", shared, None, constant=True)
-    check_distinct(found, ends)
-    return adapt(
-        NnxModel,
-        [unit("a block", block, call, stack=stack) for block in found],
-        ends=ends,
-        form=form,
-        stack=stack,
-    )
-
-
-def _listed(blocks: Any) -> tuple[list[Any], bool]:
-    """The blocks, and whether it is one module that holds all of them."""
     if isinstance(blocks, nnx.Sequential):
         blocks = blocks.layers
-    if isinstance(blocks, nnx.Module) and not isinstance(blocks, nnx.List):
-        return [blocks], True
-    found = list(blocks)
-    if not found:
-        raise PipelineError(
-            "there are no blocks; give a list of nnx modules, or one whose variables have a "
-            "leading axis of blocks"
-        )
-    odd = [
-        f"block {i} is {type(b).__name__}"
-        for i, b in enumerate(found)
-        if not isinstance(b, nnx.Module)
-    ]
-    if odd:
-        raise PipelineError(
-            f"blocks must be nnx modules, but {', '.join(odd)}; a plain function goes into "
-            "call=, or into a module"
-        )
-    return found, False
-
-
-def _text(value: Any) -> str:
-    """A node of a graph as text: a variable by shape and dtype, a module by class, anything else as
-    it is.
-    """
-    if isinstance(value, nnx.Variable):
-        return f"{type(value).__name__} {value.dtype}{list(value.shape)}"
-    return type(value).__name__ if isinstance(value, nnx.Module) else repr(value)
+    stack = isinstance(blocks, nnx.Module) and not isinstance(blocks, nnx.List)
+    modules = listed([blocks] if stack else blocks, nnx.Module, "nnx")
+    check_distinct(modules, ends)
+    units = [unit("a block", block, call, stack=stack) for block in modules]
+    return adapt(NnxModel, units, ends=ends, form=form, stack=stack)
 
 
 def check_distinct(blocks: Sequence[Any], ends: Mapping[str, Unit]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -16,11 +17,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from ..arrays import PyTree, zeros_of
 from ..errors import PipelineError
 from ..model.own_rules import inputs_of
-from .common import Call, Unit
+from .units import Call, Unit
 
 # What a call of block i does: (i, block, arguments, keywords) -> x.
 OnBlock: TypeAlias = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
-Watch: TypeAlias = Callable[[OnBlock], AbstractContextManager[Any]]
 Leaves: TypeAlias = "dict[tuple[Any, ...], Any]"  # of nested dicts, by path
 
 
@@ -37,10 +37,14 @@ class _Reached(Exception):
 
 @dataclass(frozen=True)
 class Whole:
-    """A model without its blocks, and how calls of blocks are seen."""
+    """A model without its blocks."""
 
-    unit: Any  # whose call is the loss
-    watch: Watch
+    unit: Unit  # whose call is the loss
+    pattern: str  # the path of a block, with {} for its number
+    count: int  # of blocks
+    watch: Callable[[OnBlock], AbstractContextManager[Any]]  # how calls of blocks are seen
+    # a block's number, the block as it was called, and how a pipeline calls it -> its unit
+    block: Callable[[int, Any, Callable[..., Any]], Unit]
 
     def run(
         self, leaves: Leaves, microbatch: PyTree, key: Any, on_block: OnBlock, *, training: bool
@@ -83,46 +87,15 @@ class Whole:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Part(Unit):
     """The model before or after its blocks, or the parameters that both use."""
 
     whole: Whole
-    paths: frozenset[tuple[Any, ...]]
+    is_last: bool
     tied: bool  # the function takes `shared` parameters too
-    after: bool = False
 
-    def _own(self, tree: PyTree) -> PyTree:
-        flat = flatten_dict(core.unfreeze(tree))
-        return unflatten_dict({path: leaf for path, leaf in flat.items() if path in self.paths})
-
-    @property
-    def params(self) -> PyTree:
-        """The parameters that results of this part depend on."""
-        return self._own(self.whole.unit.params)
-
-    @property
-    def state(self) -> PyTree:
-        """None: other variables are constants of the model."""
-        return {}
-
-    @property
-    def specs(self) -> PyTree:
-        """The metadata of these parameters."""
-        return self._own(self.whole.unit.specs)
-
-    @property
-    def frozen(self) -> frozenset[str]:
-        """The frozen paths among these."""
-        own = {"/".join(map(str, path)) for path in self.paths}
-        return frozenset(self.whole.unit.frozen & own)
-
-    @property
-    def random(self) -> bool:
-        """Whether the model draws random numbers."""
-        return bool(self.whole.unit.random)
-
-    @property
+    @cached_property
     def wants(self) -> frozenset[str]:
         """`shared`, where parameters are."""
         return frozenset({"shared"} if self.tied else ())
@@ -135,26 +108,35 @@ class Part(Unit):
         """x before the blocks, or the loss after them."""
         leaves = {**flatten_dict(params), **flatten_dict(call.keywords.get("shared", {}))}
         *x, microbatch = call.arguments
-        if not self.after:
-            reached = self.whole.reach(leaves, microbatch, call.key, training=call.training)
-            return reached.arguments[0], state
-        out = self.whole.run(leaves, microbatch, call.key, lambda *_: x[0], training=call.training)
-        return out, state
-
-    def write(self, params: PyTree, _state: PyTree) -> None:
-        """Set these of the model's variables (nnx)."""
-        unit = replace(self.whole.unit)  # which reads the variables again
-        leaves = {**flatten_dict(unit.params), **flatten_dict(params)}
-        unit.write(unflatten_dict(leaves), {})
+        if self.is_last:
+            return self.whole.run(
+                leaves, microbatch, call.key, lambda *_: x[0], training=call.training
+            ), state
+        reached = self.whole.reach(leaves, microbatch, call.key, training=call.training)
+        return reached.arguments[0], state
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a model, and its blocks."""
+def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
+    """The part of a model that has these parameters."""
 
-    ends: dict[str, Unit]
-    blocks: list[Any]  # as they were called
-    call: Callable[..., Any]  # of a block
+    def own(tree: PyTree) -> PyTree:
+        flat = flatten_dict(core.unfreeze(tree))
+        return unflatten_dict({path: leaf for path, leaf in flat.items() if path in paths})
+
+    unit = whole.unit
+    return Part(
+        name=f"`{name}`",
+        modules=unit.modules,
+        call=unit.call,
+        params=own(unit.params),
+        state={},  # other variables are constants of the model
+        specs=own(unit.specs),
+        random=unit.random,
+        frozen=unit.frozen & {"/".join(map(str, path)) for path in paths},
+        whole=whole,
+        is_last=name == "last",
+        tied=tied,
+    )
 
 
 class _BlockCall(NamedTuple):
@@ -186,22 +168,20 @@ def _call_faults(calls: Sequence[_BlockCall], outs: Sequence[PyTree], pattern: s
     ]
 
 
-def parts_of(whole: Whole, pattern: str, batch: PyTree, count: int) -> Parts:
-    """What comes before and after the blocks, by what a trace of the model reads; PipelineError
-    for a model that cannot be split, with all faults.
+def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
+    """The units before and after the blocks, by what a trace of the model reads, and the units of
+    the blocks; PipelineError for a model that cannot be split, with all faults.
     """
-    like, key = whole.leaves, jax.random.key(0)
+    like, key, pattern = whole.leaves, jax.random.key(0), whole.pattern
     paths = list(like)
     abstract = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in like.values()]
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), jnp.result_type(a)), batch)
-    x = jax.eval_shape(
-        lambda p, b, k: whole.reach(
-            dict(zip(paths, p, strict=True)), b, k, training=True
-        ).arguments[0],
-        abstract,
-        shapes,
-        key,
-    )
+
+    def x_of(leaves: list[Any], microbatch: PyTree, key: Any) -> PyTree:
+        known = dict(zip(paths, leaves, strict=True))
+        return whole.reach(known, microbatch, key, training=True).arguments[0]
+
+    x = jax.eval_shape(x_of, abstract, shapes, key)
     calls: list[_BlockCall] = []
 
     def traced(leaves: list[Any], microbatch: PyTree, key: Any, outs: list[PyTree]) -> Any:
@@ -216,43 +196,41 @@ def parts_of(whole: Whole, pattern: str, batch: PyTree, count: int) -> Parts:
         PipelineError.refuse(_FAULTY, _call_faults(calls, outs, pattern))
         return calls[0].x, _arrays(calls[0].more), out
 
-    closed, (x_out, extra, _) = jax.make_jaxpr(traced, return_shape=True)(
-        abstract, shapes, key, [x] * count
+    closed, results = jax.make_jaxpr(traced, return_shape=True)(
+        abstract, shapes, key, [x] * whole.count
     )
-    reads = inputs_of(closed)
-    ends, numbers = len(jax.tree.leaves(x_out)), len(jax.tree.leaves(extra))
+    # What each input of the trace is: a parameter, the microbatch, the key, a block's result.
+    inputs: list[Any] = [*paths, *("microbatch" for _ in jax.tree.leaves(shapes)), "key"]
+    inputs += [i for i in range(whole.count) for _ in jax.tree.leaves(x)]
+    reads = jax.tree.unflatten(jax.tree.structure(results), inputs_of(closed))
     before, between, after = (
-        _any(reads[:ends]),
-        _any(reads[ends : ends + numbers]),
-        _any(reads[ends + numbers :]),
+        {what for bits in jax.tree.leaves(part) for n, what in enumerate(inputs) if bits >> n & 1}
+        for part in reads
     )
-    leading, width = len(paths) + len(jax.tree.leaves(shapes)) + 1, len(jax.tree.leaves(x))
     faults = [
         f"what {pattern.format(i)} returns is also used after the blocks; only the last block's "
         "result may be: let x be a tuple that carries it"
-        for i in range(count - 1)
-        if after >> (leading + i * width) & ((1 << width) - 1)
+        for i in range(whole.count - 1)
+        if i in after
     ]
     faults += [
         f"the blocks take an array that is made from the parameter {'/'.join(map(str, path))!r}: "
         "let x be a tuple that carries it"
-        for n, path in enumerate(paths)
-        if between >> n & 1
+        for path in paths
+        if path in between
     ]
-    if between >> (leading - 1) & 1:
+    if "key" in between:
         faults.append("the blocks take an array of random numbers: let x be a tuple that has it")
     PipelineError.refuse(_FAULTY, faults)
-    first = {path for n, path in enumerate(paths) if before >> n & 1}
-    last = {path for n, path in enumerate(paths) if after >> n & 1 or not before >> n & 1}
-    tied = frozenset(first & last)
-
-    def part(name: str, own: set[Any], **how: Any) -> Unit:
-        return Part(name, None, None, whole, frozenset(own), bool(tied), **how)
-
-    parts = {"first": part("`first`", first - tied), "last": part(pattern, last - tied, after=True)}
-    if tied:
-        parts["shared"] = part("`shared`", set(tied))
-    return Parts(parts, [one.block for one in calls], _call(whole, shapes, arrays=numbers > 0))
+    first = before.intersection(paths)
+    last = after.intersection(paths) | (set(paths) - first)
+    tied = first & last
+    own = {"first": first - tied, "last": last - tied} | ({"shared": tied} if tied else {})
+    ends: dict[str, Unit] = {
+        name: _part(whole, name, part, tied=bool(tied)) for name, part in own.items()
+    }
+    call = _call(whole, shapes, arrays=bool(jax.tree.leaves(results[1])))
+    return ends, [whole.block(one.number, one.block, call) for one in calls]
 
 
 def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> Callable[..., Any]:
@@ -260,37 +238,27 @@ def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> Callable[..., Any]:
     are made again from the microbatch.
     """
 
-    def more(microbatch: PyTree, *, training: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def more(microbatch: PyTree, training: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # None of these arguments depends on a parameter or on the key.
         reached = whole.reach({}, microbatch, jax.random.key(0), training=training)
         return reached.arguments[1:], reached.keywords
 
+    @cache
+    def values(training: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        found: list[Any] = []
+        jax.eval_shape(lambda microbatch: found.append(more(microbatch, training)), shapes)
+        arguments, keywords = found[0]
+        return arguments, keywords
+
     def with_arrays(block: Any, x: PyTree, *, training: bool, microbatch: PyTree) -> Any:
-        arguments, keywords = more(microbatch, training=training)
+        arguments, keywords = more(microbatch, training)
         return block(x, *arguments, **keywords)
 
-    if arrays:
-        return with_arrays
-    known: dict[bool, Any] = {}
-    for training in (True, False):
-
-        def note(microbatch: PyTree, training: bool = training) -> None:
-            known[training] = more(microbatch, training=training)
-
-        jax.eval_shape(note, shapes)
-
-    def without_arrays(block: Any, x: PyTree, *, training: bool) -> Any:
-        arguments, keywords = known[bool(training)]
+    def with_values(block: Any, x: PyTree, *, training: bool) -> Any:
+        arguments, keywords = values(training)
         return block(x, *arguments, **keywords)
 
-    return without_arrays
-
-
-def _any(bits: Sequence[int]) -> int:
-    found = 0
-    for own in bits:
-        found |= own
-    return found
+    return with_arrays if arrays else with_values
 
 
 def _arrays(tree: PyTree) -> list[Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from flax import core, nnx
 from flax import linen as nn
@@ -17,13 +16,10 @@ from ..arrays import Params, PyTree
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import Form, adapt
-from .common import Unit
-from .linen import LinenModel, LinenUnit
-from .nnx import NnxModel, NnxUnit, check_distinct
-from .parts import OnBlock, Watch, Whole, parts_of
-
-# A block's number, the block as it was called, and how it is called -> its unit.
-_BlockUnit: TypeAlias = Callable[[int, Any, Callable[..., Any]], Unit]
+from .linen import LinenModel, linen_unit
+from .nnx import NnxModel, check_distinct, nnx_unit
+from .parts import OnBlock, Whole, parts_of
+from .units import Unit
 
 
 class WholeLinenModel(LinenModel):
@@ -31,12 +27,13 @@ class WholeLinenModel(LinenModel):
 
     def to_linen(self, params: Params, state: PyTree = None) -> Any:
         """Canonical parameters, and the blocks' state, as the variables of the whole model."""
-        part: Any = self._units["last"]
-        found = flatten_dict({"params": {}, **part.whole.unit.state})
-        for key in self._units:
+        last: Any = self._ends["last"]
+        whole: Whole = last.whole
+        found = flatten_dict({"params": {}, **whole.unit.state})
+        for key in self._ends:
             found |= flatten_dict({"params": params[key]})
         for i, own in enumerate(super().to_linen(params, state)):
-            names = _names(part.name, i)
+            names = _names(whole.pattern, i)
             found |= {
                 (path[0], *names, *path[1:]): leaf for path, leaf in flatten_dict(own).items()
             }
@@ -111,8 +108,7 @@ def from_flax_model(
         >>> sorted(found.params), found.params["shared"]["embed"]["embedding"].shape
         (['first', 'last', 'shared', 'stages'], (7, 4))
     """
-    form = Form(num_stages, layout, rules, False, ignore, contract)
-    form.check("from_flax_model")
+    form = Form("from_flax_model", num_stages, layout, rules, False, ignore, contract)
     if unknown := sorted(contract.keys() - {"has_metrics"}):
         raise PipelineError(
             f"from_flax_model has no argument {', '.join(unknown)}; blocks that return a loss, and "
@@ -123,48 +119,80 @@ def from_flax_model(
             f"blocks={blocks!r} must have one {{}} for the number of a block; variables with a "
             "leading axis of blocks (nn.scan, nnx.vmap) go to from_linen or from_nnx"
         )
+    kind: type[LinenModel | NnxModel] = NnxModel
     if isinstance(model, nn.Module):
         if variables is None:
             raise PipelineError("a linen model needs variables=, as model.init returns them")
-        how: dict[str, Any] = contract if frozen is None else {**contract, "frozen": frozen}
-        kind: type[Any] = WholeLinenModel
-        whole, count, unit = _linen_blocks(model, blocks, loss, variables, tuple(rngs))
+        kind = WholeLinenModel
+        if frozen is not None:
+            form = replace(form, contract={**contract, "frozen": frozen})
+        whole = _linen_blocks(model, blocks, loss, variables, tuple(rngs))
     else:
-        how, kind = contract, NnxModel
-        whole, count, unit = _nnx_blocks(model, blocks, loss, trainable, frozen)
-    parts = parts_of(whole, blocks, batch, count)
-    units = [unit(i, block, parts.call) for i, block in enumerate(parts.blocks)]
-    form = replace(form, contract=how)
-    made: LinenModel | NnxModel = adapt(kind, units, ends=parts.ends, form=form)
-    return made
+        whole = _nnx_blocks(model, blocks, loss, trainable, frozen)
+    ends, units = parts_of(whole, batch)
+    return adapt(kind, units, ends=ends, form=form)
 
 
 def _linen_blocks(
     model: nn.Module, pattern: str, loss: Callable[..., Any], variables: Any, rngs: tuple[str, ...]
-) -> tuple[Whole, int, _BlockUnit]:
-    """The model without the variables of its blocks, the number of blocks, and their units."""
+) -> Whole:
+    """The model without the variables of its blocks."""
     own, outer = _split_variables(variables, pattern)
-    whole = LinenUnit("the model", model, loss, outer, rngs, constant=True)
+    numbers = {_names(pattern, i): i for i in range(len(own))}
+
+    def watch(on_block: OnBlock) -> AbstractContextManager[Any]:
+        def intercept(method: Any, arguments: Any, keywords: Any, context: Any) -> Any:
+            number = numbers.get(context.module.path)
+            if number is None or context.method_name != "__call__":
+                return method(*arguments, **keywords)
+            if context.module.scope.parent is None:
+                raise _transformed(pattern, number, type(context.module).__name__)
+            return on_block(number, context.module, arguments, keywords)
+
+        found: AbstractContextManager[Any] = nn.intercept_methods(intercept)
+        return found
 
     def unit(number: int, module: Any, call: Callable[..., Any]) -> Unit:
         unbound = module.clone(parent=None, name=None)
-        return LinenUnit("a block", unbound, call, own[number], rngs)
+        return linen_unit("a block", unbound, call, own[number], rngs)
 
-    return Whole(whole, partial(_linen_calls, pattern, len(own))), len(own), unit
+    whole = linen_unit("the model", model, loss, outer, rngs, constant=True)
+    whole = replace(whole, takes=("model", "microbatch"))
+    return Whole(whole, pattern, len(own), watch, unit)
 
 
 def _nnx_blocks(
     model: Any, pattern: str, loss: Callable[..., Any], trainable: Any, frozen: Any
-) -> tuple[Whole, int, _BlockUnit]:
-    """The model with stubs for its blocks, the number of blocks, and their units."""
-    own, hollow, calls = _split_modules(model, pattern)
+) -> Whole:
+    """The model with stubs for its blocks."""
+    own: list[Any] = []
+    while (block := _at(model, _names(pattern, len(own)))) is not None:
+        own.append(block)
+    if not own:
+        raise _none(pattern, vars(model))
     check_distinct(own, {})
-    make = partial(NnxUnit, trainable=trainable, not_trained=frozen)
+    hook, hollow = _Hook(), nnx.clone(model)
+    for i in range(len(own)):
+        *path, name = _names(pattern, i)
+        _put(_at(hollow, path), name, _Stub(i, hook))
+
+    @contextmanager
+    def watch(on_block: OnBlock) -> Iterator[None]:
+        before, hook.on_block = hook.on_block, on_block
+        try:
+            yield
+        finally:
+            hook.on_block = before
+
+    make = partial(nnx_unit, trainable=trainable, frozen=frozen)
 
     def unit(number: int, _block: Any, call: Callable[..., Any]) -> Unit:
         return make("a block", own[number], call)
 
-    return Whole(make("the model", hollow, loss, constant=True), calls), len(own), unit
+    # Variables are written into the user's model.
+    whole = make("the model", hollow, loss, constant=True)
+    whole = replace(whole, modules=model, takes=("model", "microbatch"))
+    return Whole(whole, pattern, len(own), watch, unit)
 
 
 def _names(pattern: str, number: int) -> tuple[str, ...]:
@@ -195,25 +223,13 @@ def _split_variables(variables: Any, pattern: str) -> tuple[list[Any], Any]:
     return own, unflatten_dict(trees)
 
 
-def _linen_calls(pattern: str, count: int, on_block: OnBlock) -> AbstractContextManager[Any]:
-    numbers = {_names(pattern, i): i for i in range(count)}
-
-    def intercept(method: Any, arguments: Any, keywords: Any, context: Any) -> Any:
-        number = numbers.get(context.module.path)
-        if number is None or context.method_name != "__call__":
-            return method(*arguments, **keywords)
-        if context.module.scope.parent is None:
-            block = type(context.module).__name__
-            raise PipelineError(
-                f"{pattern.format(number)} is called inside of a transformation of flax such as "
-                f"nn.remat: make it with {block}(...) instead of nn.remat({block})(...), and with "
-                f"name=f{pattern.replace('{}', '{i}').split('/')[-1]!r}, so that its variables "
-                "keep their names. jaxpipe.Memory(remat=) recomputes blocks"
-            )
-        return on_block(number, context.module, arguments, keywords)
-
-    found: AbstractContextManager[Any] = nn.intercept_methods(intercept)
-    return found
+def _transformed(pattern: str, number: int, block: str) -> PipelineError:
+    return PipelineError(
+        f"{pattern.format(number)} is called inside of a transformation of flax such as "
+        f"nn.remat: make it with {block}(...) instead of nn.remat({block})(...), and with "
+        f"name=f{pattern.replace('{}', '{i}').split('/')[-1]!r}, so that its variables "
+        "keep their names. jaxpipe.Memory(remat=) recomputes blocks"
+    )
 
 
 class _Hook:
@@ -231,36 +247,6 @@ class _Stub(nnx.Module):  # type: ignore[misc]
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         assert self.hook.on_block is not None
         return self.hook.on_block(self.number, None, arguments, keywords)
-
-
-def _split_modules(model: Any, pattern: str) -> tuple[list[Any], Any, Watch]:
-    """The blocks, the model with stubs in their place, and how calls of stubs are seen."""
-    hook, found = _Hook(), list[Any]()
-    hollow = copy(model)
-    while (block := _at(model, _names(pattern, len(found)))) is not None:
-        found.append(block)
-    if not found:
-        raise _none(pattern, vars(model))
-    copied: set[tuple[str, ...]] = set()
-    for i in range(len(found)):
-        holder = hollow
-        *path, name = _names(pattern, i)
-        for depth, key in enumerate(path):
-            if tuple(path[: depth + 1]) not in copied:
-                copied.add(tuple(path[: depth + 1]))
-                _put(holder, key, copy(_at(holder, (key,))))
-            holder = _at(holder, (key,))
-        _put(holder, name, _Stub(i, hook))
-
-    @contextmanager
-    def calls(on_block: OnBlock) -> Iterator[None]:
-        before, hook.on_block = hook.on_block, on_block
-        try:
-            yield
-        finally:
-            hook.on_block = before
-
-    return found, hollow, calls
 
 
 def _at(module: Any, names: Sequence[str]) -> Any:

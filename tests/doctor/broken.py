@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from jaxpipe.doctor.findings import Found, Line, Verdict, at
+from jaxpipe.doctor.run import Found, Line, Verdict, at
 
 
 def good(scope, mesh):
