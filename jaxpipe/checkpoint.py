@@ -285,9 +285,9 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
         # Threads that wait for folders wait for twenty minutes where these cannot be made, and keep
         # the process.
-        made = ocp.AsyncOptions(create_directories_asynchronously=False)
+        writing = ocp.AsyncOptions(create_directories_asynchronously=False)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep, create=True, async_options=made
+            max_to_keep=self._keep, create=True, async_options=writing
         )
         return ocp.CheckpointManager(self._folder, options=options)
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .arrays import PyTree, by_path, path_text, shapes_of
 from .errors import PipelineError
 from .model.mesh import explicit_context
-from .model.own_rules import inputs_of, is_probed, rules_of
+from .model.own_rules import PROBE, inputs_of, rules_of
 from .model.packed import (
     ChunkLayout,
     Group,
@@ -137,7 +137,7 @@ class _PerLayer:
     checked: set[Any] = field(default_factory=set)
 
     def init(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        if is_probed():
+        if PROBE in params:
             return {}
         parts = self._parts(params)
         if self.pipe.layout.unlike and not self._layered:
@@ -156,7 +156,7 @@ class _PerLayer:
         params: Any = None,
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
-        if is_probed():
+        if PROBE in grads:
             return dict(grads), state
         parts = self._parts(grads)
         weights = [None] * len(parts) if params is None else self._parts(params)
@@ -328,7 +328,7 @@ class _PerLayer:
                 below = not stack or path.startswith(f"{stack}/")
                 alike = not is_missing(arrays[name]) and arrays[name].shape[1:] == own.shape
                 if below and alike and f"/{path}".endswith(f"/{end}"):
-                    parameter = inside[name][name][0]
+                    parameter, _ = inside[name][0]
                     return InBuffer(Group.STATE, packing.kept(parameter, dtype).parts)
             return InBuffer(Group.STATE)
 
@@ -372,7 +372,7 @@ class _PerLayer:
                 faults += [
                     f"{parameter.path!r}, which it gives as {path!r}"
                     for name, (seat, path) in seats.items()
-                    for parameter in inside[name][name]
+                    for parameter, _ in inside[name]
                     if seat == stack and path in alone and whole[parameter.path] != alone[path]
                 ]
         PipelineError.refuse(
@@ -391,7 +391,7 @@ class _PerLayer:
             tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes)),
         )
         if key not in self.checked:
-            _check_independent(lambda *given: self.optimizer.update(*given, **extra)[0], shapes)
+            _check_independent(lambda *trees: self.optimizer.update(*trees, **extra)[0], shapes)
             self.checked.add(key)
         return self.optimizer.update(grads, state, params, **extra)
 

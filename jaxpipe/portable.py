@@ -57,12 +57,7 @@ class PortableState:
             kept = [key for key in node if key == "stages" or jax.tree.leaves(node[key])]
             node, follows = ({key: tree[key] for key in kept} for tree in (node, follows))
             if self._placer is None:
-                outer = {
-                    key: jax.tree.map(lambda a: _reshaped(a, a.shape), node[key]) for key in kept
-                }
-                return outer | {
-                    "stages": jax.tree.map(self._merged, node["stages"], follows["stages"])
-                }
+                return jax.tree.map(self._merged, node, follows)
             _check_single_values(path, node["stages"], follows["stages"])
             return self._placer.in_model_order(node, follows, layer_axis=self.layer_axis)
 
@@ -134,7 +129,7 @@ class PortableState:
                     faults.append(
                         f"{where} of shape {leaf.shape} fits no axis of its parameter to the stages"
                     )
-                elif followers.unlike and p[0].key == "stages" and (rule.lead or not rule.follows):
+                elif followers.unlike and rule.stage and (rule.lead or not rule.follows):
                     faults.append(
                         f"{where} does not have its parameter's shape, as every leaf must where "
                         "stages are unlike"
@@ -155,9 +150,9 @@ class PortableState:
         return None if self.pipe is None else Placer(self.pipe.partition)
 
     def _merged(self, leaf: Any, rule: Follow) -> Any:
-        """A leaf of a plain program's stages, [S, layers, ...], as [S * layers, ...]."""
+        """A leaf of a plain program, of stages [S, layers, ...] as [S * layers, ...]."""
         lead, own = leaf.shape[: rule.lead], leaf.shape[rule.lead :]
-        if self.layer_axis and rule.follows and len(own) > 1:
+        if self.layer_axis and rule.stage and rule.follows and len(own) > 1:
             own = (own[0] * own[1], *own[2:])
         return _reshaped(leaf, (*lead, *own))
 

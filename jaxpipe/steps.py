@@ -174,7 +174,7 @@ class StepRunner:
         )
         shardings = (
             {key: NamedSharding(job.mesh, spec) for key, spec in job.result_specs.items()},
-            self.partition.shardings(params) if training else {},
+            self.partition.shardings(job.plans) if training else {},
         )
         run: Callable[..., Any] = partial(self.executor.run, job)
         if self.executor.compiles:

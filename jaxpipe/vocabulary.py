@@ -142,15 +142,13 @@ class VocabHead:
         """The loss of a microbatch, the same on every device; or (sum, count), and metrics, see
         above.
         """
-        nll, weights, hits = self._tokens(params, x, microbatch, ctx=ctx, shared=shared)
+        nll, weights, hits = self._tokens(params, x, microbatch, ctx, shared)
         total, count = jnp.sum(nll * weights), jnp.sum(weights)
         over = jnp.where(count == 0, 1, count)
         out = (total, count) if self.loss is Loss.SUM_OVER_COUNT else total / over
-        return (
-            (out, {"accuracy": jnp.sum(jnp.where(hits, weights, 0)) / over})
-            if self.has_metrics
-            else out
-        )
+        if not self.has_metrics:
+            return out
+        return out, {"accuracy": jnp.sum(jnp.where(hits, weights, 0)) / over}
 
     def returning(self, loss: Loss, *, has_metrics: bool) -> VocabHead:
         """The head that returns what a loss contract asks for, with or without metrics."""
@@ -162,11 +160,10 @@ class VocabHead:
         """(loss of each token, its weight), [...] each and the same on every device: for functions
         of your own under `jaxpipe.spread`.
         """
-        nll, weights, _ = self._tokens(params, x, microbatch, ctx=ctx, shared=shared)
-        return nll, weights
+        return self._tokens(params, x, microbatch, ctx, shared)[:2]
 
     def _tokens(
-        self, params: PyTree, x: Any, microbatch: PyTree, *, ctx: Context, shared: PyTree
+        self, params: PyTree, x: Any, microbatch: PyTree, ctx: Context, shared: PyTree
     ) -> tuple[Any, Any, Any]:
         """Of each token its loss, its weight, and whether its target has the highest logit."""
         table, size = one_table("VocabHead", params, shared, ctx)
@@ -183,9 +180,8 @@ class VocabHead:
         target = jnp.asarray(microbatch["targets"])
         mine = target - first
         here = (mine >= 0) & (mine < count)
-        picked = jnp.take_along_axis(logits, jnp.clip(mine, 0, count - 1)[..., None], axis=-1)[
-            ..., 0
-        ]
+        index = jnp.clip(mine, 0, count - 1)[..., None]
+        picked = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
         sums = [jnp.sum(jnp.exp(logits - top[..., None]), axis=-1), jnp.where(here, picked, 0)]
         if self.label_smoothing:
             sums.append(jnp.sum(jnp.where(exists, logits, 0), axis=-1))
@@ -193,9 +189,8 @@ class VocabHead:
         log_sum = top + jnp.log(exponentials)
         nll = log_sum - picked
         if self.label_smoothing:
-            nll = (1 - self.label_smoothing) * nll + self.label_smoothing * (
-                log_sum - rest[0] / size
-            )
+            uniform = log_sum - rest[0] / size
+            nll = (1 - self.label_smoothing) * nll + self.label_smoothing * uniform
         if self.z_loss:
             nll = nll + self.z_loss * jnp.square(log_sum)
         weights = (target != self.ignore).astype(nll.dtype)
@@ -226,11 +221,8 @@ def one_table(name: str, params: PyTree, shared: PyTree, ctx: Context) -> tuple[
             "that takes `shared` is spread"
         )
     if len(leaves) != 1 or leaves[0].ndim != 2:
-        where = (
-            "its own parameters"
-            if own
-            else 'the parameters under "shared", since it has none of its own'
-        )
+        common = 'the parameters under "shared", since it has none of its own'
+        where = "its own parameters" if own else common
         raise PipelineError(
             f"{name} takes one array [V, d] (or [d, V] with dim=1) as {where}; got {len(leaves)} "
             f"of shapes {[leaf.shape for leaf in leaves]}"

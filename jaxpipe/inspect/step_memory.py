@@ -79,7 +79,7 @@ def placed_shapes(pipe: Pipeline, params: Params) -> dict[str, PyTree]:
     found: dict[str, PyTree] = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         params,
-        pipe.partition.shardings(params),
+        pipe.partition.shardings(pipe.partition.plans(params)),
     )
     return found
 

@@ -173,8 +173,8 @@ def has(tree: PyTree, kind: type) -> bool:
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    dtype = leaf.dtype if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf).dtype
-    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import reduce
 from itertools import count, product
 from operator import or_
@@ -27,23 +25,9 @@ Rules: TypeAlias = "dict[str, tuple[str, ...]]"
 
 # parameters of equations that say where numbers are
 _LAYOUT = frozenset({"shape", "sharding", "broadcast_dimensions"})
-_probed = ContextVar("_probed", default=False)
-
-
-def is_probed() -> bool:
-    """Whether an optimizer is traced only to find its rules.  A wrapper that gives it the model's
-    own arrays need not act then.
-    """
-    return _probed.get()
-
-
-@contextmanager
-def _probe() -> Iterator[None]:
-    token = _probed.set(True)
-    try:
-        yield
-    finally:
-        _probed.reset(token)
+# A parameter that is there only while an optimizer is traced to find its rules.  A wrapper that
+# gives it the model's own arrays need not act then.
+PROBE = "~"
 
 
 def check_rules(
@@ -84,11 +68,10 @@ def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None
     whose mask is a tree of another form.
     """
     # With one parameter alone, a rule for all would look like a rule for it.
-    second = {"~": jax.ShapeDtypeStruct((), jnp.float32)}
+    second = {PROBE: jax.ShapeDtypeStruct((), jnp.float32)}
     for more, extra in product((second, {}), ({}, {"value": 0.0})):
         try:
-            with _probe():
-                return [_rules_of(optimizer, {**tree, **more}, extra) for tree in trees]
+            return [_rules_of(optimizer, {**tree, **more}, extra) for tree in trees]
         except Exception:
             # of the optimizer, which is the user's own: where it cannot be used at all, `init` says
             # so
@@ -112,14 +95,19 @@ def _rules_of(optimizer: Any, tree: Params, extra: dict[str, Any]) -> Rules:
     for node in reversed(nodes):
         for value in node.reads:
             ends[value] = ends.get(value, 0) | _any(ends, node.writes)
-    updates = (1 << len(paths)) - 1
+    # results that matter to updates, of this step or of a later one
+    live = updates = (1 << len(paths)) - 1
+    states, before = range(len(paths), len(inputs) - len(paths)), 0
+    while live != before:
+        before = live
+        live |= sum(1 << k for k in states if ends.get(inputs[k], 0) & live)
     # by value, the parameters of which it reads the gradient, or themselves
     made_of: dict[int, int] = {}
     for i in range(len(paths)):
         made_of[inputs[i]] = made_of[inputs[i - len(paths)]] = 1 << i
     found: list[list[str]] = [[] for _ in paths]
     for node in nodes:
-        origin, matters = _any(made_of, node.reads), _any(ends, node.writes)
+        origin, matters = _any(made_of, node.reads), _any(ends, node.writes) & live
         made_of.update(dict.fromkeys(node.writes, origin))
         about = matters & updates or origin
         if node.text and matters and about & origin and about.bit_count() == 1:

@@ -205,15 +205,16 @@ class ChunkLayout:
 
     def parameters(
         self, numbers: Sequence[int], *, layered: bool
-    ) -> dict[str, dict[str, list[Parameter]]]:
-        """The parameters that are in each array, by the names of their leaves; `numbers` are those
+    ) -> dict[str, list[tuple[Parameter, InBuffer | None]]]:
+        """The parameters that are in each array, and how, where it is a buffer; `numbers` are those
         of the stages.
         """
-        found: dict[str, dict[str, list[Parameter]]] = {name: {} for name in self.names}
+        stored = {name: how for buffer in self.buffers for name, how in buffer.leaves}
+        found: dict[str, list[tuple[Parameter, InBuffer | None]]] = {n: [] for n in self.names}
         for form, stage in zip(self.forms, numbers, strict=True):
             owns = form.parameters(stage, layered=layered)
             for name, place, own in zip(form.names, self.places(form), owns, strict=True):
-                found[self.names[place.at]].setdefault(name, []).append(own)
+                found[self.names[place.at]].append((own, stored.get(name)))
         return found
 
     def values(self, form: TreeForm, rows: dict[str, Any], *, pinned: bool = False) -> list[Any]:
@@ -274,19 +275,6 @@ class Packed:
         ]
         return cls({name: _stack([row.get(name) for row in rows]) for name in layout.names}, layout)
 
-    def with_own_shapes(self) -> Packed:
-        """The arrays of one device, with the shapes that leaves outside of buffers have there."""
-        own = {
-            name: np.shape(leaf)
-            for name, leaf in self.leaves.items()
-            if not is_missing(leaf) and self.layout.of(name) is None
-        }
-        forms = tuple(
-            replace(form, shapes=tuple(map(own.get, form.names, form.shapes)))
-            for form in self.layout.forms
-        )
-        return replace(self, layout=replace(self.layout, forms=forms))
-
     def stage(self, device: int) -> PyTree:
         """One device's own parameters."""
         form = self.layout.forms[device]
@@ -295,8 +283,21 @@ class Packed:
 
 
 def on_one_device(chunk: PyTree) -> PyTree:
-    """A chunk on one device: of leaves that are split over data axes, its own part."""
-    return chunk.with_own_shapes() if isinstance(chunk, Packed) else chunk
+    """A chunk on one device, with the shapes that leaves outside of buffers have there: a leaf that
+    is split over data axes has its own part.
+    """
+    if not isinstance(chunk, Packed):
+        return chunk
+    layout = chunk.layout
+    own = {
+        name: np.shape(leaf)
+        for name, leaf in chunk.leaves.items()
+        if not is_missing(leaf) and layout.of(name) is None
+    }
+    forms = (
+        replace(form, shapes=tuple(map(own.get, form.names, form.shapes))) for form in layout.forms
+    )
+    return Packed(chunk.leaves, replace(layout, forms=tuple(forms)))
 
 
 def is_missing(node: PyTree) -> bool:
@@ -429,30 +430,24 @@ class Packing:
                 yield from (buffer(n, [n]) for n in leaves if len(set(shapes[n])) > 1)
 
     def faults(
-        self, owns: Mapping[str, Sequence[Parameter]], dtype: Any, buffer: Buffer | None
+        self,
+        inside: Sequence[tuple[Parameter, InBuffer | None]],
+        dtype: Any,
+        buffer: Buffer | None,
     ) -> list[str]:
-        """Why a leaf (a buffer, or one by itself) that was placed with another sharing cannot be
-        used with this one.
-
-        `owns` are the parameters that are in it, by name.
+        """Why an array (a buffer, or that of one leaf) that was placed by another rule cannot be
+        used with this one; `inside` are the parameters that are in it, and how.
         """
-        stored = {} if buffer is None else {name: {how} for name, how in buffer.leaves}
-        kept = {
-            name: stored.get(name, set()) | {self.kept(own, dtype) for own in found}
-            for name, found in owns.items()
-        }
-        odd = [name for name, ways in kept.items() if len(ways) > 1]
-        if buffer is not None and (buffer.pinned != self.pinned or buffer.size % self.multiple):
-            odd += owns
-        if not odd:
+        alike = self.kept(inside[0][0], dtype)
+        odd = [own for own, how in inside if self.kept(own, dtype) != (how or alike)]
+        fits = buffer is None or (buffer.pinned == self.pinned and buffer.size % self.multiple == 0)
+        if fits and not odd:
             return []
-        first, *others = dict.fromkeys(
-            [*owns[odd[0]], *(own for found in owns.values() for own in found)]
-        )
-        how = f"with {others[0].path!r}" if others else "as it is not split here"
+        first, *others = dict.fromkeys([inside[0][0], *odd, *(own for own, _ in inside)])
+        where = f"with {others[0].path!r}" if others else "as it is not split here"
         return [
-            f"{first.path!r} is stored in one array {how}, but frozen=, specs= or the mesh axes of "
-            "this pipeline keep it apart; bring them over with the pipeline that placed them as "
+            f"{first.path!r} is stored in one array {where}, but frozen=, specs= or the mesh axes "
+            "of this pipeline keep it apart; bring them over with the pipeline that placed them as "
             "`old`: new.place(old.canonical(...))"
         ]
 

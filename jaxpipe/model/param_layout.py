@@ -45,10 +45,6 @@ class Chunks(tuple[PyTree, ...]):
         """Other trees in the same places."""
         return Chunks(chunks, self.layout)
 
-    def numbered(self) -> list[tuple[PyTree, tuple[int, ...]]]:
-        """Each chunk, and by device the number of the stage that it is, or -1."""
-        return [(chunk, self.layout.stage_at(v)) for v, chunk in enumerate(self)]
-
 
 # The stages' own state, or nothing.
 State: TypeAlias = "Chunks | tuple[()]"
@@ -260,14 +256,19 @@ def check_canonical(
     params: Mapping[str, PyTree], layout: ParamLayout, *, has_first: bool, has_last: bool
 ) -> None:
     """PipelineError listing every fault of a canonical parameter tree."""
-    faults = []
     if not isinstance(params, Mapping):
         raise PipelineError(
             "parameters must be a dict with keys first, stages, last (and shared); got "
             f"{type(params).__name__}"
         )
-    unknown = sorted(set(params) - {*OUTER, "stages"})
-    if unknown:
+    if isinstance(params.get("stages"), Chunks):
+        raise PipelineError(
+            "these parameters are placed already; `place` takes canonical ones, which "
+            "`pipe.canonical(placed)` gives back (with the "
+            "pipeline that placed them)"
+        )
+    faults = []
+    if unknown := sorted(set(params) - {*OUTER, "stages"}):
         faults.append(
             f"parameters have unknown keys {unknown}; the keys are first, stages, last and shared"
         )
@@ -282,15 +283,7 @@ def check_canonical(
         for key, has in (("first", has_first), ("last", has_last))
         if has and key not in params
     ]
-    if isinstance(params.get("stages"), Chunks):
-        raise PipelineError(
-            "these parameters are placed already; `place` takes canonical ones, which "
-            "`pipe.canonical(placed)` gives back (with the "
-            "pipeline that placed them)"
-        )
     odd = array_faults(dict(params), "params")
-    if odd:
-        raise PipelineError.listing("these parameters do not fit the pipeline", [*faults, *odd])
-    if "stages" in params:
+    if "stages" in params and not odd:
         faults += layout.faults(params["stages"])
-    PipelineError.refuse("these parameters do not fit the pipeline", faults)
+    PipelineError.refuse("these parameters do not fit the pipeline", [*faults, *odd])

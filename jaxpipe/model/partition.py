@@ -72,7 +72,8 @@ class Partition:
         ]
         found = {key: self._tree(key, tree, faults) for key, tree in params.items()}
         faults += self._unused_specs(canonical or {})
-        PipelineError.refuse("these specs do not fit", faults)
+        # chunks whose stages are alike have the same faults
+        PipelineError.refuse("these specs do not fit", list(dict.fromkeys(faults)))
         return found
 
     def dtype_faults(self, params: Mapping[str, PyTree], plans: PyTree) -> list[str]:
@@ -137,20 +138,16 @@ class Partition:
     def _tree(self, key: str, tree: PyTree, faults: list[str]) -> PyTree:
         """The plans of a part of the model."""
 
-        def plans(tree: PyTree, faults: list[str]) -> PyTree:
+        def plans(tree: PyTree) -> PyTree:
             of_leaf = partial(self._own_plan, key, faults)
             return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=is_padded)
 
         if not isinstance(tree, Chunks):
-            return plans(tree, faults)
-        found = []
-        for chunk, numbers in tree.numbered():
-            own: list[str] = []
-            packed = isinstance(chunk, Packed)
-            found.append(self._packed(chunk, numbers, own) if packed else plans(chunk, own))
-            # chunks whose stages are alike have the same ones
-            faults += [fault for fault in own if fault not in faults]
-        return tree.like(found)
+            return plans(tree)
+        return tree.like(
+            self._packed(chunk, v, faults) if isinstance(chunk, Packed) else plans(chunk)
+            for v, chunk in enumerate(tree)
+        )
 
     def _own_plan(self, key: str, faults: list[str], path: Any, leaf: Any) -> Any:
         """The plan of a leaf of first, last or shared, or of stages that are alike."""
@@ -162,15 +159,14 @@ class Partition:
         plan = self._plan(own, unpadded(leaf), faults, stage=stage, cut=cut)
         return replace(leaf, array=plan) if is_padded(leaf) else plan
 
-    def _packed(self, chunk: Packed, numbers: Sequence[int], faults: list[str]) -> Packed:
-        """The plans of the arrays of unlike stages."""
-        inside = chunk.layout.parameters(numbers, layered=self._layered)
+    def _packed(self, chunk: Packed, v: int, faults: list[str]) -> Packed:
+        """The plans of the arrays of chunk `v` of unlike stages."""
+        inside = chunk.layout.parameters(self.layout.stage_at(v), layered=self._layered)
 
         def plan(name: str, leaf: Any) -> LeafPlan:
             buffer = chunk.layout.of(name)
             faults.extend(self.packing.faults(inside[name], leaf.dtype, buffer))
-            own = [own for found in inside[name].values() for own in found]
-            return self._plan(own, leaf, faults, buffer=buffer)
+            return self._plan([own for own, _ in inside[name]], leaf, faults, buffer=buffer)
 
         leaves = chunk.leaves.items()
         plans = {name: None if leaf is None else plan(name, leaf) for name, leaf in leaves}
@@ -209,20 +205,17 @@ class Partition:
         """
 
         def kept(own: Parameter, dtype: Any) -> InBuffer:
-            spec = self._spec_of_stack(own)
-            if self._spec_faults(own.path, own.shape, self._spec(own)):
-                return InBuffer(Group.ALONE)  # `plans` lists the faults
-            if self._held(spec):
-                return InBuffer(Group.ALONE)  # a buffer's shape is the same outside and inside
+            spec, frozen = self._spec_of_stack(own), self._is_frozen(own, dtype)
+            # `plans` lists these; and a buffer's shape is the same outside and inside of a step
+            faults = self._spec_faults(own.path, own.shape, self._spec(own))
+            if faults or self._held(spec) or not (frozen or jnp.issubdtype(dtype, jnp.inexact)):
+                return InBuffer(Group.ALONE)
             parts = tuple(
                 Part(dim, names_of(entry), count)
                 for dim, entry in enumerate(spec or ())
                 if (count := math.prod(self.mesh.shape[axis] for axis in names_of(entry))) > 1
             )
-            if self._is_frozen(own, dtype):
-                return InBuffer(Group.FROZEN, parts)
-            trained = jnp.issubdtype(dtype, jnp.inexact)
-            return InBuffer(Group.TRAINED, parts) if trained else InBuffer(Group.ALONE)
+            return InBuffer(Group.FROZEN if frozen else Group.TRAINED, parts)
 
         fsdp = self.sharding.fsdp
         multiple = 1 if fsdp is None else self.mesh.shape[fsdp]
@@ -296,12 +289,8 @@ class Partition:
         """How a buffer [P, ...] of parameters, or of an optimizer's state, is spread."""
         return self._split("stages", shape[1:], buffer.spec, []).spec(self.axis)
 
-    def shardings(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    def shardings(self, plans: PyTree) -> dict[str, PyTree]:
         """Shardings of placed parameters."""
-        return jax.tree.map(
-            lambda plan: NamedSharding(self.mesh, plan.spec(self.axis)), self.plans(params)
+        return dict(
+            jax.tree.map(lambda plan: NamedSharding(self.mesh, plan.spec(self.axis)), plans)
         )
-
-    def manual_specs(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
-        """The part of these that `shard_map` is given, for parameters and for their gradients."""
-        return jax.tree.map(lambda plan: plan.manual(self.axis), self.plans(params))

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import Params, PyTree, path_text, shapes_of
 from ..errors import PipelineError
@@ -35,11 +35,7 @@ class Follow:
     follows: bool = True  # False: one value for all stages
     spec: tuple[Any, ...] = ()  # of the parameter's dims, without the axis of devices
     fits: bool = True  # False: no axis is known to be that of stages
-
-    def sharding(self, mesh: Mesh, *axis: str) -> NamedSharding:
-        """The sharding of the placed leaf; `axis`: that of devices, if it has one."""
-        spec = trimmed(*(None,) * self.lead, *axis, *self.spec) if self.follows else PartitionSpec()
-        return NamedSharding(mesh, spec)
+    stage: bool = True  # False: of first, last or shared
 
 
 def is_params(node: PyTree) -> bool:
@@ -92,8 +88,9 @@ class Followers:
         )
 
         def of_leaf(path: Any, leaf: Any) -> Follow:
-            if path[0].key != "stages" or not (own or other_forms):
-                return self._follow(self._names(path), leaf.shape)
+            stage = path[0].key == "stages"
+            if not stage or not (own or other_forms):
+                return replace(self._follow(self._names(path), leaf.shape), stage=stage)
             chunk = node["stages"][path[1].idx]
             packed = isinstance(chunk, Packed) and not own
             buffer = chunk.layout.of(path[2].key) if packed else None
@@ -110,7 +107,7 @@ class Followers:
 
         def of_node(node: PyTree) -> PyTree:
             if is_params(node):
-                return shardings(partition, self.of(node))
+                return shardings(partition, self.of(node), node)
             return NamedSharding(partition.mesh, PartitionSpec())
 
         return jax.tree.map(of_node, state, is_leaf=is_params)
@@ -160,13 +157,28 @@ class Followers:
         return (names[0], *names[2:]) if alike else names
 
 
-def shardings(partition: Partition, follows: Mapping[str, PyTree]) -> dict[str, PyTree]:
-    """The shardings of a tree like the placed parameters."""
+def shardings(
+    partition: Partition, follows: Mapping[str, PyTree], like: Params, *, layer_axis: bool = False
+) -> dict[str, PyTree]:
+    """The shardings of a tree of these shapes, like the placed parameters or canonical ones (of
+    which leaves are [S * layers, ...] with `layer_axis`).  A dim that does not divide is whole.
+    """
+    mesh = partition.mesh
 
-    def of(key: str, rule: Follow) -> NamedSharding:
-        return rule.sharding(partition.mesh, *([partition.axis] if key == "stages" else []))
+    def of(leaf: Any, rule: Follow) -> NamedSharding:
+        if not rule.follows:
+            return NamedSharding(mesh, PartitionSpec())
+        spec = rule.spec
+        if rule.stage:
+            spec = (partition.axis, *(spec[1:] if layer_axis else spec))
+        spec = (*(None,) * rule.lead, *spec)
+        sizes = (math.prod(mesh.shape[name] for name in names_of(entry)) for entry in spec)
+        own = zip(spec, sizes, leaf.shape, strict=False)
+        return NamedSharding(
+            mesh, trimmed(*(None if length % size else entry for entry, size, length in own))
+        )
 
-    return {key: jax.tree.map(partial(of, key), rules) for key, rules in follows.items()}
+    return dict(jax.tree.map(of, like, follows))
 
 
 class Placer:
@@ -195,7 +207,7 @@ class Placer:
             plans = partition.plans(like, params)
             faults = [*partition.frozen_faults(plans), *partition.dtype_faults(like, plans)]
             PipelineError.refuse("these parameters do not fit the pipeline", faults)
-            return partition.shardings(like)
+            return partition.shardings(plans)
 
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
         arrange = self._rules._arranged_where_traced if traced else self._rules._arranged
@@ -230,7 +242,7 @@ class Placer:
         self, tree: Params, like: dict[str, PyTree], follows: PyTree, *, layer_axis: bool = False
     ) -> dict[str, PyTree]:
         """The inverse of `in_model_order`; `like` are the shapes of the result."""
-        to, static = shardings(self._partition, follows), (like, follows, layer_axis)
+        to, static = shardings(self._partition, follows, like), (like, follows, layer_axis)
         return dict(self._mover.run(self._rules._arranged_like, tree, lambda _: to, *static))
 
     def shapes(self, placed: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
@@ -393,23 +405,11 @@ class Placer:
         A dim that does not divide is whole on every device: of stages, or one that was padded.
         """
 
-        def sharding(key: str, leaf: Any, rule: Follow) -> NamedSharding:
-            spec = rule.spec
-            if key == "stages":
-                spec = (self._axis, *(spec[1:] if layer_axis else spec))
-            sizes = (math.prod(self._mesh.shape[n] for n in names_of(entry)) for entry in spec)
-            own = zip(spec, sizes, leaf.shape[rule.lead :], strict=False)
-            whole = (None if length % size else entry for entry, size, length in own)
-            return replace(rule, spec=tuple(whole)).sharding(self._mesh)
-
         stages = like["stages"]
-        rules = {
-            **unpadded(_outer(follows)),
-            "stages": jax.tree.map(lambda _: Follow(), stages)
-            if self._layout.unlike
-            else follows["stages"][0],
-        }
-        return {key: jax.tree.map(partial(sharding, key), like[key], rules[key]) for key in like}
+        alike = follows["stages"] and not self._layout.unlike
+        rules = follows["stages"][0] if alike else jax.tree.map(lambda _: Follow(), stages)
+        own = {**unpadded(_outer(follows)), "stages": rules}
+        return shardings(self._partition, own, like, layer_axis=layer_axis)
 
 
 def _outer(tree: Mapping[str, PyTree]) -> dict[str, PyTree]:

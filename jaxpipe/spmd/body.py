@@ -94,15 +94,16 @@ def look(job: Job, params: Params, batch: PyTree, rng: Any, state: PyTree) -> Pr
         found.append(prepare(job, params, batch, rng, state))
         return ()
 
-    run = mapped(trace, job.mesh, job.axes, _in_specs(job, params), PartitionSpec())
+    run = mapped(trace, job.mesh, job.axes, _in_specs(job), PartitionSpec())
     jax.eval_shape(run, params, batch, rng, state)
     return found[0]
 
 
-def _in_specs(job: Job, params: Params) -> tuple[Any, ...]:
+def _in_specs(job: Job) -> tuple[Any, ...]:
     """The splits of parameters, the batch, the key and the stages' own state."""
     rows, kept = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
-    return job.partition.manual_specs(params), rows, PartitionSpec(), kept
+    own = jax.tree.map(lambda plan: plan.manual(job.axis), job.plans)
+    return own, rows, PartitionSpec(), kept
 
 
 def body(
@@ -311,7 +312,7 @@ class SpmdExecutor:
         self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job; it may be traced."""
-        specs = _in_specs(job, params)
+        specs = _in_specs(job)
         entries, permutes = self._split(job, params, batch, rng, state)
         run = mapped(
             lambda p, b, r, s: body(job, p, b, r, s, entries=entries, everywhere=permutes),
