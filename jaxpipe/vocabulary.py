@@ -188,9 +188,8 @@ class VocabHead:
         exponentials, picked, *rest = lax.psum(jnp.stack(sums), axis)
         log_sum = top + jnp.log(exponentials)
         nll = log_sum - picked
-        if self.label_smoothing:
-            uniform = log_sum - rest[0] / size
-            nll = (1 - self.label_smoothing) * nll + self.label_smoothing * uniform
+        if smoothing := self.label_smoothing:
+            nll = (1 - smoothing) * nll + smoothing * (log_sum - rest[0] / size)
         if self.z_loss:
             nll = nll + self.z_loss * jnp.square(log_sum)
         weights = (target != self.ignore).astype(nll.dtype)
