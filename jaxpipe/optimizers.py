@@ -34,7 +34,7 @@ from .pipeline import Pipeline
 
 
 class Optimizer(Protocol):
-    """What optax calls a GradientTransformation."""
+    """optax's GradientTransformation."""
 
     @property
     def init(self) -> Callable[..., Any]:
@@ -278,8 +278,8 @@ class _PerLayer:
     def _packed_state(self, part: _Part, states: Mapping[str, PyTree]) -> PyTree:
         """States by stack, leaves [P, ...], with room for those of the device that has most.
 
-        States stay as they are where those of a device's own layers are no part of those of all, so
-        that it cannot be said what is whose.
+        States stay as they are where those of a device's own layers are no part of those of all: it
+        is not known then which numbers belong to which device.
         """
         layout, seats, arrays = part.tree.layout, self._seats(part), part.tree.leaves
         leaves = {
@@ -386,13 +386,10 @@ class _PerLayer:
     def _update(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
         """One layer's update; PipelineError where the update of a parameter depends on others."""
         shapes = shapes_of((grads, state, params))
-        key = (
-            jax.tree.structure(shapes),
-            tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes)),
-        )
-        if key not in self.checked:
+        leaves, form = jax.tree.flatten(shapes)
+        if (form, *leaves) not in self.checked:
             _check_independent(lambda *trees: self.optimizer.update(*trees, **extra)[0], shapes)
-            self.checked.add(key)
+            self.checked.add((form, *leaves))
         return self.optimizer.update(grads, state, params, **extra)
 
 

@@ -30,8 +30,8 @@ class PortableState:
     """Placed <-> canonical, for a state that holds parameters under "params" and, anywhere, trees
     laid out like them.
 
-    What is under "state" is the stages' own (`Pipeline.place_state`), which is in model order too,
-    as {"stages": ...}.
+    Under "state" is the stages' own state (`Pipeline.place_state`).  It is brought in model order
+    too, as {"stages": ...}.
 
     Canonical: leaves of stages are [S, ...] in model order; with `layer_axis` those of [S, layers,
     ...] become [S * layers, ...], so that another number of stages fits too.  With `pipe` None the

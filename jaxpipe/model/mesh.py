@@ -122,7 +122,7 @@ def _explicit(context: Any, spec: PartitionSpec) -> PartitionSpec:
 
 
 class Mover:
-    """Runs functions that rearrange trees, and keeps what is compiled of them."""
+    """Runs functions that rearrange trees, each compiled once."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

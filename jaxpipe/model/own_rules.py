@@ -20,7 +20,7 @@ from ..errors import PipelineError
 from ..jaxprs.flatten import flatten
 from .leaf_plan import leaf_plans
 
-# What is done with each parameter alone, by path: the texts of equations.
+# The texts of the equations that matter to one parameter alone, by path.
 Rules: TypeAlias = "dict[str, tuple[str, ...]]"
 
 # parameters of equations that say where numbers are
@@ -36,9 +36,9 @@ def check_rules(
     """PipelineError for parameters of which the optimizer makes something else where they are
     placed; all are shapes, with the plans of the placed ones.
 
-    What acts on each number alone does the same whatever the shape of an array is, and what spans
-    all parameters (clipping by the global norm) reads every number once.  So equations that matter
-    to one parameter alone must be the same.
+    A rule for each number does the same whatever the shape of an array is.  A rule for all
+    parameters (clipping by the global norm) reads every number once.  So equations that matter to
+    one parameter alone must be the same.
     """
     rules = rules_of(optimizer, placed, own)
     if rules is None:

@@ -218,7 +218,7 @@ class ChunkLayout:
         return found
 
     def values(self, form: TreeForm, rows: dict[str, Any], *, pinned: bool = False) -> list[Any]:
-        """A stage's leaves out of one device's arrays; what is missing there is missing here."""
+        """A stage's leaves out of one device's arrays; those of a missing array are missing."""
         arrays = [rows[name] for name in self.names]
         return [
             arrays[place.at] if is_missing(arrays[place.at]) else place.take(arrays[place.at])
@@ -396,7 +396,7 @@ class Packing:
         """The buffers of stages that share a chunk, where these are smaller than an array for each
         leaf; and one for each leaf whose shapes differ.
 
-        What all stages have alike takes no less room together, so it stays by itself, as it is.
+        Leaves that all stages have alike take no less room together, so each stays by itself.
         """
         known = [form for form in forms if form.names]
         shapes: dict[str, list[tuple[int, ...]]] = {}
@@ -473,8 +473,8 @@ def _check_dtypes(dtypes: Iterator[tuple[str, Any]]) -> None:
 def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -> PyTree:
     """The chunk in another layout of the same stages; each device moves its own leaves.
 
-    What the partitioner splits is split as it says before and after: nothing is exchanged inside,
-    where devices do unlike things.
+    Arrays that the partitioner splits are split in its way before and after: devices do unlike
+    things inside, so nothing is exchanged there.
     """
     if not isinstance(chunk, Packed) or layout is None or chunk.layout == layout:
         return chunk

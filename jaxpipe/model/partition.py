@@ -122,7 +122,7 @@ class Partition:
         return PartitionSpec(None, *spec) if stacked and isinstance(spec, PartitionSpec) else spec
 
     def _unused_specs(self, canonical: Mapping[str, PyTree]) -> list[str]:
-        """Specs of what is neither a canonical parameter nor None in its place."""
+        """Specs for which there is neither a canonical parameter nor None in its place."""
         faults = []
         for key, tree in canonical.items():
             nodes = by_path(tree, lambda node: node is None)

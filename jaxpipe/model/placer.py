@@ -187,7 +187,8 @@ class Placer:
     def __init__(self, partition: Partition) -> None:
         self._partition, self._layout = partition, partition.layout
         self._mesh, self._axis = partition.mesh, partition.axis
-        # has not what is compiled from it: without circles, a dropped placer is freed at once
+        # Compiled functions hold this copy, which does not hold them: without circles, a dropped
+        # placer is freed at once.
         self._rules = copy(self)
         self._mover = Mover(partition.mesh)
 

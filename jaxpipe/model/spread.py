@@ -117,7 +117,7 @@ def pad_like(like: Any, leaf: Any) -> Any:
 
 
 def own_shape(leaf: Any) -> tuple[int, ...] | None:
-    """That of a parameter, without padding; None for what is frozen."""
+    """The shape of a parameter, without padding; None for a frozen one."""
     array = unpadded(leaf)
     if array is None or not is_padded(leaf):
         return None if array is None else jnp.shape(array)
