@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .arrays import Params, PyTree, by_index, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
-from .model.functions import Loss, StageOutput, make_extra, split_batch
+from .model.functions import Extra, Loss, StageOutput, make_extra, split_batch
 from .model.leaf_plan import leaf_plans
 from .model.param_layout import with_outer
 from .pipeline import Pipeline
@@ -63,21 +63,14 @@ class Nonfinite:
     inputs: tuple[str, ...]
 
     def __str__(self) -> str:
-        name = (
-            f"stage {self.stage}"
-            if self.function == "stage"
-            else f"`{self.function}` (with stage {self.stage})"
-        )
-        where = f"{name}, microbatch {self.microbatch}" + (
-            f", data shard {self.shard}" if self.shard else ""
-        )
-        origin = (
-            "so are already its inputs: " + "; ".join(self.inputs)
-            if self.inputs
-            else "its inputs are all finite, so it is made here"
-        )
+        name = f"`{self.function}` (with stage {self.stage})"
+        name = f"stage {self.stage}" if self.function == "stage" else name
+        shard = f", data shard {self.shard}" if self.shard else ""
+        origin = "its inputs are all finite, so it is made here"
+        origin = f"so are already its inputs: {'; '.join(self.inputs)}" if self.inputs else origin
         return (
-            f"not finite in the {self.phase.value} of {where}: {'; '.join(self.values)} ({origin})"
+            f"not finite in the {self.phase.value} of {name}, microbatch {self.microbatch}{shard}: "
+            f"{'; '.join(self.values)} ({origin})"
         )
 
 
@@ -118,11 +111,8 @@ def find_nonfinite(
         )
     pipe.trace(params, batch, rng=rng)  # raises what a step would raise
     search = _Search(pipe, params, batch, rng)
-    for microbatch in range(search.count):
-        found = search.microbatch(microbatch)
-        if found is not None:
-            return found
-    return None
+    found = (search.microbatch(microbatch) for microbatch in range(search.count))
+    return next((one for one in found if one is not None), None)
 
 
 @dataclass(frozen=True)
@@ -169,17 +159,15 @@ class _Search:
             x, counts = self._run(self._forward, call, microbatch, x)
             if found := self._nonfinite(Phase.FORWARD, call, microbatch, counts):
                 return found
-        dy = [jnp.broadcast_to(self._seed(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(x)]
+        # The cotangent of a microbatch's loss, as in the step.
+        mean, shards = self.pipe.functions.loss is Loss.MEAN, self.pipe.partition.data_size
+        seed = 1.0 / (self.count * shards) if mean else 1.0
+        dy = [jnp.full(leaf.shape, seed, leaf.dtype) for leaf in jax.tree.leaves(x)]
         for call, x in zip(reversed(self.calls), reversed(entered), strict=True):
             dy, counts = self._run(self._backward, call, microbatch, (x, dy))
             if found := self._nonfinite(Phase.BACKWARD, call, microbatch, counts):
                 return found
         return None
-
-    def _seed(self, dtype: Any) -> Any:
-        """The cotangent of a microbatch's loss, as in the step."""
-        mean, shards = self.pipe.functions.loss is Loss.MEAN, self.pipe.partition.data_size
-        return jnp.asarray(1.0 / (self.count * shards) if mean else 1.0, dtype)
 
     def _params(self, call: _Call) -> tuple[PyTree, PyTree]:
         """(parameters of the call, shared ones)."""
@@ -195,13 +183,12 @@ class _Search:
             own = self.pipe.layout.leaves_of(call.stage, self.plans["stages"])
         else:
             own = leaf_plans(self.plans[call.function])
+        both = zip(self._params(call), (own, leaf_plans(self.plans["shared"])), strict=True)
         return tuple(
             jax.tree.unflatten(
                 jax.tree.structure(tree), [plan.local(self.pipe.data_axes) for plan in plans]
             )
-            for tree, plans in zip(
-                self._params(call), (own, leaf_plans(self.plans["shared"])), strict=True
-            )
+            for tree, plans in both
         )
 
     def _on_mesh(self, leaf: Any) -> Any:
@@ -272,7 +259,7 @@ class _Search:
         functions = self.pipe.functions.for_batch(rows)
         length = functions.length
 
-        def inputs(k: Any) -> tuple[PyTree, dict[str, PyTree]]:
+        def inputs(k: Any) -> tuple[PyTree, Extra]:
             def cut(leaf: Any) -> Any:
                 whole = leaf.ndim > 1 and leaf.shape[1] == slices * length
                 return lax.dynamic_slice_in_dim(leaf, k * length, length, 1) if whole else leaf
@@ -341,13 +328,11 @@ class _Search:
             return Nonfinite(phase, *where, values, broken)
         return None
 
-    def _extra(
-        self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any
-    ) -> dict[str, PyTree]:
+    def _extra(self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any) -> Extra:
         """The further arguments of the function in the step."""
         return make_extra(split_batch(batch, self.count), key, stage, microbatch, call.wants)
 
-    def _inputs(self, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> _Counts:
+    def _inputs(self, params: PyTree, x: PyTree, extra: Extra) -> _Counts:
         own, shared = params
         trees = {"parameters": own, "shared": shared, "input": x}
         return self._count(trees | {"microbatch": extra.get("microbatch", ())})

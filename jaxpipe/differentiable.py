@@ -41,7 +41,13 @@ def differentiable_loss(
         return value(params, *rest)
 
     def forward(params: PyTree, *rest: PyTree) -> tuple[dict[str, Any], PyTree]:
-        _check_constant(dict(zip(("batch", "rng", "state"), rest, strict=True)))
+        others = by_path(dict(zip(("batch", "rng", "state"), rest, strict=True)), _is_primal)
+        PipelineError.refuse(
+            "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
+            "differentiated (compute them in `first`, from its parameters, or put "
+            "jax.lax.stop_gradient around them)",
+            [path for path, leaf in others.items() if _moves(leaf)],
+        )
         params, rest = jax.tree.map(_plain, (params, rest), is_leaf=_is_primal)
         found, grads = value_and_grad(params, *rest)
         return found, (params, grads)
@@ -110,15 +116,4 @@ def _moves(leaf: Any) -> bool:
         isinstance(leaf, CustomVJPPrimal)
         and leaf.perturbed
         and bool(jnp.issubdtype(jnp.result_type(leaf.value), jnp.inexact))
-    )
-
-
-def _check_constant(rest: PyTree) -> None:
-    """PipelineError listing all differentiated leaves that are not parameters."""
-    faults = [path for path, leaf in by_path(rest, is_leaf=_is_primal).items() if _moves(leaf)]
-    PipelineError.refuse(
-        "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
-        "differentiated (compute them in `first`, "
-        "from its parameters, or put jax.lax.stop_gradient around them)",
-        faults,
     )

@@ -150,17 +150,11 @@ def _operations(jaxpr: Any) -> Iterator[str]:
 
 
 def _options(steps: Any) -> str:
-    """What else a pipeline was given."""
-    functions, dtype, own = steps.functions, steps.memory.accumulate, steps.partition
-    parts = [f"axis={own.axis!r}", f"data_axes={own.data_axes}", f"loss={functions.loss.value}"]
-    parts += [f"accumulate_dtype={None if dtype is None else np.dtype(dtype).name}"]
-    parts += [f"prices={steps.target.overheads}"]
-    parts += (
-        [f"layout={'|'.join(own.layout.layers.stages)!r}"] if own.layout.layers is not None else []
-    )
-    return ", ".join(
-        [*parts, *(f"with {f.name}" for f in (functions.first, functions.last) if f is not None)]
-    )
+    """The settings of a pipeline."""
+    dtype = steps.memory.accumulate
+    accumulate = None if dtype is None else np.dtype(dtype).name
+    own = [f"loss={steps.functions.loss.value}", f"accumulate={accumulate}"]
+    return ", ".join([*steps.settings, *own, f"prices={steps.target.overheads}"])
 
 
 def _tree(tree: PyTree) -> str:

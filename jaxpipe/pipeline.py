@@ -25,7 +25,7 @@ from .model.arguments import (
     staged,
     with_shares,
 )
-from .model.cache import Cache, cache_shapes, hide_beyond, positioned, positions
+from .model.cache import Cache, cache_shapes, hide_beyond, positioned
 from .model.functions import with_aux
 from .model.mesh import automatic, has
 from .model.model import Model
@@ -110,7 +110,7 @@ class Pipeline:
         self.mesh = automatic(mesh)
         self.model, self.sharding, self.memory = model, sharding, memory
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
-        self._target = Target.of(self.mesh, sharding.apart)
+        self._target = Target.of(self.mesh, sharding.independent)
         self._key = (key, self._target)
         refuse_faults(
             self._target.platform, features_of(self._target, self.mesh, Offload(memory.offload))
@@ -145,16 +145,11 @@ class Pipeline:
     def __repr__(self) -> str:
         """The schedule, the mesh, and what the model has."""
         axes, table = ", ".join(f"{k}={n}" for k, n in self.mesh.shape.items()), self.schedule
-        of_schedule = (
-            f"schedule={table.name or 'a table'!r}, {table.num_stages} stages, "
-            f"{table.num_microbatches} microbatches, mesh=({axes}), axis={self.axis!r}"
+        return (
+            f"Pipeline(schedule={table.name or 'a table'!r}, {table.num_stages} stages, "
+            f"{table.num_microbatches} microbatches, mesh=({axes}), "
+            f"{', '.join(self._steps.settings)})"
         )
-        parts = [of_schedule, *([f"data_axes={self.data_axes}"] if self.data_axes else [])]
-        if self.layout.layers is not None:
-            parts.append(f"layout={'|'.join(self.layout.layers.stages)!r}")
-        names = [f.name for f in (self.functions.first, self.functions.last) if f is not None]
-        ends = " and ".join(names) or "neither first nor last"
-        return f"Pipeline({', '.join(parts)}, with {ends})"
 
     # Parameters
 
@@ -335,16 +330,13 @@ class Pipeline:
             if state:
                 raise PipelineError("a cache does not combine with state=; leave it out")
             parts = (self.functions, self.partition, self.schedule)
-            given = positioned(*parts, cache=cache, batch=batch, position=position)
-            results = self._call(self._compiled.outputs, params, given, rng, cache.stages)
-            outputs = hide_beyond(results["outputs"], given, positions(batch, self.model.time))
+            rows = positioned(*parts, cache=cache, batch=batch, position=position)
+            results = self._call(self._compiled.outputs, params, rows, rng, cache.stages)
+            outputs = hide_beyond(results["outputs"], rows, self.model.time)
             return outputs, replace(cache, stages=results["state"])
         results = self._call(self._compiled.outputs, params, batch, rng, state)
-        return (
-            (results["outputs"], results["state"])
-            if self.functions.has_state
-            else results["outputs"]
-        )
+        outputs = results["outputs"]
+        return (outputs, results["state"]) if self.functions.has_state else outputs
 
     def empty_cache(self, params: Params, batch: PyTree, *, length: int) -> Cache:
         """A cache for the sequences of the schedule: zeros for the carries and the rows that stages
@@ -392,31 +384,21 @@ class Pipeline:
         Raises:
             PipelineError: as `value_and_grad` does.
         """
-        found: list[tuple[Job, ModelCode, Any]] = []
+        traced: list[tuple[Job, ModelCode, Any]] = []
 
-        def step(
-            params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()
-        ) -> tuple[Any, dict[str, PyTree]]:
+        def step(params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()) -> Any:
             results, grads = self._steps.step(
-                params,
-                batch,
-                rng,
-                state,
-                observe=lambda *traced: found.append(traced),
-                clock=clock,
+                *(params, batch, rng, state), observe=lambda *job: traced.append(job), clock=clock
             )
             return self._answer(results, with_state=True), grads
 
-        given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
+        keywords = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
         jitted = self.jit(step)
         function = self._call(
-            lambda params, batch, *_: jitted.trace(params, batch, **given),
-            params,
-            batch,
-            rng,
-            state,
+            lambda params, batch, *_: jitted.trace(params, batch, **keywords),
+            *(params, batch, rng, state),
         )
-        return TracedStep(*found[0], function)
+        return TracedStep(*traced[0], function)
 
     # Compiling
 
@@ -462,7 +444,8 @@ class Pipeline:
         """The loss, then the metrics and the state where the model has these."""
         found = [results["loss"]]
         found += [results["metrics"]] if self.functions.has_metrics else []
-        return [*found, results["state"]] if with_state and self.functions.has_state else found
+        found += [results["state"]] if with_state and self.functions.has_state else []
+        return found
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
         found = self._parts(results, with_state=with_state)

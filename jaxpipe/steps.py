@@ -92,6 +92,16 @@ class StepRunner:
         """The sequences of a step; without slices these are the microbatches."""
         return self.schedule.num_microbatches // self.schedule.slices
 
+    @property
+    def settings(self) -> list[str]:
+        """The settings of the pipeline as text: axes, layers, and the ends of the model."""
+        own, ends = self.partition, (self.functions.first, self.functions.last)
+        parts = [f"axis={own.axis!r}", *([f"data_axes={own.data_axes}"] if own.data_axes else [])]
+        if own.layout.layers is not None:
+            parts.append(f"layout={'|'.join(own.layout.layers.stages)!r}")
+        names = [function.name for function in ends if function is not None]
+        return [*parts, f"with {' and '.join(names) or 'neither first nor last'}"]
+
     def step(
         self, *arguments: PyTree, observe: Observe | None = None, clock: Clock | None = None
     ) -> tuple[dict[str, Any], Params]:
@@ -168,6 +178,7 @@ class StepRunner:
             accumulate=self.memory.accumulate,
             plans=self.partition.plans(params),
             training=training,
+            target=self.target,
             outputs=outputs,
             observe=observe or self._comparing(params, batch, *rest),
             clock=clock,

@@ -51,15 +51,11 @@ class Watchdog:
     """
 
     def __init__(self, *, seconds: float, first: float | None = None) -> None:
-        faults = [
-            f"{name}={value!r}"
-            for name, value in (("seconds", seconds), ("first", first))
-            if value is not None and not value > 0
-        ]
-        if faults:
+        limits = {"seconds": seconds, "first": first}
+        wrong = [f"{k}={v!r}" for k, v in limits.items() if v is not None and not v > 0]
+        if wrong:
             raise PipelineError(
-                f"a step's limit must be more than 0 seconds; got {', '.join(faults)}",
-                tuple(faults),
+                f"a step's limit must be more than 0 seconds; got {', '.join(wrong)}"
             )
         self.seconds = seconds
         self._next = seconds if first is None else first

@@ -197,11 +197,10 @@ def _layout(model: Model, placement: Placement, layout: str | Layout | None) -> 
     """The layers of each stage: as given, or as many on each stage where they divide."""
     assert model.layers is not None
     # Each stage is where the table says: some devices of a user's own table have more than others.
-    even = placement.num_stages % placement.num_devices == 0
-    devices = placement.num_devices if even else 1
+    divides = placement.num_stages % placement.num_devices == 0
+    devices = placement.num_devices if divides else 1
     if layout is None:
-        outer = (EMBEDDING, LOSS)
-        costs = [0.0 if letter in outer else 1.0 for letter in model.layers]
+        costs = [float(letter not in (EMBEDDING, LOSS)) for letter in model.layers]
         try:
             pieces = split_layers(costs, stages=placement.num_stages)
         except LayoutError as error:

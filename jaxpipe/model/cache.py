@@ -17,7 +17,7 @@ from .functions import Functions
 from .param_layout import Chunks, with_outer
 from .partition import Partition
 from .plain import Plain
-from .slices import Positioned, has_time, time_faults
+from .slices import Positioned, positions, time_faults
 
 
 @partial(
@@ -57,8 +57,7 @@ def cache_shapes(
     faults = _batch_faults(functions, partition, batch)
     if not isinstance(length, int) or length < 1:
         faults.append(f"length must be a whole number of at least 1, not {length!r}")
-    if faults:
-        raise PipelineError.listing("there is no cache for this batch", faults)
+    PipelineError.refuse("there is no cache for this batch", faults)
     params, count = with_outer(params), schedule.num_microbatches
     functions = replace(functions, training=False).with_cache(length)
     functions = functions.over(partition.axis, partition.cuts, params, parts=1)
@@ -111,8 +110,7 @@ def positioned(
                 f"the cache has {cache.sequences} sequences, but the schedule has {sequences}"
             ]
         faults += _position_faults(cache, position, positions(batch, functions.time))
-    if faults:
-        raise PipelineError.listing("this call with a cache cannot be lowered", faults)
+    PipelineError.refuse("this call with a cache cannot be lowered", faults)
     at = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (sequences,))
     return Positioned(batch, at, cache.length)
 
@@ -128,12 +126,6 @@ def _batch_faults(functions: Functions, partition: Partition, batch: PyTree) -> 
     if functions.has_state:
         faults.append("a cache does not combine with stages that take `state`")
     return faults
-
-
-def positions(batch: PyTree, time: tuple[str, ...]) -> int:
-    """The positions of time of a batch."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return int(next(np.shape(leaf)[1] for path, leaf in leaves if has_time(path, time)))
 
 
 def _position_faults(cache: Cache, position: Any, more: int) -> list[str]:
@@ -153,17 +145,18 @@ def _position_faults(cache: Cache, position: Any, more: int) -> list[str]:
     return []
 
 
-def hide_beyond(outputs: PyTree, batch: Positioned, more: int) -> PyTree:
+def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> PyTree:
     """NaN in place of floating outputs where rows are beyond the buffers of the cache.
 
     A position that is traced is known when the program runs, which is too late for an error.
     """
     if not isinstance(batch.position, jax.core.Tracer):
         return outputs
-    fits = jnp.all(batch.position + more <= batch.room) & jnp.all(batch.position >= 0)
-    return jax.tree.map(
-        lambda leaf: (
-            jnp.where(fits, leaf, jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
-        ),
-        outputs,
-    )
+    end = batch.position + positions(batch.batch, time)
+    fits = jnp.all(end <= batch.room) & jnp.all(batch.position >= 0)
+
+    def hidden(leaf: Any) -> Any:
+        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jnp.where(fits, leaf, jnp.nan) if inexact else leaf
+
+    return jax.tree.map(hidden, outputs)

@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +55,9 @@ def refusal(name: str, error: Exception) -> PipelineError | None:
     """What to remove from the function of this name, where JAX refused a sharding in it."""
     text = str(error)
     advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
-    if advice is None and _manual() & {*re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))}:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    varying = re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))
+    if advice is None and not {*manual}.isdisjoint(varying):
         advice = _ADVICE[_OTHER_SHARD_MAP]
     if advice is None:
         return None
@@ -96,21 +98,12 @@ def check_returned(name: str, found: PyTree) -> None:
 
 def check_equations(name: str, jaxprs: Sequence[core.Jaxpr]) -> None:
     """PipelineError where an equation names a manual axis in a sharding or in a shard_map."""
-    for primitive, advice in (
-        ("sharding_constraint", _OTHER_MESH),
-        ("shard_map", _OTHER_SHARD_MAP),
-    ):
-        equations = (eqn for jaxpr in jaxprs for eqn in every_equation(jaxpr))
-        named = {
-            axis
-            for eqn in equations
-            if eqn.primitive.name == primitive
-            for axis in _manual_names(eqn.params)
-        }
-        if named:
-            raise PipelineError(
-                f"`{name}` {_ADVICE[advice]} (it names {', '.join(map(repr, sorted(named)))})"
-            )
+    advice = {"sharding_constraint": _ADVICE[_OTHER_MESH], "shard_map": _ADVICE[_OTHER_SHARD_MAP]}
+    for equation in (equation for jaxpr in jaxprs for equation in every_equation(jaxpr)):
+        primitive = equation.primitive.name
+        if primitive in advice and (axes := _manual_names(equation.params)):
+            axes_text = ", ".join(map(repr, sorted(axes)))
+            raise PipelineError(f"`{name}` {advice[primitive]} (it names {axes_text})")
 
 
 def _manual_names(params: dict[str, Any]) -> set[Any]:
@@ -120,11 +113,6 @@ def _manual_names(params: dict[str, Any]) -> set[Any]:
         return axes_of([spec]) & set(params["context_mesh"].manual_axes)
     named = axes_of([*params["in_specs"], *params["out_specs"]])
     return named & set(params["mesh"].manual_axes) - set(params["newly_manual_axes"])
-
-
-def _manual() -> set[Any]:
-    """The axes that are manual here."""
-    return set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 class Context(NamedTuple):
@@ -204,6 +192,8 @@ class Function:
     name: str
     wants: frozenset[str]
     spread: Spread | None = None  # how it runs on all devices of the pipe axis at once
+    # what the context has besides for a share: `axis`, `sizes`, `shared_sizes`
+    context: Mapping[str, Any] = field(default_factory=dict)
     cached: bool = False  # its carry and appended rows are its state, from call to call
 
     @classmethod

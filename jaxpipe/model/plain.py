@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..arrays import PyTree, zeros_of
 from .calls import OUTER_WANTS
-from .functions import Functions, StageOutput, make_extra
+from .functions import Extra, Functions, StageOutput, make_extra
 from .spread import Cuts
 
 
@@ -89,7 +89,7 @@ class Plain:
         states, carried = zip(*after, strict=True)
         return x, sum(losses), ([*states], [*carried])
 
-    def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> dict[str, PyTree]:
+    def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> Extra:
         slices = self.functions.slices
         return make_extra(self.rows, self.rng, jnp.int32(stage), index, wants, slices)
 

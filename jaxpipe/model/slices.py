@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..arrays import PyTree
+from ..arrays import PyTree, path_text
 from ..errors import PipelineError
 
 
@@ -38,10 +38,8 @@ class Positioned:
 
 def has_time(path: tuple[Any, ...], time: tuple[str, ...]) -> bool:
     """Whether a leaf of the batch is named in `time`: by its path, or by the first part of it."""
-    names = [
-        str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path
-    ]
-    return "/".join(names) in time or bool(names and names[0] in time)
+    name = path_text(path)
+    return name in time or name.split("/")[0] in time
 
 
 def split_slices(batch: PyTree, count: int, slices: int, time: tuple[str, ...]) -> PyTree:
@@ -76,10 +74,10 @@ def join_slices(outputs: PyTree, slices: int, length: int) -> PyTree:
     return jax.tree.map(join, outputs)
 
 
-def slice_length(batch: PyTree, time: tuple[str, ...]) -> int:
-    """Positions in a slice, from a batch that is already cut."""
+def positions(batch: PyTree, time: tuple[str, ...], axis: int = 1) -> int:
+    """The positions of time of a batch; `axis` 2: of a slice, where the batch is cut."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return int(next(leaf.shape[2] for path, leaf in leaves if has_time(path, time)))
+    return int(next(np.shape(leaf)[axis] for path, leaf in leaves if has_time(path, time)))
 
 
 def time_faults(
@@ -95,22 +93,26 @@ def time_faults(
             'a time axis (axis 1): jaxpipe.Model(..., time=("tokens", "targets"))'
         ]
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    timed = [
-        (f"batch{jax.tree_util.keystr(p)}", np.shape(a)) for p, a in leaves if has_time(p, time)
-    ]
     absent = [name for name in time if not any(has_time(path, (name,)) for path, _ in leaves)]
+    shapes = {
+        f"batch{jax.tree_util.keystr(p)}": np.shape(leaf) for p, leaf in leaves if has_time(p, time)
+    }
+    lengths = {name: shape[1] for name, shape in shapes.items() if len(shape) > 1}
     faults = [f"the batch has no {name!r}, which time= of the model names" for name in absent]
-    for name, shape in timed:
-        if len(shape) < 2:
-            faults.append(f"{name} has shape {list(shape)}; a leaf in time= needs axis 1, of time")
-        elif not shape[1] or shape[1] % slices:
-            faults.append(
-                f"{name} has {shape[1]} positions of time, which do not divide into {slices} equal "
-                f"slices; use {max(1, round(shape[1] / slices)) * slices}"
-            )
-    if len({shape[1] for _, shape in timed if len(shape) > 1}) > 1:
-        lengths = ", ".join(f"{name} {shape[1]}" for name, shape in timed if len(shape) > 1)
-        faults.append(f"leaves with a time axis have different lengths: {lengths}")
+    faults += [
+        f"{name} has shape {list(shape)}; a leaf in time= needs axis 1, of time"
+        for name, shape in shapes.items()
+        if len(shape) < 2
+    ]
+    faults += [
+        f"{name} has {n} positions of time, which do not divide into {slices} equal slices; use "
+        f"{max(1, round(n / slices)) * slices}"
+        for name, n in lengths.items()
+        if not n or n % slices
+    ]
+    if len(set(lengths.values())) > 1:
+        every = ", ".join(f"{name} {n}" for name, n in lengths.items())
+        faults.append(f"leaves with a time axis have different lengths: {every}")
     return faults
 
 
