@@ -193,7 +193,7 @@ class Function:
     wants: frozenset[str]
     spread: Spread | None = None  # how it runs on all devices of the pipe axis at once
     # what the context has besides for a share: `axis`, `sizes`, `shared_sizes`
-    context: Mapping[str, Any] = field(default_factory=dict)
+    context: Mapping[str, Any] = field(default_factory=dict, hash=False)
     cached: bool = False  # its carry and appended rows are its state, from call to call
 
     @classmethod
@@ -244,12 +244,13 @@ class Function:
         was and what its arguments were.
         """
         try:
-            results = self.call(*arguments, **{name: keywords[name] for name in sorted(self.wants)})
+            own = {name: keywords[name] for name in sorted(self.wants)}
+            results = self.call(*arguments, **own)
         except PipelineError:
             raise
         except Exception as error:
-            ctx, uses_a_key = keywords.get("ctx"), re.search(r"\b(key|PRNG)", str(error))
-            if "ctx" in self.wants and ctx is not None and ctx.rng is None and uses_a_key:
+            ctx = keywords["ctx"] if "ctx" in self.wants else None
+            if ctx is not None and ctx.rng is None and re.search(r"\b(key|PRNG)", str(error)):
                 raise PipelineError(
                     f"`{self.name}` uses ctx.rng, but the step got no key; pass "
                     "rng=jax.random.key(...)"
@@ -278,11 +279,12 @@ class Function:
         except (TypeError, ValueError):
             what: Any = jax.tree.structure(loss)
         else:
-            weak = jax.typeof(found).weak_type and jnp.issubdtype(found.dtype, jnp.integer)
-            if found.shape == () and (weak or jnp.issubdtype(found.dtype, jnp.floating)):
+            dtype = found.dtype
+            number = jnp.issubdtype(dtype, jnp.integer) and jax.typeof(found).weak_type
+            if found.shape == () and (number or jnp.issubdtype(dtype, jnp.floating)):
                 # Half a precision ends at 65504, and losses are summed.
                 return summable(found)
-            what = f"{found.dtype}{list(found.shape)}"
+            what = f"{dtype}{list(found.shape)}"
         raise PipelineError(
             f"`{self.name}` must return a floating scalar as its loss; it returns {what}"
         )
@@ -293,8 +295,6 @@ def _place(call: Callable[..., Any]) -> str:
     call = inspect.unwrap(call)
     code = getattr(call, "__code__", None)
     name = getattr(call, "__qualname__", type(call).__name__)
-    return (
-        name
-        if code is None
-        else f"{name}, {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
-    )
+    if code is None:
+        return str(name)
+    return f"{name}, {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
