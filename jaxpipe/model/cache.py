@@ -63,14 +63,14 @@ def cache_shapes(
     functions = functions.over(partition.axis, partition.cuts, params, parts=1)
 
     def shapes(params: Params, batch: PyTree) -> list[PyTree]:
-        rows, number, carried = functions.split(batch, count), jnp.int32(0), []
-        plain = Plain(functions.for_batch(rows), partition.cuts, params, rows, None, stacked=False)
-        x = plain.first(number)
-        for stage in range(schedule.num_stages):
-            own = partition.layout.of_stage(stage, params["stages"])
-            x, returned = plain.stage(stage, stage, own, x, number)
-            carried.append(returned.carried)
-        return carried
+        rows, number = functions.split(batch, count), jnp.int32(0)
+        stages = range(schedule.num_stages)
+        trees = [partition.layout.of_stage(stage, params["stages"]) for stage in stages]
+        own, cuts = {**params, "stages": trees}, partition.cuts
+        plain = Plain(functions.for_batch(rows), cuts, own, rows, None, stacked=False)
+        nothing = [()] * schedule.num_stages
+        _, _, (_, carried) = plain.stages(plain.first(number), number, (nothing, nothing))
+        return list(carried)
 
     sequences = count // schedule.slices
     return [

@@ -127,12 +127,12 @@ class Functions:
     def for_batch(self, batch: PyTree) -> Functions:
         """The same functions, for a batch that is cut."""
         rows = batch.batch if isinstance(batch, Positioned) else batch
-        if not self._passes:
+        if not self.passes:
             return self
         return replace(self, length=positions(rows, self.time, 2))
 
     @property
-    def _passes(self) -> bool:
+    def passes(self) -> bool:
         """Whether anything passes from slice to slice, or from call to call."""
         return self.slices > 1 or self.room > 0
 
@@ -257,7 +257,7 @@ class Functions:
         ctx: Any = extra.get("ctx")
         before = extra.get("state" if self.room else "carried", ())
         ledger = None
-        if self._passes and ctx is not None:
+        if self.passes and ctx is not None:
             ledger = self._ledger(ctx, before[1] if before else None)
         keywords = self._keywords(function, extra, shared, ledger)
         if "carry" in function.wants:

@@ -1,11 +1,13 @@
-"""Functions of a pipeline under `jax.grad`: a loss whose derivative is the table's own backward,
-and others that have none.
+"""The steps of a pipeline as they are called: compiled, with their derivatives.  Pipelines of equal
+arguments share what JAX has compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from .arrays import PyTree, by_path
 from .errors import PipelineError
+from .steps import StepRunner
 
 T = TypeVar("T")
 
@@ -22,6 +25,77 @@ _NO_GRADIENT = (
     "jax.grad and jax.value_and_grad know, "
     "or put jax.lax.stop_gradient around the arguments where only the numbers are wanted"
 )
+
+
+def key_of(settings: Mapping[str, Any]) -> Any:
+    """Settings as a key: equal for equal settings, functions being equal only to themselves; unique
+    where one cannot be compared.
+    """
+    key = _hashable(settings)
+    try:
+        hash(key)
+    except TypeError:
+        return object()
+    return key
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        pairs = sorted(value.items(), key=lambda pair: str(pair[0]))
+        return tuple((name, _hashable(item)) for name, item in pairs)
+    if type(value) in (list, tuple):
+        return tuple(map(_hashable, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        try:
+            hash(value)
+        except TypeError:  # it holds a list or a mapping
+            return type(value), _hashable({f.name: getattr(value, f.name) for f in fields(value)})
+    return value
+
+
+class Compiled:
+    """The steps as they are called: compiled, with their derivatives."""
+
+    def __init__(self, steps: StepRunner, options: Mapping[str, Any]) -> None:
+        functions: list[Callable[..., Any]]
+        functions = [steps.step, steps.forwards, steps.evaluate, steps.outputs]
+        if steps.executor.compiles:
+            functions = [_compiled(function, options) for function in functions]
+        step, forwards, evaluate, outputs = functions
+        self.step = without_gradient(step, "value_and_grad")
+        self.evaluate = without_gradient(evaluate, "evaluate")
+        self.outputs = without_gradient(outputs, "outputs")
+        # What stages hand from microbatch to microbatch is known after a step alone.
+        has_state = steps.functions.has_state
+        value = (lambda *arguments: step(*arguments)[0]) if has_state else forwards
+        self.loss = differentiable_loss(value, step)
+
+    @classmethod
+    def of(cls, key: Any, steps: StepRunner, options: Mapping[str, Any]) -> Compiled:
+        """What this returned for earlier steps of an equal key, if somebody holds it."""
+        found = _HELD.get(key)
+        if found is None:
+            found = _HELD[key] = cls(steps, options)
+        return found
+
+
+_HELD: WeakValueDictionary[Any, Compiled] = WeakValueDictionary()
+
+
+def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function compiled; with the options where it is called from outside of any other
+    `jax.jit`.
+    """
+    inner = jax.jit(function)
+    if not options:
+        return inner
+    outermost = jax.jit(function, compiler_options=dict(options))
+
+    def call(*arguments: Any) -> Any:
+        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
+        return (inner if traced else outermost)(*arguments)
+
+    return call
 
 
 def differentiable_loss(
@@ -55,14 +129,13 @@ def differentiable_loss(
     def backward(kept: tuple[PyTree, PyTree], cotangents: Any) -> tuple[PyTree, ...]:
         params, grads = kept
         scale = cotangents["loss"]
-        none = (None, None, None)  # batch, rng, state
-        if isinstance(scale, SymbolicZero):
-            return jax.tree.map(_nothing, params), *none
-        return jax.tree.map(
-            lambda p, g: _nothing(p) if g is None else (g * scale.astype(g.dtype)).astype(p.dtype),
-            params,
-            grads,
-        ), *none
+
+        def scaled(param: Any, grad: Any) -> Any:
+            if grad is None or isinstance(scale, SymbolicZero):
+                return _nothing(param)
+            return (grad * scale.astype(grad.dtype)).astype(param.dtype)
+
+        return jax.tree.map(scaled, params, grads), None, None, None  # batch, rng, state
 
     results.defvjp(forward, backward, symbolic_zeros=True)
 
