@@ -67,7 +67,8 @@ class Nonfinite:
         name = f"stage {self.stage}" if self.function == "stage" else name
         shard = f", data shard {self.shard}" if self.shard else ""
         origin = "its inputs are all finite, so it is made here"
-        origin = f"so are already its inputs: {'; '.join(self.inputs)}" if self.inputs else origin
+        if self.inputs:
+            origin = f"so are already its inputs: {'; '.join(self.inputs)}"
         return (
             f"not finite in the {self.phase.value} of {name}, microbatch {self.microbatch}{shard}: "
             f"{'; '.join(self.values)} ({origin})"
@@ -137,7 +138,8 @@ class _Search:
         self.batch = jax.tree.map(lambda leaf: jax.device_put(leaf, to), batch)
         self.slices = pipe.schedule.slices
         self.count = pipe.schedule.num_microbatches // self.slices
-        functions, last = replace(pipe.functions, slices=1), pipe.schedule.num_stages - 1
+        functions = replace(pipe.functions, slices=1)
+        last = pipe.schedule.num_stages - 1
         # Every call in forward order.  Unlike stages are compiled one by one, alike ones once.
         self.calls = [_Call("first", 0, "first", functions.run_first, OUTER_WANTS)]
         for s, function in enumerate(functions.stages):
@@ -160,8 +162,9 @@ class _Search:
             if found := self._nonfinite(Phase.FORWARD, call, microbatch, counts):
                 return found
         # The cotangent of a microbatch's loss, as in the step.
-        mean, shards = self.pipe.functions.loss is Loss.MEAN, self.pipe.partition.data_size
-        seed = 1.0 / (self.count * shards) if mean else 1.0
+        seed = 1.0
+        if self.pipe.functions.loss is Loss.MEAN:
+            seed /= self.count * self.pipe.partition.data_size
         dy = [jnp.full(leaf.shape, seed, leaf.dtype) for leaf in jax.tree.leaves(x)]
         for call, x in zip(reversed(self.calls), reversed(entered), strict=True):
             dy, counts = self._run(self._backward, call, microbatch, (x, dy))
@@ -193,7 +196,8 @@ class _Search:
 
     def _on_mesh(self, leaf: Any) -> Any:
         """The same array, spread as it is, on the mesh of automatic axes."""
-        spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
+        own = leaf.sharding
+        spec = own.spec if isinstance(own, NamedSharding) else PartitionSpec()
         return jax.device_put(leaf, NamedSharding(self.pipe.mesh, spec))
 
     def _run(self, body: Callable[..., Any], call: _Call, microbatch: int, x: PyTree) -> Any:
@@ -261,8 +265,9 @@ class _Search:
 
         def inputs(k: Any) -> tuple[PyTree, Extra]:
             def cut(leaf: Any) -> Any:
-                whole = leaf.ndim > 1 and leaf.shape[1] == slices * length
-                return lax.dynamic_slice_in_dim(leaf, k * length, length, 1) if whole else leaf
+                if leaf.ndim < 2 or leaf.shape[1] != slices * length:
+                    return leaf
+                return lax.dynamic_slice_in_dim(leaf, k * length, length, 1)
 
             return jax.tree.map(cut, x), make_extra(rows, key, stage, k, call.wants, slices)
 
@@ -342,12 +347,13 @@ class _Search:
         device.
         """
         counts = {}
-        leaves = [pair for name, tree in trees.items() for pair in by_index(tree, name).items()]
-        for where, leaf in leaves:
+        leaves: dict[str, Any] = {}
+        for name, tree in trees.items():
+            leaves |= by_index(tree, name)
+        for where, leaf in leaves.items():
             if _floating(leaf):
-                count = jnp.stack(
-                    [jnp.isnan(leaf).sum(), jnp.isinf(leaf).sum(), jnp.asarray(jnp.size(leaf))]
-                )[None]
+                broken = jnp.isnan(leaf).sum(), jnp.isinf(leaf).sum()
+                count = jnp.stack([*broken, jnp.asarray(jnp.size(leaf))])[None]
                 for axis in reversed(self.pipe.data_axes):
                     count = lax.all_gather(count, axis, tiled=True)
                 counts[where] = count
@@ -383,7 +389,8 @@ def _filled(buffer: Any, rows: Any, k: Any) -> tuple[Any, Any]:
     axis = next(i for i, (whole, own) in enumerate(shapes) if whole != own)
     length = rows.shape[axis]
     later = lax.broadcasted_iota(jnp.int32, buffer.shape, axis) >= (k + 1) * length
-    other = 2 * rows + 1 if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.zeros_like(rows)
+    inexact = jnp.issubdtype(rows.dtype, jnp.inexact)
+    other = 2 * rows + 1 if inexact else jnp.zeros_like(rows)
 
     def fill(numbers: Any) -> Any:
         copies = jnp.concatenate([numbers] * (buffer.shape[axis] // length), axis)

@@ -76,9 +76,9 @@ def stack(modules: Sequence[Any]) -> tuple[PyTree, Rebuild]:
     """
     if not modules:
         raise PipelineError("stack: give at least one module")
-    faults = [
-        f"module {n} {fault}" for n, one in enumerate(modules) for fault in _faults(modules[0], one)
-    ]
+    faults = []
+    for n, one in enumerate(modules):
+        faults += [f"module {n} {fault}" for fault in _faults(modules[0], one)]
     PipelineError.refuse("stack: modules differ in more than their arrays", faults)
     every, rebuilds = zip(*map(split, modules), strict=True)
     return stacked(every), rebuilds[0]
@@ -120,7 +120,8 @@ def freeze_lowest(
     if not 1 <= count <= end - begin:
         raise PipelineError(f"freeze_lowest: count={count}; the model has {end - begin} layers")
     counts = Counter(lowest)
-    unused = [letter for letter in string.ascii_letters if letter not in {*model.layers, "E", "L"}]
+    letters = {*model.layers, "E", "L"}
+    unused = [letter for letter in string.ascii_letters if letter not in letters]
     renamed = dict(zip(counts, unused, strict=False))  # by the letter that the layers have now
     new_letters = "".join(renamed[letter] for letter in lowest)
     layers = model.layers[:begin] + new_letters + others + model.layers[end:]

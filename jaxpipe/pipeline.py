@@ -113,9 +113,8 @@ class Pipeline:
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
         self._target = Target.of(self.mesh, sharding.independent)
         self._key = (key, self._target)
-        refuse_faults(
-            self._target.platform, features_of(self._target, self.mesh, Offload(memory.offload))
-        )
+        features = features_of(self._target, self.mesh, Offload(memory.offload))
+        refuse_faults(self._target.platform, features)
         self.costs = costs_of(costs, schedule)
         sharding.check(schedule, self.mesh)
         cut = staged(model, schedule.placement, layout)
@@ -145,7 +144,8 @@ class Pipeline:
 
     def __repr__(self) -> str:
         """The schedule, the mesh, and what the model has."""
-        axes, table = ", ".join(f"{k}={n}" for k, n in self.mesh.shape.items()), self.schedule
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        table = self.schedule
         return (
             f"Pipeline(schedule={table.name or 'a table'!r}, {table.num_stages} stages, "
             f"{table.num_microbatches} microbatches, mesh=({axes}), "
@@ -290,7 +290,8 @@ class Pipeline:
         many microbatches as its rows divide into, up to the schedule's.  (Each number of rows is a
         program of its own.)
         """
-        return self._answer(self._call(self._compiled.evaluate, params, batch, rng, state))
+        results = self._call(self._compiled.evaluate, params, batch, rng, state)
+        return self._answer(results)
 
     def losses(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`);
@@ -421,7 +422,8 @@ class Pipeline:
         Example:
             step = pipe.jit(train_step, donate_argnums=(0, 1))
         """
-        mine = {**self.compiler_options, **(options.pop("compiler_options", None) or {})}
+        own = options.pop("compiler_options", None) or {}
+        mine = {**self.compiler_options, **own}
         return jax.jit(function, compiler_options=mine or None, **options)
 
     # Inside

@@ -66,7 +66,8 @@ class StepRunner:
     def settings(self) -> list[str]:
         """The settings of the pipeline as text: axes, layers, and the ends of the model."""
         own, ends = self.partition, (self.functions.first, self.functions.last)
-        parts = [f"axis={own.axis!r}", *([f"data_axes={own.data_axes}"] if own.data_axes else [])]
+        parts = [f"axis={own.axis!r}"]
+        parts += [f"data_axes={own.data_axes}"] if own.data_axes else []
         if own.layout.layers is not None:
             parts.append(f"layout={'|'.join(own.layout.layers.stages)!r}")
         names = [function.name for function in ends if function is not None]

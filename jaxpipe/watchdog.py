@@ -21,13 +21,15 @@ from .errors import JaxpipeError, PipelineError
 from .fingerprint import by_text, client, named, texts_of
 
 _AGAIN = "Start the job again, and it goes on from the newest checkpoint"
-_ANSWER = 2.0  # seconds that a process has to answer; it does so from a thread of its own
+# Seconds that a process has to answer; it does so from a thread of its own.
+_ANSWER = 2.0
 _POLL = 0.05
 _ASK, _HERE = "jaxpipe/roll/ask", "jaxpipe/roll/here"
 _LEAVE = "leave"  # what a process asks itself at its end
 _LAST = 3.0  # seconds that process 0, which holds what the others ask, stays after it has failed
 _NO_SERVICE = "Process 0, which coordinates the job, is gone: its log says why"
-FAILED, TIMED_OUT = 1, 75  # exit statuses; 75 is EX_TEMPFAIL of sysexits.h: starting again may help
+# Exit statuses; 75 is EX_TEMPFAIL of sysexits.h: starting again may help.
+FAILED, TIMED_OUT = 1, 75
 
 
 class Watchdog:
@@ -190,7 +192,7 @@ def roll_text(texts: Mapping[int, str], me: int, count: int) -> str:
     others = {process: where for process, where in texts.items() if process != me}
     silent = [process for process in range(count) if process not in {*others, me}]
     gone = f"{named(silent, 'is', 'are')} gone or stopped (no answer in {_ANSWER:g} s)"
-    elsewhere = [f"{named(members, 'is', 'are')} in {where}" for where, members in by_text(others)]
+    elsewhere = [f"{named(they, 'is', 'are')} in {where}" for where, they in by_text(others)]
     return "; ".join([gone, *elsewhere] if silent else elsewhere)
 
 
@@ -245,8 +247,9 @@ if line.strip():
 """
 
     def __init__(self, me: int, count: int, address: str) -> None:
-        command = [sys.executable, "-S", "-E", "-c", self._READER, *_causes(me, count), address]
-        self._reader = subprocess.Popen([*command, str(_ANSWER)], stdin=subprocess.PIPE, text=True)
+        python = [sys.executable, "-S", "-E", "-c", self._READER]
+        command = [*python, *_causes(me, count), address, str(_ANSWER)]
+        self._reader = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
         atexit.register(self.close)
 
     def say(self, line: str) -> None:

@@ -267,7 +267,8 @@ def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
         '(close over values that all rows share, or put them under "shared")'
         for name in scalars
     ]
-    rows, parts = {name: shape[0] for name, shape in shapes.items() if shape}, count * data_shards
+    rows = {name: shape[0] for name, shape in shapes.items() if shape}
+    parts = count * data_shards
     shards = f" x {data_shards} data shards" if data_shards > 1 else ""
     faults += [
         f"{name} has {n} rows, which do not divide into {count} microbatches{shards}; use "

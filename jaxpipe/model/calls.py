@@ -126,7 +126,8 @@ class Context(NamedTuple):
     stage: Any
     microbatch: Any
     rng: Any = None
-    microbatch_rng: Any = None  # a key of the step and the microbatch alone: equal on all stages
+    # a key of the step and the microbatch alone: equal on all stages
+    microbatch_rng: Any = None
     # where the model is given by layers: the layer's number, from which `rng` is made instead of
     # the stage
     layer: Any = None
@@ -172,9 +173,8 @@ class Context(NamedTuple):
                 "ctx.position_keys needs the step's key; pass rng=jax.random.key(...)"
             )
         key = jax.random.fold_in(common, self.stage if self.layer is None else self.layer)
-        return jax.vmap(lambda at: jax.random.fold_in(key, at))(
-            self.offset + jnp.arange(count, dtype=jnp.int32)
-        )
+        places = self.offset + jnp.arange(count, dtype=jnp.int32)
+        return jax.vmap(lambda at: jax.random.fold_in(key, at))(places)
 
 
 STAGE_KEYWORDS = ("carry", "ctx", "microbatch", "shared", "state", "training")

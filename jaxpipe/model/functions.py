@@ -91,7 +91,8 @@ class Functions:
     slices: int = 1  # of a sequence
     time: tuple[str, ...] = ()  # leaves of the batch with a time axis
     length: int = 0  # of a slice, once the batch is known
-    carry: Callable[..., Any] | None = None  # (stage's parameters, x) -> the first carry
+    # (stage's parameters, x) -> the first carry
+    carry: Callable[..., Any] | None = None
     # buffers have a slice's rows before the stage reads them (`model.slices.Ledger`)
     in_place: bool = False
     room: int = 0  # positions of the buffers of a cache; 0 where a call has none
@@ -191,10 +192,12 @@ class Functions:
 
     def returning_outputs(self) -> Functions:
         """The same stages, and a `last` that gives what the last of them returns as its metrics."""
-        last = Function(
-            lambda _params, x, _microbatch: (jnp.zeros((), jnp.float32), x), "last", frozenset()
-        )
-        return replace(self, last=last, loss=Loss.MEAN, has_metrics=True)
+
+        def last(_params: PyTree, x: PyTree, _microbatch: PyTree) -> tuple[Any, PyTree]:
+            return jnp.zeros((), jnp.float32), x
+
+        function = Function(last, "last", frozenset())
+        return replace(self, last=function, loss=Loss.MEAN, has_metrics=True)
 
     @property
     def spreads_first(self) -> bool:
@@ -276,10 +279,9 @@ class Functions:
             )
         returned = dict(zip(names, out, strict=True))
         loss = function.loss_of(returned["loss"]) if self.stage_loss else ()
-        handed: Extra = {
-            name: _same_form(function, name, keywords[name], returned[name]) for name in passes
-        }
-        state, carry = handed.get("state", ()), handed.get("carry", ())
+        for name in passes:
+            returned[name] = _same_form(function, name, keywords[name], returned[name])
+        state, carry = returned.get("state", ()), returned.get("carry", ())
         buffers: PyTree = {}
         rows: PyTree = ()
         if ledger is not None and ledger.rows:

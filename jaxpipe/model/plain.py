@@ -23,7 +23,8 @@ class Plain:
     params: dict[str, PyTree]  # "stages": a tree for each stage, or leaves [S, ...]
     rows: PyTree  # of each microbatch
     rng: Any
-    stacked: bool  # the stages are one function, and their parameters are leaves [S, ...]
+    # the stages are one function, and their parameters are leaves [S, ...]
+    stacked: bool
 
     @property
     def num_stages(self) -> int:

@@ -40,8 +40,9 @@ class Patterns:
 
     def faults(self, paths: Sequence[str]) -> list[str]:
         """Expressions that are found in none of these paths."""
-        more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
-        known = ", ".join(paths[:_MOST_PATHS]) + more
+        known = ", ".join(paths[:_MOST_PATHS])
+        if len(paths) > _MOST_PATHS:
+            known += f" and {len(paths) - _MOST_PATHS} more"
         found = []
         for pattern in (
             pattern.pattern for pattern in self.of if not any(map(pattern.search, paths))

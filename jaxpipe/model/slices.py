@@ -87,16 +87,17 @@ def time_faults(
     if slices == 1 and not always:
         return []
     if not time:
-        why = f"the schedule has {slices} slices a sequence" if slices > 1 else "a cache has a time"
+        why = "a cache has a time"
+        if slices > 1:
+            why = f"the schedule has {slices} slices a sequence"
         return [
             f"{why}; name the leaves of the batch that have "
             'a time axis (axis 1): jaxpipe.Model(..., time=("tokens", "targets"))'
         ]
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     absent = [name for name in time if not any(has_time(path, (name,)) for path, _ in leaves)]
-    shapes = {
-        f"batch{jax.tree_util.keystr(p)}": np.shape(leaf) for p, leaf in leaves if has_time(p, time)
-    }
+    timed = [(jax.tree_util.keystr(p), leaf) for p, leaf in leaves if has_time(p, time)]
+    shapes = {f"batch{name}": np.shape(leaf) for name, leaf in timed}
     lengths = {name: shape[1] for name, shape in shapes.items() if len(shape) > 1}
     faults = [f"the batch has no {name!r}, which time= of the model names" for name in absent]
     faults += [
@@ -148,10 +149,12 @@ class Ledger:
     sequences, [sequences, ...].
     """
 
-    before: Mapping[str, Any] | None  # buffers by name; None while their shapes are inferred
+    # buffers by name; None while their shapes are inferred
+    before: Mapping[str, Any] | None
     number: Any  # of the slice; with a cache the position of its first row
     slices: int = 1
-    holds: bool = False  # buffers have the rows of this slice already: the executor writes them
+    # buffers have the rows of this slice already: the executor writes them
+    holds: bool = False
     room: int = 0  # positions of a cache's buffers
     sequence: Any = None  # of a cache
     prefix: str = ""  # of names
@@ -186,7 +189,9 @@ class Ledger:
         buffer = jnp.zeros(shape, rows.dtype) if inferred else (self.before or {}).get(name)
         sequences = buffer.shape[:1] if self.of_cache and buffer is not None else ()
         if buffer is None or (buffer.shape, buffer.dtype) != ((*sequences, *shape), rows.dtype):
-            what = "no buffer" if buffer is None else f"a buffer {buffer.dtype}{list(buffer.shape)}"
+            what = "no buffer"
+            if buffer is not None:
+                what = f"a buffer {buffer.dtype}{list(buffer.shape)}"
             raise PipelineError(
                 f"ctx.append({name!r}, ...) of rows {rows.dtype}{list(rows.shape)} finds {what}; "
                 "each slice of a sequence appends rows of the same name, shape and dtype, and the "
