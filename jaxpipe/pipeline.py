@@ -26,7 +26,7 @@ from .model.arguments import (
     staged,
     with_shares,
 )
-from .model.cache import Cache, cache_shapes, hide_beyond, positioned
+from .model.cache import Cache, Caching, hide_beyond
 from .model.functions import with_aux
 from .model.mesh import automatic, has
 from .model.model import Model
@@ -140,6 +140,7 @@ class Pipeline:
             self._target,
             SpmdExecutor() if executor is None else executor,
         )
+        self._caching = Caching(self.functions, self.partition, self.schedule)
         self._compiled = Compiled.of(self._key, self._steps, self.compiler_options)
 
     def __repr__(self) -> str:
@@ -331,8 +332,7 @@ class Pipeline:
         if cache is not None:
             if state:
                 raise PipelineError("a cache does not combine with state=; leave it out")
-            parts = (self.functions, self.partition, self.schedule)
-            rows = positioned(*parts, cache=cache, batch=batch, position=position)
+            rows = self._caching.positioned(cache, batch, position)
             results = self._call(self._compiled.outputs, params, rows, rng, cache.stages)
             outputs = hide_beyond(results["outputs"], rows, self.model.time)
             return outputs, replace(cache, stages=results["state"])
@@ -353,13 +353,12 @@ class Pipeline:
         Example:
             cache = pipe.empty_cache(params, {"tokens": prompts}, length=4096)
         """
-        if not self.functions.has_state:  # which `cache_shapes` refuses
+        if not self.functions.has_state:  # which `shapes` refuses
             self._steps.check(params, batch, None, ())
-        parts = (self.functions, self.partition, self.schedule)
-        trees = cache_shapes(*parts, params=params, batch=batch, length=length)
+        trees = self._caching.shapes(params, batch, length)
         described = has(params, jax.ShapeDtypeStruct)
         stages = self._placer.place_zeros(trees, shapes=described)
-        return Cache(stages, self._steps.sequences, length)
+        return Cache(stages, self._caching.sequences, length)
 
     def lower(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too;
