@@ -16,7 +16,6 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from .arrays import PyTree, by_path
 from .errors import PipelineError
-from .steps import StepRunner
 
 T = TypeVar("T")
 
@@ -54,9 +53,9 @@ def _hashable(value: Any) -> Any:
 
 
 class Compiled:
-    """The steps as they are called: compiled, with their derivatives."""
+    """The steps of a `StepRunner` as they are called: compiled, with their derivatives."""
 
-    def __init__(self, steps: StepRunner, options: Mapping[str, Any]) -> None:
+    def __init__(self, steps: Any, options: Mapping[str, Any]) -> None:
         functions: list[Callable[..., Any]]
         functions = [steps.step, steps.forwards, steps.evaluate, steps.outputs]
         if steps.executor.compiles:
@@ -71,7 +70,7 @@ class Compiled:
         self.loss = differentiable_loss(value, step)
 
     @classmethod
-    def of(cls, key: Any, steps: StepRunner, options: Mapping[str, Any]) -> Compiled:
+    def of(cls, key: Any, steps: Any, options: Mapping[str, Any]) -> Compiled:
         """What this returned for earlier steps of an equal key, if somebody holds it."""
         found = _HELD.get(key)
         if found is None:
