@@ -22,7 +22,6 @@ from .model.arguments import (
     check_kinds,
     costs_of,
     key_faults,
-    rematerialised,
     staged,
     with_shares,
 )
@@ -35,7 +34,6 @@ from .model.param_layout import State, check_canonical
 from .model.partition import Partition
 from .model.placer import Placer
 from .model.settings import Memory, Sharding, frozen_filter
-from .model.spread import Cuts
 from .spmd.body import SpmdExecutor, TracedStep
 from .spmd.compiler_options import features_of, options_for
 from .stage.job import Clock, Executor, Job
@@ -117,19 +115,11 @@ class Pipeline:
         refuse_faults(self._target.platform, features)
         self.costs = costs_of(costs, schedule)
         sharding.check(schedule, self.mesh)
-        cut = staged(model, schedule.placement, layout)
-        first, last = model.outer
-        self.schedule = with_shares(schedule, self.costs, first=first, last=last)
-        functions = model.functions(rematerialised(cut.stages, memory.remat))
-        self.functions = replace(functions, slices=schedule.slices)
-        self.layout = cut.layout
-        self.partition = Partition(
-            self.mesh,
-            sharding,
-            cut.layout,
-            Cuts(schedule.num_devices, cut.cuts),
-            frozen_filter(model.frozen),
-        )
+        cut = staged(model, schedule, layout, memory.remat)
+        self.functions, self.layout = cut.functions, cut.layout
+        self.schedule = with_shares(schedule, self.costs, cut.functions)
+        frozen = frozen_filter(model.frozen)
+        self.partition = Partition(self.mesh, sharding, cut.layout, cut.cuts, frozen)
         self._placer = Placer(self.partition)
         self._steps = StepRunner(
             self.schedule,

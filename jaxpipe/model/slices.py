@@ -185,10 +185,12 @@ class Ledger:
         axis %= rows.ndim
         room = self.room or self.slices * rows.shape[axis]
         shape = (*rows.shape[:axis], room, *rows.shape[axis + 1 :])
-        inferred = self.before is None
-        buffer = jnp.zeros(shape, rows.dtype) if inferred else (self.before or {}).get(name)
-        sequences = buffer.shape[:1] if self.of_cache and buffer is not None else ()
-        if buffer is None or (buffer.shape, buffer.dtype) != ((*sequences, *shape), rows.dtype):
+        if self.before is None:
+            buffer: Any = jnp.zeros(shape, rows.dtype)
+        else:
+            buffer = self.before.get(name)
+        lead = buffer.shape[:1] if self.of_cache and buffer is not None else ()
+        if buffer is None or (buffer.shape, buffer.dtype) != ((*lead, *shape), rows.dtype):
             what = "no buffer"
             if buffer is not None:
                 what = f"a buffer {buffer.dtype}{list(buffer.shape)}"
@@ -209,9 +211,11 @@ class Ledger:
     def _written(self, buffer: Any, rows: Any, axis: int) -> tuple[Any, Any]:
         """The buffer with the rows: once to read, once to leave for later slices."""
         if self.of_cache:
-            starts = [self.number if i == axis else jnp.int32(0) for i in range(rows.ndim)]
+            starts = [jnp.int32(0)] * rows.ndim
+            starts[axis] = self.number
             buffer = lax.dynamic_update_slice(buffer, rows[None], [self.sequence, *starts])
-            return lax.dynamic_index_in_dim(buffer, self.sequence, 0, keepdims=False), buffer
+            own = lax.dynamic_index_in_dim(buffer, self.sequence, 0, keepdims=False)
+            return own, buffer
         offset = self.number * rows.shape[axis]
         if not self.holds:
             buffer = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
