@@ -134,7 +134,8 @@ def differentiable_loss(
                 return _nothing(param)
             return (grad * scale.astype(grad.dtype)).astype(param.dtype)
 
-        return jax.tree.map(scaled, params, grads), None, None, None  # batch, rng, state
+        nothing = (None, None, None)  # for batch, rng and state
+        return jax.tree.map(scaled, params, grads), *nothing
 
     results.defvjp(forward, backward, symbolic_zeros=True)
 

@@ -27,6 +27,7 @@ from .model.arguments import (
 )
 from .model.cache import Cache, Caching, hide_beyond
 from .model.functions import with_aux
+from .model.leaf_plan import LeafPlan
 from .model.mesh import automatic, has
 from .model.model import Model
 from .model.own_rules import check_rules, init_as_updated
@@ -213,13 +214,11 @@ class Pipeline:
 
     def with_trained(self, params: Params, trained: Params) -> dict[str, PyTree]:
         """Placed parameters with new values for those that are not `frozen`."""
-        plans = self.partition.plans(params)
-        return jax.tree.map(
-            lambda plan, old, new: old if plan.frozen else new,
-            plans,
-            params,
-            trained,
-        )
+
+        def chosen(plan: LeafPlan, old: Any, new: Any) -> Any:
+            return old if plan.frozen else new
+
+        return jax.tree.map(chosen, self.partition.plans(params), params, trained)
 
     def place_state(self, state: PyTree) -> State:
         """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid

@@ -64,7 +64,8 @@ class Caching:
         if not isinstance(length, int) or length < 1:
             faults.append(f"length must be a whole number of at least 1, not {length!r}")
         PipelineError.refuse("there is no cache for this batch", faults)
-        params, cuts, layout = with_outer(params), self.partition.cuts, self.partition.layout
+        params, cuts = with_outer(params), self.partition.cuts
+        layout = self.partition.layout
         functions = replace(self.functions, training=False).with_cache(length)
         functions = functions.over(self.partition.axis, cuts, params, parts=1)
         count = self.schedule.num_stages

@@ -382,12 +382,13 @@ def _pair(out: Any, what: str) -> tuple[Any, Any]:
 def _same_form(function: Function, name: str, before: PyTree, after: PyTree) -> PyTree:
     """State or carry as a stage returns it; PipelineError where it is not like the one before."""
     after = jax.tree.map(jnp.asarray, after)
-    forms = [
-        jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree) for tree in (before, after)
-    ]
-    if forms[0] != forms[1]:
+
+    def form(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
+
+    if form(before) != form(after):
         raise PipelineError(
-            f"`{function.name}` takes {name} of (shape, dtype) {forms[0]} but returns "
-            f"{forms[1]}; return the same tree"
+            f"`{function.name}` takes {name} of (shape, dtype) {form(before)} but returns "
+            f"{form(after)}; return the same tree"
         )
     return after

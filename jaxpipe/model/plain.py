@@ -70,7 +70,8 @@ class Plain:
             extra |= {"state": state} if "state" in function.wants else {}
             y, returned = functions.run_stage(at, (own, shared), x, extra)
             loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
-            return y, (loss, (returned.state, returned.carried if functions.passes else ()))
+            left = returned.carried if functions.passes else ()
+            return y, (loss, (returned.state, left))
 
         if self.stacked:
             numbers = jnp.arange(self.num_stages, dtype=jnp.int32)
