@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .arrays import Params, PyTree, by_index, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
-from .model.functions import Loss, StageOutput, make_extra, split_batch
+from .model.functions import Extra, Loss, StageOutput, make_extra, split_batch
 from .model.leaf_plan import leaf_plans
 from .model.param_layout import with_outer
 from .pipeline import Pipeline
@@ -63,21 +63,15 @@ class Nonfinite:
     inputs: tuple[str, ...]
 
     def __str__(self) -> str:
-        name = (
-            f"stage {self.stage}"
-            if self.function == "stage"
-            else f"`{self.function}` (with stage {self.stage})"
-        )
-        where = f"{name}, microbatch {self.microbatch}" + (
-            f", data shard {self.shard}" if self.shard else ""
-        )
-        origin = (
-            "so are already its inputs: " + "; ".join(self.inputs)
-            if self.inputs
-            else "its inputs are all finite, so it is made here"
-        )
+        name = f"`{self.function}` (with stage {self.stage})"
+        name = f"stage {self.stage}" if self.function == "stage" else name
+        shard = f", data shard {self.shard}" if self.shard else ""
+        origin = "its inputs are all finite, so it is made here"
+        if self.inputs:
+            origin = f"so are already its inputs: {'; '.join(self.inputs)}"
         return (
-            f"not finite in the {self.phase.value} of {where}: {'; '.join(self.values)} ({origin})"
+            f"not finite in the {self.phase.value} of {name}, microbatch {self.microbatch}{shard}: "
+            f"{'; '.join(self.values)} ({origin})"
         )
 
 
@@ -118,11 +112,8 @@ def find_nonfinite(
         )
     pipe.trace(params, batch, rng=rng)  # raises what a step would raise
     search = _Search(pipe, params, batch, rng)
-    for microbatch in range(search.count):
-        found = search.microbatch(microbatch)
-        if found is not None:
-            return found
-    return None
+    found = (search.microbatch(microbatch) for microbatch in range(search.count))
+    return next((one for one in found if one is not None), None)
 
 
 @dataclass(frozen=True)
@@ -147,7 +138,8 @@ class _Search:
         self.batch = jax.tree.map(lambda leaf: jax.device_put(leaf, to), batch)
         self.slices = pipe.schedule.slices
         self.count = pipe.schedule.num_microbatches // self.slices
-        functions, last = replace(pipe.functions, slices=1), pipe.schedule.num_stages - 1
+        functions = replace(pipe.functions, slices=1)
+        last = pipe.schedule.num_stages - 1
         # Every call in forward order.  Unlike stages are compiled one by one, alike ones once.
         self.calls = [_Call("first", 0, "first", functions.run_first, OUTER_WANTS)]
         for s, function in enumerate(functions.stages):
@@ -169,17 +161,16 @@ class _Search:
             x, counts = self._run(self._forward, call, microbatch, x)
             if found := self._nonfinite(Phase.FORWARD, call, microbatch, counts):
                 return found
-        dy = [jnp.broadcast_to(self._seed(leaf.dtype), leaf.shape) for leaf in jax.tree.leaves(x)]
+        # The cotangent of a microbatch's loss, as in the step.
+        seed = 1.0
+        if self.pipe.functions.loss is Loss.MEAN:
+            seed /= self.count * self.pipe.partition.data_size
+        dy = [jnp.full(leaf.shape, seed, leaf.dtype) for leaf in jax.tree.leaves(x)]
         for call, x in zip(reversed(self.calls), reversed(entered), strict=True):
             dy, counts = self._run(self._backward, call, microbatch, (x, dy))
             if found := self._nonfinite(Phase.BACKWARD, call, microbatch, counts):
                 return found
         return None
-
-    def _seed(self, dtype: Any) -> Any:
-        """The cotangent of a microbatch's loss, as in the step."""
-        mean, shards = self.pipe.functions.loss is Loss.MEAN, self.pipe.partition.data_size
-        return jnp.asarray(1.0 / (self.count * shards) if mean else 1.0, dtype)
 
     def _params(self, call: _Call) -> tuple[PyTree, PyTree]:
         """(parameters of the call, shared ones)."""
@@ -195,18 +186,18 @@ class _Search:
             own = self.pipe.layout.leaves_of(call.stage, self.plans["stages"])
         else:
             own = leaf_plans(self.plans[call.function])
+        both = zip(self._params(call), (own, leaf_plans(self.plans["shared"])), strict=True)
         return tuple(
             jax.tree.unflatten(
                 jax.tree.structure(tree), [plan.local(self.pipe.data_axes) for plan in plans]
             )
-            for tree, plans in zip(
-                self._params(call), (own, leaf_plans(self.plans["shared"])), strict=True
-            )
+            for tree, plans in both
         )
 
     def _on_mesh(self, leaf: Any) -> Any:
         """The same array, spread as it is, on the mesh of automatic axes."""
-        spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
+        own = leaf.sharding
+        spec = own.spec if isinstance(own, NamedSharding) else PartitionSpec()
         return jax.device_put(leaf, NamedSharding(self.pipe.mesh, spec))
 
     def _run(self, body: Callable[..., Any], call: _Call, microbatch: int, x: PyTree) -> Any:
@@ -272,10 +263,11 @@ class _Search:
         functions = self.pipe.functions.for_batch(rows)
         length = functions.length
 
-        def inputs(k: Any) -> tuple[PyTree, dict[str, PyTree]]:
+        def inputs(k: Any) -> tuple[PyTree, Extra]:
             def cut(leaf: Any) -> Any:
-                whole = leaf.ndim > 1 and leaf.shape[1] == slices * length
-                return lax.dynamic_slice_in_dim(leaf, k * length, length, 1) if whole else leaf
+                if leaf.ndim < 2 or leaf.shape[1] != slices * length:
+                    return leaf
+                return lax.dynamic_slice_in_dim(leaf, k * length, length, 1)
 
             return jax.tree.map(cut, x), make_extra(rows, key, stage, k, call.wants, slices)
 
@@ -341,13 +333,11 @@ class _Search:
             return Nonfinite(phase, *where, values, broken)
         return None
 
-    def _extra(
-        self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any
-    ) -> dict[str, PyTree]:
+    def _extra(self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any) -> Extra:
         """The further arguments of the function in the step."""
         return make_extra(split_batch(batch, self.count), key, stage, microbatch, call.wants)
 
-    def _inputs(self, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> _Counts:
+    def _inputs(self, params: PyTree, x: PyTree, extra: Extra) -> _Counts:
         own, shared = params
         trees = {"parameters": own, "shared": shared, "input": x}
         return self._count(trees | {"microbatch": extra.get("microbatch", ())})
@@ -357,12 +347,13 @@ class _Search:
         device.
         """
         counts = {}
-        leaves = [pair for name, tree in trees.items() for pair in by_index(tree, name).items()]
-        for where, leaf in leaves:
+        leaves: dict[str, Any] = {}
+        for name, tree in trees.items():
+            leaves |= by_index(tree, name)
+        for where, leaf in leaves.items():
             if _floating(leaf):
-                count = jnp.stack(
-                    [jnp.isnan(leaf).sum(), jnp.isinf(leaf).sum(), jnp.asarray(jnp.size(leaf))]
-                )[None]
+                broken = jnp.isnan(leaf).sum(), jnp.isinf(leaf).sum()
+                count = jnp.stack([*broken, jnp.asarray(jnp.size(leaf))])[None]
                 for axis in reversed(self.pipe.data_axes):
                     count = lax.all_gather(count, axis, tiled=True)
                 counts[where] = count
@@ -398,7 +389,8 @@ def _filled(buffer: Any, rows: Any, k: Any) -> tuple[Any, Any]:
     axis = next(i for i, (whole, own) in enumerate(shapes) if whole != own)
     length = rows.shape[axis]
     later = lax.broadcasted_iota(jnp.int32, buffer.shape, axis) >= (k + 1) * length
-    other = 2 * rows + 1 if jnp.issubdtype(rows.dtype, jnp.inexact) else jnp.zeros_like(rows)
+    inexact = jnp.issubdtype(rows.dtype, jnp.inexact)
+    other = 2 * rows + 1 if inexact else jnp.zeros_like(rows)
 
     def fill(numbers: Any) -> Any:
         copies = jnp.concatenate([numbers] * (buffer.shape[axis] // length), axis)

@@ -81,10 +81,11 @@ def crossings(mesh: Mesh) -> dict[str, tuple[int, int]]:
         {'pipe': (0, 0)}
     """
     processes = np.vectorize(lambda d: d.process_index, otypes=[int])(mesh.devices)
-    changes = {name: np.diff(processes, axis=k) for k, name in enumerate(mesh.axis_names)}
-    return {
-        name: (int(np.count_nonzero(change)), int(change.size)) for name, change in changes.items()
-    }
+    pairs = {}
+    for k, name in enumerate(mesh.axis_names):
+        change = np.diff(processes, axis=k)
+        pairs[name] = int(np.count_nonzero(change)), int(change.size)
+    return pairs
 
 
 def local_rows(pipe: Pipeline, rows: int) -> Any:

@@ -24,8 +24,10 @@ from .errors import PipelineError
 from .version import __version__
 
 _MOST = 400  # characters of an entry
-_WAIT = 600.0  # seconds between two processes at a comparison: one may prepare data first
-_LEAVE = 10.0  # seconds that a process waits until the others have read why they are refused
+# Seconds between two processes at a comparison: one may prepare data first.
+_WAIT = 600.0
+# Seconds that a process waits until the others have read why they are refused.
+_LEAVE = 10.0
 
 
 def client() -> Any:
@@ -92,10 +94,8 @@ def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> 
     Example:
         check_same(pipe, jax.eval_shape(model.init, key), rows=256, learning_rate=1e-3)
     """
-    compare(
-        {"call": "check_same"} | fingerprint(pipe, params, batch, **more),
-        range(jax.process_count()),
-    )
+    texts = {"call": "check_same"} | fingerprint(pipe, params, batch, **more)
+    compare(texts, range(jax.process_count()))
 
 
 def compare_first_step(
@@ -106,7 +106,8 @@ def compare_first_step(
     Raises:
         PipelineError: in every process, with each difference and the processes on its two sides.
     """
-    processes = sorted({device.process_index for device in steps.partition.mesh.devices.flat})
+    devices = steps.partition.mesh.devices.flat
+    processes = sorted({device.process_index for device in devices})
     if len(processes) == 1:
         return
     params, batch, rng, state = arguments
@@ -150,17 +151,11 @@ def _operations(jaxpr: Any) -> Iterator[str]:
 
 
 def _options(steps: Any) -> str:
-    """What else a pipeline was given."""
-    functions, dtype, own = steps.functions, steps.memory.accumulate, steps.partition
-    parts = [f"axis={own.axis!r}", f"data_axes={own.data_axes}", f"loss={functions.loss.value}"]
-    parts += [f"accumulate_dtype={None if dtype is None else np.dtype(dtype).name}"]
-    parts += [f"prices={steps.target.overheads}"]
-    parts += (
-        [f"layout={'|'.join(own.layout.layers.stages)!r}"] if own.layout.layers is not None else []
-    )
-    return ", ".join(
-        [*parts, *(f"with {f.name}" for f in (functions.first, functions.last) if f is not None)]
-    )
+    """The settings of a pipeline."""
+    dtype = steps.memory.accumulate
+    accumulate = None if dtype is None else np.dtype(dtype).name
+    own = [f"loss={steps.functions.loss.value}", f"accumulate={accumulate}"]
+    return ", ".join([*steps.settings, *own, f"prices={steps.target.overheads}"])
 
 
 def _tree(tree: PyTree) -> str:
@@ -246,4 +241,6 @@ def named(members: Sequence[int], one: str, several: str) -> str:
     """Processes by number, with a verb."""
     more = f" and {len(members) - 4} more" if len(members) > 4 else ""
     shown = ", ".join(map(str, members[:4])) + more
-    return f"process {shown} {one}" if len(members) == 1 else f"processes {shown} {several}"
+    if len(members) == 1:
+        return f"process {shown} {one}"
+    return f"processes {shown} {several}"

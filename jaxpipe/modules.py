@@ -76,9 +76,9 @@ def stack(modules: Sequence[Any]) -> tuple[PyTree, Rebuild]:
     """
     if not modules:
         raise PipelineError("stack: give at least one module")
-    faults = [
-        f"module {n} {fault}" for n, one in enumerate(modules) for fault in _faults(modules[0], one)
-    ]
+    faults = []
+    for n, one in enumerate(modules):
+        faults += [f"module {n} {fault}" for fault in _faults(modules[0], one)]
     PipelineError.refuse("stack: modules differ in more than their arrays", faults)
     every, rebuilds = zip(*map(split, modules), strict=True)
     return stacked(every), rebuilds[0]
@@ -114,33 +114,29 @@ def freeze_lowest(
     """
     if model.layers is None:
         raise PipelineError("freeze_lowest: give the model by letters, Model({...}, layers=)")
-    ends = (model.layers[:1].count("E"), len(model.layers) - model.layers[-1:].count("L"))
-    inner = model.layers[slice(*ends)]
-    if not 1 <= count <= len(inner):
-        raise PipelineError(f"freeze_lowest: count={count}; the model has {len(inner)} layers")
-    lowest = Counter(inner[:count])
-    unused = [letter for letter in string.ascii_letters if letter not in {*model.layers, "E", "L"}]
-    renamed = dict(zip(lowest, unused, strict=False))  # by the letter that the layers have now
-    layers = "".join(
-        (
-            model.layers[: ends[0]],
-            *(renamed[letter] for letter in inner[:count]),
-            inner[count:],
-            model.layers[ends[1] :],
-        )
-    )
-    given = frozen_filter(model.frozen)
+    begin = model.layers[:1].count("E")
+    end = len(model.layers) - model.layers[-1:].count("L")
+    lowest, others = model.layers[begin:end][:count], model.layers[begin:end][count:]
+    if not 1 <= count <= end - begin:
+        raise PipelineError(f"freeze_lowest: count={count}; the model has {end - begin} layers")
+    counts = Counter(lowest)
+    letters = {*model.layers, "E", "L"}
+    unused = [letter for letter in string.ascii_letters if letter not in letters]
+    renamed = dict(zip(counts, unused, strict=False))  # by the letter that the layers have now
+    new_letters = "".join(renamed[letter] for letter in lowest)
+    layers = model.layers[:begin] + new_letters + others + model.layers[end:]
+    frozen = frozen_filter(model.frozen)
 
     def is_frozen(path: str, leaf: Any) -> bool:
         own = path.split("/")[:2] in [["stages", new] for new in renamed.values()]
-        return own or (given is not None and given(path, leaf))
+        return own or (frozen is not None and frozen(path, leaf))
 
     tree = dict(params["stages"])
     for letter, new in renamed.items():
-        cut = lowest[letter]
+        cut = counts[letter]
         whole = tree.pop(letter)
         tree[new] = jax.tree.map(lambda leaf, cut=cut: leaf[:cut], whole)
-        if letter in inner[count:]:
+        if letter in others:
             tree[letter] = jax.tree.map(lambda leaf, cut=cut: leaf[cut:], whole)
 
     def rejoin(params: Mapping[str, PyTree]) -> dict[str, PyTree]:

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from .arrays import Params, PyTree
+from .compiled import Compiled, key_of
 from .engine.costs import Costs
 from .errors import PipelineError
 from .known_faults import refuse_faults
@@ -21,12 +22,12 @@ from .model.arguments import (
     check_kinds,
     costs_of,
     key_faults,
-    rematerialised,
     staged,
     with_shares,
 )
-from .model.cache import Cache, cache_shapes, hide_beyond, positioned, positions
+from .model.cache import Cache, Caching, hide_beyond
 from .model.functions import with_aux
+from .model.leaf_plan import LeafPlan
 from .model.mesh import automatic, has
 from .model.model import Model
 from .model.own_rules import check_rules, init_as_updated
@@ -34,12 +35,11 @@ from .model.param_layout import State, check_canonical
 from .model.partition import Partition
 from .model.placer import Placer
 from .model.settings import Memory, Sharding, frozen_filter
-from .model.spread import Cuts
 from .spmd.body import SpmdExecutor, TracedStep
 from .spmd.compiler_options import features_of, options_for
 from .stage.job import Clock, Executor, Job
 from .stage.model_code import ModelCode
-from .steps import Compiled, StepRunner, key_of
+from .steps import StepRunner
 from .table.effects import Offload
 from .table.schedule import Schedule, check
 
@@ -110,26 +110,17 @@ class Pipeline:
         self.mesh = automatic(mesh)
         self.model, self.sharding, self.memory = model, sharding, memory
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
-        self._target = Target.of(self.mesh, sharding.apart)
+        self._target = Target.of(self.mesh, sharding.independent)
         self._key = (key, self._target)
-        refuse_faults(
-            self._target.platform, features_of(self._target, self.mesh, Offload(memory.offload))
-        )
+        features = features_of(self._target, self.mesh, Offload(memory.offload))
+        refuse_faults(self._target.platform, features)
         self.costs = costs_of(costs, schedule)
         sharding.check(schedule, self.mesh)
-        cut = staged(model, schedule.placement, layout)
-        first, last = model.outer
-        self.schedule = with_shares(schedule, self.costs, first=first, last=last)
-        functions = model.functions(rematerialised(cut.stages, memory.remat))
-        self.functions = replace(functions, slices=schedule.slices)
-        self.layout = cut.layout
-        self.partition = Partition(
-            self.mesh,
-            sharding,
-            cut.layout,
-            Cuts(schedule.num_devices, cut.cuts),
-            frozen_filter(model.frozen),
-        )
+        cut = staged(model, schedule, layout, memory.remat)
+        self.functions, self.layout = cut.functions, cut.layout
+        self.schedule = with_shares(schedule, self.costs, cut.functions)
+        frozen = frozen_filter(model.frozen)
+        self.partition = Partition(self.mesh, sharding, cut.layout, cut.cuts, frozen)
         self._placer = Placer(self.partition)
         self._steps = StepRunner(
             self.schedule,
@@ -140,21 +131,18 @@ class Pipeline:
             self._target,
             SpmdExecutor() if executor is None else executor,
         )
+        self._caching = Caching(self.functions, self.partition, self.schedule)
         self._compiled = Compiled.of(self._key, self._steps, self.compiler_options)
 
     def __repr__(self) -> str:
         """The schedule, the mesh, and what the model has."""
-        axes, table = ", ".join(f"{k}={n}" for k, n in self.mesh.shape.items()), self.schedule
-        of_schedule = (
-            f"schedule={table.name or 'a table'!r}, {table.num_stages} stages, "
-            f"{table.num_microbatches} microbatches, mesh=({axes}), axis={self.axis!r}"
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        table = self.schedule
+        return (
+            f"Pipeline(schedule={table.name or 'a table'!r}, {table.num_stages} stages, "
+            f"{table.num_microbatches} microbatches, mesh=({axes}), "
+            f"{', '.join(self._steps.settings)})"
         )
-        parts = [of_schedule, *([f"data_axes={self.data_axes}"] if self.data_axes else [])]
-        if self.layout.layers is not None:
-            parts.append(f"layout={'|'.join(self.layout.layers.stages)!r}")
-        names = [f.name for f in (self.functions.first, self.functions.last) if f is not None]
-        ends = " and ".join(names) or "neither first nor last"
-        return f"Pipeline({', '.join(parts)}, with {ends})"
 
     # Parameters
 
@@ -226,13 +214,11 @@ class Pipeline:
 
     def with_trained(self, params: Params, trained: Params) -> dict[str, PyTree]:
         """Placed parameters with new values for those that are not `frozen`."""
-        plans = self.partition.plans(params)
-        return jax.tree.map(
-            lambda plan, old, new: old if plan.frozen else new,
-            plans,
-            params,
-            trained,
-        )
+
+        def chosen(plan: LeafPlan, old: Any, new: Any) -> Any:
+            return old if plan.frozen else new
+
+        return jax.tree.map(chosen, self.partition.plans(params), params, trained)
 
     def place_state(self, state: PyTree) -> State:
         """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid
@@ -294,7 +280,8 @@ class Pipeline:
         many microbatches as its rows divide into, up to the schedule's.  (Each number of rows is a
         program of its own.)
         """
-        return self._answer(self._call(self._compiled.evaluate, params, batch, rng, state))
+        results = self._call(self._compiled.evaluate, params, batch, rng, state)
+        return self._answer(results)
 
     def losses(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`);
@@ -334,17 +321,13 @@ class Pipeline:
         if cache is not None:
             if state:
                 raise PipelineError("a cache does not combine with state=; leave it out")
-            parts = (self.functions, self.partition, self.schedule)
-            given = positioned(*parts, cache=cache, batch=batch, position=position)
-            results = self._call(self._compiled.outputs, params, given, rng, cache.stages)
-            outputs = hide_beyond(results["outputs"], given, positions(batch, self.model.time))
+            rows = self._caching.positioned(cache, batch, position)
+            results = self._call(self._compiled.outputs, params, rows, rng, cache.stages)
+            outputs = hide_beyond(results["outputs"], rows, self.model.time)
             return outputs, replace(cache, stages=results["state"])
         results = self._call(self._compiled.outputs, params, batch, rng, state)
-        return (
-            (results["outputs"], results["state"])
-            if self.functions.has_state
-            else results["outputs"]
-        )
+        outputs = results["outputs"]
+        return (outputs, results["state"]) if self.functions.has_state else outputs
 
     def empty_cache(self, params: Params, batch: PyTree, *, length: int) -> Cache:
         """A cache for the sequences of the schedule: zeros for the carries and the rows that stages
@@ -359,13 +342,12 @@ class Pipeline:
         Example:
             cache = pipe.empty_cache(params, {"tokens": prompts}, length=4096)
         """
-        if not self.functions.has_state:  # which `cache_shapes` refuses
+        if not self.functions.has_state:  # which `shapes` refuses
             self._steps.check(params, batch, None, ())
-        parts = (self.functions, self.partition, self.schedule)
-        trees = cache_shapes(*parts, params=params, batch=batch, length=length)
+        trees = self._caching.shapes(params, batch, length)
         described = has(params, jax.ShapeDtypeStruct)
         stages = self._placer.place_zeros(trees, shapes=described)
-        return Cache(stages, self._steps.sequences, length)
+        return Cache(stages, self._caching.sequences, length)
 
     def lower(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too;
@@ -392,31 +374,21 @@ class Pipeline:
         Raises:
             PipelineError: as `value_and_grad` does.
         """
-        found: list[tuple[Job, ModelCode, Any]] = []
+        traced: list[tuple[Job, ModelCode, Any]] = []
 
-        def step(
-            params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()
-        ) -> tuple[Any, dict[str, PyTree]]:
+        def step(params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()) -> Any:
             results, grads = self._steps.step(
-                params,
-                batch,
-                rng,
-                state,
-                observe=lambda *traced: found.append(traced),
-                clock=clock,
+                *(params, batch, rng, state), observe=lambda *job: traced.append(job), clock=clock
             )
             return self._answer(results, with_state=True), grads
 
-        given = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
+        keywords = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
         jitted = self.jit(step)
         function = self._call(
-            lambda params, batch, *_: jitted.trace(params, batch, **given),
-            params,
-            batch,
-            rng,
-            state,
+            lambda params, batch, *_: jitted.trace(params, batch, **keywords),
+            *(params, batch, rng, state),
         )
-        return TracedStep(*found[0], function)
+        return TracedStep(*traced[0], function)
 
     # Compiling
 
@@ -438,7 +410,8 @@ class Pipeline:
         Example:
             step = pipe.jit(train_step, donate_argnums=(0, 1))
         """
-        mine = {**self.compiler_options, **(options.pop("compiler_options", None) or {})}
+        own = options.pop("compiler_options", None) or {}
+        mine = {**self.compiler_options, **own}
         return jax.jit(function, compiler_options=mine or None, **options)
 
     # Inside
@@ -462,7 +435,8 @@ class Pipeline:
         """The loss, then the metrics and the state where the model has these."""
         found = [results["loss"]]
         found += [results["metrics"]] if self.functions.has_metrics else []
-        return [*found, results["state"]] if with_state and self.functions.has_state else found
+        found += [results["state"]] if with_state and self.functions.has_state else []
+        return found
 
     def _answer(self, results: dict[str, Any], *, with_state: bool = False) -> Any:
         found = self._parts(results, with_state=with_state)

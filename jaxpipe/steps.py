@@ -1,21 +1,17 @@
-"""The steps of a pipeline: check their arguments, make their jobs, and run these.  Pipelines of
-equal arguments share what JAX has compiled.
-"""
+"""The steps of a pipeline: check their arguments, make their jobs, and run these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from .arrays import Params, PyTree
-from .differentiable import differentiable_loss, without_gradient
 from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
@@ -34,32 +30,6 @@ from .table.effects import Offload
 from .table.kinds import Kind
 from .table.schedule import Schedule
 from .transforms.rewrites import for_evaluation, without_kinds
-
-
-def key_of(settings: Mapping[str, Any]) -> Any:
-    """Settings as a key: equal for equal settings, functions being equal only to themselves; unique
-    where one cannot be compared.
-    """
-    key = _hashable(settings)
-    try:
-        hash(key)
-    except TypeError:
-        return object()
-    return key
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        pairs = sorted(value.items(), key=lambda pair: str(pair[0]))
-        return tuple((name, _hashable(item)) for name, item in pairs)
-    if type(value) in (list, tuple):
-        return tuple(map(_hashable, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        try:
-            hash(value)
-        except TypeError:  # it holds a list or a mapping
-            return type(value), _hashable({f.name: getattr(value, f.name) for f in fields(value)})
-    return value
 
 
 @dataclass(eq=False)
@@ -91,6 +61,17 @@ class StepRunner:
     def sequences(self) -> int:
         """The sequences of a step; without slices these are the microbatches."""
         return self.schedule.num_microbatches // self.schedule.slices
+
+    @property
+    def settings(self) -> list[str]:
+        """The settings of the pipeline as text: axes, layers, and the ends of the model."""
+        own, ends = self.partition, (self.functions.first, self.functions.last)
+        parts = [f"axis={own.axis!r}"]
+        parts += [f"data_axes={own.data_axes}"] if own.data_axes else []
+        if own.layout.layers is not None:
+            parts.append(f"layout={'|'.join(own.layout.layers.stages)!r}")
+        names = [function.name for function in ends if function is not None]
+        return [*parts, f"with {' and '.join(names) or 'neither first nor last'}"]
 
     def step(
         self, *arguments: PyTree, observe: Observe | None = None, clock: Clock | None = None
@@ -168,6 +149,7 @@ class StepRunner:
             accumulate=self.memory.accumulate,
             plans=self.partition.plans(params),
             training=training,
+            target=self.target,
             outputs=outputs,
             observe=observe or self._comparing(params, batch, *rest),
             clock=clock,
@@ -209,48 +191,3 @@ class StepRunner:
                 compare_first_step(self, call, arguments, code)
 
         return compare
-
-
-class Compiled:
-    """The steps as they are called: compiled, with their derivatives."""
-
-    def __init__(self, steps: StepRunner, options: Mapping[str, Any]) -> None:
-        functions: list[Callable[..., Any]]
-        functions = [steps.step, steps.forwards, steps.evaluate, steps.outputs]
-        if steps.executor.compiles:
-            functions = [_compiled(function, options) for function in functions]
-        step, forwards, evaluate, outputs = functions
-        self.step = without_gradient(step, "value_and_grad")
-        self.evaluate = without_gradient(evaluate, "evaluate")
-        self.outputs = without_gradient(outputs, "outputs")
-        # What stages hand from microbatch to microbatch is known after a step alone.
-        has_state = steps.functions.has_state
-        value = (lambda *arguments: step(*arguments)[0]) if has_state else forwards
-        self.loss = differentiable_loss(value, step)
-
-    @classmethod
-    def of(cls, key: Any, steps: StepRunner, options: Mapping[str, Any]) -> Compiled:
-        """What this returned for earlier steps of an equal key, if somebody holds it."""
-        found = _HELD.get(key)
-        if found is None:
-            found = _HELD[key] = cls(steps, options)
-        return found
-
-
-_HELD: WeakValueDictionary[Any, Compiled] = WeakValueDictionary()
-
-
-def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function compiled; with the options where it is called from outside of any other
-    `jax.jit`.
-    """
-    inner = jax.jit(function)
-    if not options:
-        return inner
-    outermost = jax.jit(function, compiler_options=dict(options))
-
-    def call(*arguments: Any) -> Any:
-        traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-        return (inner if traced else outermost)(*arguments)
-
-    return call

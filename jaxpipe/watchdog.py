@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import jax
@@ -21,11 +21,15 @@ from .errors import JaxpipeError, PipelineError
 from .fingerprint import by_text, client, named, texts_of
 
 _AGAIN = "Start the job again, and it goes on from the newest checkpoint"
-_ANSWER = 2.0  # seconds that a process has to answer; it does so from a thread of its own
+# Seconds that a process has to answer; it does so from a thread of its own.
+_ANSWER = 2.0
 _POLL = 0.05
+_ASK, _HERE = "jaxpipe/roll/ask", "jaxpipe/roll/here"
+_LEAVE = "leave"  # what a process asks itself at its end
 _LAST = 3.0  # seconds that process 0, which holds what the others ask, stays after it has failed
 _NO_SERVICE = "Process 0, which coordinates the job, is gone: its log says why"
-FAILED, TIMED_OUT = 1, 75  # exit statuses; 75 is EX_TEMPFAIL of sysexits.h: starting again may help
+# Exit statuses; 75 is EX_TEMPFAIL of sysexits.h: starting again may help.
+FAILED, TIMED_OUT = 1, 75
 
 
 class Watchdog:
@@ -51,21 +55,16 @@ class Watchdog:
     """
 
     def __init__(self, *, seconds: float, first: float | None = None) -> None:
-        faults = [
-            f"{name}={value!r}"
-            for name, value in (("seconds", seconds), ("first", first))
-            if value is not None and not value > 0
-        ]
-        if faults:
+        limits = {"seconds": seconds, "first": first}
+        wrong = [f"{k}={v!r}" for k, v in limits.items() if v is not None and not v > 0]
+        if wrong:
             raise PipelineError(
-                f"a step's limit must be more than 0 seconds; got {', '.join(faults)}",
-                tuple(faults),
+                f"a step's limit must be more than 0 seconds; got {', '.join(wrong)}"
             )
         self.seconds = seconds
         self._next = seconds if first is None else first
         self._where = "its beginning"
-        self._roll: RollCall | None = None
-        self._last: ExitMessage | None = None
+        self._last: ExitMessage | None = None  # in a job of several processes
 
     @contextmanager
     def step(self, what: int | str, *, seconds: float | None = None) -> Iterator[None]:
@@ -75,12 +74,9 @@ class Watchdog:
         name = f"step {what}" if isinstance(what, int) else what
         limit = self._next if seconds is None else seconds
         self._where = name
-        if self._roll is None and client() is not None and jax.process_count() > 1:
-            self._roll = RollCall(lambda: self._where, self._without_service)
-            address = str(distributed.global_state.coordinator_address)
-            self._last = ExitMessage(jax.process_index(), jax.process_count(), address)
-        if self._last is not None:
-            self._last.say(f"jaxpipe: {_here()}: died in {name}. {{}}. {_AGAIN}")
+        if self._last is None and client() is not None and jax.process_count() > 1:
+            self._join()
+        self._say(f"in {name}")
         timer = threading.Timer(limit, self._overdue, (name, limit))
         timer.daemon = True
         timer.start()
@@ -97,8 +93,7 @@ class Watchdog:
         finally:
             timer.cancel()
             self._where = f"what comes after {name}"
-            if self._last is not None:
-                self._last.say(f"jaxpipe: {_here()}: died after {name}. {{}}. {_AGAIN}")
+            self._say(f"after {name}")
         if seconds is None:
             self._next = self.seconds
 
@@ -113,17 +108,64 @@ class Watchdog:
 
     def _called(self) -> str:
         """Which processes are gone, and where the others are."""
-        if self._roll is None:
+        if self._last is None:
             return "Another process may have died: see its log"
         try:
-            texts = self._roll.ask()
+            texts = self._ask()
         except jax.errors.JaxRuntimeError:
             return _NO_SERVICE
         others = roll_text(texts, jax.process_index(), jax.process_count())
         return f"Of the other processes: {others}"
 
-    def _without_service(self) -> None:
-        self._leave(f"{self._where} cannot end. {_NO_SERVICE}. {_AGAIN}", FAILED)
+    def _say(self, when: str) -> None:
+        """What is printed where this process ends without a message of its own."""
+        if self._last is not None:
+            self._last.say(f"jaxpipe: {_here()}: died {when}. {{}}. {_AGAIN}")
+
+    def _join(self) -> None:
+        """Answer the other processes from a thread, also while a collective waits.
+
+        The thread waits in one call to the service, which answers when somebody asks: a job that
+        runs well sends nothing.
+        """
+        address = str(distributed.global_state.coordinator_address)
+        self._last = ExitMessage(jax.process_index(), jax.process_count(), address)
+        thread = threading.Thread(target=self._answer, name="jaxpipe roll call", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            """Python ends badly while a thread waits outside of it."""
+            with suppress(jax.errors.JaxRuntimeError):
+                if (service := client()) is not None:
+                    own = f"{_ASK}/{jax.process_index()}"
+                    service.key_value_set(own, _LEAVE, allow_overwrite=True)
+            thread.join(_ANSWER)
+
+        atexit.register(end)
+
+    def _answer(self) -> None:
+        service, me = client(), jax.process_index()
+        while client() is service:
+            try:
+                if service.blocking_key_value_get(f"{_ASK}/{me}", 3_600_000) != _LEAVE:
+                    service.key_value_set(f"{_HERE}/{me}", self._where, allow_overwrite=True)
+                return
+            except jax.errors.JaxRuntimeError as error:
+                if client() is service and "DEADLINE_EXCEEDED" not in str(error):
+                    self._leave(f"{self._where} cannot end. {_NO_SERVICE}. {_AGAIN}", FAILED)
+                    return
+
+    def _ask(self) -> dict[int, str]:
+        """Where each process is that answers within two seconds; JaxRuntimeError where the service
+        is gone.
+        """
+        service, end, texts = client(), time.monotonic() + _ANSWER, dict[int, str]()
+        for process in range(jax.process_count()):
+            service.key_value_set(f"{_ASK}/{process}", "where", allow_overwrite=True)
+        while len(texts) < jax.process_count() and time.monotonic() < end:
+            time.sleep(_POLL)
+            texts = texts_of(service, _HERE)
+        return texts
 
     def _leave(self, why: str, status: int) -> None:
         """Say why and leave at once: Python's own exit would wait for the other processes."""
@@ -141,63 +183,6 @@ def _here() -> str:
     return f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()}"
 
 
-class RollCall:
-    """Answers from a thread, also while a collective waits, where this process is; and asks where
-    the others are.
-
-    The thread waits in one call to the service, which answers when somebody asks: a job that runs
-    well sends nothing.
-
-    Args:
-        where: what this process is doing, "step 7".
-        alone: called where the service is gone, that is process 0, which holds it.
-    """
-
-    _ASK, _HERE = "jaxpipe/roll/ask", "jaxpipe/roll/here"
-    _LEAVE = "leave"  # what a process asks itself at its end
-
-    def __init__(self, where: Callable[[], str], alone: Callable[[], None]) -> None:
-        self._where, self._alone = where, alone
-        self._thread = threading.Thread(target=self._answer, name="jaxpipe roll call", daemon=True)
-        self._thread.start()
-        atexit.register(self._close)
-
-    def _answer(self) -> None:
-        service, me = client(), jax.process_index()
-        while client() is service:
-            try:
-                if service.blocking_key_value_get(f"{self._ASK}/{me}", 3_600_000) != self._LEAVE:
-                    service.key_value_set(f"{self._HERE}/{me}", self._where(), allow_overwrite=True)
-                return
-            except jax.errors.JaxRuntimeError as error:
-                if client() is service and "DEADLINE_EXCEEDED" not in str(error):
-                    self._alone()
-                    return
-
-    def _close(self) -> None:
-        """Python ends badly while a thread waits outside of it."""
-        with suppress(jax.errors.JaxRuntimeError):
-            if client() is not None:
-                client().key_value_set(
-                    f"{self._ASK}/{jax.process_index()}", self._LEAVE, allow_overwrite=True
-                )
-        self._thread.join(_ANSWER)
-
-    def ask(self) -> dict[int, str]:
-        """Where each process is that answers within two seconds.
-
-        Raises:
-            JaxRuntimeError: the service is gone.
-        """
-        service, end, texts = client(), time.monotonic() + _ANSWER, dict[int, str]()
-        for process in range(jax.process_count()):
-            service.key_value_set(f"{self._ASK}/{process}", "where", allow_overwrite=True)
-        while len(texts) < jax.process_count() and time.monotonic() < end:
-            time.sleep(_POLL)
-            texts = texts_of(service, self._HERE)
-        return texts
-
-
 def roll_text(texts: Mapping[int, str], me: int, count: int) -> str:
     """Which of the other processes do not answer, and where those are that do.
 
@@ -207,7 +192,7 @@ def roll_text(texts: Mapping[int, str], me: int, count: int) -> str:
     others = {process: where for process, where in texts.items() if process != me}
     silent = [process for process in range(count) if process not in {*others, me}]
     gone = f"{named(silent, 'is', 'are')} gone or stopped (no answer in {_ANSWER:g} s)"
-    elsewhere = [f"{named(members, 'is', 'are')} in {where}" for where, members in by_text(others)]
+    elsewhere = [f"{named(they, 'is', 'are')} in {where}" for where, they in by_text(others)]
     return "; ".join([gone, *elsewhere] if silent else elsewhere)
 
 
@@ -262,8 +247,9 @@ if line.strip():
 """
 
     def __init__(self, me: int, count: int, address: str) -> None:
-        command = [sys.executable, "-S", "-E", "-c", self._READER, *_causes(me, count), address]
-        self._reader = subprocess.Popen([*command, str(_ANSWER)], stdin=subprocess.PIPE, text=True)
+        python = [sys.executable, "-S", "-E", "-c", self._READER]
+        command = [*python, *_causes(me, count), address, str(_ANSWER)]
+        self._reader = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
         atexit.register(self.close)
 
     def say(self, line: str) -> None:

@@ -27,8 +27,8 @@ WITHOUT_JAX = (
     *("megatron", "program", "lowering", "planner", "render", "cli"),
 )
 WITH_JAX = (
-    *("arrays", "jaxprs", "model", "stage", "spmd", "eager", "differentiable"),
-    *("fingerprint", "steps", "pipeline", "vocabulary", "optimizers"),
+    *("arrays", "jaxprs", "model", "stage", "spmd", "eager"),
+    *("fingerprint", "steps", "compiled", "pipeline", "vocabulary", "optimizers"),
     *("debug", "portable", "watchdog"),
     *("checkpoint", "distributed", "flax", "inspect", "measuring", "doctor", "modules"),
 )

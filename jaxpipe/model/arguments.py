@@ -23,11 +23,13 @@ from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.spread import spread_first, spread_last
 from .calls import Function
+from .functions import Functions
 from .layers import EMBEDDING, LOSS, LayerMap
 from .model import Model
 from .param_layout import OUTER, ParamLayout, owner_faults
 from .settings import Memory, Sharding
 from .slices import Ledger
+from .spread import Cuts
 
 _SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
 
@@ -87,17 +89,17 @@ def _checkpointed(
     return run
 
 
-def with_shares(
-    schedule: Schedule, costs: Costs | None, *, first: Function | None, last: Function | None
-) -> Schedule:
+def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -> Schedule:
     """The schedule with L exactly where `last` is spread, and E and G where `first` is;
     PipelineError where it cannot be.
 
     They are placed by `costs` where these say how long a share takes.
     """
-    ends = (("last", "L", last, spread_last), ("first", "E", first, spread_first))
-    for name, kind, function, put in ends:
-        spreads = function is not None and function.spread is not None
+    ends = (
+        ("last", "L", functions.spreads_last, spread_last),
+        ("first", "E", functions.spreads_first, spread_first),
+    )
+    for name, kind, spreads, put in ends:
         there = getattr(schedule.encoded, f"spreads_{name}")
         if there and not spreads:
             raise PipelineError(
@@ -163,16 +165,18 @@ def check_kinds(model: Any, schedule: Any, mesh: Any, sharding: Any, memory: Any
 
 
 class StagedModel(NamedTuple):
-    """The function of each stage, and how parameters of stages are laid out."""
+    """The functions of a model that is cut into stages, and how parameters are laid out."""
 
-    stages: tuple[Function, ...]
+    functions: Functions
     layout: ParamLayout
-    # of the parameters of functions that are spread: the dims along which they are cut
-    cuts: Mapping[str, Any]
+    cuts: Cuts
 
 
-def staged(model: Model, placement: Placement, layout: str | Layout | None) -> StagedModel:
-    """Cut a model into the stages of a placement; PipelineError where they do not fit."""
+def staged(
+    model: Model, schedule: Schedule, layout: str | Layout | None, remat: Any = None
+) -> StagedModel:
+    """Cut a model into the stages of a schedule; PipelineError where they do not fit."""
+    placement = schedule.placement
     if model.is_layered:
         layers = LayerMap.of(
             _layout(model, placement, layout), placement, ParamLayout(placement).owned
@@ -190,18 +194,19 @@ def staged(model: Model, placement: Placement, layout: str | Layout | None) -> S
         stacks = getattr(model.stages, "stacks_layers", False)
         params = ParamLayout(placement, unlike=unlike, stacks=stacks)
     _check_copies(stages, params)
-    return StagedModel(stages, params, model.cuts(stages))
+    functions = model.functions(rematerialised(stages, remat))
+    cuts = Cuts(schedule.num_devices, model.cuts(stages))
+    return StagedModel(replace(functions, slices=schedule.slices), params, cuts)
 
 
 def _layout(model: Model, placement: Placement, layout: str | Layout | None) -> Layout:
     """The layers of each stage: as given, or as many on each stage where they divide."""
     assert model.layers is not None
     # Each stage is where the table says: some devices of a user's own table have more than others.
-    even = placement.num_stages % placement.num_devices == 0
-    devices = placement.num_devices if even else 1
+    divides = placement.num_stages % placement.num_devices == 0
+    devices = placement.num_devices if divides else 1
     if layout is None:
-        outer = (EMBEDDING, LOSS)
-        costs = [0.0 if letter in outer else 1.0 for letter in model.layers]
+        costs = [float(letter not in (EMBEDDING, LOSS)) for letter in model.layers]
         try:
             pieces = split_layers(costs, stages=placement.num_stages)
         except LayoutError as error:
@@ -268,7 +273,8 @@ def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
         '(close over values that all rows share, or put them under "shared")'
         for name in scalars
     ]
-    rows, parts = {name: shape[0] for name, shape in shapes.items() if shape}, count * data_shards
+    rows = {name: shape[0] for name, shape in shapes.items() if shape}
+    parts = count * data_shards
     shards = f" x {data_shards} data shards" if data_shards > 1 else ""
     faults += [
         f"{name} has {n} rows, which do not divide into {count} microbatches{shards}; use "

@@ -17,7 +17,7 @@ from .functions import Functions
 from .param_layout import Chunks, with_outer
 from .partition import Partition
 from .plain import Plain
-from .slices import Positioned, has_time, time_faults
+from .slices import Positioned, positions, time_faults
 
 
 @partial(
@@ -40,100 +40,88 @@ class Cache:
     length: int
 
 
-def cache_shapes(
-    functions: Functions,
-    partition: Partition,
-    schedule: Schedule,
-    *,
-    params: Params,
-    batch: PyTree,
-    length: int,
-) -> list[PyTree]:
-    """What each stage keeps in a cache with room for `length` positions, leaves [sequences, ...].
+@dataclass(frozen=True)
+class Caching:
+    """Calls with a cache, for the functions of a pipeline and its schedule."""
 
-    Raises:
-        PipelineError: the batch or the length does not fit; every fault is listed.
-    """
-    faults = _batch_faults(functions, partition, batch)
-    if not isinstance(length, int) or length < 1:
-        faults.append(f"length must be a whole number of at least 1, not {length!r}")
-    if faults:
-        raise PipelineError.listing("there is no cache for this batch", faults)
-    params, count = with_outer(params), schedule.num_microbatches
-    functions = replace(functions, training=False).with_cache(length)
-    functions = functions.over(partition.axis, partition.cuts, params, parts=1)
+    functions: Functions
+    partition: Partition
+    schedule: Schedule
 
-    def shapes(params: Params, batch: PyTree) -> list[PyTree]:
-        rows, number, carried = functions.split(batch, count), jnp.int32(0), []
-        plain = Plain(functions.for_batch(rows), partition.cuts, params, rows, None, stacked=False)
-        x = plain.first(number)
-        for stage in range(schedule.num_stages):
-            own = partition.layout.of_stage(stage, params["stages"])
-            x, returned = plain.stage(stage, stage, own, x, number)
-            carried.append(returned.carried)
-        return carried
+    @property
+    def sequences(self) -> int:
+        """The sequences of a step."""
+        return self.schedule.num_microbatches // self.schedule.slices
 
-    sequences = count // schedule.slices
-    return [
-        jax.tree.map(lambda a: jax.ShapeDtypeStruct((sequences, *a.shape), a.dtype), tree)
-        for tree in jax.eval_shape(shapes, params, batch)
-    ]
+    def shapes(self, params: Params, batch: PyTree, length: int) -> list[PyTree]:
+        """What each stage keeps in a cache with room for `length` positions, leaves [sequences,
+        ...].
 
+        Raises:
+            PipelineError: the batch or the length does not fit; every fault is listed.
+        """
+        faults = self._batch_faults(batch)
+        if not isinstance(length, int) or length < 1:
+            faults.append(f"length must be a whole number of at least 1, not {length!r}")
+        PipelineError.refuse("there is no cache for this batch", faults)
+        params, cuts = with_outer(params), self.partition.cuts
+        layout = self.partition.layout
+        functions = replace(self.functions, training=False).with_cache(length)
+        functions = functions.over(self.partition.axis, cuts, params, parts=1)
+        count = self.schedule.num_stages
 
-def positioned(
-    functions: Functions,
-    partition: Partition,
-    schedule: Schedule,
-    *,
-    cache: Any,
-    batch: PyTree,
-    position: Any,
-) -> Positioned:
-    """The batch of a call that goes on at a position of its cache.
+        def carried(params: Params, batch: PyTree) -> list[PyTree]:
+            rows = functions.split(batch, self.schedule.num_microbatches)
+            trees = [layout.of_stage(stage, params["stages"]) for stage in range(count)]
+            own, number = {**params, "stages": trees}, jnp.int32(0)
+            plain = Plain(functions.for_batch(rows), cuts, own, rows, None, stacked=False)
+            nothing = [()] * count
+            _, _, after = plain.stages(plain.first(number), number, (nothing, nothing))
+            return list(after[1])
 
-    Raises:
-        PipelineError: cache, batch and position do not fit; every fault is listed.
-    """
-    faults = _batch_faults(functions, partition, batch)
-    sequences, layout = schedule.num_microbatches // schedule.slices, partition.layout
-    if not isinstance(cache, Cache):
-        faults += [
-            f"cache= takes what `empty_cache` or `outputs` returned, not {type(cache).__name__}"
+        return [
+            jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.sequences, *a.shape), a.dtype), tree)
+            for tree in jax.eval_shape(carried, params, batch)
         ]
-    elif not faults:
-        if cache.stages.layout != layout:
-            faults += [
-                f"the cache is for {cache.stages.layout}, but this schedule has {layout}; make it "
-                "by `empty_cache` of this pipeline"
-            ]
-        if cache.sequences != sequences:
-            faults += [
-                f"the cache has {cache.sequences} sequences, but the schedule has {sequences}"
-            ]
-        faults += _position_faults(cache, position, positions(batch, functions.time))
-    if faults:
-        raise PipelineError.listing("this call with a cache cannot be lowered", faults)
-    at = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (sequences,))
-    return Positioned(batch, at, cache.length)
 
+    def positioned(self, cache: Any, batch: PyTree, position: Any) -> Positioned:
+        """The batch of a call that goes on at a position of its cache.
 
-def _batch_faults(functions: Functions, partition: Partition, batch: PyTree) -> list[str]:
-    """Why a batch cannot go with a cache."""
-    faults = time_faults(batch, functions.slices, functions.time, always=True)
-    if axes := partition.data_axes:
-        faults.append(
-            f"a cache does not combine with the data axes {', '.join(axes)}; give each data shard "
-            "a pipeline of its own"
-        )
-    if functions.has_state:
-        faults.append("a cache does not combine with stages that take `state`")
-    return faults
+        Raises:
+            PipelineError: cache, batch and position do not fit; every fault is listed.
+        """
+        layout, sequences = self.partition.layout, self.sequences
+        faults = self._batch_faults(batch)
+        if not isinstance(cache, Cache):
+            kind = type(cache).__name__
+            faults += [f"cache= takes what `empty_cache` or `outputs` returned, not {kind}"]
+        elif not faults:
+            if cache.stages.layout != layout:
+                faults += [
+                    f"the cache is for {cache.stages.layout}, but this schedule has {layout}; make "
+                    "it by `empty_cache` of this pipeline"
+                ]
+            if cache.sequences != sequences:
+                has = f"the cache has {cache.sequences} sequences"
+                faults += [f"{has}, but the schedule has {sequences}"]
+            more = positions(batch, self.functions.time)
+            faults += _position_faults(cache, position, more)
+        PipelineError.refuse("this call with a cache cannot be lowered", faults)
+        at = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (sequences,))
+        return Positioned(batch, at, cache.length)
 
-
-def positions(batch: PyTree, time: tuple[str, ...]) -> int:
-    """The positions of time of a batch."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return int(next(np.shape(leaf)[1] for path, leaf in leaves if has_time(path, time)))
+    def _batch_faults(self, batch: PyTree) -> list[str]:
+        """Why a batch cannot go with a cache."""
+        functions = self.functions
+        faults = time_faults(batch, functions.slices, functions.time, always=True)
+        if axes := self.partition.data_axes:
+            faults.append(
+                f"a cache does not combine with the data axes {', '.join(axes)}; give each data "
+                "shard a pipeline of its own"
+            )
+        if functions.has_state:
+            faults.append("a cache does not combine with stages that take `state`")
+        return faults
 
 
 def _position_faults(cache: Cache, position: Any, more: int) -> list[str]:
@@ -153,17 +141,18 @@ def _position_faults(cache: Cache, position: Any, more: int) -> list[str]:
     return []
 
 
-def hide_beyond(outputs: PyTree, batch: Positioned, more: int) -> PyTree:
+def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> PyTree:
     """NaN in place of floating outputs where rows are beyond the buffers of the cache.
 
     A position that is traced is known when the program runs, which is too late for an error.
     """
     if not isinstance(batch.position, jax.core.Tracer):
         return outputs
-    fits = jnp.all(batch.position + more <= batch.room) & jnp.all(batch.position >= 0)
-    return jax.tree.map(
-        lambda leaf: (
-            jnp.where(fits, leaf, jnp.nan) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf
-        ),
-        outputs,
-    )
+    end = batch.position + positions(batch.batch, time)
+    fits = jnp.all(end <= batch.room) & jnp.all(batch.position >= 0)
+
+    def hidden(leaf: Any) -> Any:
+        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jnp.where(fits, leaf, jnp.nan) if inexact else leaf
+
+    return jax.tree.map(hidden, outputs)

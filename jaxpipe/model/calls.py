@@ -8,7 +8,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +55,9 @@ def refusal(name: str, error: Exception) -> PipelineError | None:
     """What to remove from the function of this name, where JAX refused a sharding in it."""
     text = str(error)
     advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
-    if advice is None and _manual() & {*re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))}:
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    varying = re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))
+    if advice is None and not {*manual}.isdisjoint(varying):
         advice = _ADVICE[_OTHER_SHARD_MAP]
     if advice is None:
         return None
@@ -96,21 +98,12 @@ def check_returned(name: str, found: PyTree) -> None:
 
 def check_equations(name: str, jaxprs: Sequence[core.Jaxpr]) -> None:
     """PipelineError where an equation names a manual axis in a sharding or in a shard_map."""
-    for primitive, advice in (
-        ("sharding_constraint", _OTHER_MESH),
-        ("shard_map", _OTHER_SHARD_MAP),
-    ):
-        equations = (eqn for jaxpr in jaxprs for eqn in every_equation(jaxpr))
-        named = {
-            axis
-            for eqn in equations
-            if eqn.primitive.name == primitive
-            for axis in _manual_names(eqn.params)
-        }
-        if named:
-            raise PipelineError(
-                f"`{name}` {_ADVICE[advice]} (it names {', '.join(map(repr, sorted(named)))})"
-            )
+    advice = {"sharding_constraint": _ADVICE[_OTHER_MESH], "shard_map": _ADVICE[_OTHER_SHARD_MAP]}
+    for equation in (equation for jaxpr in jaxprs for equation in every_equation(jaxpr)):
+        primitive = equation.primitive.name
+        if primitive in advice and (axes := _manual_names(equation.params)):
+            axes_text = ", ".join(map(repr, sorted(axes)))
+            raise PipelineError(f"`{name}` {advice[primitive]} (it names {axes_text})")
 
 
 def _manual_names(params: dict[str, Any]) -> set[Any]:
@@ -120,11 +113,6 @@ def _manual_names(params: dict[str, Any]) -> set[Any]:
         return axes_of([spec]) & set(params["context_mesh"].manual_axes)
     named = axes_of([*params["in_specs"], *params["out_specs"]])
     return named & set(params["mesh"].manual_axes) - set(params["newly_manual_axes"])
-
-
-def _manual() -> set[Any]:
-    """The axes that are manual here."""
-    return set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 class Context(NamedTuple):
@@ -138,7 +126,8 @@ class Context(NamedTuple):
     stage: Any
     microbatch: Any
     rng: Any = None
-    microbatch_rng: Any = None  # a key of the step and the microbatch alone: equal on all stages
+    # a key of the step and the microbatch alone: equal on all stages
+    microbatch_rng: Any = None
     # where the model is given by layers: the layer's number, from which `rng` is made instead of
     # the stage
     layer: Any = None
@@ -184,9 +173,8 @@ class Context(NamedTuple):
                 "ctx.position_keys needs the step's key; pass rng=jax.random.key(...)"
             )
         key = jax.random.fold_in(common, self.stage if self.layer is None else self.layer)
-        return jax.vmap(lambda at: jax.random.fold_in(key, at))(
-            self.offset + jnp.arange(count, dtype=jnp.int32)
-        )
+        places = self.offset + jnp.arange(count, dtype=jnp.int32)
+        return jax.vmap(lambda at: jax.random.fold_in(key, at))(places)
 
 
 STAGE_KEYWORDS = ("carry", "ctx", "microbatch", "shared", "state", "training")
@@ -204,6 +192,8 @@ class Function:
     name: str
     wants: frozenset[str]
     spread: Spread | None = None  # how it runs on all devices of the pipe axis at once
+    # what the context has besides for a share: `axis`, `sizes`, `shared_sizes`
+    context: Mapping[str, Any] = field(default_factory=dict, hash=False)
     cached: bool = False  # its carry and appended rows are its state, from call to call
 
     @classmethod
@@ -254,12 +244,13 @@ class Function:
         was and what its arguments were.
         """
         try:
-            results = self.call(*arguments, **{name: keywords[name] for name in sorted(self.wants)})
+            own = {name: keywords[name] for name in sorted(self.wants)}
+            results = self.call(*arguments, **own)
         except PipelineError:
             raise
         except Exception as error:
-            ctx, uses_a_key = keywords.get("ctx"), re.search(r"\b(key|PRNG)", str(error))
-            if "ctx" in self.wants and ctx is not None and ctx.rng is None and uses_a_key:
+            ctx = keywords["ctx"] if "ctx" in self.wants else None
+            if ctx is not None and ctx.rng is None and re.search(r"\b(key|PRNG)", str(error)):
                 raise PipelineError(
                     f"`{self.name}` uses ctx.rng, but the step got no key; pass "
                     "rng=jax.random.key(...)"
@@ -288,11 +279,12 @@ class Function:
         except (TypeError, ValueError):
             what: Any = jax.tree.structure(loss)
         else:
-            weak = jax.typeof(found).weak_type and jnp.issubdtype(found.dtype, jnp.integer)
-            if found.shape == () and (weak or jnp.issubdtype(found.dtype, jnp.floating)):
+            dtype = found.dtype
+            number = jnp.issubdtype(dtype, jnp.integer) and jax.typeof(found).weak_type
+            if found.shape == () and (number or jnp.issubdtype(dtype, jnp.floating)):
                 # Half a precision ends at 65504, and losses are summed.
                 return summable(found)
-            what = f"{found.dtype}{list(found.shape)}"
+            what = f"{dtype}{list(found.shape)}"
         raise PipelineError(
             f"`{self.name}` must return a floating scalar as its loss; it returns {what}"
         )
@@ -303,8 +295,6 @@ def _place(call: Callable[..., Any]) -> str:
     call = inspect.unwrap(call)
     code = getattr(call, "__code__", None)
     name = getattr(call, "__qualname__", type(call).__name__)
-    return (
-        name
-        if code is None
-        else f"{name}, {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
-    )
+    if code is None:
+        return str(name)
+    return f"{name}, {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"

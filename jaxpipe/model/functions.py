@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,11 @@ import jax.numpy as jnp
 from ..arrays import PyTree, summable, zeros_of
 from ..errors import PipelineError
 from .calls import Context, Function
-from .slices import Ledger, Positioned, join_slices, slice_length, split_slices
+from .slices import Ledger, Positioned, join_slices, positions, split_slices
 from .spread import Cuts
+
+# The arguments of a function besides parameters and x, by name.
+Extra: TypeAlias = "dict[str, PyTree]"
 
 
 class StageOutput(NamedTuple):
@@ -37,12 +40,6 @@ class Loss(enum.Enum):
     SUM_OVER_COUNT = "sum_over_count"
 
 
-def inverse_count(count: Any, dtype: Any) -> Any:
-    """The factor of sums: 1 / count, and 0 for a count of 0: the loss and gradients are 0 then."""
-    count = count.astype(dtype)
-    return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
-
-
 def with_aux(loss: Any, aux: Sequence[PyTree]) -> Any:
     """A loss as `jax.grad` takes it: alone, or with other results for `has_aux=True`."""
     return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
@@ -59,10 +56,11 @@ def split_batch(batch: PyTree, count: int, slices: int = 1, time: tuple[str, ...
 
 def make_extra(
     batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str], slices: int = 1
-) -> dict[str, PyTree]:
+) -> Extra:
     """The microbatch's rows of the batch and the context, those of them that are wanted."""
-    extra: dict[str, PyTree] = {}
-    position = None
+    extra: Extra = {}
+    keys: dict[str, Any] = {}
+    position, fold = None, jax.random.fold_in
     if isinstance(batch, Positioned):
         batch, position = batch.batch, batch.position[microbatch // slices]
     if "microbatch" in wants:
@@ -70,14 +68,12 @@ def make_extra(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
         )
     if "ctx" in wants:
-        key = (
-            None if rng is None else jax.random.fold_in(jax.random.fold_in(rng, stage), microbatch)
-        )
-        common = None if rng is None else jax.random.fold_in(rng, microbatch)
-        extra["ctx"] = Context(stage, microbatch, key, common, offset=position)
+        if rng is not None:
+            keys["rng"] = fold(fold(rng, stage), microbatch)
+            keys["microbatch_rng"] = fold(rng, microbatch)
         if rng is not None and slices > 1:
-            of_sequence = jax.random.fold_in(rng, microbatch // slices)
-            extra["ctx"] = extra["ctx"]._replace(sequence_rng=of_sequence)
+            keys["sequence_rng"] = fold(rng, microbatch // slices)
+        extra["ctx"] = Context(stage, microbatch, offset=position, **keys)
     return extra
 
 
@@ -92,12 +88,11 @@ class Functions:
     has_metrics: bool
     stage_loss: bool
     training: bool = True
-    axis: str | None = None  # where `first` or `last` is spread: the axis in its context
-    sizes: Mapping[str, PyTree] = field(default_factory=dict)
     slices: int = 1  # of a sequence
     time: tuple[str, ...] = ()  # leaves of the batch with a time axis
     length: int = 0  # of a slice, once the batch is known
-    carry: Callable[..., Any] | None = None  # (stage's parameters, x) -> the first carry
+    # (stage's parameters, x) -> the first carry
+    carry: Callable[..., Any] | None = None
     # buffers have a slice's rows before the stage reads them (`model.slices.Ledger`)
     in_place: bool = False
     room: int = 0  # positions of the buffers of a cache; 0 where a call has none
@@ -114,7 +109,15 @@ class Functions:
         which they are given one of `parts` parts.
         """
         sizes = {key: cuts.sizes(key, params[key], parts=parts) for key in cuts.dims}
-        return replace(self, axis=axis, sizes=sizes) if sizes else self
+
+        def of_share(key: str, function: Function | None) -> Function | None:
+            if function is None or function.spread is None:
+                return function
+            context = {"sizes": sizes[key], "shared_sizes": sizes.get("shared")}
+            return replace(function, context={"axis": axis, **context})
+
+        first, last = of_share("first", self.first), of_share("last", self.last)
+        return replace(self, first=first, last=last)
 
     def split(self, batch: PyTree, count: int) -> PyTree:
         """The rows of each microbatch."""
@@ -125,31 +128,37 @@ class Functions:
     def for_batch(self, batch: PyTree) -> Functions:
         """The same functions, for a batch that is cut."""
         rows = batch.batch if isinstance(batch, Positioned) else batch
-        return replace(self, length=slice_length(rows, self.time)) if self._passes else self
+        if not self.passes:
+            return self
+        return replace(self, length=positions(rows, self.time, 2))
 
     @property
-    def _passes(self) -> bool:
+    def passes(self) -> bool:
         """Whether anything passes from slice to slice, or from call to call."""
         return self.slices > 1 or self.room > 0
 
     def join(self, outputs: PyTree) -> PyTree:
         """What the last stage returned for each microbatch, by whole sequences."""
-        return outputs if self.slices == 1 else join_slices(outputs, self.slices, self.length)
+        if self.slices == 1:
+            return outputs
+        return join_slices(outputs, self.slices, self.length)
 
     def _keywords(
-        self, extra: Mapping[str, PyTree], shared: PyTree, **context: Any
-    ) -> dict[str, PyTree]:
+        self, function: Function, extra: Extra, shared: PyTree, ledger: Ledger | None = None
+    ) -> Extra:
         """The keywords that a function may take; its context has the position of its slice."""
         keywords = {"microbatch": None, "state": None, **extra}
         keywords |= {"shared": shared, "training": self.training}
         ctx = extra.get("ctx")
         if ctx is not None:
-            ctx = ctx._replace(offset=self._offset(ctx), **context)
+            ctx = ctx._replace(offset=self._offset(ctx), ledger=ledger, **function.context)
         return {**keywords, "ctx": ctx}
 
     def _offset(self, ctx: Context) -> Any:
         before = 0 if ctx.offset is None else ctx.offset
-        return before + (ctx.microbatch % self.slices * self.length if self.slices > 1 else 0)
+        if self.slices == 1:
+            return before
+        return before + ctx.microbatch % self.slices * self.length
 
     def _ledger(self, ctx: Context, buffers: Any) -> Ledger:
         """Where a stage appends rows."""
@@ -158,7 +167,7 @@ class Functions:
             return Ledger(buffers, self._offset(ctx), room=self.room, sequence=sequence)
         return Ledger(buffers, number, slices=self.slices, holds=self.in_place)
 
-    def carried(self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]) -> PyTree:
+    def carried(self, stage: int, params: PyTree, x: PyTree, extra: Extra) -> PyTree:
         """Shapes of what passes from slice to slice of a sequence in a stage: (carry, buffers by
         name), each () where there is none.
         """
@@ -174,17 +183,21 @@ class Functions:
         need (None for none), from sums over data shards.
         """
         if self.loss is Loss.SUM_OVER_COUNT:
-            factor = inverse_count(jnp.sum(counts), losses.dtype)
+            count = jnp.sum(counts).astype(losses.dtype)
+            # The loss and the gradients are 0 where nothing is counted.
+            factor = jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
             return jnp.sum(losses) * factor, losses, factor
         losses = losses if shards == 1 else losses / shards
         return jnp.mean(losses), losses, None
 
     def returning_outputs(self) -> Functions:
         """The same stages, and a `last` that gives what the last of them returns as its metrics."""
-        last = Function(
-            lambda _params, x, _microbatch: (jnp.zeros((), jnp.float32), x), "last", frozenset()
-        )
-        return replace(self, last=last, loss=Loss.MEAN, has_metrics=True)
+
+        def last(_params: PyTree, x: PyTree, _microbatch: PyTree) -> tuple[Any, PyTree]:
+            return jnp.zeros((), jnp.float32), x
+
+        function = Function(last, "last", frozenset())
+        return replace(self, last=function, loss=Loss.MEAN, has_metrics=True)
 
     @property
     def spreads_first(self) -> bool:
@@ -196,62 +209,47 @@ class Functions:
         """Whether `last` runs on all devices at once."""
         return self.last is not None and self.last.spread is not None
 
-    def _of_share(self, key: str) -> dict[str, Any]:
-        """What the context of a share of `first` or `last` has besides; nothing of a whole one."""
-        function, _ = self._end(key)
-        if function is None or not function.spread:
-            return {}
-        sizes = {"sizes": self.sizes.get(key), "shared_sizes": self.sizes.get("shared")}
-        return {"axis": self.axis, **sizes}
-
     @property
     def has_state(self) -> bool:
         """Whether any stage keeps state from microbatch to microbatch."""
         return any("state" in function.wants_arrays for function in self.stages)
 
     def run_whole(
-        self,
-        key: str,
-        params: tuple[PyTree, PyTree],
-        x: PyTree,
-        extra: dict[str, PyTree],
-        cuts: Cuts,
+        self, key: str, params: tuple[PyTree, PyTree], x: PyTree, extra: Extra, cuts: Cuts
     ) -> Any:
         """`first` or `last` with whole parameters (its own, shared), on one device."""
-        function, run = self._end(key)
-        if function is None or not function.spread:
-            return run(params, x, extra)
-        return self.run_shares(key, cuts.both_shares(key, *params), x, extra)
+        if self.spreads_first if key == "first" else self.spreads_last:
+            return self.run_shares(key, cuts.both_shares(key, *params), x, extra)
+        return (self.run_first if key == "first" else self.run_last)(params, x, extra)
 
-    def run_shares(self, key: str, shares: PyTree, x: PyTree, extra: dict[str, PyTree]) -> Any:
+    def run_shares(self, key: str, shares: PyTree, x: PyTree, extra: Extra) -> Any:
         """A spread `first` or `last` with every device's share of its parameters: a mapped axis is
         in the place of the mesh's, and results are equal along it.
         """
-        _, run = self._end(key)
-        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=self.axis)(*shares)
+        function = self.first if key == "first" else self.last
+        run: Any = self.run_first if key == "first" else self.run_last
+        assert function is not None
+        axis = function.context["axis"]
+        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=axis)(*shares)
         return jax.tree.map(lambda leaf: leaf[0], every)
 
-    def _end(self, key: str) -> tuple[Function | None, Callable[..., Any]]:
-        """`first` or `last`, and how it is run."""
-        return (self.first, self.run_first) if key == "first" else (self.last, self.run_last)
-
-    def run_first(self, params: PyTree, _x: PyTree, extra: dict[str, PyTree]) -> PyTree:
+    def run_first(self, params: PyTree, _x: PyTree, extra: Extra) -> PyTree:
         """(first parameters, shared), (), extra -> x."""
         own, shared = params
         if self.first is None:
-            if not isinstance(extra["microbatch"], Mapping) or "x" not in extra["microbatch"]:
+            rows = extra["microbatch"]
+            if not isinstance(rows, Mapping) or "x" not in rows:
                 raise PipelineError(
                     'without `first`, a microbatch\'s "x" is the input of the first stage, but '
-                    "the batch has none; "
-                    'give a dict with "x", or Model(..., first=function(first_params, '
-                    "microbatch) -> x)"
+                    'the batch has none; give a dict with "x", or Model(..., '
+                    "first=function(first_params, microbatch) -> x)"
                 )
-            return extra["microbatch"]["x"]
-        keywords = self._keywords(extra, shared, **self._of_share("first"))
+            return rows["x"]
+        keywords = self._keywords(self.first, extra, shared)
         return self.first.run(own, extra["microbatch"], keywords=keywords)
 
     def run_stage(
-        self, stage: int, params: PyTree, x: PyTree, extra: dict[str, PyTree]
+        self, stage: int, params: PyTree, x: PyTree, extra: Extra
     ) -> tuple[PyTree, StageOutput]:
         """Stage number, (stage parameters, shared), x, extra -> y and what it returns besides.
 
@@ -262,9 +260,9 @@ class Functions:
         ctx: Any = extra.get("ctx")
         before = extra.get("state" if self.room else "carried", ())
         ledger = None
-        if self._passes and ctx is not None:
+        if self.passes and ctx is not None:
             ledger = self._ledger(ctx, before[1] if before else None)
-        keywords = self._keywords(extra, shared, ledger=ledger)
+        keywords = self._keywords(function, extra, shared, ledger)
         if "carry" in function.wants:
             keywords["carry"] = self._carry(function, own, x, keywords, before)
         out = function.run(own, x, keywords=keywords)
@@ -281,10 +279,9 @@ class Functions:
             )
         returned = dict(zip(names, out, strict=True))
         loss = function.loss_of(returned["loss"]) if self.stage_loss else ()
-        state, carry = (
-            _same_form(function, name, keywords[name], returned[name]) if name in passes else ()
-            for name in ("state", "carry")
-        )
+        for name in passes:
+            returned[name] = _same_form(function, name, keywords[name], returned[name])
+        state, carry = returned.get("state", ()), returned.get("carry", ())
         buffers: PyTree = {}
         rows: PyTree = ()
         if ledger is not None and ledger.rows:
@@ -304,7 +301,7 @@ class Functions:
         function: Function,
         own: PyTree,
         x: PyTree,
-        keywords: dict[str, PyTree],
+        keywords: Extra,
         before: PyTree,
     ) -> PyTree:
         """The carry of a slice: that of the slice before, or the first one of a sequence."""
@@ -316,9 +313,7 @@ class Functions:
             carry = jax.tree.map(lambda leaf: leaf[ctx.microbatch // self.slices], carry)
         return jax.tree.map(lambda a, b: jnp.where(ctx.offset == 0, a, b), first, carry)
 
-    def _first_carry(
-        self, function: Function, own: PyTree, x: PyTree, keywords: dict[str, PyTree]
-    ) -> PyTree:
+    def _first_carry(self, function: Function, own: PyTree, x: PyTree, keywords: Extra) -> PyTree:
         """The carry of the first slice of a sequence: zeros where the model says nothing, of the
         shapes that the stage returns for a carry that is the number 0.
         """
@@ -339,7 +334,7 @@ class Functions:
             ) from error
         return zeros_of(shapes)
 
-    def run_last(self, params: PyTree, y: PyTree, extra: dict[str, PyTree]) -> tuple[Any, PyTree]:
+    def run_last(self, params: PyTree, y: PyTree, extra: Extra) -> tuple[Any, PyTree]:
         """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""
         own, shared = params
         if self.last is None:
@@ -347,7 +342,7 @@ class Functions:
                 "this pipeline has no `last` function; give Model(..., last=function that "
                 "returns the loss)"
             )
-        keywords = self._keywords(extra, shared, **self._of_share("last"))
+        keywords = self._keywords(self.last, extra, shared)
         out = self.last.run(own, y, extra["microbatch"], keywords=keywords)
         metrics: PyTree = ()
         if self.has_metrics:
@@ -387,12 +382,13 @@ def _pair(out: Any, what: str) -> tuple[Any, Any]:
 def _same_form(function: Function, name: str, before: PyTree, after: PyTree) -> PyTree:
     """State or carry as a stage returns it; PipelineError where it is not like the one before."""
     after = jax.tree.map(jnp.asarray, after)
-    forms = [
-        jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree) for tree in (before, after)
-    ]
-    if forms[0] != forms[1]:
+
+    def form(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
+
+    if form(before) != form(after):
         raise PipelineError(
-            f"`{function.name}` takes {name} of (shape, dtype) {forms[0]} but returns "
-            f"{forms[1]}; return the same tree"
+            f"`{function.name}` takes {name} of (shape, dtype) {form(before)} but returns "
+            f"{form(after)}; return the same tree"
         )
     return after

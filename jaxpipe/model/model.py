@@ -240,7 +240,8 @@ class Model:
         if microbatches % slices:
             faults.append(f"{microbatches} microbatches are no whole sequences of {slices} slices")
         PipelineError.refuse("", faults)
-        plain = self._plain(params, split_batch(batch, microbatches, slices, self.time), rng)
+        cut = split_batch(batch, microbatches, slices, self.time)
+        plain = self._plain(params, cut, rng)
         functions = replace(plain.functions, training=training, slices=slices)
         plain = replace(plain, functions=functions.for_batch(plain.rows))
         passed, numbers = plain.begin(state), jnp.arange(microbatches, dtype=jnp.int32)
@@ -257,7 +258,8 @@ class Model:
 
     def _plain(self, params: Mapping[str, PyTree], rows: PyTree, rng: Any) -> Plain:
         """The model on one device, for the rows of each microbatch."""
-        params, stacked = with_outer(params), not self.is_layered and callable(self.stages)
+        params = with_outer(params)
+        stacked = not self.is_layered and callable(self.stages)
         if self.layers is not None:
             layout = Layout((self.layers,), 1)
             by_letter = LayerMap.of(layout, Placement.loop(devices=1, chunks=1), [[0]])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..arrays import PyTree, zeros_of
 from .calls import OUTER_WANTS
-from .functions import Functions, StageOutput, make_extra
+from .functions import Extra, Functions, make_extra
 from .spread import Cuts
 
 
@@ -23,7 +23,8 @@ class Plain:
     params: dict[str, PyTree]  # "stages": a tree for each stage, or leaves [S, ...]
     rows: PyTree  # of each microbatch
     rng: Any
-    stacked: bool  # the stages are one function, and their parameters are leaves [S, ...]
+    # the stages are one function, and their parameters are leaves [S, ...]
+    stacked: bool
 
     @property
     def num_stages(self) -> int:
@@ -52,30 +53,25 @@ class Plain:
         """State, what passes between slices, and the number of a microbatch -> both after it,
         (loss, {"count", "metrics"}).
         """
-        x, of_stages, passed = self._stages(self.first(index), index, passed)
+        x, of_stages, passed = self.stages(self.first(index), index, passed)
         loss, aux = self._outer("last", x, self.num_stages - 1, index)
         return passed, (loss + of_stages, aux)
 
-    def stage(
-        self, at: int, number: Any, own: PyTree, x: PyTree, index: Any, passed: PyTree = ((), ())
-    ) -> tuple[PyTree, StageOutput]:
-        """The results of a stage with the function `at`; `passed` are its state and what the slice
-        before left.
+    def stages(self, x: PyTree, index: Any, passed: PyTree) -> tuple[PyTree, Any, PyTree]:
+        """x after all stages, the sum of their losses, and what each leaves; `passed` are their
+        states and what the slice before left.
         """
-        function = self.functions.stages[at]
-        extra = self._extra(number, index, function.wants_arrays) | {"carried": passed[1]}
-        extra |= {"state": passed[0]} if "state" in function.wants else {}
-        return self.functions.run_stage(at, (own, self.params["shared"]), x, extra)
-
-    def _stages(self, x: PyTree, index: Any, passed: PyTree) -> tuple[PyTree, Any, PyTree]:
-        """x after all stages, the sum of their losses, and what each leaves."""
+        functions, shared = self.functions, self.params["shared"]
 
         def stage(x: PyTree, row: PyTree, at: int = 0) -> tuple[PyTree, PyTree]:
-            number, own, before = row
-            y, returned = self.stage(at, number, own, x, index, before)
+            number, own, (state, carried) = row
+            function = functions.stages[at]
+            extra = self._extra(number, index, function.wants_arrays) | {"carried": carried}
+            extra |= {"state": state} if "state" in function.wants else {}
+            y, returned = functions.run_stage(at, (own, shared), x, extra)
             loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
-            carried = returned.carried if self.functions.slices > 1 else ()
-            return y, (loss, (returned.state, carried))
+            left = returned.carried if functions.passes else ()
+            return y, (loss, (returned.state, left))
 
         if self.stacked:
             numbers = jnp.arange(self.num_stages, dtype=jnp.int32)
@@ -89,7 +85,7 @@ class Plain:
         states, carried = zip(*after, strict=True)
         return x, sum(losses), ([*states], [*carried])
 
-    def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> dict[str, PyTree]:
+    def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> Extra:
         slices = self.functions.slices
         return make_extra(self.rows, self.rng, jnp.int32(stage), index, wants, slices)
 

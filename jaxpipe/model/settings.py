@@ -40,8 +40,9 @@ class Patterns:
 
     def faults(self, paths: Sequence[str]) -> list[str]:
         """Expressions that are found in none of these paths."""
-        more = f" and {len(paths) - _MOST_PATHS} more" if len(paths) > _MOST_PATHS else ""
-        known = ", ".join(paths[:_MOST_PATHS]) + more
+        known = ", ".join(paths[:_MOST_PATHS])
+        if len(paths) > _MOST_PATHS:
+            known += f" and {len(paths) - _MOST_PATHS} more"
         found = []
         for pattern in (
             pattern.pattern for pattern in self.of if not any(map(pattern.search, paths))
@@ -55,24 +56,17 @@ class Patterns:
         return found
 
 
-def frozen_filter(given: Any) -> Callable[[str, Any], bool] | None:
+def frozen_filter(frozen: Any) -> Callable[[str, Any], bool] | None:
     """The filter of frozen parameters, from a function or from regular expressions of paths."""
-    if given is None:
-        return None
-    if callable(given):
-        function: Callable[[str, Any], bool] = given
+    if frozen is None or callable(frozen):
+        function: Callable[[str, Any], bool] | None = frozen
         return function
-    patterns = (
-        [given]
-        if isinstance(given, str)
-        else list(given)
-        if isinstance(given, Sequence)
-        else [given]
-    )
+    several = isinstance(frozen, Sequence) and not isinstance(frozen, str)
+    patterns = list(frozen) if several else [frozen]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise PipelineError(
             "frozen must be a function of a path and a shape, or regular expressions of paths; "
-            f"got {given!r}"
+            f"got {frozen!r}"
         )
     try:
         return Patterns(tuple(map(re.compile, patterns)))
@@ -127,44 +121,40 @@ class Sharding:
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
 
     @property
-    def apart(self) -> tuple[str, ...]:
+    def independent(self) -> tuple[str, ...]:
         """The axes over which blocks do not communicate."""
         axes = (self.pipe, *self.data)
         return tuple(name for name in axes if name not in self.local)
 
     def check(self, schedule: Schedule, mesh: Mesh) -> None:
         """PipelineError lists every fault of the mesh for this schedule."""
-        faults = []
         sizes, pipe, data = dict(mesh.shape), self.pipe, tuple(self.data)
+        count, named, faults = schedule.num_devices, axes_of(self.specs), []
         if pipe not in sizes:
             faults.append(
                 f"the mesh has no axis {pipe!r}; its axes are {sizes}: write Sharding(pipe=) one "
                 f"of them, or name a mesh axis {pipe!r}"
             )
-        elif sizes[pipe] != schedule.num_devices:
+        elif sizes[pipe] != count:
             faults.append(
-                f"schedule {schedule.name!r} is for {schedule.num_devices} devices but mesh axis "
-                f"{pipe!r} has {sizes[pipe]}; build the schedule with devices={sizes[pipe]}, or a "
-                f"mesh with {schedule.num_devices} along {pipe!r}"
+                f"schedule {schedule.name!r} is for {count} devices but mesh axis {pipe!r} has "
+                f"{sizes[pipe]}; build the schedule with devices={sizes[pipe]}, or a mesh with "
+                f"{count} along {pipe!r}"
             )
         for name in data:
             if name not in sizes:
                 faults.append(f"the mesh has no data axis {name!r}; its axes are {sizes}")
             if name == pipe:
                 faults.append(f"{name!r} is the pipe axis and cannot be a data axis too")
-        if self.fsdp is not None and self.fsdp not in data:
-            faults.append(
-                f"fsdp={self.fsdp!r} must be one of data={data}: its devices see different rows "
-                "of the batch"
-            )
-        named = axes_of(self.specs)
-        for name in self.local:
+        of_rows = [("fsdp", self.fsdp)] if self.fsdp is not None else []
+        of_rows += [("local", name) for name in self.local]
+        for argument, name in of_rows:
             if name not in data:
                 faults.append(
-                    f"local={name!r} must be one of data={data}: its devices see different rows "
-                    "of the batch"
+                    f"{argument}={name!r} must be one of data={data}: its devices see different "
+                    "rows of the batch"
                 )
-            elif name not in named and sizes.get(name, 1) > 1:
+            elif argument == "local" and name not in named and sizes.get(name, 1) > 1:
                 faults.append(
                     f"local={name!r}, but no spec splits a parameter over {name!r}; name it in "
                     "specs=, or take it out of local="
@@ -194,35 +184,29 @@ class Sharding:
                 f"{where}: {spec} has {len(spec)} entries for a parameter of shape {shape} (leave "
                 "the stage axis out)"
             ]
-        odd = [
-            entry for entry in spec if not all(isinstance(name, str) for name in names_of(entry))
-        ]
-        if odd:
-            return [
-                f"{where}: {spec} holds {odd[0]!r}; an entry is a mesh axis, a tuple of them, or "
-                "None"
-            ]
-        faults = []
-        named = [name for entry in spec for name in names_of(entry)]
+        for entry in spec:
+            if not all(isinstance(name, str) for name in names_of(entry)):
+                return [
+                    f"{where}: {spec} holds {entry!r}; an entry is a mesh axis, a tuple of them, "
+                    "or None"
+                ]
+        faults, named = [], [name for entry in spec for name in names_of(entry)]
         for name in dict.fromkeys(named):
-            head = f"{where}: {spec} names"
+            why = []
             if name not in mesh:
-                faults.append(
-                    f"{head} an axis {name!r} that the mesh does not have; its axes are "
-                    f"{dict(mesh)}"
-                )
+                why = [f"an axis {name!r} that the mesh does not have; its axes are {dict(mesh)}"]
             elif name == self.pipe:
-                faults.append(
-                    f"{head} the pipe axis {name!r}, over which stages are spread anyway; "
+                why = [
+                    f"the pipe axis {name!r}, over which stages are spread anyway; "
                     "Sharding(outer=True) splits what is not a stage"
-                )
+                ]
             elif name in self.data and name not in self.local:
-                faults.append(
-                    f"{head} the data axis {name!r}; fsdp={name!r} splits parameters over it, and "
+                why = [
+                    f"the data axis {name!r}; fsdp={name!r} splits parameters over it, and "
                     f"local={name!r} gives each device's functions their own part"
-                )
-            if named.count(name) > 1:
-                faults.append(f"{head} {name!r} more than once")
+                ]
+            why += [f"{name!r} more than once"] if named.count(name) > 1 else []
+            faults += [f"{where}: {spec} names {reason}" for reason in why]
         for dim, entry in enumerate(spec):
             if len(names_of(entry)) > 1 and any(name in self.local for name in names_of(entry)):
                 faults.append(

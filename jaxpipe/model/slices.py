@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..arrays import PyTree
+from ..arrays import PyTree, path_text
 from ..errors import PipelineError
 
 
@@ -38,10 +38,8 @@ class Positioned:
 
 def has_time(path: tuple[Any, ...], time: tuple[str, ...]) -> bool:
     """Whether a leaf of the batch is named in `time`: by its path, or by the first part of it."""
-    names = [
-        str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", "")))) for key in path
-    ]
-    return "/".join(names) in time or bool(names and names[0] in time)
+    name = path_text(path)
+    return name in time or name.split("/")[0] in time
 
 
 def split_slices(batch: PyTree, count: int, slices: int, time: tuple[str, ...]) -> PyTree:
@@ -76,10 +74,10 @@ def join_slices(outputs: PyTree, slices: int, length: int) -> PyTree:
     return jax.tree.map(join, outputs)
 
 
-def slice_length(batch: PyTree, time: tuple[str, ...]) -> int:
-    """Positions in a slice, from a batch that is already cut."""
+def positions(batch: PyTree, time: tuple[str, ...], axis: int = 1) -> int:
+    """The positions of time of a batch; `axis` 2: of a slice, where the batch is cut."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return int(next(leaf.shape[2] for path, leaf in leaves if has_time(path, time)))
+    return int(next(np.shape(leaf)[axis] for path, leaf in leaves if has_time(path, time)))
 
 
 def time_faults(
@@ -89,28 +87,33 @@ def time_faults(
     if slices == 1 and not always:
         return []
     if not time:
-        why = f"the schedule has {slices} slices a sequence" if slices > 1 else "a cache has a time"
+        why = "a cache has a time"
+        if slices > 1:
+            why = f"the schedule has {slices} slices a sequence"
         return [
             f"{why}; name the leaves of the batch that have "
             'a time axis (axis 1): jaxpipe.Model(..., time=("tokens", "targets"))'
         ]
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    timed = [
-        (f"batch{jax.tree_util.keystr(p)}", np.shape(a)) for p, a in leaves if has_time(p, time)
-    ]
     absent = [name for name in time if not any(has_time(path, (name,)) for path, _ in leaves)]
+    timed = [(jax.tree_util.keystr(p), leaf) for p, leaf in leaves if has_time(p, time)]
+    shapes = {f"batch{name}": np.shape(leaf) for name, leaf in timed}
+    lengths = {name: shape[1] for name, shape in shapes.items() if len(shape) > 1}
     faults = [f"the batch has no {name!r}, which time= of the model names" for name in absent]
-    for name, shape in timed:
-        if len(shape) < 2:
-            faults.append(f"{name} has shape {list(shape)}; a leaf in time= needs axis 1, of time")
-        elif not shape[1] or shape[1] % slices:
-            faults.append(
-                f"{name} has {shape[1]} positions of time, which do not divide into {slices} equal "
-                f"slices; use {max(1, round(shape[1] / slices)) * slices}"
-            )
-    if len({shape[1] for _, shape in timed if len(shape) > 1}) > 1:
-        lengths = ", ".join(f"{name} {shape[1]}" for name, shape in timed if len(shape) > 1)
-        faults.append(f"leaves with a time axis have different lengths: {lengths}")
+    faults += [
+        f"{name} has shape {list(shape)}; a leaf in time= needs axis 1, of time"
+        for name, shape in shapes.items()
+        if len(shape) < 2
+    ]
+    faults += [
+        f"{name} has {n} positions of time, which do not divide into {slices} equal slices; use "
+        f"{max(1, round(n / slices)) * slices}"
+        for name, n in lengths.items()
+        if not n or n % slices
+    ]
+    if len(set(lengths.values())) > 1:
+        every = ", ".join(f"{name} {n}" for name, n in lengths.items())
+        faults.append(f"leaves with a time axis have different lengths: {every}")
     return faults
 
 
@@ -146,10 +149,12 @@ class Ledger:
     sequences, [sequences, ...].
     """
 
-    before: Mapping[str, Any] | None  # buffers by name; None while their shapes are inferred
+    # buffers by name; None while their shapes are inferred
+    before: Mapping[str, Any] | None
     number: Any  # of the slice; with a cache the position of its first row
     slices: int = 1
-    holds: bool = False  # buffers have the rows of this slice already: the executor writes them
+    # buffers have the rows of this slice already: the executor writes them
+    holds: bool = False
     room: int = 0  # positions of a cache's buffers
     sequence: Any = None  # of a cache
     prefix: str = ""  # of names
@@ -180,11 +185,15 @@ class Ledger:
         axis %= rows.ndim
         room = self.room or self.slices * rows.shape[axis]
         shape = (*rows.shape[:axis], room, *rows.shape[axis + 1 :])
-        inferred = self.before is None
-        buffer = jnp.zeros(shape, rows.dtype) if inferred else (self.before or {}).get(name)
-        sequences = buffer.shape[:1] if self.of_cache and buffer is not None else ()
-        if buffer is None or (buffer.shape, buffer.dtype) != ((*sequences, *shape), rows.dtype):
-            what = "no buffer" if buffer is None else f"a buffer {buffer.dtype}{list(buffer.shape)}"
+        if self.before is None:
+            buffer: Any = jnp.zeros(shape, rows.dtype)
+        else:
+            buffer = self.before.get(name)
+        lead = buffer.shape[:1] if self.of_cache and buffer is not None else ()
+        if buffer is None or (buffer.shape, buffer.dtype) != ((*lead, *shape), rows.dtype):
+            what = "no buffer"
+            if buffer is not None:
+                what = f"a buffer {buffer.dtype}{list(buffer.shape)}"
             raise PipelineError(
                 f"ctx.append({name!r}, ...) of rows {rows.dtype}{list(rows.shape)} finds {what}; "
                 "each slice of a sequence appends rows of the same name, shape and dtype, and the "
@@ -202,9 +211,11 @@ class Ledger:
     def _written(self, buffer: Any, rows: Any, axis: int) -> tuple[Any, Any]:
         """The buffer with the rows: once to read, once to leave for later slices."""
         if self.of_cache:
-            starts = [self.number if i == axis else jnp.int32(0) for i in range(rows.ndim)]
+            starts = [jnp.int32(0)] * rows.ndim
+            starts[axis] = self.number
             buffer = lax.dynamic_update_slice(buffer, rows[None], [self.sequence, *starts])
-            return lax.dynamic_index_in_dim(buffer, self.sequence, 0, keepdims=False), buffer
+            own = lax.dynamic_index_in_dim(buffer, self.sequence, 0, keepdims=False)
+            return own, buffer
         offset = self.number * rows.shape[axis]
         if not self.holds:
             buffer = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 from jax.sharding import Mesh, PartitionSpec
@@ -39,6 +38,7 @@ class Job:
     accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
     plans: dict[str, PyTree]  # how each parameter is spread over the mesh
     training: bool
+    target: Target  # the kind of the mesh's devices
     # return the outputs of the last stage, which `functions.last` returns as its metrics
     outputs: bool = False
     observe: Observe | None = None  # called as soon as the model is traced
@@ -48,11 +48,6 @@ class Job:
     def mesh(self) -> Mesh:
         """The mesh, with automatic axes."""
         return self.partition.mesh
-
-    @cached_property
-    def target(self) -> Target:
-        """The kind of its devices."""
-        return Target.of(self.mesh, self.partition.sharding.apart)
 
     @property
     def axis(self) -> str:
