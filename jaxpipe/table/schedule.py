@@ -206,24 +206,17 @@ class Schedule:
 
     @typed()
     def run_order(self, transfers: Transfers) -> RunOrder:
-        """An order in which all actions can run, or the deadlocks; found once for each kind of
-        transfer.
+        """An order in which all actions can run, or the deadlocks.
 
         An order that is valid where both sides of a transfer wait is valid where they do not, too.
         """
-        if (
-            transfers is not Transfers.RENDEZVOUS
-            and self.has_transfers
-            and not self.run_order(Transfers.RENDEZVOUS).cycles
-        ):
-            return self.run_order(Transfers.RENDEZVOUS)
-        if transfers not in self._run_orders:
-            self._run_orders[transfers] = run_order(self.encoded, transfers)
-        return self._run_orders[transfers]
+        if transfers is Transfers.RENDEZVOUS or not self._strictest_order.cycles:
+            return self._strictest_order
+        return run_order(self.encoded, transfers)
 
     @cached_property
-    def _run_orders(self) -> dict[Transfers, RunOrder]:
-        return {}
+    def _strictest_order(self) -> RunOrder:
+        return run_order(self.encoded, Transfers.RENDEZVOUS)
 
     def actions(self) -> Iterable[tuple[int, int, Action]]:
         """Yield (device, position in its row, action), the halves of an overlapped pair one after
@@ -246,29 +239,22 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
     """Each stage on the devices whose rows hold it; a stage in no row is put on device 0 (`check`
     reports it).
     """
-    found: dict[int, list[int]] = {}
-    for device, row in enumerate(rows):
-        for cell in row:
-            if cell is None:
-                continue
-            for half in parts(cell):
-                if half.kind in SHARES:  # its number is the device's
-                    continue
-                devices = found.setdefault(half.stage, [])
-                if device not in devices:
-                    devices.append(device)
+    found: dict[int, set[int]] = {}
+    actions = [
+        (device, action) for device, row in enumerate(rows) for c in row for action in parts(c)
+    ]
+    for device, action in actions:
+        if action.kind not in SHARES:  # the number of those is the device's
+            found.setdefault(action.stage, set()).add(device)
     stages = 1 + max(found, default=-1)
-    actions = sum(len(parts(cell)) for row in rows for cell in row)
-    if stages > 1000 + actions:  # each stage has an F at least
+    if stages > 1000 + len(actions):  # each stage has an F at least
         raise ScheduleError(
-            f"stage {stages - 1} asks for {stages} stages, but the table holds {actions} "
+            f"stage {stages - 1} asks for {stages} stages, but the table holds {len(actions)} "
             "actions; possible typo"
         )
-    if any(len(d) > 1 for d in found.values()):
-        # DualPipe's convention: stage s is chunk 0 of device s and chunk 1 of device P - 1 - s.
-        for stage, devices in found.items():
-            devices.sort(key=lambda d, s=stage: (d != s, d))  # type: ignore[misc]
-    return Placement(tuple(tuple(found.get(s, (0,))) for s in range(stages)), len(rows))
+    # DualPipe's convention: stage s is chunk 0 of device s and chunk 1 of device P - 1 - s.
+    homes = [sorted((device != s, device) for device in found.get(s, {0})) for s in range(stages)]
+    return Placement(tuple(tuple(device for _, device in home) for home in homes), len(rows))
 
 
 # An error's text stays readable: the rest is in `.violations`.

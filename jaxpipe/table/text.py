@@ -52,24 +52,17 @@ def _hint(text: str, rows: Sequence[Sequence[Cell]], bad: Sequence[Violation]) -
     for cell in (cell for line in (csv_lines(text) if bad else ()) for cell in line):
         if separator := _other_separator(cell):
             return f": wrong separator {separator!r}; write a comma between cells"
-    header = (
-        any(violation.device == 0 for violation in bad)
-        and not any(rows[0])
-        and any(cell for row in rows for cell in row)
-    )
-    return ": remove the header row" if header else ""
+    header = any(violation.device == 0 for violation in bad) and not any(rows[0])
+    return ": remove the header row" if header and any(map(any, rows)) else ""
 
 
 def _other_separator(cell: str) -> str:
     """The separator between the actions of a cell that holds several; empty where it holds one."""
     text = _PAIR.sub("0F0", cell)
     for separator in _SEPARATORS:
-        found = [part.strip() for part in text.split(separator)]
-        if (
-            len(found) > 1
-            and any(found)
-            and all(not part or _ACTION.fullmatch(part) for part in found)
-        ):
+        cells = [part.strip() for part in text.split(separator)]
+        actions = all(not part or _ACTION.fullmatch(part) for part in cells)
+        if len(cells) > 1 and any(cells) and actions:
             return separator
     return ""
 
@@ -87,15 +80,11 @@ def csv_lines(text: str) -> Iterator[list[str]]:
                 )
             yield line
     except csv.Error as error:
-        where = f"line {reader.line_num}"
+        why = "a carriage return without a line feed; end lines with \\n or \\r\\n"
         if "field limit" in str(error):
-            raise ScheduleError(
-                f"{where}: a cell has more than {csv.field_size_limit():,} characters; write an "
-                "action, e.g. 2F0"
-            ) from None
-        raise ScheduleError(
-            f"{where}: a carriage return without a line feed; end lines with \\n or \\r\\n"
-        ) from None
+            most = f"{csv.field_size_limit():,}"
+            why = f"a cell has more than {most} characters; write an action, e.g. 2F0"
+        raise ScheduleError(f"line {reader.line_num}: {why}") from None
 
 
 def rows_to_csv(rows: Sequence[Row]) -> str:
@@ -140,12 +129,12 @@ def table_from_json(text: str) -> dict[str, Any]:
     rows = _rows(lines, bad, json_place)
     _raise_if(bad, "the JSON is not a schedule")
     placement = Placement.explicit(data["stage_to_device"], devices=data["num_devices"])
+    more = {"name": data.get("name") or "", "slices": data.get("slices", 1)}
     return {
         "rows": rows,
         "placement": placement,
         "num_microbatches": data["num_microbatches"],
-        "name": data.get("name") or "",
-        "slices": data.get("slices", 1),
+        **more,
     }
 
 
@@ -155,18 +144,15 @@ def json_value(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ScheduleError(
-            f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}"
-        ) from None
+        why = f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}"
     except RecursionError:
-        raise ScheduleError(
-            "the JSON is nested too deeply; a schedule is an object with lists of lists"
-        ) from None
+        why = "the JSON is nested too deeply; a schedule is an object with lists of lists"
     except ValueError:  # Python reads no number of more than some thousand digits
-        raise ScheduleError(
+        why = (
             f"the JSON holds a number of thousands of digits; {MAX_COUNT:,} is the largest that "
             "a schedule holds"
-        ) from None
+        )
+    raise ScheduleError(why)
 
 
 def _readable(text: str, what: str) -> str:
