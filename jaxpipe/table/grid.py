@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
 from .encoded import Encoded, encode
 from .kinds import Cell, Row, parts
-from .run_order import Transfers, buffered_order, waits
+from .run_order import Transfers, run_order, waits
 
 MARK = "<-- ERROR HERE"
 
@@ -30,11 +28,8 @@ def grid(
     With several slices a sequence, `2F1.3` is slice 3 of sequence 1.
     """
     columns = _columns(rows)
-    marks = {
-        (device, columns[device][position])
-        for device, position in marked
-        if _exists(rows, device, position)
-    }
+    column_of = {(d, p): column for d, row in enumerate(columns) for p, column in enumerate(row)}
+    marks = {(cell[0], column_of[cell]) for cell in marked if cell in column_of}
     steps = 1 + max((c for row in columns for c in row), default=-1)
     shown = _shown(steps, sorted({column for _, column in marks}), most_columns)
     texts: list[list[str]] = []
@@ -93,10 +88,6 @@ def cell_label(cell: Cell, slices: int) -> str:
     return labels[0] if len(labels) == 1 else f"({';'.join(labels)})OVERLAP_F_B"
 
 
-def _exists(rows: tuple[Row, ...], device: int, position: int) -> bool:
-    return 0 <= device < len(rows) and 0 <= position < len(rows[device])
-
-
 def _shown(steps: int, marks: Sequence[int], most: int | None) -> list[int]:
     """The columns to draw: all, or as many as allowed around the first marks; -1 where some are
     left out.
@@ -127,38 +118,28 @@ def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
     table = encode(rows, 1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions))
     if table.too_sparse or not table.in_range.all():
         return by_position
-    wait = waits(table, Transfers.ASYNC)
-    order = buffered_order(table, wait)
-    if order.cycles:
-        return by_position
-    return _in_time(rows, table, np.where(wait >= 0, wait, table.num_actions).tolist(), order.order)
+    order = run_order(table, Transfers.ASYNC)
+    return by_position if order.cycles else _in_time(rows, table, order.order)
 
 
-def _in_time(
-    rows: tuple[Row, ...], table: Encoded, need: Sequence[int], order: Sequence[int]
-) -> list[list[int]]:
+def _in_time(rows: tuple[Row, ...], table: Encoded, order: Sequence[int]) -> list[list[int]]:
     """Columns where every cell, idle ones too, takes one step and comes at least one step after
     what it needs.
     """
-    device, position, last_half = (
-        table.device.tolist(),
-        table.position.tolist(),
-        table.last_half.tolist(),
-    )
+    device, position = table.device.tolist(), table.position.tolist()
+    need, last_half = waits(table, Transfers.ASYNC).tolist(), table.last_half.tolist()
     column, before = [-1] * len(rows), [-1] * len(rows)
-    at = [-1] * (table.num_actions + 1)
+    at = [-1] * (table.num_actions + 1)  # the last is that of what needs nothing
     for i in order:
-        d = device[i]
-        if i in table.collectives:
-            members = table.collectives[i].members
-            if i == members[0]:
-                step = max(column[e] + position[j] - before[e] for e, j in enumerate(members))
-                for e, j in enumerate(members):
-                    column[e] = at[j] = step
-                    before[e] = position[j]
+        members = table.collectives[i].members if i in table.collectives else (i,)
+        if i != members[0]:
             continue
-        column[d] = at[i] = max(column[d] + position[i] - before[d], at[need[i]] + 1)
-        before[d] = position[i]
+        step = max(at[need[j]] + 1 for j in members)
+        for j in members:
+            step = max(step, column[device[j]] + position[j] - before[device[j]])
+        for j in members:
+            column[device[j]] = at[j] = step
+            before[device[j]] = position[j]
     places: list[list[int]] = [[-1] * len(row) for row in rows]
     for i in range(table.num_actions):
         places[device[i]][position[i]] = at[last_half[i]]

@@ -240,9 +240,8 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
     reports it).
     """
     found: dict[int, set[int]] = {}
-    actions = [
-        (device, action) for device, row in enumerate(rows) for c in row for action in parts(c)
-    ]
+    cells = [(device, cell) for device, row in enumerate(rows) for cell in row]
+    actions = [(device, action) for device, cell in cells for action in parts(cell)]
     for device, action in actions:
         if action.kind not in SHARES:  # the number of those is the device's
             found.setdefault(action.stage, set()).add(device)
