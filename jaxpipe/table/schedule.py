@@ -120,15 +120,23 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str) -> Schedule:
         """Read what `to_json` writes; ScheduleError lists every field and cell that is wrong."""
-        return cls(**table_from_json(text))
+        fields, rows = table_from_json(text)
+        placement = Placement.explicit(fields["stage_to_device"], devices=fields["num_devices"])
+        name, slices = fields.get("name") or "", fields.get("slices") or 1
+        return cls(as_rows(rows), placement, fields["num_microbatches"], name, slices=slices)
 
     def to_json(self) -> str:
         """Write one JSON object with the rows, placement, number of microbatches, slices and
         name.
         """
-        return table_to_json(
-            self.cells, self.placement, self.num_microbatches, self.name, self.slices
-        )
+        fields = {
+            "name": self.name,
+            "num_devices": self.placement.num_devices,
+            "num_microbatches": self.num_microbatches,
+            "stage_to_device": self.stage_to_device,
+            **({"slices": self.slices} if self.slices > 1 else {}),
+        }
+        return table_to_json(fields, self.cells)
 
     @cached_property
     def cells(self) -> tuple[Row, ...]:

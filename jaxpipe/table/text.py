@@ -8,13 +8,12 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import ParseError, ScheduleError, Violation, listed, quoted
 from .kinds import Cell, Row, parse_cell
 from .limits import MAX_COUNT, MAX_DEVICES, MAX_FAULTS, MAX_TEXT
-from .placement import Placement
 
 JSON_FORMAT, JSON_VERSION = "jaxpipe.schedule", 1
 # Actions of torch's tables that are not part of the pipeline: sharding of parameters and reduction
@@ -92,50 +91,30 @@ def rows_to_csv(rows: Sequence[Row]) -> str:
     return "".join(",".join("" if c is None else str(c) for c in row) + "\n" for row in rows)
 
 
-def table_to_json(
-    rows: Sequence[Row], placement: Placement, num_microbatches: int, name: str, slices: int
-) -> str:
+def table_to_json(fields: Mapping[str, object], rows: Sequence[Row]) -> str:
     """Write a table as one JSON object, with one line per device."""
-    head = {
-        "format": JSON_FORMAT,
-        "version": JSON_VERSION,
-        "name": name,
-        "num_devices": placement.num_devices,
-        "num_microbatches": num_microbatches,
-        "stage_to_device": placement.stage_to_device,
-    }
-    head |= {"slices": slices} if slices > 1 else {}
-    fields = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    head = {"format": JSON_FORMAT, "version": JSON_VERSION, **fields}
+    texts = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     lines = ["    " + json.dumps([None if c is None else str(c) for c in row]) for row in rows]
-    return "{\n" + ",\n".join(fields) + ',\n  "rows": [\n' + ",\n".join(lines) + "\n  ]\n}\n"
+    return "{\n" + ",\n".join(texts) + ',\n  "rows": [\n' + ",\n".join(lines) + "\n  ]\n}\n"
 
 
-def table_from_json(text: str) -> dict[str, Any]:
-    """The arguments of `Schedule`, from what `table_to_json` writes; ScheduleError lists every
-    field and cell that is wrong.
+def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
+    """The fields and the rows that `table_to_json` writes; ScheduleError lists every field and cell
+    that is wrong.
     """
     data = json_value(text)
     if not isinstance(data, dict) or data.get("format") != JSON_FORMAT:
-        raise ScheduleError(
-            f'the JSON is not a schedule: it must be an object with "format": "{JSON_FORMAT}"'
-        )
+        must = f'it must be an object with "format": "{JSON_FORMAT}"'
+        raise ScheduleError(f"the JSON is not a schedule: {must}")
     if data.get("version") != JSON_VERSION:
-        raise ScheduleError(
-            f"the JSON has version {quoted(data.get('version'))}; this jaxpipe reads version "
-            f"{JSON_VERSION}"
-        )
+        reads = f"this jaxpipe reads version {JSON_VERSION}"
+        raise ScheduleError(f"the JSON has version {quoted(data.get('version'))}; {reads}")
     bad = _field_faults(data)
     lines = [] if bad else [[(i, c or "") for i, c in enumerate(line)] for line in data["rows"]]
     rows = _rows(lines, bad, json_place)
     _raise_if(bad, "the JSON is not a schedule")
-    placement = Placement.explicit(data["stage_to_device"], devices=data["num_devices"])
-    more = {"name": data.get("name") or "", "slices": data.get("slices", 1)}
-    return {
-        "rows": rows,
-        "placement": placement,
-        "num_microbatches": data["num_microbatches"],
-        **more,
-    }
+    return data, rows
 
 
 def json_value(text: str) -> object:
@@ -148,10 +127,8 @@ def json_value(text: str) -> object:
     except RecursionError:
         why = "the JSON is nested too deeply; a schedule is an object with lists of lists"
     except ValueError:  # Python reads no number of more than some thousand digits
-        why = (
-            f"the JSON holds a number of thousands of digits; {MAX_COUNT:,} is the largest that "
-            "a schedule holds"
-        )
+        largest = f"{MAX_COUNT:,} is the largest that a schedule holds"
+        why = f"the JSON holds a number of thousands of digits; {largest}"
     raise ScheduleError(why)
 
 
