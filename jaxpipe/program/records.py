@@ -158,6 +158,8 @@ def empty_ticks(
 
 # Where a transfer's payload arrives.
 POOL_OF = {Payload.ACTIVATION: Place.X, Payload.COTANGENT: Place.COTANGENT}
+# By the pool where a transfer arrives, the place that it is sent from.
+SENT_TO = {Place.X: Place.SENT_X, Place.COTANGENT: Place.SENT_DX}
 
 
 # The most forwards whose residuals are between the memories of a device and its host at a time: one

@@ -19,14 +19,12 @@ from ..errors import ProgramError
 from ..table.effects import MOVES, OF_SLICES, Access, Effect, Place
 from .code_rules import Fault, ProgramRule, Running, code_faults, running, structure_faults
 from .ir import Program
-from .records import NOBODY, POOL_OF, Pool
+from .records import NOBODY, POOL_OF, SENT_TO, Pool
 
 Ints: TypeAlias = NDArray[np.int64]
 At: TypeAlias = tuple[Ints, Ints]
 # What is in a slot that nobody wrote, or that a permute without a message for the device wrote.
 NOTHING = -1
-# By the pool where a transfer arrives, the place that it is sent from.
-_SENT_FROM = {Place.X: Place.SENT_X, Place.COTANGENT: Place.SENT_DX}
 
 
 # An error's text stays readable: the rest is in `.faults`.
@@ -146,12 +144,12 @@ def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iter
 
 def _of_exchanges(program: Program, pool: Place, blocks: Sequence[Running]) -> Iterator[Accesses]:
     """What permutes write; a device that is no target gets nothing, and writes that."""
-    if pool not in _SENT_FROM:
+    if pool not in SENT_TO:
         return
     # What a device has to send when a tick is over, made in that very tick.
     sent = np.full((program.num_ticks, program.schedule.num_devices), NOTHING)
     for block in blocks:
-        for _, at, _, value in _happening(program, _SENT_FROM[pool], block):
+        for _, at, _, value in _happening(program, SENT_TO[pool], block):
             sent[at] = value
     for segment, transit in ((s, t) for s in program.segments for t in s.transits):
         if POOL_OF[transit.permute.payload] is not pool:
