@@ -56,15 +56,12 @@ class Schedule:
         object.__setattr__(self, "rows", as_rows(self.rows))
         with suppress(ScheduleError):
             object.__setattr__(self, "rows", self.cells)
+        count, slices = quoted(self.num_microbatches), quoted(self.slices)
         if not 0 <= self.num_microbatches <= MAX_COUNT:
-            raise ScheduleError(
-                f"num_microbatches must be 0 to {MAX_COUNT:,}, not {quoted(self.num_microbatches)}"
-            )
+            raise ScheduleError(f"num_microbatches must be 0 to {MAX_COUNT:,}, not {count}")
         if self.slices < 1 or self.num_microbatches % self.slices:
-            raise ScheduleError(
-                f"slices={quoted(self.slices)} must be at least 1 and divide the "
-                f"{self.num_microbatches} microbatches: each of them is a slice of a sequence"
-            )
+            must = f"slices={slices} must be at least 1 and divide the {count} microbatches"
+            raise ScheduleError(f"{must}: each of them is a slice of a sequence")
 
     @classmethod
     @typed()
@@ -84,17 +81,12 @@ class Schedule:
         error in a file).
         """
         table = plain_rows(as_rows(rows))
+        if placement is None:
+            placement = _placement_of(table)
         if num_microbatches is None:
-            num_microbatches = 1 + max(
-                (a.microbatch for row in table for c in row for a in parts(c)), default=-1
-            )
-        return cls(
-            table,
-            _placement_of(table) if placement is None else placement,
-            num_microbatches,
-            name,
-            slices=slices,
-        )
+            actions = (action for row in table for cell in row for action in parts(cell))
+            num_microbatches = 1 + max((action.microbatch for action in actions), default=-1)
+        return cls(table, placement, num_microbatches, name, slices=slices)
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "", slices: int = 1) -> Schedule:
@@ -121,9 +113,10 @@ class Schedule:
     def from_json(cls, text: str) -> Schedule:
         """Read what `to_json` writes; ScheduleError lists every field and cell that is wrong."""
         fields, rows = table_from_json(text)
-        placement = Placement.explicit(fields["stage_to_device"], devices=fields["num_devices"])
+        home, count = fields["stage_to_device"], fields["num_microbatches"]
+        placement = Placement.explicit(home, devices=fields["num_devices"])
         name, slices = fields.get("name") or "", fields.get("slices") or 1
-        return cls(as_rows(rows), placement, fields["num_microbatches"], name, slices=slices)
+        return cls(as_rows(rows), placement, count, name, slices=slices)
 
     def to_json(self) -> str:
         """Write one JSON object with the rows, placement, number of microbatches, slices and
@@ -206,7 +199,8 @@ class Schedule:
         """Every broken rule where SEND and RECV behave as `transfers` says; the work is
         done once.
         """
-        return (*self._broken_rules, *deadlocks(self.encoded, self.run_order, transfers))
+        found = deadlocks(self.encoded, self.run_order, transfers)
+        return (*self._broken_rules, *found)
 
     @cached_property
     def _broken_rules(self) -> tuple[Violation, ...]:
@@ -260,8 +254,11 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
             "actions; possible typo"
         )
     # DualPipe's convention: stage s is chunk 0 of device s and chunk 1 of device P - 1 - s.
-    homes = [sorted((device != s, device) for device in found.get(s, {0})) for s in range(stages)]
-    return Placement(tuple(tuple(device for _, device in home) for home in homes), len(rows))
+    homes = []
+    for stage in range(stages):
+        devices = sorted(found.get(stage, {0}))
+        homes.append(tuple(sorted(devices, key=stage.__ne__)))
+    return Placement(tuple(homes), len(rows))
 
 
 # An error's text stays readable: the rest is in `.violations`.
