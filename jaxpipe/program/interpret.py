@@ -150,8 +150,8 @@ def _move(device: _Device, row: TickRecord[int]) -> Iterator[tuple[list[Any], in
     for record, move in product(row.moves, MOVES):
         if getattr(record, move.value) == NOBODY:
             continue
-        values = [device[place][getattr(record, column)] for place, column in move.reads]
+        values = [device[place][getattr(record, column)] for column, place in move.reads.items()]
         # The host holds both kinds of residuals of a forward in one slot.
         values = [values] if len(values) > 1 else values[0]
-        for (place, column), value in zip(move.writes, values, strict=True):
+        for (column, place), value in zip(move.writes.items(), values, strict=True):
             yield device[place], getattr(record, column), value

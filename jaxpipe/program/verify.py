@@ -193,7 +193,7 @@ def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
         value: Any = getattr(record, move.value)
         tick, device = np.nonzero(value != NOBODY)
         for order, columns in ((Access.READ, move.reads), (Access.WRITE, move.writes)):
-            for column in (column for where, column in columns if where is pool):
+            for column in (name for name, where in columns.items() if where is pool):
                 slots, at = getattr(record, column), (tick, device)
                 # A device's slot is read when the tick before is over.
                 when = tick if on_host or order is Access.WRITE else tick - 1

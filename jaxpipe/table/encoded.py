@@ -210,6 +210,15 @@ class Encoded:
         return not self.kinds.isdisjoint(RECOMPUTE)
 
     @cached_property
+    def recomputed(self) -> BoolArray:
+        """Per action, whether it is a forward that is run again for its backward."""
+        found = self.of_kinds(makers(Value.INPUT)) & self.in_range
+        mine = np.flatnonzero(found)
+        again = self.at[list(RECOMPUTE)][:, self.stage[mine], self.microbatch[mine]]
+        found[mine] = (again >= 0).any(axis=0)
+        return found
+
+    @cached_property
     def collectives(self) -> dict[int, CollectiveAction]:
         """By the number of any action of it: the collective actions, where each device has
         it once.

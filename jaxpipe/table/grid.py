@@ -28,19 +28,20 @@ def grid(
     With several slices a sequence, `2F1.3` is slice 3 of sequence 1.
     """
     columns = _columns(rows)
-    column_of = {(d, p): column for d, row in enumerate(columns) for p, column in enumerate(row)}
+    column_of = {(d, p): c for d, row in enumerate(columns) for p, c in enumerate(row)}
     marks = {(cell[0], column_of[cell]) for cell in marked if cell in column_of}
     steps = 1 + max((c for row in columns for c in row), default=-1)
     shown = _shown(steps, sorted({column for _, column in marks}), most_columns)
     texts: list[list[str]] = []
-    for row, places in zip(rows, columns, strict=True):
+    for row, numbers_of_row in zip(rows, columns, strict=True):
         cells = {-1: "..."}
-        for cell, column in zip(row, places, strict=True):
-            cells[column] = "" if cell is None else cell_label(cell, slices)
+        for cell, c in zip(row, numbers_of_row, strict=True):
+            cells[c] = "" if cell is None else cell_label(cell, slices)
         texts.append([cells.get(c, "") for c in shown])
-    marked_places = {(device, shown.index(column)) for device, column in marks if column in shown}
+    places = {(device, shown.index(c)) for device, c in marks if c in shown}
     numbers = [str(c) if c >= 0 else "..." for c in shown]
-    return "\n".join(drawn(texts, marked_places, numbers, bad={device for device, _ in marks}))
+    bad = {device for device, _ in marks}
+    return "\n".join(drawn(texts, places, numbers, bad=bad))
 
 
 def drawn(
@@ -58,11 +59,10 @@ def drawn(
         [f"[{text}]" if (device, p) in marked else text for p, text in enumerate(row)]
         for device, row in enumerate(texts)
     ]
-    width = max((len(text) for row in (*cells, numbers or ()) for text in row), default=1)
+    rows = (numbers or (), *cells)
+    width = max((len(text) for row in rows for text in row), default=1)
     label = len(f"device {len(texts) - 1}")
-    bodies = [
-        "".join(f" {text:<{width}}" for text in row).rstrip() for row in (numbers or (), *cells)
-    ]
+    bodies = ["".join(f" {text:<{width}}" for text in row).rstrip() for row in rows]
     lines = [f"{f'device {d}':<{label}} |{body}" for d, body in enumerate(bodies[1:])]
     lines = [f"{line}  {MARK}" if d in bad else line for d, line in enumerate(lines)]
     return lines if numbers is None else [" " * label + " |" + bodies[0], *lines]
@@ -75,16 +75,17 @@ def microbatch_label(microbatch: int, slices: int) -> str:
     >>> microbatch_label(7, 1), microbatch_label(7, 4)
     ('7', '1.3')
     """
-    return str(microbatch) if slices == 1 else f"{microbatch // slices}.{microbatch % slices}"
+    sequence, number = divmod(microbatch, slices)
+    return str(microbatch) if slices == 1 else f"{sequence}.{number}"
 
 
 def cell_label(cell: Cell, slices: int) -> str:
     """A cell's text for people."""
     if slices == 1:
         return str(cell)
-    labels = [
-        f"{a.stage}{a.kind.name}{microbatch_label(a.microbatch, slices)}" for a in parts(cell)
-    ]
+    numbers = [microbatch_label(action.microbatch, slices) for action in parts(cell)]
+    pairs = zip(parts(cell), numbers, strict=True)
+    labels = [f"{action.stage}{action.kind.name}{number}" for action, number in pairs]
     return labels[0] if len(labels) == 1 else f"({';'.join(labels)})OVERLAP_F_B"
 
 
@@ -115,7 +116,8 @@ def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
     actions = [a for row in rows for c in row for a in parts(c)]
     if not actions or any(not a.kind.is_compute for a in actions):
         return by_position
-    table = encode(rows, 1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions))
+    stages, _, microbatches = map(max, zip(*actions, strict=True))
+    table = encode(rows, 1 + stages, 1 + microbatches)
     if table.too_sparse or not table.in_range.all():
         return by_position
     order = run_order(table, Transfers.ASYNC)
@@ -144,7 +146,6 @@ def _in_time(rows: tuple[Row, ...], table: Encoded, order: Sequence[int]) -> lis
     for i in range(table.num_actions):
         places[device[i]][position[i]] = at[last_half[i]]
     for row in places:
-        for p, place in enumerate(row):
-            if place < 0:  # idle
-                row[p] = row[p - 1] + 1 if p else 0
+        for p in (p for p, place in enumerate(row) if place < 0):  # idle
+            row[p] = row[p - 1] + 1 if p else 0
     return places

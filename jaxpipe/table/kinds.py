@@ -295,7 +295,7 @@ KIND_NAMES = tuple(kind.name for kind in Kind)
 COMPUTE = kinds_where(lambda spec: spec.is_compute)
 TRANSFERS = kinds_where(lambda spec: not spec.is_compute)
 # What only a table with a backward pass computes.
-BACKWARDS = kinds_where(lambda spec: spec.is_compute and spec.direction is Pass.BACKWARD)
+BACKWARDS = kinds_where(lambda s: s.is_compute and s.direction is Pass.BACKWARD)
 RECOMPUTE = readers(Value.INPUT)
 # Kinds that run the code of a stage's forward, in either pass.
 RUNS_FORWARD = makers(Value.ACTIVATIONS)
@@ -309,8 +309,8 @@ SHARES = kinds_where(lambda spec: spec.is_share)
 SPREAD_FIRST = kinds_where(lambda spec: spec.end is not None and spec.end.stage == 0)
 SPREAD_LAST = kinds_where(lambda spec: spec.end is not None and spec.end.stage != 0)
 # The kinds of the forward half of an overlapped pair, and of its backward half.
-FORWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.FORWARD)
-BACKWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.BACKWARD)
+FORWARD_HALVES = kinds_where(lambda s: s.overlaps and s.direction is Pass.FORWARD)
+BACKWARD_HALVES = kinds_where(lambda s: s.overlaps and s.direction is Pass.BACKWARD)
 SENDS = kinds_where(lambda spec: spec.sends)
 RECEIVES = kinds_where(lambda spec: spec.receives is not None)
 MESSAGES = tuple(_message(spec.sends) for spec in KINDS if spec.sends is not None)
@@ -366,10 +366,8 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(_text(text))
     if match is not None:
         return Action(int(match[1]), Kind[match[2]], int(match[3]))
-    raise ParseError(
-        f"{quoted(text)} is not an action: {_why_not(text)}; write [stage][kind][microbatch], "
-        "e.g. 2F0 or 1SEND_F3"
-    )
+    write = "write [stage][kind][microbatch], e.g. 2F0 or 1SEND_F3"
+    raise ParseError(f"{quoted(text)} is not an action: {_why_not(text)}; {write}")
 
 
 def parse_cell(text: str) -> Cell:
@@ -386,16 +384,16 @@ def parse_cell(text: str) -> Cell:
         return parse_action(text)
     match = _OVERLAP.fullmatch(text)
     if match is None:
-        raise ParseError(f"{quoted(text)} is not an overlapped pair; write (0F7;7B3)OVERLAP_F_B")
+        write = "write (0F7;7B3)OVERLAP_F_B"
+        raise ParseError(f"{quoted(text)} is not an overlapped pair; {write}")
     forward, backward = parse_action(match[1].strip()), parse_action(match[2].strip())
     if forward.kind not in FORWARD_HALVES or backward.kind not in BACKWARD_HALVES:
         first, second = (
             " or ".join(kind.name for kind in kinds) for kinds in (FORWARD_HALVES, BACKWARD_HALVES)
         )
-        raise ParseError(
-            f"{quoted(text)} overlaps {forward.kind.name} with {backward.kind.name}; the first "
-            f"must be {first}, the second {second}"
-        )
+        overlaps = f"overlaps {forward.kind.name} with {backward.kind.name}"
+        must = f"the first must be {first}, the second {second}"
+        raise ParseError(f"{quoted(text)} {overlaps}; {must}")
     return Overlap(forward, backward)
 
 
