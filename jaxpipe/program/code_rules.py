@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..table.effects import flags_of
-from ..table.kinds import COLLECTIVES, KIND_NAMES, Kind
+from ..table.kinds import COLLECTIVES, KIND_NAMES
 from .ir import Program
 from .records import NOBODY
 from .segments import FLAGS, BlockUse, Permute, Presence, Segment, room_of
@@ -50,12 +50,9 @@ class Fault:
     device: int | None = None
 
     def __str__(self) -> str:
-        where = [
-            f"{name} {at}"
-            for name, at in (("tick", self.tick), ("device", self.device))
-            if at is not None
-        ]
-        return f"{self.rule.value}{' [' + ', '.join(where) + ']' if where else ''}: {self.message}"
+        places = (("tick", self.tick), ("device", self.device))
+        where = ", ".join(f"{name} {at}" for name, at in places if at is not None)
+        return f"{self.rule.value}{f' [{where}]' if where else ''}: {self.message}"
 
 
 # Of one kind of fault, so many are listed.
@@ -101,9 +98,8 @@ def _action_faults(program: Program) -> Iterator[Fault]:
     done = np.zeros(table.num_actions, np.int64)
     expected = {"chunk": program.schedule.chunks, **flags_of(table)}
     for _, record in program.ticks.actions:
-        at = np.nonzero(record.kind != NOBODY)
-        columns = {name: column[at].astype(np.int64) for name, column in record.columns.items()}
-        tick, device = at
+        tick, device = at = np.nonzero(record.kind != NOBODY)
+        columns = {name: column[at].astype(int) for name, column in record.columns.items()}
         kind, microbatch = columns["kind"], columns["microbatch"]
         stage = columns.get("stage", device)
         sizes = zip((kind, stage, microbatch), table.at.shape, strict=True)
@@ -112,7 +108,7 @@ def _action_faults(program: Program) -> Iterator[Fault]:
         number[inside] = table.at[kind[inside], stage[inside], microbatch[inside]]
         right = (number >= 0) & (table.device[number] == device)
         for i in np.flatnonzero(~right).tolist():
-            name = KIND_NAMES[kind[i]] if 0 <= kind[i] < len(Kind) else f"kind {kind[i]}"
+            name = dict(enumerate(KIND_NAMES)).get(int(kind[i]), f"kind {kind[i]}")
             action = f"{stage[i]}{name}{microbatch[i]}"
             message = f"runs {action}, which the table does not give to this device"
             yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
@@ -124,12 +120,9 @@ def _action_faults(program: Program) -> Iterator[Fault]:
                 if name == "chunk":
                     message = f"runs stage {stage[i]} as chunk {entry[i]}"
                 yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
-    for missing in np.flatnonzero(done != 1).tolist():
-        yield Fault(
-            ProgramRule.ACTION,
-            f"{table.text(missing)} runs {done[missing]} times",
-            device=int(table.device[missing]),
-        )
+    for i in np.flatnonzero(done != 1).tolist():
+        message = f"{table.text(i)} runs {done[i]} times"
+        yield Fault(ProgramRule.ACTION, message, device=int(table.device[i]))
 
 
 def _collective_faults(program: Program) -> Iterator[Fault]:
@@ -137,10 +130,10 @@ def _collective_faults(program: Program) -> Iterator[Fault]:
     ticks = program.ticks
     busy = (ticks.forward.kind != NOBODY) | (ticks.backward.kind != NOBODY)
     for record in ticks.collectives:
-        for tick in np.flatnonzero(np.isin(record.kind, COLLECTIVES).any(axis=1)).tolist():
-            kinds, microbatches = (
-                sorted(set(column[tick].tolist())) for column in (record.kind, record.microbatch)
-            )
+        together = np.isin(record.kind, COLLECTIVES).any(axis=1)
+        for tick in np.flatnonzero(together).tolist():
+            kinds = sorted(set(record.kind[tick].tolist()))
+            microbatches = sorted(set(record.microbatch[tick].tolist()))
             if len(kinds) > 1 or len(microbatches) > 1:
                 message = f"devices do {kinds} of microbatches {microbatches}, not all the same"
                 yield Fault(ProgramRule.COLLECTIVE, message, tick)
@@ -159,13 +152,14 @@ def _template_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fa
                 continue
             covered[ticks] += runs
             if use.active is Presence.ALWAYS:
-                for k, device in zip(*np.nonzero(~runs), strict=True):
+                for k, device in np.argwhere(~runs).tolist():
                     message = f"runs {use.block} without being asked to"
-                    yield Fault(ProgramRule.CODE, message, int(ticks[k]), int(device))
+                    yield Fault(ProgramRule.CODE, message, int(ticks[k]), device)
             yield from _part_faults(use, record, ticks, runs)
-        for tick, device in zip(*np.nonzero(covered != (record.kind != NOBODY)), strict=True):
-            message = f"the template has the code of its {name} {covered[tick, device]} times"
-            yield Fault(ProgramRule.CODE, message, int(tick), int(device))
+        for tick, device in np.argwhere(covered != (record.kind != NOBODY)).tolist():
+            times = covered[tick, device]
+            message = f"the template has the code of its {name} {times} times"
+            yield Fault(ProgramRule.CODE, message, tick, device)
 
 
 def _run_faults(program: Program) -> Iterator[Fault]:
@@ -183,22 +177,22 @@ def _run_faults(program: Program) -> Iterator[Fault]:
             alike = all(segment.templates[j] == first for j in ticks)
             late = any(permute.delay for permute in first.permutes)
             if len(ticks) > 1 and (late or not alike):
-                message = (
-                    "shares code with other ticks of its trip, which need other code or "
-                    "await its transfers"
-                )
+                why = "which need other code or await its transfers"
+                message = f"shares code with other ticks of its trip, {why}"
                 yield Fault(ProgramRule.CODE, message, segment.start + ticks[0])
 
 
 def _part_faults(use: BlockUse, record: Any, ticks: Any, runs: BoolTable) -> Iterator[Fault]:
     """The inner parts of a block run exactly where their flags say."""
     for flag in {"is_first", "is_last", "is_local"}.intersection(FLAGS[use.block.kind]):
-        presence, wanted = use.presence(flag), getattr(record, flag)[ticks] != 0
-        happens = wanted if presence is Presence.SOMETIMES else presence is Presence.ALWAYS
-        for k, device in zip(*np.nonzero(runs & (wanted != happens)), strict=True):
-            verb = "is never run" if presence is Presence.NEVER else "always runs"
+        presence, flags = use.presence(flag), getattr(record, flag)[ticks]
+        if presence is Presence.SOMETIMES:
+            continue
+        happens = presence is Presence.ALWAYS
+        for k, device in np.argwhere(runs & ((flags != 0) != happens)).tolist():
+            verb = "always runs" if happens else "is never run"
             message = f"`{flag[3:]}` of {use.block} {verb}, against its flag"
-            yield Fault(ProgramRule.CODE, message, int(ticks[k]), int(device))
+            yield Fault(ProgramRule.CODE, message, int(ticks[k]), device)
 
 
 def structure_faults(program: Program) -> list[Fault]:
@@ -224,7 +218,8 @@ def _segment_faults(segments: Sequence[Segment], num_ticks: int) -> Iterator[Fau
                     late = f"is awaited too late for trips of {segment.period} ticks"
                     yield Fault(ProgramRule.EXCHANGE, f"({permute}) of tick {j} {late}")
     if tick != num_ticks:
-        yield Fault(ProgramRule.SEGMENTS, f"the segments end at tick {tick} of {num_ticks}")
+        message = f"the segments end at tick {tick} of {num_ticks}"
+        yield Fault(ProgramRule.SEGMENTS, message)
 
 
 def _permute_faults(permute: Permute) -> Iterator[Fault]:

@@ -8,17 +8,15 @@ slots and permutes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..table.effects import MOVES, Access, Effect, Of, Place
 from ..table.kinds import Kind
 from .ir import Program
-from .records import NOBODY, POOL_OF, TickRecord
-from .segments import BlockUse, Payload, Segment
-
-_SENT = {Place.SENT_X: Payload.ACTIVATION, Place.SENT_DX: Payload.COTANGENT}
+from .records import NOBODY, POOL_OF, SENT_TO, TickRecord
+from .segments import BlockUse, Segment
 
 
 class Step(NamedTuple):
@@ -44,25 +42,20 @@ class Model(Protocol):
         """
 
 
-@dataclass
-class _Device:
-    """The pools of a device, and the values that it sends."""
-
-    pools: Mapping[Place, list[Any]]
-    sent: dict[Payload, Any] = field(default_factory=lambda: dict.fromkeys(Payload))
+# By pool, the values in its slots; and by `Place.SENT_X` and `Place.SENT_DX`, the value to send.
+_Device: TypeAlias = dict[Place, Any]
 
 
 def interpret(program: Program, model: Model) -> None:
     """Run every tick: each device its blocks in the template's order, then the exchange; the model
     collects the results.
     """
-    devices = [
-        _Device({pool.name: [None] * pool.slots for pool in program.pools})
-        for _ in program.schedule.rows
+    pools = {pool.name: pool.slots for pool in program.pools}
+    devices: list[_Device] = [
+        {place: [None] * slots for place, slots in pools.items()} for _ in program.schedule.rows
     ]
-    run = _Interpreter(program, model, devices)
     for segment in program.segments:
-        run.segment(segment)
+        _Interpreter(program, model, devices).segment(segment)
 
 
 @dataclass(frozen=True)
@@ -76,37 +69,34 @@ class _Interpreter:
         before a block, or when a tick is over.
         """
         program, devices = self.program, self.devices
-        awaited: dict[tuple[int, int], list[tuple[Place, int, list[Any]]]] = {}
+        # by tick and block: the tick of the records, the lane, the pool, and a value a device
+        awaited: dict[tuple[int, int], list[tuple[int, int, Place, list[Any]]]] = {}
         written = {(t.tick, t.lane): segment.written(t) for t in segment.transits}
 
         def arrive(tick: int, block: int) -> None:
-            for pool, lane, arrived in awaited.pop((tick, block), ()):
-                for number, (value, sent_in) in enumerate(arrived):
-                    arrival = program.at(sent_in, number).arrivals[lane]
+            for made_in, lane, pool, brought in awaited.pop((tick, block), ()):
+                for number, device in enumerate(devices):
+                    arrival = program.at(made_in, number).arrivals[lane]
                     if arrival.takes:
-                        devices[number].pools[pool][arrival.slot] = value
+                        device[pool][arrival.slot] = brought[number]
 
         for tick in range(segment.start, segment.stop):
             template = segment.template(tick)
             rows = [program.at(tick, number) for number in range(len(devices))]
-            moved = [[*_move(device, row)] for device, row in zip(devices, rows, strict=True)]
+            moved = [each for pair in zip(devices, rows, strict=True) for each in _move(*pair)]
             for place, use in enumerate(template.blocks):
                 arrive(tick, place)
                 self._block(use, rows)
+            trip, j = divmod(tick - segment.start, segment.period)
             for lane, permute in enumerate(template.permutes):
-                brought = [None] * len(devices)
+                pool, brought = POOL_OF[permute.payload], [None] * len(devices)
                 for source, target in permute.pairs:
-                    brought[target] = devices[source].sent[permute.payload]
-                pool = POOL_OF[permute.payload]
-                trip, j = divmod(tick - segment.start, segment.period)
-                at, block = written[j, lane]
-                awaited.setdefault((int(at[trip]), int(block[trip])), []).append(
-                    (pool, lane, [(value, tick) for value in brought])
-                )
+                    brought[target] = devices[source].get(SENT_TO[pool])
+                when, block = (int(each[trip]) for each in written[j, lane])
+                awaited.setdefault((when, block), []).append((tick, lane, pool, brought))
             arrive(tick, len(template.blocks))
-            for device, values in zip(devices, moved, strict=True):
-                for name, slot, value in values:
-                    device.pools[name][slot] = value
+            for values, slot, value in moved:
+                values[slot] = value
 
     def _block(self, use: BlockUse, rows: Sequence[TickRecord[int]]) -> None:
         """A block on the devices whose records ask for it."""
@@ -130,7 +120,7 @@ class _Interpreter:
 
         effects, record = self.program.effects(kind), records[source]
         held = {
-            effect.field: self.devices[source].pools[effect.place][getattr(record, effect.field)]
+            effect.field: self.devices[source][effect.place][getattr(record, effect.field)]
             for effect in effects
             if effect.access is Access.READ and happens(effect, source)
         }
@@ -147,22 +137,21 @@ class _Interpreter:
         for number in members:
             device = self.devices[number]
             for effect in (effect for effect in writes if happens(effect, number)):
-                if effect.place in _SENT:
-                    device.sent[_SENT[effect.place]] = made["sent"]
+                if effect.place in SENT_TO.values():
+                    device[effect.place] = made["sent"]
                 elif effect.field:
                     value = made[effect.field]
-                    device.pools[effect.place][getattr(records[number], effect.field)] = (
-                        value[number] if effect.of is Of.DEVICE else value
-                    )
+                    value = value[number] if effect.of is Of.DEVICE else value
+                    device[effect.place][getattr(records[number], effect.field)] = value
 
 
-def _move(device: _Device, row: TickRecord[int]) -> Iterator[tuple[Place, int, Any]]:
-    """The (pool, slot, value) of what goes to the host, or comes back, when the tick is over."""
+def _move(device: _Device, row: TickRecord[int]) -> Iterator[tuple[list[Any], int, Any]]:
+    """What goes to the host, or comes back, when the tick is over: pool, slot and value."""
     for record, move in product(row.moves, MOVES):
         if getattr(record, move.value) == NOBODY:
             continue
-        values = [device.pools[place][getattr(record, column)] for place, column in move.reads]
+        values = [device[place][getattr(record, column)] for column, place in move.reads.items()]
         # The host holds both kinds of residuals of a forward in one slot.
         values = [values] if len(values) > 1 else values[0]
-        for (place, column), value in zip(move.writes, values, strict=True):
-            yield place, getattr(record, column), value
+        for (column, place), value in zip(move.writes.items(), values, strict=True):
+            yield device[place], getattr(record, column), value

@@ -4,7 +4,7 @@ outlives its tick; and the program as text.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -84,18 +84,15 @@ def _action(record: Any, effects: Sequence[Effect], device: int) -> str:
     read = {e.field: e.place for e in happen if e.access is Access.READ}
     # What `first` makes inside of a forward is that forward's input.
     written = {e.field: e.place for e in happen if e.field not in read}
-    before, after = (
-        _slots(record, [(place, field) for field, place in those.items()])
-        for those in (read, written)
-    )
-    slots = before + (f">{after}" if after else "")
+    slots = _slots(record, read) + (f">{_slots(record, written)}" if written else "")
     name = f"{getattr(record, 'stage', device)}{Kind(record.kind).name}{record.microbatch}"
     return f"{name} {slots}".rstrip()
 
 
-def _slots(record: Any, columns: Iterable[tuple[Place, str]]) -> str:
+def _slots(record: Any, columns: Mapping[str, Place]) -> str:
     """The slots that these columns hold."""
-    return " ".join(f"{place.letter}{getattr(record, column)}" for place, column in columns)
+    slots = ((place.letter, getattr(record, column)) for column, place in columns.items())
+    return " ".join(f"{letter}{slot}" for letter, slot in slots)
 
 
 @dataclass(frozen=True, eq=False)

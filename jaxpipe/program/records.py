@@ -45,13 +45,6 @@ class Record(Generic[A]):
         """The record with other columns of these names."""
         return Record({**self.columns, **columns})
 
-    @classmethod
-    def filled(
-        cls, shape: tuple[int, int], names: Iterable[str], nobody: Iterable[str]
-    ) -> Record[IntTable]:
-        """Columns of NOBODY under the names in `nobody`, and of 0 under the others."""
-        return Record({n: np.full(shape, NOBODY if n in nobody else 0, np.int32) for n in names})
-
 
 # Of an action: its kind (or NOBODY), and of a stage's also the chunk of the device (or NOBODY).
 # Then come the flags and the slots of its effects.
@@ -149,22 +142,24 @@ def empty_ticks(
 ) -> TickRecord[IntTable]:
     """Ticks in which nobody does anything.  The passes of lowering fill them."""
 
-    shape, who = (num_ticks, num_devices), ("kind", "chunk")
-
-    def actions(kinds: Collection[Kind]) -> Record[IntTable]:
-        return Record.filled(shape, columns_of(kinds, slices=slices), who)
+    def record(names: Iterable[str], nobody: Collection[str] = ("kind", "chunk")) -> Any:
+        """Columns of NOBODY under the names in `nobody`, and of 0 under the others."""
+        shape = (num_ticks, num_devices)
+        return Record({n: np.full(shape, NOBODY if n in nobody else 0, np.int32) for n in names})
 
     return TickRecord(
-        actions(RUNS_FORWARD),
-        actions({Kind.B, Kind.I, Kind.W}),
-        tuple(Record.filled(shape, ARRIVAL, ()) for _ in range(lanes)),
-        (actions(SHARES),) if collective else (),
-        (Record.filled(shape, MOVE, MOVE),) if moves else (),
+        record(columns_of(RUNS_FORWARD, slices=slices)),
+        record(columns_of({Kind.B, Kind.I, Kind.W}, slices=slices)),
+        tuple(record(ARRIVAL) for _ in range(lanes)),
+        (record(columns_of(SHARES, slices=slices)),) if collective else (),
+        (record(MOVE, MOVE),) if moves else (),
     )
 
 
 # Where a transfer's payload arrives.
 POOL_OF = {Payload.ACTIVATION: Place.X, Payload.COTANGENT: Place.COTANGENT}
+# By the pool where a transfer arrives, the place that it is sent from.
+SENT_TO = {Place.X: Place.SENT_X, Place.COTANGENT: Place.SENT_DX}
 
 
 # The most forwards whose residuals are between the memories of a device and its host at a time: one

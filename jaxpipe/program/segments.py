@@ -55,7 +55,8 @@ class Part(enum.IntEnum):
         """That of a kind."""
         if kind in RUNS_FORWARD:
             return cls.FORWARD
-        return cls.APART if kind not in COLLECTIVES and KINDS[kind].needs is None else cls.BACKWARD
+        needs = kind in COLLECTIVES or KINDS[kind].needs is not None
+        return cls.BACKWARD if needs else cls.APART
 
 
 class Block(NamedTuple):
@@ -85,16 +86,10 @@ class Block(NamedTuple):
 
 
 # By kind, the flags of its record that parts of its code depend on.
-FLAGS = {
-    kind: tuple(
-        dict.fromkeys(
-            e.when
-            for e in EFFECTS
-            if e.kind is kind and e.when is not None and e.place not in OF_SLICES
-        )
-    )
-    for kind in Kind
-}
+FLAGS: dict[Kind, dict[str, None]] = {kind: {} for kind in Kind}
+for effect in EFFECTS:
+    if effect.when is not None and effect.place not in OF_SLICES:
+        FLAGS[effect.kind][effect.when] = None
 
 
 @dataclass(frozen=True)
@@ -136,11 +131,12 @@ class BlockUse:
     @property
     def num_nested(self) -> int:
         """How many predicates a device evaluates inside of it."""
-        return sum(self.presence(flag) is Presence.SOMETIMES for flag in FLAGS[self.block.kind])
+        flags = FLAGS[self.block.kind]
+        return sum(self.presence(flag) is Presence.SOMETIMES for flag in flags)
 
     def __str__(self) -> str:
-        parts = zip("^$~", (self.first, self.last, self.local), strict=True)
-        marks = "".join(mark for mark, presence in parts if presence is not Presence.NEVER)
+        parts = {"^": self.first, "$": self.last, "~": self.local}
+        marks = "".join(mark for mark in parts if parts[mark] is not Presence.NEVER)
         return f"{self.block}{marks}" + ("" if self.active is Presence.ALWAYS else "?")
 
 
@@ -268,8 +264,9 @@ def ticks_of(loops: Sequence[Loop], start: int = 0) -> Iterator[tuple[int, ...]]
     for loop in loops:
         if not loop.body:
             yield tuple(range(start, start + loop.times))
+        turns = range(0, loop.times * loop.ticks, loop.ticks)
         for once in ticks_of(loop.body, start):
-            yield tuple(tick + turn * loop.ticks for turn in range(loop.times) for tick in once)
+            yield tuple(turn + tick for turn in turns for tick in once)
         start += loop.times * loop.ticks
 
 
@@ -319,11 +316,8 @@ class Segment:
     def stage_size(self) -> int:
         """Those of them that are worth counting: an E or a G is a lookup and a sum."""
         light = (Kind.E, Kind.G)
-        return sum(
-            use.block.kind not in light
-            for j, *_ in self.emitted
-            for use in self.templates[j].blocks
-        )
+        blocks = (use.block for j, *_ in self.emitted for use in self.templates[j].blocks)
+        return sum(block.kind not in light for block in blocks)
 
     @property
     def permutes(self) -> int:
@@ -333,19 +327,15 @@ class Segment:
     @property
     def num_collective_predicates(self) -> int:
         """Predicates around collective actions, of all trips."""
-        return self.repeats * sum(
-            use.active is not Presence.ALWAYS
-            for template in self.templates
-            for use in template.blocks
-            if use.block.is_collective
-        )
+        uses = (use for template in self.templates for use in template.blocks)
+        asks = (use.active is not Presence.ALWAYS for use in uses if use.block.is_collective)
+        return self.repeats * sum(asks)
 
     @property
     def num_sends(self) -> int:
         """How many values it sends from one device to another, needed or not."""
-        return self.repeats * sum(
-            len(permute.pairs) for p in self.templates for permute in p.permutes
-        )
+        permutes = (permute for template in self.templates for permute in template.permutes)
+        return self.repeats * sum(len(permute.pairs) for permute in permutes)
 
     @cached_property
     def transits(self) -> tuple[Transit, ...]:
@@ -402,11 +392,7 @@ class Segment:
 
         What the last trip leaves in flight is written when the segment is over.
         """
-        tick = (
-            self.start
-            + self.period * (np.arange(self.repeats) + transit.from_before)
-            + transit.written.tick
-        )
+        tick = self.ticks(transit.written.tick) + self.period * transit.from_before
         block = np.full(self.repeats, transit.written.block)
         if transit.from_before:
             tick[-1], block[-1] = self.stop - 1, len(self.templates[-1].blocks)
@@ -414,9 +400,8 @@ class Segment:
 
     def num_blocks(self, tick: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many blocks the templates of these ticks have."""
-        return np.array([len(template.blocks) for template in self.templates])[
-            (tick - self.start) % self.period
-        ]
+        sizes = np.array([len(template.blocks) for template in self.templates])
+        return sizes[(tick - self.start) % self.period]
 
     def template(self, tick: int) -> TickTemplate:
         """The template of a tick."""

@@ -19,14 +19,12 @@ from ..errors import ProgramError
 from ..table.effects import MOVES, OF_SLICES, Access, Effect, Place
 from .code_rules import Fault, ProgramRule, Running, code_faults, running, structure_faults
 from .ir import Program
-from .records import NOBODY, POOL_OF, Pool
+from .records import NOBODY, POOL_OF, SENT_TO, Pool
 
 Ints: TypeAlias = NDArray[np.int64]
 At: TypeAlias = tuple[Ints, Ints]
 # What is in a slot that nobody wrote, or that a permute without a message for the device wrote.
 NOTHING = -1
-# By the pool where a transfer arrives, the place that it is sent from.
-_SENT_FROM = {Place.X: Place.SENT_X, Place.COTANGENT: Place.SENT_DX}
 
 
 # An error's text stays readable: the rest is in `.faults`.
@@ -124,11 +122,14 @@ def _happening(
     for effect in program.effects(kind):
         if effect.place is not place or not block.use.does(effect):
             continue
-        flag = True if effect.when is None else getattr(record, effect.when)[block.ticks] != 0
-        k, device = np.nonzero(block.runs & flag)
+        runs = block.runs
+        if effect.when is not None:
+            runs = runs & (getattr(record, effect.when)[block.ticks] != 0)
+        k, device = np.nonzero(runs)
         at = (block.ticks[k], device)
         microbatch = record.microbatch[at].astype(np.int64)
-        stage = record.stage[at].astype(np.int64) if "stage" in record.columns else device
+        stages = record.columns.get("stage")
+        stage = device if stages is None else stages[at].astype(np.int64)
         value = effect.of.value_in(program.schedule.encoded, stage, microbatch, device)
         yield effect, at, record, value
 
@@ -141,22 +142,24 @@ def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iter
             # A pair runs as one: the backward may read until the forward has written.
             late = program.pairs[at] & (effect.access is Access.READ) & (not is_forward)
             place = np.where(late, _during(block.among), _during(block.place))
-            yield Accesses.of(at, getattr(record, effect.field), place, effect.access, value)
+            slots = getattr(record, effect.field)
+            yield Accesses.of(at, slots, place, effect.access, value)
 
 
 def _of_exchanges(program: Program, pool: Place, blocks: Sequence[Running]) -> Iterator[Accesses]:
     """What permutes write; a device that is no target gets nothing, and writes that."""
-    if pool not in _SENT_FROM:
+    if pool not in SENT_TO:
         return
     # What a device has to send when a tick is over, made in that very tick.
     sent = np.full((program.num_ticks, program.schedule.num_devices), NOTHING)
     for block in blocks:
-        for _, at, _, value in _happening(program, _SENT_FROM[pool], block):
+        for _, at, _, value in _happening(program, SENT_TO[pool], block):
             sent[at] = value
     for segment, transit in ((s, t) for s in program.segments for t in s.transits):
         if POOL_OF[transit.permute.payload] is not pool:
             continue
-        ticks, arrival = segment.ticks(transit.tick), program.ticks.arrivals[transit.lane]
+        arrival = program.ticks.arrivals[transit.lane]
+        ticks = segment.ticks(transit.tick)
         value = np.full((len(ticks), program.schedule.num_devices), NOTHING)
         for source, target in transit.permute.pairs:
             value[:, target] = sent[ticks, source]
@@ -176,9 +179,8 @@ def _during(block: int) -> int:
 
 def _after(program: Program) -> int:
     """The place of what is done when a tick is over, after all that its blocks do."""
-    return 2 + _during(
-        max(len(template.blocks) for segment in program.segments for template in segment.templates)
-    )
+    templates = (template for segment in program.segments for template in segment.templates)
+    return 2 + _during(max(len(template.blocks) for template in templates))
 
 
 def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
@@ -191,7 +193,7 @@ def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
         value: Any = getattr(record, move.value)
         tick, device = np.nonzero(value != NOBODY)
         for order, columns in ((Access.READ, move.reads), (Access.WRITE, move.writes)):
-            for column in (column for where, column in columns if where is pool):
+            for column in (name for name, where in columns.items() if where is pool):
                 slots, at = getattr(record, column), (tick, device)
                 # A device's slot is read when the tick before is over.
                 when = tick if on_host or order is Access.WRITE else tick - 1
@@ -205,7 +207,8 @@ def _flow_faults(pool: Pool, found: Accesses) -> Iterator[Fault]:
     """Broken rules of one pool."""
     outside = np.flatnonzero((found.slot < 0) | (found.slot >= pool.slots))
     for i in outside[:_MOST_LISTED].tolist():
-        message = f"slot {found.slot[i]} of pool {pool.name.value}, which has {pool.slots}"
+        what = f"slot {found.slot[i]} of pool {pool.name.value}"
+        message = f"{what}, which has {pool.slots}"
         yield Fault(ProgramRule.SLOT, message, int(found.tick[i]), int(found.device[i]))
     if len(outside):
         return
@@ -239,8 +242,8 @@ def _last_write(found: Accesses) -> NDArray[np.int64]:
     cell = np.stack([found.device, found.slot], 1)
     starts = np.ones(len(number), bool)
     starts[1:] = (cell[1:] != cell[:-1]).any(axis=1)
-    begin = np.maximum.accumulate(np.where(starts, number, 0)) if len(number) else number
-    write = np.maximum.accumulate(np.where(found.is_read, -1, number)) if len(number) else number
+    begin = np.maximum.accumulate(np.where(starts, number, 0))
+    write = np.maximum.accumulate(np.where(found.is_read, -1, number))
     return np.where(write >= begin, write, -1)
 
 
@@ -270,13 +273,12 @@ def _size_faults(pool: Pool, found: Accesses, last: NDArray[np.int64]) -> Iterat
     span = int(found.place.max(initial=0)) + 1
     moment = found.tick * span + found.place
     times = np.concatenate([2 * moment[alive], 2 * moment[end[alive]] + 1])
-    steps = np.concatenate([np.ones(len(alive), np.int64), -np.ones(len(alive), np.int64)])
+    steps = np.repeat([1, -1], len(alive))
     device = np.concatenate([found.device[alive]] * 2)
     order = np.lexsort((times, device))
     # Each device's steps sum to nothing, so one running sum serves all.
     peak = max(1, int(np.cumsum(steps[order]).max(initial=0)))
     if peak != pool.slots:
-        yield Fault(
-            ProgramRule.POOL,
-            f"pool {pool.name.value} has {pool.slots} slots; {peak} values are alive at its peak",
-        )
+        alive_at_once = f"{peak} values are alive at its peak"
+        message = f"pool {pool.name.value} has {pool.slots} slots; {alive_at_once}"
+        yield Fault(ProgramRule.POOL, message)

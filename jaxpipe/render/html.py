@@ -67,7 +67,7 @@ def to_html(
         title=escape(heading),
         style=_styles(chart.shades),
         chart=ElementTree.tostring(draw(chart, critical_path=True), encoding="unicode"),
-        cards=_cards(timeline),
+        **_numbers(timeline),
         over="" if over is None else _over(timeline, over, chart),
         devices=_devices(timeline),
         costs=escape(costs_of(timeline)),
@@ -108,25 +108,19 @@ def _styles(shades: int) -> str:
     return f"{light}@media(prefers-color-scheme:dark){{{by_system}}}{by_reader}"
 
 
-def _cards(timeline: Timeline) -> str:
-    """Cards with the numbers of the whole step."""
+def _numbers(timeline: Timeline) -> dict[str, str]:
+    """The numbers of the whole step."""
     t, s = timeline, timeline.schedule
-    cards = [
-        ("makespan", number(t.makespan), "end of the last action"),
-        ("span", number(t.span), "longest first start to last end of a device"),
-        ("bubble", f"{t.bubble:.2%}", "idle share of all devices' time"),
-        (
-            "peak activations",
-            str(max(t.peak_activations, default=0)),
-            "most that a device holds at once",
-        ),
-        ("devices", str(s.num_devices), f"{s.num_stages} stages, {s.num_chunks} a device"),
-        ("microbatches", str(s.num_microbatches), f"{s.encoded.num_actions:,} actions in all"),
-    ]
-    return "".join(
-        f"<div class=card title='{escape(why, quote=True)}'><b>{value}</b><span>{name}</span></div>"
-        for name, value, why in cards
-    )
+    return {
+        "makespan": number(t.makespan),
+        "span": number(t.span),
+        "bubble": f"{t.bubble:.2%}",
+        "peak": str(max(t.peak_activations, default=0)),
+        "num_devices": str(s.num_devices),
+        "stages": f"{s.num_stages} stages, {s.num_chunks} a device",
+        "microbatches": str(s.num_microbatches),
+        "actions": f"{s.encoded.num_actions:,} actions in all",
+    }
 
 
 def _devices(timeline: Timeline) -> str:

@@ -57,13 +57,12 @@ _COLOURS = {
     "critical": ("#d7263d", "#ff5d6c"),
     "memory": ("#9aa5b4", "#5f6c7d"),
 }
-LIGHT = Palette(
-    {name: light for name, (light, _) in _COLOURS.items()},
-    {spec.kind: spec.light for spec in KINDS if spec.light is not None},
-)
-DARK = Palette(
-    {name: dark for name, (_, dark) in _COLOURS.items()},
-    {spec.kind: spec.dark for spec in KINDS if spec.dark is not None},
+LIGHT, DARK = (
+    Palette(
+        {name: colours[page] for name, colours in _COLOURS.items()},
+        {spec.kind: spec.shades[page] for spec in KINDS if spec.shades is not None},
+    )
+    for page in range(2)
 )
 # A class of the drawing and its style a line; $page is a colour.
 _STYLE = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -34,21 +35,11 @@ def activation_changes(table: Encoded, release: Release) -> Changes:
     activations are held only while their F runs.
     """
     begins = table.of_kinds(makers(Value.ACTIVATIONS)).astype(np.int64)
-    inputs = -table.of_kinds(RECOMPUTE).astype(np.int64)
+    inputs = table.recomputed.astype(np.int64) - table.of_kinds(RECOMPUTE)
     if table.forward_only:
         return Changes(begins, begins, inputs)
-    if inputs.any():
-        sources = np.flatnonzero(table.of_kinds(makers(Value.INPUT)) & table.in_range)
-        recomputed = (
-            table.at[list(RECOMPUTE)][:, table.stage[sources], table.microbatch[sources]] >= 0
-        ).any(axis=0)
-        inputs[sources] = recomputed
-        begins[sources] = ~recomputed
-    return Changes(
-        begins,
-        table.of_kinds(kinds_where(lambda spec: release in spec.releases)).astype(np.int64),
-        inputs,
-    )
+    enders = kinds_where(lambda spec: release in spec.releases)
+    return Changes(begins - table.recomputed, table.of_kinds(enders).astype(np.int64), inputs)
 
 
 def live_activations(table: Encoded, release: Release) -> IntArray:
@@ -59,11 +50,9 @@ def live_activations(table: Encoded, release: Release) -> IntArray:
     the backward runs.
     """
     begins, dies, _ = activation_changes(table, release)
-    running = np.cumsum(begins) - (np.cumsum(dies) - dies)
-    before_row = np.concatenate([[0], np.cumsum(begins - dies)])[
-        np.array(table.first[:-1], np.int64)
-    ]
-    live: IntArray = running - np.repeat(before_row, np.diff(table.first))
+    held = np.concatenate([[0], np.cumsum(begins - dies)])
+    before_row = held[np.repeat(table.first[:-1], np.diff(table.first))]
+    live: IntArray = held[1:] + dies - before_row
     return live
 
 
@@ -114,6 +103,5 @@ def split_peaks(table: Encoded, release: Release) -> Split:
     add(0, read[gone] - 1, end[gone])
     add(1, made[gone] + 1, read[gone] - 1)
     live = np.cumsum(changes, axis=1)
-    rows = list(zip(table.first[:-1], table.first[1:], strict=True))
-    device, host = (tuple(int(each[a:b].max(initial=0)) for a, b in rows) for each in live)
-    return Split(device, host)
+    rows = list(pairwise(table.first))
+    return Split(*(tuple(int(each[a:b].max(initial=0)) for a, b in rows) for each in live))

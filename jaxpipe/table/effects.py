@@ -7,7 +7,7 @@ passes through a block's loop are derived from `EFFECTS`.  No effect is stated a
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -172,28 +172,30 @@ class Effect:
 PREPARE, READ, WRITE = Access
 _F, _B, _I, _W, _R = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R
 _L, _E, _G, _H = Kind.L, Kind.E, Kind.G, Kind.H
-_BACKWARDS, _SENT_X, _SENT_DX = (_B, _I), ("is_last", "is_local"), ("is_first", "is_local")
+_BI, _EG = (_B, _I), SPREAD_FIRST
+_SENT_X, _SENT_DX = ("is_last", "is_local"), ("is_first", "is_local")
 _EARLY, _LATE, _STASH = Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, Place.STASH
+_SHARED = Place.SHARED_GRADIENTS
 _DCARRY, _DBUFFER = Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT
 _BY_I, _BY_W = LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD
 
 EFFECTS = (
     # [first,] stage[, last and its gradient]
-    Effect(_F, PREPARE, Place.X, "x", when="is_first", absent=SPREAD_FIRST),
-    Effect(_F, PREPARE, Place.FIRST, "first", Of.OWN, "is_first", (), _BACKWARDS, SPREAD_FIRST),
+    Effect(_F, PREPARE, Place.X, "x", when="is_first", absent=_EG),
+    Effect(_F, PREPARE, Place.FIRST, "first", when="is_first", present=_BI, absent=_EG),
     Effect(_F, READ, Place.X, "x"),
-    Effect(_F, WRITE, _EARLY, "residual_input", when="keeps", present=_BACKWARDS),
-    Effect(_F, WRITE, _LATE, "residual_weight", when="keeps", present=_BACKWARDS),
+    Effect(_F, WRITE, _EARLY, "residual_input", when="keeps", present=_BI),
+    Effect(_F, WRITE, _LATE, "residual_weight", when="keeps", present=_BI),
     Effect(_F, WRITE, Place.X, "out", Of.NEXT, when="is_local"),
     Effect(_F, WRITE, Place.SENT_X, of=Of.NEXT, unless=_SENT_X),
     Effect(_F, WRITE, Place.STAGE_STATE),
     Effect(_F, WRITE, Place.LOSSES, when="has_loss"),  # of the stage itself
     Effect(_F, WRITE, Place.LAST, "out", when="is_last", present=(_L,)),
-    Effect(_F, WRITE, Place.COTANGENT, "out", Of.OWN, "is_last", (), _BACKWARDS, (_L,)),
+    Effect(_F, WRITE, Place.COTANGENT, "out", when="is_last", present=_BI, absent=(_L,)),
     Effect(_F, WRITE, Place.LOSSES, when="is_last", absent=(_L,)),
     Effect(_F, WRITE, Place.AUX, when="is_last", absent=(_L,)),
-    Effect(_F, WRITE, Place.LAST_GRADIENTS, "", Of.OWN, "is_last", (), _BACKWARDS, (_L,)),
-    Effect(_F, WRITE, Place.SHARED_GRADIENTS, "", Of.OWN, "is_last", (), _BACKWARDS, (_L,)),
+    Effect(_F, WRITE, Place.LAST_GRADIENTS, when="is_last", present=_BI, absent=(_L,)),
+    Effect(_F, WRITE, _SHARED, when="is_last", present=_BI, absent=(_L,)),
     # slices of sequences: values of the slices before, and values for the next slice
     Effect(_F, READ, Place.CARRY, "carry", when="continues"),
     Effect(_F, READ, Place.BUFFER, "buffer", Of.SEQUENCE, "continues"),
@@ -208,19 +210,19 @@ EFFECTS = (
     # both gradients of a stage, or the input's and later the parameters'
     *(
         effect
-        for kind in _BACKWARDS
+        for kind in _BI
         for effect in (
             Effect(kind, READ, Place.X, "x", until=_BY_I),
             Effect(kind, READ, _EARLY, "residual_input"),
             Effect(kind, READ, _LATE, "residual_weight"),
             Effect(kind, READ, Place.COTANGENT, "cotangent"),
-            Effect(kind, READ, Place.FIRST, "first", when="is_first", absent=SPREAD_FIRST),
+            Effect(kind, READ, Place.FIRST, "first", when="is_first", absent=_EG),
             *((Effect(kind, WRITE, _STASH, "stash"),) if kind is _I else ()),
             Effect(kind, WRITE, Place.COTANGENT, "out", Of.BEFORE, when="is_local"),
             Effect(kind, WRITE, Place.SENT_DX, of=Of.BEFORE, unless=_SENT_DX),
-            Effect(kind, WRITE, Place.FIRST, "out", when="is_first", present=SPREAD_FIRST),
-            Effect(kind, WRITE, Place.FIRST_GRADIENTS, when="is_first", absent=SPREAD_FIRST),
-            Effect(kind, WRITE, Place.SHARED_GRADIENTS, when="is_first", absent=SPREAD_FIRST),
+            Effect(kind, WRITE, Place.FIRST, "out", when="is_first", present=_EG),
+            Effect(kind, WRITE, Place.FIRST_GRADIENTS, when="is_first", absent=_EG),
+            Effect(kind, WRITE, _SHARED, when="is_first", absent=_EG),
             # slices of sequences: gradients come from the next slice and go to the one before
             Effect(kind, READ, Place.CARRY, "carry", when="continues", until=_BY_I),
             Effect(kind, READ, Place.BUFFER, "buffer", Of.SEQUENCE, until=_BY_I),
@@ -240,23 +242,23 @@ EFFECTS = (
     *(
         Effect(kind, WRITE, place)
         for kind in (_B, _W)
-        for place in (Place.STAGE_GRADIENTS, Place.SHARED_GRADIENTS)
+        for place in (Place.STAGE_GRADIENTS, _SHARED)
     ),
     # the collective actions
     Effect(_E, WRITE, Place.X, "out", Of.FIRST, when="is_source"),
     Effect(_G, READ, Place.FIRST, "y", Of.FIRST, when="is_source"),
     Effect(_G, WRITE, Place.FIRST_GRADIENTS),
-    Effect(_G, WRITE, Place.SHARED_GRADIENTS),
+    Effect(_G, WRITE, _SHARED),
     Effect(_L, READ, Place.LAST, "y", Of.LAST, when="is_source"),
-    Effect(_L, WRITE, Place.COTANGENT, "out", Of.LAST, when="is_source", present=_BACKWARDS),
+    Effect(_L, WRITE, Place.COTANGENT, "out", Of.LAST, when="is_source", present=_BI),
     Effect(_L, WRITE, Place.LOSSES),
     Effect(_L, WRITE, Place.AUX),
-    Effect(_L, WRITE, Place.LAST_GRADIENTS, present=_BACKWARDS, absent=(_H,)),
-    Effect(_L, WRITE, Place.SHARED_GRADIENTS, present=_BACKWARDS, absent=(_H,)),
+    Effect(_L, WRITE, Place.LAST_GRADIENTS, present=_BI, absent=(_H,)),
+    Effect(_L, WRITE, _SHARED, present=_BI, absent=(_H,)),
     Effect(_L, WRITE, Place.SHARE, "stash", Of.DEVICE, present=(_H,)),
     Effect(_H, READ, Place.SHARE, "stash", Of.DEVICE),
     Effect(_H, WRITE, Place.LAST_GRADIENTS),
-    Effect(_H, WRITE, Place.SHARED_GRADIENTS),
+    Effect(_H, WRITE, _SHARED),
 )
 
 
@@ -272,7 +274,7 @@ def effects_of(kind: Kind, kinds: frozenset[Kind], liveness: Liveness) -> tuple[
         effect
         for effect in EFFECTS
         if effect.kind is kind
-        and (not effect.present or not kinds.isdisjoint(effect.present))
+        and not (effect.present and kinds.isdisjoint(effect.present))
         and kinds.isdisjoint(effect.absent)
         and getattr(liveness, effect.place.value, LastUse.WEIGHT_GRAD) >= effect.until
     )
@@ -280,18 +282,15 @@ def effects_of(kind: Kind, kinds: frozenset[Kind], liveness: Liveness) -> tuple[
 
 def flags_of(table: Encoded) -> dict[str, BoolArray]:
     """Per action, the flags of the records, which the conditions of effects name."""
-    user, forward = table.consumer, np.flatnonzero(table.kind == Kind.F)
     hands_on = ~(table.of_kinds(RECOMPUTE) | table.shares)
-    keeps, source = (np.full(table.num_actions, value) for value in (not table.forward_only, False))
-    again = table.at[list(RECOMPUTE)][:, table.stage[forward], table.microbatch[forward]] >= 0
-    keeps[forward[again.any(axis=0)]] = False
+    user, source = table.consumer, np.zeros(table.num_actions, bool)
     for number, collective in table.collectives.items():
         source[number] = table.device[number] == table.device[collective.partner]
     return {
         "is_first": hands_on & (table.stage == 0),
         "is_last": hands_on & (table.stage == table.num_stages - 1),
         "is_local": (user >= 0) & (table.device[user] == table.device),
-        "keeps": keeps,
+        "keeps": ~table.recomputed & (not table.forward_only),
         "is_source": source,
         "continues": table.slice > 0,
         "is_followed": table.slice < table.slices - 1,
@@ -300,22 +299,22 @@ def flags_of(table: Encoded) -> dict[str, BoolArray]:
 
 class Move(NamedTuple):
     """One way between the memories of a device and its host: the column of the records with the
-    value that moves, and its places with the columns of their slots.
+    value that moves, and by the columns of its slots its places.
     """
 
     value: str
-    reads: tuple[tuple[Place, str], ...]
-    writes: tuple[tuple[Place, str], ...]
+    reads: Mapping[str, Place]
+    writes: Mapping[str, Place]
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Every column."""
-        return (self.value, *(column for _, column in self.reads + self.writes))
+        return (self.value, *self.reads, *self.writes)
 
 
 # What is stored is read before the tick's blocks, and is in the host's slot when they are over.
 # What is fetched is read then too, and is in the device's slots when the tick is over.
 MOVES = (
-    Move("stores", ((_EARLY, "from_input"), (_LATE, "from_weight")), ((Place.HOST, "to_host"),)),
-    Move("fetches", ((Place.HOST, "from_host"),), ((_EARLY, "to_input"), (_LATE, "to_weight"))),
+    Move("stores", {"from_input": _EARLY, "from_weight": _LATE}, {"to_host": Place.HOST}),
+    Move("fetches", {"from_host": Place.HOST}, {"to_input": _EARLY, "to_weight": _LATE}),
 )

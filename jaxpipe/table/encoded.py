@@ -59,8 +59,9 @@ class CollectiveAction(NamedTuple):
 
     members: tuple[int, ...]
     stage: int  # the stage that it belongs to: the first or the last
-    source: int  # the action of that stage whose result it reads; -1 where there is none
-    user: int  # the action of that stage that reads its result; -1 where there is none
+    # the actions of that stage whose result it reads, and that read its result; -1 for none
+    source: int
+    user: int
 
     @property
     def partner(self) -> int:
@@ -107,8 +108,8 @@ class Encoded:
     def in_range(self) -> BoolArray:
         """Per action, whether its stage and microbatch exist."""
         stage_ok = (self.stage >= 0) & (self.stage < self.num_stages)
-        microbatch_ok = (self.microbatch >= 0) & (self.microbatch < self.num_microbatches)
-        in_range: BoolArray = stage_ok & microbatch_ok
+        m = self.microbatch
+        in_range: BoolArray = stage_ok & (m >= 0) & (m < self.num_microbatches)
         return in_range
 
     @property
@@ -124,7 +125,8 @@ class Encoded:
         """`at[kind, stage, microbatch]` is the number of that action (its first occurrence),
         or -1.
         """
-        table = np.full((NUM_KINDS, self.num_stages, self.num_microbatches), -1, np.int64)
+        shape = (NUM_KINDS, self.num_stages, self.num_microbatches)
+        table = np.full(shape, -1, np.int64)
         known = np.flatnonzero(self.in_range)[::-1]
         table[self.kind[known], self.stage[known], self.microbatch[known]] = known
         return table
@@ -208,6 +210,15 @@ class Encoded:
         return not self.kinds.isdisjoint(RECOMPUTE)
 
     @cached_property
+    def recomputed(self) -> BoolArray:
+        """Per action, whether it is a forward that is run again for its backward."""
+        found = self.of_kinds(makers(Value.INPUT)) & self.in_range
+        mine = np.flatnonzero(found)
+        again = self.at[list(RECOMPUTE)][:, self.stage[mine], self.microbatch[mine]]
+        found[mine] = (again >= 0).any(axis=0)
+        return found
+
+    @cached_property
     def collectives(self) -> dict[int, CollectiveAction]:
         """By the number of any action of it: the collective actions, where each device has
         it once.
@@ -215,16 +226,15 @@ class Encoded:
         found: dict[int, CollectiveAction] = {}
         for kind in self.kinds.intersection(COLLECTIVES):
             end, members = KINDS[kind].end, self.at[kind, : self.num_devices]
-            assert end is not None
+            if end is None or len(members) < self.num_devices:
+                continue
             stage = end.stage % self.num_stages
-            none = np.full(self.num_microbatches, -1)
             source, user = (
-                none if value is None else self.maker(value)[stage]
+                np.full(self.num_microbatches, -1) if value is None else self.maker(value)[stage]
                 for value in (end.needs, end.feeds)
             )
-            if len(members) < self.num_devices:
-                continue
-            right = (members >= 0) & (np.arange(self.num_devices) == self.device[members].T).T
+            own = self.device[members] == np.arange(self.num_devices)[:, None]
+            right = (members >= 0) & own
             for m in np.flatnonzero(right.all(axis=0)).tolist():
                 each = tuple(members[:, m].tolist())
                 collective = CollectiveAction(each, stage, int(source[m]), int(user[m]))
@@ -264,14 +274,13 @@ class Encoded:
     @cached_property
     def crosses(self) -> BoolArray:
         """Per action, whether its producer is on another device."""
-        crosses: BoolArray = (self.producer >= 0) & (self.device[self.producer] != self.device)
-        return crosses
+        elsewhere: BoolArray = self.device[self.producer] != self.device
+        return elsewhere & (self.producer >= 0)
 
     def action(self, number: int) -> Action:
         """The action with this number."""
-        return Action(
-            int(self.stage[number]), Kind(int(self.kind[number])), int(self.microbatch[number])
-        )
+        kind = Kind(int(self.kind[number]))
+        return Action(int(self.stage[number]), kind, int(self.microbatch[number]))
 
     def text(self, number: int) -> str:
         """The text of the action with this number."""
@@ -295,7 +304,8 @@ def encode(
     cells = list(chain.from_iterable(rows))
     sizes = np.array([len(parts(cell)) for cell in cells], np.int64)
     actions = list(chain.from_iterable(map(parts, cells)))
-    fields = np.fromiter(chain.from_iterable(actions), np.int64, 3 * len(actions)).reshape(-1, 3).T
+    numbers = np.fromiter(chain.from_iterable(actions), np.int64, 3 * len(actions))
+    stage, kind, microbatch = map(np.ascontiguousarray, numbers.reshape(-1, 3).T)
     lengths = [len(row) for row in rows]
     device = np.repeat(np.repeat(np.arange(len(rows)), lengths), sizes)
     starts = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
@@ -305,9 +315,9 @@ def encode(
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         slices=slices,
-        stage=np.ascontiguousarray(fields[0]),
-        kind=np.ascontiguousarray(fields[1]),
-        microbatch=np.ascontiguousarray(fields[2]),
+        stage=stage,
+        kind=kind,
+        microbatch=microbatch,
         device=device,
         position=np.repeat(np.arange(len(cells)) - starts, sizes),
         last_half=last_half,

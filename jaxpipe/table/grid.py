@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
-
 from .encoded import Encoded, encode
 from .kinds import Cell, Row, parts
-from .run_order import Transfers, buffered_order, waits
+from .run_order import Transfers, run_order, waits
 
 MARK = "<-- ERROR HERE"
 
@@ -30,22 +28,20 @@ def grid(
     With several slices a sequence, `2F1.3` is slice 3 of sequence 1.
     """
     columns = _columns(rows)
-    marks = {
-        (device, columns[device][position])
-        for device, position in marked
-        if _exists(rows, device, position)
-    }
+    column_of = {(d, p): c for d, row in enumerate(columns) for p, c in enumerate(row)}
+    marks = {(cell[0], column_of[cell]) for cell in marked if cell in column_of}
     steps = 1 + max((c for row in columns for c in row), default=-1)
     shown = _shown(steps, sorted({column for _, column in marks}), most_columns)
     texts: list[list[str]] = []
-    for row, places in zip(rows, columns, strict=True):
+    for row, numbers_of_row in zip(rows, columns, strict=True):
         cells = {-1: "..."}
-        for cell, column in zip(row, places, strict=True):
-            cells[column] = "" if cell is None else cell_label(cell, slices)
+        for cell, c in zip(row, numbers_of_row, strict=True):
+            cells[c] = "" if cell is None else cell_label(cell, slices)
         texts.append([cells.get(c, "") for c in shown])
-    marked_places = {(device, shown.index(column)) for device, column in marks if column in shown}
+    places = {(device, shown.index(c)) for device, c in marks if c in shown}
     numbers = [str(c) if c >= 0 else "..." for c in shown]
-    return "\n".join(drawn(texts, marked_places, numbers, bad={device for device, _ in marks}))
+    bad = {device for device, _ in marks}
+    return "\n".join(drawn(texts, places, numbers, bad=bad))
 
 
 def drawn(
@@ -63,11 +59,10 @@ def drawn(
         [f"[{text}]" if (device, p) in marked else text for p, text in enumerate(row)]
         for device, row in enumerate(texts)
     ]
-    width = max((len(text) for row in (*cells, numbers or ()) for text in row), default=1)
+    rows = (numbers or (), *cells)
+    width = max((len(text) for row in rows for text in row), default=1)
     label = len(f"device {len(texts) - 1}")
-    bodies = [
-        "".join(f" {text:<{width}}" for text in row).rstrip() for row in (numbers or (), *cells)
-    ]
+    bodies = ["".join(f" {text:<{width}}" for text in row).rstrip() for row in rows]
     lines = [f"{f'device {d}':<{label}} |{body}" for d, body in enumerate(bodies[1:])]
     lines = [f"{line}  {MARK}" if d in bad else line for d, line in enumerate(lines)]
     return lines if numbers is None else [" " * label + " |" + bodies[0], *lines]
@@ -80,21 +75,18 @@ def microbatch_label(microbatch: int, slices: int) -> str:
     >>> microbatch_label(7, 1), microbatch_label(7, 4)
     ('7', '1.3')
     """
-    return str(microbatch) if slices == 1 else f"{microbatch // slices}.{microbatch % slices}"
+    sequence, number = divmod(microbatch, slices)
+    return str(microbatch) if slices == 1 else f"{sequence}.{number}"
 
 
 def cell_label(cell: Cell, slices: int) -> str:
     """A cell's text for people."""
     if slices == 1:
         return str(cell)
-    labels = [
-        f"{a.stage}{a.kind.name}{microbatch_label(a.microbatch, slices)}" for a in parts(cell)
-    ]
+    numbers = [microbatch_label(action.microbatch, slices) for action in parts(cell)]
+    pairs = zip(parts(cell), numbers, strict=True)
+    labels = [f"{action.stage}{action.kind.name}{number}" for action, number in pairs]
     return labels[0] if len(labels) == 1 else f"({';'.join(labels)})OVERLAP_F_B"
-
-
-def _exists(rows: tuple[Row, ...], device: int, position: int) -> bool:
-    return 0 <= device < len(rows) and 0 <= position < len(rows[device])
 
 
 def _shown(steps: int, marks: Sequence[int], most: int | None) -> list[int]:
@@ -124,46 +116,36 @@ def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
     actions = [a for row in rows for c in row for a in parts(c)]
     if not actions or any(not a.kind.is_compute for a in actions):
         return by_position
-    table = encode(rows, 1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions))
+    stages, _, microbatches = map(max, zip(*actions, strict=True))
+    table = encode(rows, 1 + stages, 1 + microbatches)
     if table.too_sparse or not table.in_range.all():
         return by_position
-    wait = waits(table, Transfers.ASYNC)
-    order = buffered_order(table, wait)
-    if order.cycles:
-        return by_position
-    return _in_time(rows, table, np.where(wait >= 0, wait, table.num_actions).tolist(), order.order)
+    order = run_order(table, Transfers.ASYNC)
+    return by_position if order.cycles else _in_time(rows, table, order.order)
 
 
-def _in_time(
-    rows: tuple[Row, ...], table: Encoded, need: Sequence[int], order: Sequence[int]
-) -> list[list[int]]:
+def _in_time(rows: tuple[Row, ...], table: Encoded, order: Sequence[int]) -> list[list[int]]:
     """Columns where every cell, idle ones too, takes one step and comes at least one step after
     what it needs.
     """
-    device, position, last_half = (
-        table.device.tolist(),
-        table.position.tolist(),
-        table.last_half.tolist(),
-    )
+    device, position = table.device.tolist(), table.position.tolist()
+    need, last_half = waits(table, Transfers.ASYNC).tolist(), table.last_half.tolist()
     column, before = [-1] * len(rows), [-1] * len(rows)
-    at = [-1] * (table.num_actions + 1)
+    at = [-1] * (table.num_actions + 1)  # the last is that of what needs nothing
     for i in order:
-        d = device[i]
-        if i in table.collectives:
-            members = table.collectives[i].members
-            if i == members[0]:
-                step = max(column[e] + position[j] - before[e] for e, j in enumerate(members))
-                for e, j in enumerate(members):
-                    column[e] = at[j] = step
-                    before[e] = position[j]
+        members = table.collectives[i].members if i in table.collectives else (i,)
+        if i != members[0]:
             continue
-        column[d] = at[i] = max(column[d] + position[i] - before[d], at[need[i]] + 1)
-        before[d] = position[i]
+        step = max(at[need[j]] + 1 for j in members)
+        for j in members:
+            step = max(step, column[device[j]] + position[j] - before[device[j]])
+        for j in members:
+            column[device[j]] = at[j] = step
+            before[device[j]] = position[j]
     places: list[list[int]] = [[-1] * len(row) for row in rows]
     for i in range(table.num_actions):
         places[device[i]][position[i]] = at[last_half[i]]
     for row in places:
-        for p, place in enumerate(row):
-            if place < 0:  # idle
-                row[p] = row[p - 1] + 1 if p else 0
+        for p in (p for p, place in enumerate(row) if place < 0):  # idle
+            row[p] = row[p - 1] + 1 if p else 0
     return places

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -100,8 +100,8 @@ class KindSpec:
 
     Attributes:
         kind: the kind that is declared.
-        description: its name in pictures.
         direction: the pass that it belongs to.
+        description: its name in pictures.
         needs: the value that it reads of the stage before it in its pass, where there is one.
         reads: the values that it reads of its own stage and microbatch, on the same device.
         makes: the values that it makes, of its own stage and microbatch.
@@ -114,13 +114,12 @@ class KindSpec:
         part_of: of a share that a device does alone and later, the collective action that does it
             otherwise.
         cost: the field of `Costs` that holds its time; None where it takes no time of its own.
-        light, dark: its colours on a light and on a dark page; None where it is drawn as a
-            transfer.
+        shades: its colours on a light and on a dark page; None where it is drawn as a transfer.
     """
 
     kind: Kind
-    description: str
     direction: Pass
+    description: str = "transfer"
     needs: Value | None = None
     reads: tuple[Value, ...] = ()
     makes: tuple[Value, ...] = ()
@@ -131,8 +130,7 @@ class KindSpec:
     end: End | None = None
     part_of: Kind | None = None
     cost: str | None = None
-    light: Shades | None = None
-    dark: Shades | None = None
+    shades: tuple[Shades, Shades] | None = None
 
     @property
     def is_compute(self) -> bool:
@@ -167,8 +165,7 @@ KINDS = (
         makes=(Value.OUTPUT, Value.INPUT, Value.ACTIVATIONS),
         overlaps=True,
         cost="forward",
-        light=("#2563c9", "#a8caf7"),
-        dark=("#2f6fdb", "#a3c6f5"),
+        shades=(("#2563c9", "#a8caf7"), ("#2f6fdb", "#a3c6f5")),
     ),
     KindSpec(
         kind=Kind.B,
@@ -180,8 +177,7 @@ KINDS = (
         releases=(Release.INPUT_GRAD, Release.WEIGHT_GRAD),
         overlaps=True,
         cost="backward",
-        light=("#1f8a4c", "#a3ddb6"),
-        dark=("#23924f", "#9ad8b0"),
+        shades=(("#1f8a4c", "#a3ddb6"), ("#23924f", "#9ad8b0")),
     ),
     KindSpec(
         kind=Kind.I,
@@ -193,8 +189,7 @@ KINDS = (
         releases=(Release.INPUT_GRAD,),
         overlaps=True,
         cost="input_grad",
-        light=("#c96a0c", "#fbd09a"),
-        dark=("#cf7217", "#f6cc96"),
+        shades=(("#c96a0c", "#fbd09a"), ("#cf7217", "#f6cc96")),
     ),
     KindSpec(
         kind=Kind.W,
@@ -204,19 +199,12 @@ KINDS = (
         makes=(Value.WEIGHT_GRAD,),
         releases=(Release.WEIGHT_GRAD,),
         cost="weight_grad",
-        light=("#7a4cb8", "#d8c5f0"),
-        dark=("#8654c4", "#d0baee"),
+        shades=(("#7a4cb8", "#d8c5f0"), ("#8654c4", "#d0baee")),
     ),
-    KindSpec(kind=Kind.SEND_F, description="transfer", direction=Pass.FORWARD, sends=Value.OUTPUT),
-    KindSpec(
-        kind=Kind.RECV_F, description="transfer", direction=Pass.FORWARD, receives=Kind.SEND_F
-    ),
-    KindSpec(
-        kind=Kind.SEND_B, description="transfer", direction=Pass.BACKWARD, sends=Value.INPUT_GRAD
-    ),
-    KindSpec(
-        kind=Kind.RECV_B, description="transfer", direction=Pass.BACKWARD, receives=Kind.SEND_B
-    ),
+    KindSpec(kind=Kind.SEND_F, direction=Pass.FORWARD, sends=Value.OUTPUT),
+    KindSpec(kind=Kind.RECV_F, direction=Pass.FORWARD, receives=Kind.SEND_F),
+    KindSpec(kind=Kind.SEND_B, direction=Pass.BACKWARD, sends=Value.INPUT_GRAD),
+    KindSpec(kind=Kind.RECV_B, direction=Pass.BACKWARD, receives=Kind.SEND_B),
     KindSpec(
         kind=Kind.R,
         description="recompute",
@@ -224,8 +212,7 @@ KINDS = (
         reads=(Value.INPUT,),
         makes=(Value.ACTIVATIONS,),
         cost="recompute",
-        light=("#c9a800", "#efe27a"),
-        dark=("#c4a60c", "#e8da78"),
+        shades=(("#c9a800", "#efe27a"), ("#c4a60c", "#e8da78")),
     ),
     KindSpec(
         kind=Kind.L,
@@ -234,8 +221,7 @@ KINDS = (
         makes=(Value.SHARE_STASH,),
         end=End(-1, Value.OUTPUT, Value.INPUT_GRAD),
         cost="last",
-        light=("#b8326e", "#f0b4cd"),
-        dark=("#c23f7a", "#ecaec8"),
+        shades=(("#b8326e", "#f0b4cd"), ("#c23f7a", "#ecaec8")),
     ),
     KindSpec(
         kind=Kind.E,
@@ -243,8 +229,7 @@ KINDS = (
         direction=Pass.FORWARD,
         end=End(0, None, Value.OUTPUT),
         cost="first",
-        light=("#0f7f8c", "#9ddde4"),
-        dark=("#15899a", "#96d4db"),
+        shades=(("#0f7f8c", "#9ddde4"), ("#15899a", "#96d4db")),
     ),
     KindSpec(
         kind=Kind.G,
@@ -252,8 +237,7 @@ KINDS = (
         direction=Pass.BACKWARD,
         end=End(0, Value.INPUT_GRAD, None),
         cost="first_grad",
-        light=("#7a6a58", "#d9cfc3"),
-        dark=("#86755f", "#d0c5b7"),
+        shades=(("#7a6a58", "#d9cfc3"), ("#86755f", "#d0c5b7")),
     ),
     KindSpec(
         kind=Kind.H,
@@ -262,8 +246,7 @@ KINDS = (
         reads=(Value.SHARE_STASH,),
         part_of=Kind.L,
         cost="last_weight_grad",
-        light=("#6b1f47", "#d690b3"),
-        dark=("#8f3a66", "#d58fb2"),
+        shades=(("#6b1f47", "#d690b3"), ("#8f3a66", "#d58fb2")),
     ),
 )
 
@@ -309,12 +292,10 @@ def _message(value: Value) -> Message:
 
 
 KIND_NAMES = tuple(kind.name for kind in Kind)
-COMPUTE, TRANSFERS = (
-    kinds_where(lambda spec: spec.is_compute),
-    kinds_where(lambda spec: not spec.is_compute),
-)
+COMPUTE = kinds_where(lambda spec: spec.is_compute)
+TRANSFERS = kinds_where(lambda spec: not spec.is_compute)
 # What only a table with a backward pass computes.
-BACKWARDS = kinds_where(lambda spec: spec.is_compute and spec.direction is Pass.BACKWARD)
+BACKWARDS = kinds_where(lambda s: s.is_compute and s.direction is Pass.BACKWARD)
 RECOMPUTE = readers(Value.INPUT)
 # Kinds that run the code of a stage's forward, in either pass.
 RUNS_FORWARD = makers(Value.ACTIVATIONS)
@@ -328,12 +309,10 @@ SHARES = kinds_where(lambda spec: spec.is_share)
 SPREAD_FIRST = kinds_where(lambda spec: spec.end is not None and spec.end.stage == 0)
 SPREAD_LAST = kinds_where(lambda spec: spec.end is not None and spec.end.stage != 0)
 # The kinds of the forward half of an overlapped pair, and of its backward half.
-FORWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.FORWARD)
-BACKWARD_HALVES = kinds_where(lambda spec: spec.overlaps and spec.direction is Pass.BACKWARD)
-SENDS, RECEIVES = (
-    kinds_where(lambda spec: spec.sends),
-    kinds_where(lambda spec: spec.receives is not None),
-)
+FORWARD_HALVES = kinds_where(lambda s: s.overlaps and s.direction is Pass.FORWARD)
+BACKWARD_HALVES = kinds_where(lambda s: s.overlaps and s.direction is Pass.BACKWARD)
+SENDS = kinds_where(lambda spec: spec.sends)
+RECEIVES = kinds_where(lambda spec: spec.receives is not None)
 MESSAGES = tuple(_message(spec.sends) for spec in KINDS if spec.sends is not None)
 
 
@@ -369,6 +348,7 @@ Row: TypeAlias = tuple[Cell, ...]
 _NUMBER = f"([0-9]{{1,{MAX_DIGITS}}})"
 _KIND = "|".join(sorted(KIND_NAMES, key=len, reverse=True))
 _ACTION = re.compile(rf"{_NUMBER}({_KIND}){_NUMBER}")
+_NEARLY = re.compile(rf"([0-9]*)((?:{_KIND})?)([0-9]*)")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
@@ -386,10 +366,8 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(_text(text))
     if match is not None:
         return Action(int(match[1]), Kind[match[2]], int(match[3]))
-    raise ParseError(
-        f"{quoted(text)} is not an action: {_why_not(text)}; write [stage][kind][microbatch], "
-        "e.g. 2F0 or 1SEND_F3"
-    )
+    write = "write [stage][kind][microbatch], e.g. 2F0 or 1SEND_F3"
+    raise ParseError(f"{quoted(text)} is not an action: {_why_not(text)}; {write}")
 
 
 def parse_cell(text: str) -> Cell:
@@ -406,46 +384,41 @@ def parse_cell(text: str) -> Cell:
         return parse_action(text)
     match = _OVERLAP.fullmatch(text)
     if match is None:
-        raise ParseError(f"{quoted(text)} is not an overlapped pair; write (0F7;7B3)OVERLAP_F_B")
+        write = "write (0F7;7B3)OVERLAP_F_B"
+        raise ParseError(f"{quoted(text)} is not an overlapped pair; {write}")
     forward, backward = parse_action(match[1].strip()), parse_action(match[2].strip())
     if forward.kind not in FORWARD_HALVES or backward.kind not in BACKWARD_HALVES:
-        must = f"the first must be {_any_of(FORWARD_HALVES)}, the second {_any_of(BACKWARD_HALVES)}"
-        raise ParseError(
-            f"{quoted(text)} overlaps {forward.kind.name} with {backward.kind.name}; {must}"
+        first, second = (
+            " or ".join(kind.name for kind in kinds) for kinds in (FORWARD_HALVES, BACKWARD_HALVES)
         )
+        overlaps = f"overlaps {forward.kind.name} with {backward.kind.name}"
+        must = f"the first must be {first}, the second {second}"
+        raise ParseError(f"{quoted(text)} {overlaps}; {must}")
     return Overlap(forward, backward)
 
 
-def _any_of(kinds: Sequence[Kind]) -> str:
-    return " or ".join(kind.name for kind in kinds)
-
-
-def _text(given: str) -> str:
+def _text(text: str) -> str:
     """The text as it is; ParseError for another type than str."""
-    if isinstance(given, str):
-        return given
-    raise ParseError(f"{quoted(given)} is not text; write a str, e.g. '2F0'")
+    if isinstance(text, str):
+        return text
+    raise ParseError(f"{quoted(text)} is not text; write a str, e.g. '2F0'")
 
 
 def _why_not(text: str) -> str:
     """The first character that does not fit an action, and the expected one."""
-    stage = re.match("[0-9]+", text)
-    if stage is None:
+    match = _NEARLY.match(text)
+    assert match is not None  # it matches an empty text too
+    stage, kind, microbatch = match.groups()
+    if not stage:
         return "character 1 must start the stage number"
-    if stage.end() > MAX_DIGITS:
-        return f"the stage number has {stage.end():,} digits, of {MAX_DIGITS} at most"
-    kind = re.compile(_KIND).match(text, stage.end())
-    if kind is None:
-        return (
-            f"character {stage.end() + 1} must start a kind "
-            f"({' '.join(kind.name for kind in (*COMPUTE, *TRANSFERS))})"
-        )
-    microbatch = re.compile("[0-9]+").match(text, kind.end())
-    if microbatch is None:
-        return f"character {kind.end() + 1} must start the microbatch number"
-    if len(microbatch[0]) > MAX_DIGITS:
-        return f"the microbatch number has {len(microbatch[0]):,} digits, of {MAX_DIGITS} at most"
-    return (
-        f"{quoted(text[microbatch.end() :])} follows at character {microbatch.end() + 1}, "
-        "where the action ends"
-    )
+    if len(stage) > MAX_DIGITS:
+        return f"the stage number has {len(stage):,} digits, of {MAX_DIGITS} at most"
+    if not kind:
+        kinds = " ".join(kind.name for kind in (*COMPUTE, *TRANSFERS))
+        return f"character {len(stage) + 1} must start a kind ({kinds})"
+    if not microbatch:
+        return f"character {match.end() + 1} must start the microbatch number"
+    if len(microbatch) > MAX_DIGITS:
+        return f"the microbatch number has {len(microbatch):,} digits, of {MAX_DIGITS} at most"
+    rest = quoted(text[match.end() :])
+    return f"{rest} follows at character {match.end() + 1}, where the action ends"

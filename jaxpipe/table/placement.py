@@ -63,35 +63,26 @@ class Placement:
         on a negative or missing device.
         """
         if not is_flat(stage_to_device):
-            raise ScheduleError(
-                f"{quoted(stage_to_device)} is not a placement; give the device of each stage, "
-                "such as [0, 1, 1, 0]"
-            )
-        if len(stage_to_device) > MAX_STAGES:
-            raise ScheduleError(
-                f"the placement has {len(stage_to_device):,} stages; {MAX_STAGES:,} are the most"
-            )
+            write = "give the device of each stage, such as [0, 1, 1, 0]"
+            raise ScheduleError(f"{quoted(stage_to_device)} is not a placement; {write}")
+        stages = len(stage_to_device)
+        if stages > MAX_STAGES:
+            raise ScheduleError(f"the placement has {stages:,} stages; {MAX_STAGES:,} are the most")
         entries = tuple(tuple(e) if is_flat(e) else (e,) for e in stage_to_device)
         bad = [
             s for s, e in enumerate(entries) if not e or not all(is_whole(d) and d >= 0 for d in e)
         ]
         if bad:
-            raise ScheduleError(
-                f"stages {quoted(bad)} have no device, or a negative one; give every stage a "
-                "device >= 0"
-            )
-        highest = 1 + max((int(d) for e in entries for d in e), default=-1)
-        if highest > MAX_DEVICES:
-            raise ScheduleError(
-                f"a stage is placed on device {quoted(highest - 1)}; a table has at most "
-                f"{MAX_DEVICES:,} devices"
-            )
-        count = highest if devices is None else devices
+            why = "have no device, or a negative one; give every stage a device >= 0"
+            raise ScheduleError(f"stages {quoted(bad)} {why}")
+        highest = max((int(d) for e in entries for d in e), default=-1)
+        where = f"a stage is placed on device {quoted(highest)}"
+        if highest >= MAX_DEVICES:
+            raise ScheduleError(f"{where}; a table has at most {MAX_DEVICES:,} devices")
+        count = 1 + highest if devices is None else devices
         _require_size(count, 1)
-        if highest > count:
-            raise ScheduleError(
-                f"a stage is placed on device {highest - 1}, but there are only {count} devices"
-            )
+        if highest >= count:
+            raise ScheduleError(f"{where}, but there are only {count} devices")
         return cls(entries, count)
 
     @property
@@ -138,15 +129,11 @@ class Placement:
 
 def _require_size(devices: int, chunks: int) -> None:
     """ScheduleError for another type than int, or for far too many stages."""
+    sizes = f"devices={quoted(devices)} and chunks={quoted(chunks)}"
     if not all(map(is_whole, (devices, chunks))):
-        raise ScheduleError(
-            f"devices={quoted(devices)} and chunks={quoted(chunks)} must be whole numbers"
-        )
+        raise ScheduleError(f"{sizes} must be whole numbers")
     if devices < 0:
         raise ScheduleError(f"devices={quoted(devices)} must be 0 or more")
     if devices > MAX_DEVICES or max(1, int(devices)) * int(chunks) > MAX_STAGES:
-        asked = f"devices={quoted(devices)} and chunks={quoted(chunks)}"
-        raise ScheduleError(
-            f"{asked} are too many; a table has at most {MAX_DEVICES:,} devices and "
-            f"{MAX_STAGES:,} stages"
-        )
+        most = f"a table has at most {MAX_DEVICES:,} devices and {MAX_STAGES:,} stages"
+        raise ScheduleError(f"{sizes} are too many; {most}")

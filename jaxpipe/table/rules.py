@@ -37,7 +37,7 @@ class Broken(NamedTuple):
     message: str
     number: int | None = None
     others: Sequence[int] = ()
-    device: int | None = None  # where there is no action to point at
+    device: int | None = None  # to point at where there is no action
 
 
 def broken_rules(table: Encoded, placement: Placement) -> tuple[Violation, ...]:
@@ -97,7 +97,8 @@ def _completeness(table: Encoded, _: Placement) -> Iterator[Broken]:
     forward-only table); actions that all devices share are complete.
     """
     if table.num_actions == 0:
-        yield Broken("the table holds no action; give every stage and microbatch at least an F")
+        give = "give every stage and microbatch at least an F"
+        yield Broken(f"the table holds no action; {give}")
         return
     has = table.at >= 0
     for stage, m in np.argwhere(~has[Kind.F]).tolist():
@@ -106,15 +107,15 @@ def _completeness(table: Encoded, _: Placement) -> Iterator[Broken]:
     yield from _missing_shares(table)
     if table.forward_only:
         return
-    by_input, by_weight = makers(Value.INPUT_GRAD), makers(Value.WEIGHT_GRAD)
-    wrong = (has[list(by_input)].sum(axis=0) != 1) | (has[list(by_weight)].sum(axis=0) != 1)
+    both = [list(makers(value)) for value in (Value.INPUT_GRAD, Value.WEIGHT_GRAD)]
+    wrong = np.any([has[kinds].sum(axis=0) != 1 for kinds in both], axis=0)
     for stage, m in np.argwhere(wrong).tolist():
-        present = [k for k in sorted({*by_input, *by_weight}) if has[k, stage, m]]
+        present = [k for k in sorted({*both[0], *both[1]}) if has[k, stage, m]]
         texts = [f"{stage}{k.name}{m}" for k in present] or ["no backward"]
         fault = f"{texts[0]} alone" if len(present) == 1 else " and ".join(texts)
-        anchors = [int(table.at[k, stage, m]) for k in (*present, Kind.F) if has[k, stage, m]]
+        found = table.at[[*present, Kind.F], stage, m]
         message = f"stage {stage}, microbatch {m} has {fault}; give it B, or both I and W"
-        yield Broken(message, *_anchored(anchors))
+        yield Broken(message, *_anchored(found[found >= 0].tolist()))
 
 
 def _anchored(numbers: Sequence[int]) -> tuple[int | None, Sequence[int]]:
@@ -131,19 +132,20 @@ def _missing_shares(table: Encoded) -> Iterator[Broken]:
         at = table.at[kind, :devices]
         if (at >= 0).any() and table.num_stages < devices:
             need = f"a table with {kind.name} needs as many stages as devices"
-            yield Broken(f"{need}; this one has {devices} devices and {table.num_stages} stages")
+            has = f"{devices} devices and {table.num_stages} stages"
+            yield Broken(f"{need}; this one has {has}")
         elif (at >= 0).any():
+            why = f"all devices do their share of {kind.name} together, for every microbatch"
             for device, m in np.argwhere(at < 0).tolist():
-                why = f"all devices do their share of {kind.name} together, for every microbatch"
-                number, others = _anchored(at[at[:, m] >= 0, m].tolist())
-                message = f"{device}{kind.name}{m} is missing: {why}"
-                yield Broken(message, number, others, device if number is None else None)
+                anchors = _anchored(at[at[:, m] >= 0, m].tolist())
+                yield Broken(f"{device}{kind.name}{m} is missing: {why}", *anchors, device)
     ends = np.flatnonzero(table.of_kinds(SPREAD_FIRST)).tolist()
     for kind in SPREAD_FIRST if ends else ():
         needed = KINDS[kind].direction is Pass.FORWARD or not table.forward_only
         if needed and kind not in table.kinds:
-            here = f"the table has {KIND_NAMES[table.kind[ends[0]]]}, but no {kind.name}"
-            yield Broken(f"{here}: {KINDS[kind].description}, on every device", ends[0])
+            has = f"{KIND_NAMES[table.kind[ends[0]]]}, but no {kind.name}"
+            what = f"{KINDS[kind].description}, on every device"
+            yield Broken(f"the table has {has}: {what}", ends[0])
     for late in table.kinds:
         sooner = KINDS[late].part_of
         if sooner is None:
@@ -181,8 +183,9 @@ def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
     ]
     strayed = others & ~np.isin(table.stage * rows + table.device, homes)
     for i in np.flatnonzero(strayed).tolist():
-        where = " or ".join(map(str, placement.devices_of[table.stage[i]]))
-        yield Broken(_is_on(table, i, f"stage {table.stage[i]} is on device {where}"), i)
+        home = " or ".join(map(str, placement.devices_of[table.stage[i]]))
+        where = f"stage {table.stage[i]} is on device {home}"
+        yield Broken(_is_on(table, i, where), i)
     mine = np.flatnonzero(others & table.of_kinds(kinds_where(lambda spec: spec.reads)))
     forward = table.at[Kind.F, table.stage[mine], table.microbatch[mine]]
     for i, f in _pairs(mine, forward, _elsewhere(table, mine, forward)):
@@ -242,7 +245,8 @@ def _slice(table: Encoded, _: Placement) -> Iterator[Broken]:
     needs the carry of the slice before it.
     """
     later = np.flatnonzero(np.arange(table.num_microbatches) % table.slices)
-    yield from _in_turn(table, table.at[Kind.F][:, later], table.at[Kind.F][:, later - 1])
+    forward = table.at[Kind.F]
+    yield from _in_turn(table, forward[:, later], forward[:, later - 1])
 
 
 def _reverse(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -250,14 +254,16 @@ def _reverse(table: Encoded, _: Placement) -> Iterator[Broken]:
     that the slice after it leaves.
     """
     later = np.flatnonzero(np.arange(table.num_microbatches) % table.slices)
-    yield from _in_turn(table, table.backward_at[:, later - 1], table.backward_at[:, later])
+    backward = table.backward_at
+    yield from _in_turn(table, backward[:, later - 1], backward[:, later])
 
 
 def _in_turn(table: Encoded, action: IntArray, need: IntArray) -> Iterator[Broken]:
     """Actions on another device than those that they need, or before them; -1 for none."""
     there = (action >= 0) & (need >= 0)
     yield from _late(table, action[there], need[there])
-    for i, j in _pairs(action, need, there & (table.device[action] != table.device[need])):
+    elsewhere = there & _elsewhere(table, action, need)
+    for i, j in _pairs(action, need, elsewhere):
         why = (
             f"{table.text(j)}, a slice of the same sequence, is on device {table.device[j]}; "
             "a stage keeps what passes between slices on one device"
@@ -289,10 +295,10 @@ def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
         return
     needed = np.zeros(table.num_actions, bool)
     for message in MESSAGES:
-        send, receive = message.send, message.receive
+        shift = KINDS[message.receive].came_from
         mine = np.flatnonzero(table.crosses & table.of_kinds(message.users))
-        producers = table.producer[mine]
-        for kind, step, ends in ((send, KINDS[receive].came_from, producers), (receive, 0, mine)):
+        sent = (message.send, shift, table.producer[mine])
+        for kind, step, ends in (sent, (message.receive, 0, mine)):
             found = table.at[kind, table.stage[mine] + step, table.microbatch[mine]]
             for i in mine[found < 0].tolist():
                 p = int(table.producer[i])
@@ -302,7 +308,7 @@ def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
                     f"{table.device[i]}; jaxpipe.add_transfers adds transfers"
                 )
                 yield Broken(fault, i, (p,))
-            yield from _strayed(table, found, ends, before=kind is receive)
+            yield from _strayed(table, found, ends, before=kind is message.receive)
             needed[found[found >= 0]] = True
     spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)
     why = "no action on another device uses it; stages on one device hand over without a transfer"

@@ -56,15 +56,12 @@ class Schedule:
         object.__setattr__(self, "rows", as_rows(self.rows))
         with suppress(ScheduleError):
             object.__setattr__(self, "rows", self.cells)
+        count, slices = quoted(self.num_microbatches), quoted(self.slices)
         if not 0 <= self.num_microbatches <= MAX_COUNT:
-            raise ScheduleError(
-                f"num_microbatches must be 0 to {MAX_COUNT:,}, not {quoted(self.num_microbatches)}"
-            )
+            raise ScheduleError(f"num_microbatches must be 0 to {MAX_COUNT:,}, not {count}")
         if self.slices < 1 or self.num_microbatches % self.slices:
-            raise ScheduleError(
-                f"slices={quoted(self.slices)} must be at least 1 and divide the "
-                f"{self.num_microbatches} microbatches: each of them is a slice of a sequence"
-            )
+            must = f"slices={slices} must be at least 1 and divide the {count} microbatches"
+            raise ScheduleError(f"{must}: each of them is a slice of a sequence")
 
     @classmethod
     @typed()
@@ -84,17 +81,12 @@ class Schedule:
         error in a file).
         """
         table = plain_rows(as_rows(rows))
+        if placement is None:
+            placement = _placement_of(table)
         if num_microbatches is None:
-            num_microbatches = 1 + max(
-                (a.microbatch for row in table for c in row for a in parts(c)), default=-1
-            )
-        return cls(
-            table,
-            _placement_of(table) if placement is None else placement,
-            num_microbatches,
-            name,
-            slices=slices,
-        )
+            actions = (action for row in table for cell in row for action in parts(cell))
+            num_microbatches = 1 + max((action.microbatch for action in actions), default=-1)
+        return cls(table, placement, num_microbatches, name, slices=slices)
 
     @classmethod
     def from_csv(cls, text: str, *, name: str = "", slices: int = 1) -> Schedule:
@@ -120,15 +112,24 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str) -> Schedule:
         """Read what `to_json` writes; ScheduleError lists every field and cell that is wrong."""
-        return cls(**table_from_json(text))
+        fields, rows = table_from_json(text)
+        home, count = fields["stage_to_device"], fields["num_microbatches"]
+        placement = Placement.explicit(home, devices=fields["num_devices"])
+        name, slices = fields.get("name") or "", fields.get("slices") or 1
+        return cls(as_rows(rows), placement, count, name, slices=slices)
 
     def to_json(self) -> str:
         """Write one JSON object with the rows, placement, number of microbatches, slices and
         name.
         """
-        return table_to_json(
-            self.cells, self.placement, self.num_microbatches, self.name, self.slices
-        )
+        fields = {
+            "name": self.name,
+            "num_devices": self.placement.num_devices,
+            "num_microbatches": self.num_microbatches,
+            "stage_to_device": self.stage_to_device,
+            **({"slices": self.slices} if self.slices > 1 else {}),
+        }
+        return table_to_json(fields, self.cells)
 
     @cached_property
     def cells(self) -> tuple[Row, ...]:
@@ -198,7 +199,8 @@ class Schedule:
         """Every broken rule where SEND and RECV behave as `transfers` says; the work is
         done once.
         """
-        return (*self._broken_rules, *deadlocks(self.encoded, self.run_order, transfers))
+        found = deadlocks(self.encoded, self.run_order, transfers)
+        return (*self._broken_rules, *found)
 
     @cached_property
     def _broken_rules(self) -> tuple[Violation, ...]:
@@ -206,24 +208,17 @@ class Schedule:
 
     @typed()
     def run_order(self, transfers: Transfers) -> RunOrder:
-        """An order in which all actions can run, or the deadlocks; found once for each kind of
-        transfer.
+        """An order in which all actions can run, or the deadlocks.
 
         An order that is valid where both sides of a transfer wait is valid where they do not, too.
         """
-        if (
-            transfers is not Transfers.RENDEZVOUS
-            and self.has_transfers
-            and not self.run_order(Transfers.RENDEZVOUS).cycles
-        ):
-            return self.run_order(Transfers.RENDEZVOUS)
-        if transfers not in self._run_orders:
-            self._run_orders[transfers] = run_order(self.encoded, transfers)
-        return self._run_orders[transfers]
+        if transfers is Transfers.RENDEZVOUS or not self._strictest_order.cycles:
+            return self._strictest_order
+        return run_order(self.encoded, transfers)
 
     @cached_property
-    def _run_orders(self) -> dict[Transfers, RunOrder]:
-        return {}
+    def _strictest_order(self) -> RunOrder:
+        return run_order(self.encoded, Transfers.RENDEZVOUS)
 
     def actions(self) -> Iterable[tuple[int, int, Action]]:
         """Yield (device, position in its row, action), the halves of an overlapped pair one after
@@ -246,29 +241,24 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
     """Each stage on the devices whose rows hold it; a stage in no row is put on device 0 (`check`
     reports it).
     """
-    found: dict[int, list[int]] = {}
-    for device, row in enumerate(rows):
-        for cell in row:
-            if cell is None:
-                continue
-            for half in parts(cell):
-                if half.kind in SHARES:  # its number is the device's
-                    continue
-                devices = found.setdefault(half.stage, [])
-                if device not in devices:
-                    devices.append(device)
+    found: dict[int, set[int]] = {}
+    cells = [(device, cell) for device, row in enumerate(rows) for cell in row]
+    actions = [(device, action) for device, cell in cells for action in parts(cell)]
+    for device, action in actions:
+        if action.kind not in SHARES:  # the number of those is the device's
+            found.setdefault(action.stage, set()).add(device)
     stages = 1 + max(found, default=-1)
-    actions = sum(len(parts(cell)) for row in rows for cell in row)
-    if stages > 1000 + actions:  # each stage has an F at least
+    if stages > 1000 + len(actions):  # each stage has an F at least
         raise ScheduleError(
-            f"stage {stages - 1} asks for {stages} stages, but the table holds {actions} "
+            f"stage {stages - 1} asks for {stages} stages, but the table holds {len(actions)} "
             "actions; possible typo"
         )
-    if any(len(d) > 1 for d in found.values()):
-        # DualPipe's convention: stage s is chunk 0 of device s and chunk 1 of device P - 1 - s.
-        for stage, devices in found.items():
-            devices.sort(key=lambda d, s=stage: (d != s, d))  # type: ignore[misc]
-    return Placement(tuple(tuple(found.get(s, (0,))) for s in range(stages)), len(rows))
+    # DualPipe's convention: stage s is chunk 0 of device s and chunk 1 of device P - 1 - s.
+    homes = []
+    for stage in range(stages):
+        devices = sorted(found.get(stage, {0}))
+        homes.append(tuple(sorted(devices, key=stage.__ne__)))
+    return Placement(tuple(homes), len(rows))
 
 
 # An error's text stays readable: the rest is in `.violations`.

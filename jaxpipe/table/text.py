@@ -8,20 +8,19 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import ParseError, ScheduleError, Violation, listed, quoted
 from .kinds import Cell, Row, parse_cell
-from .limits import MAX_COUNT, MAX_DEVICES, MAX_FAULTS, MAX_TEXT
-from .placement import Placement
+from .limits import MAX_COUNT, MAX_DEVICES, MAX_FAULTS, MAX_TEXT, is_whole
 
 JSON_FORMAT, JSON_VERSION = "jaxpipe.schedule", 1
 # Actions of torch's tables that are not part of the pipeline: sharding of parameters and reduction
 # of gradients.
 _ACTION, _PAIR = re.compile("[0-9]+[A-Z_]+[0-9]*"), re.compile(r"\([^()]*\)OVERLAP_F_B")
 _SEPARATORS = ";\t|: "  # of other programs, where a table has a comma
-_NOT_OF_THE_PIPELINE = re.compile(r"\s*[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")
+_OF_PARAMETERS = re.compile(r"\s*[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")
 
 
 def rows_from_csv(text: str) -> list[list[Cell]]:
@@ -33,17 +32,15 @@ def rows_from_csv(text: str) -> list[list[Cell]]:
     not an action (reading stops after a thousand).
     """
     bad: list[Violation] = []
-    kept = (
-        [(i, cell) for i, cell in enumerate(line) if not _NOT_OF_THE_PIPELINE.fullmatch(cell)]
+    lines = (
+        [(i, cell) for i, cell in enumerate(line) if not _OF_PARAMETERS.fullmatch(cell)]
         for line in csv_lines(text)
     )
-    rows = _rows(kept, bad, csv_place)
+    rows = _rows(lines, bad, csv_place)
     _raise_if(bad, f"the CSV is not a schedule{_hint(text, rows, bad)}")
-    if not any(cell for row in rows for cell in row):
-        raise ScheduleError(
-            "the CSV holds no action; write one line per device and one action per cell, e.g. "
-            "0F0,0B0"
-        )
+    if not any(map(any, rows)):
+        write = "write one line per device and one action per cell, e.g. 0F0,0B0"
+        raise ScheduleError(f"the CSV holds no action; {write}")
     return rows
 
 
@@ -52,24 +49,17 @@ def _hint(text: str, rows: Sequence[Sequence[Cell]], bad: Sequence[Violation]) -
     for cell in (cell for line in (csv_lines(text) if bad else ()) for cell in line):
         if separator := _other_separator(cell):
             return f": wrong separator {separator!r}; write a comma between cells"
-    header = (
-        any(violation.device == 0 for violation in bad)
-        and not any(rows[0])
-        and any(cell for row in rows for cell in row)
-    )
-    return ": remove the header row" if header else ""
+    header = any(violation.device == 0 for violation in bad) and not any(rows[0])
+    return ": remove the header row" if header and any(map(any, rows)) else ""
 
 
 def _other_separator(cell: str) -> str:
     """The separator between the actions of a cell that holds several; empty where it holds one."""
     text = _PAIR.sub("0F0", cell)
     for separator in _SEPARATORS:
-        found = [part.strip() for part in text.split(separator)]
-        if (
-            len(found) > 1
-            and any(found)
-            and all(not part or _ACTION.fullmatch(part) for part in found)
-        ):
+        cells = [part.strip() for part in text.split(separator)]
+        actions = all(not part or _ACTION.fullmatch(part) for part in cells)
+        if len(cells) > 1 and any(cells) and actions:
             return separator
     return ""
 
@@ -82,71 +72,48 @@ def csv_lines(text: str) -> Iterator[list[str]]:
     try:
         for count, line in enumerate(reader, 1):
             if count > MAX_DEVICES:
-                raise ScheduleError(
-                    f"the CSV has more than {MAX_DEVICES:,} lines; write one line per device"
-                )
+                many = f"the CSV has more than {MAX_DEVICES:,} lines"
+                raise ScheduleError(f"{many}; write one line per device")
             yield line
     except csv.Error as error:
-        where = f"line {reader.line_num}"
+        why = "a carriage return without a line feed; end lines with \\n or \\r\\n"
         if "field limit" in str(error):
-            raise ScheduleError(
-                f"{where}: a cell has more than {csv.field_size_limit():,} characters; write an "
-                "action, e.g. 2F0"
-            ) from None
-        raise ScheduleError(
-            f"{where}: a carriage return without a line feed; end lines with \\n or \\r\\n"
-        ) from None
+            most = f"{csv.field_size_limit():,}"
+            why = f"a cell has more than {most} characters; write an action, e.g. 2F0"
+        raise ScheduleError(f"line {reader.line_num}: {why}") from None
 
 
 def rows_to_csv(rows: Sequence[Row]) -> str:
     """Write one line per device, one action per cell, an empty cell where idle."""
-    return "".join(",".join("" if c is None else str(c) for c in row) + "\n" for row in rows)
+    lines = (",".join("" if c is None else str(c) for c in row) for row in rows)
+    return "".join(f"{line}\n" for line in lines)
 
 
-def table_to_json(
-    rows: Sequence[Row], placement: Placement, num_microbatches: int, name: str, slices: int
-) -> str:
+def table_to_json(fields: Mapping[str, object], rows: Sequence[Row]) -> str:
     """Write a table as one JSON object, with one line per device."""
-    head = {
-        "format": JSON_FORMAT,
-        "version": JSON_VERSION,
-        "name": name,
-        "num_devices": placement.num_devices,
-        "num_microbatches": num_microbatches,
-        "stage_to_device": placement.stage_to_device,
-    }
-    head |= {"slices": slices} if slices > 1 else {}
-    fields = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    lines = ["    " + json.dumps([None if c is None else str(c) for c in row]) for row in rows]
-    return "{\n" + ",\n".join(fields) + ',\n  "rows": [\n' + ",\n".join(lines) + "\n  ]\n}\n"
+    head = {"format": JSON_FORMAT, "version": JSON_VERSION, **fields}
+    texts = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    cells = ([None if c is None else str(c) for c in row] for row in rows)
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in cells)
+    return ",\n".join(["{\n" + texts[0], *texts[1:], f'  "rows": [\n{lines}\n  ]\n}}\n'])
 
 
-def table_from_json(text: str) -> dict[str, Any]:
-    """The arguments of `Schedule`, from what `table_to_json` writes; ScheduleError lists every
-    field and cell that is wrong.
+def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
+    """The fields and the rows that `table_to_json` writes; ScheduleError lists every field and cell
+    that is wrong.
     """
     data = json_value(text)
     if not isinstance(data, dict) or data.get("format") != JSON_FORMAT:
-        raise ScheduleError(
-            f'the JSON is not a schedule: it must be an object with "format": "{JSON_FORMAT}"'
-        )
+        must = f'it must be an object with "format": "{JSON_FORMAT}"'
+        raise ScheduleError(f"the JSON is not a schedule: {must}")
     if data.get("version") != JSON_VERSION:
-        raise ScheduleError(
-            f"the JSON has version {quoted(data.get('version'))}; this jaxpipe reads version "
-            f"{JSON_VERSION}"
-        )
+        has, reads = quoted(data.get("version")), f"this jaxpipe reads version {JSON_VERSION}"
+        raise ScheduleError(f"the JSON has version {has}; {reads}")
     bad = _field_faults(data)
-    lines = [] if bad else [[(i, c or "") for i, c in enumerate(line)] for line in data["rows"]]
-    rows = _rows(lines, bad, json_place)
+    texts = [] if bad else data["rows"]
+    rows = _rows(([(i, c or "") for i, c in enumerate(row)] for row in texts), bad, json_place)
     _raise_if(bad, "the JSON is not a schedule")
-    placement = Placement.explicit(data["stage_to_device"], devices=data["num_devices"])
-    return {
-        "rows": rows,
-        "placement": placement,
-        "num_microbatches": data["num_microbatches"],
-        "name": data.get("name") or "",
-        "slices": data.get("slices", 1),
-    }
+    return data, rows
 
 
 def json_value(text: str) -> object:
@@ -155,18 +122,14 @@ def json_value(text: str) -> object:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ScheduleError(
-            f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}"
-        ) from None
+        why = f"line {error.lineno}, column {error.colno}: not JSON: {error.msg}"
     except RecursionError:
-        raise ScheduleError(
-            "the JSON is nested too deeply; a schedule is an object with lists of lists"
-        ) from None
+        must = "a schedule is an object with lists of lists"
+        why = f"the JSON is nested too deeply; {must}"
     except ValueError:  # Python reads no number of more than some thousand digits
-        raise ScheduleError(
-            f"the JSON holds a number of thousands of digits; {MAX_COUNT:,} is the largest that "
-            "a schedule holds"
-        ) from None
+        largest = f"{MAX_COUNT:,} is the largest that a schedule holds"
+        why = f"the JSON holds a number of thousands of digits; {largest}"
+    raise ScheduleError(why)
 
 
 def _readable(text: str, what: str) -> str:
@@ -174,9 +137,8 @@ def _readable(text: str, what: str) -> str:
     if not isinstance(text, str):
         raise ScheduleError(f"{quoted(text)} is not text; give the {what} as a str")
     if len(text) > MAX_TEXT:
-        raise ScheduleError(
-            f"the {what} has {len(text):,} characters; a table has at most {MAX_TEXT:,}"
-        )
+        most = f"a table has at most {MAX_TEXT:,}"
+        raise ScheduleError(f"the {what} has {len(text):,} characters; {most}")
     return text
 
 
@@ -212,45 +174,39 @@ def _rows(
     return rows
 
 
-def _field_faults(data: dict[str, object]) -> list[Violation]:
+def _field_faults(data: dict[str, Any]) -> list[Violation]:
     """Violations for fields that are missing or of the wrong type."""
-    checks = (
-        ("name", "a string", lambda v: v is None or isinstance(v, str)),
-        ("num_devices", "a whole number >= 1", lambda v: _is_count(v) and v >= 1),
-        ("num_microbatches", "a whole number >= 0", _is_count),
-        ("slices", "a whole number >= 1, or left out", lambda v: v is None or (_is_count(v) and v)),
-        (
-            "stage_to_device",
+    fields: dict[str, tuple[str, Callable[[Any], object]]] = {
+        "name": ("a string", lambda v: v is None or isinstance(v, str)),
+        "num_devices": ("a whole number >= 1", lambda v: _is_count(v) and v),
+        "num_microbatches": ("a whole number >= 0", _is_count),
+        "slices": ("a whole number >= 1, or left out", lambda v: v is None or (_is_count(v) and v)),
+        "stage_to_device": (
             "a list with a device, or a list of devices, for each stage",
-            _is_placement,
+            lambda v: _is_list(v, lambda e: _is_count(e) or (_is_list(e, _is_count) and e)),
         ),
-        ("rows", "a list of lists of actions (strings) and nulls, one for each device", _is_rows),
-    )
+        "rows": (
+            "a list of lists of actions (strings) and nulls, one for each device",
+            lambda v: _is_list(v, lambda row: _is_list(row, lambda c: isinstance(c, str | None))),
+        ),
+    }
     bad = [
         Violation("parse", f'"{key}" must be {what}, not {quoted(data.get(key))}')
-        for key, what, good in checks
-        if not good(data.get(key))
+        for key, (what, is_good) in fields.items()
+        if not is_good(data.get(key))
     ]
-    rows, devices = data.get("rows"), data.get("num_devices")
-    if not bad and isinstance(rows, list) and len(rows) != devices:
-        bad.append(Violation("parse", f'"rows" has {len(rows)} entries for {devices} devices'))
+    if not bad and len(data["rows"]) != data["num_devices"]:
+        count = f"{len(data['rows'])} entries for {data['num_devices']} devices"
+        bad.append(Violation("parse", f'"rows" has {count}'))
     return bad
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_COUNT
+    return is_whole(value) and 0 <= value <= MAX_COUNT
 
 
-def _is_placement(value: object) -> bool:
-    return isinstance(value, list) and all(
-        _is_count(e) or (isinstance(e, list) and e and all(map(_is_count, e))) for e in value
-    )
-
-
-def _is_rows(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(row, list) and all(c is None or isinstance(c, str) for c in row) for row in value
-    )
+def _is_list(value: object, is_good: Callable[[Any], object]) -> bool:
+    return isinstance(value, list) and all(map(is_good, value))
 
 
 def _raise_if(bad: Sequence[Violation], what: str) -> None:

@@ -62,12 +62,10 @@ def set_typed(value: Any, error: type[JaxpipeError], *, but: Collection[str] = (
     """The same for the fields of a frozen dataclass, in its `__post_init__`; those named in `but`
     are left as they are.
     """
-    given = {
-        field.name: getattr(value, field.name) for field in fields(value) if field.name not in but
-    }
-    for name, read in _read_all(given, type(value), error).items():
-        if read is not given[name]:
-            object.__setattr__(value, name, read)
+    names = [field.name for field in fields(value) if field.name not in but]
+    values = {name: getattr(value, name) for name in names}
+    for name, read in _read_all(values, type(value), error).items():
+        object.__setattr__(value, name, read)
 
 
 def plain(number: Any) -> int | float:
@@ -87,12 +85,12 @@ def is_cost(value: object) -> bool:
 _hints = cache(get_type_hints)
 
 
-def _read_all(given: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) -> dict[str, Any]:
+def _read_all(values: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) -> dict[str, Any]:
     """Every value as its annotation wants it; a value without one stays as it is."""
     hints = _hints(owner)
-    read = {name: _read(value, hints.get(name, Any)) for name, value in given.items()}
+    read = {name: _read(value, hints.get(name, Any)) for name, value in values.items()}
     faults = [
-        f"{name} must be {_type_text(hints[name])}, not {quoted(given[name])}"
+        f"{name} must be {_type_text(hints[name])}, not {quoted(values[name])}"
         for name, value in read.items()
         if value is _MISFIT
     ]
@@ -107,10 +105,8 @@ def _read(value: Any, hint: Any) -> Any:
         return value
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return next(
-            (read for each in get_args(hint) if (read := _read(value, each)) is not _MISFIT),
-            _MISFIT,
-        )
+        reads = (_read(value, each) for each in get_args(hint))
+        return next((read for read in reads if read is not _MISFIT), _MISFIT)
     if origin is not None:
         return _read_container(value, origin, get_args(hint))
     if hint is float:
@@ -133,12 +129,11 @@ def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
     if isinstance(value, Mapping) and issubclass(origin, Mapping):
         read = [(_read(key, inner[0]), _read(each, inner[1])) for key, each in value.items()]
         return _MISFIT if any(_MISFIT is each for pair in read for each in pair) else dict(read)
-    several = inner[0] if len(inner) == 1 or inner[1:] == (...,) else None
-    hints = inner if several is None else (several,) * len(value)
+    hints = inner[:1] * len(value) if len(inner) == 1 or inner[1:] == (...,) else inner
     if len(hints) != len(value):
         return _MISFIT
-    found = tuple(_read(each, hint) for each, hint in zip(value, hints, strict=True))
-    return _MISFIT if any(_MISFIT is each for each in found) else found
+    items = tuple(_read(each, hint) for each, hint in zip(value, hints, strict=True))
+    return _MISFIT if any(_MISFIT is each for each in items) else items
 
 
 def _type_text(hint: Any) -> str:
@@ -156,5 +151,4 @@ def _type_text(hint: Any) -> str:
 def _public(hint: type) -> str:
     """Where a user finds a class of jaxpipe: at the top, or in its room."""
     top, room = sys.modules["jaxpipe"], hint.__module__.split(".")[1]
-    path = "" if hint.__name__ in top.__all__ else f"{room}."
-    return f"jaxpipe.{path}{hint.__name__}"
+    return f"jaxpipe.{'' if hint.__name__ in top.__all__ else f'{room}.'}{hint.__name__}"
