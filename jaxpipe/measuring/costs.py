@@ -14,7 +14,6 @@ from .. import inspect
 from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..errors import PipelineError, quoted
-from ..inspect.blocks import stage_blocks
 from ..inspect.step_memory import gradient_bytes, hoisted_bytes, local_bytes
 from ..jaxprs.equations import nbytes
 from ..model.arguments import under_policies
@@ -252,7 +251,6 @@ def _stage_cost(measured: Measured, stage: int, placed: Mapping[str, PyTree]) ->
     step, seconds = measured.step, measured.seconds
     number = step.code.kind_of[stage]
     kind, entries, entry = step.code.kinds[number], step.entries[number], step.entry(number)
-    blocks = stage_blocks(kind, entries)
     return LayerCost(
         forward=seconds[f"F {number}"],
         input_grad=seconds[f"I {number}"],
@@ -262,7 +260,7 @@ def _stage_cost(measured: Measured, stage: int, placed: Mapping[str, PyTree]) ->
         residuals=kept(entry),
         boundary=step.boundary(number),
         stash=entry["stash"],
-        workspace=max(step.temp(blocks[name]) for name in BLOCKS),
+        workspace=max(measured.temp[f"{name} {number}"] for name in BLOCKS),
         hoisted=hoisted_bytes(step, len(kind.consts), kind.hoist, entries.parameters),
     )
 
