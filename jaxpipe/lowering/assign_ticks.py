@@ -59,6 +59,16 @@ class Ticks:
             rows[device][tick] = action if other is None else _pair(action, other)
         return tuple(tuple(row) for row in rows)
 
+    @cached_property
+    def pairs(self) -> BoolArray:
+        """`[tick, device]`: whether it runs a forward and a backward that may be one block."""
+        table, halves = self.schedule.encoded, []
+        for kinds in (RUNS_FORWARD, self.joint):
+            runs, found = table.of_kinds(kinds), np.zeros((self.num_ticks, table.num_devices), bool)
+            found[self.when[runs], table.device[runs]] = True
+            halves.append(found)
+        return halves[0] & halves[1]
+
     def __str__(self) -> str:
         return grid(self.cells)
 
@@ -235,44 +245,36 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Requirements:
-    """The requirements of every tick, by its code: tick t has `kinds[codes[t]]`.
+    """The requirements of every tick."""
 
-    Ticks have one code where the same blocks of the same devices run and the same transfers leave
-    with the same slack, so they also cost the same; what is made of many ticks costs no more than
-    what is made of the different ones.
-    """
-
-    codes: IntArray
     blocks: tuple[Block, ...]  # that occur
-    # `[code, block]`: how many devices run it, and how many of them for the first, the last, a
+    # `[tick, block]`: how many devices run it, and how many of them for the first, the last, a
     # locally consumed stage
     counts: IntArray
     edges: tuple[Edge, ...]  # the transfers that occur, in order
-    # `[code, edge]` is the slack of `edges[edge]`; NO_TRANSFER where it does not occur
+    # `[tick, edge]` is the slack of `edges[edge]`; NO_TRANSFER where it does not occur
     slack: NDArray[np.int32]
-    # per code, whether some device runs a forward and a backward that may be one block
+    # per tick, whether some device runs a forward and a backward that may be one block
     paired: BoolArray
     num_devices: int
 
     def __len__(self) -> int:
-        return len(self.codes)
+        return len(self.counts)
 
     @cached_property
     def collective(self) -> IntArray:
         """Per tick, a number that ticks with equal collective actions share; else 0."""
-        shares = (
-            self.counts[:, np.array([block.is_collective for block in self.blocks], bool), 0] > 0
-        )
-        return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:][self.codes]
+        mine = [block.is_collective for block in self.blocks]
+        shares = self.counts[:, np.array(mine, bool), 0] > 0
+        return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:]
 
     @cached_property
     def signatures(self) -> IntArray:
         """Per tick, a number that ticks of equal blocks and transfers share, which can share their
         code.
         """
-        return equal_rows(
-            np.concatenate([self.counts[:, :, 0] > 0, self.slack < NO_TRANSFER], axis=1)
-        )[self.codes]
+        needs = [self.counts[:, :, 0] > 0, self.slack < NO_TRANSFER]
+        return equal_rows(np.concatenate(needs, axis=1))
 
 
 def equal_rows(rows: NDArray[Any]) -> IntArray:
@@ -322,68 +324,27 @@ def keeps(table: Encoded) -> BoolArray:
 @lru_cache(maxsize=4)  # called for each list of spans
 def collect(ticks: Ticks) -> Requirements:
     """The requirements of every tick."""
-    schedule, table = ticks.schedule, ticks.schedule.encoded
-    user = consumers(table)
+    table, when, user = ticks.schedule.encoded, ticks.when, consumers(ticks.schedule.encoded)
     target = np.where(user >= 0, table.device[user], -1)
     local = target == table.device
-    target = np.where(local, -1, target)
-    slack = np.where(target >= 0, ticks.when[user] - ticks.when - 1, 0)
-    # A tick is a line of at most two actions a device, each of them a row of numbers; equal lines
-    # are equal ticks.
     chain = ~table.of_kinds(RECOMPUTE) & ~table.shares  # they hand nothing on to another stage
     first, last = chain & (table.stage == 0), chain & (table.stage == table.num_stages - 1)
-    fields = np.stack(
-        [table.kind, chunks_of(schedule), keeps(table), first, last, local, target, slack],
-        1,
-        dtype=np.int32,
-    )
-    lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int32)
-    lines[ticks.when, table.device, (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)] = fields
-    codes = equal_rows(lines.reshape(ticks.num_ticks, -1))
-    return _requirements(lines[np.unique(codes, return_index=True)[1]], codes, ticks.joint)
-
-
-def _requirements(lines: NDArray[np.int32], codes: IntArray, joint: Sequence[Kind]) -> Requirements:
-    """Read the lines of `collect`, one of each code: `[code, device, half, field]`."""
-    num_codes, num_devices = lines.shape[:2]
-    there = lines[..., 0] >= 0
-    code, device, half = np.nonzero(there)
-    kind, chunk, kept, first, last, local, target, room = lines[code, device, half].T
-    example, block = np.unique(
-        (kind * (1 + chunk.max(initial=0)) + chunk) * 2 + kept,
-        return_index=True,
-        return_inverse=True,
-    )[1:]
-    shape = (num_codes, len(example))
-    sums = [
-        np.bincount(code * shape[1] + block, weights, math.prod(shape))
-        for weights in (None, first, last, local)
-    ]
-    payload = np.where(kind == Kind.F, Payload.ACTIVATION, Payload.COTANGENT)
-    sent = np.flatnonzero(target >= 0)
-    ends, edge = np.unique(
-        np.ravel_multi_index((payload[sent], device[sent], target[sent]), _edges(num_devices)),
-        return_inverse=True,
-    )
-    slack = np.full((num_codes, len(ends)), NO_TRANSFER, np.int32)
-    slack[code[sent], edge] = room[sent]
+    kinds = np.stack([table.kind, chunks_of(ticks.schedule), keeps(table)], 1)
+    blocks, block = np.unique(kinds, axis=0, return_inverse=True)
+    shape = (ticks.num_ticks, len(blocks))
+    cells = np.ravel_multi_index((when, block.reshape(-1)), shape)
+    sums = [np.bincount(cells, some, math.prod(shape)) for some in (None, first, last, local)]
+    sent = np.flatnonzero((target >= 0) & ~local)
+    payload = np.where(table.kind == Kind.F, Payload.ACTIVATION, Payload.COTANGENT)
+    ends = np.stack([payload, table.device, target], 1)[sent]
+    edges, edge = np.unique(ends, axis=0, return_inverse=True)
+    slack = np.full((ticks.num_ticks, len(edges)), NO_TRANSFER, np.int32)
+    slack[when[sent], edge.reshape(-1)] = when[user[sent]] - when[sent] - 1
     return Requirements(
-        codes=codes,
-        blocks=tuple(
-            Block(Kind(k), c, bool(r))
-            for k, c, r in zip(*(of[example].tolist() for of in (kind, chunk, kept)), strict=True)
-        ),
+        blocks=tuple(Block(Kind(k), chunk, bool(kept)) for k, chunk, kept in blocks.tolist()),
         counts=np.stack(sums, -1).astype(np.int64).reshape(*shape, len(sums)),
-        edges=tuple(
-            Edge(Payload(p), d, e)
-            for p, d, e in np.transpose(np.unravel_index(ends, _edges(num_devices))).tolist()
-        ),
+        edges=tuple(Edge(Payload(p), d, e) for p, d, e in edges.tolist()),
         slack=slack,
-        paired=np.any(there[:, :, 0] & np.isin(lines[:, :, 1, 0], joint), axis=1),
-        num_devices=num_devices,
+        paired=np.any(ticks.pairs, axis=1),
+        num_devices=table.num_devices,
     )
-
-
-def _edges(num_devices: int) -> tuple[int, int, int]:
-    """How many payloads, sources and targets there are."""
-    return len(Payload), num_devices, num_devices

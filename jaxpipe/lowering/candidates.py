@@ -35,9 +35,7 @@ def uses_of(requirements: Requirements, group: IntArray) -> tuple[BlockUse, ...]
     """The union of the blocks of every tick in the group, in the order in which code that serves
     them all has them.
     """
-    times = np.bincount(requirements.codes[group])
-    present = np.flatnonzero(times)
-    total = np.tensordot(times[present], requirements.counts[present], 1).tolist()
+    total = requirements.counts[group].sum(axis=0).tolist()
     everyone = requirements.num_devices * len(group)
     return tuple(
         BlockUse(
@@ -65,16 +63,16 @@ def _place(block: Block) -> tuple[int, Block]:
 
 
 def permutes_of(
-    requirements: Requirements, codes: IntArray, *, room: int = 0
+    requirements: Requirements, group: IntArray, *, room: int = 0
 ) -> tuple[Permute, ...]:
-    """The permutes that serve ticks of these codes: every transfer that any of them makes.
+    """The permutes that serve these ticks: every transfer that any of them makes.
 
     A transfer with slack is awaited later, at most `room` ticks: the longest delay that the trip
     has place for (`room_of`). Edges are coloured greedily by payload, delay and direction, so that
     sources and targets of a permute are distinct. Wrap-around edges of a ring point against their
     payload's direction, so they come out as a permute of their own.
     """
-    slack = requirements.slack[codes].min(axis=0, initial=NO_TRANSFER)
+    slack = requirements.slack[group].min(axis=0, initial=NO_TRANSFER)
     groups: dict[tuple[Payload, int, bool], list[_Colour]] = {}
     for i in np.flatnonzero(slack < NO_TRANSFER).tolist():  # edges are in order
         (payload, source, target), delay = requirements.edges[i], min(int(slack[i]), room)
@@ -138,11 +136,10 @@ def _segment(span: Span, requirements: Requirements) -> Segment:
     for mine in ticks_of(span.loops or (Loop(1),) * span.period):
         j, group = mine[0], ticks[:, mine].ravel()
         room = 0 if span.loops else room_of(span.period, j) if repeats > 1 else span.period - 1 - j
-        code = np.unique(requirements.codes[group])
         template = TickTemplate(
             uses_of(requirements, group),
-            permutes_of(requirements, code, room=room),
-            bool(requirements.paired[code].any()),
+            permutes_of(requirements, group, room=room),
+            bool(requirements.paired[group].any()),
         )
         templates |= dict.fromkeys(mine, template)
     return Segment(span.start, repeats, tuple(templates[j] for j in range(span.period)), span.loops)
