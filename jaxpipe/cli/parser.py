@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ..errors import quoted
-from ..planner.plan import SCHEDULES
+from ..planner.request import SCHEDULES
 from ..render import Theme
 from ..table.activations import Release
 from ..table.run_order import Transfers

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..errors import ScheduleError
 from ..program.records import JOINT
 from ..program.segments import Block, Payload
-from ..table.encoded import BoolArray, Encoded, IntArray
+from ..table.encoded import BoolArray, IntArray
 from ..table.grid import grid
 from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Action, Cell, Kind, Overlap
 from ..table.run_order import Transfers, waits
@@ -286,60 +286,57 @@ def equal_rows(rows: NDArray[Any]) -> IntArray:
     )
 
 
-def consumers(table: Encoded) -> IntArray:
-    """Per action, the F that uses its output, or the B or I that uses its input gradient, in the
-    neighbour stage; -1 for none.
-    """
-    found = np.full(table.num_actions, -1, np.int64)
-    users = np.flatnonzero(table.producer >= 0)
-    found[table.producer[users]] = users
-    return found
+class Facts(NamedTuple):
+    """What is known of every action of a table."""
 
+    chunk: IntArray  # of its stage on its device; 0 for what is no stage's
+    keeps: BoolArray  # False for an F that keeps no residuals: those that have an R
+    is_first: BoolArray  # the model's first stage
+    is_last: BoolArray
+    # the F that uses its output, or the B or I that uses its input gradient, in the neighbour
+    # stage; -1 for none
+    user: IntArray
+    is_local: BoolArray  # that is on the same device
 
-def chunks_of(schedule: Schedule) -> IntArray:
-    """Per action, the chunk that its stage is on its device; 0 for what is no stage's."""
-    table = schedule.encoded
-    chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
-    for device, stages in enumerate(schedule.placement.stages_of):
-        chunk[device, list(stages)] = np.arange(len(stages))
-    found: IntArray = np.where(table.shares, 0, chunk[table.device, table.stage])
-    return found
-
-
-def recompute_of(table: Encoded, forward: IntArray) -> IntArray:
-    """The R of each of these forwards, or -1."""
-    (kind,) = RECOMPUTE
-    found: IntArray = table.at[kind][table.stage[forward], table.microbatch[forward]]
-    return found
-
-
-def keeps(table: Encoded) -> BoolArray:
-    """Per action, False for an F that keeps no residuals: those that have an R."""
-    forward = np.flatnonzero(table.kind == Kind.F)
-    found = np.ones(table.num_actions, bool)
-    found[forward] = recompute_of(table, forward) < 0
-    return found
+    @classmethod
+    def of(cls, schedule: Schedule) -> Facts:
+        """Those of a table's actions."""
+        table = schedule.encoded
+        chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
+        for device, stages in enumerate(schedule.placement.stages_of):
+            chunk[device, list(stages)] = np.arange(len(stages))
+        user = np.full(table.num_actions, -1, np.int64)
+        users = np.flatnonzero(table.producer >= 0)
+        user[table.producer[users]] = users
+        (again,) = (table.at[kind][table.stage, table.microbatch] >= 0 for kind in RECOMPUTE)
+        chain = ~table.of_kinds(RECOMPUTE) & ~table.shares  # they hand nothing on to another stage
+        return cls(
+            np.where(table.shares, 0, chunk[table.device, table.stage]),
+            (table.kind != Kind.F) | ~again,
+            chain & (table.stage == 0),
+            chain & (table.stage == table.num_stages - 1),
+            user,
+            (user >= 0) & (table.device[user] == table.device),
+        )
 
 
 @lru_cache(maxsize=4)  # called for each list of spans
 def collect(ticks: Ticks) -> Requirements:
     """The requirements of every tick."""
-    table, when, user = ticks.schedule.encoded, ticks.when, consumers(ticks.schedule.encoded)
-    target = np.where(user >= 0, table.device[user], -1)
-    local = target == table.device
-    chain = ~table.of_kinds(RECOMPUTE) & ~table.shares  # they hand nothing on to another stage
-    first, last = chain & (table.stage == 0), chain & (table.stage == table.num_stages - 1)
-    kinds = np.stack([table.kind, chunks_of(ticks.schedule), keeps(table)], 1)
+    table, when, facts = ticks.schedule.encoded, ticks.when, Facts.of(ticks.schedule)
+    kinds = np.stack([table.kind, facts.chunk, facts.keeps], 1)
     blocks, block = np.unique(kinds, axis=0, return_inverse=True)
     shape = (ticks.num_ticks, len(blocks))
     cells = np.ravel_multi_index((when, block.reshape(-1)), shape)
-    sums = [np.bincount(cells, some, math.prod(shape)) for some in (None, first, last, local)]
-    sent = np.flatnonzero((target >= 0) & ~local)
+    flags = (None, facts.is_first, facts.is_last, facts.is_local)
+    sums = [np.bincount(cells, some, math.prod(shape)) for some in flags]
+    sent = np.flatnonzero((facts.user >= 0) & ~facts.is_local)
+    user = facts.user[sent]
     payload = np.where(table.kind == Kind.F, Payload.ACTIVATION, Payload.COTANGENT)
-    ends = np.stack([payload, table.device, target], 1)[sent]
+    ends = np.stack([payload[sent], table.device[sent], table.device[user]], 1)
     edges, edge = np.unique(ends, axis=0, return_inverse=True)
     slack = np.full((ticks.num_ticks, len(edges)), NO_TRANSFER, np.int32)
-    slack[when[sent], edge.reshape(-1)] = when[user[sent]] - when[sent] - 1
+    slack[when[sent], edge.reshape(-1)] = when[user] - when[sent] - 1
     return Requirements(
         blocks=tuple(Block(Kind(k), chunk, bool(kept)) for k, chunk, kept in blocks.tolist()),
         counts=np.stack(sums, -1).astype(np.int64).reshape(*shape, len(sums)),

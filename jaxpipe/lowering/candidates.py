@@ -210,35 +210,22 @@ def _equal_intervals(
 
     Trips that are longer than `SHORT_TRIP` begin after their longest interval.
     """
-    best: Span | None = None
-    mine = marks[start:stop]
+    best, mine = Span(start, start, 0), marks[start:stop]
     for period in range(2, min(longest, len(mine) // 2) + 1):
         for begin, length in runs_of_true(mine[period:] == mine[:-period]):
-            if best is not None and length + period < best.stop - best.start + period:
-                continue
             first = np.flatnonzero(mine[begin : begin + period])
             if not len(first):
                 continue
-            after = (
-                int(np.diff(first, prepend=first[-1] - period).argmax())
-                if period > SHORT_TRIP
-                else 0
-            )
-            at = begin + int(first[after])
+            gaps = np.diff(first, prepend=first[-1] - period)
+            at = begin + int(first[gaps.argmax() if period > SHORT_TRIP else 0])
             repeats = (begin + length + period - at) // period
-            if repeats < 2 or (
-                best is not None and repeats * period < best.stop - best.start + period
-            ):
+            if repeats < 2 or (repeats - (best.period > 0)) * period < best.stop - best.start:
                 continue
-            span = Span(
-                start + at,
-                start + at + repeats * period,
-                period,
-                loops=_loops(mine[at : at + period]),
-            )
+            loops = _loops(mine[at : at + period])
+            span = Span(start + at, start + at + repeats * period, period, loops)
             if period <= SHORT_TRIP or _num_pieces(span) <= MOST_PIECES:
                 best = span
-    return best
+    return best if best.period else None
 
 
 def _num_pieces(span: Span) -> int:

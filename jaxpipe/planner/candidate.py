@@ -30,8 +30,7 @@ from ..transforms.defer_last import defer_last
 from ..transforms.recompute import add_recompute
 from ..transforms.rewrites import split_backward
 from ..transforms.spread import spread_first, spread_last
-from .layer_cost import FIRST, LAST, Ends, LayerCost, Remat, stage_costs
-from .layers import balanced
+from .layer_cost import FIRST, LAST, Ends, LayerCost, Remat, balanced, stage_costs
 from .memory import Memory, Sizes, device_work, layer_sizes, least_bytes, least_slots, memory_of
 from .request import Request
 from .result import PipelinePlan

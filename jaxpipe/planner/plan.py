@@ -7,7 +7,6 @@ from typing import Any
 
 from ..lowering.prices import Overheads
 from .layer_cost import LayerCost
-from .request import SCHEDULES as SCHEDULES
 from .request import requests
 from .result import PipelinePlan, Plans
 from .search import Search
