@@ -90,9 +90,10 @@ class Search:
                 self._reject(choice, "not tried: the time was over")
             elif self._passes(choice, choice.seconds):
                 try:
-                    layout = choice.layout()
-                    for each in self._capped(choice, layout) if choice.name == "auto" else [choice]:
-                        self._sort(each.built(layout))
+                    layout, is_auto = choice.layout(), choice.name == "auto"
+                    wanted = choice.capped(layout) if is_auto else choice
+                    if not (is_auto and self._is_near(wanted, layout)):
+                        self._sort(wanted.built(layout))
                 except (ScheduleError, LayoutError) as error:
                     self._reject(choice, str(error).splitlines()[-1].strip())
             self._progress(done + 1, len(todo))
@@ -121,18 +122,17 @@ class Search:
         front = sorted(others, key=lambda c: c.seconds)[:_FRONT]
         return not others or choice.kind in [c.choice.kind for c in front]
 
-    def _capped(self, choice: Choice, layout: Layout) -> Iterator[Choice]:
-        """A choice of `auto` with each cap whose table may be among the best."""
-        for capped in (choice._replace(cap=cap) for cap in choice.caps(layout)):
-            bound, own = capped.bound(layout), (*choice.kind, choice.chunks)
-            # Tables of the same stages, for which no table of `auto` can be much shorter.
-            same = [c for c in self._fitting if (*c.choice.kind, c.choice.chunks) == own]
-            near = min(same, key=lambda c: c.seconds, default=None)
-            if near is not None and near.seconds <= _NEAR * bound:
-                why = f"takes {bound:.4g} s or more, {near.label} {near.seconds:.4g}"
-                self._reject(capped, why)
-            elif self._passes(capped, bound):
-                yield capped
+    def _is_near(self, choice: Choice, layout: Layout) -> bool:
+        """Whether no table of a choice of `auto` can be much shorter than a table of the same
+        stages, so that it is rejected.
+        """
+        bound, own = choice.bound(layout), (*choice.kind, choice.chunks)
+        same = [c for c in self._fitting if (*c.choice.kind, c.choice.chunks) == own]
+        near = min(same, key=lambda c: c.seconds, default=None)
+        if near is None or near.seconds > _NEAR * bound:
+            return not self._passes(choice, bound)
+        self._reject(choice, f"takes {bound:.4g} s or more, {near.label} {near.seconds:.4g}")
+        return True
 
     def _sort(self, built: Iterable[Candidate]) -> None:
         """Keep those of a choice's tables that fit by their sizes; where none does, candidates with
