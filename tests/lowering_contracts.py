@@ -82,8 +82,7 @@ def segments_faults(ticks: Ticks, cut: Cut) -> Faults:
     if [segment.start for segment in cut.segments] != marks[:-1] or marks[-1] != ticks.num_ticks:
         return ("the segments do not cover the ticks once, in order",)
     requirements = collect(ticks)
-    runs = requirements.counts[requirements.codes, :, 0] > 0
-    slack = requirements.slack[requirements.codes]
+    runs, slack = requirements.counts[:, :, 0] > 0, requirements.slack
     for segment in cut.segments:
         for tick in range(segment.start, segment.stop):
             template = segment.template(tick)

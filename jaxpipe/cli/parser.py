@@ -10,7 +10,7 @@ from inspect import cleandoc, getdoc
 from typing import Any
 
 from ..engine.costs import Costs
-from ..planner.plan import SCHEDULES
+from ..planner.request import SCHEDULES
 from ..planner.transformer import Transformer
 from ..render import Theme
 from ..table.activations import Release

@@ -14,7 +14,6 @@ IMPORTS = (
     "measuring",
     "model",
     "pipeline",
-    "planner",
     "schedules",
     "spmd",
     "table",

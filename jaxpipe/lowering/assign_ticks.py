@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..errors import ScheduleError
 from ..program.records import JOINT
 from ..program.segments import Block, Payload
-from ..table.encoded import BoolArray, Encoded, IntArray
+from ..table.encoded import BoolArray, IntArray
 from ..table.grid import grid
 from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Action, Cell, Kind, Overlap
 from ..table.run_order import Transfers, waits
@@ -58,6 +58,16 @@ class Ticks:
             other = rows[device][tick]
             rows[device][tick] = action if other is None else _pair(action, other)
         return tuple(tuple(row) for row in rows)
+
+    @cached_property
+    def pairs(self) -> BoolArray:
+        """`[tick, device]`: whether it runs a forward and a backward that may be one block."""
+        table, halves = self.schedule.encoded, []
+        for kinds in (RUNS_FORWARD, self.joint):
+            runs, found = table.of_kinds(kinds), np.zeros((self.num_ticks, table.num_devices), bool)
+            found[self.when[runs], table.device[runs]] = True
+            halves.append(found)
+        return halves[0] & halves[1]
 
     def __str__(self) -> str:
         return grid(self.cells)
@@ -235,44 +245,36 @@ class Edge(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Requirements:
-    """The requirements of every tick, by its code: tick t has `kinds[codes[t]]`.
+    """The requirements of every tick."""
 
-    Ticks have one code where the same blocks of the same devices run and the same transfers leave
-    with the same slack, so they also cost the same; what is made of many ticks costs no more than
-    what is made of the different ones.
-    """
-
-    codes: IntArray
     blocks: tuple[Block, ...]  # that occur
-    # `[code, block]`: how many devices run it, and how many of them for the first, the last, a
+    # `[tick, block]`: how many devices run it, and how many of them for the first, the last, a
     # locally consumed stage
     counts: IntArray
     edges: tuple[Edge, ...]  # the transfers that occur, in order
-    # `[code, edge]` is the slack of `edges[edge]`; NO_TRANSFER where it does not occur
+    # `[tick, edge]` is the slack of `edges[edge]`; NO_TRANSFER where it does not occur
     slack: NDArray[np.int32]
-    # per code, whether some device runs a forward and a backward that may be one block
+    # per tick, whether some device runs a forward and a backward that may be one block
     paired: BoolArray
     num_devices: int
 
     def __len__(self) -> int:
-        return len(self.codes)
+        return len(self.counts)
 
     @cached_property
     def collective(self) -> IntArray:
         """Per tick, a number that ticks with equal collective actions share; else 0."""
-        shares = (
-            self.counts[:, np.array([block.is_collective for block in self.blocks], bool), 0] > 0
-        )
-        return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:][self.codes]
+        mine = [block.is_collective for block in self.blocks]
+        shares = self.counts[:, np.array(mine, bool), 0] > 0
+        return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:]
 
     @cached_property
     def signatures(self) -> IntArray:
         """Per tick, a number that ticks of equal blocks and transfers share, which can share their
         code.
         """
-        return equal_rows(
-            np.concatenate([self.counts[:, :, 0] > 0, self.slack < NO_TRANSFER], axis=1)
-        )[self.codes]
+        needs = [self.counts[:, :, 0] > 0, self.slack < NO_TRANSFER]
+        return equal_rows(np.concatenate(needs, axis=1))
 
 
 def equal_rows(rows: NDArray[Any]) -> IntArray:
@@ -284,106 +286,62 @@ def equal_rows(rows: NDArray[Any]) -> IntArray:
     )
 
 
-def consumers(table: Encoded) -> IntArray:
-    """Per action, the F that uses its output, or the B or I that uses its input gradient, in the
-    neighbour stage; -1 for none.
-    """
-    found = np.full(table.num_actions, -1, np.int64)
-    users = np.flatnonzero(table.producer >= 0)
-    found[table.producer[users]] = users
-    return found
+class Facts(NamedTuple):
+    """What is known of every action of a table."""
 
+    chunk: IntArray  # of its stage on its device; 0 for what is no stage's
+    keeps: BoolArray  # False for an F that keeps no residuals: those that have an R
+    is_first: BoolArray  # the model's first stage
+    is_last: BoolArray
+    # the F that uses its output, or the B or I that uses its input gradient, in the neighbour
+    # stage; -1 for none
+    user: IntArray
+    is_local: BoolArray  # that is on the same device
 
-def chunks_of(schedule: Schedule) -> IntArray:
-    """Per action, the chunk that its stage is on its device; 0 for what is no stage's."""
-    table = schedule.encoded
-    chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
-    for device, stages in enumerate(schedule.placement.stages_of):
-        chunk[device, list(stages)] = np.arange(len(stages))
-    found: IntArray = np.where(table.shares, 0, chunk[table.device, table.stage])
-    return found
-
-
-def recompute_of(table: Encoded, forward: IntArray) -> IntArray:
-    """The R of each of these forwards, or -1."""
-    (kind,) = RECOMPUTE
-    found: IntArray = table.at[kind][table.stage[forward], table.microbatch[forward]]
-    return found
-
-
-def keeps(table: Encoded) -> BoolArray:
-    """Per action, False for an F that keeps no residuals: those that have an R."""
-    forward = np.flatnonzero(table.kind == Kind.F)
-    found = np.ones(table.num_actions, bool)
-    found[forward] = recompute_of(table, forward) < 0
-    return found
+    @classmethod
+    def of(cls, schedule: Schedule) -> Facts:
+        """Those of a table's actions."""
+        table = schedule.encoded
+        chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
+        for device, stages in enumerate(schedule.placement.stages_of):
+            chunk[device, list(stages)] = np.arange(len(stages))
+        user = np.full(table.num_actions, -1, np.int64)
+        users = np.flatnonzero(table.producer >= 0)
+        user[table.producer[users]] = users
+        (again,) = (table.at[kind][table.stage, table.microbatch] >= 0 for kind in RECOMPUTE)
+        chain = ~table.of_kinds(RECOMPUTE) & ~table.shares  # they hand nothing on to another stage
+        return cls(
+            np.where(table.shares, 0, chunk[table.device, table.stage]),
+            (table.kind != Kind.F) | ~again,
+            chain & (table.stage == 0),
+            chain & (table.stage == table.num_stages - 1),
+            user,
+            (user >= 0) & (table.device[user] == table.device),
+        )
 
 
 @lru_cache(maxsize=4)  # called for each list of spans
 def collect(ticks: Ticks) -> Requirements:
     """The requirements of every tick."""
-    schedule, table = ticks.schedule, ticks.schedule.encoded
-    user = consumers(table)
-    target = np.where(user >= 0, table.device[user], -1)
-    local = target == table.device
-    target = np.where(local, -1, target)
-    slack = np.where(target >= 0, ticks.when[user] - ticks.when - 1, 0)
-    # A tick is a line of at most two actions a device, each of them a row of numbers; equal lines
-    # are equal ticks.
-    chain = ~table.of_kinds(RECOMPUTE) & ~table.shares  # they hand nothing on to another stage
-    first, last = chain & (table.stage == 0), chain & (table.stage == table.num_stages - 1)
-    fields = np.stack(
-        [table.kind, chunks_of(schedule), keeps(table), first, last, local, target, slack],
-        1,
-        dtype=np.int32,
-    )
-    lines = np.full((ticks.num_ticks, table.num_devices, 2, fields.shape[1]), -1, np.int32)
-    lines[ticks.when, table.device, (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)] = fields
-    codes = equal_rows(lines.reshape(ticks.num_ticks, -1))
-    return _requirements(lines[np.unique(codes, return_index=True)[1]], codes, ticks.joint)
-
-
-def _requirements(lines: NDArray[np.int32], codes: IntArray, joint: Sequence[Kind]) -> Requirements:
-    """Read the lines of `collect`, one of each code: `[code, device, half, field]`."""
-    num_codes, num_devices = lines.shape[:2]
-    there = lines[..., 0] >= 0
-    code, device, half = np.nonzero(there)
-    kind, chunk, kept, first, last, local, target, room = lines[code, device, half].T
-    example, block = np.unique(
-        (kind * (1 + chunk.max(initial=0)) + chunk) * 2 + kept,
-        return_index=True,
-        return_inverse=True,
-    )[1:]
-    shape = (num_codes, len(example))
-    sums = [
-        np.bincount(code * shape[1] + block, weights, math.prod(shape))
-        for weights in (None, first, last, local)
-    ]
-    payload = np.where(kind == Kind.F, Payload.ACTIVATION, Payload.COTANGENT)
-    sent = np.flatnonzero(target >= 0)
-    ends, edge = np.unique(
-        np.ravel_multi_index((payload[sent], device[sent], target[sent]), _edges(num_devices)),
-        return_inverse=True,
-    )
-    slack = np.full((num_codes, len(ends)), NO_TRANSFER, np.int32)
-    slack[code[sent], edge] = room[sent]
+    table, when, facts = ticks.schedule.encoded, ticks.when, Facts.of(ticks.schedule)
+    kinds = np.stack([table.kind, facts.chunk, facts.keeps], 1)
+    blocks, block = np.unique(kinds, axis=0, return_inverse=True)
+    shape = (ticks.num_ticks, len(blocks))
+    cells = np.ravel_multi_index((when, block.reshape(-1)), shape)
+    flags = (None, facts.is_first, facts.is_last, facts.is_local)
+    sums = [np.bincount(cells, some, math.prod(shape)) for some in flags]
+    sent = np.flatnonzero((facts.user >= 0) & ~facts.is_local)
+    user = facts.user[sent]
+    payload = np.where(table.kind == Kind.F, Payload.ACTIVATION, Payload.COTANGENT)
+    ends = np.stack([payload[sent], table.device[sent], table.device[user]], 1)
+    edges, edge = np.unique(ends, axis=0, return_inverse=True)
+    slack = np.full((ticks.num_ticks, len(edges)), NO_TRANSFER, np.int32)
+    slack[when[sent], edge.reshape(-1)] = when[user] - when[sent] - 1
     return Requirements(
-        codes=codes,
-        blocks=tuple(
-            Block(Kind(k), c, bool(r))
-            for k, c, r in zip(*(of[example].tolist() for of in (kind, chunk, kept)), strict=True)
-        ),
+        blocks=tuple(Block(Kind(k), chunk, bool(kept)) for k, chunk, kept in blocks.tolist()),
         counts=np.stack(sums, -1).astype(np.int64).reshape(*shape, len(sums)),
-        edges=tuple(
-            Edge(Payload(p), d, e)
-            for p, d, e in np.transpose(np.unravel_index(ends, _edges(num_devices))).tolist()
-        ),
+        edges=tuple(Edge(Payload(p), d, e) for p, d, e in edges.tolist()),
         slack=slack,
-        paired=np.any(there[:, :, 0] & np.isin(lines[:, :, 1, 0], joint), axis=1),
-        num_devices=num_devices,
+        paired=np.any(ticks.pairs, axis=1),
+        num_devices=table.num_devices,
     )
-
-
-def _edges(num_devices: int) -> tuple[int, int, int]:
-    """How many payloads, sources and targets there are."""
-    return len(Payload), num_devices, num_devices

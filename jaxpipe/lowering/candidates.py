@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..program.segments import (
     Block,
@@ -31,14 +32,11 @@ from ..table.kinds import RUNS_FORWARD
 from .assign_ticks import NO_TRANSFER, Requirements, Ticks, collect
 
 
-def uses_of(requirements: Requirements, group: IntArray) -> tuple[BlockUse, ...]:
-    """The union of the blocks of every tick in the group, in the order in which code that serves
-    them all has them.
+def uses_of(requirements: Requirements, counts: IntArray, num_ticks: int) -> tuple[BlockUse, ...]:
+    """The union of the blocks of some ticks, which are counted together, in the order in which code
+    that serves them all has them.
     """
-    times = np.bincount(requirements.codes[group])
-    present = np.flatnonzero(times)
-    total = np.tensordot(times[present], requirements.counts[present], 1).tolist()
-    everyone = requirements.num_devices * len(group)
+    everyone = requirements.num_devices * num_ticks
     return tuple(
         BlockUse(
             block,
@@ -48,7 +46,7 @@ def uses_of(requirements: Requirements, group: IntArray) -> tuple[BlockUse, ...]
             Presence.of(local, active),
         )
         for block, (active, first, last, local) in sorted(
-            zip(requirements.blocks, total, strict=True),
+            zip(requirements.blocks, counts.tolist(), strict=True),
             key=lambda item: _place(item[0]),
         )
         if active
@@ -65,16 +63,15 @@ def _place(block: Block) -> tuple[int, Block]:
 
 
 def permutes_of(
-    requirements: Requirements, codes: IntArray, *, room: int = 0
+    requirements: Requirements, slack: IntArray, *, room: int = 0
 ) -> tuple[Permute, ...]:
-    """The permutes that serve ticks of these codes: every transfer that any of them makes.
+    """The permutes that serve ticks: every transfer that any of them makes, with its least slack.
 
     A transfer with slack is awaited later, at most `room` ticks: the longest delay that the trip
     has place for (`room_of`). Edges are coloured greedily by payload, delay and direction, so that
     sources and targets of a permute are distinct. Wrap-around edges of a ring point against their
     payload's direction, so they come out as a permute of their own.
     """
-    slack = requirements.slack[codes].min(axis=0, initial=NO_TRANSFER)
     groups: dict[tuple[Payload, int, bool], list[_Colour]] = {}
     for i in np.flatnonzero(slack < NO_TRANSFER).tolist():  # edges are in order
         (payload, source, target), delay = requirements.edges[i], min(int(slack[i]), room)
@@ -133,16 +130,23 @@ def _segment(span: Span, requirements: Requirements) -> Segment:
     its ticks needs.
     """
     repeats = (span.stop - span.start) // span.period
-    ticks = np.arange(span.start, span.stop).reshape(repeats, span.period)
+
+    def by_trip(values: NDArray[Any]) -> NDArray[Any]:
+        own = values[span.start : span.stop]
+        return own.reshape(repeats, span.period, *values.shape[1:])
+
+    # of the ticks of a trip, over all trips
+    counts = by_trip(requirements.counts).sum(axis=0)
+    slack = by_trip(requirements.slack).min(axis=0)
+    paired = np.logical_or.reduce(by_trip(requirements.paired))
     templates: dict[int, TickTemplate] = {}
-    for mine in ticks_of(span.loops or (Loop(1),) * span.period):
-        j, group = mine[0], ticks[:, mine].ravel()
+    for mine in map(list, ticks_of(span.loops or (Loop(1),) * span.period)):
+        j = mine[0]
         room = 0 if span.loops else room_of(span.period, j) if repeats > 1 else span.period - 1 - j
-        code = np.unique(requirements.codes[group])
         template = TickTemplate(
-            uses_of(requirements, group),
-            permutes_of(requirements, code, room=room),
-            bool(requirements.paired[code].any()),
+            uses_of(requirements, counts[mine].sum(axis=0), repeats * len(mine)),
+            permutes_of(requirements, slack[mine].min(axis=0), room=room),
+            bool(paired[mine].any()),
         )
         templates |= dict.fromkeys(mine, template)
     return Segment(span.start, repeats, tuple(templates[j] for j in range(span.period)), span.loops)
@@ -213,35 +217,24 @@ def _equal_intervals(
 
     Trips that are longer than `SHORT_TRIP` begin after their longest interval.
     """
-    best: Span | None = None
-    mine = marks[start:stop]
+    best, mine = Span(start, start, 0), marks[start:stop]
     for period in range(2, min(longest, len(mine) // 2) + 1):
         for begin, length in runs_of_true(mine[period:] == mine[:-period]):
-            if best is not None and length + period < best.stop - best.start + period:
+            if length < best.stop - best.start:
                 continue
             first = np.flatnonzero(mine[begin : begin + period])
             if not len(first):
                 continue
-            after = (
-                int(np.diff(first, prepend=first[-1] - period).argmax())
-                if period > SHORT_TRIP
-                else 0
-            )
-            at = begin + int(first[after])
+            gaps = np.diff(first, prepend=first[-1] - period)
+            at = begin + int(first[gaps.argmax() if period > SHORT_TRIP else 0])
             repeats = (begin + length + period - at) // period
-            if repeats < 2 or (
-                best is not None and repeats * period < best.stop - best.start + period
-            ):
+            if repeats < 2 or (repeats - (best.period > 0)) * period < best.stop - best.start:
                 continue
-            span = Span(
-                start + at,
-                start + at + repeats * period,
-                period,
-                loops=_loops(mine[at : at + period]),
-            )
+            loops = _loops(mine[at : at + period])
+            span = Span(start + at, start + at + repeats * period, period, loops)
             if period <= SHORT_TRIP or _num_pieces(span) <= MOST_PIECES:
                 best = span
-    return best
+    return best if best.period else None
 
 
 def _num_pieces(span: Span) -> int:

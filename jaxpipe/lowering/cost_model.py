@@ -16,7 +16,7 @@ from ..engine.costs import Costs
 from ..engine.loop import action_durations
 from ..program.segments import Part, Permute, Point, Segment, TickTemplate
 from ..table.encoded import IntArray
-from ..table.kinds import COLLECTIVES, RUNS_FORWARD, Kind
+from ..table.kinds import COLLECTIVES, Kind
 from .assign_ticks import Ticks, equal_rows, joins_weights
 from .prices import NO_OVERHEADS, Overheads
 from .target import Awaits
@@ -212,11 +212,7 @@ def cost_parts(ticks: Ticks, costs: Costs | None = None, *, hides: bool = True) 
     if hides and Kind.W in ticks.joint:
         durations = _less_hidden(ticks, durations, costs)
     place = np.array([Part.of(kind) for kind in Kind])[table.kind]
-    ahead, back = (np.zeros((ticks.num_ticks, table.num_devices), bool) for _ in range(2))
-    for mine, kinds in ((ahead, RUNS_FORWARD), (back, ticks.joint)):
-        runs = table.of_kinds(kinds)
-        mine[ticks.when[runs], table.device[runs]] = True
-    place[(ahead & back)[ticks.when, table.device]] = 0  # a pair is one block, and the first
+    place[ticks.pairs[ticks.when, table.device]] = 0  # a pair is one block, and the first
     shape = ticks.num_ticks, len(Part), table.num_devices
     cells = np.ravel_multi_index((ticks.when, place, table.device), shape)
     return np.bincount(cells, durations, math.prod(shape)).astype(np.float64).reshape(shape)

@@ -150,8 +150,7 @@ class Plan:
         than it issues them; and all.
         """
         requirements = collect(self.ticks)
-        slack = requirements.slack[requirements.codes]
-        having = (slack > 0) & (slack < NO_TRANSFER)
+        having = (requirements.slack > 0) & (requirements.slack < NO_TRANSFER)
         late = np.zeros_like(having)
         for segment in self.segments:
             for transit in (t for t in segment.transits if t.is_late):

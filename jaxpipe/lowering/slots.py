@@ -17,7 +17,7 @@ from ..table.activations import LEAST_AWAY
 from ..table.effects import ALWAYS, Access, Effect, Liveness, Of, Offload, Place, effects_of
 from ..table.encoded import IntArray
 from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, Kind, Value, makers
-from .assign_ticks import Ticks, chunks_of, consumers, keeps
+from .assign_ticks import Facts, Ticks
 
 
 class Clock(NamedTuple):
@@ -56,18 +56,16 @@ class Clock(NamedTuple):
         return self.span * (tick + 1) - 1
 
 
-def places(ticks: Ticks, segments: Sequence[Segment]) -> IntArray:
+def places(ticks: Ticks, segments: Sequence[Segment], facts: Facts) -> IntArray:
     """Per action, the number of its block in the template of its tick."""
-    table, chunk = ticks.schedule.encoded, chunks_of(ticks.schedule)
-    chunks = 1 + int(chunk.max(initial=0))
     templates = [template for segment in segments for template in segment.templates]
+    chunks = 1 + int(facts.chunk.max(initial=0))
     number = np.zeros((len(templates), len(Kind), chunks, 2), np.int64)
     for blocks, template in zip(number, templates, strict=True):
         for place, use in enumerate(template.blocks):
             blocks[use.block.kind, use.block.chunk, int(use.block.keeps)] = place
-    found: IntArray = number[
-        template_numbers(segments)[ticks.when], table.kind, chunk, keeps(table).astype(np.int64)
-    ]
+    of, kind = template_numbers(segments)[ticks.when], ticks.schedule.encoded.kind
+    found: IntArray = number[of, kind, facts.chunk, facts.keeps.astype(np.int64)]
     return found
 
 
@@ -192,9 +190,11 @@ class _Writer:
         self._liveness = liveness
         self._when, self._joint = ticks.when, ticks.joint
         self._number = table.stage * table.num_microbatches + table.microbatch
+        self._facts = Facts.of(ticks.schedule)
         self._clock = Clock.of(self._segments)
         # the moment of each action
-        self._runs = self._clock.during(self._when, places(ticks, self._segments))
+        block = places(ticks, self._segments, self._facts)
+        self._runs = self._clock.during(self._when, block)
         self._arrivals = Arrivals(self._segments, ticks.num_ticks, table.num_devices, self._clock)
         self._ticks = empty_ticks(
             ticks.num_ticks,
@@ -238,20 +238,16 @@ class _Writer:
 
     def _write_actions(self) -> None:
         """What runs where; all but the slots."""
-        table, user = self._actions, consumers(self._actions)
-        chain = ~table.of_kinds(RECOMPUTE) & ~table.shares
+        table = self._actions
         source = np.zeros(table.num_actions, bool)
         for number, collective in table.collectives.items():
             source[number] = table.device[number] == table.device[collective.partner]
         columns = {
+            **self._facts._asdict(),
             "kind": table.kind,
-            "chunk": chunks_of(self._schedule),
             "stage": table.stage,
             "microbatch": table.microbatch,
-            "keeps": keeps(table) & (not table.forward_only),
-            "is_first": chain & (table.stage == 0),
-            "is_last": chain & (table.stage == table.num_stages - 1),
-            "is_local": (user >= 0) & (table.device[user] == table.device),
+            "keeps": self._facts.keeps & (not table.forward_only),
             "is_source": source,
             "continues": table.slice > 0,
             "is_followed": table.slice < table.slices - 1,

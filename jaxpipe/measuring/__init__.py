@@ -13,6 +13,7 @@ IMPORTS = (
     "errors",
     "inspect",
     "jaxprs",
+    "layouts",
     "lowering",
     "model",
     "pipeline",

@@ -22,7 +22,6 @@ from ..errors import PipelineError, quoted
 from ..inspect.blocks import (
     Block,
     Step,
-    Value,
     outer_blocks,
     output_entries,
     stage_blocks,
@@ -34,8 +33,7 @@ from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
 from ..spmd.body import look
-from ..spmd.entries import compiled_alone, mapped, split_entries
-from ..stage.code import run
+from ..spmd.entries import mapped, split_entries
 from ..stage.job import Job
 from ..stage.model_code import ModelCode, trace_model
 from ..table.limits import is_whole
@@ -85,14 +83,24 @@ class Peak:
         return 0.0 if self.link is None else self.latency + size / self.link
 
 
-def call_of(compiled: Any, jaxpr: core.Jaxpr) -> Callable[[], Any]:
-    """Run a compiled block on arguments of its shapes."""
-    (shardings,), _ = compiled.input_shardings
-    values = [
-        jax.device_put(_value(var.aval), sharding)
-        for var, sharding in zip(jaxpr.invars, shardings, strict=True)
-    ]
-    return lambda: jax.block_until_ready(compiled(values))
+def call_of(compiled: Any) -> Callable[[], Any]:
+    """Run a block that is compiled alone (`Step.compiled`) on arguments of its shapes.
+
+    Each run changes the pools and accumulators of the run before it.
+    """
+
+    def filled(argument: Any, sharding: Any) -> Any:
+        return jax.device_put(_value(argument), sharding)
+
+    (shardings, _), (arguments, _) = compiled.input_shardings, compiled.args_info
+    flags, inputs, changed = jax.tree.map(filled, arguments, shardings)
+    flags[0] = flags[0] | True  # it runs
+
+    def call() -> None:
+        nonlocal changed
+        changed = jax.block_until_ready(compiled(flags, inputs, changed))[: len(changed)]
+
+    return call
 
 
 def _value(aval: Any) -> Any:
@@ -232,19 +240,6 @@ def one_coordinate(pipe: Pipeline) -> Mesh:
     return Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(at))
 
 
-def compile_block(step: Step, block: Block) -> Any:
-    """A block compiled by itself, its inputs split as in the step."""
-    avals = [var.aval for var in block.jaxpr.invars]
-
-    def spec(aval: Any, value: Value) -> PartitionSpec | None:
-        # The partitioner splits no keys.
-        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-        return PartitionSpec() if is_key or not step.is_shared else value.spec
-
-    inputs = [(aval, spec(aval, value)) for aval, value in zip(avals, block.inputs, strict=True)]
-    return compiled_alone(step.job, lambda values: run(block.jaxpr, *values), inputs)
-
-
 def refuse_layers(layers: Any, params: Any) -> None:
     """PipelineError for layers and parameters that are not by letter."""
     if not isinstance(layers, Mapping) or not all(isinstance(letter, str) for letter in layers):
@@ -311,22 +306,19 @@ def measure_blocks(
     faults = [fault for is_right, fault in checks if not is_right]
     PipelineError.refuse("this cannot be measured", faults)
     step = traced(pipe, params, batch, rng, state)
-    blocks = {
-        name: (compile_block(step, block), block.jaxpr) for name, block in blocks_of(step).items()
-    }
-    temp = {name: temp_bytes(compiled, step.job.mesh) for name, (compiled, _) in blocks.items()}
+    blocks = blocks_of(step)
+    compiled = {name: step.compiled(block) for name, block in blocks.items()}
+    temp = {name: temp_bytes(each, step.job.mesh) for name, each in compiled.items()}
     if peak is not None:
-        seconds = {
-            name: peak.seconds(jaxpr, step.job.mesh.size) for name, (_, jaxpr) in blocks.items()
-        }
+        size = step.job.mesh.size
+        seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}
         boundary = max(map(step.boundary, range(len(step.code.kinds))), default=0)
         unit = (
             f"seconds, estimated for {peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
         )
         hop = peak.hop(boundary) if pipe.schedule.num_devices > 1 else 0.0
         return Measured(step, {**seconds, "hop": hop}, temp, unit)
-    runs = {name: call_of(compiled, jaxpr) for name, (compiled, jaxpr) in blocks.items()}
-    seconds = timed(runs, repeats)
+    seconds = timed({name: call_of(each) for name, each in compiled.items()}, repeats)
     seconds["hop"] = hop_seconds(pipe, step, repeats)
     device = pipe.mesh.devices.flat[0]
     return Measured(step, seconds, temp, f"seconds, measured on {device.device_kind}")

@@ -7,22 +7,22 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import inspect
 from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..errors import PipelineError, quoted
-from ..inspect.blocks import stage_blocks
+from ..inspect.blocks import Step
 from ..inspect.step_memory import gradient_bytes, hoisted_bytes, local_bytes
 from ..jaxprs.equations import nbytes
+from ..layouts.layout import Layout
 from ..model.arguments import under_policies
 from ..model.leaf_plan import leaf_plans, trained
 from ..model.model import Model
 from ..model.settings import Memory, Sharding
 from ..pipeline import Pipeline
-from ..planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost
+from ..planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs
 from ..planner.result import PipelinePlan
 from ..schedules import build
 from .blocks import BLOCKS, Measured, Peak, measure_blocks, refuse_layers, shape_of
@@ -83,32 +83,32 @@ def measure(
     """
     if not isinstance(model, Model):
         raise PipelineError(f"model must be a jaxpipe.Model, not {quoted(model)}")
-    rows = jax.tree.map(shape_of, microbatch)
-    settings: dict[str, Any] = {"sharding": sharding, "memory": memory}
     if wrong := [name for name in policies if not hasattr(jax.checkpoint_policies, name)]:
         raise PipelineError(
             f"policies holds {', '.join(map(quoted, wrong))}; give names of "
             "jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'"
         )
-    if model.is_layered:
-        letters = "".join(letter for letter in model.stages if letter not in (FIRST, LAST))
-        refuse_layers(model.stages, params)
-        ends = [letter if letter in model.stages else "" for letter in (FIRST, LAST)]
-        one = model.changed(layers=ends[0] + letters + ends[1])
-        schedule = build("no_pipelining", devices=1, microbatches=1, chunks=len(letters))
-        at = _mesh(1, sharding.pipe) if mesh is None else mesh
-        layout = ends[0] + "|".join(letters) + ends[1]
-
-        def under(policies: Mapping[str, str]) -> dict[str, LayerCost]:
-            own = under_policies(one, policies)
-            pipe = Pipeline(own, schedule, at, layout=layout, **settings)
-            return layer_costs(pipe, letters, params, rows, repeats, peak)
-
-        found = under({})
-        each = {name: under(dict.fromkeys(letters, name)) for name in policies}
-        return found | {letter: _with_policies(letter, found, each) for letter in letters}
-    if policies:
+    if policies and not model.is_layered:
         raise PipelineError("policies are of the letters of layers; the model is given by stages")
+    rows = jax.tree.map(shape_of, microbatch)
+    if model.is_layered:
+        refuse_layers(model.stages, params)
+        at = _mesh(1, sharding.pipe) if mesh is None else mesh
+        found, *each = (
+            layer_costs(
+                under_policies(model, dict.fromkeys(_inner(model), name) if name else {}),
+                params,
+                rows,
+                repeats,
+                peak,
+                mesh=at,
+                sharding=sharding,
+                memory=memory,
+            )
+            for name in ("", *policies)
+        )
+        under = dict(zip(policies, each, strict=True))
+        return found | {c: _with_policies(c, found[c], under) for c in _inner(model)}
     stages = _count(model, params)
     if mesh is None:
         mesh = _mesh(
@@ -117,17 +117,26 @@ def measure(
     devices = dict(mesh.shape).get(sharding.pipe, 1)
     name, chunks = ("no_pipelining" if devices == 1 else "looped_bfs"), max(1, stages // devices)
     schedule = build(name, devices=devices, microbatches=devices, chunks=chunks)
-    pipe = Pipeline(model, schedule, mesh, **settings)
+    pipe = Pipeline(model, schedule, mesh, sharding=sharding, memory=memory)
     placed = pipe.place(jax.tree.map(shape_of, dict(params)))
-    shards = pipe.schedule.num_microbatches * pipe.partition.data_size
-
-    def whole(leaf: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((leaf.shape[0] * shards, *leaf.shape[1:]), leaf.dtype)
-
+    batch = _microbatches(rows, pipe.schedule.num_microbatches * pipe.partition.data_size)
     if state:
         state = pipe.place_state(state)
-    return measure_stages(
-        pipe, placed, jax.tree.map(whole, rows), rng=rng, state=state, repeats=repeats, peak=peak
+    return measure_stages(pipe, placed, batch, rng=rng, state=state, repeats=repeats, peak=peak)
+
+
+def _inner(model: Model) -> str:
+    """The letters of the layers that are neither `first` nor `last`."""
+    return "".join(letter for letter in model.stages if letter not in (FIRST, LAST))
+
+
+def _microbatches(rows: PyTree, count: int, sharding: NamedSharding | None = None) -> PyTree:
+    """Shapes of a batch of so many microbatches."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (count * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=sharding
+        ),
+        rows,
     )
 
 
@@ -171,69 +180,86 @@ def measure_stages(
     Raises:
         PipelineError: as `value_and_grad` does, and for repeats below 1.
     """
-    found = measure_blocks(pipe, params, batch, rng, state, repeats, peak)
-    code, functions, final = (
-        found.step.code,
-        found.step.job.functions,
-        len(found.step.code.kind_of) - 1,
-    )
-    # Names of the blocks that run with a stage; a spread `first` or `last` does not.
-    first, first_gradient = ("", "") if functions.spreads_first else ("first", "first gradient")
-    last = "" if functions.spreads_last else "last"
-
-    def times(block: str, at_first: str = "", at_last: str = "") -> tuple[float, ...]:
-        more = {0: found.seconds.get(at_first, 0.0)}
-        more[final] = more.get(final, 0.0) + found.seconds.get(at_last, 0.0)
-        return tuple(
-            found.seconds[f"{block} {kind}"] + more.get(s, 0.0)
-            for s, kind in enumerate(code.kind_of)
+    measured = measure_blocks(pipe, params, batch, rng, state, repeats, peak)
+    step, kinds = measured.step, measured.step.code.kind_of
+    letters = [chr(256 + kind) for kind in kinds]
+    costs = {c: LayerCost(**_times(measured, kind)) for c, kind in zip(letters, kinds, strict=True)}
+    for end, spread in _ends(step).items():
+        costs[end] = LayerCost(
+            **_times_of_end(measured, end), ends=Ends.SHARE if spread else Ends.ONE
         )
-
-    entries = [found.step.entry(kind) for kind in code.kind_of]
-    return Costs(
-        forward=times("F", first, last),
-        input_grad=times("I", first_gradient),
-        weight_grad=times("W"),
-        backward=times("B", first_gradient),
-        transfer=found.seconds["hop"],
-        recompute=times("F"),
+    letters[0] = FIRST + letters[0]
+    letters[-1] += LAST if LAST in costs else ""
+    found = stage_costs(
+        Layout(tuple(letters), 1),
+        costs,
+        remat=Remat.STAGES,
+        transfer=measured.seconds["hop"],
+    )
+    entries = [step.entry(kind) for kind in kinds]
+    return replace(
+        found,
         activation=tuple(kept(entry) + entry["x"] for entry in entries),
         checkpoint=tuple(entry["x"] for entry in entries),
-        first=found.seconds["first"] if functions.spreads_first else None,
-        first_grad=found.seconds.get("first gradient", 0.0) if functions.spreads_first else None,
-        last=found.seconds["last"] if functions.spreads_last else None,
-        unit=found.unit,
+        unit=measured.unit,
     )
+
+
+def _times(measured: Measured, kind: int) -> dict[str, Any]:
+    """Seconds of a kind of stage."""
+    names = {"forward": "F", "input_grad": "I", "weight_grad": "W", "backward": "B"}
+    return {name: measured.seconds[f"{block} {kind}"] for name, block in names.items()}
+
+
+def _times_of_end(measured: Measured, end: str) -> dict[str, Any]:
+    """Seconds of `first` or `last`; forward and gradient of `last` are one block of the program."""
+    seconds = measured.seconds
+    if end == LAST:
+        return {"forward": seconds["last"], "input_grad": 0.0, "weight_grad": 0.0}
+    gradient = seconds.get("first gradient", 0.0)
+    return {"forward": seconds["first"], "input_grad": 0.0, "weight_grad": gradient}
+
+
+def _ends(step: Step) -> dict[str, bool]:
+    """The ends of a model that have blocks, and whether they are spread."""
+    functions = step.job.functions
+    found = {FIRST: functions.spreads_first}
+    return found | ({} if step.code.last is None else {LAST: functions.spreads_last})
 
 
 def layer_costs(
-    pipe: Pipeline,
-    letters: str,
+    model: Model,
     params: Mapping[str, PyTree],
     microbatch: PyTree,
     repeats: int,
     peak: Peak | None,
+    **options: Any,
 ) -> dict[str, LayerCost]:
-    """What a layer of each letter costs, by a pipeline in which each is a stage of its own."""
-    one = {
-        **params,
-        "stages": {
-            letter: jax.tree.map(_first_layer, tree) for letter, tree in params["stages"].items()
-        },
-    }
-    placed = pipe.place(jax.tree.map(shape_of, one))
-    batch = jax.tree.map(shape_of, microbatch)
-    measured = measure_blocks(pipe, placed, batch, None, (), repeats, peak)
-    found = {letter: _stage_cost(measured, stage, placed) for stage, letter in enumerate(letters)}
-    rows, reader = (
-        sum(map(nbytes, jax.tree.leaves(batch))),
-        LAST if pipe.model.last is not None else FIRST,
+    """What a layer of each letter costs, by a pipeline in which each is a stage of its own; options
+    are those of `Pipeline`.
+    """
+    letters = _inner(model)
+    first, last = (letter if letter in model.stages else "" for letter in (FIRST, LAST))
+    pipe = Pipeline(
+        model.changed(layers=first + letters + last),
+        build("no_pipelining", devices=1, microbatches=1, chunks=len(letters)),
+        layout=first + "|".join(letters) + last,
+        **options,
     )
-    for letter in (FIRST, LAST):
-        if letter in pipe.model.stages:
-            found[letter] = _end_cost(
-                measured, letter, placed, rows if letter == reader else 0, shared=letter == reader
-            )
+    one = {
+        letter: jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), tree
+        )
+        for letter, tree in params["stages"].items()
+    }
+    placed = pipe.place(jax.tree.map(shape_of, {**params, "stages": one}))
+    measured = measure_blocks(pipe, placed, microbatch, None, (), repeats, peak)
+    found = {letter: _stage_cost(measured, stage, placed) for stage, letter in enumerate(letters)}
+    rows = sum(map(nbytes, jax.tree.leaves(microbatch)))
+    reader = LAST if model.last is not None else FIRST
+    for end, spread in _ends(measured.step).items():
+        if end in model.stages:
+            found[end] = _end_cost(measured, end, placed, rows, shared=end == reader, spread=spread)
     return found
 
 
@@ -249,46 +275,41 @@ def _held(measured: Measured, *trees: tuple[PyTree, PyTree]) -> dict[str, Any]:
 
 def _stage_cost(measured: Measured, stage: int, placed: Mapping[str, PyTree]) -> LayerCost:
     """Of a stage that is one layer."""
-    step, seconds = measured.step, measured.seconds
+    step = measured.step
     number = step.code.kind_of[stage]
     kind, entries, entry = step.code.kinds[number], step.entries[number], step.entry(number)
-    blocks = stage_blocks(kind, entries)
     return LayerCost(
-        forward=seconds[f"F {number}"],
-        input_grad=seconds[f"I {number}"],
-        weight_grad=seconds[f"W {number}"],
-        backward=seconds[f"B {number}"],
+        **_times(measured, number),
         **_held(measured, (placed["stages"][stage], step.job.plans["stages"][stage])),
         residuals=kept(entry),
         boundary=step.boundary(number),
         stash=entry["stash"],
-        workspace=max(step.temp(blocks[name]) for name in BLOCKS),
+        workspace=max(measured.temp[f"{name} {number}"] for name in BLOCKS),
         hoisted=hoisted_bytes(step, len(kind.consts), kind.hoist, entries.parameters),
     )
 
 
 def _end_cost(
-    measured: Measured, letter: str, placed: Mapping[str, PyTree], rows: int, *, shared: bool
+    measured: Measured,
+    end: str,
+    placed: Mapping[str, PyTree],
+    rows: int,
+    *,
+    shared: bool,
+    spread: bool,
 ) -> LayerCost:
-    """The cost of `first` or `last`; forward and gradient of `last` are one block of the program.
-
-    With the bytes of the `shared` parameters, which every device has too.
+    """The cost of `first` or `last`; with the bytes of the `shared` parameters, which every device
+    has too, and of the batch's rows.
     """
-    key, forward, backward = (
-        ("first", "first", "first gradient") if letter == FIRST else ("last", "last", "")
-    )
+    key = "first" if end == FIRST else "last"
     step, keys = measured.step, (key, "shared") if shared else (key,)
-    functions = step.job.functions
-    spread = functions.spreads_first if letter == FIRST else functions.spreads_last
     return LayerCost(
-        ends=Ends.ALL if spread else Ends.ONE,
-        batch=rows,
-        forward=measured.seconds[forward],
-        input_grad=0.0,
-        weight_grad=measured.seconds.get(backward, 0.0),
+        **_times_of_end(measured, end),
         **_held(measured, *((placed.get(name, ()), step.job.plans[name]) for name in keys)),
-        boundary=step.entry(step.code.kind_of[0])["x"] if letter == FIRST else 0,
-        workspace=max(measured.temp[forward], measured.temp.get(backward, 0)),
+        ends=Ends.ALL if spread else Ends.ONE,
+        batch=rows if shared else 0,
+        boundary=step.entry(step.code.kind_of[0])["x"] if end == FIRST else 0,
+        workspace=max(measured.temp.get(name, 0) for name in (key, f"{key} gradient")),
     )
 
 
@@ -298,25 +319,15 @@ def kept(entry: Mapping[str, int]) -> int:
 
 
 def _with_policies(
-    letter: str,
-    plain: Mapping[str, LayerCost],
-    under: Mapping[str, Mapping[str, LayerCost]],
+    letter: str, own: LayerCost, under: Mapping[str, Mapping[str, LayerCost]]
 ) -> LayerCost:
     """The cost of a layer, with what it keeps and computes again under each policy."""
-    own = plain[letter]
+    costs = {name: found[letter] for name, found in under.items()}
     policies = {
-        name: Kept(
-            found[letter].residuals,
-            max(0.0, found[letter].backward_seconds - own.backward_seconds),
-            found[letter].stash,
-        )
-        for name, found in under.items()
+        name: Kept(c.residuals, max(0.0, c.backward_seconds - own.backward_seconds), c.stash)
+        for name, c in costs.items()
     }
     return replace(own, policies=policies)
-
-
-def _first_layer(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype)
 
 
 def traced_memory(
@@ -339,20 +350,12 @@ def traced_memory(
         options: further ones of `Pipeline`, `sharding` for instance.
     """
     refuse_layers(model.stages, params)
-    shapes = jax.tree.map(shape_of, dict(params))
+    shapes, rows = (jax.tree.map(shape_of, each) for each in (dict(params), microbatch))
 
     def found(plan: PipelinePlan) -> dict[str, int]:
         pipe = plan.pipeline(model, mesh, **options)
-        count = plan.schedule.num_microbatches
-
-        def rows(leaf: Any) -> Any:
-            whole = NamedSharding(pipe.mesh, PartitionSpec())
-            return jax.ShapeDtypeStruct(
-                (count * np.shape(leaf)[0], *np.shape(leaf)[1:]),
-                shape_of(leaf).dtype,
-                sharding=whole,
-            )
-
-        return inspect.memory(pipe, pipe.place(shapes), jax.tree.map(rows, microbatch))
+        whole = NamedSharding(pipe.mesh, PartitionSpec())
+        batch = _microbatches(rows, plan.schedule.num_microbatches, whole)
+        return inspect.memory(pipe, pipe.place(shapes), batch)
 
     return found

@@ -30,8 +30,7 @@ from ..transforms.defer_last import defer_last
 from ..transforms.recompute import add_recompute
 from ..transforms.rewrites import split_backward
 from ..transforms.spread import spread_first, spread_last
-from .layer_cost import FIRST, LAST, Ends, LayerCost, Remat, stage_costs
-from .layers import balanced
+from .layer_cost import FIRST, LAST, Ends, LayerCost, Remat, balanced, stage_costs
 from .memory import Memory, Sizes, device_work, layer_sizes, least_bytes, least_slots, memory_of
 from .request import Request
 from .result import PipelinePlan
@@ -149,22 +148,20 @@ class Choice(NamedTuple):
             if later.makespan < (1 - _WORTH_LATER) * found.makespan:
                 yield Candidate(self, layout, later)
 
-    def caps(self, layout: Layout) -> tuple[int | None, ...]:
-        """Caps for `auto`, rising: 1F1B's memory and as much as it asks for, or as many activations
+    def capped(self, layout: Layout) -> Choice:
+        """The same choice of `auto` with a cap: twice as many activations as 1F1B has, or as many
         as the memory has room for.
         """
-        request, enough = self.request, self.chunks * self.request.devices
-        if request.memory is None:
-            return enough, None
-        name = "1f1b" if self.chunks == 1 else "interleaved_1f1b"
-        trial = next(self._replace(name=name, spread="").built(layout))
-        split = replace(trial.timeline, schedule=split_backward(trial.schedule))
-        sizes = replace(trial, timeline=split).sizes
-        held = memory_of(Slots(x=0, cotangent=1, stash=1, first=1), sizes).total
-        each = sizes.entry["residual_weight"] + sizes.entry["x"]
-        fits = int((request.memory - held) / each) if each else 2 * enough
-        most = (min(enough, fits), min(2 * enough, fits))
-        return tuple(dict.fromkeys(max(self.chunks, cap) for cap in most))
+        request, cap = self.request, 2 * self.chunks * self.request.devices
+        if request.memory is not None:
+            name = "1f1b" if self.chunks == 1 else "interleaved_1f1b"
+            trial = next(self._replace(name=name, spread="").built(layout))
+            split = replace(trial.timeline, schedule=split_backward(trial.schedule))
+            sizes = replace(trial, timeline=split).sizes
+            held = memory_of(Slots(x=0, cotangent=1, stash=1, first=1), sizes).total
+            each = sizes.entry["residual_weight"] + sizes.entry["x"]
+            cap = min(cap, int((request.memory - held) / each) if each else cap)
+        return self._replace(cap=max(self.chunks, cap))
 
     def with_first(self) -> Choice | None:
         """The same choice with a spread `first`, of which a device holds a share; None where it
@@ -334,8 +331,8 @@ class Candidate:
 
     def smaller(self) -> Iterator[Candidate]:
         """Candidates with less memory: with a spread `first`; with residuals in the host's memory;
-        with the fewest R for as many activations as fit, and for one less.  There are none for a
-        candidate that is itself one of these.
+        with the fewest R for as many activations as fit, and for one less; of `auto` with a smaller
+        cap.  There are none for a candidate with R or offload.
         """
         request, table, choice = self.request, self.schedule, self.choice
         assert request.memory is not None, "without a limit of memory, nothing makes room"
@@ -348,8 +345,10 @@ class Candidate:
             first = Candidate(both, self.layout, simulate(table, costs))
             yield first
             yield from first.smaller()
-        if choice.name == "auto":
-            return  # a smaller cap makes room in less time
+        if choice.cap is not None:  # a smaller one makes room in less time
+            if choice.cap > choice.chunks:
+                yield from choice._replace(cap=choice.cap - 1).built(self.layout)
+            return
         if request.offloads:
             yield Candidate(choice, self.layout, self.timeline, offload=Offload.RESIDUALS)
         if Remat.STAGES not in request.remat or choice.remat is Remat.FULL:

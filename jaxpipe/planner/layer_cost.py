@@ -1,4 +1,4 @@
-"""The cost of a layer (times and bytes of one microbatch), and the costs of stages of layers."""
+"""The cost of a layer (times and bytes of one microbatch), and of stages of layers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from ..engine.costs import Costs
 from ..errors import CostError, quoted
+from ..layouts.balance import split_layers
 from ..layouts.layout import Layout
 from ..table.typed import is_cost, plain
 
@@ -215,6 +216,27 @@ def stage_costs(
         rows = [2 * total([costs[c] for c in letters], "rows") for letters in layout.stages]
         times["buffer"] = tuple(rows)
     return Costs(**times, transfer=transfer, unit="seconds")
+
+
+def balanced(
+    layers: str,
+    costs: Mapping[str, LayerCost],
+    *,
+    devices: int,
+    chunks: int,
+    remat: Remat,
+) -> Layout:
+    """The layout whose slowest stage is as fast as possible, with embedding, head and loss counted;
+    exact, by dynamic programming.
+    """
+    spread = spread_letters(layers, costs)
+    again = {c for c in layers if remat is Remat.FULL and c not in (FIRST, LAST)}
+    seconds = [
+        0.0 if c in spread else costs[c].forward * (1 + (c in again)) + costs[c].backward_seconds
+        for c in layers
+    ]
+    pieces = split_layers(seconds, stages=devices * chunks)
+    return Layout(tuple(layers[r.start : r.stop] for r in pieces), devices)
 
 
 def spread_letters(layers: str, costs: Mapping[str, LayerCost]) -> str:

@@ -125,7 +125,8 @@ def plan_mesh(
     wanted = sorted(fitting, key=_promise)
     search = Search(wanted[:_SHAPES], most=most, within=within, progress=progress)
     plans = search.plans(search=0, seed=0)
-    return replace(plans, rejected=(*plans.rejected, *map(_slower, wanted[_SHAPES:]), *rejected))
+    others = (*map(_slower, wanted[_SHAPES:]), *rejected)
+    return Plans(plans, (*plans.rejected, *others), plans.prices)
 
 
 def _slower(request: Request) -> Rejected:

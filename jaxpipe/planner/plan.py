@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .layer_cost import LayerCost
-from .request import SCHEDULES as SCHEDULES
 from .request import requests
 from .result import PipelinePlan, Plans
 from .search import Search

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import PlanError, quoted
 from ..layouts.layout import parse_layout
@@ -230,22 +230,11 @@ def _names(names: Any) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(() if names is None else names)
 
 
+_Test: TypeAlias = "Callable[[Any], bool]"
+
+
 def _is_count(value: object) -> bool:
     return is_whole(value) and value >= 1
-
-
-def _are(accepts: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A test for a sequence of accepted values.  NumPy scalars are not sequences."""
-
-    def are(value: Any) -> bool:
-        listed = (
-            isinstance(value, Collection)
-            and not isinstance(value, str | bytes | Mapping)
-            and getattr(value, "ndim", 1) == 1
-        )
-        return listed and all(map(accepts, value))
-
-    return are
 
 
 def _is_text(value: object) -> bool:
@@ -256,56 +245,73 @@ def _is_hop(value: object) -> bool:
     return is_number(value) and 0 <= value < float("inf")
 
 
-def _is_function(value: object) -> bool:
-    return value is None or callable(value)
+def _is_above_0(value: object) -> bool:
+    return is_number(value) and value > 0
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _maybe(accepts: _Test) -> _Test:
+    """A test that accepts None too."""
+    return lambda value: value is None or accepts(value)
+
+
+def _some(accepts: _Test) -> _Test:
+    """A test for a sequence of accepted values.  NumPy scalars are not sequences."""
+    return lambda value: (
+        isinstance(value, Collection)
+        and not isinstance(value, str | bytes | Mapping)
+        and getattr(value, "ndim", 1) == 1
+        and all(map(accepts, value))
+    )
+
+
+def _one_or_some(accepts: _Test) -> _Test:
+    return lambda value: accepts(value) or _some(accepts)(value)
 
 
 # For each argument, the test of its values and the text of an error.
-_ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+_ACCEPTED: dict[str, tuple[_Test, str]] = {
     "model": (
         _is_text,
         "a text with a letter for each layer, such as 'Et*80,L', or a Model of letters",
     ),
-    "costs": (lambda v: isinstance(v, Mapping), "a mapping, {'t': jaxpipe.LayerCost(...)}"),
+    "costs": (_is_mapping, "a mapping, {'t': jaxpipe.LayerCost(...)}"),
     "devices": (_is_count, "a whole number of at least 1"),
-    "microbatches": (
-        lambda v: _is_count(v) or _are(_is_count)(v),
-        "a whole number of at least 1, or a few of them",
-    ),
-    "memory": (
-        lambda v: v is None or (is_number(v) and v > 0),
-        "bytes that a device has, or None",
-    ),
+    "microbatches": (_one_or_some(_is_count), "a whole number of at least 1, or a few of them"),
+    "memory": (_maybe(_is_above_0), "bytes that a device has, or None"),
     "transfer": (
-        lambda v: _is_hop(v) or (isinstance(v, Mapping) and _are(_is_hop)(list(v.values()))),
+        lambda v: _some(_is_hop)([*v.values()]) if _is_mapping(v) else _is_hop(v),
         "seconds, 0 or more",
     ),
     "schedules": (
-        lambda v: v is None or _is_text(v) or _are(_is_text)(v),
+        _maybe(_one_or_some(_is_text)),
         "names of schedules, such as ('1f1b', 'zb_h1')",
     ),
-    "chunks": (_are(_is_count), "a few whole numbers of at least 1, such as (1, 2)"),
+    "chunks": (_some(_is_count), "a few whole numbers of at least 1, such as (1, 2)"),
     "slices": (
-        lambda v: _are(_is_count)(v) and len(v) > 0,
+        lambda v: _some(_is_count)(v) and len(v) > 0,
         "one or a few whole numbers of at least 1, such as (1, 4, 16)",
     ),
     "remat": (
-        lambda v: v is None or _are(lambda r: r is None or _is_text(r))(v),
+        _maybe(_some(_maybe(_is_text))),
         "some of (None, 'full', 'stages') and of the names of policies",
     ),
-    "offload": (
-        _are(lambda v: v is None or v == "residuals"),
-        "(None,) or (None, 'residuals')",
-    ),
-    "host_bandwidth": (lambda v: _is_hop(v) and v > 0, "bytes a second, above 0"),
-    "within": (lambda v: v is None or (_is_hop(v) and v > 0), "seconds, above 0, or None"),
+    "offload": (_some((None, "residuals").__contains__), "(None,) or (None, 'residuals')"),
+    "host_bandwidth": (_is_above_0, "bytes a second, above 0"),
+    "within": (_maybe(_is_above_0), "seconds, above 0, or None"),
     "search": (_is_hop, "seconds, 0 or more"),
     "seed": (lambda v: is_whole(v) and 0 <= v < 2**31, "a whole number of at least 0"),
     "most": (_is_count, "a whole number of at least 1"),
-    "progress": (_is_function, "a function of (done, of), or None"),
-    "traced": (_is_function, "a function of a plan, as jaxpipe.traced_memory makes it, or None"),
+    "progress": (_maybe(callable), "a function of (done, of), or None"),
+    "traced": (
+        _maybe(callable),
+        "a function of a plan, as jaxpipe.traced_memory makes it, or None",
+    ),
     "axis": (_is_text, "the name of a mesh axis"),
-    "data_axes": (lambda v: _is_text(v) or _are(_is_text)(v), "names of mesh axes"),
+    "data_axes": (_one_or_some(_is_text), "names of mesh axes"),
 }
 
 
@@ -323,21 +329,18 @@ def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int)
     if not (hasattr(mesh, "devices") and hasattr(mesh, "shape")):
         return [f"mesh must be a jax.sharding.Mesh, or None for NVIDIA GPUs, not {quoted(mesh)}"]
     sizes = dict(mesh.shape)
-    faults = [
+    own = sizes.get(axis)
+    if own is None:
+        faults = [f"the mesh has no axis {axis!r}; its axes are {sizes}: write axis= one of them"]
+    elif own != devices:
+        faults = [f"devices is {devices}, but mesh axis {axis!r} has {own}; write devices={own}"]
+    else:
+        faults = []
+    return faults + [
         f"the mesh has no data axis {name!r}; its axes are {sizes}"
         for name in data_axes
         if name not in sizes
     ]
-    if axis not in sizes:
-        faults.append(
-            f"the mesh has no axis {axis!r}; its axes are {sizes}: write axis= one of them"
-        )
-    elif sizes[axis] != devices:
-        faults.append(
-            f"devices is {devices}, but mesh axis {axis!r} has {sizes[axis]}; write "
-            f"devices={sizes[axis]}"
-        )
-    return faults
 
 
 def _unit_faults(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, overload
+from typing import Any
 
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
@@ -87,24 +87,17 @@ class PipelinePlan:
 
     def facts(self) -> dict[str, Any]:
         """As JSON takes it."""
-        return {
-            "label": self.label,
-            "layout": self.layout,
+        own = ("label", "layout", "remat", "spread", "offload", "seconds", "lower_bound", "why")
+        return {name: getattr(self, name) for name in own} | {
             "schedule": self.schedule.name,
             "chunks": self.schedule.num_chunks,
             "placement": list(self.schedule.stage_to_device),
-            "remat": self.remat,
             "policies": dict(self.policies),
-            "spread": self.spread,
-            "offload": self.offload,
             "mesh": dict(self.mesh),
-            "seconds": self.seconds,
             "memory": list(self.memory),
             "memory_parts": self.parts and self.parts.facts() | {"total": self.parts.total},
-            "lower_bound": self.lower_bound,
             "gap": self.certificate and self.certificate.gap,
             "certificate": self.certificate and str(self.certificate),
-            "why": self.why,
         }
 
 
@@ -120,31 +113,24 @@ class Rejected:
         return f"{self.what}: {self.why}"
 
 
-@dataclass(frozen=True)
-class Plans(Sequence[PipelinePlan]):
-    """Plans, best first, and the rejected choices."""
+class Plans(tuple[PipelinePlan, ...]):
+    """Plans, best first, with the rejected choices and the prices of predicates and hops."""
 
-    found: tuple[PipelinePlan, ...]
     rejected: tuple[Rejected, ...]
-    prices: str = ""  # of predicates and hops, and where they come from
+    prices: str  # and where they come from
+
+    def __new__(
+        cls, found: Iterable[PipelinePlan], rejected: Iterable[Rejected], prices: str
+    ) -> Plans:
+        """Plans in this order."""
+        plans = super().__new__(cls, found)
+        plans.rejected, plans.prices = tuple(rejected), prices
+        return plans
 
     @property
     def best(self) -> PipelinePlan:
         """The fastest that fits."""
-        return self.found[0]
-
-    @overload
-    def __getitem__(self, index: int) -> PipelinePlan: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[PipelinePlan]: ...
-    def __getitem__(self, index: int | slice) -> PipelinePlan | Sequence[PipelinePlan]:
-        return self.found[index]
-
-    def __len__(self) -> int:
-        return len(self.found)
-
-    def __iter__(self) -> Iterator[PipelinePlan]:
-        return iter(self.found)
+        return self[0]
 
     def rows(self) -> list[tuple[str, ...]]:
         """One line a plan: choices, layout, seconds, ratio to the best, bubble, memory, lower
@@ -161,7 +147,7 @@ class Plans(Sequence[PipelinePlan]):
                 f"{p.lower_bound:.4g}",
                 f"{p.certificate.gap:.1%}" if p.certificate and p.lower_bound else "-",
             )
-            for p in self.found
+            for p in self
         ]
 
     def __str__(self) -> str:

@@ -10,13 +10,11 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from ..engine.simulate import simulate
-from ..engine.timeline import Timeline
 from ..errors import PlanError, ScheduleError
 from ..layouts.layout import Layout, LayoutError
 from ..schedules import build
 from ..table.effects import Offload
 from .candidate import Candidate, Choice, Traced, choices, stage_seconds
-from .layers import improved
 from .memory import Memory, least_bytes
 from .request import Request
 from .result import Plans, Rejected, gib
@@ -28,6 +26,7 @@ _MORE = 2  # programs that are lowered beyond the number of plans
 _NEAR = 1.08  # of a bound: `auto` is not tried where another table is as short
 _FRONT = 3  # tables by which `auto` knows which ends and remat are worth its time
 _EVEN = 1e-9  # relative: stages that differ by less are equal
+_WORTH = 1e-6  # relative: a makespan that is shorter by less is rounded
 
 
 class Search:
@@ -62,7 +61,7 @@ class Search:
         found.sort(key=lambda c: (c.seconds, c.needs))
         beyond = [Rejected(c.label, lacks(c.needs, c.request), c.seconds) for c in self._beyond]
         return Plans(
-            tuple(c.plan() for c in found[: self._most]),
+            (c.plan() for c in found[: self._most]),
             (*self._rejected, *beyond),
             str(self._wanted[0].target.overheads),
         )
@@ -91,9 +90,10 @@ class Search:
                 self._reject(choice, "not tried: the time was over")
             elif self._passes(choice, choice.seconds):
                 try:
-                    layout = choice.layout()
-                    for each in self._capped(choice, layout) if choice.name == "auto" else [choice]:
-                        self._sort(each.built(layout))
+                    layout, is_auto = choice.layout(), choice.name == "auto"
+                    wanted = choice.capped(layout) if is_auto else choice
+                    if not (is_auto and self._is_near(wanted, layout)):
+                        self._sort(wanted.built(layout))
                 except (ScheduleError, LayoutError) as error:
                     self._reject(choice, str(error).splitlines()[-1].strip())
             self._progress(done + 1, len(todo))
@@ -122,18 +122,17 @@ class Search:
         front = sorted(others, key=lambda c: c.seconds)[:_FRONT]
         return not others or choice.kind in [c.choice.kind for c in front]
 
-    def _capped(self, choice: Choice, layout: Layout) -> Iterator[Choice]:
-        """A choice of `auto` with each cap whose table may be among the best."""
-        for capped in (choice._replace(cap=cap) for cap in choice.caps(layout)):
-            bound, own = capped.bound(layout), (*choice.kind, choice.chunks)
-            # Tables of the same stages, for which no table of `auto` can be much shorter.
-            same = [c for c in self._fitting if (*c.choice.kind, c.choice.chunks) == own]
-            near = min(same, key=lambda c: c.seconds, default=None)
-            if near is not None and near.seconds <= _NEAR * bound:
-                why = f"takes {bound:.4g} s or more, {near.label} {near.seconds:.4g}"
-                self._reject(capped, why)
-            elif self._passes(capped, bound):
-                yield capped
+    def _is_near(self, choice: Choice, layout: Layout) -> bool:
+        """Whether no table of a choice of `auto` can be much shorter than a table of the same
+        stages, so that it is rejected.
+        """
+        bound, own = choice.bound(layout), (*choice.kind, choice.chunks)
+        same = [c for c in self._fitting if (*c.choice.kind, c.choice.chunks) == own]
+        near = min(same, key=lambda c: c.seconds, default=None)
+        if near is None or near.seconds > _NEAR * bound:
+            return not self._passes(choice, bound)
+        self._reject(choice, f"takes {bound:.4g} s or more, {near.label} {near.seconds:.4g}")
+        return True
 
     def _sort(self, built: Iterable[Candidate]) -> None:
         """Keep those of a choice's tables that fit by their sizes; where none does, candidates with
@@ -218,25 +217,40 @@ class Search:
 
 
 def _refined(candidate: Candidate) -> Candidate:
-    """The candidate with a better layout for its table, and the table adapted to that layout."""
-    choice = candidate.choice
+    """The candidate with a better layout for its table, and the table adapted to that layout.
+
+    Single layers are moved over borders between stages as long as the step gets shorter: a balanced
+    split does not know that a stage at either end may be lighter or heavier without a delay.
+    """
+    choice, best = candidate.choice, candidate
     # The table's certificate holds only for the costs of its layout.
-    table = replace(candidate.schedule, certificate=None)
-    recomputing = bool(candidate.recomputing)
-
-    def timeline(layout: Layout) -> Timeline:
-        return simulate(table, choice.stage_costs(layout, recomputing=recomputing))
-
+    table, recomputing = replace(candidate.schedule, certificate=None), bool(candidate.recomputing)
     whole = stage_seconds(candidate.timeline)
     if max(whole) <= min(whole) * (1 + _EVEN):
         return candidate
-    layout = improved(candidate.layout, lambda each: timeline(each).makespan, tries=_MOVES)
-    if layout == candidate.layout:
-        return candidate
-    same = replace(candidate, layout=layout, timeline=timeline(layout))
-    if recomputing or candidate.offload is not Offload.NOTHING:
-        return same
-    return min((same, *choice.built(layout)), key=lambda c: c.seconds)
+    tries, moves = 0, _moves(candidate.layout)
+    while tries < _MOVES and (layout := next(moves, None)) is not None:
+        tries += 1
+        costs = choice.stage_costs(layout, recomputing=recomputing)
+        moved = replace(candidate, layout=layout, timeline=simulate(table, costs))
+        if moved.timeline.makespan < best.timeline.makespan * (1 - _WORTH):
+            best, moves = moved, _moves(layout)
+    if best is candidate or recomputing or candidate.offload is not Offload.NOTHING:
+        return best
+    return min((best, *choice.built(best.layout)), key=lambda c: c.seconds)
+
+
+def _moves(layout: Layout) -> Iterator[Layout]:
+    """Every layout with one layer on the other side of a border and no empty stage."""
+    stages = layout.stages
+    for border in range(1, len(stages)):
+        left, right = stages[border - 1], stages[border]
+        changed = [(left[:-1], left[-1] + right)] if len(left) > 1 else []
+        changed += [(left + right[0], right[1:])] if len(right) > 1 else []
+        for one, other in changed:
+            yield Layout(
+                (*stages[: border - 1], one, other, *stages[border + 1 :]), layout.num_devices
+            )
 
 
 _HELD = "parameters, gradients and optimizer state"

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 import jaxpipe as jp
 from jaxpipe.lowering.target import Target
 from jaxpipe.measuring import measure_stages
-from jaxpipe.measuring.blocks import blocks_of, compile_block, traced
+from jaxpipe.measuring.blocks import blocks_of, traced
 from tests.flat import flat_pipeline
 
 WIDTH, ROWS, M = 64, 16, 4
@@ -234,7 +234,7 @@ def test_devices_that_share_a_layer_have_a_part_of_it():
             layers=LAYERS, layout="Et*6,L", schedule=schedule, mesh=mesh, **options
         )
         step = traced(pipe, pipe.place(PARAMS), BATCH, None, ())
-        return compile_block(step, blocks_of(step)["F 0"]).cost_analysis()["flops"]
+        return step.compiled(blocks_of(step)["F 0"]).cost_analysis()["flops"]
 
     matmuls = 2 * 2 * ROWS * WIDTH * 4 * WIDTH  # a layer's; XLA counts the body of a scan once
     whole = forward_flops(jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1]))

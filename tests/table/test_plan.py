@@ -15,8 +15,7 @@ import jaxpipe as jp
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import RunsOn
 from jaxpipe.planner import candidate
-from jaxpipe.planner.layer_cost import Ends, Kept, Remat
-from jaxpipe.planner.layers import balanced
+from jaxpipe.planner.layer_cost import Ends, Kept, Remat, balanced
 from jaxpipe.planner.memory import least_slots
 
 T = jp.LayerCost(
@@ -133,31 +132,22 @@ def test_cpu_devices_sum_gradients_of_the_ends_beside_them():
 
 
 def test_the_split_is_the_best_of_all_splits():
-    """Against every way to cut, with a limit on what a stage may hold."""
+    """Against every way to cut."""
     letters = "EttmtmL"
     costs = {
         **COSTS,
         "m": jp.LayerCost(forward=0.004, input_grad=0.003, weight_grad=0.002, parameters=3e9),
     }
     seconds = [costs[c].forward + costs[c].backward_seconds for c in letters]
-    for most in (float("inf"), 16e9, 14e9):
 
-        def worst(cuts, most=most):
-            pieces = [range(a, b) for a, b in itertools.pairwise((0, *cuts, len(letters)))]
-            held = max(
-                sum(costs[letters[i]].held_bytes for i in piece if letters[i] not in "EL")
-                for piece in pieces
-            )
-            return (
-                max(sum(seconds[i] for i in piece) for piece in pieces)
-                if held <= most
-                else float("inf")
-            )
+    def worst(cuts):
+        pieces = [range(a, b) for a, b in itertools.pairwise((0, *cuts, len(letters)))]
+        return max(sum(seconds[i] for i in piece) for piece in pieces)
 
-        least = min(worst(cuts) for cuts in itertools.combinations(range(1, len(letters)), 2))
-        layout = balanced(letters, costs, devices=3, chunks=1, remat=Remat.NONE, most_bytes=most)
-        cuts = itertools.accumulate(len(stage) for stage in layout.stages[:-1])
-        assert worst(tuple(cuts)) == pytest.approx(least)
+    least = min(worst(cuts) for cuts in itertools.combinations(range(1, len(letters)), 2))
+    layout = balanced(letters, costs, devices=3, chunks=1, remat=Remat.NONE)
+    cuts = itertools.accumulate(len(stage) for stage in layout.stages[:-1])
+    assert worst(tuple(cuts)) == pytest.approx(least)
 
 
 def test_what_does_not_fit_is_named_with_what_it_lacks(plans):
