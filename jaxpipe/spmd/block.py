@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ..arrays import Flag, Leaves, Scalar
 from ..program.segments import Presence
-from ..stage.job import Clock
+from ..stage.job import Clock, Job
 from ..table.effects import Place
 
 # Leaves by the name of their place ([slots, ...] of pools); `of_chunk` names places that each chunk
@@ -78,14 +78,9 @@ def _replaced(pool: Any, slot: Scalar, value: Any) -> Any:
     return lax.dynamic_update_index_in_dim(pool, jnp.asarray(value).astype(pool.dtype), slot, 0)
 
 
-def empty_pool(avals: Sequence[Any], slots: int) -> Leaves:
-    """Zeroed leaves [slots, ...]."""
-    return [zeros((slots, *aval.shape), aval.dtype) for aval in avals]
-
-
-def empty(avals: Sequence[Any]) -> Leaves:
-    """Zeroed leaves."""
-    return [zeros(aval.shape, aval.dtype) for aval in avals]
+def empty(avals: Sequence[Any], *leading: int) -> Leaves:
+    """Zeroed leaves; those of a pool with its number of slots as the leading dim."""
+    return [zeros((*leading, *aval.shape), aval.dtype) for aval in avals]
 
 
 def add(total: Sequence[Any], values: Sequence[Any]) -> Leaves:
@@ -184,21 +179,17 @@ def false() -> Flag:
     return jnp.zeros((), bool)
 
 
-def clocked(
-    block: Block,
-    what: tuple[Scalar, ...],
-    clock: Clock,
-    axis: str,
-    data_axes: tuple[str, ...],
-) -> Block:
+def clocked(block: Block, what: tuple[Scalar, ...], job: Job) -> Block:
     """The same block, with a call of the host at its begin and one at its end.
 
     `what` is the kind, the number before it in the table, and the microbatch.
     """
+    clock, data_axes = job.clock, job.data_axes
+    assert clock is not None
 
     def run(state: State) -> State:
         shard = lax.axis_index(data_axes) if data_axes else jnp.int32(0)
-        numbers = (shard, lax.axis_index(axis), *what)
+        numbers = (shard, lax.axis_index(job.axis), *what)
         zero = _call_host(clock, jnp.int32(0), *numbers)
         # The block is in a loop whose predicate is the answer of the first call.  A block whose
         # pools have one slot each needs no number of its record, so XLA would run it before its
