@@ -141,8 +141,8 @@ def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> Stage
         for pair in zip(code.stored[place], specs_of[place], strict=True)
     ]
     late = [*late, *([] if code.loss is None else [(code.loss, _WHOLE)])]
-    stash = _output_specs(job, input_grad, parameters, free, late)[code.num_dx :]
-    specs_of[Place.STASH] = stash
+    begin = code.spans(RESULTS[Kind.I])[Place.STASH].start
+    specs_of[Place.STASH] = _output_specs(job, input_grad, parameters, free, late)[begin:]
     if [(a.shape, a.dtype) for a in code.x_avals] == [(a.shape, a.dtype) for a in code.y_avals]:
         # An arriving value is split as the previous stage left it.  A stage that returns the form
         # of its input leaves it alike.

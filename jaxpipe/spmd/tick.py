@@ -199,25 +199,28 @@ class TickEmitter:
         ahead = self._program.pairs[ticks] & fuses
         assert template.paired or not ahead.any(), "a pair that its template does not know of"
         paired = set()
-        forwards, backwards = (
-            [i for i, use in enumerate(template.blocks) if use.block.kind in kinds_of]
-            for kinds_of in ((Kind.F,), self._program.joint)
-        )
-        for f, b in product(forwards, backwards):
-            both = ahead & (kinds[f] != NOBODY) & (kinds[b] != NOBODY)
-            found = Counter(zip(kinds[f][both].tolist(), kinds[b][both].tolist(), strict=True))
-            if not found:
+        for (f, forward), (b, backward) in product(enumerate(template.blocks), repeat=2):
+            if forward.block.kind is not Kind.F or backward.block.kind not in self._program.joint:
                 continue
-            paired |= {f, b}
-            uses, tests_kind = (template.blocks[f], template.blocks[b]), len(found) > 1
-            pairs = sorted(found.items())
-            yield 0, [_Run(uses, each, Presence.of(n, both.size), tests_kind) for each, n in pairs]
-        for place, use in enumerate(template.blocks):
-            stage_kinds = np.where(ahead, NOBODY, kinds[place]) if place in paired else kinds[place]
-            present = sorted({*stage_kinds[stage_kinds != NOBODY].tolist()})
-            active = Presence.of(int((stage_kinds != NOBODY).sum()), stage_kinds.size)
-            tests_kind, unpaired = len(present) > 1, place in paired
-            yield place, [_Run((use,), (kind,), active, tests_kind, unpaired) for kind in present]
+            both = ahead & (kinds[f] != NOBODY) & (kinds[b] != NOBODY)
+            counts = Counter(zip(kinds[f][both].tolist(), kinds[b][both].tolist(), strict=True))
+            if counts:
+                paired |= {f, b}
+                yield (
+                    0,
+                    [
+                        _Run((forward, backward), pair, Presence.of(n, both.size), len(counts) > 1)
+                        for pair, n in sorted(counts.items())
+                    ],
+                )
+        for place, (use, of) in enumerate(zip(template.blocks, kinds, strict=True)):
+            runs = (of != NOBODY) & ~ahead if place in paired else of != NOBODY
+            present = np.unique(of[runs]).tolist()
+            active, unpaired = Presence.of(int(runs.sum()), runs.size), place in paired
+            yield (
+                place,
+                [_Run((use,), (kind,), active, len(present) > 1, unpaired) for kind in present],
+            )
 
     def _transfers(
         self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought

@@ -137,11 +137,6 @@ class StageCode:
         }
 
     @property
-    def residual_avals(self) -> tuple[Any, ...]:
-        """Avals of all residuals."""
-        return (*self.residual_input, *self.residual_weight)
-
-    @property
     def dx_avals(self) -> tuple[Any, ...]:
         """Avals of the gradient of x."""
         return tuple(filter(inexact, self.x_avals))
@@ -160,11 +155,6 @@ class StageCode:
     def num_inputs(self) -> int:
         """The number of inputs: constants, parameters, x, carry and buffers, and `extra`."""
         return self.spans(INPUTS, len(self.known))[Place.BUFFER].stop + self.num_extra
-
-    @property
-    def num_dx(self) -> int:
-        """Outputs of the input gradient before its stash."""
-        return self.spans(_PASSED_BACK)[Place.BUFFER_GRADIENT].stop
 
     @property
     def num_outputs(self) -> int:

@@ -114,11 +114,12 @@ class ModelCode:
     @property
     def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
         """The values that pools keep for `first` and `last`."""
-        table, first = self.program.schedule.encoded, self.first
+        first = self.first
+        kept = (*first.residual_input, *first.residual_weight)
         return {
             # what the gradient needs: what `first` keeps, or of all devices the input's gradient
-            Place.FIRST: first.dy_avals if table.spreads_first else first.residual_avals,
-            Place.LAST: self.kinds[self.kind_of[-1]].y_avals if table.spreads_last else (),
+            Place.FIRST: first.dy_avals if self.spreads_first else kept,
+            Place.LAST: self.kinds[self.kind_of[-1]].y_avals if self.spreads_last else (),
             Place.SHARE: () if self.last is None else self.last.stash,
         }
 
