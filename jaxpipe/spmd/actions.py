@@ -128,7 +128,7 @@ class StageAction:
         if "state" in wants:
             extra += operand.read_state(state[self.name(Place.STAGE_STATE)])
         passed = self._read(Place.CARRY, state) + self._read(Place.BUFFER, state)
-        return [*code.consts, *operand.params(), *x, *passed, *extra, *operand.once]
+        return [*code.consts, *operand.params, *x, *passed, *extra, *operand.once]
 
     def _kept(self, state: State) -> Leaves:
         """(residuals, dy, stash) of a backward action."""

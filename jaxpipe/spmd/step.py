@@ -70,22 +70,13 @@ def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
 class StageOperand:
     """The places of one kind of stage's parameters and state in its chunk."""
 
-    leaves: Leaves  # of the chunk, as its accumulators are
-    places: Places
-    shared: Leaves
+    # the stage's parameters, then the shared ones; those inside a longer array as `Piece`s, since
+    # every device would otherwise hold copies of the parameters of every kind
+    params: Leaves
     once: Leaves  # what was hoisted
     state_places: Places
     gradient_places: Places  # of the leaves that have a gradient
     splits: tuple[PartitionSpec | None, ...]  # of the chunk's accumulators, see `Total`
-
-    def params(self) -> Leaves:
-        """The stage's parameters, then the shared ones.  A parameter inside a longer array is a
-        `Piece` of it.
-
-        Call it inside a block.  Outside, every device would hold copies of the parameters of every
-        kind.
-        """
-        return [*_pieces(self.leaves, self.places), *self.shared]
 
     def totals(self, chunk: Leaves) -> list[Total | TotalPiece]:
         """The accumulators of the stage's own gradients, among those of its chunk."""
@@ -113,10 +104,6 @@ class StageOperand:
         for place, value in zip(self.state_places, new, strict=True):
             after[place.at] = place.put(after[place.at], value)
         return after
-
-
-def _pieces(leaves: Leaves, places: Places) -> Leaves:
-    return [Piece(leaves[p.at], p.start, p.entry) if p.flat else leaves[p.at] for p in places]
 
 
 @dataclass(frozen=True)
@@ -169,15 +156,14 @@ class DeviceStep:
 
     def _operand(self, chunk: int, stage: int) -> StageOperand:
         layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
-        leaves, shared = jax.tree.leaves(self.chunks[chunk]), jax.tree.leaves(self.inputs.shared)
-        places = layout.places(stage, self.chunks)
+        leaves, places = jax.tree.leaves(self.chunks[chunk]), layout.places(stage, self.chunks)
+        params = [Piece(leaves[p.at], p.start, p.entry) if p.flat else leaves[p.at] for p in places]
+        params += jax.tree.leaves(self.inputs.shared)
         code = self.code.kinds[self.code.kind_of[stage]]
-        whole = (p.load() if isinstance(p, Piece) else p for p in _pieces(leaves, places))
+        whole = [p.load() if isinstance(p, Piece) else p for p in params]
         return StageOperand(
-            leaves,
-            places,
-            shared,
-            once=run(code.hoist, *code.consts, *whole, *shared),
+            params,
+            once=run(code.hoist, *code.consts, *whole),
             state_places=layout.places(stage, kept) if kept else (),
             gradient_places=tuple(place for place in places if not plans[place.at].frozen),
             splits=tuple(

@@ -4,7 +4,7 @@ gradient and weight gradient, with the fewest bytes between the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from jax.extend import core
@@ -160,22 +160,6 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
         rest = jaxpr.invars[len(order) :]
         return jaxpr.replace(invars=[*(jaxpr.invars[i] for i in order), *rest])
 
-    read = reads(backward)
-
-    def last_use(place: Place) -> LastUse:
-        span = (inputs | cotangents)[place]
-        if not span and place in OF_SLICES:
-            return LastUse.NONE
-        if place is Place.COTANGENT and not (code.carry or code.buffers):
-            span = dys
-        if any(gradients.second_reads[i] for i in span):
-            return LastUse.WEIGHT_GRAD
-        is_read = place in cotangents or any(read[i] for i in span)
-        return LastUse.INPUT_GRAD if is_read else LastUse.FORWARD
-
-    liveness = Liveness(**{place.value: last_use(place) for place in (*INPUTS, *COTANGENTS)})
-    late_rows = liveness.buffer_gradient is LastUse.WEIGHT_GRAD
-    assert not late_rows, "other slices change the gradients of rows before W"
     returned = forward.outvars[:outputs]
     kept = [forward.outvars[outputs + i - start] for i in (*early, *late)]
     return replace(
@@ -190,8 +174,29 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
         residual_input=tuple(v.aval for v in kept[: len(early)]),
         residual_weight=tuple(v.aval for v in kept[len(early) :]),
         stash=gradients.crossing,
-        liveness=liveness,
+        liveness=_liveness(inputs | cotangents, reads(backward), gradients.second_reads),
     )
+
+
+def _liveness(
+    spans: Mapping[Place, range], by_any: Sequence[bool], by_second: Sequence[bool]
+) -> Liveness:
+    """The last reader of the inputs at each place, from those that I or W reads, and that W
+    reads.
+    """
+
+    def last_use(place: Place, span: range) -> LastUse:
+        if not span and place in OF_SLICES:
+            return LastUse.NONE
+        if any(by_second[i] for i in span):
+            return LastUse.WEIGHT_GRAD
+        is_read = place in COTANGENTS or any(by_any[i] for i in span)
+        return LastUse.INPUT_GRAD if is_read else LastUse.FORWARD
+
+    found = Liveness(**{place.value: last_use(place, span) for place, span in spans.items()})
+    late_rows = found.buffer_gradient is LastUse.WEIGHT_GRAD
+    assert not late_rows, "other slices change the gradients of rows before W"
+    return found
 
 
 def cut_last(last: LastCode, num_y: int, axis: str) -> LastCode:
