@@ -23,8 +23,8 @@ from .model.functions import Extra, Loss, StageOutput, make_extra, split_batch
 from .model.leaf_plan import leaf_plans
 from .model.param_layout import with_outer
 from .pipeline import Pipeline
-from .spmd.body import shard_key
 from .spmd.entries import mapped
+from .spmd.step import shard_key
 
 # By name, [data shards, (NaN, infinite, all)].
 _Counts: TypeAlias = "dict[str, Any]"

@@ -22,9 +22,10 @@ from ..jaxprs.slots import InSlots, Slot, Target, Total
 from ..lowering.target import RunsOn
 from ..model.leaf_plan import leaf_plans
 from ..spmd.block import empty, while_once, without_weak_types
-from ..spmd.body import TracedStep, accumulator_dtype
+from ..spmd.body import TracedStep
 from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
 from ..spmd.shared_buffers import shared_buffers
+from ..spmd.step import accumulator_dtype
 from ..stage.code import StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
@@ -291,7 +292,7 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     free = len(code.forward.invars) - len(before)  # extra and once
     start = [*before, *_free(free)]
     late = [*start, *at(*_KEPT, *_DY), *([] if code.loss is None else [Value(_WHOLE)])]
-    y, dx = _free(len(code.y_avals)), _free(sum(code.x_wanted))
+    y, dx = _free(len(code.y_avals)), _free(len(code.dx_avals))
     passed = at(Place.CARRY, Place.BUFFER)
     more = _free(code.num_outputs - len(y) - len(passed))  # loss and state
     dx += at(Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)

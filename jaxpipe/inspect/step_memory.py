@@ -23,9 +23,10 @@ from ..planner.memory import Sizes, memory_of
 from ..program.ir import Program
 from ..program.records import POOL_OF
 from ..program.segments import Payload
-from ..spmd.body import TracedStep, accumulator_dtype
+from ..spmd.body import TracedStep
 from ..spmd.entries import compiled_alone, on_cpus, outer_specs
 from ..spmd.shared_buffers import Buffers, shared_buffers
+from ..spmd.step import accumulator_dtype
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode

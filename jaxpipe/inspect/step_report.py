@@ -210,7 +210,7 @@ def report(
         "stage_kinds": len(code.kinds),
         "fallbacks": list(
             dict.fromkeys(
-                f for kind in code.kinds for f in fallbacks(kind.input_grad, sum(kind.x_wanted))
+                f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.dx_avals))
             )
         ),
         "predicted": facts(traced, sizes),

@@ -35,7 +35,7 @@ from ..planner.layer_cost import FIRST, LAST
 from ..spmd.body import look
 from ..spmd.entries import mapped, split_entries
 from ..stage.job import Job
-from ..stage.model_code import ModelCode, trace_model
+from ..stage.model_code import Inputs, ModelCode, trace_model
 from ..table.limits import is_whole
 
 
@@ -200,22 +200,21 @@ def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) 
     axes are left to it.
     """
     job = pipe.trace(params, batch, rng=rng, state=state).job
-    start = look(job, with_outer(params), batch, rng, state)
-    parts = (start.owned, start.kept, start.shared, start.first, start.last, start.batch, start.rng)
-    shapes = jax.tree.map(shape_of, parts)
-    job = replace(start.job, partition=replace(job.partition, mesh=one_coordinate(pipe)))
+    job_of_batch, inputs, _ = look(job, with_outer(params), batch, rng, state)
+    shapes = jax.tree.map(shape_of, inputs)
+    job = replace(job_of_batch, partition=replace(job.partition, mesh=one_coordinate(pipe)))
     code = _retraced(job, shapes)
-    return Step(job, code, split_entries(job, code, shapes[0]))
+    return Step(job, code, split_entries(job, code, shapes.owned))
 
 
-def _retraced(job: Job, shapes: tuple[Any, ...]) -> ModelCode:
+def _retraced(job: Job, shapes: Inputs) -> ModelCode:
     """The model's code for a mesh of one coordinate: a traced program remembers the size of its
     mesh.
     """
     found: list[ModelCode] = []
 
-    def look(given: tuple[Any, ...]) -> tuple[()]:
-        found.append(trace_model(job, *given))
+    def look(inputs: Inputs) -> tuple[()]:
+        found.append(trace_model(job, inputs))
         return ()
 
     jax.eval_shape(mapped(look, job.mesh, job.axes, _WHOLE, _WHOLE), shapes)

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import io_callback
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ..arrays import Flag, Leaves, Scalar
 from ..program.segments import Presence
-from ..stage.job import Clock
+from ..stage.job import Clock, Job
 from ..table.effects import Place
 
 # Leaves by the name of their place ([slots, ...] of pools); `of_chunk` names places that each chunk
@@ -78,14 +78,9 @@ def _replaced(pool: Any, slot: Scalar, value: Any) -> Any:
     return lax.dynamic_update_index_in_dim(pool, jnp.asarray(value).astype(pool.dtype), slot, 0)
 
 
-def empty_pool(avals: Sequence[Any], slots: int) -> Leaves:
-    """Zeroed leaves [slots, ...]."""
-    return [zeros((slots, *aval.shape), aval.dtype) for aval in avals]
-
-
-def empty(avals: Sequence[Any]) -> Leaves:
-    """Zeroed leaves."""
-    return [zeros(aval.shape, aval.dtype) for aval in avals]
+def empty(avals: Sequence[Any], *leading: int) -> Leaves:
+    """Zeroed leaves; those of a pool with its number of slots as the leading dim."""
+    return [zeros((*leading, *aval.shape), aval.dtype) for aval in avals]
 
 
 def add(total: Sequence[Any], values: Sequence[Any]) -> Leaves:
@@ -184,67 +179,49 @@ def false() -> Flag:
     return jnp.zeros((), bool)
 
 
-def clocked(
-    block: Block,
-    what: tuple[Scalar, ...],
-    clock: Clock,
-    axis: str,
-    data_axes: tuple[str, ...],
-) -> Block:
+def clocked(block: Block, what: tuple[Scalar, ...], job: Job) -> Block:
     """The same block, with a call of the host at its begin and one at its end.
 
     `what` is the kind, the number before it in the table, and the microbatch.
     """
+    clock, data_axes = job.clock, job.data_axes
+    assert clock is not None
 
     def run(state: State) -> State:
         shard = lax.axis_index(data_axes) if data_axes else jnp.int32(0)
-        numbers = (shard, lax.axis_index(axis), *what)
+        numbers = (shard, lax.axis_index(job.axis), *what)
         zero = _call_host(clock, jnp.int32(0), *numbers)
         # The block is in a loop whose predicate is the answer of the first call.  A block whose
         # pools have one slot each needs no number of its record, so XLA would run it before its
         # begin is noted.  The second call depends on the values that the block wrote.
         after = run_where(Presence.SOMETIMES, zero == 0, block, state)
-        _call_host(
-            clock, jnp.int32(1), *numbers, wrote=_touched(jax.tree.leaves(block.part(after)))
-        )
+        wrote = _touched(jax.tree.leaves(block.part(after)))
+        _call_host(clock, jnp.int32(1), *numbers, wrote=[wrote])
         return after
 
     return Block(block.changes, run)
 
 
-def _call_host(clock: Clock, *numbers: Scalar, wrote: Scalar | None = None) -> Scalar:
+def _call_host(clock: Clock, *numbers: Scalar, wrote: Sequence[Scalar] = ()) -> Scalar:
     """Call the host from each device and return its answer.  The host also gets the device's place
     along the axes that are left to the partitioner.
 
     JAX cannot call the host where an axis is left to the partitioner.  Nothing is computed here, so
     the call is mapped over those axes too.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    left = tuple(
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind is AxisType.Auto
-    )
+    left = jax.sharding.get_abstract_mesh().auto_axes
 
-    def call(*after: Scalar) -> Scalar:
+    def call(*operands: Scalar) -> Scalar:
         partner = lax.axis_index(left) if left else jnp.int32(0)
         # One array, because each array takes the host tens of microseconds.
-        zero: Scalar = io_callback(
-            clock,
-            jax.ShapeDtypeStruct((), jnp.int32),
-            jnp.stack([partner, *after[: len(numbers)]]),
-            after[len(numbers) :],
-        )
-        return zero
+        array, rest = jnp.stack([partner, *operands[: len(numbers)]]), operands[len(numbers) :]
+        answer: Scalar = io_callback(clock, jax.ShapeDtypeStruct((), jnp.int32), array, rest)
+        return answer
 
-    operands = (*numbers, *(() if wrote is None else (wrote,)))
-    if not left:
-        return call(*operands)
-    whole = PartitionSpec()
-    answered: Scalar = jax.shard_map(
-        call, in_specs=whole, out_specs=whole, axis_names={*left}, check_vma=False
-    )(*operands)
-    return answered
+    spec = PartitionSpec()
+    mapped = jax.shard_map(call, in_specs=spec, out_specs=spec, axis_names={*left}, check_vma=False)
+    answer: Scalar = (mapped if left else call)(*numbers, *wrote)
+    return answer
 
 
 def _touched(leaves: Leaves) -> Scalar:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import jax
@@ -20,12 +20,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..arrays import Leaves, PyTree
 from ..jaxprs.collectives import Reductions
 from ..jaxprs.entry import Entry, Part
-from ..lowering.target import Target
 from ..model.leaf_plan import leaf_plans
-from ..stage.code import StageCode, inexact, run
+from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, inexact, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
+from ..table.kinds import Kind
 from .compiler_options import options_for, options_unrun
 
 
@@ -33,8 +33,8 @@ def mapped(
     function: Callable[..., Any], mesh: Mesh, axes: Set[str], in_specs: PyTree, out_specs: PyTree
 ) -> Callable[..., Any]:
     """`jax.shard_map` of the function, with reductions in a form that XLA compiles."""
-    alone = {name for name, size in mesh.shape.items() if size == 1}
-    changes = Reductions(alone, widen=on_cpus(mesh))
+    single = {name for name, size in mesh.shape.items() if size == 1}
+    changes = Reductions(single, widen=on_cpus(mesh))
 
     def call(*arguments: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -43,9 +43,9 @@ def mapped(
             jax.tree.structure(shapes), core.jaxpr_as_fun(changed)(*jax.tree.leaves(arguments))
         )
 
-    wanted = axes != set(mesh.axis_names) and (changes.widen or bool(alone & axes))
+    is_changed = axes != set(mesh.axis_names) and (changes.widen or bool(single & axes))
     return jax.shard_map(
-        call if wanted else function,
+        call if is_changed else function,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
@@ -74,21 +74,22 @@ class StageEntries:
     stored: Mapping[Place, tuple[Entry, ...]]
 
 
-def whole_entries(code: StageCode, target: Target) -> StageEntries:
+def whole_entries(job: Job, code: StageCode) -> StageEntries:
     """The entries where no axis is left to the partitioner."""
-    stored = {
-        place: tuple(_whole(aval, target) for aval in avals) for place, avals in code.stored.items()
+    return StageEntries((_WHOLE,) * len(code.uses), _stored(job, code, {}))
+
+
+def _stored(
+    job: Job, code: StageCode, specs: Mapping[Place, Sequence[PartitionSpec | None]]
+) -> dict[Place, tuple[Entry, ...]]:
+    """The entry of each stored leaf, whole at places without specs."""
+    return {
+        place: tuple(
+            _entry(job, aval, spec)
+            for aval, spec in zip(avals, specs.get(place, [None] * len(avals)), strict=True)
+        )
+        for place, avals in code.stored.items()
     }
-    return StageEntries((_WHOLE,) * code.num_params, stored)
-
-
-def _whole(aval: Any, target: Target) -> Entry:
-    return Entry(tuple(aval.shape), tile=_tile(aval, target))
-
-
-def _tile(aval: Any, target: Target) -> tuple[int, ...]:
-    """The shape of tiles; keys of random numbers have none."""
-    return () if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else target.tile
 
 
 def split_entries(job: Job, code: ModelCode, owned: Sequence[PyTree]) -> tuple[StageEntries, ...]:
@@ -101,77 +102,52 @@ def split_entries(job: Job, code: ModelCode, owned: Sequence[PyTree]) -> tuple[S
     to the split that is chosen here.
     """
     if not job.partition.auto_axes:
-        return tuple(whole_entries(kind, job.target) for kind in code.kinds)
-    kinds = range(len(code.kinds))
+        return tuple(whole_entries(job, kind) for kind in code.kinds)
     return tuple(
-        _of_kind(job, code.kinds[kind], param_specs(job, code.kind_of.index(kind), owned))
-        for kind in kinds
+        _of_kind(job, kind, param_specs(job, code.kind_of.index(number), owned))
+        for number, kind in enumerate(code.kinds)
     )
 
 
 def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> StageEntries:
-    own = len(code.consts) + code.num_params
-    inputs = [var.aval for var in code.forward.invars]
-    parameters: Group = list(
-        zip(inputs[:own], [*(_WHOLE for _ in code.consts), *specs], strict=True)
-    )
-    taken = (*code.x_avals, *code.passed)
-    x: Group = [(aval, None) for aval in taken]
-    extra: Group = [
-        (aval, None) for aval in inputs[own + len(taken) : len(inputs) - len(code.once_avals)]
+    avals, own = [var.aval for var in code.forward.invars], len(code.known)
+    parameters: Group = [
+        *((aval, _WHOLE) for aval in avals[: len(code.consts)]),
+        *zip(avals[len(code.consts) : own], specs, strict=True),
     ]
+    free: Group = [(aval, None) for aval in avals[own : code.num_inputs]]  # x and extra
 
-    def forward(parameters: Leaves, x: Leaves, extra: Leaves) -> Leaves:
-        return run(code.forward, *parameters, *x, *extra, *run(code.hoist, *parameters))
+    def forward(parameters: Leaves, free: Leaves) -> Leaves:
+        return run(code.forward, *parameters, *free, *run(code.hoist, *parameters))
 
-    def input_grad(
-        parameters: Leaves, x: Leaves, extra: Leaves, kept: Leaves, dy: Leaves
-    ) -> Leaves:
-        return run(
-            code.input_grad, *parameters, *x, *extra, *run(code.hoist, *parameters), *kept, *dy
-        )
+    def input_grad(parameters: Leaves, free: Leaves, late: Leaves) -> Leaves:
+        return run(code.input_grad, *parameters, *free, *run(code.hoist, *parameters), *late)
 
-    found = _output_specs(job, forward, parameters, x, extra)
-    y, residuals = found[: len(code.y_avals)], found[code.num_outputs :]
-    kept: Group = list(zip((*code.residual_input, *code.residual_weight), residuals, strict=True))
-    cotangent = [spec for spec, wanted in zip(y, code.y_wanted, strict=True) if wanted]
-    passed = list(zip(code.passed, found[len(y) : len(y) + len(code.passed)], strict=True))
-    carry, buffers = passed[: len(code.carry)], passed[len(code.carry) :]
-    later = [[each for each in those if inexact(each[0])] for those in (carry, buffers)]
-    dy: Group = [
-        *zip(code.dy_avals, cotangent, strict=True),
-        *later[0],
-        *later[1],
-        *([] if code.loss is None else [(code.loss, _WHOLE)]),
+    results = _output_specs(job, forward, parameters, free)
+    spans = code.spans(RESULTS[Kind.F])
+    specs_of = {place: results[span.start : span.stop] for place, span in spans.items()}
+    y = specs_of[Place.SENT_X]
+    for place, gradient in (
+        (Place.SENT_X, Place.COTANGENT),
+        (Place.CARRY, Place.CARRY_GRADIENT),
+        (Place.BUFFER, Place.BUFFER_GRADIENT),
+    ):
+        values = code.y_avals if place is Place.SENT_X else code.stored[place]
+        pairs = zip(values, specs_of[place], strict=True)
+        specs_of[gradient] = [spec for aval, spec in pairs if inexact(aval)]
+    late: Group = [
+        pair
+        for place in (*RESIDUALS, *COTANGENTS)
+        for pair in zip(code.stored[place], specs_of[place], strict=True)
     ]
-    stash = _output_specs(job, input_grad, parameters, x, extra, kept, dy)[code.num_dx :]
-
-    target = job.target
-    early = len(code.residual_input)
-    alike = [(a.shape, a.dtype) for a in code.x_avals] == [(a.shape, a.dtype) for a in code.y_avals]
-    specs_of = {
+    late = [*late, *([] if code.loss is None else [(code.loss, _WHOLE)])]
+    begin = code.spans(RESULTS[Kind.I])[Place.STASH].start
+    specs_of[Place.STASH] = _output_specs(job, input_grad, parameters, free, late)[begin:]
+    if [(a.shape, a.dtype) for a in code.x_avals] == [(a.shape, a.dtype) for a in code.y_avals]:
         # An arriving value is split as the previous stage left it.  A stage that returns the form
         # of its input leaves it alike.
-        Place.X: y if alike else None,
-        Place.COTANGENT: cotangent,
-        Place.RESIDUAL_INPUT: residuals[:early],
-        Place.RESIDUAL_WEIGHT: residuals[early:],
-        Place.STASH: stash,
-        Place.CARRY: [spec for _, spec in carry],
-        Place.CARRY_GRADIENT: [spec for _, spec in later[0]],
-        Place.BUFFER: [spec for _, spec in buffers],
-        Place.BUFFER_GRADIENT: [spec for _, spec in later[1]],
-    }
-    stored = whole_entries(code, target).stored
-    split = {
-        place: tuple(
-            _entry(job.mesh, aval, spec, _tile(aval, target))
-            for aval, spec in zip(code.stored[place], own, strict=True)
-        )
-        for place, own in specs_of.items()
-        if own is not None
-    }
-    return StageEntries(tuple(specs), {**stored, **split})
+        specs_of[Place.X] = y
+    return StageEntries(tuple(specs), _stored(job, code, specs_of))
 
 
 def param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[PartitionSpec]:
@@ -244,25 +220,28 @@ def _lowered_alone(
     donated: Sequence[int] = (),
 ) -> Any:
     mesh = job.mesh
-    alone = mapped(function, mesh, job.axes, in_specs=_WHOLE, out_specs=_WHOLE)
+    program = mapped(function, mesh, job.axes, in_specs=_WHOLE, out_specs=_WHOLE)
 
     def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(
             aval.shape, aval.dtype, sharding=None if spec is None else NamedSharding(mesh, spec)
         )
 
-    return jax.jit(alone, donate_argnums=tuple(donated)).lower(
+    return jax.jit(program, donate_argnums=tuple(donated)).lower(
         *([shape(*each) for each in group] for group in groups)
     )
 
 
-def _entry(mesh: Mesh, aval: Any, spec: PartitionSpec, tile: tuple[int, ...]) -> Entry:
-    shape, parts = tuple(aval.shape), []
-    for dim, entry in enumerate(spec):
+def _entry(job: Job, aval: Any, spec: PartitionSpec | None) -> Entry:
+    """The entry of a leaf, whole without a split.  Keys of random numbers have no tiles."""
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    whole = Entry(tuple(aval.shape), tile=() if is_key else job.target.tile)
+    parts = []
+    for dim, entry in enumerate(spec or ()):
         names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        count = math.prod(mesh.shape[name] for name in names)
-        if count > 1 and shape[dim] % count:
-            return Entry(shape, tile=tile)  # padded parts: left to the partitioner
+        count = math.prod(job.mesh.shape[name] for name in names)
+        if whole.shape[dim] % count:
+            return whole  # padded parts: left to the partitioner
         if count > 1:
             parts.append(Part(dim, names, count))
-    return Entry(shape, tuple(parts), pinned=True, tile=tile)
+    return whole if spec is None else replace(whole, parts=tuple(parts), pinned=True)

@@ -4,9 +4,9 @@ tick.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,32 +18,16 @@ from jax._src.lax.lax import empty2
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
-from ..arrays import Flag, Leaves, Scalar
+from ..arrays import Leaves, Scalar
 from ..jaxprs.entry import Entry
 from ..program.ir import Program
-from ..program.records import NOBODY, Record, TickRecord
+from ..program.records import NOBODY, TickRecord
 from ..table.effects import Place
 from .block import State, zeros
 from .shared_buffers import Buffers
 
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
-
-
-class Moved(NamedTuple):
-    """The moves in the ticks of a template."""
-
-    stores: bool
-    fetches: bool
-    always: bool  # every device fetches something in each of the ticks
-
-    @classmethod
-    def at(cls, program: Program, ticks: NDArray[np.int64]) -> Moved:
-        """The moves in these ticks."""
-        for move in program.ticks.moves:
-            stores, fetches = (value[ticks] != NOBODY for value in (move.stores, move.fetches))
-            return cls(bool(stores.any()), bool(fetches.any()), bool(fetches.all()))
-        return cls(stores=False, fetches=False, always=False)
 
 
 @dataclass(frozen=True)
@@ -54,63 +38,52 @@ class Packing:
     One large copy is in flight at a time.  XLA would make several small ones wait for each other.
     """
 
-    entries: tuple[Entry, ...]  # of both pools
-    dtypes: tuple[Any, ...]
-    num_input: int  # how many of them are of the pool that only I (and B) reads
+    # by dtype and split, the leaves that are packed into one array: their numbers and entries
+    groups: Mapping[tuple[Any, ...], Sequence[tuple[int, Entry]]]
+    num_input: int  # how many leaves are of the pool that only I (and B) reads
 
     @classmethod
     def of(cls, buffers: Buffers) -> Packing:
         """The packing of these pools' values."""
-        by_input, by_weight = buffers[Place.RESIDUAL_INPUT], buffers[Place.RESIDUAL_WEIGHT]
-        dtypes = (aval.dtype for aval in (*by_input.avals, *by_weight.avals))
-        return cls((*by_input.entries, *by_weight.entries), tuple(dtypes), len(by_input.entries))
-
-    @property
-    def groups(self) -> list[list[int]]:
-        """Numbers of the leaves that are packed into one array."""
-        found: dict[Any, list[int]] = {}
-        for number, (entry, dtype) in enumerate(zip(self.entries, self.dtypes, strict=True)):
-            found.setdefault(
-                (dtype, tuple((part.axes, part.count) for part in entry.parts), entry.tile), []
-            ).append(number)
-        return list(found.values())
+        pools = buffers[Place.RESIDUAL_INPUT], buffers[Place.RESIDUAL_WEIGHT]
+        leaves = [pair for pool in pools for pair in zip(pool.entries, pool.avals, strict=True)]
+        groups: dict[tuple[Any, ...], list[tuple[int, Entry]]] = {}
+        for number, (entry, aval) in enumerate(leaves):
+            split = tuple((part.axes, part.count) for part in entry.parts)
+            groups.setdefault((aval.dtype, split, entry.tile), []).append((number, entry))
+        return cls(groups, len(pools[0].entries))
 
     def empty(self, slots: int) -> Leaves:
         """A pool in the host's memory, with one more slot for values that nobody needs."""
-        return [self._empty(group, slots + 1) for group in self.groups] if slots else []
 
-    def _empty(self, group: Sequence[int], slots: int) -> Any:
-        like = self.entries[group[0]]
-        shape = (slots, *like.counts, sum(self.entries[i].units for i in group), *like.tile)
-        dtype = self.dtypes[group[0]]
-        if not _moves(dtype):
-            return zeros(shape, dtype)
-        return lax.broadcast(empty2(np.dtype(dtype), memory_space=_Space.Host), shape)
+        def pool(dtype: Any, leaves: Sequence[tuple[int, Entry]]) -> Any:
+            _, like = leaves[0]
+            shape = (slots + 1, *like.counts, sum(e.units for _, e in leaves), *like.tile)
+            if not _moves(dtype):
+                return zeros(shape, dtype)
+            return lax.broadcast(empty2(np.dtype(dtype), memory_space=_Space.Host), shape)
 
-    def pack(self, leaves: Sequence[Any]) -> Leaves:
+        return [pool(key[0], leaves) for key, leaves in self.groups.items()] if slots else []
+
+    def pack(self, values: Sequence[Any]) -> Leaves:
         """Leaves as pools keep them, in one array a group."""
-        return [self._pack(group, [leaves[i] for i in group]) for group in self.groups]
-
-    def _pack(self, group: Sequence[int], leaves: Sequence[Any]) -> Any:
-        flat = [self.entries[i].ravel(leaf) for i, leaf in zip(group, leaves, strict=True)]
-        entry = self.entries[group[0]]
-        packed = jnp.concatenate(flat, axis=len(entry.counts))
-        pinned = any(self.entries[i].pinned for i in group)
-        return (
-            lax.with_sharding_constraint(
-                packed, PartitionSpec(*(part.axes for part in entry.parts))
-            )
-            if pinned
-            else packed
-        )
+        packed = []
+        for leaves in self.groups.values():
+            _, like = leaves[0]
+            flat = [entry.ravel(values[i]) for i, entry in leaves]
+            array = jnp.concatenate(flat, axis=len(like.counts))
+            if any(entry.pinned for _, entry in leaves):
+                spec = PartitionSpec(*(part.axes for part in like.parts))
+                array = lax.with_sharding_constraint(array, spec)
+            packed.append(array)
+        return packed
 
     def unpack(self, packed: Sequence[Any]) -> Leaves:
         """The leaves."""
         found: dict[int, Any] = {}
-        for group, array in zip(self.groups, packed, strict=True):
+        for leaves, array in zip(self.groups.values(), packed, strict=True):
             at = 0
-            for i in group:
-                entry = self.entries[i]
+            for i, entry in leaves:
                 end, axis = at + entry.units, len(entry.counts)
                 found[i] = entry.unravel(lax.slice_in_dim(array, at, end, axis=axis))
                 at = end
@@ -118,110 +91,105 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class InFlight:
-    """Values between the memories."""
-
-    stored: Leaves
-    fetched: Leaves
-
-
-@dataclass(frozen=True)
 class HostMoves:
     """The moves of one tick: `begin` before its blocks, `store` once after the first of them, `end`
-    after all.
+    after all.  In between, the state has the values that are under way.
 
     XLA:GPU turns each move into a copy that starts in one place and is awaited in another.  A tick
     with both fetches during its first block and stores during the next.  A pool that is read and
     written at once would be copied whole in every tick.
     """
 
-    moved: Moved
     packing: Packing
-    row: TickRecord[Scalar]
+    move: Any  # of the tick's record
+    stores: bool = False  # of any device, in a tick that shares this code
+    fetches: bool = False
+    always: bool = False  # every device fetches something in each of the ticks
 
-    @property
-    def _move(self) -> Record[Scalar]:
-        (move,) = self.row.moves
-        return move
+    @classmethod
+    def of(
+        cls, program: Program, ticks: NDArray[np.int64], packing: Packing, row: TickRecord[Scalar]
+    ) -> HostMoves:
+        """The moves of a tick; `ticks` share its code."""
+        for table, move in zip(program.ticks.moves, row.moves, strict=True):
+            stores, fetches = (value[ticks] != NOBODY for value in (table.stores, table.fetches))
+            flags = bool(stores.any()), bool(fetches.any()), bool(fetches.all())
+            return cls(packing, move, *flags)
+        return cls(packing, None)
 
-    def begin(self, state: State) -> tuple[InFlight, State]:
+    def begin(self, state: State) -> State:
         """Read values to store from the device's pools before a block overwrites them, and start to
         fetch.
         """
-        if not (self.moved.stores or self.moved.fetches):
-            return InFlight([], []), state
-        move, pools = self._move, (state["residual_input"], state["residual_weight"])
-        stored: Leaves = []
-        if self.moved.stores:
-            slots = (move.from_input, move.from_weight)
+        if not (self.stores or self.fetches):
+            return state
+        move, stored = self.move, []
+        if self.stores:
+            slots = {"residual_input": move.from_input, "residual_weight": move.from_weight}
             stored = self.packing.pack(
-                [_at(leaf, slot) for pool, slot in zip(pools, slots, strict=True) for leaf in pool]
+                [_at(leaf, slot) for pool, slot in slots.items() for leaf in state[pool]]
             )
         # The fetch is ordered after the earlier blocks; otherwise the store during them would be
         # awaited before them.  It is ordered before the later blocks.
         slot = jnp.where(state["token"], 0, jnp.maximum(move.from_host, 0))
         slot, stored, token = lax.optimization_barrier((slot, stored, state["token"]))
-        fetched = (
-            [_to(_Space.Device, _at(leaf, slot)) for leaf in state["host"]]
-            if self.moved.fetches
-            else []
-        )
-        way, state = InFlight(stored, fetched), state | {"token": token}
-        return self.store(way, state) if stored and not fetched else (way, state)
+        host = state["host"] if self.fetches else []
+        fetched = [_to(_Space.Device, _at(leaf, slot)) for leaf in host]
+        state = state | {"token": token, "stored": stored, "fetched": fetched}
+        return state if fetched else self.store(state)
 
-    def store(self, way: InFlight, state: State) -> tuple[InFlight, State]:
+    def store(self, state: State) -> State:
         """Start to store, unless that is done; the fetch has ended by now."""
-        if not way.stored:
-            return way, state
-        fetched, host, token = _after(way.fetched, state)
-        spare = jnp.int32(len(host[0]) - 1)
-        slot = jnp.where(
-            jnp.logical_or(state["token"], self._move.stores == NOBODY),
-            spare,
-            self._move.to_host,
-        )
-        new = [
-            lax.dynamic_update_index_in_dim(leaf, _to(_Space.Host, v), slot, 0)
-            for leaf, v in zip(host, way.stored, strict=True)
-        ]
-        return InFlight([], fetched), state | {"host": new, "token": token}
-
-    def end(self, way: InFlight, state: State) -> State:
-        """Put fetched values into their slots."""
-        way, state = self.store(way, state)
-        if not way.fetched:
+        if not state.get("stored"):
             return state
-        fetched, host, token = _after(way.fetched, state)
-        move, leaves, count = self._move, self.packing.unpack(fetched), self.packing.num_input
-        by_input = self._put(state["residual_input"], move.to_input, leaves[:count], state)
-        by_weight = self._put(state["residual_weight"], move.to_weight, leaves[count:], state)
-        return state | {
-            "host": host,
-            "token": token,
-            "residual_input": by_input,
-            "residual_weight": by_weight,
-        }
+        token, state = state["token"], _after_fetch(state)
+        host, spare = state["host"], jnp.int32(len(state["host"][0]) - 1)
+        idle = jnp.logical_or(token, self.move.stores == NOBODY)
+        slot = jnp.where(idle, spare, self.move.to_host)
+        after = [
+            lax.dynamic_update_index_in_dim(leaf, _to(_Space.Host, value), slot, 0)
+            for leaf, value in zip(host, state["stored"], strict=True)
+        ]
+        return state | {"host": after, "stored": []}
 
-    def _put(self, pool: Leaves, slot: Scalar, values: Leaves, state: State) -> Leaves:
-        at = jnp.where(state["token"], 0, jnp.maximum(slot, 0))
-        if not self.moved.always:
-            takes = self._move.fetches != NOBODY
-            values = [
-                jnp.where(takes, new, _at(leaf, at)) for leaf, new in zip(pool, values, strict=True)
-            ]
+    def end(self, state: State) -> State:
+        """Put fetched values into their slots."""
+        state = self.store(state)
+        if state.get("fetched"):
+            token, state = state["token"], _after_fetch(state)
+            leaves, count = self.packing.unpack(state["fetched"]), self.packing.num_input
+            by_pool = {
+                "residual_input": (self.move.to_input, leaves[:count]),
+                "residual_weight": (self.move.to_weight, leaves[count:]),
+            }
+            state = state | {
+                name: self._put(state[name], jnp.where(token, 0, jnp.maximum(slot, 0)), values)
+                for name, (slot, values) in by_pool.items()
+            }
+        return {name: leaf for name, leaf in state.items() if name not in ("stored", "fetched")}
+
+    def _put(self, pool: Leaves, slot: Scalar, values: Leaves) -> Leaves:
+        if not self.always:
+            takes = self.move.fetches != NOBODY
+            pairs = zip(pool, values, strict=True)
+            values = [jnp.where(takes, new, _at(leaf, slot)) for leaf, new in pairs]
         return [
-            lax.dynamic_update_index_in_dim(leaf, value, at, 0)
+            lax.dynamic_update_index_in_dim(leaf, value, slot, 0)
             for leaf, value in zip(pool, values, strict=True)
         ]
 
 
-def _after(fetched: Leaves, state: State) -> tuple[Leaves, Leaves, Flag]:
+def _after_fetch(state: State) -> State:
     """Order the fetched values after earlier blocks, or XLA:TPU would await them before those
     blocks.  Order the host's pool after the fetch, so that the next store needs no copy of the
     pool.
     """
-    host, token = state["host"], state["token"]
-    return lax.optimization_barrier((fetched, host, token)) if fetched else (fetched, host, token)
+    if not state["fetched"]:
+        return state
+    names = ("fetched", "host", "token")
+    return state | dict(
+        zip(names, lax.optimization_barrier(tuple(state[name] for name in names)), strict=True)
+    )
 
 
 def _at(leaf: Any, slot: Scalar) -> Any:

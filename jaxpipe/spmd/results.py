@@ -5,6 +5,7 @@ devices (DualPipe) are copied from their owner before, and their gradients retur
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +14,11 @@ from jax import lax
 
 from ..arrays import Leaves, Params, PyTree, summable
 from ..model.leaf_plan import leaf_plans, reduce_gradients, trained, with_frozen
-from ..model.param_layout import Chunks
+from ..model.param_layout import OUTER, Chunks
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
-from .block import State, add, chunks_of
+from .block import State, chunks_of
 
 
 def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
@@ -29,13 +30,10 @@ def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
     device = lax.axis_index(job.axis)
     for chunk, held, pairs in _replica_moves(replicas):
         copy = jax.tree.map(lambda leaf, p=pairs: lax.ppermute(leaf, job.axis, p), owned[held])
-        if chunk not in chunks:
-            chunks[chunk] = copy
-            continue
-        here = jnp.isin(device, jnp.array([t for _, t in pairs]))
-        chunks[chunk] = jax.tree.map(
-            lambda new, old, h=here: jnp.where(h, new, old), copy, chunks[chunk]
-        )
+        if chunk in chunks:
+            here = jnp.isin(device, jnp.array([t for _, t in pairs]))
+            copy = jax.tree.map(partial(jnp.where, here), copy, chunks[chunk])
+        chunks[chunk] = copy
     return [chunks[v] for v in sorted(chunks)]
 
 
@@ -45,16 +43,16 @@ def _replica_moves(
     """(holder's chunk, owner's chunk, pairs): permutes without cycles that bring every copy to its
     holder.
     """
-    moves: list[tuple[int, int, bool, list[tuple[int, int]]]] = []
+    moves: dict[tuple[int, int, bool, int], list[tuple[int, int]]] = {}
     for owner, owner_chunk, holder, chunk in replicas:
-        for move in moves:
-            free = all(owner != s and holder != t for s, t in move[3])
-            if move[:3] == (chunk, owner_chunk, owner < holder) and free:
-                move[3].append((owner, holder))
+        # A permute takes each source and each target once.
+        for number in range(len(replicas)):
+            key = chunk, owner_chunk, owner < holder, number
+            pairs = moves.setdefault(key, [])
+            if all(owner != s and holder != t for s, t in pairs):
+                pairs.append((owner, holder))
                 break
-        else:
-            moves.append((chunk, owner_chunk, owner < holder, [(owner, holder)]))
-    return [(chunk, owner_chunk, pairs) for chunk, owner_chunk, _, pairs in moves]
+    return [(chunk, owner_chunk, pairs) for (chunk, owner_chunk, *_), pairs in moves.items()]
 
 
 def return_replicas(job: Job, leaves: Sequence[Leaves]) -> list[Leaves]:
@@ -68,10 +66,11 @@ def return_replicas(job: Job, leaves: Sequence[Leaves]) -> list[Leaves]:
     device = lax.axis_index(job.axis)
     for v in range(job.layout.num_owned):
         mine = jnp.array([s >= 0 for s in job.layout.stage_at(v)])[device]
-        owned[v] = [jnp.where(mine, g, jnp.zeros_like(g)) for g in owned[v]]
+        owned[v] = jax.tree.map(lambda g, m=mine: jnp.where(m, g, jnp.zeros_like(g)), owned[v])
     for chunk, held, pairs in _replica_moves(replicas):
         back = [(t, s) for s, t in pairs]
-        owned[held] = add(owned[held], [lax.ppermute(g, job.axis, back) for g in leaves[chunk]])
+        sent = jax.tree.map(lambda g, p=back: lax.ppermute(g, job.axis, p), leaves[chunk])
+        owned[held] = jax.tree.map(jnp.add, owned[held], sent)
     return owned
 
 
@@ -85,82 +84,74 @@ def finish(
     """Sum losses and the gradients of first, last and shared over devices, and all gradients over
     data shards.
     """
-    if job.outputs:
-        return {"outputs": _outputs(job, code, state), "state": _new_state(job, state, kept)}, {}
-    everyone = (job.axis, *job.data_axes)
-    results, scale = _losses(job, code, state, everyone)
-    results["state"] = _new_state(job, state, kept)
+    aux = None if code.last is None else jax.tree.unflatten(code.last.aux_tree, state["aux"])
+    results, scale = totals(job, state["losses"], aux, (job.axis,), job.data_axes)
+    held = [
+        jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        for leaves, tree in zip(chunks_of(state, Place.STAGE_STATE), kept, strict=False)
+    ]
+    merged = jax.tree.map(lambda leaf: merged_state(job, leaf, job.data_axes)[None], held)
+    results["state"] = Chunks(merged, job.layout) if held else ()
     if not job.training:
         return results, {}
     owned = return_replicas(job, chunks_of(state, Place.STAGE_GRADIENTS))
 
-    def finished(values: Leaves, plans: PyTree, axes: tuple[str, ...]) -> Leaves:
-        found = leaf_plans(plans)
-        summed = reduce_gradients(values, trained(found, found), axes, by_parts=job.target.on_tpus)
-        return summed if scale is None else [g * scale.astype(g.dtype) for g in summed]
+    def finished(values: Leaves, plans: PyTree, like: PyTree, axes: tuple[str, ...]) -> PyTree:
+        """The sums of gradients, None for frozen parameters."""
+        held, values = leaf_plans(plans), [v for v in values if v is not None]
+        values = reduce_gradients(values, trained(held, held), axes, by_parts=job.target.on_tpus)
+        scaled = values if scale is None else [g * scale.astype(g.dtype) for g in values]
+        return jax.tree.unflatten(jax.tree.structure(like), with_frozen(scaled, held))
 
-    stages = []
-    for tree, plans, values in zip(params["stages"], job.plans["stages"], owned, strict=True):
-        summed = with_frozen(
-            [v[None] for v in finished(values, plans, job.data_axes)], leaf_plans(plans)
-        )
-        stages.append(jax.tree.unflatten(jax.tree.structure(tree), summed))
-    grads: dict[str, PyTree] = {"stages": params["stages"].like(stages)}
-    for key in ("first", "last", "shared"):
-        whole = with_frozen(
-            finished(state[f"{key}_gradients"], job.plans[key], everyone),
-            leaf_plans(job.plans[key]),
-        )
-        grads[key] = jax.tree.unflatten(jax.tree.structure(params[key]), whole)
-    return results, grads
-
-
-def _outputs(job: Job, code: ModelCode, state: State) -> PyTree:
-    """The last stage's outputs for all rows of this data shard, on all devices of the pipe axis."""
-    assert code.last is not None
-
-    def whole(leaf: Any) -> Any:
-        # Only the last stage's device wrote any of these; the others hold zeros, and False.
-        number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
-        return lax.psum(number, job.axis).astype(leaf.dtype)
-
-    found = jax.tree.map(whole, jax.tree.unflatten(code.last.aux_tree, state["aux"])["metrics"])
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), job.functions.join(found))
-
-
-def _new_state(job: Job, state: State, kept: Sequence[PyTree]) -> tuple[PyTree, ...]:
-    """The stages' state after the step, leaves [1, ...].  Floating leaves are averaged over data
-    shards.
-    """
-
-    def merge(leaf: Any) -> Any:
-        if not job.data_axes:
-            return leaf
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return lax.pmax(leaf, job.data_axes)
-        return (lax.psum(summable(leaf), job.data_axes) / job.data_size).astype(leaf.dtype)
-
-    found = [
-        jax.tree.unflatten(jax.tree.structure(tree), [merge(leaf)[None] for leaf in leaves])
-        for leaves, tree in zip(chunks_of(state, Place.STAGE_STATE), kept, strict=False)
+    stages = [
+        jax.tree.map(lambda leaf: leaf[None], finished(values, plans, tree, job.data_axes))
+        for tree, plans, values in zip(params["stages"], job.plans["stages"], owned, strict=True)
     ]
-    return Chunks(found, job.layout) if found else ()
+    everyone = (job.axis, *job.data_axes)
+    return results, {
+        "stages": params["stages"].like(stages),
+        **{
+            key: finished(state[f"{key}_gradients"], job.plans[key], params[key], everyone)
+            for key in OUTER
+        },
+    }
 
 
-def _losses(
-    job: Job, code: ModelCode, state: State, everyone: tuple[str, ...]
-) -> tuple[PyTree, Any]:
+def totals(
+    job: Job, losses: Any, aux: PyTree, pipe: tuple[str, ...], data: tuple[str, ...]
+) -> tuple[dict[str, Any], Any]:
     """The step's loss, per-microbatch losses and metrics on every device, and the remaining factor
-    of gradients.
+    of gradients; or the last stage's outputs for all rows of this data shard.
+
+    Only the last stage's device wrote any of the losses [M] and of `aux`; the others along the axes
+    `pipe` hold zeros, and False.
     """
-    if code.last is None:
+    if job.functions.last is None:
         return {}, None
-    # Only the last stage's device wrote any of these; the others hold zeros.
-    losses = lax.psum(state["losses"], everyone)
-    aux = jax.tree.unflatten(
-        code.last.aux_tree, [lax.psum(summable(leaf), everyone) for leaf in state["aux"]]
-    )
+    if job.outputs:
+
+        def whole(leaf: Any) -> Any:
+            number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
+            return lax.psum(number, pipe).astype(leaf.dtype)
+
+        outputs = job.functions.join(jax.tree.map(whole, aux["metrics"]))
+        rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
+        return {"outputs": rows}, None
+    everyone = (*pipe, *data)
+    losses = lax.psum(losses, everyone)
+    aux = jax.tree.map(lambda leaf: lax.psum(summable(leaf), everyone), aux)
     loss, losses, factor = job.functions.total(losses, aux["count"], job.data_size)
-    total = job.num_microbatches * job.data_size
-    metrics = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) / total, aux["metrics"])
+    parts = job.num_microbatches * job.data_size
+    metrics = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) / parts, aux["metrics"])
     return {"loss": loss, "losses": losses, "metrics": metrics}, factor
+
+
+def merged_state(job: Job, leaf: Any, data: tuple[str, ...]) -> Any:
+    """A leaf of the stages' state after the step, averaged over data shards; the greatest of what
+    is not floating.
+    """
+    if not data:
+        return leaf
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return lax.pmax(leaf, data)
+    return (lax.psum(summable(leaf), data) / job.data_size).astype(leaf.dtype)

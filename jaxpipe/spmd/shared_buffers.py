@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..arrays import Leaves, Scalar
+from ..arrays import Flag, Leaves, Scalar
 from ..jaxprs.entry import Entry
 from ..jaxprs.slots import Slot
 from ..model.packed import Place, Places
@@ -59,10 +59,12 @@ class SharedBuffer:
         each leaf of each kind.
         """
         keyed = list(dict.fromkeys(_keys(kind) for kind in kinds))
-        shaped = cls._laid_out(kinds, entries, keyed, _by_shape(keyed))
-        if len(keyed) < 2 or shaped.nbytes <= KEEP_SHAPES * max(_local_bytes(kinds, entries)):
+        wanted = entries or [[Entry(tuple(aval.shape)) for aval in kind] for kind in kinds]
+        shaped = cls._laid_out(kinds, wanted, keyed, _by_shape(keyed))
+        largest = max(map(_nbytes, wanted, kinds))
+        if len(keyed) < 2 or shaped.nbytes <= KEEP_SHAPES * largest:
             return shaped
-        raveled = cls._laid_out(kinds, entries, keyed, _by_size(keyed))
+        raveled = cls._laid_out(kinds, wanted, keyed, _by_size(keyed))
         # A raveled leaf is whole on all devices, also where the partitioner would split it.
         return min((raveled, shaped), key=lambda buffer: buffer.nbytes)
 
@@ -70,7 +72,7 @@ class SharedBuffer:
     def _laid_out(
         cls,
         kinds: Sequence[Avals],
-        entries: Sequence[Sequence[Entry]] | None,
+        wanted: Sequence[Sequence[Entry]],
         keyed: Sequence[tuple[_Key, ...]],
         leaves: Sequence[_Leaf],
     ) -> SharedBuffer:
@@ -80,24 +82,26 @@ class SharedBuffer:
         are read or written.  Otherwise the partitioner would cut the buffer as the reader of one
         leaf wants it, and permute.
         """
-        pinned = any(entry.pinned for own in entries or () for entry in own)
-        at: dict[tuple[int, int], int] = {
-            member: i for i, leaf in enumerate(leaves) for member in leaf.members.items()
-        }
+        pinned = any(entry.pinned for own in wanted for entry in own)
+        avals = tuple(leaf.aval for leaf in leaves)
+        at = {member: i for i, leaf in enumerate(leaves) for member in leaf.members.items()}
         places = {
             kind: tuple(
-                Place(i, Entry(shape, pinned=pinned), shape != leaves[i].aval.shape)
+                Place(i, Entry(shape, pinned=pinned), shape != avals[i].shape)
                 for i, (shape, _) in ((at[number, n], key) for n, key in enumerate(kind))
             )
             for number, kind in enumerate(keyed)
         }
-        avals = tuple(leaf.aval for leaf in leaves)
-        return cls(avals, places, _entries(avals, kinds, places, entries))
+        by_leaf: list[list[tuple[bool, Entry]]] = [[] for _ in avals]
+        for kind, own in zip(kinds, wanted, strict=True):
+            for place, entry in zip(places[_keys(kind)], own, strict=True):
+                by_leaf[place.at].append((place.flat, entry))
+        return cls(avals, places, tuple(map(_agreed, avals, by_leaf)))
 
     @property
     def nbytes(self) -> int:
         """Bytes of a device's part of one slot."""
-        return sum(entry.nbytes(aval) for aval, entry in zip(self.avals, self.entries, strict=True))
+        return _nbytes(self.entries, self.avals)
 
     def has(self, avals: Avals) -> bool:
         """Whether this is one of the kinds."""
@@ -107,53 +111,39 @@ class SharedBuffer:
         """The places of a kind's leaves."""
         return self.places[_keys(avals)]
 
+    def _held(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[tuple[Place, Slot]]:
+        """The place of each leaf of a kind, and the slot of the leaf of the buffer there."""
+        return [(p, Slot(pool[p.at], slot, self.entries[p.at])) for p in self.of_kind(avals)]
+
     def read(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
         """A kind's values out of one slot of a pool of buffers."""
-        return [p.take(self._slot(pool, slot, p).load()) for p in self.of_kind(avals)]
-
-    def write(
-        self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]
-    ) -> Leaves:
-        """The pool with a kind's values in one slot."""
-        return self._write(list(pool), slot, list(zip(self.of_kind(avals), values, strict=True)))
-
-    def _write(self, found: Leaves, slot: Scalar, values: Sequence[tuple[Place, Any]]) -> Leaves:
-        for place, value in values:
-            at = self._slot(found, slot, place)
-            found[place.at] = at.store_flat(value) if place.flat else at.store(value)
-        return found
-
-    def _slot(self, pool: Sequence[Any], slot: Scalar, place: Place) -> Slot:
-        return Slot(pool[place.at], slot, self.entries[place.at])
-
-    def empty(self, slots: int) -> Leaves:
-        """A pool of so many slots, of zeros."""
-        found = zip(self.entries, self.avals, strict=True)
-        return [
-            entry.constrain_pool(zeros((slots, *entry.kept), aval.dtype)) for entry, aval in found
-        ]
-
-    def take_all(self, pool: Sequence[Any], slot: Scalar) -> Leaves:
-        """Every leaf of a buffer out of one slot."""
-        return [
-            Slot(leaf, slot, entry).load() for leaf, entry in zip(pool, self.entries, strict=True)
-        ]
-
-    def put_all(self, pool: Sequence[Any], slot: Scalar, leaves: Sequence[Any]) -> Leaves:
-        """The pool with every leaf of a buffer in one slot."""
-        return [
-            Slot(old, slot, entry).store(new)
-            for old, entry, new in zip(pool, self.entries, leaves, strict=True)
-        ]
-
-    def slots(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[Slot | None]:
-        """A slot for each leaf of a kind that is in the buffer in its own shape."""
-        return [None if p.flat else self._slot(pool, slot, p) for p in self.of_kind(avals)]
+        return [p.take(held.load()) for p, held in self._held(pool, slot, avals)]
 
     def lazily(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
         """A kind's values out of one slot, still as slots where they can be."""
-        slots = [(p, self._slot(pool, slot, p)) for p in self.of_kind(avals)]
-        return [p.take(s.load()) if p.flat else s for p, s in slots]
+        held = self._held(pool, slot, avals)
+        return [p.take(leaf.load()) if p.flat else leaf for p, leaf in held]
+
+    def slots(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[Slot | None]:
+        """A slot for each leaf of a kind that is in the buffer in its own shape."""
+        return [None if p.flat else held for p, held in self._held(pool, slot, avals)]
+
+    def write(
+        self,
+        pool: Sequence[Any],
+        slot: Scalar,
+        avals: Avals,
+        values: Sequence[Any],
+        where: Flag | None = None,
+    ) -> Leaves:
+        """The pool with a kind's values in one slot, where a flag is True."""
+        if where is not None:
+            old = self.read(pool, slot, avals)
+            values = [jnp.where(where, a, b) for a, b in zip(values, old, strict=True)]
+        after = list(pool)
+        for (p, held), value in zip(self._held(pool, slot, avals), values, strict=True):
+            after[p.at] = held.store_flat(value) if p.flat else held.store(value)
+        return after
 
     def stored(
         self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]
@@ -161,61 +151,46 @@ class SharedBuffer:
         """The pool after a kind's values are written to a slot.  For leaves with a slot of `slots`,
         `values` has the updated pool.
         """
-        found = list(pool)
-        places = self.of_kind(avals)
-        for place, value in zip(places, values, strict=True):
-            if not place.flat:
-                found[place.at] = value
-        flat = [(p, v) for p, v in zip(places, values, strict=True) if p.flat]
-        return self._write(found, slot, flat)
+        after = list(pool)
+        for (p, held), value in zip(self._held(pool, slot, avals), values, strict=True):
+            after[p.at] = held.store_flat(value) if p.flat else value
+        return after
 
     def put(self, leaves: Sequence[Any], avals: Avals, values: Sequence[Any]) -> Leaves:
         """A buffer's leaves, in which a kind's values replace the old ones."""
-        found = list(leaves)
+        after = list(leaves)
         for place, value in zip(self.of_kind(avals), values, strict=True):
-            found[place.at] = place.put(found[place.at], jnp.asarray(value))
-        return found
+            after[place.at] = place.put(after[place.at], jnp.asarray(value))
+        return after
+
+    def whole(self, pool: Sequence[Any], slot: Scalar) -> list[Slot]:
+        """One slot of every leaf of the buffer."""
+        return [Slot(leaf, slot, entry) for leaf, entry in zip(pool, self.entries, strict=True)]
+
+    def empty(self, slots: int) -> Leaves:
+        """A pool of so many slots, of zeros."""
+        return [
+            entry.constrain_pool(zeros((slots, *entry.kept), aval.dtype))
+            for entry, aval in zip(self.entries, self.avals, strict=True)
+        ]
 
 
-def _entries(
-    avals: Avals,
-    kinds: Sequence[Avals],
-    places: dict[tuple[_Key, ...], Places],
-    wanted: Sequence[Sequence[Entry]] | None,
-) -> tuple[Entry, ...]:
-    """How a pool keeps each leaf."""
-    by_leaf: list[list[Entry]] = [[] for _ in avals]
-    raveled: set[int] = set()
-    for kind, entries in zip(kinds, wanted or (), strict=wanted is not None):
-        for place, entry in zip(places[_keys(kind)], entries, strict=True):
-            by_leaf[place.at].append(entry)
-            raveled |= {place.at} if place.flat else set()
-    return tuple(
-        _agreed(aval, entries, raveled=i in raveled)
-        for i, (aval, entries) in enumerate(zip(avals, by_leaf, strict=True))
-    )
+def _nbytes(entries: Sequence[Entry], avals: Avals) -> int:
+    """Bytes of a device's part of values."""
+    return sum(entry.nbytes(aval) for entry, aval in zip(entries, avals, strict=True))
 
 
-def _agreed(aval: Any, wanted: Sequence[Entry], *, raveled: bool) -> Entry:
-    """The wanted entry with the most parts.  Kinds that want fewer parts, such as a stage without
-    layers, use it too.
+def _agreed(aval: Any, wanted: Sequence[tuple[bool, Entry]]) -> Entry:
+    """How a pool keeps a leaf: the entry with the most parts that a kind wants.  Kinds that want
+    fewer parts, such as a stage without layers, use it too.
 
     A leaf that some kind ravels is whole.
     """
-    tile = next((entry.tile for entry in wanted), ())
-    whole = Entry(tuple(aval.shape), pinned=any(entry.pinned for entry in wanted), tile=tile)
-    return (
-        whole
-        if raveled
-        else max(wanted, key=lambda entry: (entry.local_share, wanted.count(entry)), default=whole)
-    )
-
-
-def _local_bytes(kinds: Sequence[Avals], entries: Sequence[Sequence[Entry]] | None) -> list[int]:
-    """By kind, bytes of a device's part of its values."""
-    wanted = entries or [[Entry(tuple(aval.shape)) for aval in kind] for kind in kinds]
-    pairs = (zip(kind, own, strict=True) for kind, own in zip(kinds, wanted, strict=True))
-    return [sum(entry.nbytes(aval) for aval, entry in each) for each in pairs]
+    entries = [entry for _, entry in wanted]
+    if not any(is_raveled for is_raveled, _ in wanted):
+        return max(entries, key=lambda entry: (entry.local_share, entries.count(entry)))
+    pinned = any(entry.pinned for entry in entries)
+    return Entry(tuple(aval.shape), pinned=pinned, tile=entries[0].tile)
 
 
 def _keys(avals: Avals) -> tuple[_Key, ...]:
@@ -238,9 +213,9 @@ def _by_size(keyed: Sequence[tuple[_Key, ...]]) -> list[_Leaf]:
     kind, one for the second largest, and so on.
     """
     found = [leaf for leaf in _by_shape(keyed) if len(leaf.members) == len(keyed)]
-    taken = {member for leaf in found for member in leaf.members.items()}
+    placed = {member for leaf in found for member in leaf.members.items()}
     rest = [
-        [(*key, n) for n, key in enumerate(kind) if (number, n) not in taken]
+        [(*key, n) for n, key in enumerate(kind) if (number, n) not in placed]
         for number, kind in enumerate(keyed)
     ]
     for dtype in dict.fromkeys(dtype for leaves in rest for _, dtype, _ in leaves):
@@ -249,10 +224,10 @@ def _by_size(keyed: Sequence[tuple[_Key, ...]]) -> list[_Leaf]:
             for leaves in rest
         ]
         for rank in range(max(map(len, ranked))):
-            mine = {number: own[rank] for number, own in enumerate(ranked) if rank < len(own)}
-            shapes = {shape for shape, *_ in mine.values()}
+            ranks = {number: own[rank] for number, own in enumerate(ranked) if rank < len(own)}
+            shapes = {shape for shape, *_ in ranks.values()}
             shape = shapes.pop() if len(shapes) == 1 else (max(map(prod, shapes)),)
-            members = {number: n for number, (*_, n) in mine.items()}
+            members = {number: n for number, (*_, n) in ranks.items()}
             found.append(_Leaf(jax.ShapeDtypeStruct(shape, dtype), members))
     return found
 

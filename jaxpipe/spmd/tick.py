@@ -4,11 +4,10 @@ blocks, permutes, and the writes of arrivals to their slots.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,13 +21,11 @@ from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import Program
 from ..program.records import NOBODY, POOL_OF, Record, TickRecord
 from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
-from ..stage.job import Clock
 from ..table.kinds import RECOMPUTE, Kind
-from .block import Block, State, clocked, run_in_order, run_where
-from .collective import collective_block
-from .host import HostMoves, Moved, Packing
-from .shared_code import SharedCode
-from .stage_block import StageAction, pair_block
+from .actions import StageAction, pair_block, share_block
+from .block import State, clocked, run_in_order, run_where
+from .host import HostMoves, Packing
+from .step import DeviceStep
 
 # The scopes of transfers in a profile and in a compiled program.  The second is of transfers that
 # are awaited in a later tick.
@@ -75,13 +72,10 @@ class _Run(NamedTuple):
     uses: tuple[BlockUse, ...]
     kinds: tuple[int, ...]
     active: Presence
-    asks: bool = False  # other kinds of stages may run the block too
-    alone: bool = False  # its pairs are in other runs
-
-    @property
-    def when(self) -> Presence:
-        """How many run it; where the stage decides, the predicate is asked."""
-        return Presence.SOMETIMES if self.asks else self.active
+    tests_kind: bool = (
+        False  # other kinds of stages may run the block too: its predicate tests_kind for one
+    )
+    unpaired: bool = False  # its pairs are in other runs
 
 
 def _is_pair(row: TickRecord[Scalar], joint: Sequence[Kind]) -> Any:
@@ -92,32 +86,29 @@ def _is_pair(row: TickRecord[Scalar], joint: Sequence[Kind]) -> Any:
     other = jnp.logical_or(
         forward.stage != backward.stage, forward.microbatch != backward.microbatch
     )
-    kind = functools.reduce(jnp.logical_or, [backward.kind == int(kind) for kind in joint])
-    return _all(forward.chunk != NOBODY, backward.chunk != NOBODY, kind, other)
+    kind = reduce(jnp.logical_or, [backward.kind == int(kind) for kind in joint])
+    flags = [forward.chunk != NOBODY, backward.chunk != NOBODY, kind, other]
+    return reduce(jnp.logical_and, flags)
 
 
-def _all(*flags: Flag) -> Flag:
-    found = flags[0]
-    for flag in flags[1:]:
-        found = jnp.logical_and(found, flag)
-    return found
+def _scanned(body: Callable[[State, Any], State], state: State, lines: Any) -> State:
+    """The state after the body has run for each of the lines, in one loop."""
+    return lax.scan(lambda state, line: (body(state, line), None), state, lines)[0]
 
 
 @dataclass(frozen=True)
 class TickEmitter:
     """Turns segments into code."""
 
-    shared: SharedCode
-    data_axes: tuple[str, ...]
-    clock: Clock | None
+    step: DeviceStep
 
     @property
     def _program(self) -> Program:
-        return self.shared.code.program
+        return self.step.code.program
 
     @cached_property
     def _packing(self) -> Packing:
-        return Packing.of(self.shared.buffers)
+        return Packing.of(self.step.buffers)
 
     @cached_property
     def _has_recompute(self) -> bool:
@@ -133,23 +124,22 @@ class TickEmitter:
         )
         flies = bool(segment.in_flight)
 
-        def trip(state: State, lines: Any) -> tuple[State, None]:
+        def trip(state: State, lines: Any) -> State:
             if segment.loops:
-                numbers = lines.astype(jnp.int32)
-                return self._loops(segment, segment.loops, 0, numbers, state), None
+                return self._loops(segment, segment.loops, 0, lines.astype(jnp.int32), state)
             records = [self._record(line) for line in lines.astype(jnp.int32)]
             rows, brought = {j - flies: record for j, record in enumerate(records)}, _Brought()
             for j in range(segment.period):
                 state = self._tick(segment, j, rows, state, brought)
             assert not brought, "a transfer is awaited after its trip"
-            return state, None
+            return state
 
         if flies:
             # A trip also has the last tick of the previous trip.  The first trip has zeros there,
             # so that nothing arrives.
             nothing = jnp.zeros_like(lines[:1, -1:])
             lines = jnp.concatenate([jnp.concatenate([nothing, lines[:-1, -1:]]), lines], axis=1)
-        state = trip(state, lines[0])[0] if len(lines) == 1 else lax.scan(trip, state, lines)[0]
+        state = trip(state, lines[0]) if len(lines) == 1 else _scanned(trip, state, lines)
         for transit in segment.in_flight:  # after the last trip
             last = self._record(lines[-1, -1].astype(jnp.int32))
             with jax.named_scope(EXCHANGE):
@@ -163,20 +153,18 @@ class TickEmitter:
         """Loops that begin at a tick of the trip, with the lines of their ticks."""
         begin = 0
         for loop in loops:
-            mine = numbers[begin : begin + loop.times * loop.ticks]
+            own = numbers[begin : begin + loop.times * loop.ticks]
 
-            def once(
-                state: State, lines: Any, loop: Loop = loop, at: int = start + begin
-            ) -> tuple[State, None]:
+            def once(state: State, lines: Any, loop: Loop = loop, at: int = start + begin) -> State:
                 if loop.body:
-                    return self._loops(segment, loop.body, at, lines, state), None
-                return self._tick(segment, at, {at: self._record(lines[0])}, state, {}), None
+                    return self._loops(segment, loop.body, at, lines, state)
+                return self._tick(segment, at, {at: self._record(lines[0])}, state, {})
 
             if loop.times == 1:
-                state, _ = once(state, mine)
+                state = once(state, own)
             else:
-                state, _ = lax.scan(once, state, mine.reshape(loop.times, loop.ticks, -1))
-            begin += len(mine)
+                state = _scanned(once, state, own.reshape(loop.times, loop.ticks, -1))
+            begin += len(own)
         return state
 
     def _record(self, line: Any) -> TickRecord[Scalar]:
@@ -189,8 +177,8 @@ class TickEmitter:
     ) -> State:
         """One tick; `brought` records the transfers in flight."""
         row, begun = rows[j], -1
-        moves = HostMoves(Moved.at(self._program, segment.sharing(j)), self._packing, row)
-        way, state = moves.begin(state)
+        moves = HostMoves.of(self._program, segment.sharing(j), self._packing, row)
+        state = moves.begin(state)
         for place, runs in self._runs(segment, j):
             if place != begun:
                 state = self._transfers(segment, Point(j, place), rows, state, brought)
@@ -198,8 +186,8 @@ class TickEmitter:
             for run in runs:
                 with jax.named_scope(self._scope(run)):
                     state = self._run(run, row, state)
-            way, state = moves.store(way, state)
-        state = moves.end(way, state)
+            state = moves.store(state)
+        state = moves.end(state)
         end = Point(j, len(segment.templates[j].blocks))
         return self._transfers(segment, end, rows, state, brought)
 
@@ -207,32 +195,32 @@ class TickEmitter:
         """(block before which it is, what is run there): pairs, then the blocks of a template."""
         template, ticks = segment.templates[j], segment.sharing(j)
         kinds = [self._kinds(use, ticks) for use in template.blocks]
-        fuses = self.clock is None and not self._has_recompute
+        fuses = self.step.job.clock is None and not self._has_recompute
         ahead = self._program.pairs[ticks] & fuses
         assert template.paired or not ahead.any(), "a pair that its template does not know of"
         paired = set()
-        forwards, backwards = (
-            [i for i, use in enumerate(template.blocks) if use.block.kind in those]
-            for those in ((Kind.F,), self._program.joint)
-        )
-        for f, b in product(forwards, backwards):
-            both = ahead & (kinds[f] != NOBODY) & (kinds[b] != NOBODY)
-            found = Counter(zip(kinds[f][both].tolist(), kinds[b][both].tolist(), strict=True))
-            if not found:
+        for (f, forward), (b, backward) in product(enumerate(template.blocks), repeat=2):
+            if forward.block.kind is not Kind.F or backward.block.kind not in self._program.joint:
                 continue
-            paired |= {f, b}
-            uses, asks = (template.blocks[f], template.blocks[b]), len(found) > 1
-            pairs = [
-                _Run(uses, each, Presence.of(count, both.size), asks)
-                for each, count in sorted(found.items())
-            ]
-            yield 0, pairs
-        for place, use in enumerate(template.blocks):
-            mine = np.where(ahead, NOBODY, kinds[place]) if place in paired else kinds[place]
-            those = sorted({*mine[mine != NOBODY].tolist()})
-            active = Presence.of(int((mine != NOBODY).sum()), mine.size)
-            own, asks, alone = (replace(use, active=active),), len(those) > 1, place in paired
-            yield place, [_Run(own, (kind,), active, asks, alone) for kind in those]
+            both = ahead & (kinds[f] != NOBODY) & (kinds[b] != NOBODY)
+            counts = Counter(zip(kinds[f][both].tolist(), kinds[b][both].tolist(), strict=True))
+            if counts:
+                paired |= {f, b}
+                yield (
+                    0,
+                    [
+                        _Run((forward, backward), pair, Presence.of(n, both.size), len(counts) > 1)
+                        for pair, n in sorted(counts.items())
+                    ],
+                )
+        for place, (use, of) in enumerate(zip(template.blocks, kinds, strict=True)):
+            runs = (of != NOBODY) & ~ahead if place in paired else of != NOBODY
+            present = np.unique(of[runs]).tolist()
+            active, unpaired = Presence.of(int(runs.sum()), runs.size), place in paired
+            yield (
+                place,
+                [_Run((use,), (kind,), active, len(present) > 1, unpaired) for kind in present],
+            )
 
     def _transfers(
         self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought
@@ -240,7 +228,7 @@ class TickEmitter:
         """Issue the permutes of a point of the trip, and write the arrivals that are due there."""
         for transit in segment.transits:
             point = transit.issued
-            if self.shared.blocking and point.block:
+            if self.step.blocking and point.block:
                 # It would delay the blocks of its tick, so it follows them.
                 point = Point(point.tick, len(segment.templates[point.tick].blocks))
             if point == at and (-1 in rows or not transit.from_before):
@@ -266,10 +254,10 @@ class TickEmitter:
         which a partner waits, and all devices would hang.  On GPUs the permute runs during the
         blocks.
         """
-        permute, blocking = transit.permute, self.shared.blocking
+        permute, blocking = transit.permute, self.step.blocking
         sent = state["sent_x" if permute.payload is Payload.ACTIVATION else "sent_dx"]
         sent = [_after(leaf, state) for leaf in sent] if blocking else sent
-        brought = [lax.ppermute(leaf, self.shared.axis, permute.pairs) for leaf in sent]
+        brought = [lax.ppermute(leaf, self.step.job.axis, permute.pairs) for leaf in sent]
         return brought, settled(brought, state) if blocking else state
 
     def _arrive(
@@ -279,61 +267,65 @@ class TickEmitter:
         some devices have no arrival and no free slot, and their slots keep their contents.
         """
         place = POOL_OF[transit.permute.payload]
-        buffer, pool = self.shared.buffers[place], state[place.value]
+        buffer, pool = self.step.buffers[place], state[place.value]
         with jax.named_scope(EXCHANGE):
             # Both depend on the token, because a pool of one slot needs no slot number.  Otherwise
             # XLA would write all arrivals of a trip in one fusion.
             at: Record[Scalar] = row.arrivals[transit.lane].map(
                 lambda number: jnp.where(state["token"], 0, number)
             )
+            slots = buffer.whole(pool, at.slot)
             if keep:
-                held = buffer.take_all(pool, at.slot)
-                pairs = zip(held, new, strict=True)
+                pairs = zip([slot.load() for slot in slots], new, strict=True)
                 new = [jnp.where(at.takes == 0, old, leaf) for old, leaf in pairs]
-            return state | {place.value: buffer.put_all(pool, at.slot, new)}
+            pool = [slot.store(leaf) for slot, leaf in zip(slots, new, strict=True)]
+            return state | {place.value: pool}
 
     def _run(self, run: _Run, row: TickRecord[Scalar], state: State) -> State:
         """Run a block, or a pair, under its predicate."""
-        shared, use = self.shared, run.uses[0]
-        block: Block
-        if len(run.uses) == 2:
-            forward, backward = (
-                StageAction(shared, use, kind, row.of(use.block.kind))
-                for use, kind in zip(run.uses, run.kinds, strict=True)
-            )
-            flags = [_is_pair(row, self._program.joint)]
-            for half, kind in zip((forward, backward), run.kinds, strict=True):
-                flags.append(half.row.chunk == half.use.block.chunk)
-                flags += [self._is_of(kind, half.row.stage)] if run.asks else []
-            block, flag = pair_block(forward, backward), _all(*flags)
-            return run_in_order(run.when, flag, block, state)
-        action = use.block.kind
-        record: Any = row.of(action)
-        flags = [record.kind == int(action)]
+        step, (use, *others) = self.step, run.uses
+        action, record = use.block.kind, row.of(use.block.kind)
         if use.block.is_share:
-            stage, block = lax.axis_index(shared.axis), collective_block(shared, action, record)
+            block = share_block(step, action, record)
+            flags, stage = [record.kind == int(action)], lax.axis_index(step.job.axis)
         else:
-            stage, block = record.stage, StageAction(shared, use, run.kinds[0], record).block()
-            flags = flags if self._has_recompute or not use.block.runs_forward else []
-            flags = [record.chunk == use.block.chunk, *flags]
-            if action is Kind.F and self._has_recompute:
-                flags.append((record.keeps != 0) == use.block.keeps)
-            if run.alone:
-                flags.append(jnp.logical_not(_is_pair(row, self._program.joint)))
-            if run.asks:
-                flags.append(self._is_of(run.kinds[0], stage))
-        active, how = run.when, run_in_order
-        if self.clock is not None:
+            actions = [
+                StageAction(step, each, kind, row.of(each.block.kind))
+                for each, kind in zip(run.uses, run.kinds, strict=True)
+            ]
+            block = pair_block(*actions) if others else actions[0].block()
+            stage, flags = record.stage, [_is_pair(row, self._program.joint)] if others else []
+            for each in actions:
+                flags += self._flags(each, run, row)
+        flag = reduce(jnp.logical_and, flags)
+        active, how = Presence.SOMETIMES if run.tests_kind else run.active, run_in_order
+        if others:
+            return how(active, flag, block, state)
+        if step.job.clock is not None:
             # It is always under a predicate: a loop's body begins when all of its inputs are
             # computed.
             active = Presence.SOMETIMES
-            what = (jnp.int32(int(action)), stage, record.microbatch)
-            block = clocked(block, what, self.clock, shared.axis, self.data_axes)
+            block = clocked(block, (jnp.int32(int(action)), stage, record.microbatch), step.job)
         elif use.block.is_collective and active is Presence.ALWAYS:
             how = run_where  # its exchange keeps it in order
-        state = how(active, _all(*flags), block, state)
-        waits = shared.blocking and use.block.is_collective
+        state = how(active, flag, block, state)
+        waits = step.blocking and use.block.is_collective
         return settled(jax.tree.leaves(block.part(state)), state) if waits else state
+
+    def _flags(self, action: StageAction, run: _Run, row: TickRecord[Scalar]) -> list[Flag]:
+        """Whether this device does a stage's action in this tick, as several flags."""
+        record, block = action.row, action.use.block
+        of_kind, flags = record.kind == int(block.kind), [record.chunk == block.chunk]
+        if len(run.uses) == 1:
+            if self._has_recompute or not block.runs_forward:
+                flags.append(of_kind)
+            if block.kind is Kind.F and self._has_recompute:
+                flags.append((record.keeps != 0) == block.keeps)
+            if run.unpaired:
+                flags.append(jnp.logical_not(_is_pair(row, self._program.joint)))
+        if run.tests_kind:
+            flags.append(jnp.array(self.step.code.kind_of)[record.stage] == action.stage_kind)
+        return flags
 
     def _scope(self, run: _Run) -> str:
         """The name under which a profile shows a block: "F stage 3" where no other stage runs this
@@ -344,28 +336,27 @@ class TickEmitter:
         block = run.uses[0].block
         if block.is_share:
             return block.kind.name
-        record: Any = self._program.ticks.of(block.kind)
-        every = np.unique(record.stage[self._where(run.uses[0])]).tolist()
-        stages = [s for s in every if self.shared.code.kind_of[s] == run.kinds[0]]
+        every = np.unique(self._stages(run.uses[0])).tolist()
+        stages = [s for s in every if s != NOBODY and self.step.code.kind_of[s] == run.kinds[0]]
         where = f"stage {stages[0]}" if len(stages) == 1 else f"chunk {block.chunk}"
         return f"{block.kind.name} {where}"
 
-    def _where(self, use: BlockUse) -> NDArray[np.bool_]:
-        """`[tick, device]`: whether the device runs the kind and chunk of a block."""
-        record: Any = self._program.ticks.of(use.block.kind)
-        found: NDArray[np.bool_] = record.kind == int(use.block.kind)
-        return found if use.block.is_share else found & (record.chunk == use.block.chunk)
+    def _stages(self, use: BlockUse) -> NDArray[np.int64]:
+        """`[tick, device]`: the stage of which a device runs a block, 0 of a share; NOBODY where
+        it runs none.
+        """
+        block, record = use.block, self._program.ticks.of(use.block.kind)
+        runs = record.kind == int(block.kind)
+        if block.is_share:
+            return np.where(runs, 0, NOBODY)
+        runs &= record.chunk == block.chunk
+        if block.kind is Kind.F and self._has_recompute:
+            runs &= (record.keeps != 0) == block.keeps
+        return np.where(runs, record.stage, NOBODY)
 
     def _kinds(self, use: BlockUse, ticks: NDArray[np.int64]) -> NDArray[np.int64]:
         """`[tick, device]`: the kind of the stage of which a device runs a block; NOBODY where it
         runs none.
         """
-        record: Any = self._program.ticks.of(use.block.kind)
-        kinds = np.array(self.shared.code.kind_of)
-        own = 0 if use.block.is_share else kinds[record.stage[ticks]]
-        found: NDArray[np.int64] = np.where(self._where(use)[ticks], own, NOBODY)
-        return found
-
-    def _is_of(self, kind: int, stage: Any) -> Any:
-        """Whether a stage is of a kind."""
-        return jnp.array(self.shared.code.kind_of)[stage] == kind
+        stages = self._stages(use)[ticks]
+        return np.where(stages == NOBODY, NOBODY, np.array(self.step.code.kind_of)[stages])

@@ -19,10 +19,12 @@ I and W.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.extend import core
 
@@ -49,9 +51,30 @@ class ParamUse(NamedTuple):
         return cls(not frozen, not (frozen and small))
 
 
+# Values that a forward keeps for its backward.
+RESIDUALS = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)
+_RETURNED = (Place.SENT_X, Place.CARRY, Place.BUFFER, Place.LOSSES, Place.STAGE_STATE)
+_PASSED_BACK = (Place.SENT_DX, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
+# The results of a stage's code, in order.  A forward that keeps nothing ends before the residuals.
+RESULTS = {
+    Kind.F: (*_RETURNED, *RESIDUALS),
+    Kind.R: RESIDUALS,
+    Kind.B: (Place.STAGE_GRADIENTS, *_PASSED_BACK),
+    Kind.I: (*_PASSED_BACK, Place.STASH),
+    Kind.W: (Place.STAGE_GRADIENTS,),
+}
+# The inputs of a stage's code between its parameters and `extra`, and those of backwards after
+# `once`.
+INPUTS = (Place.X, Place.CARRY, Place.BUFFER)
+COTANGENTS = (Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
+
+
+_NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
+
+
 @dataclass(frozen=True, kw_only=True)
-class Signature:
-    """The inputs and results of a stage, by leaf.
+class StageCode:
+    """The pieces of one stage function, and their inputs and results by leaf.
 
     Floating leaves of x and y have a gradient.  dx and dy hold only these.
     """
@@ -68,6 +91,18 @@ class Signature:
     # and buffers follow the carries
     carry: tuple[Any, ...] = ()
     buffers: tuple[Any, ...] = ()
+    residual_input: tuple[Any, ...] = ()  # avals of what only I (and B) needs
+    residual_weight: tuple[Any, ...] = ()  # avals of what W needs
+    stash: tuple[Any, ...] = ()
+    hoist: core.Jaxpr = _NOTHING
+    forward: core.Jaxpr = _NOTHING
+    evaluate: core.Jaxpr = _NOTHING
+    recompute: core.Jaxpr = _NOTHING
+    backward: core.Jaxpr = _NOTHING
+    input_grad: core.Jaxpr = _NOTHING
+    weight_grad: core.Jaxpr = _NOTHING
+    liveness: Liveness = field(default_factory=Liveness)
+    offloads: bool = False  # a policy of `jax.checkpoint` in it uses the host's memory
 
     @property
     def known(self) -> tuple[bool, ...]:
@@ -82,14 +117,24 @@ class Signature:
         return tuple(use.trained for use in self.uses)
 
     @property
-    def x_wanted(self) -> tuple[bool, ...]:
-        """Which leaves of x have a gradient."""
-        return tuple(map(inexact, self.x_avals))
-
-    @property
     def y_wanted(self) -> tuple[bool, ...]:
         """Which leaves of y have a gradient."""
         return tuple(map(inexact, self.y_avals))
+
+    @property
+    def stored(self) -> dict[Place, tuple[Any, ...]]:
+        """Avals of what pools keep of a microbatch, or of a slice."""
+        return {
+            Place.X: self.x_avals,
+            Place.COTANGENT: tuple(filter(inexact, self.y_avals)),
+            Place.RESIDUAL_INPUT: self.residual_input,
+            Place.RESIDUAL_WEIGHT: self.residual_weight,
+            Place.STASH: self.stash,
+            Place.CARRY: self.carry,
+            Place.CARRY_GRADIENT: tuple(filter(inexact, self.carry)),
+            Place.BUFFER: self.buffers,
+            Place.BUFFER_GRADIENT: tuple(filter(inexact, self.buffers)),
+        }
 
     @property
     def dx_avals(self) -> tuple[Any, ...]:
@@ -99,32 +144,7 @@ class Signature:
     @property
     def dy_avals(self) -> tuple[Any, ...]:
         """Avals of the cotangent of y."""
-        return tuple(filter(inexact, self.y_avals))
-
-    @property
-    def passed(self) -> tuple[Any, ...]:
-        """Avals of carry and buffers."""
-        return (*self.carry, *self.buffers)
-
-    @property
-    def carry_gradients(self) -> tuple[Any, ...]:
-        """Avals of the gradients of the carry."""
-        return tuple(filter(inexact, self.carry))
-
-    @property
-    def buffer_gradients(self) -> tuple[Any, ...]:
-        """Avals of the gradients of appended rows."""
-        return tuple(filter(inexact, self.buffers))
-
-    @property
-    def num_dx(self) -> int:
-        """Outputs of the input gradient before its stash."""
-        return len(self.dx_avals) + len(self.carry_gradients) + len(self.buffer_gradients)
-
-    @property
-    def num_params(self) -> int:
-        """The number of parameters, with frozen ones."""
-        return len(self.uses)
+        return self.stored[Place.COTANGENT]
 
     @property
     def num_trained(self) -> int:
@@ -134,59 +154,34 @@ class Signature:
     @property
     def num_inputs(self) -> int:
         """The number of inputs: constants, parameters, x, carry and buffers, and `extra`."""
-        return len(self.known) + len(self.x_avals) + len(self.passed) + self.num_extra
+        return self.spans(INPUTS, len(self.known))[Place.BUFFER].stop + self.num_extra
 
     @property
     def num_outputs(self) -> int:
         """Outputs of the forward before its residuals."""
-        return len(self.y_avals) + len(self.passed) + (self.loss is not None) + len(self.state)
+        return self.spans(_RETURNED)[Place.STAGE_STATE].stop
 
-
-@dataclass(frozen=True, kw_only=True)
-class StageCode(Signature):
-    """The pieces of one stage function."""
-
-    hoist: core.Jaxpr
-    forward: core.Jaxpr
-    evaluate: core.Jaxpr
-    recompute: core.Jaxpr
-    backward: core.Jaxpr
-    input_grad: core.Jaxpr
-    weight_grad: core.Jaxpr
-    residual_input: tuple[Any, ...] = ()  # avals of what only I (and B) needs
-    residual_weight: tuple[Any, ...] = ()  # avals of what W needs
-    stash: tuple[Any, ...] = ()
-    liveness: Liveness = field(default_factory=Liveness)
-    offloads: bool = False  # a policy of `jax.checkpoint` in it uses the host's memory
-
-    @property
-    def once_avals(self) -> tuple[Any, ...]:
-        """Avals of what is computed once a step."""
-        return outputs_of(self.hoist)
-
-    @property
-    def stored(self) -> dict[Place, tuple[Any, ...]]:
-        """Avals of what pools keep of a microbatch, or of a slice."""
-        return {
-            Place.X: self.x_avals,
-            Place.COTANGENT: self.dy_avals,
-            Place.RESIDUAL_INPUT: self.residual_input,
-            Place.RESIDUAL_WEIGHT: self.residual_weight,
-            Place.STASH: self.stash,
-            Place.CARRY: self.carry,
-            Place.CARRY_GRADIENT: self.carry_gradients,
-            Place.BUFFER: self.buffers,
-            Place.BUFFER_GRADIENT: self.buffer_gradients,
+    def spans(self, places: Sequence[Place], start: int = 0) -> dict[Place, range]:
+        """The numbers of the inputs or results for consecutive places, from a number on."""
+        counts = {place: len(avals) for place, avals in self.stored.items()} | {
+            Place.SENT_X: len(self.y_avals),
+            Place.SENT_DX: len(self.dx_avals),
+            Place.LOSSES: int(self.loss is not None),
+            Place.STAGE_STATE: len(self.state),
+            Place.STAGE_GRADIENTS: self.num_trained,
         }
+        ends = accumulate((counts[place] for place in places), initial=start)
+        return {place: range(*ends) for place, ends in zip(places, pairwise(ends), strict=True)}
 
-    @property
-    def residual_avals(self) -> tuple[Any, ...]:
-        """Avals of all residuals."""
-        return (*self.residual_input, *self.residual_weight)
-
-    def __str__(self) -> str:
-        parts = ("hoist", "forward", "backward", "input_grad", "weight_grad")
-        return "\n".join(f"{name} = {getattr(self, name)}" for name in parts)
+    def of(self, kind: Kind, *, keeps: bool = True) -> core.Jaxpr:
+        """The code of a kind of action; `keeps`: the forward's residuals."""
+        return {
+            Kind.F: self.forward if keeps else self.evaluate,
+            Kind.R: self.recompute,
+            Kind.B: self.backward,
+            Kind.I: self.input_grad,
+            Kind.W: self.weight_grad,
+        }[kind]
 
 
 @dataclass(frozen=True)
@@ -205,25 +200,15 @@ class LastCode:
     aux_avals: tuple[Any, ...]
     loss_dtype: Any
     num_trained: int
-    # the code of collective actions that do a part of `train`
-    parts: Mapping[Kind, core.Jaxpr] = field(default_factory=dict)
-    # avals of values that one of them leaves in a pool for another
-    left: Mapping[Place, tuple[Any, ...]] = field(default_factory=dict)
-
-    @property
-    def once_avals(self) -> tuple[Any, ...]:
-        """Avals of what is computed once a step."""
-        return outputs_of(self.hoist)
+    # `train` in two, where H computes the gradient of the parameters: L, then H from its stash
+    input_grad: core.Jaxpr | None = None
+    weight_grad: core.Jaxpr | None = None
+    stash: tuple[Any, ...] = ()
 
 
 def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
     """Evaluate a jaxpr without constants."""
     return results_of(core.ClosedJaxpr(jaxpr, []), *arguments)
-
-
-def outputs_of(jaxpr: core.Jaxpr) -> tuple[Any, ...]:
-    """The avals of a jaxpr's results."""
-    return tuple(atom.aval for atom in jaxpr.outvars)
 
 
 def inexact(leaf: Any) -> bool:

@@ -5,7 +5,7 @@ executors.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from jax.sharding import Mesh, PartitionSpec
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import Params, PyTree
 from ..lowering.plan import Plan
 from ..lowering.target import Target
-from ..model.functions import Functions
+from ..model.functions import Functions, Loss
 from ..model.param_layout import ParamLayout
 from ..model.partition import Partition
 from ..model.spread import Cuts
@@ -80,20 +80,25 @@ class Job:
         return self.partition.cuts
 
     @property
-    def results(self) -> tuple[str, ...]:
-        """The results besides gradients, by name."""
-        if self.outputs:
-            return ("outputs", "state")
-        return ("state",) if self.functions.last is None else ("loss", "losses", "metrics", "state")
+    def seed(self) -> float:
+        """The cotangent of one microbatch's loss."""
+        summed = self.functions.loss is Loss.SUM_OVER_COUNT
+        return 1.0 if summed else 1.0 / (self.num_microbatches * self.data_size)
 
     @property
     def result_specs(self) -> dict[str, PartitionSpec]:
-        """The split of each of these results."""
-        spread = {
-            "state": PartitionSpec(self.axis),
-            "outputs": PartitionSpec(self.data_axes or None),
-        }
-        return {key: spread.get(key, PartitionSpec()) for key in self.results}
+        """The results besides gradients, and the split of each."""
+        names = ["loss", "losses", "metrics"] if self.functions.last is not None else []
+        spread = {"outputs": PartitionSpec(self.data_axes or None)} if self.outputs else {}
+        spread = spread or dict.fromkeys(names, PartitionSpec())
+        return spread | {"state": PartitionSpec(self.axis)}
+
+    def for_run(self, params: Params, batch: PyTree, parts: int | None = None) -> Job:
+        """The job whose functions know the batch, cut into microbatches; and for spread functions
+        the axis and the whole sizes of cut parameters.
+        """
+        functions = self.functions.over(self.axis, self.cuts, params, parts=parts)
+        return replace(self, functions=functions.for_batch(batch))
 
     @property
     def num_microbatches(self) -> int:

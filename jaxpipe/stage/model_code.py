@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +25,21 @@ from ..model.functions import Functions, StageOutput, make_extra
 from ..model.leaf_plan import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
-from ..table.effects import Liveness, Offload, Place, longest
+from ..table.effects import Offload, Place, longest
+from ..table.kinds import Kind
 from .code import LastCode, ParamUse, StageCode, inexact
 from .job import Job
-from .trace import chosen, filled, trace_last, trace_spread_first, trace_stage
+from .split import cut_last
+from .trace import by_leaves, trace_last, trace_spread_first, trace_stage
 
 # The parameters (a stage's own and the shared ones), x, and the further arguments.
-_Inputs: TypeAlias = "tuple[PyTree, PyTree, dict[str, PyTree]]"
+_Arguments: TypeAlias = "tuple[PyTree, PyTree, dict[str, PyTree]]"
 _Stage: TypeAlias = "Callable[[PyTree, PyTree, PyTree], tuple[PyTree, StageOutput]]"
 
 
-def check_state_gradient(name: str, call: _Stage, inputs: _Inputs, trained: Sequence[bool]) -> None:
+def check_state_gradient(
+    name: str, call: _Stage, inputs: _Arguments, trained: Sequence[bool]
+) -> None:
     """PipelineError where `call(params, x, extra)` depends on state that parameters or x determined
     in an earlier microbatch.
 
@@ -65,37 +69,33 @@ def check_state_gradient(name: str, call: _Stage, inputs: _Inputs, trained: Sequ
     if lost:
         raise PipelineError(
             f"`{name}` would lose a gradient: it makes {', '.join(lost)} of its parameters or of "
-            "x, "
-            "and what it returns for later microbatches depends on that, but no gradient goes "
-            "through "
-            "the state back to an earlier microbatch. Where that gradient is not wanted, write "
-            "state = jax.lax.stop_gradient(state) at the top of the stage; for running "
-            "statistics, let "
-            "x depend on the state only where training=False"
+            "x, and what it returns for later microbatches depends on that, but no gradient goes "
+            "through the state back to an earlier microbatch. Where that gradient is not wanted, "
+            "write state = jax.lax.stop_gradient(state) at the top of the stage; for running "
+            "statistics, let x depend on the state only where training=False"
         )
 
 
-def _tangents(call: _Stage, inputs: _Inputs, trained: Sequence[bool]) -> tuple[core.Jaxpr, int]:
+def _tangents(call: _Stage, inputs: _Arguments, trained: Sequence[bool]) -> tuple[core.Jaxpr, int]:
     """The derivative, and how many tangents of trained parameters, x and state are its last inputs.
 
     Its outputs are the tangents of the stage's results.  The tangents of the new state are last.
     """
     params, x, extra = inputs
-    leaves, tree = jax.tree.flatten((params, x, extra["state"]))
-    moves = [*trained, *(inexact(leaf) for leaf in leaves[len(trained) :])]
-    moving = chosen(leaves, moves)
+    arguments = params, x, extra["state"]
+    moves = [*trained, *map(inexact, jax.tree.leaves(arguments[1:]))]
 
-    def tangents(leaves: Leaves, extra: dict[str, PyTree], directions: Leaves) -> Leaves:
-        def returned(values: Leaves) -> Leaves:
-            params, x, state = jax.tree.unflatten(tree, filled(values, leaves, moves))
+    def tangents(arguments: PyTree, extra: dict[str, PyTree], directions: Leaves) -> Leaves:
+        def returned(params: PyTree, x: PyTree, state: PyTree) -> Leaves:
             y, more = call(params, x, {**extra, "state": state})
-            return [leaf for leaf in jax.tree.leaves((y, more.loss, more.state)) if inexact(leaf)]
+            return list(filter(inexact, jax.tree.leaves((y, more.loss, more.state))))
 
-        _, derivative = jax.linearize(returned, chosen(leaves, moves))
-        found: Leaves = derivative(directions)
-        return found
+        derivative: Callable[[Leaves], Leaves]
+        _, derivative = jax.linearize(*by_leaves(returned, arguments, moves))
+        return derivative(directions)
 
-    flat = flatten(jax.make_jaxpr(tangents)(leaves, extra, moving)).jaxpr
+    _, moving = by_leaves(call, arguments, moves)
+    flat = flatten(jax.make_jaxpr(tangents)(arguments, extra, moving)).jaxpr
     return flat.replace(constvars=[], invars=[*flat.constvars, *flat.invars]), len(moving)
 
 
@@ -114,92 +114,107 @@ class ModelCode:
     @property
     def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
         """The values that pools keep for `first` and `last`."""
-        table, first = self.program.schedule.encoded, self.first
-        found = {
+        first = self.first
+        kept = (*first.residual_input, *first.residual_weight)
+        return {
             # what the gradient needs: what `first` keeps, or of all devices the input's gradient
-            Place.FIRST: first.dy_avals if table.spreads_first else first.residual_avals,
-            Place.LAST: self.kinds[self.kind_of[-1]].y_avals if table.spreads_last else (),
+            Place.FIRST: first.dy_avals if self.spreads_first else kept,
+            Place.LAST: self.kinds[self.kind_of[-1]].y_avals if self.spreads_last else (),
+            Place.SHARE: () if self.last is None else self.last.stash,
         }
-        return found if self.last is None else found | dict(self.last.left)
+
+    @property
+    def spreads_first(self) -> bool:
+        """Whether `first` and its gradient are shares on every device, and blocks of their own."""
+        return self.program.schedule.encoded.spreads_first
+
+    @property
+    def spreads_last(self) -> bool:
+        """Whether `last` is a share on every device, and a block of its own."""
+        return self.program.schedule.encoded.spreads_last
+
+    def fits_first(self, code: StageCode) -> bool:
+        """Whether the first stage may be of this kind: it takes the output of `first`."""
+        return self.kinds[self.kind_of[0]].x_avals == code.x_avals
+
+    def fits_last(self, code: StageCode) -> bool:
+        """Whether the last stage may be of this kind: `last` takes its output."""
+        return self.kinds[self.kind_of[-1]].y_avals == code.y_avals
 
     @property
     def permutes(self) -> bool:
         """Whether a function that not all devices run at once permutes, as ring attention does."""
-        jaxprs = [
-            jaxpr for kind in self.kinds for jaxpr in (kind.forward, kind.evaluate, kind.backward)
-        ]
-        table = self.program.schedule.encoded
-        jaxprs += [] if table.spreads_first else [self.first.forward, self.first.evaluate]
-        jaxprs += (
-            [] if self.last is None or table.spreads_last else [self.last.train, self.last.evaluate]
-        )
-        return any(
-            primitive == "ppermute" for jaxpr in jaxprs for primitive, _ in collectives(jaxpr)
-        )
-
-    @property
-    def liveness(self) -> Liveness:
-        """The last use, over all stages, of each kept value."""
-        return longest([code.liveness for code in self.kinds])
+        codes = [*self.kinds, *([] if self.spreads_first else [self.first])]
+        jaxprs = [jaxpr for code in codes for jaxpr in (code.forward, code.backward)]
+        if self.last is not None and not self.spreads_last:
+            jaxprs.append(self.last.train)
+        return any("ppermute" in (name for name, _ in collectives(jaxpr)) for jaxpr in jaxprs)
 
 
-def trace_model(
-    job: Job,
-    owned: Sequence[PyTree],
-    kept: Sequence[PyTree],
-    shared: PyTree,
-    first: PyTree,
-    last: PyTree,
-    batch: PyTree,
-    rng: Any,
-) -> ModelCode:
+class Inputs(NamedTuple):
+    """The inputs of a device's step: whole parameters of its stages, its rows by microbatch."""
+
+    owned: Sequence[PyTree]
+    kept: Sequence[PyTree]  # the stages' own state
+    shared: PyTree
+    first: PyTree
+    last: PyTree
+    batch: PyTree  # leaves [M, ...]
+    rng: Any
+
+
+def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
-    functions = replace(job.functions.for_batch(batch), in_place=True)
-    index = jnp.int32(0)
-    outer = make_extra(batch, rng, index, index, OUTER_WANTS, functions.slices)
-    shared_uses = _uses(shared, leaf_plans(job.plans["shared"]))
-    first_uses = _uses(first, leaf_plans(job.plans["first"])) + shared_uses
+    functions, layout = replace(job.functions, in_place=True), job.layout
+    shared, shared_uses = inputs.shared, _uses(inputs.shared, leaf_plans(job.plans["shared"]))
+
+    def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
+        index = jnp.int32(0)
+        return make_extra(inputs.batch, inputs.rng, index, index, wants, functions.slices)
+
+    def outer(key: str, trace: Callable[..., Any], run: Any, *given: PyTree) -> Any:
+        """`first` or `last`."""
+        own = getattr(inputs, key)
+        uses = _uses(own, leaf_plans(job.plans[key])) + shared_uses
+        with refusing(key):
+            return trace(run, (own, shared), *given, extra_of(OUTER_WANTS), uses)
+
     if functions.spreads_first:
-        first_code = trace_spread_first(functions.run_first, (first, shared), outer, first_uses)
+        first = outer("first", trace_spread_first, functions.run_first)
     else:
-        with refusing("first"):
-            first_code = trace_stage(functions.run_first, (first, shared), (), outer, first_uses)
-        _check_collectives(
-            "first", (first_code.hoist, first_code.forward, first_code.backward), job.axis
-        )
-    x: PyTree = jax.tree.unflatten(first_code.y_tree, first_code.y_avals)
+        first = outer("first", trace_stage, functions.run_first, ())
+        _check_collectives("first", (first.hoist, first.forward, first.backward), job.axis)
+    x: PyTree = jax.tree.unflatten(first.y_tree, first.y_avals)
     kinds: dict[tuple[Any, ...], StageCode] = {}
     kind_of, wants = [], []
     for stage, function in enumerate(functions.stages):
-        params, state = job.layout.avals_of(stage, owned), job.layout.avals_of(stage, kept)
-        uses = _uses(params, job.layout.leaves_of(stage, job.plans["stages"])) + shared_uses
-        # and the names of their leaves
-        key = (
-            function,
-            _form(params),
-            _form(state),
-            _form(x),
-            tuple(uses),
-            job.layout.form_of(stage, owned),
-        )
+        params, state = (layout.avals_of(stage, tree) for tree in (inputs.owned, inputs.kept))
+        uses = _uses(params, layout.leaves_of(stage, job.plans["stages"])) + shared_uses
+        forms, names = map(_form, (params, state, x)), layout.form_of(stage, inputs.owned)
+        key = (function, *forms, tuple(uses), names)
         if key not in kinds:
-            extra = make_extra(batch, rng, index, index, function.wants_arrays, functions.slices)
-            if "state" in function.wants_arrays:
-                extra["state"] = state
-            inputs = (params, shared), x, extra
-            kinds[key] = code = _trace_one(job, functions, stage, inputs, uses)
+            extra = extra_of(function.wants_arrays)
+            extra |= {"state": state} if "state" in function.wants_arrays else {}
+            arguments = (params, shared), x, extra
+            kinds[key] = code = _trace_one(job, functions, stage, arguments, uses)
             _check_collectives(function.name, (code.hoist, code.forward, code.backward), job.axis)
             wants.append(function.wants_arrays)
         kind_of.append(list(kinds).index(key))
         x = jax.tree.unflatten(kinds[key].y_tree, kinds[key].y_avals)
-    codes = tuple(kinds.values())
-    last_code = None
+    last = None
     if functions.last is not None:
-        last_uses = _uses(last, leaf_plans(job.plans["last"])) + shared_uses
-        with refusing("last"):
-            last_code = trace_last(functions.run_last, (last, shared), x, outer, last_uses)
+        last = outer("last", trace_last, functions.run_last, x)
         if not functions.last.spread:
-            _check_collectives("last", (last_code.hoist, last_code.train), job.axis)
+            _check_collectives("last", (last.hoist, last.train), job.axis)
+    codes = tuple(kinds.values())
+    program = _program(job, codes)
+    if last is not None and Kind.H in program.schedule.encoded.kinds:
+        last = cut_last(last, len(codes[kind_of[-1]].y_avals), job.axis)
+    return ModelCode(codes, tuple(kind_of), tuple(wants), first, last, program)
+
+
+def _program(job: Job, codes: Sequence[StageCode]) -> Program:
+    """The program of the step, with a warning where an offload moves nothing."""
     offloads = job.training and any(code.offloads for code in codes)
     plan = replace(job.plan, offload=Offload.RESIDUALS) if offloads else job.plan
     program = verify(plan.program(longest([code.liveness for code in codes])))
@@ -209,9 +224,9 @@ def trace_model(
             f"offload moves nothing to the host: {schedule.name} over {schedule.num_devices} "
             "devices has no more slots of residuals than the moves need; drop offload, or take a "
             "schedule whose residuals wait longer (`jaxpipe.simulate(schedule).peak_offloaded`)",
-            stacklevel=2,
+            stacklevel=3,
         )
-    return ModelCode(codes, tuple(kind_of), tuple(wants), first_code, last_code, program)
+    return program
 
 
 def _form(tree: PyTree) -> Any:
@@ -228,14 +243,11 @@ def _uses(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
 
 
 def _trace_one(
-    job: Job, functions: Functions, stage: int, inputs: _Inputs, uses: Sequence[ParamUse]
+    job: Job, functions: Functions, stage: int, inputs: _Arguments, uses: Sequence[ParamUse]
 ) -> StageCode:
     """Trace one stage and check what it returns."""
     call, name = partial(functions.run_stage, stage), functions.stages[stage].name
-    if job.layout.unlike:
-        _check_takes(call, name, stage, inputs)
-    else:
-        _check_chain(call, name, inputs)
+    _check_forms(call, name, stage, inputs, unlike=job.layout.unlike)
     passed, extra = functions.carried(stage, *inputs), inputs[2]
     keeps_state = job.training and "state" in extra
     if keeps_state:
@@ -246,32 +258,6 @@ def _trace_one(
             name, code, extra, recomputes=job.plan.ticks.schedule.encoded.recomputes
         )
     return code
-
-
-def _returned(call: _Stage, name: str, inputs: _Inputs) -> tuple[PyTree, StageOutput]:
-    """The shapes that a stage returns; PipelineError for shardings by manual axes, whose results
-    have other shapes.
-    """
-    closed, shapes = jax.make_jaxpr(call, return_shape=True)(*inputs)
-    check_equations(name, [closed.jaxpr])
-    return shapes
-
-
-def _check_takes(call: _Stage, name: str, stage: int, inputs: _Inputs) -> None:
-    """PipelineError where a stage cannot take the output of the stage before it."""
-    before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
-    try:
-        _returned(call, name, inputs)
-    except PipelineError:
-        raise
-    except (TypeError, ValueError) as error:
-        shapes = ", ".join(
-            f"{jax.tree_util.keystr(p) or 'x'} {a.dtype}{list(a.shape)}"
-            for p, a in jax.tree_util.tree_leaves_with_path(inputs[1])
-        )
-        raise PipelineError(
-            f"stage {stage} cannot take what {before} returns ({shapes}): {error}"
-        ) from error
 
 
 def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
@@ -285,9 +271,8 @@ def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> No
     if found:
         raise PipelineError(
             f"`{name}` calls {', '.join(found)} over the pipe axis {axis!r}; devices along it "
-            "run different stages at a time, so it would "
-            'wait for ever. What all stages share belongs under "shared"; a sum over '
-            "microbatches is a metric, or made of gradients; "
+            "run different stages at a time, so it would wait for ever. What all stages share "
+            'belongs under "shared"; a sum over microbatches is a metric, or made of gradients; '
             "a `first` or `last` under jaxpipe.spread runs on all devices at once, and may use "
             "the axis"
         )
@@ -297,8 +282,7 @@ def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> No
 def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomputes: bool) -> None:
     """PipelineError where a backward or R reads the state: later forwards have changed it."""
     count = len(jax.tree.leaves(extra["state"]))
-    before = len(code.hoist.invars) + len(code.x_avals) + len(code.passed)
-    before += len(jax.tree.leaves(extra))
+    before = code.num_inputs
 
     def read_by(*jaxprs: core.Jaxpr) -> bool:
         return any(any(reads(jaxpr)[before - count : before]) for jaxpr in jaxprs)
@@ -306,40 +290,52 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
     if read_by(code.backward, code.input_grad, code.weight_grad):
         raise PipelineError(
             f"the gradient of `{name}` depends on its state, which later microbatches have "
-            "changed by "
-            "the time of the backward; let x depend on the state only where training=False, or put "
-            "jax.lax.stop_gradient around all that it is multiplied with. (With remat= the "
-            "backward "
-            "runs the stage again, so x must not depend on the state at all)"
+            "changed by the time of the backward; let x depend on the state only where "
+            "training=False, or put jax.lax.stop_gradient around all that it is multiplied with. "
+            "(With remat= the backward runs the stage again, so x must not depend on the state at "
+            "all)"
         )
     if recomputes and read_by(code.recompute):
         raise PipelineError(
             f"R in the table recomputes what the gradient of `{name}` needs, and that depends on "
-            "the "
-            "state, which later microbatches have changed by then; let x depend on the state only "
-            "where training=False, or take R out with jaxpipe.transforms.remove_recompute"
+            "the state, which later microbatches have changed by then; let x depend on the state "
+            "only where training=False, or take R out with jaxpipe.transforms.remove_recompute"
         )
 
 
-def _check_chain(call: _Stage, name: str, inputs: _Inputs) -> None:
-    """A stage's output must fit the next stage's input: the same tree, shapes and dtypes."""
-    x, y = inputs[1], _returned(call, name, inputs)[0]
-    x_tree: Any = jax.tree.structure(x)
+def _check_forms(call: _Stage, name: str, stage: int, inputs: _Arguments, *, unlike: bool) -> None:
+    """PipelineError where a stage cannot take the output of the stage before it, or where stages
+    are alike and it returns another tree, shape or dtype than x has.
+    """
+    x = jax.tree_util.tree_leaves_with_path(inputs[1])
+    try:
+        closed, (y, _) = jax.make_jaxpr(call, return_shape=True)(*inputs)
+    except (TypeError, ValueError) as error:
+        if not unlike or isinstance(error, PipelineError):
+            raise
+        before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
+        shapes = ", ".join(
+            f"{jax.tree_util.keystr(path) or 'x'} {a.dtype}{list(a.shape)}" for path, a in x
+        )
+        raise PipelineError(
+            f"stage {stage} cannot take what {before} returns ({shapes}): {error}"
+        ) from error
+    # A result has another shape where a constraint names a manual axis.
+    check_equations(name, [closed.jaxpr])
+    if unlike:
+        return
+    x_tree: Any = jax.tree.structure(inputs[1])
     y_tree: Any = jax.tree.structure(y)
     if x_tree != y_tree:
         raise PipelineError(
             f"`stage` takes x as {x_tree} but returns {y_tree}; a stage's output is the next "
             "stage's input, so return the same tree"
         )
-    faults = []
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(x), jax.tree.leaves(y), strict=True
-    ):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            where = jax.tree_util.keystr(path) or "x"
-            faults.append(
-                f"`stage` takes {where} as {a.dtype}{list(a.shape)} but returns "
-                f"{b.dtype}{list(b.shape)}; a stage's output is the "
-                "next stage's input, so return the same shape and dtype (or cast in `first`)"
-            )
+    faults = [
+        f"`stage` takes {jax.tree_util.keystr(path) or 'x'} as {a.dtype}{list(a.shape)} but "
+        f"returns {b.dtype}{list(b.shape)}; a stage's output is the next stage's input, so return "
+        "the same shape and dtype (or cast in `first`)"
+        for (path, a), b in zip(x, jax.tree.leaves(y), strict=True)
+        if a.shape != b.shape or a.dtype != b.dtype
+    ]
     PipelineError.refuse("", faults)

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +23,12 @@ from jax.extend import core
 from ..arrays import Leaves, PyTree
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import Atom, renamed, variables, with_equations
+from ..jaxprs.equations import copied, renamed, variables, with_equations
 from ..jaxprs.flatten import flatten, stores_on_host
 from ..model.functions import StageOutput
-from .code import LastCode, ParamUse, Signature, StageCode, inexact
-from .split import Hoisted, pieces
+from ..table.effects import Place
+from .code import INPUTS, LastCode, ParamUse, StageCode, inexact
+from .split import hoist, pieces
 
 
 def writing_rows(code: StageCode, count: int) -> StageCode:
@@ -43,44 +44,30 @@ def writing_rows(code: StageCode, count: int) -> StageCode:
 
 
 def _writes(jaxpr: core.Jaxpr, code: StageCode, count: int) -> core.Jaxpr:
-    total, buffers = code.num_outputs, len(code.buffers)
-    begin = len(code.consts) + code.num_params + len(code.x_avals) + len(code.carry)
-    held = jaxpr.invars[begin : begin + buffers]
+    total, buffers = code.num_outputs, code.spans(INPUTS, len(code.known))[Place.BUFFER]
     *rows, number = jaxpr.outvars[total : total + count]
-    newvar = core.gensym()
-    filled: dict[core.Var, core.Var] = {buffer: newvar(buffer.aval) for buffer in held}
-
-    writes = [
-        eqn
-        for buffer, row in zip(held, rows, strict=True)
-        for eqn in _write(buffer, filled[buffer], row, number)
-    ]
+    newvar, writes = core.gensym(), list[core.JaxprEqn]()
+    filled: dict[core.Var, core.Var] = {}
+    for buffer, row in zip(jaxpr.invars[buffers.start : buffers.stop], rows, strict=True):
+        traced = _write(buffer.aval, row.aval, number.aval)
+        env: dict[Any, Any] = dict(zip(traced.invars, (buffer, row, number), strict=True))
+        writes += copied(traced.eqns, env, newvar)
+        filled[buffer] = env[traced.outvars[0]]
     after = renamed(jaxpr, filled)
     outs = [*after.outvars[:total], *after.outvars[total + count :]]
     return after.replace(outvars=outs, eqns=_in_order([*writes, *after.eqns]))
 
 
-def _write(buffer: core.Var, filled: core.Var, rows: Atom, number: Atom) -> list[core.JaxprEqn]:
-    """Equations that write the rows of slice `number` into the buffer."""
-    shape, new = tuple(buffer.aval.shape), tuple(rows.aval.shape)  # type: ignore[attr-defined]
-    axis = next(i for i, (whole, own) in enumerate(zip(shape, new, strict=True)) if whole != own)
+def _write(buffer: Any, rows: Any, number: Any) -> core.Jaxpr:
+    """Write the rows of slice `number` into the buffer, all given by their avals."""
+    axis = next(i for i, (a, b) in enumerate(zip(buffer.shape, rows.shape, strict=True)) if a != b)
 
     def update(buffer: Any, rows: Any, number: Any) -> Any:
-        zero, start = jnp.int32(0), number * jnp.int32(new[axis])
-        starts = [start if i == axis else zero for i in range(len(shape))]
+        zero, start = jnp.int32(0), number * jnp.int32(rows.shape[axis])
+        starts = [start if i == axis else zero for i in range(buffer.ndim)]
         return lax.dynamic_update_slice_p.bind(buffer, rows, *starts)
 
-    traced = jax.make_jaxpr(update)(buffer.aval, rows.aval, number.aval).jaxpr
-    atoms: dict[Any, Atom] = dict(zip(traced.invars, (buffer, rows, number), strict=True))
-    atoms[traced.outvars[0]] = filled
-
-    def named(atom: Any) -> Any:
-        return atom if isinstance(atom, core.Literal) else atoms.get(atom, atom)
-
-    return [
-        eqn.replace(invars=[named(a) for a in eqn.invars], outvars=[named(v) for v in eqn.outvars])
-        for eqn in traced.eqns
-    ]
+    return jax.make_jaxpr(update)(buffer, rows, number).jaxpr
 
 
 def _in_order(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
@@ -96,13 +83,13 @@ def _in_order(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
             "a stage appends rows that depend on their own buffer; append rows that do not depend "
             "on the result of the same ctx.append"
         ) from error
-    found, ready = [], list[int]()
+    ordered, ready = [], list[int]()
     while graph.is_active():
         for i in graph.get_ready():
             heapq.heappush(ready, i)
-        found.append(eqns[i := heapq.heappop(ready)])
+        ordered.append(eqns[i := heapq.heappop(ready)])
         graph.done(i)
-    return found
+    return ordered
 
 
 def trace_stage(
@@ -123,22 +110,13 @@ def trace_stage(
     floating (segment ids, masks) get no gradient.
     """
     uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
-    trained = [use.trained for use in uses]
-    x_leaves, x_tree = jax.tree.flatten((x, passed))
-    carry, buffers = map(len, map(jax.tree.leaves, passed or ((), ())))
-    wanted = tuple(inexact(leaf) for leaf in x_leaves)
-    params_tree = jax.tree.structure(params)
+    avals, carry, buffers = map(_avals, (x, *(passed or ((), ()))))
+    wanted = [*(use.trained for use in uses), *map(inexact, (*avals, *carry, *buffers))]
 
-    def split(
-        params_leaves: Leaves, x_leaves: Leaves, extra: PyTree
-    ) -> tuple[PyTree, PyTree, PyTree]:
-        def call(p: Leaves, diff: Leaves) -> tuple[PyTree, PyTree]:
-            x, before = jax.tree.unflatten(x_tree, filled(diff, x_leaves, wanted))
-            out = function(
-                jax.tree.unflatten(params_tree, filled(p, params_leaves, trained)),
-                x,
-                {**extra, "carried": before} if passed else extra,
-            )
+    def split(params: PyTree, held: PyTree, extra: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+        def call(params: PyTree, held: PyTree) -> tuple[PyTree, PyTree]:
+            x, before = held
+            out = function(params, x, {**extra, "carried": before} if passed else extra)
             y, more = (
                 out
                 if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], StageOutput)
@@ -147,61 +125,63 @@ def trace_stage(
             after, rows = (more.carried, more.rows) if passed else ((), ())
             return ((y, after), more.loss), (more.state, rows)
 
-        y, vjp, state = jax.vjp(
-            call, chosen(params_leaves, trained), chosen(x_leaves, wanted), has_aux=True
-        )
+        of_wanted, leaves = by_leaves(call, (params, held), wanted)
+        y, vjp, state = jax.vjp(of_wanted, leaves, has_aux=True)
         return y, state, vjp
 
-    params_leaves = jax.tree.leaves(params)
-    forward, shapes = jax.make_jaxpr(split, return_shape=True)(params_leaves, x_leaves, extra)
-    y, (state, rows), vjp = shapes
+    forward, shapes = jax.make_jaxpr(split, return_shape=True)(params, (x, passed), extra)
+    returned, (state, rows), vjp = shapes
+    (y, _), loss = returned
     vjp_leaves, vjp_tree = jax.tree.flatten(vjp)
-    y_leaves, both_tree = jax.tree.flatten(y)
-    dy = [leaf for leaf in y_leaves if inexact(leaf)]
+    leaves, tree = jax.tree.flatten(returned)
 
     def transposed(residuals: Leaves, dy: Leaves) -> PyTree:
         cotangents = iter(dy)
-        full = [next(cotangents) if inexact(leaf) else _no_gradient(leaf) for leaf in y_leaves]
-        return jax.tree.unflatten(vjp_tree, residuals)(jax.tree.unflatten(both_tree, full))
+        full = [next(cotangents) if inexact(leaf) else no_gradient(leaf) for leaf in leaves]
+        return jax.tree.unflatten(vjp_tree, residuals)(jax.tree.unflatten(tree, full))
 
-    backward = jax.make_jaxpr(transposed)(vjp_leaves, dy)
-    has_loss = not isinstance(y[1], tuple)
-    y_count = len(y_leaves) - has_loss - carry - buffers
-    x_avals = tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in x_leaves)
-    x_count = len(x_leaves) - carry - buffers
+    backward = jax.make_jaxpr(transposed)(vjp_leaves, list(filter(inexact, leaves)))
     flat = flatten(forward), flatten(backward)
-    signature = Signature(
+    code = StageCode(
         consts=(*flat[0].consts, *flat[1].consts),
         uses=tuple(uses),
-        x_avals=x_avals[:x_count],
+        x_avals=avals,
         num_extra=len(jax.tree.leaves(extra)),
-        y_tree=jax.tree.structure(y[0][0]),
-        y_avals=tuple(y_leaves[:y_count]),
-        loss=y_leaves[-1] if has_loss else None,
+        y_tree=jax.tree.structure(y),
+        y_avals=tuple(jax.tree.leaves(y)),
+        loss=None if isinstance(loss, tuple) else loss,
         state=tuple(jax.tree.leaves(state)),
-        carry=x_avals[x_count : x_count + carry],
-        buffers=x_avals[x_count + carry :],
+        carry=carry,
+        buffers=buffers,
     )
     appended = len(jax.tree.leaves(rows))
-    joint = _join(flat[0].jaxpr, flat[1].jaxpr, signature.num_outputs + appended)
-    code = pieces(joint, len(flat[0].jaxpr.eqns), signature, appended=appended)
+    joint = _join(flat[0].jaxpr, flat[1].jaxpr, code.num_outputs + appended)
+    code = pieces(joint, len(flat[0].jaxpr.eqns), code, appended=appended)
     return replace(writing_rows(code, appended), offloads=stores_on_host(forward.jaxpr))
 
 
-def filled(values: Leaves, leaves: Leaves, replaced: Sequence[bool]) -> Leaves:
-    """The leaves with some of them replaced by values, in order."""
-    new = iter(values)
-    return [next(new) if r else leaf for leaf, r in zip(leaves, replaced, strict=True)]
+def _avals(tree: PyTree) -> tuple[Any, ...]:
+    leaves = jax.tree.leaves(tree)
+    return tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in leaves)
 
 
-def chosen(leaves: Leaves, which: Sequence[bool]) -> Leaves:
-    """Some of the leaves."""
-    return [leaf for leaf, w in zip(leaves, which, strict=True) if w]
+def by_leaves(
+    function: Callable[..., Any], arguments: tuple[PyTree, ...], wanted: Sequence[bool]
+) -> tuple[Callable[[Leaves], Any], Leaves]:
+    """The function of the wanted leaves of its arguments alone, and these leaves."""
+    leaves, tree = jax.tree.flatten(arguments)
+
+    def call(values: Leaves) -> Any:
+        new = iter(values)
+        whole = [next(new) if w else leaf for leaf, w in zip(leaves, wanted, strict=True)]
+        return function(*jax.tree.unflatten(tree, whole))
+
+    return call, [leaf for leaf, w in zip(leaves, wanted, strict=True) if w]
 
 
-def _no_gradient(leaf: Any) -> Any:
-    """The cotangent that JAX wants for a leaf that is not floating."""
-    return np.zeros(leaf.shape, jax.dtypes.float0)
+def no_gradient(leaf: Any) -> Any:
+    """A cotangent of zeros, of the dtype that JAX wants for the leaf."""
+    return np.zeros(leaf.shape, leaf.dtype if inexact(leaf) else jax.dtypes.float0)
 
 
 def _join(forward: core.Jaxpr, backward: core.Jaxpr, outputs: int) -> core.Jaxpr:
@@ -217,30 +197,30 @@ def _join(forward: core.Jaxpr, backward: core.Jaxpr, outputs: int) -> core.Jaxpr
     ).replace(constvars=[])
 
 
-class _Traced(NamedTuple):
-    """A function of (parameters, *arguments), with values of parameters alone hoisted out of it."""
-
-    consts: tuple[Any, ...]
-    hoisted: Hoisted
-    shapes: Any  # what it returns
-
-
 def _trace(
-    function: Callable[..., PyTree],
+    function: Callable[..., tuple[PyTree, PyTree]],
     uses: Sequence[ParamUse],
-    params: Leaves,
     *arguments: PyTree,
     before: int = 0,
-) -> _Traced:
-    """Trace a function; what is computed once comes after so many leaves of the arguments."""
-    traced, shapes = jax.make_jaxpr(function, return_shape=True)(params, *arguments)
+) -> tuple[tuple[Any, ...], core.Jaxpr, core.Jaxpr, core.Jaxpr, PyTree]:
+    """Trace `(parameters, ..., late) -> results, gradients`, where gradients alone depend on
+    `late`: the constants, what is computed once, the rest, the results alone of the rest, without
+    `late`, and the shapes of the results.
+
+    Values that are computed once come after `before` leaves of the arguments.
+    """
+    traced, (results, _) = jax.make_jaxpr(function, return_shape=True)(*arguments)
     flat = flatten(traced)
     jaxpr = _without_axes(
         flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars])
     )
     known = [True] * len(flat.consts) + [use.once for use in uses]
-    hoisted = Hoisted.of(jaxpr, known, at=len(known) + before)
-    return _Traced(tuple(flat.consts), hoisted, shapes)
+    once, body = hoist(jaxpr, known, at=len(known) + before)
+    count = len(jax.tree.leaves(results))
+    evaluate, _ = drop_dead(body.replace(outvars=body.outvars[:count]))
+    end = len(evaluate.invars) - len(jax.tree.leaves(arguments[-1]))
+    evaluate = evaluate.replace(invars=evaluate.invars[:end])
+    return tuple(flat.consts), once, body, evaluate, results
 
 
 def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -265,40 +245,27 @@ def trace_last(
     """Trace `function(params, y, extra) -> (scalar, aux)` and its gradients, and hoist values of
     parameters alone out of both.
     """
-    y_leaves, y_tree = jax.tree.flatten(y)
-    wanted = [inexact(leaf) for leaf in y_leaves]
-    tree, trained = jax.tree.structure(params), [use.trained for use in uses]
+    wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves(y))]
 
-    def train(params_leaves: Leaves, y_leaves: Leaves, extra: PyTree, seed: Any) -> PyTree:
-        def call(p: Leaves, diff: Leaves) -> tuple[Any, PyTree]:
-            return function(
-                jax.tree.unflatten(tree, filled(p, params_leaves, trained)),
-                jax.tree.unflatten(y_tree, filled(diff, y_leaves, wanted)),
-                extra,
-            )
-
-        loss, vjp, aux = jax.vjp(
-            call, chosen(params_leaves, trained), chosen(y_leaves, wanted), has_aux=True
-        )
-        dparams, dy = vjp(seed.astype(loss.dtype))
-        return loss, aux, dparams, dy
+    def train(params: PyTree, y: PyTree, extra: PyTree, seed: Any) -> PyTree:
+        call, leaves = by_leaves(lambda p, y: function(p, y, extra), (params, y), wanted)
+        loss, vjp, aux = jax.vjp(call, leaves, has_aux=True)
+        return (loss, aux), vjp(seed.astype(loss.dtype))
 
     # the widest dtype, so that the seed of a float64 loss is not rounded
     seed = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    traced = _trace(train, uses, jax.tree.leaves(params), y_leaves, extra, seed)
-    loss, aux, *_ = traced.shapes
+    consts, once, body, evaluate, results = _trace(train, uses, params, y, extra, seed)
+    loss, aux = results
     aux_leaves, aux_tree = jax.tree.flatten(aux)
-    body = traced.hoisted.rest
-    evaluate, _ = drop_dead(body.replace(outvars=body.outvars[: 1 + len(aux_leaves)]))
     return LastCode(
-        consts=traced.consts,
-        hoist=traced.hoisted.hoist,
+        consts=consts,
+        hoist=once,
         train=body,
-        evaluate=evaluate.replace(invars=evaluate.invars[:-1]),
+        evaluate=evaluate,
         aux_tree=aux_tree,
         aux_avals=tuple(aux_leaves),
         loss_dtype=loss.dtype,
-        num_trained=sum(trained),
+        num_trained=sum(use.trained for use in uses),
     )
 
 
@@ -310,40 +277,30 @@ def trace_spread_first(
 
     Another function is run again for its gradient.  The code has no input, residuals, I or W.
     """
-    tree, trained = jax.tree.structure(params), [use.trained for use in uses]
 
-    def call(p: Leaves, extra: PyTree) -> PyTree:
-        return jax.tree.map(jnp.asarray, function(jax.tree.unflatten(tree, p), (), extra))
+    def call(params: PyTree, extra: PyTree) -> PyTree:
+        return jax.tree.map(jnp.asarray, function(params, (), extra))
 
-    def train(params_leaves: Leaves, extra: PyTree, dy: Leaves) -> PyTree:
-        def differentiated(p: Leaves) -> tuple[Leaves, PyTree]:
-            x = call(filled(p, params_leaves, trained), extra)
-            return [leaf for leaf in jax.tree.leaves(x) if inexact(leaf)], x
+    def train(params: PyTree, extra: PyTree, dy: Leaves) -> PyTree:
+        def differentiated(params: PyTree) -> tuple[Leaves, PyTree]:
+            x = call(params, extra)
+            return list(filter(inexact, jax.tree.leaves(x))), x
 
-        _, vjp, x = jax.vjp(differentiated, chosen(params_leaves, trained), has_aux=True)
+        of_trained, leaves = by_leaves(differentiated, (params,), [use.trained for use in uses])
+        _, vjp, x = jax.vjp(of_trained, leaves, has_aux=True)
         return x, vjp(dy)[0]
 
-    params_leaves = jax.tree.leaves(params)
-    x_leaves, x_tree = jax.tree.flatten(jax.eval_shape(call, params_leaves, extra))
-    dy = [leaf for leaf in x_leaves if inexact(leaf)]
-    before = len(jax.tree.leaves(extra))
-    traced = _trace(train, uses, params_leaves, extra, dy, before=before)
-    body = traced.hoisted.rest
-    evaluate, _ = drop_dead(body.replace(outvars=body.outvars[: len(x_leaves)]))
-    evaluate = evaluate.replace(invars=evaluate.invars[: len(evaluate.invars) - len(dy)])
-    backward, _ = drop_dead(body.replace(outvars=body.outvars[len(x_leaves) :]))
-    nothing = evaluate.replace(outvars=[], eqns=[])
+    x_leaves, x_tree = jax.tree.flatten(jax.eval_shape(call, params, extra))
+    dy, before = list(filter(inexact, x_leaves)), len(jax.tree.leaves(extra))
+    consts, once, body, evaluate, _ = _trace(train, uses, params, extra, dy, before=before)
     return StageCode(
-        consts=traced.consts,
+        consts=consts,
         uses=tuple(uses),
         num_extra=before,
         y_tree=x_tree,
         y_avals=tuple(x_leaves),
-        hoist=traced.hoisted.hoist,
+        hoist=once,
         forward=evaluate,
         evaluate=evaluate,
-        recompute=nothing,
-        backward=backward,
-        input_grad=nothing,
-        weight_grad=nothing,
+        backward=drop_dead(body.replace(outvars=body.outvars[len(x_leaves) :]))[0],
     )

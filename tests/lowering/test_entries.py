@@ -119,7 +119,12 @@ def test_masks_are_made_inside_scans_and_never_kept():
     (scan,) = (eqn for eqn in into_scans(before).eqns if eqn.primitive.name == "scan")
     assert scan.params["num_consts"] == 0
     code = trace_stage(lambda p, x, _: masked(p, x), params, x, {})
-    kept = (*code.once_avals, *code.residual_input, *code.residual_weight, *code.stash)
+    kept = (
+        *(v.aval for v in code.hoist.outvars),
+        *code.residual_input,
+        *code.residual_weight,
+        *code.stash,
+    )
     assert not [aval for aval in kept if aval.dtype == bool]
 
 

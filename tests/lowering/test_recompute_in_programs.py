@@ -44,6 +44,14 @@ def test_numbers(name, which):
     )
 
 
+def test_one_stage_recomputes_while_another_keeps_its_residuals():
+    """In one tick all devices run forwards, some of which keep nothing."""
+    schedule = jp.add_recompute(jp.schedules.build("1f1b", devices=2, microbatches=8), stages=[0])
+    model = twin("mlp", schedule.num_stages, width=2, features_in=2, features_out=1)
+    found = jaxpipe_step(pipeline(schedule, model), *case_data(model, 8, 1))
+    assert worst_error(found, truth(model, 8, 1)) <= FLOAT64
+
+
 def test_the_interpreter_recomputes_too():
     schedule = some(jp.schedules.build("zb_h1", devices=2, microbatches=4))
     mesh = jax.make_mesh((2,), ("pipe",))

@@ -103,7 +103,7 @@ def test_input_gradient_and_weight_gradient_share_the_work_of_the_backward(name)
     function, params, x, extra = any_case(name)
     code = trace_stage(function, params, x, extra)
     assert plus(work(code.input_grad), work(code.weight_grad)) == work(code.backward)
-    joint = [text.split(":")[0] for text in fallbacks(code.input_grad, sum(code.x_wanted))]
+    joint = [text.split(":")[0] for text in fallbacks(code.input_grad, len(code.dx_avals))]
     assert joint == ([UNCUT[name][0]] if name in UNCUT else [])
 
 
@@ -162,7 +162,7 @@ def test_masks_of_the_trips_of_a_loop_are_made_in_the_trips():
         return jax.lax.map(lambda i: of_queries(params, x, i), jnp.arange(8)).sum(axis=0)
 
     code = trace_stage(by_blocks, draw(MATRICES), draw(X), {})
-    assert code.once_avals == ()
+    assert not code.hoist.outvars
     assert (*code.residual_input, *code.residual_weight) == ()
 
 
@@ -239,7 +239,7 @@ def test_remat_keeps_nothing_but_the_input():
 )
 def test_a_cast_parameter_is_hoisted_once_also_where_the_backward_would_cast_again(function):
     code = trace_stage(function, *case_of("mixed precision")[1:])
-    assert [str(a.dtype) for a in code.once_avals] == ["bfloat16", "bfloat16"]
+    assert [str(v.aval.dtype) for v in code.hoist.outvars] == ["bfloat16", "bfloat16"]
     for jaxpr in (code.forward, code.backward):
         parameters = set(jaxpr.invars[len(code.consts) : len(code.consts) + 2])
         assert not any(

@@ -1,0 +1,235 @@
+"""What a device's step has before its first tick: whole parameters, the model's code, and values
+that depend on parameters alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..arrays import Leaves, Params, PyTree, Scalar, wider
+from ..jaxprs.slots import Piece, Total, TotalPiece
+from ..model.calls import OUTER_WANTS
+from ..model.functions import make_extra
+from ..model.leaf_plan import gather, leaf_plans
+from ..model.packed import Places, on_one_device
+from ..model.spread import unpadded
+from ..stage.code import run
+from ..stage.job import Job
+from ..stage.model_code import Inputs, ModelCode, trace_model
+from ..table.effects import OF_SLICES, Place
+from .block import State, empty, false, of_chunk
+from .host import Packing
+from .shared_buffers import Buffers
+
+
+def prepare(
+    job: Job, params: Params, batch: PyTree, rng: Any, kept: tuple[PyTree, ...]
+) -> tuple[Job, Inputs, ModelCode]:
+    """Gather parameters and trace the model; the job then knows the batch.
+
+    The arguments are as `shard_map` passes them: leaves of `params["stages"]` and of the stages'
+    own state `kept` are [1, ...], and leaves of the batch are the [rows, ...] of this data shard.
+    """
+
+    def mine(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf[0], tree)
+
+    with jax.named_scope("prepare"):
+        batch = job.functions.split(batch, job.num_microbatches)
+        rng = shard_key(rng, job.data_axes, job.data_size)
+        owned = [
+            on_one_device(gather(tree, plan))
+            for tree, plan in zip([*map(mine, params["stages"])], job.plans["stages"], strict=True)
+        ]
+        kept = tuple(map(mine, kept))
+        first, last, shared = (
+            unpadded(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
+        )
+    job = job.for_run(params, batch)
+    inputs = Inputs(owned, kept, shared, first, last, batch, rng)
+    return job, inputs, trace_model(job, inputs)
+
+
+def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
+    """The step's key on this data shard.  Shards have different rows, so they draw different
+    numbers.
+    """
+    if rng is None or data_size == 1:
+        return rng
+    return jax.random.fold_in(rng, lax.axis_index(data_axes))
+
+
+@dataclass(frozen=True)
+class StageOperand:
+    """The places of one kind of stage's parameters and state in its chunk."""
+
+    # the stage's parameters, then the shared ones; those inside a longer array as `Piece`s, since
+    # every device would otherwise hold copies of the parameters of every kind
+    params: Leaves
+    once: Leaves  # what was hoisted
+    state_places: Places
+    gradient_places: Places  # of the leaves that have a gradient
+    splits: tuple[PartitionSpec | None, ...]  # of the chunk's accumulators, see `Total`
+
+    def totals(self, chunk: Leaves) -> list[Total | TotalPiece]:
+        """The accumulators of the stage's own gradients, among those of its chunk."""
+        return [
+            TotalPiece(chunk[p.at], p.start, p.entry)
+            if p.flat
+            else Total(chunk[p.at], self.splits[p.at])
+            for p in self.gradient_places
+        ]
+
+    def with_totals(self, chunk: Leaves, new: Leaves) -> Leaves:
+        """The chunk's accumulators with the new totals of the stage's own parameters."""
+        after = list(chunk)
+        for place, total in zip(self.gradient_places, new, strict=True):
+            after[place.at] = total
+        return after
+
+    def read_state(self, state: Leaves) -> Leaves:
+        """The stage's state, from its chunk's."""
+        return [p.take(state[p.at]) for p in self.state_places]
+
+    def write_state(self, state: Leaves, new: Leaves) -> Leaves:
+        """The chunk's state with that of the stage replaced."""
+        after = list(state)
+        for place, value in zip(self.state_places, new, strict=True):
+            after[place.at] = place.put(after[place.at], value)
+        return after
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """The code and the read-only inputs of the ticks, on one device."""
+
+    job: Job
+    inputs: Inputs
+    code: ModelCode
+    buffers: Buffers
+    everywhere: bool  # blocks permute, so all devices run each: see `ModelCode.permutes`
+    chunks: Sequence[PyTree]  # the parameters of the device's stages, with copies of others'
+    # by chunk and kind of stage
+    stages: Mapping[tuple[int, int], StageOperand] = field(default_factory=dict)
+    first_once: Leaves = field(default_factory=list)
+    last_once: Leaves = field(default_factory=list)
+    seed: Any = None  # the cotangent of one microbatch's loss
+
+    @property
+    def blocking(self) -> bool:
+        """Whether a permute holds its device's thread until it is over: see `tick`."""
+        return self.job.target.on_cpus
+
+    @property
+    def first(self) -> Leaves:
+        """The parameters of `first`, and the shared ones."""
+        return jax.tree.leaves((self.inputs.first, self.inputs.shared))
+
+    @property
+    def last(self) -> Leaves:
+        """The parameters of `last`, and the shared ones."""
+        return jax.tree.leaves((self.inputs.last, self.inputs.shared))
+
+    def with_once(self) -> DeviceStep:
+        """The step with values of parameters alone, which are computed here."""
+        stages: dict[tuple[int, int], StageOperand] = {}
+        for held in self.job.layout.placement.stages_of:
+            for chunk, stage in enumerate(held):
+                key = chunk, self.code.kind_of[stage]
+                if key not in stages:
+                    stages[key] = self._operand(chunk, stage)
+        first, last = self.code.first, self.code.last
+        return replace(
+            self,
+            stages=stages,
+            first_once=run(first.hoist, *first.consts, *self.first),
+            last_once=[] if last is None else run(last.hoist, *last.consts, *self.last),
+            seed=jnp.asarray(self.job.seed, jnp.result_type(float)),
+        )
+
+    def _operand(self, chunk: int, stage: int) -> StageOperand:
+        layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
+        leaves, places = jax.tree.leaves(self.chunks[chunk]), layout.places(stage, self.chunks)
+        params = [Piece(leaves[p.at], p.start, p.entry) if p.flat else leaves[p.at] for p in places]
+        params += jax.tree.leaves(self.inputs.shared)
+        code = self.code.kinds[self.code.kind_of[stage]]
+        whole = [p.load() if isinstance(p, Piece) else p for p in params]
+        return StageOperand(
+            params,
+            once=run(code.hoist, *code.consts, *whole),
+            state_places=layout.places(stage, kept) if kept else (),
+            gradient_places=tuple(place for place in places if not plans[place.at].frozen),
+            splits=tuple(
+                PartitionSpec(*plan.auto) if self.job.target.on_tpus else None for plan in plans
+            ),
+        )
+
+    def plans_of(self, chunk: int) -> list[Any]:
+        """The plans of a chunk's parameters.  A chunk that another device owns is like the last
+        one.
+        """
+        plans = self.job.plans["stages"]
+        return leaf_plans(plans[min(chunk, len(plans) - 1)])
+
+    def extra(
+        self, stage: Scalar, microbatch: Scalar, wants: frozenset[str] = OUTER_WANTS
+    ) -> Leaves:
+        """Leaves of a function's arguments besides parameters, x and state: "ctx", "microbatch"."""
+        batch, rng, slices = self.inputs.batch, self.inputs.rng, self.code.program.schedule.slices
+        return jax.tree.leaves(make_extra(batch, rng, stage, microbatch, wants, slices))
+
+    def empty_state(self) -> State:
+        """Empty pools and accumulators, and the stages' present state."""
+        job, code, kept = self.job, self.code, self.inputs.kept
+        slots, count = code.program.slots, job.num_microbatches
+        losses = [kind.loss.dtype for kind in code.kinds if kind.loss is not None]
+        losses += [] if code.last is None else [code.last.loss_dtype]
+        state: State = {
+            "token": false(),
+            "sent_x": empty(self.buffers[Place.X].avals),
+            "losses": jnp.zeros(count, wider(*losses) if losses else jnp.float32),
+            "aux": None if code.last is None else empty(code.last.aux_avals, count),
+        }
+        for v in range(len(self.chunks)):
+            state[of_chunk(Place.STAGE_STATE, v)] = jax.tree.leaves(kept[v]) if kept else []
+        for place, buffer in self.buffers.items():
+            size = getattr(slots, place.value)
+            if size and (job.training or place in (Place.X, *OF_SLICES)):
+                state[place.value] = buffer.empty(size)
+        for place, avals in code.outer_pools.items():
+            if job.training or place is Place.LAST:
+                state[place.value] = empty(avals, getattr(slots, place.value))
+        if not job.training:
+            return state
+        for v, chunk in enumerate(self.chunks):
+            state[of_chunk(Place.STAGE_GRADIENTS, v)] = self._totals(chunk, self.plans_of(v))
+        for key in ("first", "last", "shared"):
+            totals = self._totals(getattr(self.inputs, key), leaf_plans(job.plans[key]))
+            state[f"{key}_gradients"] = [total for total in totals if total is not None]
+        return state | {
+            "sent_dx": empty(self.buffers[Place.COTANGENT].avals),
+            "host": Packing.of(self.buffers).empty(slots.host),
+        }
+
+    def _totals(self, tree: PyTree, plans: Sequence[Any]) -> Leaves:
+        """Empty accumulators; None for what is frozen."""
+        return [
+            None
+            if plan.frozen
+            else plan.constrain(
+                jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, self.job.accumulate))
+            )
+            for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)
+        ]
+
+
+def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
+    """At least `wanted` (float32 by default); a wider parameter keeps its own dtype."""
+    return dtype if wanted is None else wider(dtype, wanted)
