@@ -80,15 +80,8 @@ def in_flight(instructions: Sequence[Instruction], start: int) -> tuple[Instruct
     raise AssertionError(f"{first.name} is never done")
 
 
-KINDS = (
-    "collective-permute",
-    "all-reduce",
-    "all-gather",
-    "all-to-all",
-    "reduce-scatter",
-    "collective-broadcast",
-    "ragged-all-to-all",
-)
+_AMONG_ALL = {"all-reduce", "all-gather", "all-to-all", "reduce-scatter", "ragged-all-to-all"}
+KINDS = _AMONG_ALL | {"collective-permute", "collective-broadcast"}
 
 
 def find_collectives(module: Module) -> list[Collective]:
@@ -138,18 +131,18 @@ def steady(collectives: Iterable[Collective], kind: str = "collective-permute") 
 
     Where no segment is a loop, the collectives outside loops.
     """
-    found = [each for each in collectives if each.kind == kind]
-    segments: dict[str, tuple[int, list[Collective]]] = {}
-    for each in found:
-        frame = each.place.segment
-        name, trips = (frame.instruction.name, frame.trips or 1) if frame else ("", 1)
-        segments.setdefault(name, (trips, []))[1].append(each)
-    best = max(
-        segments.values(),
-        key=lambda item: (item[0], -sum(each.place.guarded for each in item[1])),
-        default=(0, []),
-    )
-    return best[1]
+    segments: dict[str, list[Collective]] = {}
+    for each in collectives:
+        if each.kind == kind:
+            frame = each.place.segment
+            segments.setdefault(frame.instruction.name if frame else "", []).append(each)
+
+    def rank(those: list[Collective]) -> tuple[int, int]:
+        frame = those[0].place.segment
+        trips = frame.trips or 1 if frame else 1
+        return trips, -sum(each.place.guarded for each in those)
+
+    return max(segments.values(), key=rank, default=[])
 
 
 Group = frozenset[int]
@@ -259,21 +252,16 @@ def connected(pairs: Sequence[Group]) -> list[Group]:
 def _group_faults(exchange: _Exchange, count: int) -> Iterator[str]:
     """Faults of groups that devices cannot agree on."""
     groups, name = exchange.groups, exchange.name
-    unknown = sorted({d for group in groups for d in group if d >= count})
-    if unknown:
+    if unknown := sorted({d for group in groups for d in group if d >= count}):
         yield f"{name} has devices {unknown}; the program has {count}"
     if "channel_id=" not in exchange.collective.start.attributes:
         yield f"{name} has no channel: its groups are replicas, and every device waits for itself"
     permute = exchange.collective.kind == "collective-permute"
     columns = list(zip(*groups, strict=True)) if permute else [sum(groups, ())]
-    for what, column in zip(("a source", "a target") if permute else ("in a group",), columns):
-        twice = sorted({d for d in column if column.count(d) > 1})
-        if twice:
-            yield (
-                f"{name} has devices {twice} twice as {what}"
-                if permute
-                else (f"{name} has devices {twice} in two groups")
-            )
+    places = ("twice as a source", "twice as a target") if permute else ("in two groups",)
+    for where, column in zip(places, columns, strict=True):
+        if twice := sorted({d for d in column if column.count(d) > 1}):
+            yield f"{name} has devices {twice} {where}"
     if not permute and len({len(group) for group in groups}) > 1:
         yield f"{name} has groups of different sizes: {groups}"
 

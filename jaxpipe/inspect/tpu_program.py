@@ -24,21 +24,8 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # than the transfer; 0.98 of it was seen.
 _HIDDEN = 0.9
 # Operations that move or fill arrays and compute nothing.
-_MOVES = frozenset(
-    {
-        "bitcast",
-        "broadcast",
-        "concatenate",
-        "constant",
-        "copy",
-        "pad",
-        "parameter",
-        "reshape",
-        "slice",
-        "transpose",
-        "tuple",
-    }
-)
+_VIEWS = {"bitcast", "parameter", "reshape", "slice", "transpose", "tuple"}
+_MOVES = _VIEWS | {"broadcast", "concatenate", "constant", "copy", "pad"}
 
 
 class Purpose(Enum):

@@ -15,37 +15,12 @@ from .equations import grows, is_gather, is_inexact, is_layout, making, nbytes, 
 
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Transcendental
 # functions, reductions and matmuls are not among them: their results are kept, and they run once.
-_ARITHMETIC = frozenset(
-    {
-        "abs",
-        "add",
-        "add_any",
-        "and",
-        "clamp",
-        "convert_element_type",
-        "copy",
-        "div",
-        "eq",
-        "ge",
-        "gt",
-        "integer_pow",
-        "iota",
-        "le",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "not",
-        "or",
-        "select_n",
-        "sign",
-        "square",
-        "stop_gradient",
-        "sub",
-    }
-)
+_SUMS = {"add", "add_any", "sub", "mul", "div", "square", "integer_pow"}
+_SIGNS = {"abs", "neg", "sign"}
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+_CHOICES = {"max", "min", "clamp", "select_n", "and", "or", "not"}
+_COPIES = {"copy", "convert_element_type", "iota", "stop_gradient"}
+_ARITHMETIC = _SUMS | _SIGNS | _COMPARISONS | _CHOICES | _COPIES
 
 
 def is_arithmetic(eqn: core.JaxprEqn) -> bool:
@@ -130,8 +105,10 @@ def cheapest(
         todo += operands
     late = _sink_side(capacity)
     stored = {v for v in seen if _out(v) in late and _in(v) not in late}
+    # Inputs first, then values in the order in which they are made.
+    made = [v for e in eqns for v in e.outvars if v in stored]
     return Keep(
-        tuple(_ordered(stored, eqns)),
+        (*sorted(stored - set(made), key=str), *made),
         tuple(making(needed, eqns, lambda v: v in stored or at_hand(v))),
     )
 
@@ -143,12 +120,6 @@ def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
     gathered from, by a factor that is not known here.
     """
     return max(1, nbytes(var.aval)) * (2 if maker is not None and is_gather(maker) else 1)
-
-
-def _ordered(stored: set[core.Var], eqns: Sequence[core.JaxprEqn]) -> list[core.Var]:
-    """Inputs first, then values in the order in which they are made."""
-    made = [v for e in eqns for v in e.outvars if v in stored]
-    return [*sorted(stored - set(made), key=str), *made]
 
 
 _Node: TypeAlias = "tuple[str, core.Var | None]"

@@ -65,9 +65,8 @@ class Slot(NamedTuple):
             return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
         kept = self.pool.shape[2:]
         start = (self.index, row, *(jnp.int32(0) for _ in kept))
-        return self.entry.unpack_row(
-            lax.dynamic_slice(self.pool, start, (1, 1, *kept)).reshape(kept)
-        )
+        own = lax.dynamic_slice(self.pool, start, (1, 1, *kept)).reshape(kept)
+        return self.entry.unpack(own, 1)
 
     def store_row(self, row: Any, value: Any) -> Any:
         """The pool with `pool[index, row]` replaced."""
@@ -75,7 +74,7 @@ class Slot(NamedTuple):
             return self.store(
                 lax.dynamic_update_index_in_dim(self.load(), value.astype(self.pool.dtype), row, 0)
             )
-        value = self.entry.pack_row(value.astype(self.pool.dtype))
+        value = self.entry.pack(value.astype(self.pool.dtype), 1)
         start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
 
@@ -119,7 +118,7 @@ class Piece(NamedTuple):
         own = lax.dynamic_slice_in_dim(self.pool, jnp.int32(self.start) + row * size, size, axis=-1)
         if not self.entry.by_row:  # the rows are single numbers
             return own.reshape(())
-        return self.entry.unpack_row(own.reshape(self.entry.kept[1:]))
+        return self.entry.unpack(own.reshape(self.entry.kept[1:]), 1)
 
 
 class Total(NamedTuple):
@@ -194,7 +193,7 @@ class TotalPiece(NamedTuple):
             whole = jnp.zeros(self.entry.shape, value.dtype)
             return self.store(lax.dynamic_update_index_in_dim(whole, value, row, 0))
         size = self.entry.length // self.entry.shape[0]
-        own = self.entry.pack_row(value).reshape(*self.entry.counts, size)
+        own = self.entry.pack(value, 1).reshape(*self.entry.counts, size)
         return self._add(jnp.int32(self.start) + row * size, own)
 
     def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
