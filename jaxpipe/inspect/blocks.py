@@ -91,7 +91,7 @@ class Block:
             if value.place in _COPIED
         )
 
-    def without(self, outputs: Sequence[int]) -> Block:
+    def dropping(self, outputs: Sequence[int]) -> Block:
         """The block without some of its results."""
         left = [i for i in range(len(self.outputs)) if i not in outputs]
         jaxpr = self.jaxpr.replace(outvars=[self.jaxpr.outvars[i] for i in left])
@@ -181,7 +181,7 @@ class Step:
     def work_without_gradients(self) -> dict[str, int]:
         """The same of "first gradient" and "last", without their gradients of parameters."""
         return {
-            block.name: self.temp(block.without(block.gradients))
+            block.name: self.temp(block.dropping(block.gradients))
             for block in outer_blocks(self)
             if block.gradients
         }
@@ -210,7 +210,7 @@ class Step:
 
         XLA:GPU copies a layer's weights out of their stack in loops only.
         """
-        others = [block.without(block.changes).jaxpr.outvars for block in blocks]
+        others = [block.dropping(block.changes).jaxpr.outvars for block in blocks]
         split = self.job.target.on_tpus
 
         def run(flags: Leaves, *groups: Leaves) -> Leaves:

@@ -48,7 +48,7 @@ class Collective:
     start: Instruction
     place: Place
     compute: Compute
-    beside: tuple[Instruction, ...] = ()  # what is issued between its start and its done
+    between: tuple[Instruction, ...] = ()  # what is issued between its start and its done
 
     @property
     def overlapped(self) -> bool:
@@ -99,12 +99,12 @@ def find_collectives(module: Module) -> list[Collective]:
         for i, instruction in enumerate(instructions):
             kind = _kind(module, instruction)
             if kind in KINDS and (place.computation.name,) not in wrapped:
-                beside = in_flight(instructions, i)
+                between = in_flight(instructions, i)
                 compute = max(
-                    (_compute(module, each) for own in beside for each in issued(module, own)),
+                    (_compute(module, each) for own in between for each in issued(module, own)),
                     default=Compute.NOTHING,
                 )
-                found.append(Collective(kind, instruction, place, compute, beside))
+                found.append(Collective(kind, instruction, place, compute, between))
     return found
 
 
@@ -297,8 +297,8 @@ def _flight_faults(module: Module, found: Sequence[_Exchange]) -> Iterator[str]:
     """
     by_name = {exchange.collective.start.name: exchange for exchange in found}
     for exchange in found:
-        beside = [each for own in exchange.collective.beside for each in issued(module, own)]
-        for other in (by_name[each.name] for each in beside if each.name in by_name):
+        inside = [each for own in exchange.collective.between for each in issued(module, own)]
+        for other in (by_name[each.name] for each in inside if each.name in by_name):
             common = exchange.shares(other)
             if exchange.queue != other.queue and len(common) > 1:
                 yield (

@@ -137,8 +137,8 @@ def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> S
         return program_makespan(cost_parts(plan.ticks, costs), plan.segments, overheads)
 
     mine = makespan(plan, overheads, seconds)
-    without = makespan(plan, replace(overheads, predicate=0.0), seconds)
-    return StepTime(mine, mine - without, makespan(plain, overheads, whole))
+    unpredicated = makespan(plan, replace(overheads, predicate=0.0), seconds)
+    return StepTime(mine, mine - unpredicated, makespan(plain, overheads, whole))
 
 
 def merged(schedule: Schedule, costs: Costs) -> Costs:

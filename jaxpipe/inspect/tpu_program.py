@@ -64,7 +64,7 @@ class TpuProgram(CompiledProgram):
         if self.chip is None:
             return 0.0
         transfer = permute.start.results[0].nbytes / self.chip.link
-        cycles = sum(map(self._all_cycles, permute.beside))
+        cycles = sum(map(self._all_cycles, permute.between))
         return cycles / self.chip.clock / transfer
 
     @cached_property

@@ -16,11 +16,12 @@ import numpy as np
 from jax.extend import core
 
 from .equations import (
+    Atom,
     NewVar,
     Pairs,
     Scan,
     every_equation,
-    making,
+    producers,
     reads,
     renamed,
     scan_counts,
@@ -59,93 +60,92 @@ def known_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> Assignment:
 
 def _backward(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> tuple[Assignment, list[bool]]:
     """The assignment, and which inputs the first part reads."""
-    needed = {*variables(v for v, wanted in zip(jaxpr.outvars, outputs, strict=True) if wanted)}
-    found: list[bool | Split] = []
+    needed = set(variables(_marked(jaxpr.outvars, outputs)))
+    choices: list[bool | Split] = []
     for eqn in reversed(jaxpr.eqns):
         wanted = [v in needed for v in eqn.outvars]
         choice: bool | Split = any(wanted) or bool(eqn.effects)
         reads = [choice is True] * len(eqn.invars)
         if choice and eqn.primitive.name == "scan":
             choice, reads = _backward_scan(eqn, wanted)
-        needed.update(variables(v for v, read in zip(eqn.invars, reads, strict=True) if read))
-        found.append(choice)
-    return tuple(reversed(found)), [v in needed for v in jaxpr.invars]
+        needed.update(variables(_marked(eqn.invars, reads)))
+        choices.append(choice)
+    return tuple(reversed(choices)), [v in needed for v in jaxpr.invars]
 
 
 def _backward_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[bool | Split, list[bool]]:
     """Grow the set of needed carries until the body asks for no more."""
     consts, carries = scan_counts(eqn)
-    body = eqn.params["jaxpr"].jaxpr
+    body, head = eqn.params["jaxpr"].jaxpr, consts + carries
     carry, ys = list(wanted[:carries]), list(wanted[carries:])
     while True:
         choice, reads = _backward(body, [*carry, *ys])
-        grown = [a or b for a, b in zip(carry, reads[consts : consts + carries], strict=True)]
+        grown = [a or b for a, b in zip(carry, reads[consts:head], strict=True)]
         if grown == carry:
             break
         carry = grown
     if all(carry) and all(ys) and all(c is True for c in choice):
         return True, [True] * len(eqn.invars)
     # A carry's initial value is read by the part that owns the carry.
-    reads = [*reads[:consts], *carry, *reads[consts + carries :]]
+    reads = [*reads[:consts], *carry, *reads[head:]]
     # What the first part makes in each trip anyway it also stacks: the second would only copy it.
-    made = _made_first(body, choice) | {
-        v for v, c in zip(body.invars[consts : consts + carries], carry, strict=True) if c
-    }
-    ys = [
-        y or (isinstance(v, core.Var) and v in made)
-        for y, v in zip(ys, body.outvars[carries:], strict=True)
-    ]
+    first = {*_first_variables(body, choice), *_marked(body.invars[consts:head], carry)}
+    stacked = zip(ys, body.outvars[carries:], strict=True)
+    ys = [y or (isinstance(v, core.Var) and v in first) for y, v in stacked]
     return Split(choice, (*carry, *ys)), reads
 
 
-def _made_first(jaxpr: core.Jaxpr, choices: Assignment) -> set[core.Var]:
+def _first_variables(jaxpr: core.Jaxpr, choices: Assignment) -> set[core.Var]:
     """The variables that the first part defines."""
-    made: set[core.Var] = set()
+    first: set[core.Var] = set()
     for eqn, choice in zip(jaxpr.eqns, choices, strict=True):
         if isinstance(choice, Split):
-            made.update(v for v, f in zip(eqn.outvars, choice.first, strict=True) if f)
+            first.update(_marked(eqn.outvars, choice.first))
         elif choice:
-            made.update(eqn.outvars)
-    return made
+            first.update(eqn.outvars)
+    return first
 
 
-def made_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> set[core.Var]:
+def determined_by(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> set[core.Var]:
     """The values that the marked inputs alone determine, the inputs among them."""
-    return _made_first(jaxpr, _forward(jaxpr, inputs)[0]) | {
-        v for v, k in zip(jaxpr.invars, inputs, strict=True) if k
-    }
+    return _forward(jaxpr, inputs)[1]
 
 
-def _forward(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[Assignment, list[bool]]:
-    """The assignment, and which outputs are known."""
-    known = {v for v, k in zip(jaxpr.invars, inputs, strict=True) if k}
-    found: list[bool | Split] = []
+def _forward(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[Assignment, set[core.Var]]:
+    """The assignment, and which variables are known."""
+    known = set(_marked(jaxpr.invars, inputs))
+    choices: list[bool | Split] = []
     for eqn in jaxpr.eqns:
-        given = [isinstance(v, core.Literal) or v in known for v in eqn.invars]
-        choice: bool | Split = all(given) and not eqn.effects
-        outs = [choice is True] * len(eqn.outvars)
+        arguments = _known(eqn.invars, known)
+        choice: bool | Split = all(arguments) and not eqn.effects
         if not choice and eqn.primitive.name == "scan" and not eqn.effects:
-            choice, outs = _forward_scan(eqn, given)
-        known.update(v for v, k in zip(eqn.outvars, outs, strict=True) if k)
-        found.append(choice)
-    return tuple(found), [isinstance(v, core.Literal) or v in known for v in jaxpr.outvars]
+            choice = _forward_scan(eqn, arguments)
+        if isinstance(choice, Split):
+            known.update(_marked(eqn.outvars, choice.first))
+        elif choice:
+            known.update(eqn.outvars)
+        choices.append(choice)
+    return tuple(choices), known
 
 
-def _forward_scan(eqn: core.JaxprEqn, given: Sequence[bool]) -> tuple[bool | Split, list[bool]]:
+def _known(atoms: Sequence[Atom], known: Collection[core.Var]) -> list[bool]:
+    return [isinstance(v, core.Literal) or v in known for v in atoms]
+
+
+def _forward_scan(eqn: core.JaxprEqn, inputs: Sequence[bool]) -> bool | Split:
     """Shrink the set of known carries until the body keeps them known."""
     consts, carries = scan_counts(eqn)
-    body = eqn.params["jaxpr"].jaxpr
-    carry = list(given[consts : consts + carries])
+    body, head = eqn.params["jaxpr"].jaxpr, consts + carries
+    carry = inputs[consts:head]
     while True:
-        choice, outs = _forward(body, [*given[:consts], *carry, *given[consts + carries :]])
+        choice, known = _forward(body, [*inputs[:consts], *carry, *inputs[head:]])
+        outs = _known(body.outvars, known)
         shrunk = [a and b for a, b in zip(carry, outs[:carries], strict=True)]
         if shrunk == carry:
             break
         carry = shrunk
-    if not any(c is not False for c in choice):
-        return False, [False] * len(eqn.outvars)
-    known = [*carry, *outs[carries:]]
-    return Split(choice, tuple(known)), known
+    is_cut = any(c is not False for c in choice)
+    return is_cut and Split(choice, (*carry, *outs[carries:]))
 
 
 @dataclass(frozen=True)
@@ -335,8 +335,8 @@ def equal_outputs(jaxpr: core.Jaxpr) -> tuple[int, ...]:
 
 def _text(jaxpr: core.Jaxpr, atom: Any) -> str | None:
     """How a value is made, and from which inputs; None where the text does not have it all."""
-    made = making(variables([atom]), jaxpr.eqns)
-    alone, used = drop_dead(with_equations(jaxpr, made, jaxpr.invars, [atom]))
+    needed = producers(variables([atom]), jaxpr.eqns)
+    alone, used = drop_dead(with_equations(jaxpr, needed, jaxpr.invars, [atom]))
     eqns = [
         eqn.replace(params=eqn.params | {"reverse": False})
         if eqn.primitive.name == "scan" and not scan_counts(eqn)[1]

@@ -89,7 +89,7 @@ def copied(
     return found
 
 
-def making(
+def producers(
     values: Iterable[core.Var],
     eqns: Sequence[core.JaxprEqn],
     at_hand: Callable[[core.Var], bool] = lambda v: False,
@@ -305,11 +305,11 @@ def is_light(eqn: core.JaxprEqn) -> bool:
 
 def _multiplications(eqn: Any) -> int:
     """Of a matmul or a convolution."""
-    made = math.prod(eqn.outvars[0].aval.shape)
+    size = math.prod(eqn.outvars[0].aval.shape)
     left, right = (v.aval.shape for v in eqn.invars[:2])
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return int(made * math.prod(left[d] for d in contracted))
+        return int(size * math.prod(left[d] for d in contracted))
     # Each number of the output sums over the kernel of one output feature.
     features = right[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return int(made * math.prod(right) // max(1, features))
+    return int(size * math.prod(right) // max(1, features))

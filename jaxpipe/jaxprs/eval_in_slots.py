@@ -5,7 +5,7 @@ inputs come straight from them.  Scans are run one by one, or several of one len
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -255,18 +255,12 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
     # What is read whole is read before any pool is written, here or by what runs together with
     # this; but for large slots that nothing writes.
     whole = _read_whole(jaxpr) - {each.held for each in updates.values()}
-    late = {v for v in whole & {*slots} if alone and _is_read_late(v, slots[v], writes)}
-    first = [v for v in jaxpr.invars if v in whole and v not in late]
+    pools = {id(target.pool) for target in writes.values()}
+    late = _LateReads(v for v in whole & {*slots} if alone and _is_late(v, slots[v], pools))
+    first = [v for v in jaxpr.invars if v in whole and v not in late.waiting]
     env.update((v, env[v].load()) for v in first if isinstance(env[v], _LAZY))
-    newest: Any = None  # the last large array that was computed from one of these
-    after: set[core.Var] = set(late)  # what depends on one of these
     for eqn in jaxpr.eqns:
-        for v in [v for v in dict.fromkeys(variables(eqn.invars)) if v in late]:
-            late.discard(v)
-            slot = env[v]
-            if newest is not None:
-                slot = slot._replace(index=_row_after(slot.index, [newest]))
-            env[v] = slot.load()
+        late.read(eqn, env)
         result: Any = eqn.outvars[0] if eqn.outvars else None
         if (update := updates.get(result)) is not None:
             before = update.target if update.held is None else env[update.held]
@@ -285,14 +279,11 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
             env.update(zip(eqn.outvars[:carries], state.carry, strict=True))
             env.update(zip([v for v in outs if v not in targets], state.stacks, strict=True))
             written.update(v for v in outs if v in targets)
-            made = [*state.carry, *state.stacks]
+            late.note(eqn, [*state.carry, *state.stacks])
         else:
-            made = bind(jaxpr, eqn, [_load(env, v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, made, strict=True))
-            made = made if eqn.primitive.name == "dot_general" else []
-        if not after.isdisjoint(variables(eqn.invars)):
-            after.update(eqn.outvars)
-            newest = next(filter(_is_large, made), newest)
+            arrays = bind(jaxpr, eqn, [_load(env, v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, arrays, strict=True))
+            late.note(eqn, arrays if eqn.primitive.name == "dot_general" else [])
     for i, target in writes.items():
         atom = jaxpr.outvars[i]
         if not (isinstance(atom, core.Var) and atom in written):
@@ -303,15 +294,38 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
     ]
 
 
-def _is_read_late(var: core.Var, slot: Slot, writes: Mapping[int, Target]) -> bool:
-    """Whether an input is read from its slot when the first equation needs it, after what was
+class _LateReads:
+    """Inputs that are read from their slots when the first equation needs them, after what was
     computed before.
 
     XLA:GPU would otherwise read all of them first, and start what the backward computes again of
     each layer: at 512k tokens in slices that is 8 % of a device's memory.
     """
-    is_written = any(target.pool is slot.pool for target in writes.values())
-    return not is_written and _is_large(var.aval) and not _is_split_further()
+
+    def __init__(self, inputs: Iterable[core.Var]) -> None:
+        self.waiting = set(inputs)
+        self._after = set(self.waiting)  # values that depend on one of these
+        self._newest: Any = None  # the last large array among these values
+
+    def read(self, eqn: core.JaxprEqn, env: dict[core.Var, Any]) -> None:
+        """Read the slots that an equation needs first."""
+        for v in [v for v in dict.fromkeys(variables(eqn.invars)) if v in self.waiting]:
+            self.waiting.discard(v)
+            slot = env[v]
+            if self._newest is not None:
+                slot = slot._replace(index=_row_after(slot.index, [self._newest]))
+            env[v] = slot.load()
+
+    def note(self, eqn: core.JaxprEqn, arrays: Sequence[Any]) -> None:
+        """Note what an equation has computed."""
+        if not self._after.isdisjoint(variables(eqn.invars)):
+            self._after.update(eqn.outvars)
+            self._newest = next(filter(_is_large, arrays), self._newest)
+
+
+def _is_late(var: core.Var, slot: Slot, written: Collection[int]) -> bool:
+    """Whether an input is read late: a large one, from a pool that is not written."""
+    return id(slot.pool) not in written and _is_large(var.aval) and not _is_split_further()
 
 
 def _is_large(array: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from jax.extend import core
 
-from .equations import grows, is_gather, is_inexact, is_layout, making, nbytes, variables
+from .equations import grows, is_gather, is_inexact, is_layout, nbytes, producers, variables
 
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Transcendental
 # functions, reductions and matmuls are not among them: their results are kept, and they run once.
@@ -106,10 +106,10 @@ def cheapest(
     late = _sink_side(capacity)
     stored = {v for v in seen if _out(v) in late and _in(v) not in late}
     # Inputs first, then values in the order in which they are made.
-    made = [v for e in eqns for v in e.outvars if v in stored]
+    computed = [v for e in eqns for v in e.outvars if v in stored]
     return Keep(
-        (*sorted(stored - set(made), key=str), *made),
-        tuple(making(needed, eqns, lambda v: v in stored or at_hand(v))),
+        (*sorted(stored - set(computed), key=str), *computed),
+        tuple(producers(needed, eqns, lambda v: v in stored or at_hand(v))),
     )
 
 
