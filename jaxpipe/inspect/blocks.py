@@ -30,7 +30,7 @@ from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
 from ..table.kinds import RECOMPUTE, Kind
-from .tpu_program import heap_bytes
+from .programs import heap_bytes
 
 _WHOLE = PartitionSpec()
 _KEPT = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -306,32 +305,3 @@ def _flight_faults(module: Module, found: Sequence[_Exchange]) -> Iterator[str]:
                     f"{other.queue}) are in flight together and share devices {sorted(common)}: "
                     "each can wait for the other"
                 )
-
-
-@dataclass(frozen=True)
-class CompiledProgram:
-    """What `pipe.lower(...).compile()` returns, read from its text."""
-
-    compiled: Any
-
-    @cached_property
-    def module(self) -> Module:
-        """Its computations."""
-        return parse(self.compiled.as_text())
-
-    @cached_property
-    def memory(self) -> Any:
-        """XLA's own figures for one device."""
-        return self.compiled.memory_analysis()
-
-    @property
-    def total_bytes(self) -> int:
-        """Peak bytes of the step on one device."""
-        found = self.memory
-        kept = found.argument_size_in_bytes + found.output_size_in_bytes
-        return int(kept + found.temp_size_in_bytes - found.alias_size_in_bytes)
-
-    @cached_property
-    def collectives(self) -> list[Collective]:
-        """See `find_collectives`."""
-        return find_collectives(self.module)

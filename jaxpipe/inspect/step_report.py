@@ -97,10 +97,9 @@ from ..stage.model_code import ModelCode
 from ..table.effects import Place
 from ..table.kinds import parts
 from ..table.schedule import Schedule
-from .collectives import CompiledProgram, steady
-from .gpu_program import GpuProgram, compile_and_read, most_waits
+from .collectives import steady
+from .programs import CompiledProgram, GpuProgram, TpuProgram, compile_and_read, most_waits
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes
-from .tpu_program import TpuProgram
 
 
 class StepTime(NamedTuple):

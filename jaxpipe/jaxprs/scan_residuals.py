@@ -8,10 +8,9 @@ from typing import Any
 
 from jax.extend import core
 
-from .cut import determined_by
+from .cut import cheapest, determined_by, numbers_of
 from .equations import Atom, NewVar, Scan, copied, producers, renamed, scan_counts, variables
 from .equations import stacked as stacked_aval
-from .min_cut import cheapest, numbers_of
 
 
 def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
