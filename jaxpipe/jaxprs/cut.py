@@ -505,7 +505,9 @@ def _text(jaxpr: core.Jaxpr, atom: Any, numbers: Mapping[core.Var, int]) -> str 
     inner = list(every_equation(alone))
     values = [value for eqn in inner for value in eqn.params.values()]
     values += [a.val for eqn in inner for a in eqn.invars if isinstance(a, core.Literal)]
-    if alone.effects or any(isinstance(v, np.ndarray | jax.Array) and v.ndim for v in values):
+    has_arrays = any(isinstance(v, np.ndarray | jax.Array) and v.ndim for v in values)
+    bodies = (body for eqn in inner for body in core.jaxprs_in_params(eqn.params))
+    if alone.effects or has_arrays or any(body.constvars for body in bodies):
         return None
     read = _marked(inputs, used)
     return f"{[numbers[v] for v in read]} {alone.replace(eqns=eqns, invars=read)}"
