@@ -37,7 +37,7 @@ _KEPT = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)
 _DY = (Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
 _COPIED = (Place.CARRY, Place.CARRY_GRADIENT)  # out of a slot, or into it
 _READ = (*_KEPT, Place.STASH, Place.BUFFER)  # inputs that stay in their slots
-_WRITTEN = (*_READ, Place.BUFFER_GRADIENT)
+_CHANGED = (*_READ, Place.BUFFER_GRADIENT, Place.STAGE_GRADIENTS)
 
 
 class Value(NamedTuple):
@@ -66,8 +66,7 @@ class Block:
     @cached_property
     def changes(self) -> list[int]:
         """The outputs that are in slots or accumulators."""
-        stored = [i for i, v in enumerate(self.outputs) if v.place in _WRITTEN]
-        return [*stored, *self.gradients]
+        return [i for i, v in enumerate(self.outputs) if v.place in _CHANGED]
 
     @cached_property
     def updates(self) -> dict[int, int]:
@@ -151,9 +150,9 @@ class Step:
     def runs(self) -> list[tuple[Block, ...]]:
         """The blocks of the step's table, in groups that run as one."""
         table = self.code.program.schedule.encoded
-        kinds = {k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if table.of_kinds((k,)).any()}
-        kinds |= {"R"} if table.of_kinds(RECOMPUTE).any() else set()
         program = self.code.program
+        own = {k.name: (k,) for k in (Kind.F, Kind.B, Kind.I, Kind.W)} | {"R": RECOMPUTE}
+        kinds = {name for name, those in own.items() if table.of_kinds(those).any()}
         joined = bool((program.pairs & (program.ticks.backward.kind == Kind.W)).any())
         found: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
         for kind, entries in zip(self.code.kinds, self.entries, strict=True):

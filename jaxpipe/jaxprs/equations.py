@@ -157,8 +157,6 @@ class Scan:
             "num_consts": len(self.consts),
             "num_carry": len(self.carry),
         }
-        if "linear" in params:
-            params["linear"] = (False,) * len(ins)
         return self.like.replace(
             invars=[operand for operand, _ in ins],
             outvars=[output for _, output in outs],
