@@ -37,7 +37,7 @@ _KEPT = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)
 _DY = (Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
 _COPIED = (Place.CARRY, Place.CARRY_GRADIENT)  # out of a slot, or into it
 _READ = (*_KEPT, Place.STASH, Place.BUFFER)  # inputs that stay in their slots
-_CHANGED = (*_READ, Place.BUFFER_GRADIENT, Place.STAGE_GRADIENTS)
+_WRITTEN = (*_READ, Place.BUFFER_GRADIENT)
 
 
 class Value(NamedTuple):
@@ -66,7 +66,8 @@ class Block:
     @cached_property
     def changes(self) -> list[int]:
         """The outputs that are in slots or accumulators."""
-        return [i for i, v in enumerate(self.outputs) if v.place in _CHANGED]
+        stored = [i for i, v in enumerate(self.outputs) if v.place in _WRITTEN]
+        return [*stored, *self.gradients]
 
     @cached_property
     def updates(self) -> dict[int, int]:
