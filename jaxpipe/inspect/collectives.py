@@ -47,7 +47,7 @@ class Collective:
     start: Instruction
     place: Place
     compute: Compute
-    between: tuple[Instruction, ...] = ()  # what is issued between its start and its done
+    between: tuple[Instruction, ...] = ()  # issued between its start and its done
 
     @property
     def overlapped(self) -> bool:
@@ -63,7 +63,7 @@ class Collective:
 
 
 def in_flight(instructions: Sequence[Instruction], start: int) -> tuple[Instruction, ...]:
-    """What is issued between a start and its done."""
+    """The instructions that are issued between a start and its done."""
     first = instructions[start]
     if not first.opcode.endswith("-start") or '"is_sync":true' in first.attributes:
         return ()
@@ -116,7 +116,7 @@ def _kind(module: Module, instruction: Instruction) -> str:
 
 
 def _compute(module: Module, instruction: Instruction) -> Compute:
-    """The compute of one instruction, without what it issues."""
+    """The compute of one instruction, without the computations that it issues."""
     target = instruction.target.lower()
     if module.opcodes(instruction) & MATMULS or any(word in target for word in _LIBRARY_MATMULS):
         return Compute.MATMUL

@@ -320,7 +320,7 @@ def heap_bytes(memory: Any) -> int:
 
 
 def _own_cycles(instruction: Instruction) -> int:
-    """XLA's estimate of an instruction, without what it calls."""
+    """XLA's estimate of an instruction, without the computations that it issues."""
     match = _CYCLES.search(instruction.attributes)
     return int(match[1]) if match else 0
 

@@ -80,8 +80,8 @@ def numbers_of(eqns: Sequence[core.JaxprEqn]) -> dict[core.Var, core.JaxprEqn]:
 
 @dataclass(frozen=True)
 class Keep:
-    """`stored` values are kept; `again` are the equations, in order, that make the needed values
-    from them and what is at hand.
+    """`stored` values are kept.  The equations `again` compute the needed values, in order, from
+    these and the values at hand.
     """
 
     stored: tuple[core.Var, ...]
@@ -95,11 +95,11 @@ def cheapest(
     *,
     repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
 ) -> Keep:
-    """A minimum cut between what must be computed early and what is needed late; every value weighs
-    its bytes.
+    """A minimum cut between values that must be computed early and values that are needed late;
+    every value weighs its bytes.
 
-    What is made of numbers alone (an iota, a mask of zeros) is made again, and so are equations
-    that `repeat` takes.
+    Values of numbers alone (an iota, a mask of zeros) are computed again, and so are results of
+    equations that `repeat` takes.
 
     Source: min-cut rematerialisation in torch's AOTAutograd
     (`min_cut_rematerialization_partition`) answers the same question.  Of equally small choices
@@ -203,13 +203,15 @@ Assignment: TypeAlias = "tuple[bool | Split, ...]"
 
 
 def needed_for(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> Assignment:
-    """First = what the marked outputs need (a backward slice), through the bodies of scans."""
+    """First = the equations that the marked outputs need (a backward slice), through the bodies of
+    scans.
+    """
     return _backward(jaxpr, outputs)[0]
 
 
 def known_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> Assignment:
-    """First = what depends on the marked inputs alone (a forward slice), through the bodies of
-    scans.
+    """First = the equations that read the marked inputs alone (a forward slice), through the bodies
+    of scans.
     """
     return _forward(jaxpr, inputs)[0]
 
@@ -244,7 +246,8 @@ def _backward_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[bool | S
         return True, [True] * len(eqn.invars)
     # A carry's initial value is read by the part that owns the carry.
     reads = [*reads[:consts], *carry, *reads[head:]]
-    # What the first part makes in each trip anyway it also stacks: the second would only copy it.
+    # The first part also stacks the outputs that it computes in each trip anyway: the second part
+    # would only copy them.
     first = {*_first_variables(body, choice), *_marked(body.invars[consts:head], carry)}
     stacked = zip(ys, body.outvars[carries:], strict=True)
     ys = [y or (isinstance(v, core.Var) and v in first) for y, v in stacked]

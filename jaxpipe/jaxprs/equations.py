@@ -94,7 +94,7 @@ def producers(
     eqns: Sequence[core.JaxprEqn],
     at_hand: Callable[[core.Var], bool] = lambda v: False,
 ) -> list[core.JaxprEqn]:
-    """Those equations, in order, that make the values from what is at hand."""
+    """The equations, in order, that compute the values from those at hand."""
     wanted = {v for v in values if not at_hand(v)}
     found = []
     for eqn in reversed(eqns):
@@ -201,7 +201,7 @@ def is_layout(eqn: core.JaxprEqn) -> bool:
 
 
 def grows(eqn: core.JaxprEqn) -> bool:
-    """True for an equation whose result has more bytes than what it reads: a cast to more bits."""
+    """True for an equation whose result has more bytes than its inputs: a cast to more bits."""
     return sum(nbytes(v.aval) for v in variables(eqn.invars)) < nbytes(eqn.outvars[0].aval)
 
 
@@ -250,7 +250,7 @@ def stacked(aval: Any, length: int) -> Any:
 
 
 _MATMULS = {"dot_general", "conv_general_dilated"}
-# What may be most of a backward's work.
+# Primitives that may be most of a backward's work.
 _KERNELS = {"pallas_call", "custom_call", "ffi_call"}
 _HEAVY = _MATMULS | _KERNELS | {"ragged_dot", "ragged_dot_general", "cumsum", "sort"}
 

@@ -35,11 +35,11 @@ class Loop:
     """
 
     params: Mapping[str, Any]  # of the scan
-    fixed: list[Any]  # what is the same in all trips
+    fixed: list[Any]  # values that are the same in all trips
     carry: list[Any]
     homes: list[int]  # by what each pool was at first, see `_steps`
     pools: list[Any]
-    scanned: list[Any]  # what a trip reads a row of: slots, pieces, arrays
+    scanned: list[Any]  # slots, pieces and arrays, of which a trip reads a row
     targets: Sequence[Target | None]
 
     @property
@@ -52,8 +52,8 @@ class Loop:
         return all(self.params[name] == other.params[name] for name in ("length", "unroll"))
 
     def empty_stacks(self) -> list[Any]:
-        """Room for what it stacks; every row is written before any is read, so that nothing fills
-        it.
+        """Arrays for its stacked outputs.  Every row is written before any is read: nothing fills
+        them.
         """
         outs = self.params["jaxpr"].jaxpr.outvars[len(self.carry) :]
         return [
@@ -63,7 +63,7 @@ class Loop:
         ]
 
     def compute(self, carry: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The next carry and the other results of a trip, from the carry and what was read."""
+        """The next carry and the other results of a trip, from the carry and the rows."""
         results = results_of(self.params["jaxpr"], *self.fixed, *carry, *values)
         count = len(carry)
         after = [r.astype(c.dtype) for r, c in zip(results[:count], carry, strict=True)]
@@ -188,7 +188,7 @@ def _read_before_writing(
 
 
 def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
-    """A row of what is scanned; of a slot, in its pool as it is by now."""
+    """A row of a scanned operand; of a slot, in its pool as it is by now."""
     if isinstance(scanned, Slot):
         return scanned._replace(pool=now.get(id(scanned.pool), scanned.pool)).load_row(row)
     return (
@@ -248,12 +248,12 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
     uses = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
     own = ((jaxpr.outvars[i], target) for i, target in writes.items())
     left = {v: target for v, target in own if isinstance(v, core.Var)}
-    # A scan or a scatter writes into its target what nothing else reads.
+    # A scan or a scatter writes a result into its target where nothing else reads it.
     targets = {v: t for v, t in left.items() if v not in uses and jaxpr.outvars.count(v) == 1}
     updates = _updates(jaxpr, slots, left, targets, uses)
     written: set[core.Var] = set()
-    # What is read whole is read before any pool is written, here or by what runs together with
-    # this; but for large slots that nothing writes.
+    # Inputs that are read whole are read before any pool is written, here or by the jaxpr that runs
+    # together with this one; but for large slots that nothing writes.
     whole = _read_whole(jaxpr) - {each.held for each in updates.values()}
     pools = {id(target.pool) for target in writes.values()}
     late = _LateReads(v for v in whole & {*slots} if alone and _is_late(v, slots[v], pools))
@@ -295,11 +295,11 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
 
 
 class _LateReads:
-    """Inputs that are read from their slots when the first equation needs them, after what was
+    """Inputs that are read from their slots when the first equation needs them, after all values
     computed before.
 
-    XLA:GPU would otherwise read all of them first, and start what the backward computes again of
-    each layer: at 512k tokens in slices that is 8 % of a device's memory.
+    XLA:GPU would otherwise read all of them first, and start the recomputation of every layer: at
+    512k tokens in slices that is 8 % of a device's memory.
     """
 
     def __init__(self, inputs: Iterable[core.Var]) -> None:
@@ -317,7 +317,7 @@ class _LateReads:
             env[v] = slot.load()
 
     def note(self, eqn: core.JaxprEqn, arrays: Sequence[Any]) -> None:
-        """Note what an equation has computed."""
+        """Note the results of an equation."""
         if not self._after.isdisjoint(variables(eqn.invars)):
             self._after.update(eqn.outvars)
             self._newest = next(filter(_is_large, arrays), self._newest)
@@ -393,9 +393,7 @@ def _loop_of(
     targets: Mapping[Any, Target],
     current: Callable[[Target], Target],
 ) -> Loop:
-    """A scan with pools among its carries, for what it writes, and among its constants, for what it
-    reads.
-    """
+    """A scan that carries the pools that it writes; the pools that it reads are constants of it."""
     scan = Scan.of(eqn)
     found = [targets.get(v) for _, v in scan.ys]
     pools = {id(t.pool): current(t).pool for t in found if t is not None}

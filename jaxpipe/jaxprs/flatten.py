@@ -14,7 +14,7 @@ from jax.extend import core
 from .equations import Atom, NewVar, every_equation, with_bodies
 
 # The parameter that holds a call's body.  `custom_*` calls that are still here were not
-# differentiated, so the plain body is their meaning.  Inlined remat keeps what it is for: a stage's
+# differentiated, so the plain body is their meaning.  Inlined remat keeps its purpose: a stage's
 # forward and backward are separate computations, so what the backward recomputes cannot be shared
 # with the forward by accident.
 _CALLS = ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")

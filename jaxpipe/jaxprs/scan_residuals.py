@@ -38,8 +38,8 @@ def keep_fewer_residuals(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool
     """Rewrite each scan before equation `border` whose stacked outputs feed scans after it: these
     make again what elementwise arithmetic gives.
 
-    The equations stay as many. `known` marks parameters among the inputs: what they alone determine
-    is computed once a step, and stays as it is.
+    The equations stay as many.  `known` marks parameters among the inputs: values that they alone
+    determine are computed once a step, and stay as they are.
     """
     eqns = list(jaxpr.eqns)
     newvar = core.gensym()

@@ -122,8 +122,8 @@ class Piece(NamedTuple):
 
 
 class Total(NamedTuple):
-    """An accumulator: what is stored is added to it, in place; row by row what a scan stacks, and
-    what is scattered where it belongs.
+    """An accumulator: values are added to it, in place.  A scan adds row by row, and a scatter adds
+    rows where they belong.
 
     With `split`, its split over the axes of the partitioner, it has the layout of the step's
     results.  XLA for TPUs would otherwise choose the layout of the matmul that makes a row, and
@@ -175,8 +175,8 @@ class Total(NamedTuple):
 
 
 class TotalPiece(NamedTuple):
-    """An accumulator that is a piece of a long array (see `Piece`): what is stored is added there,
-    in place.
+    """An accumulator that is a piece of a long array (see `Piece`): values are added there, in
+    place.
     """
 
     pool: Any
