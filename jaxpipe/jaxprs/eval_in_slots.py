@@ -43,13 +43,9 @@ class Loop:
     targets: Sequence[Target | None]
 
     @property
-    def length(self) -> int:
-        """How many trips it has."""
-        return int(self.params["length"])
-
-    def merges_with(self, other: Loop) -> bool:
-        """Whether both may be one loop."""
-        return all(self.params[name] == other.params[name] for name in ("length", "unroll"))
+    def form(self) -> tuple[int, int]:
+        """The number of trips, and how many are unrolled; loops of equal form may be one loop."""
+        return self.params["length"], self.params["unroll"]
 
     def empty_stacks(self) -> list[Any]:
         """Arrays for its stacked outputs.  Every row is written before any is read: nothing fills
@@ -57,7 +53,7 @@ class Loop:
         """
         outs = self.params["jaxpr"].jaxpr.outvars[len(self.carry) :]
         return [
-            lax.empty((self.length, *out.aval.shape), out.aval.dtype)
+            lax.empty((self.form[0], *out.aval.shape), out.aval.dtype)
             for out, target in zip(outs, self.targets, strict=True)
             if target is None
         ]
@@ -91,7 +87,7 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
     loop whose slices follow its counter. Where the partitioner splits values, scan stacks them
     itself: collectives keep such a loop out of graphs, and XLA reads its own stacks without a copy.
     """
-    length, reverse = loops[0].length, loops[0].params["reverse"]
+    (length, unroll), reverse = loops[0].form, loops[0].params["reverse"]
     by_scan = _is_split_further()
 
     def trip(states: list[State], rows: list[Any]) -> tuple[list[State], list[list[Any]]]:
@@ -134,7 +130,6 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
     start = [
         State(loop.carry, loop.pools, [] if by_scan else loop.empty_stacks()) for loop in loops
     ]
-    unroll = loops[0].params["unroll"]
     end, ys = lax.scan(trip, start, rows, length=length, reverse=reverse, unroll=unroll)
     if not by_scan:
         return end
@@ -228,7 +223,7 @@ def run_in_slots(*runs: InSlots) -> list[list[Any]]:
                 waiting[k] = steps[k].send(answer)
             except StopIteration as done:
                 results[k] = done.value
-        chosen = [k for k in sorted(waiting) if waiting[min(waiting)].merges_with(waiting[k])]
+        chosen = [k for k in sorted(waiting) if waiting[k].form == waiting[min(waiting)].form]
         states = run_loops([waiting.pop(k) for k in chosen]) if chosen else []
         answers = dict(zip(chosen, states, strict=True))
     return results
