@@ -94,7 +94,7 @@ class Flow:
         """Pairs of an operand's array and a result's array that may continue it: those of as many
         elements.
         """
-        if instruction.opcode == "parameter":
+        if instruction.opcode in ("parameter", "constant"):
             return
         operands = [
             self._values(computation, computation.by_name[name]) for name in instruction.operands

@@ -32,7 +32,7 @@ import jaxpipe as jp
 from benchmarks.llama import Model, Shape, batch, parameters
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
-from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, most_waits
+from jaxpipe.inspect.programs import GpuProgram, compile_and_read, most_waits
 from jaxpipe.lowering.plan import plan_of
 from tests.gpu.programs import gpu_fault, gpu_mesh
 

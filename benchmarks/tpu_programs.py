@@ -4,7 +4,7 @@ compute, memory, and seconds to compile.
     JAX_PLATFORMS=cpu python -m benchmarks.tpu_programs --models small 8b 70b moe
         --schedules 1f1b zb_h1 --predict --plain -o benchmarks/results/tpu_programs.txt
 
-The devices are only described by libtpu, and the program is read (`jaxpipe.inspect.tpu_program`).
+The devices are only described by libtpu, and the program is read (`jaxpipe.inspect.programs`).
 Nothing is run, and no TPU is needed.  Cycles are XLA's own estimates.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.machine import describe
 from benchmarks.moves import Move, large_moves_on_tpus
 from benchmarks.output import Result, add_output
 from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.tpu_program import Purpose, TpuProgram
+from jaxpipe.inspect.programs import Purpose, TpuProgram
 from jaxpipe.lowering.target import Chip
 from tests.tpu.programs import tpu_fault, tpu_mesh
 

@@ -69,7 +69,7 @@ def plan_row(schedule: jp.Schedule) -> tuple[str, ...]:
         str(plan.ticks.num_ticks),
         str(len(plan.segments)),
         str(sum(segment.size for segment in plan.segments)),
-        f"{report_module.table_makespan(schedule):g}",
+        f"{jp.simulate(schedule, jp.Costs()).makespan:g}",
         f"{plan.makespan:g}",
         "/".join(map(str, plan.late_transfers)),
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from ..inspect.gpu_program import compile_and_read
+from ..inspect.programs import compile_and_read
 from ..known_faults import TESTED, Effect, Fault, faults_for, installed_version, is_in
 from ..lowering.target import Target
 from ..spmd.block import while_once

@@ -1,8 +1,7 @@
 """Reports of a step: its program, its memory, and the times of its actions.
 
-Nothing that trains imports it.  `hlo`, `collectives`, `gpu_program` and `tpu_program` read
-programs that XLA compiled for GPUs and TPUs; such a program can be compiled on a machine without
-them.
+Nothing that trains imports it.  `hlo`, `collectives` and `programs` read programs that XLA compiled
+for GPUs and TPUs; such a program can be compiled on a machine without them.
 """
 
 from .collectives import check_collectives as check_collectives

@@ -31,7 +31,7 @@ from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
 from ..table.kinds import RECOMPUTE, Kind
-from .tpu_program import heap_bytes
+from .programs import heap_bytes
 
 _WHOLE = PartitionSpec()
 _KEPT = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)
@@ -92,7 +92,7 @@ class Block:
             if value.place in _COPIED
         )
 
-    def without(self, outputs: Sequence[int]) -> Block:
+    def dropping(self, outputs: Sequence[int]) -> Block:
         """The block without some of its results."""
         left = [i for i in range(len(self.outputs)) if i not in outputs]
         jaxpr = self.jaxpr.replace(outvars=[self.jaxpr.outvars[i] for i in left])
@@ -152,9 +152,9 @@ class Step:
     def runs(self) -> list[tuple[Block, ...]]:
         """The blocks of the step's table, in groups that run as one."""
         table = self.code.program.schedule.encoded
-        kinds = {k.name for k in (Kind.F, Kind.B, Kind.I, Kind.W) if table.of_kinds((k,)).any()}
-        kinds |= {"R"} if table.of_kinds(RECOMPUTE).any() else set()
         program = self.code.program
+        own = {k.name: (k,) for k in (Kind.F, Kind.B, Kind.I, Kind.W)} | {"R": RECOMPUTE}
+        kinds = {name for name, those in own.items() if table.of_kinds(those).any()}
         joined = bool((program.pairs & (program.ticks.backward.kind == Kind.W)).any())
         found: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
         for kind, entries in zip(self.code.kinds, self.entries, strict=True):
@@ -182,7 +182,7 @@ class Step:
     def work_without_gradients(self) -> dict[str, int]:
         """The same of "first gradient" and "last", without their gradients of parameters."""
         return {
-            block.name: self.temp(block.without(block.gradients))
+            block.name: self.temp(block.dropping(block.gradients))
             for block in outer_blocks(self)
             if block.gradients
         }
@@ -211,7 +211,7 @@ class Step:
 
         XLA:GPU copies a layer's weights out of their stack in loops only.
         """
-        others = [block.without(block.changes).jaxpr.outvars for block in blocks]
+        others = [block.dropping(block.changes).jaxpr.outvars for block in blocks]
         split = self.job.target.on_tpus
 
         def run(flags: Leaves, *groups: Leaves) -> Leaves:

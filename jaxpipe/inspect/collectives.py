@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ class Collective:
     start: Instruction
     place: Place
     compute: Compute
-    beside: tuple[Instruction, ...] = ()  # what is issued between its start and its done
+    between: tuple[Instruction, ...] = ()  # issued between its start and its done
 
     @property
     def overlapped(self) -> bool:
@@ -64,7 +63,7 @@ class Collective:
 
 
 def in_flight(instructions: Sequence[Instruction], start: int) -> tuple[Instruction, ...]:
-    """What is issued between a start and its done."""
+    """The instructions that are issued between a start and its done."""
     first = instructions[start]
     if not first.opcode.endswith("-start") or '"is_sync":true' in first.attributes:
         return ()
@@ -80,15 +79,8 @@ def in_flight(instructions: Sequence[Instruction], start: int) -> tuple[Instruct
     raise AssertionError(f"{first.name} is never done")
 
 
-KINDS = (
-    "collective-permute",
-    "all-reduce",
-    "all-gather",
-    "all-to-all",
-    "reduce-scatter",
-    "collective-broadcast",
-    "ragged-all-to-all",
-)
+_AMONG_ALL = {"all-reduce", "all-gather", "all-to-all", "reduce-scatter", "ragged-all-to-all"}
+KINDS = _AMONG_ALL | {"collective-permute", "collective-broadcast"}
 
 
 def find_collectives(module: Module) -> list[Collective]:
@@ -106,12 +98,12 @@ def find_collectives(module: Module) -> list[Collective]:
         for i, instruction in enumerate(instructions):
             kind = _kind(module, instruction)
             if kind in KINDS and (place.computation.name,) not in wrapped:
-                beside = in_flight(instructions, i)
+                between = in_flight(instructions, i)
                 compute = max(
-                    (_compute(module, each) for own in beside for each in issued(module, own)),
+                    (_compute(module, each) for own in between for each in issued(module, own)),
                     default=Compute.NOTHING,
                 )
-                found.append(Collective(kind, instruction, place, compute, beside))
+                found.append(Collective(kind, instruction, place, compute, between))
     return found
 
 
@@ -124,7 +116,7 @@ def _kind(module: Module, instruction: Instruction) -> str:
 
 
 def _compute(module: Module, instruction: Instruction) -> Compute:
-    """The compute of one instruction, without what it issues."""
+    """The compute of one instruction, without the computations that it issues."""
     target = instruction.target.lower()
     if module.opcodes(instruction) & MATMULS or any(word in target for word in _LIBRARY_MATMULS):
         return Compute.MATMUL
@@ -138,18 +130,18 @@ def steady(collectives: Iterable[Collective], kind: str = "collective-permute") 
 
     Where no segment is a loop, the collectives outside loops.
     """
-    found = [each for each in collectives if each.kind == kind]
-    segments: dict[str, tuple[int, list[Collective]]] = {}
-    for each in found:
-        frame = each.place.segment
-        name, trips = (frame.instruction.name, frame.trips or 1) if frame else ("", 1)
-        segments.setdefault(name, (trips, []))[1].append(each)
-    best = max(
-        segments.values(),
-        key=lambda item: (item[0], -sum(each.place.guarded for each in item[1])),
-        default=(0, []),
-    )
-    return best[1]
+    segments: dict[str, list[Collective]] = {}
+    for each in collectives:
+        if each.kind == kind:
+            frame = each.place.segment
+            segments.setdefault(frame.instruction.name if frame else "", []).append(each)
+
+    def rank(those: list[Collective]) -> tuple[int, int]:
+        frame = those[0].place.segment
+        trips = frame.trips or 1 if frame else 1
+        return trips, -sum(each.place.guarded for each in those)
+
+    return max(segments.values(), key=rank, default=[])
 
 
 Group = frozenset[int]
@@ -259,21 +251,16 @@ def connected(pairs: Sequence[Group]) -> list[Group]:
 def _group_faults(exchange: _Exchange, count: int) -> Iterator[str]:
     """Faults of groups that devices cannot agree on."""
     groups, name = exchange.groups, exchange.name
-    unknown = sorted({d for group in groups for d in group if d >= count})
-    if unknown:
+    if unknown := sorted({d for group in groups for d in group if d >= count}):
         yield f"{name} has devices {unknown}; the program has {count}"
     if "channel_id=" not in exchange.collective.start.attributes:
         yield f"{name} has no channel: its groups are replicas, and every device waits for itself"
     permute = exchange.collective.kind == "collective-permute"
     columns = list(zip(*groups, strict=True)) if permute else [sum(groups, ())]
-    for what, column in zip(("a source", "a target") if permute else ("in a group",), columns):
-        twice = sorted({d for d in column if column.count(d) > 1})
-        if twice:
-            yield (
-                f"{name} has devices {twice} twice as {what}"
-                if permute
-                else (f"{name} has devices {twice} in two groups")
-            )
+    places = ("twice as a source", "twice as a target") if permute else ("in two groups",)
+    for where, column in zip(places, columns, strict=True):
+        if twice := sorted({d for d in column if column.count(d) > 1}):
+            yield f"{name} has devices {twice} {where}"
     if not permute and len({len(group) for group in groups}) > 1:
         yield f"{name} has groups of different sizes: {groups}"
 
@@ -309,8 +296,8 @@ def _flight_faults(module: Module, found: Sequence[_Exchange]) -> Iterator[str]:
     """
     by_name = {exchange.collective.start.name: exchange for exchange in found}
     for exchange in found:
-        beside = [each for own in exchange.collective.beside for each in issued(module, own)]
-        for other in (by_name[each.name] for each in beside if each.name in by_name):
+        inside = [each for own in exchange.collective.between for each in issued(module, own)]
+        for other in (by_name[each.name] for each in inside if each.name in by_name):
             common = exchange.shares(other)
             if exchange.queue != other.queue and len(common) > 1:
                 yield (
@@ -318,32 +305,3 @@ def _flight_faults(module: Module, found: Sequence[_Exchange]) -> Iterator[str]:
                     f"{other.queue}) are in flight together and share devices {sorted(common)}: "
                     "each can wait for the other"
                 )
-
-
-@dataclass(frozen=True)
-class CompiledProgram:
-    """What `pipe.lower(...).compile()` returns, read from its text."""
-
-    compiled: Any
-
-    @cached_property
-    def module(self) -> Module:
-        """Its computations."""
-        return parse(self.compiled.as_text())
-
-    @cached_property
-    def memory(self) -> Any:
-        """XLA's own figures for one device."""
-        return self.compiled.memory_analysis()
-
-    @property
-    def total_bytes(self) -> int:
-        """Peak bytes of the step on one device."""
-        found = self.memory
-        kept = found.argument_size_in_bytes + found.output_size_in_bytes
-        return int(kept + found.temp_size_in_bytes - found.alias_size_in_bytes)
-
-    @cached_property
-    def collectives(self) -> list[Collective]:
-        """See `find_collectives`."""
-        return find_collectives(self.module)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,9 +18,12 @@ _ARRAY = re.compile(
     r"\b(pred|token|opaque|bf16|f8e\w+|f4e\w+|[sufc]\d+)\[([\d,<=]*)\](?:\{([^}]*)\})?"
 )
 _TILE = re.compile(r"T\(([\d,]+)\)")
-_HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?P<root>ROOT )?%(?P<name>[\w.\-]+) = ")
-_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", re.M | re.S)
+_INSTRUCTION = re.compile(
+    r"^ +(?P<root>ROOT )?%(?P<name>[\w.\-]+) = (?P<results>.*?) (?P<opcode>[\w\-]+)"
+    r"\((?P<operands>.*?)\)(?P<attributes>(?:, .*)?)$",
+    re.M,
+)
 _NAME = re.compile(r"%([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(
@@ -39,7 +42,7 @@ class Array(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes, a dtype of less than a byte rounded up over the array."""
-        return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
+        return self._bytes(self.dims)
 
     @property
     def padded_nbytes(self) -> int:
@@ -51,16 +54,16 @@ class Array(NamedTuple):
         # The tile's last size is of the dimension that comes first in the order.
         for dim, size in zip(map(int, order.split(",")), reversed(sizes), strict=False):
             dims[dim] = -(-dims[dim] // size) * size
-        return math.ceil(math.prod(dims) * _bits(self.dtype) / 8)
+        return self._bytes(dims)
+
+    def _bytes(self, dims: Sequence[int]) -> int:
+        # The first number in the name of a dtype; a predicate takes a byte, a token nothing.
+        number = re.search(r"\d+", self.dtype)
+        bits = int(number[0]) if number else 8 * (self.dtype == "pred")
+        return math.ceil(math.prod(dims) * bits / 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
-
-def _bits(dtype: str) -> int:
-    """The first number in its name; a predicate takes a byte, a token nothing."""
-    number = re.search(r"\d+", dtype)
-    return int(number[0]) if number else 8 * (dtype == "pred")
 
 
 @dataclass(frozen=True)
@@ -70,10 +73,9 @@ class Instruction:
     name: str
     results: tuple[Array, ...]
     opcode: str
-    operands: tuple[str, ...]
+    operands: tuple[str, ...]  # names; the number of a parameter, the value of a constant
     attributes: str
     is_root: bool
-    literal: str = ""  # of a constant
 
     @property
     def nbytes(self) -> int:
@@ -155,8 +157,8 @@ class Module:
         if root.opcode != "compare" or "direction=LT" not in root.attributes:
             return None
         counter, bound = (condition.by_name[operand] for operand in root.operands)
-        known = counter.opcode == "get-tuple-element" and bound.literal.isdecimal()
-        return int(bound.literal) if known else None
+        is_count = counter.opcode == "get-tuple-element" and bound.opcode == "constant"
+        return int(bound.operands[0]) if is_count and bound.operands[0].isdecimal() else None
 
 
 def parse(text: str) -> Module:
@@ -165,61 +167,28 @@ def parse(text: str) -> Module:
     Raises:
         ValueError: the text is not a scheduled HLO module, so the order of its lines says nothing.
     """
-    lines = text.splitlines()
-    if not lines or "is_scheduled=true" not in lines[0]:
+    if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
             "not a scheduled HLO module: read what `compile()` returns, not what is lowered"
         )
-    computations: dict[str, Computation] = {}
-    entry, name = "", ""
-    current: list[Instruction] = []
-    for line in lines:
-        head = _HEAD.match(line)
-        if head:
-            name, current = head["name"], []
-            entry = name if head["entry"] else entry
-        elif line == "}" and name:
-            computations[name] = Computation(name, tuple(current))
-            name = ""
-        elif name and (match := _INSTRUCTION.match(line)):
-            current.append(_instruction(match, line))
-    return Module(entry, computations)
+    found = _COMPUTATION.findall(text)
+    computations = {
+        name: Computation(name, tuple(map(_instruction, _INSTRUCTION.finditer(body))))
+        for _, name, body in found
+    }
+    return Module(next((name for is_entry, name, _ in found if is_entry), ""), computations)
 
 
-def _instruction(match: re.Match[str], line: str) -> Instruction:
-    start = match.end()
-    end = _closing(line, start) if line[start] == "(" else line.index(" ", start)
+def _instruction(match: re.Match[str]) -> Instruction:
     results = tuple(
-        Array(dtype, _dims(dims), layout) for dtype, dims, layout in _ARRAY.findall(line[start:end])
+        Array(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim), layout)
+        for dtype, dims, layout in _ARRAY.findall(match["results"])
     )
-    opcode = _OPCODE.match(line, end)
-    assert opcode, f"an instruction without an opcode: {line[:200]}"
-    close = _closing(line, opcode.end() - 1)
-    inside = line[opcode.end() : close - 1]
-    operands = (inside,) if opcode[1] == "parameter" else tuple(_NAME.findall(inside))
-    return Instruction(
-        match["name"],
-        results,
-        opcode[1],
-        operands,
-        line[close:],
-        match["root"] is not None,
-        inside if opcode[1] == "constant" else "",
-    )
-
-
-def _dims(text: str) -> tuple[int, ...]:
-    return tuple(int(each.lstrip("<=")) for each in text.split(",") if each)
-
-
-def _closing(line: str, start: int) -> int:
-    """One past the parenthesis that closes the one at `start`."""
-    depth = 0
-    for match in re.compile(r"[()]").finditer(line, start):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return match.end()
-    raise ValueError(f"a parenthesis that is not closed: {line[:200]}")
+    opcode, inside = match["opcode"], match["operands"]
+    is_value = opcode in ("parameter", "constant")
+    operands = (inside,) if is_value else tuple(_NAME.findall(inside))
+    is_root = match["root"] is not None
+    return Instruction(match["name"], results, opcode, operands, match["attributes"], is_root)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ block compiled alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from ..arrays import Params, PyTree
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..lowering.target import RunsOn
-from ..model.leaf_plan import PART, LeafPlan, leaf_plans, trained
+from ..model.leaf_plan import PART, LeafPlan, leaf_plans
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes, memory_of
@@ -93,28 +93,25 @@ def step_sizes(
     job, code, program = step.job, step.code, step.code.program
     buffers = shared_buffers(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
-    entry = {place.value: buffer.nbytes for place, buffer in buffers.items()}
+    entry = dict.fromkeys(vars(program.slots), 0)
+    entry |= {place.value: buffer.nbytes for place, buffer in buffers.items()}
+    for place, avals in code.outer_pools.items():
+        entry[place.value] = sum(map(nbytes, avals))
+    entry["stash"] *= splits
+    entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
     work = step.work_space()
     most = max(work.values(), default=0)
     found = Sizes(
         parameters=sum(map(local_bytes, jax.tree.leaves(params))),
         gradients=sum(
             gradient_bytes(job, leaf)
-            for leaf in trained(jax.tree.leaves(params), leaf_plans(job.plans))
+            for leaf, plan in _planned(params, job.plans)
+            if not plan.frozen
         ),
-        batch=sum(nbytes(leaf) for leaf in jax.tree.leaves(batch)) // job.data_size,
+        batch=sum(map(nbytes, jax.tree.leaves(batch))) // job.data_size,
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
-        entry=dict.fromkeys(vars(program.slots), 0)
-        | {
-            **entry,
-            "stash": entry["stash"] if splits else 0,
-            **{
-                place.value: sum(nbytes(aval) for aval in avals)
-                for place, avals in code.outer_pools.items()
-            },
-            "host": entry["residual_input"] + entry["residual_weight"] if program.slots.host else 0,
-        },
+        entry=entry,
         sent=_sent_bytes(program, buffers) + _with_arrivals(program, buffers, work) - most,
         raveled=_raveled(buffers, code, splits=splits),
         work=most,
@@ -123,9 +120,14 @@ def step_sizes(
         return replace(found, **_summed(step, params, most))
     if RunsOn.of(job.mesh) is RunsOn.TPUS:
         # The accumulators of the ticks and the results both have room.
-        apart = sum(_summed_bytes(step, key, params[key], most=PART) for key in params)
-        return replace(found, ends=(apart,))
+        ends = sum(_summed_bytes(step, key, params[key], most=PART) for key in params)
+        return replace(found, ends=(ends,))
     return found
+
+
+def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:
+    """Each leaf of parameters with its plan."""
+    return zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
 
 
 def _sent_bytes(program: Program, buffers: Buffers) -> int:
@@ -148,12 +150,11 @@ def _with_arrivals(program: Program, buffers: Buffers, work: Mapping[str, int]) 
     for segment in program.segments:
         for j, *_ in segment.emitted:
             for place, use in enumerate(segment.templates[j].blocks):
-                arrivals = [
-                    t.permute.payload
+                arriving = sum(
+                    buffers[POOL_OF[t.permute.payload]].nbytes
                     for t in segment.transits
                     if t.issued <= (j, place) < t.written
-                ]
-                arriving = sum(buffers[POOL_OF[payload]].nbytes for payload in arrivals)
+                )
                 most = max(most, work.get(use.block.kind.name, 0) + arriving)
     return most
 
@@ -213,10 +214,9 @@ def _summed_bytes(step: Step, key: str, tree: PyTree, most: float = math.inf) ->
     """
     job = step.job
     axes = job.data_axes if key == "stages" else (job.axis, *job.data_axes)
-    leaves = zip(jax.tree.leaves(tree), leaf_plans(job.plans[key]), strict=True)
     return sum(
         gradient_bytes(job, leaf)
-        for leaf, plan in leaves
+        for leaf, plan in _planned(tree, job.plans[key])
         if not (plan.frozen or plan.gathers)
         and gradient_bytes(job, leaf) <= most
         and math.prod(job.mesh.shape[name] for name in plan.whole_axes(axes)) > 1
@@ -224,18 +224,18 @@ def _summed_bytes(step: Step, key: str, tree: PyTree, most: float = math.inf) ->
 
 
 def _gathered(step: Step, params: Mapping[str, PyTree]) -> int:
-    job, total = step.job, 0
-    for key in ("first", "last", "shared"):
-        pairs = zip(jax.tree.leaves(params.get(key, ())), leaf_plans(job.plans[key]), strict=True)
-        total += sum(_whole_bytes(step, leaf, plan) for leaf, plan in pairs if plan.gathers)
-    chunks = params["stages"]
+    job, stages = step.job, params["stages"]
+    trees = [(params.get(key, ()), job.plans[key], False) for key in ("first", "last", "shared")]
     for chunk in range(step.code.program.schedule.num_chunks):
-        held = min(chunk, len(chunks) - 1)
-        plans = leaf_plans(job.plans["stages"][held])
-        for leaf, plan in zip(jax.tree.leaves(chunks[held]), plans, strict=True):
-            # A chunk that another device owns is a copy.
-            total += _whole_bytes(step, leaf, plan) if plan.gathers or chunk >= len(chunks) else 0
-    return total
+        held = min(chunk, len(stages) - 1)
+        # A chunk that another device owns is a copy.
+        trees.append((stages[held], job.plans["stages"][held], chunk > held))
+    return sum(
+        _whole_bytes(step, leaf, plan)
+        for tree, plans, is_copy in trees
+        for leaf, plan in _planned(tree, plans)
+        if plan.gathers or is_copy
+    )
 
 
 def _whole_bytes(step: Step, leaf: Any, plan: LeafPlan) -> int:
@@ -263,13 +263,10 @@ def _hoisted(step: Step) -> int:
         hoisted_bytes(step, len(kind.consts), kind.hoist, entries.parameters)
         for kind, entries in zip(code.kinds, step.entries, strict=True)
     ]
-    held = {
-        (v, code.kind_of[s])
-        for stages in code.program.schedule.placement.stages_of
-        for v, s in enumerate(stages)
-    }
-    outer: list[tuple[str, Any]] = [("first", code.first)]
-    outer += [] if code.last is None else [("last", code.last)]
+    stages_of = code.program.schedule.placement.stages_of
+    held = {(v, code.kind_of[s]) for stages in stages_of for v, s in enumerate(stages)}
+    ends = {"first": code.first} | ({} if code.last is None else {"last": code.last})
     return sum(kinds[kind] for _, kind in held) + sum(
-        hoisted_bytes(step, len(end.consts), end.hoist, outer_specs(job, key)) for key, end in outer
+        hoisted_bytes(step, len(end.consts), end.hoist, outer_specs(job, key))
+        for key, end in ends.items()
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,10 +121,8 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -
     # A block begins when the last of them has reached it.  Until then the others wait in its
     # collectives.
     starts, ends = times.max(axis=1)
-    missing = [
-        table.text(i)
-        for i in np.flatnonzero((np.isnan(starts) | np.isnan(ends)) & table.is_compute).tolist()
-    ]
+    untimed = (np.isnan(starts) | np.isnan(ends)) & table.is_compute
+    missing = list(map(table.text, np.flatnonzero(untimed).tolist()))
     if missing:
         raise PipelineError(
             "the run has no times of "
@@ -138,18 +135,16 @@ def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -
         members = list(collective.members)
         starts[members] = starts[members].max()
         ends[members] = np.maximum(ends[members], starts[members])
-    zero = float(starts.min())
     for i in table.pairs.tolist():
         starts[i] = starts[i + 1] = min(starts[i], starts[i + 1])
         ends[i] = ends[i + 1] = max(ends[i], ends[i + 1])
-    unit = f"seconds, of one run on {device_kind}"
-    begin, end = tuple((starts - zero).tolist()), tuple((ends - zero).tolist())
-    return Timeline(schedule, _costs(schedule, begin, end, unit), Transfers.ASYNC, begin, end)
+    starts, ends = starts - starts.min(), ends - starts.min()
+    costs = _costs(schedule, ends - starts, f"seconds, of one run on {device_kind}")
+    begin, end = tuple(starts.tolist()), tuple(ends.tolist())
+    return Timeline(schedule, costs, Transfers.ASYNC, begin, end)
 
 
-def _costs(
-    schedule: Schedule, starts: tuple[float, ...], ends: tuple[float, ...], unit: str
-) -> Costs:
+def _costs(schedule: Schedule, times: Any, unit: str) -> Costs:
     """The median time of each stage's actions in the run, and of each device's shares; transfers
     are in the gaps.
     """
@@ -157,14 +152,10 @@ def _costs(
     names = {spec.kind: spec.cost for spec in KINDS if spec.cost is not None}
     found: dict[str, Any] = {}
     for kind, name in names.items():
-        numbers = [
-            np.flatnonzero((table.kind == kind) & (table.stage == s)).tolist()
-            for s in range(table.num_stages)
-        ]
-        if all(numbers) or (kind in SHARES and any(numbers)):
-            found[name] = tuple(
-                statistics.median([ends[i] - starts[i] for i in mine] or [0.0]) for mine in numbers
-            )
+        own = [times[(table.kind == kind) & (table.stage == s)] for s in range(table.num_stages)]
+        has = [mine.size > 0 for mine in own]
+        if all(has) or (kind in SHARES and any(has)):
+            found[name] = tuple(float(np.median(mine)) if mine.size else 0.0 for mine in own)
     for kind in table.kinds:  # the time of an action with its deferred part
         if (whole := KINDS[kind].part_of) is not None:
             name, part = names[whole], names[kind]

@@ -78,7 +78,7 @@ import numpy as np
 from jax.extend import core
 
 from ..arrays import Params, PyTree
-from ..engine.costs import Cost, Costs
+from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import nbytes, scan_counts, variables
@@ -89,18 +89,17 @@ from ..lowering.target import Target
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes
 from ..program.ir import Program
-from ..program.segments import Payload
+from ..program.records import POOL_OF
 from ..schedules.registry import build
 from ..spmd.shared_buffers import shared_buffers
 from ..spmd.tick import WITH_SLACK
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
-from ..table.kinds import Overlap, parts
+from ..table.kinds import parts
 from ..table.schedule import Schedule
 from .collectives import steady
-from .gpu_program import GpuProgram, compile_and_read, most_waits
+from .programs import CompiledProgram, GpuProgram, TpuProgram, compile_and_read, most_waits
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes
-from .tpu_program import TpuProgram
 
 
 class StepTime(NamedTuple):
@@ -114,13 +113,6 @@ class StepTime(NamedTuple):
     def loses(self) -> bool:
         """Whether 1F1B is faster, and would be slower if predicates took no time."""
         return self.seconds - self.predicates <= self.one_f_one_b < self.seconds
-
-    def __str__(self) -> str:
-        text = (
-            f"{self.seconds * 1e3:.1f} ms a step, of which predicates take "
-            f"{self.predicates * 1e3:.1f} ms"
-        )
-        return f"{text}: 1F1B would take {self.one_f_one_b * 1e3:.1f} ms" if self.loses else text
 
 
 def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> StepTime:
@@ -139,32 +131,24 @@ def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> S
         "1f1b", devices=schedule.num_devices, microbatches=schedule.num_microbatches
     )
     plain = plan_of(one_f_one_b, costs=whole, overheads=overheads)
-    mine = _makespan(plan, overheads, seconds)
-    without = replace(overheads, predicate=0.0)
-    return StepTime(
-        mine, mine - _makespan(plan, without, seconds), _makespan(plain, overheads, whole)
-    )
 
+    def makespan(plan: Plan, overheads: Overheads, costs: Costs) -> float:
+        return program_makespan(cost_parts(plan.ticks, costs), plan.segments, overheads)
 
-def _makespan(plan: Plan, overheads: Overheads, costs: Costs) -> float:
-    return program_makespan(cost_parts(plan.ticks, costs), plan.segments, overheads)
+    mine = makespan(plan, overheads, seconds)
+    unpredicated = makespan(plan, replace(overheads, predicate=0.0), seconds)
+    return StepTime(mine, mine - unpredicated, makespan(plain, overheads, whole))
 
 
 def merged(schedule: Schedule, costs: Costs) -> Costs:
     """The costs of one stage a device, with the layers spread evenly."""
     stages = costs.for_stages(schedule.num_stages)
     share = schedule.num_stages / schedule.num_devices
-
-    def mean(values: Cost) -> float:
-        return float(np.mean(values)) * share
-
-    return Costs(
-        forward=mean(stages.forward),
-        input_grad=mean(stages.input_grad),
-        weight_grad=mean(stages.weight_grad),
-        backward=mean(stages.backward),
-        unit=costs.unit,
-    )
+    names = ("forward", "input_grad", "weight_grad", "backward")
+    seconds: dict[str, Any] = {
+        name: float(np.mean(getattr(stages, name))) * share for name in names
+    }
+    return Costs(**seconds, unit=costs.unit)
 
 
 def report(
@@ -185,11 +169,12 @@ def report(
     lowered = traced.function.lower()
     middle = time.perf_counter()
     target = pipe._target
-    compiled, program = _compiled(lowered, target)
+    program = _compiled(lowered, target)
     end = time.perf_counter()
     schedule, code = pipe.schedule, traced.code
     held, sizes = placed_shapes(pipe, params), step_sizes(pipe, traced, params, batch)
     plan = traced.job.plan
+    joint = (f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.dx_avals)))
     times = step_time(plan, target.overheads, pipe.costs) if target.overlaps else None
     return {
         "schedule": schedule.name,
@@ -205,14 +190,10 @@ def report(
         "parameter_bytes": {
             key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in held.items()
         },
-        **_xla(compiled),
+        **_xla(program),
         **_read(program, schedule),
         "stage_kinds": len(code.kinds),
-        "fallbacks": list(
-            dict.fromkeys(
-                f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.dx_avals))
-            )
-        ),
+        "fallbacks": list(dict.fromkeys(joint)),
         "predicted": facts(traced, sizes),
         "trace_seconds": middle - begin,
         "compile_seconds": end - middle,
@@ -223,7 +204,7 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
     """The table and the program."""
     schedule = plan.ticks.schedule
     return {
-        "table_makespan": table_makespan(schedule),
+        "table_makespan": simulate(schedule, Costs()).makespan,
         "makespan": plan.makespan,
         "ticks": program.num_ticks,
         "num_segments": len(plan.segments),
@@ -236,29 +217,20 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
     }
 
 
-def table_makespan(schedule: Schedule) -> float:
-    """The table's own makespan with F = I = W = 1 and B = 2."""
-    return simulate(schedule, Costs()).makespan
-
-
 def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
     """Pools, residuals and transfers."""
     program, buffers = code.program, shared_buffers(code.kinds)
     kept = {
-        "residual_input": buffers[Place.RESIDUAL_INPUT].avals,
-        "residual_weight": buffers[Place.RESIDUAL_WEIGHT].avals,
-        "stash": buffers[Place.STASH].avals if sizes.entry["stash"] else (),
-        "first": code.outer_pools[Place.FIRST],
+        place.value: buffers[place].avals
+        for place in (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, Place.STASH)
     }
-    of = {
-        Payload.ACTIVATION: sizes.entry["x"],
-        Payload.COTANGENT: sizes.entry["cotangent"],
-    }
+    kept |= {"first": code.outer_pools[Place.FIRST]}
     sent: Counter[int] = Counter()
     for segment in program.segments:
         for permute in (permute for template in segment.templates for permute in template.permutes):
             for source, _ in permute.pairs:
-                sent[source] += segment.repeats * int(of[permute.payload])
+                size = sizes.entry[POOL_OF[permute.payload].value]
+                sent[source] += segment.repeats * int(size)
     return {
         "slot_bytes": dict(sizes.entry),
         "pool_bytes": {
@@ -267,69 +239,61 @@ def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
         "residuals": [
             (pool, f"{aval.dtype}{list(aval.shape)}", nbytes(aval))
             for pool, avals in kept.items()
-            for aval in avals
+            for aval in (avals if sizes.entry[pool] else ())
         ],
         "hoisted_bytes": sizes.hoisted,
         "transfer_bytes": max(sent.values(), default=0),
     }
 
 
-def _xla(compiled: Any) -> dict[str, Any]:
+def _xla(program: CompiledProgram) -> dict[str, Any]:
     """XLA's figures; None where a backend has none."""
-    memory = compiled.memory_analysis()
-    cost = compiled.cost_analysis() or {}
-    return {
-        "temp_bytes": getattr(memory, "temp_size_in_bytes", None),
-        "peak_bytes": getattr(memory, "peak_memory_in_bytes", None),
-        "host_temp_bytes": getattr(memory, "host_temp_size_in_bytes", None),
-        "argument_bytes": getattr(memory, "argument_size_in_bytes", None),
-        "output_bytes": getattr(memory, "output_size_in_bytes", None),
-        "flops": cost.get("flops"),
+    memory, cost = program.memory, program.compiled.cost_analysis() or {}
+    sizes = {
+        f"{name}_bytes": getattr(memory, f"{name}_size_in_bytes", None)
+        for name in ("temp", "host_temp", "argument", "output")
     }
+    peak = getattr(memory, "peak_memory_in_bytes", None)
+    return {**sizes, "peak_bytes": peak, "flops": cost.get("flops")}
 
 
-def _compiled(lowered: Any, target: Target) -> tuple[Any, GpuProgram | TpuProgram | None]:
-    """The compiled step, and the reading of its text where there is a reader for it."""
+def _compiled(lowered: Any, target: Target) -> CompiledProgram:
+    """The compiled step, with a reader of its text where there is one."""
     if target.on_gpus:
         with suppress(ValueError):  # a compilation cache has answered, and answers again
-            program = compile_and_read(lowered)
-            return program.compiled, program
+            return compile_and_read(lowered)
     compiled = lowered.compile()
-    return compiled, TpuProgram(compiled, target.chip) if target.on_tpus else None
+    return TpuProgram(compiled, target.chip) if target.on_tpus else CompiledProgram(compiled)
 
 
-def _read(program: GpuProgram | TpuProgram | None, schedule: Schedule) -> dict[str, Any]:
-    """Counts in the text of a program; None where there is none."""
-    found: dict[str, Any] = dict.fromkeys(("host_waits", "cycles", "padding_bytes", *_OVERLAPS))
-    if program is None:
-        return found
-    permutes, others = (
-        [each for each in program.collectives if (each.kind == "collective-permute") is kind]
-        for kind in (True, False)
+def _read(program: CompiledProgram, schedule: Schedule) -> dict[str, Any]:
+    """Counts in the text of a program; None where there is no reader for it."""
+    overlaps = (
+        "permutes_with_slack_beside_compute",
+        "permutes_beside_compute",
+        "collectives_beside_compute",
     )
+    found: dict[str, Any] = dict.fromkeys(("host_waits", "cycles", "padding_bytes", *overlaps))
+    if isinstance(program, GpuProgram):
+        most, by_kind = most_actions(schedule), most_of_each_kind(schedule)
+        found["host_waits"] = round(most_waits(program.predicates, most, by_kind=by_kind))
+    elif isinstance(program, TpuProgram):
+        found["cycles"] = {purpose.value: count for purpose, count in program.cycles.items()}
+        found |= {"host_waits": 0, "padding_bytes": program.padding}
+    else:
+        return found
+    collectives = program.collectives
+    permutes = [each for each in collectives if each.kind == "collective-permute"]
     with_slack = [each for each in permutes if WITH_SLACK in each.start.attributes]
-    overlaps = zip(_OVERLAPS, (with_slack, steady(program.collectives), others), strict=True)
-    found |= {key: (sum(each.overlapped for each in those), len(those)) for key, those in overlaps}
-    if isinstance(program, TpuProgram):
-        cycles = {purpose.value: count for purpose, count in program.cycles.items()}
-        return found | {"host_waits": 0, "cycles": cycles, "padding_bytes": program.padding}
-    most, by_kind = most_actions(schedule), most_of_each_kind(schedule)
-    return found | {"host_waits": round(most_waits(program.predicates, most, by_kind=by_kind))}
-
-
-_OVERLAPS = (
-    "permutes_with_slack_beside_compute",
-    "permutes_beside_compute",
-    "collectives_beside_compute",
-)
+    others = [each for each in collectives if each.kind != "collective-permute"]
+    for key, those in zip(overlaps, (with_slack, steady(collectives), others), strict=True):
+        found[key] = (sum(each.overlapped for each in those), len(those))
+    return found
 
 
 def most_actions(schedule: Schedule) -> int:
     """The most actions of any device, an overlapped pair counted as two."""
-    return max(
-        sum(2 if isinstance(cell, Overlap) else 1 for cell in row if cell is not None)
-        for row in schedule.rows
-    )
+    return max(sum(len(parts(cell)) for cell in row) for row in schedule.rows)
 
 
 def most_of_each_kind(schedule: Schedule) -> dict[str, int]:

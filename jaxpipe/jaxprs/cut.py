@@ -7,8 +7,11 @@ that are computed in the same way one is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
 from typing import Any, TypeAlias
 
 import jax
@@ -16,11 +19,17 @@ import numpy as np
 from jax.extend import core
 
 from .equations import (
+    Atom,
     NewVar,
     Pairs,
     Scan,
     every_equation,
-    making,
+    grows,
+    is_gather,
+    is_inexact,
+    is_layout,
+    nbytes,
+    producers,
     reads,
     renamed,
     scan_counts,
@@ -28,7 +37,155 @@ from .equations import (
     with_equations,
 )
 from .equations import stacked as stacked_aval
-from .min_cut import cheapest, is_arithmetic, weight
+
+# Arithmetic that a consumer's fusion does for less than a load from memory.  Transcendental
+# functions, reductions and matmuls are not among them: their results are kept, and they run once.
+_SUMS = {"add", "add_any", "sub", "mul", "div", "square", "integer_pow"}
+_SIGNS = {"abs", "neg", "sign"}
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+_CHOICES = {"max", "min", "clamp", "select_n", "and", "or", "not"}
+_COPIES = {"copy", "convert_element_type", "iota", "stop_gradient"}
+_ARITHMETIC = _SUMS | _SIGNS | _COMPARISONS | _CHOICES | _COPIES
+
+
+def is_arithmetic(eqn: core.JaxprEqn) -> bool:
+    """True for elementwise arithmetic and layout changes."""
+    return (
+        (is_layout(eqn) or eqn.primitive.name in _ARITHMETIC)
+        and not eqn.effects
+        and len(eqn.outvars) == 1
+    )
+
+
+def is_view(eqn: core.JaxprEqn) -> bool:
+    """True for layout changes, for arithmetic that makes a value larger, and for arithmetic of
+    whole numbers and masks: of results that are computed once a step, all that is made again in
+    each microbatch.
+
+    Positions in the trips of a loop would take room for each trip.
+    """
+    return is_layout(eqn) or (is_arithmetic(eqn) and (grows(eqn) or not is_inexact(eqn)))
+
+
+def numbers_of(eqns: Sequence[core.JaxprEqn]) -> dict[core.Var, core.JaxprEqn]:
+    """Values that literals alone determine by elementwise arithmetic, such as masks made of iotas,
+    with the equations that make them, in order.
+    """
+    found: dict[core.Var, core.JaxprEqn] = {}
+    for eqn in eqns:
+        if is_arithmetic(eqn) and all(v in found for v in variables(eqn.invars)):
+            found[eqn.outvars[0]] = eqn
+    return found
+
+
+@dataclass(frozen=True)
+class Keep:
+    """`stored` values are kept.  The equations `again` compute the needed values, in order, from
+    these and the values at hand.
+    """
+
+    stored: tuple[core.Var, ...]
+    again: tuple[core.JaxprEqn, ...]
+
+
+def cheapest(
+    needed: Iterable[core.Var],
+    eqns: Sequence[core.JaxprEqn],
+    at_hand: Callable[[core.Var], bool],
+    *,
+    repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
+) -> Keep:
+    """A minimum cut between values that must be computed early and values that are needed late;
+    every value weighs its bytes.
+
+    Values of numbers alone (an iota, a mask of zeros) are computed again, and so are results of
+    equations that `repeat` takes.
+
+    Source: min-cut rematerialisation in torch's AOTAutograd
+    (`min_cut_rematerialization_partition`) answers the same question.  Of equally small choices
+    this takes the one nearest to the needed values, which computes the least again.
+    """
+    needed = [v for v in dict.fromkeys(needed) if not at_hand(v)]
+    maker = {v: e for e in eqns for v in e.outvars}
+    numbers = numbers_of(eqns)
+    capacity: _Graph = defaultdict(lambda: defaultdict(float))
+    seen: set[core.Var] = set()
+    todo = list(needed)
+    for var in needed:
+        capacity[_out(var)][_SINK] = inf
+    while todo:
+        var = todo.pop()
+        if var in seen or at_hand(var):
+            continue
+        seen.add(var)
+        eqn = maker.get(var)
+        # Of equal choices an input is the better one: it is in memory, and need not be written.
+        capacity[_in(var)][_out(var)] = weight(var, eqn) - (eqn is None)
+        if eqn is None or not (repeat(eqn) or var in numbers):
+            capacity[_SOURCE][_in(var)] = inf
+            continue
+        operands = [v for v in variables(eqn.invars) if not at_hand(v)]
+        for operand in operands:
+            capacity[_out(operand)][_in(var)] = inf
+        todo += operands
+    late = _sink_side(capacity)
+    stored = {v for v in seen if _out(v) in late and _in(v) not in late}
+    # Inputs first, then values in the order in which they are made.
+    computed = [v for e in eqns for v in e.outvars if v in stored]
+    return Keep(
+        (*sorted(stored - set(computed), key=str), *computed),
+        tuple(producers(needed, eqns, lambda v: v in stored or at_hand(v))),
+    )
+
+
+def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
+    """The price of keeping a value: its bytes.
+
+    A gathered value has twice the price: a device holds more of it than of the parts that it is
+    gathered from, by a factor that is not known here.
+    """
+    return max(1, nbytes(var.aval)) * (2 if maker is not None and is_gather(maker) else 1)
+
+
+_Node: TypeAlias = "tuple[str, core.Var | None]"
+_Graph: TypeAlias = "defaultdict[_Node, defaultdict[_Node, float]]"
+_SOURCE: _Node = ("source", None)
+_SINK: _Node = ("sink", None)
+
+
+def _in(var: core.Var) -> _Node:
+    return "in", var
+
+
+def _out(var: core.Var) -> _Node:
+    return "out", var
+
+
+def _sink_side(capacity: _Graph) -> set[_Node]:
+    """Nodes that can still reach the sink when the flow is greatest: by shortest augmenting paths
+    (Edmonds and Karp 1972).  The capacities become what the flow leaves.
+    """
+    for a, after in list(capacity.items()):
+        for b in after:
+            capacity[b][a] += 0.0  # the way back
+    while True:
+        # For each node that can reach the sink, the next one on a shortest path.
+        following, todo = {_SINK: _SINK}, deque([_SINK])
+        while todo:
+            node = todo.popleft()
+            for other in capacity[node]:
+                if other not in following and capacity[other][node] > 0:
+                    following[other] = node
+                    todo.append(other)
+        if _SOURCE not in following:
+            return set(following)
+        path = [_SOURCE]
+        while path[-1] != _SINK:
+            path.append(following[path[-1]])
+        amount = min(capacity[a][b] for a, b in pairwise(path))
+        for a, b in pairwise(path):
+            capacity[a][b] -= amount
+            capacity[b][a] += amount
 
 
 @dataclass(frozen=True)
@@ -46,106 +203,108 @@ Assignment: TypeAlias = "tuple[bool | Split, ...]"
 
 
 def needed_for(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> Assignment:
-    """First = what the marked outputs need (a backward slice), through the bodies of scans."""
+    """First = the equations that the marked outputs need (a backward slice), through the bodies of
+    scans.
+    """
     return _backward(jaxpr, outputs)[0]
 
 
 def known_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> Assignment:
-    """First = what depends on the marked inputs alone (a forward slice), through the bodies of
-    scans.
+    """First = the equations that read the marked inputs alone (a forward slice), through the bodies
+    of scans.
     """
     return _forward(jaxpr, inputs)[0]
 
 
 def _backward(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> tuple[Assignment, list[bool]]:
     """The assignment, and which inputs the first part reads."""
-    needed = {*variables(v for v, wanted in zip(jaxpr.outvars, outputs, strict=True) if wanted)}
-    found: list[bool | Split] = []
+    needed = set(variables(_marked(jaxpr.outvars, outputs)))
+    choices: list[bool | Split] = []
     for eqn in reversed(jaxpr.eqns):
         wanted = [v in needed for v in eqn.outvars]
         choice: bool | Split = any(wanted) or bool(eqn.effects)
         reads = [choice is True] * len(eqn.invars)
         if choice and eqn.primitive.name == "scan":
             choice, reads = _backward_scan(eqn, wanted)
-        needed.update(variables(v for v, read in zip(eqn.invars, reads, strict=True) if read))
-        found.append(choice)
-    return tuple(reversed(found)), [v in needed for v in jaxpr.invars]
+        needed.update(variables(_marked(eqn.invars, reads)))
+        choices.append(choice)
+    return tuple(reversed(choices)), [v in needed for v in jaxpr.invars]
 
 
 def _backward_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[bool | Split, list[bool]]:
     """Grow the set of needed carries until the body asks for no more."""
     consts, carries = scan_counts(eqn)
-    body = eqn.params["jaxpr"].jaxpr
+    body, head = eqn.params["jaxpr"].jaxpr, consts + carries
     carry, ys = list(wanted[:carries]), list(wanted[carries:])
     while True:
         choice, reads = _backward(body, [*carry, *ys])
-        grown = [a or b for a, b in zip(carry, reads[consts : consts + carries], strict=True)]
+        grown = [a or b for a, b in zip(carry, reads[consts:head], strict=True)]
         if grown == carry:
             break
         carry = grown
     if all(carry) and all(ys) and all(c is True for c in choice):
         return True, [True] * len(eqn.invars)
     # A carry's initial value is read by the part that owns the carry.
-    reads = [*reads[:consts], *carry, *reads[consts + carries :]]
-    # What the first part makes in each trip anyway it also stacks: the second would only copy it.
-    made = _made_first(body, choice) | {
-        v for v, c in zip(body.invars[consts : consts + carries], carry, strict=True) if c
-    }
-    ys = [
-        y or (isinstance(v, core.Var) and v in made)
-        for y, v in zip(ys, body.outvars[carries:], strict=True)
-    ]
+    reads = [*reads[:consts], *carry, *reads[head:]]
+    # The first part also stacks the outputs that it computes in each trip anyway: the second part
+    # would only copy them.
+    first = {*_first_variables(body, choice), *_marked(body.invars[consts:head], carry)}
+    stacked = zip(ys, body.outvars[carries:], strict=True)
+    ys = [y or (isinstance(v, core.Var) and v in first) for y, v in stacked]
     return Split(choice, (*carry, *ys)), reads
 
 
-def _made_first(jaxpr: core.Jaxpr, choices: Assignment) -> set[core.Var]:
+def _first_variables(jaxpr: core.Jaxpr, choices: Assignment) -> set[core.Var]:
     """The variables that the first part defines."""
-    made: set[core.Var] = set()
+    first: set[core.Var] = set()
     for eqn, choice in zip(jaxpr.eqns, choices, strict=True):
         if isinstance(choice, Split):
-            made.update(v for v, f in zip(eqn.outvars, choice.first, strict=True) if f)
+            first.update(_marked(eqn.outvars, choice.first))
         elif choice:
-            made.update(eqn.outvars)
-    return made
+            first.update(eqn.outvars)
+    return first
 
 
-def made_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> set[core.Var]:
+def determined_by(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> set[core.Var]:
     """The values that the marked inputs alone determine, the inputs among them."""
-    return _made_first(jaxpr, _forward(jaxpr, inputs)[0]) | {
-        v for v, k in zip(jaxpr.invars, inputs, strict=True) if k
-    }
+    return _forward(jaxpr, inputs)[1]
 
 
-def _forward(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[Assignment, list[bool]]:
-    """The assignment, and which outputs are known."""
-    known = {v for v, k in zip(jaxpr.invars, inputs, strict=True) if k}
-    found: list[bool | Split] = []
+def _forward(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[Assignment, set[core.Var]]:
+    """The assignment, and which variables are known."""
+    known = set(_marked(jaxpr.invars, inputs))
+    choices: list[bool | Split] = []
     for eqn in jaxpr.eqns:
-        given = [isinstance(v, core.Literal) or v in known for v in eqn.invars]
-        choice: bool | Split = all(given) and not eqn.effects
-        outs = [choice is True] * len(eqn.outvars)
+        arguments = _known(eqn.invars, known)
+        choice: bool | Split = all(arguments) and not eqn.effects
         if not choice and eqn.primitive.name == "scan" and not eqn.effects:
-            choice, outs = _forward_scan(eqn, given)
-        known.update(v for v, k in zip(eqn.outvars, outs, strict=True) if k)
-        found.append(choice)
-    return tuple(found), [isinstance(v, core.Literal) or v in known for v in jaxpr.outvars]
+            choice = _forward_scan(eqn, arguments)
+        if isinstance(choice, Split):
+            known.update(_marked(eqn.outvars, choice.first))
+        elif choice:
+            known.update(eqn.outvars)
+        choices.append(choice)
+    return tuple(choices), known
 
 
-def _forward_scan(eqn: core.JaxprEqn, given: Sequence[bool]) -> tuple[bool | Split, list[bool]]:
+def _known(atoms: Sequence[Atom], known: Collection[core.Var]) -> list[bool]:
+    return [isinstance(v, core.Literal) or v in known for v in atoms]
+
+
+def _forward_scan(eqn: core.JaxprEqn, inputs: Sequence[bool]) -> bool | Split:
     """Shrink the set of known carries until the body keeps them known."""
     consts, carries = scan_counts(eqn)
-    body = eqn.params["jaxpr"].jaxpr
-    carry = list(given[consts : consts + carries])
+    body, head = eqn.params["jaxpr"].jaxpr, consts + carries
+    carry = inputs[consts:head]
     while True:
-        choice, outs = _forward(body, [*given[:consts], *carry, *given[consts + carries :]])
+        choice, known = _forward(body, [*inputs[:consts], *carry, *inputs[head:]])
+        outs = _known(body.outvars, known)
         shrunk = [a and b for a, b in zip(carry, outs[:carries], strict=True)]
         if shrunk == carry:
             break
         carry = shrunk
-    if not any(c is not False for c in choice):
-        return False, [False] * len(eqn.outvars)
-    known = [*carry, *outs[carries:]]
-    return Split(choice, tuple(known)), known
+    is_cut = any(c is not False for c in choice)
+    return is_cut and Split(choice, (*carry, *outs[carries:]))
 
 
 @dataclass(frozen=True)
@@ -159,7 +318,7 @@ class Cut:
     first: core.Jaxpr
     second: core.Jaxpr
     crossing: tuple[Any, ...]  # avals
-    weight: int  # of what crosses: see `min_cut.weight`
+    weight: int  # of what crosses: see `weight`
     second_reads: tuple[bool, ...]
 
 
@@ -329,14 +488,17 @@ def equal_outputs(jaxpr: core.Jaxpr) -> tuple[int, ...]:
     layers, and the same cast in the reversed scan over them, are equal: without a carry each trip
     is by itself, in whichever order they come.
     """
-    texts = [_text(jaxpr, atom) for atom in jaxpr.outvars]
+    numbers = {v: i for i, v in enumerate(jaxpr.invars)}
+    texts = [_text(jaxpr, atom, numbers) for atom in jaxpr.outvars]
     return tuple(i if text is None else texts.index(text) for i, text in enumerate(texts))
 
 
-def _text(jaxpr: core.Jaxpr, atom: Any) -> str | None:
+def _text(jaxpr: core.Jaxpr, atom: Any, numbers: Mapping[core.Var, int]) -> str | None:
     """How a value is made, and from which inputs; None where the text does not have it all."""
-    made = making(variables([atom]), jaxpr.eqns)
-    alone, used = drop_dead(with_equations(jaxpr, made, jaxpr.invars, [atom]))
+    needed = producers(variables([atom]), jaxpr.eqns)
+    own = {*variables([atom]), *(v for eqn in needed for v in variables(eqn.invars))}
+    inputs = sorted(own & numbers.keys(), key=numbers.__getitem__)
+    alone, used = drop_dead(with_equations(jaxpr, needed, inputs, [atom]))
     eqns = [
         eqn.replace(params=eqn.params | {"reverse": False})
         if eqn.primitive.name == "scan" and not scan_counts(eqn)[1]
@@ -346,10 +508,12 @@ def _text(jaxpr: core.Jaxpr, atom: Any) -> str | None:
     inner = list(every_equation(alone))
     values = [value for eqn in inner for value in eqn.params.values()]
     values += [a.val for eqn in inner for a in eqn.invars if isinstance(a, core.Literal)]
-    if alone.effects or any(isinstance(v, np.ndarray | jax.Array) and v.ndim for v in values):
+    has_arrays = any(isinstance(v, np.ndarray | jax.Array) and v.ndim for v in values)
+    bodies = (body for eqn in inner for body in core.jaxprs_in_params(eqn.params))
+    if alone.effects or has_arrays or any(body.constvars for body in bodies):
         return None
-    own = alone.replace(eqns=eqns, invars=_marked(alone.invars, used))
-    return f"{[i for i, is_used in enumerate(used) if is_used]} {own}"
+    read = _marked(inputs, used)
+    return f"{[numbers[v] for v in read]} {alone.replace(eqns=eqns, invars=read)}"
 
 
 def keep_first(jaxpr: core.Jaxpr, start: int, same: tuple[int, ...]) -> core.Jaxpr:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -134,13 +135,31 @@ class Entry:
         """Constrain the split of a pool [slots, *kept]."""
         return self._constrain(pool, self.pool_spec)
 
-    def pack(self, value: Any) -> Any:
-        """A value [*shape] in the form of the pool."""
-        return self._folded(self._cut(value, 0), self.kept)
+    def pack(self, value: Any, missing: int = 0) -> Any:
+        """A value [*shape] in the form of the pool; a row of it with `missing` = 1."""
+        value = self._constrain(value, self._spec(missing))
+        if self.parts:
+            dims, order = self._order(missing)
+            value = lax.transpose(value.reshape(dims), order)
+        kept = self.kept[missing:]
+        before = kept[: len(kept) - len(self.rest)]
+        if self._tiled:
+            *outer, down, across, height, width = self._tiled
+            value = value.reshape(*before, *outer, down, height, across, width)
+            return jnp.swapaxes(value, -3, -2).reshape(kept)
+        return _padded(value, before, self._numbers, math.prod(self.rest)).reshape(kept)
 
-    def unpack(self, kept: Any) -> Any:
-        """The value [*shape] of an entry."""
-        return self._join(self._unfolded(kept), 0)
+    def unpack(self, kept: Any, missing: int = 0) -> Any:
+        """The value of an entry; a row with `missing` = 1."""
+        before = kept.shape[: kept.ndim - len(self.rest)]
+        if self._tiled:
+            value = jnp.swapaxes(kept.reshape(*before, *self._tiled), -3, -2)
+        else:
+            value = _cut_off(kept, before, self._numbers)
+        if self.parts:
+            dims, order = self._order(missing)
+            value = lax.transpose(value.reshape([dims[i] for i in order]), np.argsort(order))
+        return self._constrain(value.reshape(self.shape[missing:]), self._spec(missing))
 
     @property
     def units(self) -> int:
@@ -176,14 +195,6 @@ class Entry:
         whole = -(-value.size // tile) * tile
         return _padded(value, (), value.size, whole).reshape(-1, *self.tile)
 
-    def pack_row(self, value: Any) -> Any:
-        """A row [*shape[1:]] in the form of the pool."""
-        return self._folded(self._cut(value, 1), self.kept[1:])
-
-    def unpack_row(self, kept: Any) -> Any:
-        """The row."""
-        return self._join(self._unfolded(kept), 1)
-
     @cached_property
     def _tiled(self) -> tuple[int, ...]:
         """The dims of a part of a row with the last two cut in tiles, [..., rows of tiles, tiles of
@@ -194,38 +205,6 @@ class Entry:
         if len(self.rest) == 1 or len(own) < 2 or own[-2] % self.tile[0] or own[-1] % self.tile[1]:
             return ()
         return (*own[:-2], own[-2] // self.tile[0], own[-1] // self.tile[1], *self.tile)
-
-    def _folded(self, value: Any, kept: tuple[int, ...]) -> Any:
-        """A value whose parts come first, in the kept shape."""
-        before = kept[: len(kept) - len(self.rest)]
-        if self._tiled:
-            *outer, down, across, height, width = self._tiled
-            value = value.reshape(*before, *outer, down, height, across, width)
-            return jnp.swapaxes(value, -3, -2).reshape(kept)
-        return _padded(value, before, self._numbers, math.prod(self.rest)).reshape(kept)
-
-    def _unfolded(self, kept: Any) -> Any:
-        """The same numbers in the order of the value, without padding."""
-        before = kept.shape[: kept.ndim - len(self.rest)]
-        if self._tiled:
-            return jnp.swapaxes(kept.reshape(*before, *self._tiled), -3, -2)
-        return _cut_off(kept, before, self._numbers)
-
-    def _cut(self, value: Any, missing: int) -> Any:
-        """Split dims in two, their parts moved to the front (after the rows)."""
-        value = self._constrain(value, self._spec(missing))
-        if not self.parts:
-            return value
-        dims, order = self._order(missing)
-        return lax.transpose(value.reshape(dims), order)
-
-    def _join(self, kept: Any, missing: int) -> Any:
-        if not self.parts:
-            return self._constrain(kept.reshape(self.shape[missing:]), self._spec(missing))
-        dims, order = self._order(missing)
-        back = sorted(range(len(order)), key=order.__getitem__)
-        parts = lax.transpose(kept.reshape([dims[i] for i in order]), back)
-        return self._constrain(parts.reshape(self.shape[missing:]), self._spec(missing))
 
     def _order(self, missing: int) -> tuple[list[int], list[int]]:
         """Sizes of the dims, those that are split in two, and the order in which the parts come

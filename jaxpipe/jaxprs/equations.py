@@ -49,11 +49,11 @@ def with_bodies(params: Any, change: Callable[[core.Jaxpr], core.Jaxpr]) -> Any:
         return params if inner is params.jaxpr else core.ClosedJaxpr(inner, params.consts)
     if type(params) not in (tuple, dict):
         return params
-    old = params.values() if type(params) is dict else params
-    new = [with_bodies(value, change) for value in old]
-    if all(a is b for a, b in zip(old, new, strict=True)):
+    old = params if type(params) is dict else dict(enumerate(params))
+    new = {key: with_bodies(value, change) for key, value in old.items()}
+    if all(new[key] is old[key] for key in old):
         return params
-    return dict(zip(params, new, strict=True)) if type(params) is dict else tuple(new)
+    return new if type(params) is dict else tuple(new.values())
 
 
 def renamed(jaxpr: core.Jaxpr, env: dict[core.Var, Any]) -> core.Jaxpr:
@@ -62,16 +62,18 @@ def renamed(jaxpr: core.Jaxpr, env: dict[core.Var, Any]) -> core.Jaxpr:
     Equations that read none of these stay the same objects.
     """
 
-    def read(atom: Any) -> Any:
-        return env.get(atom, atom) if isinstance(atom, core.Var) else atom
-
     eqns = [
-        eqn.replace(invars=[read(a) for a in eqn.invars])
-        if any(v in env for v in variables(eqn.invars))
-        else eqn
+        eqn
+        if env.keys().isdisjoint(variables(eqn.invars))
+        else eqn.replace(invars=_values(eqn.invars, env))
         for eqn in jaxpr.eqns
     ]
-    return jaxpr.replace(eqns=eqns, outvars=[read(a) for a in jaxpr.outvars])
+    return jaxpr.replace(eqns=eqns, outvars=_values(jaxpr.outvars, env))
+
+
+def _values(atoms: Iterable[Any], env: dict[core.Var, Any]) -> list[Any]:
+    """The atoms, with other values in place of some variables."""
+    return [env.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
 
 
 def copied(
@@ -80,19 +82,19 @@ def copied(
     """The equations with new variables for their results; `env` has the new ones then."""
     found = []
     for eqn in eqns:
-        inputs = [env.get(a, a) if isinstance(a, core.Var) else a for a in eqn.invars]
+        inputs = _values(eqn.invars, env)
         outputs = [newvar(v.aval) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outputs, strict=True))
         found.append(eqn.replace(invars=inputs, outvars=outputs))
     return found
 
 
-def making(
+def producers(
     values: Iterable[core.Var],
     eqns: Sequence[core.JaxprEqn],
     at_hand: Callable[[core.Var], bool] = lambda v: False,
 ) -> list[core.JaxprEqn]:
-    """Those equations, in order, that make the values from what is at hand."""
+    """The equations, in order, that compute the values from those at hand."""
     wanted = {v for v in values if not at_hand(v)}
     found = []
     for eqn in reversed(eqns):
@@ -138,37 +140,23 @@ class Scan:
     def of(cls, eqn: core.JaxprEqn) -> Scan:
         """The parts of an equation whose body has no constants."""
         consts, carries = scan_counts(eqn)
-        body = eqn.params["jaxpr"].jaxpr
+        body, head = eqn.params["jaxpr"].jaxpr, sum(scan_counts(eqn))
         ins = list(zip(eqn.invars, body.invars, strict=True))
         outs = list(zip(body.outvars, eqn.outvars, strict=True))
-        head = consts + carries
-        return cls(
-            eqn,
-            body.eqns,
-            ins[:consts],
-            ins[consts:head],
-            ins[head:],
-            outs[:carries],
-            outs[carries:],
-        )
+        inputs = (ins[:consts], ins[consts:head], ins[head:])
+        return cls(eqn, body.eqns, *inputs, outs[:carries], outs[carries:])
 
     def equation(self) -> core.JaxprEqn:
         """The parts as an equation."""
         ins = [*self.consts, *self.carry, *self.xs]
         outs = [*self.carry_out, *self.ys]
-        body = with_equations(
-            self.like.params["jaxpr"].jaxpr,
-            self.eqns,
-            [inner for _, inner in ins],
-            [inner for inner, _ in outs],
-        )
+        like = self.like.params["jaxpr"].jaxpr
+        body = with_equations(like, self.eqns, [v for _, v in ins], [v for v, _ in outs])
         params = self.like.params | {
             "jaxpr": core.ClosedJaxpr(body, []),
             "num_consts": len(self.consts),
             "num_carry": len(self.carry),
         }
-        if "linear" in params:
-            params["linear"] = (False,) * len(ins)
         return self.like.replace(
             invars=[operand for operand, _ in ins],
             outvars=[output for _, output in outs],
@@ -192,35 +180,17 @@ def results_of(code: core.ClosedJaxpr, *arguments: Any) -> list[Any]:
 
 def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Run one equation of a jaxpr."""
-    variables = [v for v in eqn.invars if isinstance(v, core.Var)]
-    values = [x for v, x in zip(eqn.invars, inputs, strict=True) if isinstance(v, core.Var)]
-    named = dict(zip(variables, values, strict=True))
+    pairs = zip(eqn.invars, inputs, strict=True)
+    named = {v: value for v, value in pairs if isinstance(v, core.Var)}
     newvar = core.gensym()
     outs = [newvar(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
-    single = jaxpr.replace(
-        constvars=[],
-        invars=list(named),
-        outvars=outs,
-        eqns=[eqn.replace(outvars=outs)],
-        effects=eqn.effects,
-    )
+    opened = jaxpr.replace(constvars=[])
+    single = with_equations(opened, [eqn.replace(outvars=outs)], list(named), outs)
     return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*named.values())
 
 
-_LAYOUT = frozenset(
-    {
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "broadcast_in_dim",
-        "rev",
-        "copy",
-        "copy_p",
-        "slice",
-        "dynamic_slice",
-    }
-)
+_SHAPES = {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev"}
+_LAYOUT = _SHAPES | {"copy", "copy_p", "slice", "dynamic_slice"}
 
 
 def is_layout(eqn: core.JaxprEqn) -> bool:
@@ -231,9 +201,8 @@ def is_layout(eqn: core.JaxprEqn) -> bool:
 
 
 def grows(eqn: core.JaxprEqn) -> bool:
-    """True for an equation whose result has more bytes than what it reads: a cast to more bits."""
-    read = sum(nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, core.Var))
-    return read < nbytes(eqn.outvars[0].aval)
+    """True for an equation whose result has more bytes than its inputs: a cast to more bits."""
+    return sum(nbytes(v.aval) for v in variables(eqn.invars)) < nbytes(eqn.outvars[0].aval)
 
 
 def is_inexact(eqn: core.JaxprEqn) -> bool:
@@ -248,12 +217,8 @@ def is_gather(eqn: core.JaxprEqn) -> bool:
     """
     if eqn.primitive.name != "sharding_constraint":
         return False
-    spec = getattr(eqn.params["sharding"], "spec", None)
-    return (
-        spec is not None
-        and all(entry is None for entry in spec)
-        and not eqn.params.get("unconstrained_dims")
-    )
+    spec = getattr(eqn.params["sharding"], "spec", (True,))
+    return not any(spec) and not eqn.params.get("unconstrained_dims")
 
 
 def nbytes(aval: Any) -> int:
@@ -284,17 +249,10 @@ def stacked(aval: Any, length: int) -> Any:
     return jax_core.ShapedArray((length, *aval.shape), aval.dtype)
 
 
-_MATMULS = frozenset({"dot_general", "conv_general_dilated"})
-# What may be most of a backward's work.
-_HEAVY = _MATMULS | {
-    "ragged_dot",
-    "ragged_dot_general",
-    "pallas_call",
-    "custom_call",
-    "ffi_call",
-    "cumsum",
-    "sort",
-}
+_MATMULS = {"dot_general", "conv_general_dilated"}
+# Primitives that may be most of a backward's work.
+_KERNELS = {"pallas_call", "custom_call", "ffi_call"}
+_HEAVY = _MATMULS | _KERNELS | {"ragged_dot", "ragged_dot_general", "cumsum", "sort"}
 
 
 class Work(NamedTuple):
@@ -336,22 +294,20 @@ def count_work(jaxpr: core.Jaxpr) -> Work:
 
 def is_light(eqn: core.JaxprEqn) -> bool:
     """True for an equation that is no matmul and has none in its bodies."""
-    inner = any(True for _ in core.jaxprs_in_params(eqn.params))
     return (
         eqn.primitive.name not in _HEAVY
-        and eqn.primitive.name != "scan"
         and not eqn.effects
-        and not inner
+        and not list(core.jaxprs_in_params(eqn.params))
     )
 
 
 def _multiplications(eqn: Any) -> int:
     """Of a matmul or a convolution."""
-    made = math.prod(eqn.outvars[0].aval.shape)
+    size = math.prod(eqn.outvars[0].aval.shape)
     left, right = (v.aval.shape for v in eqn.invars[:2])
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return int(made * math.prod(left[d] for d in contracted))
+        return int(size * math.prod(left[d] for d in contracted))
     # Each number of the output sums over the kernel of one output feature.
     features = right[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return int(made * math.prod(right) // max(1, features))
+    return int(size * math.prod(right) // max(1, features))

@@ -5,7 +5,7 @@ inputs come straight from them.  Scans are run one by one, or several of one len
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,35 +35,31 @@ class Loop:
     """
 
     params: Mapping[str, Any]  # of the scan
-    fixed: list[Any]  # what is the same in all trips
+    fixed: list[Any]  # values that are the same in all trips
     carry: list[Any]
     homes: list[int]  # by what each pool was at first, see `_steps`
     pools: list[Any]
-    scanned: list[Any]  # what a trip reads a row of: slots, pieces, arrays
+    scanned: list[Any]  # slots, pieces and arrays, of which a trip reads a row
     targets: Sequence[Target | None]
 
     @property
-    def length(self) -> int:
-        """How many trips it has."""
-        return int(self.params["length"])
-
-    def merges_with(self, other: Loop) -> bool:
-        """Whether both may be one loop."""
-        return all(self.params[name] == other.params[name] for name in ("length", "unroll"))
+    def form(self) -> tuple[int, int]:
+        """The number of trips, and how many are unrolled; loops of equal form may be one loop."""
+        return self.params["length"], self.params["unroll"]
 
     def empty_stacks(self) -> list[Any]:
-        """Room for what it stacks; every row is written before any is read, so that nothing fills
-        it.
+        """Arrays for its stacked outputs.  Every row is written before any is read: nothing fills
+        them.
         """
         outs = self.params["jaxpr"].jaxpr.outvars[len(self.carry) :]
         return [
-            lax.empty((self.length, *out.aval.shape), out.aval.dtype)
+            lax.empty((self.form[0], *out.aval.shape), out.aval.dtype)
             for out, target in zip(outs, self.targets, strict=True)
             if target is None
         ]
 
     def compute(self, carry: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The next carry and the other results of a trip, from the carry and what was read."""
+        """The next carry and the other results of a trip, from the carry and the rows."""
         results = results_of(self.params["jaxpr"], *self.fixed, *carry, *values)
         count = len(carry)
         after = [r.astype(c.dtype) for r, c in zip(results[:count], carry, strict=True)]
@@ -91,7 +87,7 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
     loop whose slices follow its counter. Where the partitioner splits values, scan stacks them
     itself: collectives keep such a loop out of graphs, and XLA reads its own stacks without a copy.
     """
-    length, reverse = loops[0].length, loops[0].params["reverse"]
+    (length, unroll), reverse = loops[0].form, loops[0].params["reverse"]
     by_scan = _is_split_further()
 
     def trip(states: list[State], rows: list[Any]) -> tuple[list[State], list[list[Any]]]:
@@ -134,7 +130,6 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
     start = [
         State(loop.carry, loop.pools, [] if by_scan else loop.empty_stacks()) for loop in loops
     ]
-    unroll = loops[0].params["unroll"]
     end, ys = lax.scan(trip, start, rows, length=length, reverse=reverse, unroll=unroll)
     if not by_scan:
         return end
@@ -188,7 +183,7 @@ def _read_before_writing(
 
 
 def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
-    """A row of what is scanned; of a slot, in its pool as it is by now."""
+    """A row of a scanned operand; of a slot, in its pool as it is by now."""
     if isinstance(scanned, Slot):
         return scanned._replace(pool=now.get(id(scanned.pool), scanned.pool)).load_row(row)
     return (
@@ -228,7 +223,7 @@ def run_in_slots(*runs: InSlots) -> list[list[Any]]:
                 waiting[k] = steps[k].send(answer)
             except StopIteration as done:
                 results[k] = done.value
-        chosen = [k for k in sorted(waiting) if waiting[min(waiting)].merges_with(waiting[k])]
+        chosen = [k for k in sorted(waiting) if waiting[k].form == waiting[min(waiting)].form]
         states = run_loops([waiting.pop(k) for k in chosen]) if chosen else []
         answers = dict(zip(chosen, states, strict=True))
     return results
@@ -248,25 +243,19 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
     uses = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
     own = ((jaxpr.outvars[i], target) for i, target in writes.items())
     left = {v: target for v, target in own if isinstance(v, core.Var)}
-    # A scan or a scatter writes into its target what nothing else reads.
+    # A scan or a scatter writes a result into its target where nothing else reads it.
     targets = {v: t for v, t in left.items() if v not in uses and jaxpr.outvars.count(v) == 1}
     updates = _updates(jaxpr, slots, left, targets, uses)
     written: set[core.Var] = set()
-    # What is read whole is read before any pool is written, here or by what runs together with
-    # this; but for large slots that nothing writes.
+    # Inputs that are read whole are read before any pool is written, here or by the jaxpr that runs
+    # together with this one; but for large slots that nothing writes.
     whole = _read_whole(jaxpr) - {each.held for each in updates.values()}
-    late = {v for v in whole & {*slots} if alone and _is_read_late(v, slots[v], writes)}
-    first = [v for v in jaxpr.invars if v in whole and v not in late]
+    pools = {id(target.pool) for target in writes.values()}
+    late = _LateReads(v for v in whole & {*slots} if alone and _is_late(v, slots[v], pools))
+    first = [v for v in jaxpr.invars if v in whole and v not in late.waiting]
     env.update((v, env[v].load()) for v in first if isinstance(env[v], _LAZY))
-    newest: Any = None  # the last large array that was computed from one of these
-    after: set[core.Var] = set(late)  # what depends on one of these
     for eqn in jaxpr.eqns:
-        for v in [v for v in dict.fromkeys(variables(eqn.invars)) if v in late]:
-            late.discard(v)
-            slot = env[v]
-            if newest is not None:
-                slot = slot._replace(index=_row_after(slot.index, [newest]))
-            env[v] = slot.load()
+        late.read(eqn, env)
         result: Any = eqn.outvars[0] if eqn.outvars else None
         if (update := updates.get(result)) is not None:
             before = update.target if update.held is None else env[update.held]
@@ -285,14 +274,11 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
             env.update(zip(eqn.outvars[:carries], state.carry, strict=True))
             env.update(zip([v for v in outs if v not in targets], state.stacks, strict=True))
             written.update(v for v in outs if v in targets)
-            made = [*state.carry, *state.stacks]
+            late.note(eqn, [*state.carry, *state.stacks])
         else:
-            made = bind(jaxpr, eqn, [_load(env, v) for v in eqn.invars])
-            env.update(zip(eqn.outvars, made, strict=True))
-            made = made if eqn.primitive.name == "dot_general" else []
-        if not after.isdisjoint(variables(eqn.invars)):
-            after.update(eqn.outvars)
-            newest = next(filter(_is_large, made), newest)
+            arrays = bind(jaxpr, eqn, [_load(env, v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, arrays, strict=True))
+            late.note(eqn, arrays if eqn.primitive.name == "dot_general" else [])
     for i, target in writes.items():
         atom = jaxpr.outvars[i]
         if not (isinstance(atom, core.Var) and atom in written):
@@ -303,15 +289,38 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
     ]
 
 
-def _is_read_late(var: core.Var, slot: Slot, writes: Mapping[int, Target]) -> bool:
-    """Whether an input is read from its slot when the first equation needs it, after what was
+class _LateReads:
+    """Inputs that are read from their slots when the first equation needs them, after all values
     computed before.
 
-    XLA:GPU would otherwise read all of them first, and start what the backward computes again of
-    each layer: at 512k tokens in slices that is 8 % of a device's memory.
+    XLA:GPU would otherwise read all of them first, and start the recomputation of every layer: at
+    512k tokens in slices that is 8 % of a device's memory.
     """
-    is_written = any(target.pool is slot.pool for target in writes.values())
-    return not is_written and _is_large(var.aval) and not _is_split_further()
+
+    def __init__(self, inputs: Iterable[core.Var]) -> None:
+        self.waiting = set(inputs)
+        self._after = set(self.waiting)  # values that depend on one of these
+        self._newest: Any = None  # the last large array among these values
+
+    def read(self, eqn: core.JaxprEqn, env: dict[core.Var, Any]) -> None:
+        """Read the slots that an equation needs first."""
+        for v in [v for v in dict.fromkeys(variables(eqn.invars)) if v in self.waiting]:
+            self.waiting.discard(v)
+            slot = env[v]
+            if self._newest is not None:
+                slot = slot._replace(index=_row_after(slot.index, [self._newest]))
+            env[v] = slot.load()
+
+    def note(self, eqn: core.JaxprEqn, arrays: Sequence[Any]) -> None:
+        """Note the results of an equation."""
+        if not self._after.isdisjoint(variables(eqn.invars)):
+            self._after.update(eqn.outvars)
+            self._newest = next(filter(_is_large, arrays), self._newest)
+
+
+def _is_late(var: core.Var, slot: Slot, written: Collection[int]) -> bool:
+    """Whether an input is read late: a large one, from a pool that is not written."""
+    return id(slot.pool) not in written and _is_large(var.aval) and not _is_split_further()
 
 
 def _is_large(array: Any) -> bool:
@@ -379,9 +388,7 @@ def _loop_of(
     targets: Mapping[Any, Target],
     current: Callable[[Target], Target],
 ) -> Loop:
-    """A scan with pools among its carries, for what it writes, and among its constants, for what it
-    reads.
-    """
+    """A scan that carries the pools that it writes; the pools that it reads are constants of it."""
     scan = Scan.of(eqn)
     found = [targets.get(v) for _, v in scan.ys]
     pools = {id(t.pool): current(t).pool for t in found if t is not None}

@@ -14,21 +14,13 @@ from jax.extend import core
 from .equations import Atom, NewVar, every_equation, with_bodies
 
 # The parameter that holds a call's body.  `custom_*` calls that are still here were not
-# differentiated, so the plain body is their meaning.  Inlined remat keeps what it is for: a stage's
+# differentiated, so the plain body is their meaning.  Inlined remat keeps its purpose: a stage's
 # forward and backward are separate computations, so what the backward recomputes cannot be shared
 # with the forward by accident.
-_BODY_OF = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
-
+_CALLS = ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+_BODY_OF = dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr") | dict.fromkeys(
+    _CALLS, "call_jaxpr"
+)
 
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)

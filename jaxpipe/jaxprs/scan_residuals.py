@@ -8,10 +8,9 @@ from typing import Any
 
 from jax.extend import core
 
-from .cut import made_from
-from .equations import Atom, NewVar, Scan, copied, making, renamed, scan_counts, variables
+from .cut import cheapest, determined_by, numbers_of
+from .equations import Atom, NewVar, Scan, copied, producers, renamed, scan_counts, variables
 from .equations import stacked as stacked_aval
-from .min_cut import cheapest, numbers_of
 
 
 def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -20,14 +19,14 @@ def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
     As operands of a scan they would be whole arrays in memory.  JAX moves them out of scans when it
     differentiates.
     """
-    made = numbers_of(jaxpr.eqns)
+    numbers = numbers_of(jaxpr.eqns)
     eqns = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
             consts, carries = scan_counts(eqn)
             rows = variables(eqn.invars[consts + carries :])
-            whole = {v: v for v in variables(eqn.invars[:consts]) if v in made and v not in rows}
-            eqn = _remake(eqn, whole, list(made.values()), {}, {}, core.gensym())
+            whole = {v: v for v in variables(eqn.invars[:consts]) if v in numbers and v not in rows}
+            eqn = _remake(eqn, whole, list(numbers.values()), {}, {}, core.gensym())
             body = eqn.params["jaxpr"]
             inner = core.ClosedJaxpr(into_scans(body.jaxpr), body.consts)
             eqn = eqn.replace(params=eqn.params | {"jaxpr": inner})
@@ -39,8 +38,8 @@ def keep_fewer_residuals(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool
     """Rewrite each scan before equation `border` whose stacked outputs feed scans after it: these
     make again what elementwise arithmetic gives.
 
-    The equations stay as many. `known` marks parameters among the inputs: what they alone determine
-    is computed once a step, and stays as it is.
+    The equations stay as many.  `known` marks parameters among the inputs: values that they alone
+    determine are computed once a step, and stay as they are.
     """
     eqns = list(jaxpr.eqns)
     newvar = core.gensym()
@@ -54,20 +53,14 @@ def keep_fewer_residuals(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool
         readers = _readers(eqns, border, [o for _, o in scan.ys], jaxpr)
         fixed_in = [isinstance(a, core.Literal) or a in parameters for a in eqn.invars]
         fixed_in[len(scan.consts) : sum(scan_counts(eqn))] = [False] * len(scan.carry)
-        once = made_from(eqn.params["jaxpr"].jaxpr, fixed_in)
-        moved = {
-            o: v for v, o in scan.ys if readers.get(o) and isinstance(v, core.Var) and v not in once
-        }
-        fixed = {
-            v: o
-            for v, o in scan.ys
-            if o not in moved and isinstance(v, core.Var) and not isinstance(o, core.DropVar)
-        }
+        once = determined_by(eqn.params["jaxpr"].jaxpr, fixed_in)
+        ys = [(v, o) for v, o in scan.ys if isinstance(v, core.Var)]
+        moved = {o: v for v, o in ys if readers.get(o) and v not in once}
+        fixed = {v: o for v, o in ys if o not in moved and not isinstance(o, core.DropVar)}
         # Inputs of the whole step, and what another output stacks anyway, cost the backward
         # nothing.
-        given = set(jaxpr.invars)
         consts, xs = (
-            {v: a for a, v in pairs if isinstance(a, core.Literal) or a in given}
+            {v: a for a, v in pairs if isinstance(a, core.Literal) or a in jaxpr.invars}
             for pairs in (scan.consts, scan.xs)
         )
         at_hand = {**fixed, **xs, **consts}
@@ -77,8 +70,8 @@ def keep_fewer_residuals(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool
         names = {v: o for o, v in moved.items() if v in keep.stored}
         for v in keep.stored:
             names.setdefault(v, newvar(stacked_aval(v.aval, eqn.params["length"])))
-        ys = [*((v, o) for v, o in scan.ys if o not in moved), *names.items()]
-        eqns[index] = replace(scan, ys=ys).equation()
+        kept = [(v, o) for v, o in scan.ys if o not in moved]
+        eqns[index] = replace(scan, ys=[*kept, *names.items()]).equation()
         for position in sorted({p for o in moved for p in readers[o]}):
             eqns[position] = _remake(
                 eqns[position], moved, keep.again, consts, {**names, **fixed, **xs}, newvar
@@ -126,10 +119,12 @@ def _remake(
     values = {v: moved[a] for a, v in (*scan.consts, *scan.xs) if is_moved(a)}
     if not values:
         return eqn
-    head = making(values.values(), again, lambda v: v in consts or v in xs)
-    made = {v for e in head for v in e.outvars}
+    head = producers(values.values(), again, lambda v: v in consts or v in xs)
+    computed = {v for e in head for v in e.outvars}
     inputs = [v for e in head for v in variables(e.invars)]
-    env = {v: newvar(v.aval) for v in dict.fromkeys([*inputs, *values.values()]) if v not in made}
+    env = {
+        v: newvar(v.aval) for v in dict.fromkeys([*inputs, *values.values()]) if v not in computed
+    }
     extra_consts = [(consts[v], inner) for v, inner in env.items() if v in consts]
     extra_xs = [(xs[v], inner) for v, inner in env.items() if v not in consts]
     eqns = copied(head, env, newvar)

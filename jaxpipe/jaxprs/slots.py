@@ -65,9 +65,8 @@ class Slot(NamedTuple):
             return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
         kept = self.pool.shape[2:]
         start = (self.index, row, *(jnp.int32(0) for _ in kept))
-        return self.entry.unpack_row(
-            lax.dynamic_slice(self.pool, start, (1, 1, *kept)).reshape(kept)
-        )
+        own = lax.dynamic_slice(self.pool, start, (1, 1, *kept)).reshape(kept)
+        return self.entry.unpack(own, 1)
 
     def store_row(self, row: Any, value: Any) -> Any:
         """The pool with `pool[index, row]` replaced."""
@@ -75,7 +74,7 @@ class Slot(NamedTuple):
             return self.store(
                 lax.dynamic_update_index_in_dim(self.load(), value.astype(self.pool.dtype), row, 0)
             )
-        value = self.entry.pack_row(value.astype(self.pool.dtype))
+        value = self.entry.pack(value.astype(self.pool.dtype), 1)
         start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
 
@@ -119,12 +118,12 @@ class Piece(NamedTuple):
         own = lax.dynamic_slice_in_dim(self.pool, jnp.int32(self.start) + row * size, size, axis=-1)
         if not self.entry.by_row:  # the rows are single numbers
             return own.reshape(())
-        return self.entry.unpack_row(own.reshape(self.entry.kept[1:]))
+        return self.entry.unpack(own.reshape(self.entry.kept[1:]), 1)
 
 
 class Total(NamedTuple):
-    """An accumulator: what is stored is added to it, in place; row by row what a scan stacks, and
-    what is scattered where it belongs.
+    """An accumulator: values are added to it, in place.  A scan adds row by row, and a scatter adds
+    rows where they belong.
 
     With `split`, its split over the axes of the partitioner, it has the layout of the step's
     results.  XLA for TPUs would otherwise choose the layout of the matmul that makes a row, and
@@ -176,8 +175,8 @@ class Total(NamedTuple):
 
 
 class TotalPiece(NamedTuple):
-    """An accumulator that is a piece of a long array (see `Piece`): what is stored is added there,
-    in place.
+    """An accumulator that is a piece of a long array (see `Piece`): values are added there, in
+    place.
     """
 
     pool: Any
@@ -194,7 +193,7 @@ class TotalPiece(NamedTuple):
             whole = jnp.zeros(self.entry.shape, value.dtype)
             return self.store(lax.dynamic_update_index_in_dim(whole, value, row, 0))
         size = self.entry.length // self.entry.shape[0]
-        own = self.entry.pack_row(value).reshape(*self.entry.counts, size)
+        own = self.entry.pack(value, 1).reshape(*self.entry.counts, size)
         return self._add(jnp.int32(self.start) + row * size, own)
 
     def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:

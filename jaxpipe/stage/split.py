@@ -18,13 +18,13 @@ from ..jaxprs.cut import (
     cut,
     drop_dead,
     equal_outputs,
+    is_view,
     keep_first,
     known_from,
     needed_for,
 )
+from ..jaxprs.cut import weight as cut_weight
 from ..jaxprs.equations import is_light, reads
-from ..jaxprs.min_cut import is_view
-from ..jaxprs.min_cut import weight as cut_weight
 from ..jaxprs.scan_residuals import into_scans, keep_fewer_residuals
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from .code import COTANGENTS, INPUTS, LastCode, StageCode

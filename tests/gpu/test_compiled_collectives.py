@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpipe.inspect.collectives import Collective, Compute, find_collectives, steady
-from jaxpipe.inspect.gpu_program import compile_and_read
 from jaxpipe.inspect.hlo import parse
+from jaxpipe.inspect.programs import compile_and_read
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
 SIDE, TRIPS = 1024, 4

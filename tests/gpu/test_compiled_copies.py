@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.moves import LargeMove, Move, large_moves
-from jaxpipe.inspect.gpu_program import compile_and_read
 from jaxpipe.inspect.hlo import parse
+from jaxpipe.inspect.programs import compile_and_read
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
 TRIPS, SIDE = 6, 1024

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxpipe.inspect.gpu_program import compile_and_read
+from jaxpipe.inspect.programs import compile_and_read
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
 

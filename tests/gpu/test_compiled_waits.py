@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpipe.inspect.gpu_program import (
+from jaxpipe.inspect.hlo import parse
+from jaxpipe.inspect.programs import (
     GpuProgram,
     Predicate,
     compile_and_read,
@@ -19,7 +20,6 @@ from jaxpipe.inspect.gpu_program import (
     graph_nodes,
     most_waits,
 )
-from jaxpipe.inspect.hlo import parse
 from tests.gpu import programs
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.inspect.gpu_program import compile_and_read, count_waits
+from jaxpipe.inspect.programs import compile_and_read, count_waits
 from tests.gpu.programs import gpu_mesh, lower_for_gpu, needs_gpu_compiler
 from tests.tiers import slow
 

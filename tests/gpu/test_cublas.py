@@ -10,7 +10,7 @@ import jaxpipe as jp
 from benchmarks.gpu_programs import Case
 from benchmarks.moves import Move, large_moves
 from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.gpu_program import GpuProgram, compile_and_read, count_waits
+from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits
 from jaxpipe.spmd import entries
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 

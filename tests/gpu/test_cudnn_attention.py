@@ -11,7 +11,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.inspect.gpu_program import compile_and_read, count_waits
+from jaxpipe.inspect.programs import compile_and_read, count_waits
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
 HEADS, HEAD, TIME, ROWS, MICROBATCHES = 2, 64, 128, 2, 4

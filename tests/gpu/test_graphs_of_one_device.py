@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.gpu_single import SIZES, Form, lowered
-from jaxpipe.inspect.gpu_program import only, read_graph_nodes
+from jaxpipe.inspect.programs import only, read_graph_nodes
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 from tests.tiers import slow
 

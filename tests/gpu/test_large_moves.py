@@ -12,7 +12,7 @@ import pytest
 import jaxpipe as jp
 from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat
 from benchmarks.moves import LargeMove, Move, large_moves
-from jaxpipe.inspect.gpu_program import compile_and_read
+from jaxpipe.inspect.programs import compile_and_read
 from jaxpipe.jaxprs.entry import Entry
 from tests.gpu.programs import gpu_fault
 from tests.tiers import exhaustive, slow

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.inspect.gpu_program import compile_and_read
+from jaxpipe.inspect.programs import compile_and_read
 from tests.gpu.programs import (
     ROWS,
     TIME,

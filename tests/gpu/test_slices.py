@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.moves import LargeMove, Move, large_moves
-from jaxpipe.inspect.gpu_program import compile_and_read
+from jaxpipe.inspect.programs import compile_and_read
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 from tests.tiers import slow
 

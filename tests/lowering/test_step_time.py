@@ -55,7 +55,6 @@ def test_zbv_loses_to_1f1b_where_stages_are_short():
     overheads = replace(ON_HOST, hop=0.0)
     found = {ms: step_time(small, overheads, seconds(ms * 1e-3, 2)) for ms in (0.5, 2.7)}
     assert found[0.5].loses
-    assert "1F1B would take" in str(found[0.5])
     assert not found[2.7].loses
     # In CUDA graphs a predicate costs a fifth of that, and what is left of the choice weighs no
     # more than the bubble.

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from benchmarks.gpu_programs import Case
 from benchmarks.llama import Shape
 from benchmarks.moves import LargeMove, Move, large_moves_on_tpus
-from jaxpipe.inspect.tpu_program import TpuProgram
+from jaxpipe.inspect.programs import TpuProgram
 from jaxpipe.lowering.target import Chip
 
 V5P, V6E = "v5p:2x2x1", "v6e:2x2"  # hosts of four devices

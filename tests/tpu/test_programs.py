@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
 from jaxpipe.inspect.collectives import Compute, steady
+from jaxpipe.inspect.programs import Purpose, TpuProgram, heap_bytes
 from jaxpipe.inspect.step_profile import Clock
-from jaxpipe.inspect.tpu_program import Purpose, TpuProgram, heap_bytes
 from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.spmd.tick import WITH_SLACK
 from tests.gpu import test_slices as gpu_slices

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.moves import Move, large_moves_on_tpus, order, space
 from jaxpipe.inspect.hlo import Array, parse
-from jaxpipe.inspect.tpu_program import Purpose, TpuProgram, heap_bytes
+from jaxpipe.inspect.programs import Purpose, TpuProgram, heap_bytes
 from jaxpipe.lowering.target import CHIPS
 
 CYCLES = 'backend_config={"window_config":{"estimated_cycles":"N"}}'

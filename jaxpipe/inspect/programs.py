@@ -1,0 +1,338 @@
+"""Compile a step and read its program: for GPUs how often the host waits, for TPUs XLA's estimates
+of the time of a step, and the padding of tiles.
+
+On GPUs the host runs a `while` without a known trip count.  It runs the condition, copies the flag
+to the host and waits for the stream, before each trip and once more at the end.  A predicate is a
+loop of at most one trip, so it waits once where it is not taken and twice where it is.  A
+`conditional` waits once, for the number of its branch.  Neither waits inside a CUDA graph, nor does
+a loop whose trip count is known (XLA's WhileThunk and ConditionalThunk).
+
+A TPU decides on its predicates by itself, so no host waits.  libtpu describes devices
+(`jax.experimental.topologies`), so such a program can be compiled without a TPU.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from ..lowering.target import Chip
+from .collectives import MATMULS, Collective, Compute, find_collectives
+from .hlo import Instruction, Module, Place, inner, kind_of, parse, walk
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """What `pipe.lower(...).compile()` returns, read from its text."""
+
+    compiled: Any
+
+    @cached_property
+    def module(self) -> Module:
+        """Its computations."""
+        return parse(self.compiled.as_text())
+
+    @cached_property
+    def memory(self) -> Any:
+        """XLA's own figures for one device."""
+        return self.compiled.memory_analysis()
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak bytes of the step on one device."""
+        found = self.memory
+        kept = found.argument_size_in_bytes + found.output_size_in_bytes
+        return int(kept + found.temp_size_in_bytes - found.alias_size_in_bytes)
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """See `find_collectives`."""
+        return find_collectives(self.module)
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """A loop of unknown trip count, or a conditional."""
+
+    instruction: Instruction
+    place: Place
+    in_graph: bool  # a node of a CUDA graph: the host does not wait
+
+    @property
+    def times(self) -> int:
+        """How often it is asked in a step, where the predicates around it are taken."""
+        return self.place.trips
+
+    @property
+    def is_loop(self) -> bool:
+        """A loop, which waits once more each time that it is taken."""
+        return self.instruction.opcode == "while"
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of action of its block (F of a pair); None where it is around no block."""
+        return kind_of(self.instruction)
+
+    def __str__(self) -> str:
+        kind = "loop" if self.is_loop else "conditional"
+        graph = " (graph)" if self.in_graph else ""
+        return f"{kind} {self.instruction.name} asked {self.times}{graph}"
+
+
+def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
+    """The predicates of a program, nested ones after those around them."""
+    return tuple(
+        Predicate(instruction, place, instruction.name in graph_nodes)
+        for place in walk(module)
+        for instruction in place.computation.instructions
+        if any(inside.guarded for inside in inner(module, instruction))
+    )
+
+
+def count_waits(predicates: Sequence[Predicate], *, taken: bool) -> int:
+    """Waits a step of a device that takes each predicate once each time, or none."""
+    return sum(
+        each.times * (2 if taken and each.is_loop else 1)
+        for each in predicates
+        if not each.in_graph and (taken or not each.place.guarded)
+    )
+
+
+def most_waits(
+    predicates: Sequence[Predicate], actions: int, *, by_kind: Mapping[str, int] | None = None
+) -> float:
+    """The most waits a step of a device that runs so many actions, and with `by_kind` so many of
+    each kind.
+
+    Each action takes one predicate.
+    """
+    gains: list[tuple[float, int, str]] = []
+    for each in predicates:
+        if each.place.guarded:
+            continue
+        inside = [
+            other
+            for other in predicates
+            if any(frame.instruction is each.instruction for frame in other.place.frames)
+        ]
+        more = count_waits([each, *inside], taken=True) - count_waits([each], taken=False)
+        gains.append((more / max(1, each.times), each.times, each.kind or ""))
+    total: float = count_waits(predicates, taken=False)
+    left, of_kind = actions, dict(by_kind or {})
+    for gain, times, kind in sorted(gains, reverse=True):
+        taken = min(left, times, of_kind.get(kind, times))
+        total += gain * taken
+        left -= taken
+        if kind in of_kind:
+            of_kind[kind] -= taken
+    return total
+
+
+@dataclass(frozen=True)
+class GpuProgram(CompiledProgram):
+    """A program compiled for GPUs, read from its text and its thunks."""
+
+    graph_nodes: frozenset[str]  # loops and conditionals that run in CUDA graphs
+
+    @cached_property
+    def predicates(self) -> tuple[Predicate, ...]:
+        """Loops of unknown trip count, and conditionals."""
+        return find_predicates(self.module, self.graph_nodes)
+
+
+def compile_and_read(lowered: Any, options: Mapping[str, Any] | None = None) -> GpuProgram:
+    """Compile and read the result of `pipe.lower(...)` or `jax.jit(f).lower(...)`, with XLA options
+    added to its own.
+
+    XLA writes its thunks into a temporary folder; nothing is run.
+
+    Raises:
+        ValueError: it has not written them (no GPU program, or a compilation cache has answered).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(compiler_options={**(options or {}), **dump})
+        return GpuProgram(compiled, read_graph_nodes(Path(folder)))
+
+
+_LINE = re.compile(r"^(?P<indent> *)(?P<number>\d+): k(?P<kind>\w+)")
+_ENTRY = re.compile(
+    r'profile_annotation: "(?P<name>[^"]*)"(?:\s+thunk_id: (?P<number>\d+))?\s*\}\s*thunk_kind: '
+    r'"k(?P<kind>\w+)"'
+)
+_HOST = ("While", "Conditional")
+
+
+def graph_nodes(sequence: str, metadata: str) -> frozenset[str]:
+    """The names of `while` and `conditional` instructions that run inside a command buffer, without
+    the host.
+    """
+    names = {int(match["number"] or 0): match["name"] for match in _ENTRY.finditer(metadata)}
+    found: set[str] = set()
+    around: list[tuple[int, str]] = []
+    for line in sequence.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        indent = len(match["indent"])
+        while around and around[-1][0] >= indent:
+            around.pop()
+        if match["kind"] in _HOST and any(kind == "CommandBuffer" for _, kind in around):
+            found.add(names[int(match["number"])])
+        around.append((indent, match["kind"]))
+    return frozenset(found)
+
+
+def read_graph_nodes(folder: Path) -> frozenset[str]:
+    """`graph_nodes` of the one program that was dumped into a folder.
+
+    Raises:
+        ValueError: the folder does not hold the thunks of exactly one program (a compilation cache
+            may have answered, say).
+    """
+    changed = any(folder.glob("*.thunk_sequence_after_thunk_passes.txt"))
+    sequence = only(folder, f"*.thunk_sequence{'_after_thunk_passes' if changed else ''}.txt")
+    return graph_nodes(sequence, only(folder, "*.thunk_metadata.txt"))
+
+
+def only(folder: Path, pattern: str) -> str:
+    """The text of the one file with such a name.
+
+    Raises:
+        ValueError: there is none, or several.
+    """
+    files = sorted(folder.glob(pattern))
+    if len(files) != 1:
+        raise ValueError(
+            f"{len(files)} files {pattern} in {folder}, where the dump of one program has 1: "
+            f"{[f.name for f in files]}"
+        )
+    return files[0].read_text()
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+# XLA issues a transfer as late as its estimates of other work let it, so that they hide little more
+# than the transfer; 0.98 of it was seen.
+_HIDDEN = 0.9
+# Operations that move or fill arrays and compute nothing.
+_VIEWS = {"bitcast", "parameter", "reshape", "slice", "transpose", "tuple"}
+_MOVES = _VIEWS | {"broadcast", "concatenate", "constant", "copy", "pad"}
+
+
+class Purpose(Enum):
+    """The purpose of an operation: the first of these that it contains."""
+
+    MATMUL = "matmuls"
+    KERNEL = "kernels"  # custom calls
+    WRITE = "writes"  # dynamic updates: of slots, and of rows of stacks and accumulators
+    READ = "reads"  # dynamic slices: of slots, and of rows of stacks
+    MOVE = "copies"  # copies, transposes, reshapes, fills
+    OTHER = "other"  # elementwise arithmetic and reductions
+
+
+@dataclass(frozen=True)
+class TpuProgram(CompiledProgram):
+    """A program compiled for TPUs; without a chip, the time of a transfer is not known."""
+
+    chip: Chip | None = None
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """See `find_collectives`.  A permute is beside compute also where work of any purpose hides
+        it.
+        """
+        return [
+            replace(each, compute=max(each.compute, Compute.ELEMENTWISE))
+            if each.kind == "collective-permute" and self.hidden(each) >= _HIDDEN
+            else each
+            for each in find_collectives(self.module)
+        ]
+
+    def hidden(self, permute: Collective) -> float:
+        """XLA's estimate of the time of the work that is issued beside a permute, over the time of
+        its transfer to a neighbour.
+        """
+        if self.chip is None:
+            return 0.0
+        transfer = permute.start.results[0].nbytes / self.chip.link
+        cycles = sum(map(self._all_cycles, permute.between))
+        return cycles / self.chip.clock / transfer
+
+    @cached_property
+    def _all_cycles(self) -> Callable[[Instruction], int]:
+        """XLA's estimate of an instruction with all that it issues, added up once."""
+
+        @cache
+        def cycles(instruction: Instruction) -> int:
+            return _own_cycles(instruction) + sum(
+                cycles(each) * place.trips
+                for place in inner(self.module, instruction)
+                for each in place.computation.instructions
+            )
+
+        return cycles
+
+    @property
+    def total_bytes(self) -> int:
+        """XLA's peak of one device: arguments, results and temporary arrays, without the gaps
+        between them.
+        """
+        return int(self.memory.peak_memory_in_bytes)
+
+    @cached_property
+    def cycles(self) -> dict[Purpose, int]:
+        """XLA's estimate of the cycles of a step's loops, by purpose.
+
+        Every predicate counts as taken.  Collectives have no estimates.
+        """
+        found: Counter[Purpose] = Counter()
+        for place in walk(self.module):
+            for instruction in place.computation.instructions if place.in_loop else ():
+                found[_purpose(self.module, instruction)] += _own_cycles(instruction) * place.trips
+        return {purpose: found[purpose] for purpose in Purpose}
+
+    @cached_property
+    def padding(self) -> int:
+        """Bytes that tiles add to the arrays that the loops of the step's segments carry."""
+        segments = [place.segment for place in walk(self.module)]
+        carried = [segment.instruction.results for segment in segments if segment is not None]
+        return max(
+            (sum(array.padded_nbytes - array.nbytes for array in arrays) for arrays in carried),
+            default=0,
+        )
+
+
+def heap_bytes(memory: Any) -> int:
+    """Bytes of the heap of a program's temporary arrays, from XLA's figures for one device.
+
+    libtpu's `temp_size_in_bytes` has the gaps between arrays twice: the heap, and its gaps.  The
+    peak has no gaps.
+    """
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(memory.temp_size_in_bytes + memory.peak_memory_in_bytes - kept) // 2
+
+
+def _own_cycles(instruction: Instruction) -> int:
+    """XLA's estimate of an instruction, without the computations that it issues."""
+    match = _CYCLES.search(instruction.attributes)
+    return int(match[1]) if match else 0
+
+
+def _purpose(module: Module, instruction: Instruction) -> Purpose:
+    held = module.opcodes(instruction)
+    if held & MATMULS:
+        return Purpose.MATMUL
+    if "custom-call" in held:
+        return Purpose.KERNEL
+    if "dynamic-update-slice" in held:
+        return Purpose.WRITE
+    if "dynamic-slice" in held:
+        return Purpose.READ
+    return Purpose.MOVE if held <= _MOVES else Purpose.OTHER
