@@ -135,7 +135,7 @@ def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost
 
 def _from_file(name: str) -> tuple[str, dict[str, LayerCost], float]:
     try:
-        facts: Any = json.loads(read_text(file_path(name)))
+        facts: Any = json.loads(read_text(name))
     except json.JSONDecodeError as error:
         raise UsageError(f"{name} is not JSON: {error}") from error
     match facts:
