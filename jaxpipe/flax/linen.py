@@ -20,6 +20,11 @@ from .units import Call, End, Unit, end_units, listed, plain_call
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 # Collections that a call never writes: `Module.perturb` adds nothing where it may not.
 FIXED = ("params", "perturbations")
+_ADVICE = (
+    "Take the sow() out, or return a loss of them: stage_loss=True, call=function that returns (x, "
+    "loss made of block.variables[...]). (Leave out likewise what init() sowed into the variables "
+    "that are given)"
+)
 
 
 @dataclass(frozen=True)
@@ -72,27 +77,12 @@ class LinenUnit(Unit):
                 f"statistics): {error}"
             ) from error
 
-    def after(self, modules: Any, state: PyTree) -> PyTree:
-        """The collections after a call."""
+    def variables(self, modules: Any, state: PyTree) -> PyTree:
+        """All collections but the parameters; those that were there where the call takes sown
+        ones.
+        """
         after = _each(lambda module: _without_params(core.unfreeze(module.variables)), modules)
-        new = set(by_path(after)) - set(by_path(state))
-        if self.constant:
-            if new:
-                raise PipelineError(
-                    f"{self.name} writes variables that a pipeline does not keep, as sow() does: "
-                    f"{', '.join(sorted(new))}; return them instead"
-                )
-            return state
-        grown = [path for path in new if path.split("/")[0] in state]
-        if grown or (new and not self.takes_sown):
-            raise PipelineError(
-                f"{self.name} writes variables in a call, as sow() does, which a pipeline does not "
-                f"keep: {', '.join(sorted(grown or new))}. Take the sow() out, or return a loss of "
-                "them: stage_loss=True, call=function that returns (x, loss made of "
-                "block.variables[...]). (Leave out likewise what init() sowed into the variables "
-                "that are given)"
-            )
-        return {name: after[name] for name in state}
+        return {name: after[name] for name in state} if self.takes_sown else after
 
     def kind(self, ignore: Sequence[str]) -> dict[str, str]:
         """The settings."""
@@ -139,6 +129,7 @@ def linen_unit(
         specs=nn.get_partition_spec(_each(params, modules, variables)),
         random=bool(rngs),
         constant=constant,
+        advice="Return them instead" if constant else _ADVICE,
         rngs=rngs,
         takes_sown=takes_sown,
     )

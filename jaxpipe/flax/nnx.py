@@ -11,11 +11,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..arrays import Params, PyTree, by_path
+from ..arrays import Params, PyTree
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import FlaxModel, Form, adapt
 from .units import End, Unit, end_units, listed, plain_call
+
+_ADVICE = (
+    "Take them where the module is called, x, sown = nnx.capture(module, nnx.Intermediate)(x), and "
+    "drop them or make a loss of them: blocks return it with stage_loss=True, call=function that "
+    "returns (x, loss). (Take what was sown before out of the modules: nnx.pop(module, "
+    "nnx.Intermediate))"
+)
 
 
 @dataclass(frozen=True)
@@ -40,30 +47,30 @@ class NnxModel(FlaxModel):
 class NnxUnit(Unit):
     """Modules as graphs for training and for evaluation, and their variables.
 
-    `variables` are the parameters, the streams of random numbers, and the others.
+    `states` are the parameters, the streams of random numbers, and the others.
     """
 
     split: Callable[[Any], Any]
     graph: Any
     evaluated: Any
-    variables: tuple[Any, Any, Any]
+    states: tuple[Any, Any, Any]
     stack: bool  # variables have a leading axis of blocks
 
     def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
         """The modules; every stream of random numbers begins again from the key, and without one
         drawing fails.
         """
-        streams = enumerate(jax.tree.leaves(self.variables[1]))
+        streams = enumerate(jax.tree.leaves(self.states[1]))
         leaves = (
             jax.tree.leaves(params),
             [self._stream(number, old, key) for number, old in streams],
             jax.tree.leaves(state),
         )
-        states = [
+        filled = [
             jax.tree.unflatten(jax.tree.structure(old), new)
-            for old, new in zip(self.variables, leaves, strict=True)
+            for old, new in zip(self.states, leaves, strict=True)
         ]
-        return nnx.merge(self.graph if training else self.evaluated, *states)
+        return nnx.merge(self.graph if training else self.evaluated, *filled)
 
     def _stream(self, number: int, old: Any, key: Any) -> Any:
         shape = old.shape[1:] if self.stack else old.shape
@@ -72,26 +79,9 @@ class NnxUnit(Unit):
         own = None if key is None else jax.random.fold_in(key, number)
         return own if own is None or not shape else jax.random.split(own, shape)
 
-    def after(self, modules: Any, state: PyTree) -> PyTree:
-        """The state after a call."""
-        after = nnx.to_pure_dict(self.split(modules)[3])
-        old, new = by_path(state), by_path(after)
-        if odd := sorted(set(old) ^ set(new)):
-            raise PipelineError(
-                f"{self.name} makes variables in a call, as sow() does, which a pipeline does not "
-                f"keep: {', '.join(odd)}. Take them where the module is called, x, sown = "
-                "nnx.capture(module, nnx.Intermediate)(x), and drop them or make a loss of them: "
-                "blocks return it with stage_loss=True, call=function that returns (x, loss). "
-                "(Take what was sown before out of the modules: nnx.pop(module, "
-                "nnx.Intermediate))"
-            )
-        changed = [path for path in old if old[path] is not new[path]]
-        if self.constant and changed:
-            raise PipelineError(
-                f"{self.name} changes its variables {changed}; only blocks may keep state (batch "
-                "statistics): put it into a block"
-            )
-        return after
+    def variables(self, modules: Any, state: PyTree) -> PyTree:
+        """All that are neither parameters nor streams of random numbers."""
+        return nnx.to_pure_dict(self.split(modules)[3])
 
     def kind(self, ignore: Sequence[str]) -> Any:
         """The graph with static attributes, shapes and dtypes."""
@@ -151,10 +141,11 @@ def nnx_unit(
             for path, leaf in nnx.to_flat_state(own)
             if is_frozen(path, leaf)
         ),
+        advice=_ADVICE,
         split=split,
         graph=graph,
         evaluated=split(evaluated)[0],
-        variables=(own, streams, others),
+        states=(own, streams, others),
         stack=stack,
     )
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax.errors import InvalidRngError
 
-from ..arrays import PyTree, summable
+from ..arrays import PyTree, by_path, summable
 from ..errors import PipelineError
 from ..model.calls import Function
 
@@ -66,6 +66,7 @@ class Unit:
         random: whether a call draws random numbers.
         constant: the unit is no block, and no call changes its variables.
         frozen: the paths of parameters that are not trained.
+        advice: for what is sown.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Unit:
     random: bool = False
     constant: bool = False
     frozen: frozenset[str] = frozenset()
+    advice: str = ""
 
     def kind(self, ignore: Sequence[str]) -> Any:
         """Two blocks with equal kinds run the same code: class, settings and shapes of variables.
@@ -95,8 +97,10 @@ class Unit:
         """The modules with these variables in them; they draw from `key`."""
         raise NotImplementedError
 
-    def after(self, modules: Any, state: PyTree) -> PyTree:
-        """The state after a call; PipelineError where the call wrote other variables."""
+    def variables(self, modules: Any, state: PyTree) -> PyTree:
+        """The variables of modules that are no parameters, after a call; before it they were
+        `state`.
+        """
         raise NotImplementedError
 
     def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
@@ -117,7 +121,23 @@ class Unit:
                 f"{self.name} draws random numbers, but the step got no key; pass "
                 f"rng=jax.random.key(...) ({error})"
             ) from error
-        return out, self.after(modules, state)
+        return out, self._kept(state, self.variables(modules, state))
+
+    def _kept(self, before: PyTree, after: PyTree) -> PyTree:
+        """The state after a call; PipelineError where the call wrote other variables."""
+        old, new = by_path(before), by_path(after)
+        if odd := sorted(set(old) ^ set(new)):
+            raise PipelineError(
+                f"{self.name} writes variables in a call, as sow() does, which a pipeline does not "
+                f"keep: {', '.join(odd)}. {self.advice}"
+            )
+        changed = [path for path in old if old[path] is not new[path]]
+        if self.constant and changed:
+            raise PipelineError(
+                f"{self.name} changes its variables {changed}; only blocks may keep state (batch "
+                "statistics): put it into a block"
+            )
+        return after
 
     def difference(self, other: Unit) -> str:
         """The first attribute, shape or dtype in which two blocks differ."""
