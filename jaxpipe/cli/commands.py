@@ -341,5 +341,5 @@ def _cost_facts(costs: Costs) -> dict[str, Any]:
 
 
 def _cost_text(costs: Costs) -> str:
-    given = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
-    return ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in given)
+    numbers = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
+    return ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in numbers)

@@ -117,7 +117,7 @@ _PROCESSES = """one of several processes, each of which runs the command
 
 
 def _fields(record: type, value: str) -> str:
-    """A line for each cost or size that a dataclass holds, with the words of its docstring."""
+    """A line for each cost or size that a dataclass holds, with the text of its docstring."""
     section = cleandoc(record.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
     entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)[1:]
     texts = {
@@ -181,16 +181,16 @@ def make_parser() -> argparse.ArgumentParser:
 def _add(parser: argparse._ActionsContainer, line: str) -> None:
     """Add the argument of a line."""
     left, _, text = line.partition(" | ")
-    words = left.split()
-    names = [word for word in words if word.startswith("-")] or words[:1]
-    default = words.pop()[1:] if words[-1].startswith("=") else None
-    several = words[-1] == "..." and words.pop()
+    terms = left.split()
+    names = [word for word in terms if word.startswith("-")] or terms[:1]
+    default = terms.pop()[1:] if terms[-1].startswith("=") else None
+    several = terms[-1] == "..." and terms.pop()
     text += "" if default is None else f" (default: {default})"
     options: dict[str, Any] = {"help": text.strip().replace("%", "%%"), "default": default}
-    if words == names:
+    if terms == names:
         options = {"help": options["help"], "action": "store_true"}
     else:
-        options |= _KINDS.get(words[-1], {"metavar": words[-1]})
+        options |= _KINDS.get(terms[-1], {"metavar": terms[-1]})
     if several:
         options["nargs"] = "+" if line.startswith("-") else "*"
     parser.add_argument(*names, **options)

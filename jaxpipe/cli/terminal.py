@@ -19,7 +19,7 @@ from rich.text import Text
 # Wide enough that no line of plain output is wrapped.
 _NEVER_FOLD = 1_000_000
 BEST = "bold green"  # the style of a best row
-_PATIENCE = 10.0  # seconds without a word
+_PATIENCE = 10.0  # seconds in silence
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ..model.model import Model
 from ..model.settings import Memory
 from ..pipeline import Pipeline
 from ..schedules.registry import build
-from .run import Found, Line, Scope, at, judged, not_tried, timed_line
+from .run import Findings, Line, Scope, at, judged, not_tried, timed_line
 from .times import call_of, filled
 
 # bfloat16 matmuls a second without sparsity, from NVIDIA's data sheets; TPUs are in `Chip`.
@@ -91,7 +91,7 @@ def step_of(mesh: Mesh, *, layers: int = 1, chunks: int = 1, costs: Costs | None
     return Step(pipe, {"stages": weights, "last": {}}, {"x": x, "y": x})
 
 
-def memory(scope: Scope, mesh: Mesh) -> Found:
+def memory(scope: Scope, mesh: Mesh) -> Findings:
     """A step's bytes: predicted, by XLA, and as the device reports them."""
     pipe, weights, batch = step_of(mesh)
     shapes = pipe.place(weights)
@@ -99,11 +99,11 @@ def memory(scope: Scope, mesh: Mesh) -> Found:
     predicted = inspect.memory(pipe, shapes, batch)["total"]
     at("compiling the step")
     compiled = pipe.lower(shapes, batch).compile()
-    found = compiled.memory_analysis()
-    by_xla = found.argument_size_in_bytes + found.output_size_in_bytes
-    by_xla += found.temp_size_in_bytes - found.alias_size_in_bytes
+    sizes = compiled.memory_analysis()
+    by_xla = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    by_xla += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
     if Target.of(mesh, ()).on_tpus:
-        by_xla = found.peak_memory_in_bytes
+        by_xla = sizes.peak_memory_in_bytes
     at("running the step")
     jax.block_until_ready(compiled(filled(shapes), batch))
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -111,7 +111,7 @@ def memory(scope: Scope, mesh: Mesh) -> Found:
         judge_memory(predicted, int(by_xla), stats.get("peak_bytes_in_use")),
         collectives(compiled, mesh),
     )
-    return Found(lines)
+    return Findings(lines)
 
 
 def collectives(compiled: Any, mesh: Mesh) -> Line:
@@ -140,7 +140,7 @@ def judge_memory(predicted: int, by_xla: int, reported: int | None) -> Line:
     )
 
 
-def speed(scope: Scope, mesh: Mesh) -> Found:
+def speed(scope: Scope, mesh: Mesh) -> Findings:
     """Compare one device with 1 and 4 chunks with plain accumulation: as a ratio, and as MFU."""
     one = Mesh(np.array(jax.local_devices()[:1]), mesh.axis_names)
     device = one.devices.flat[0]
@@ -153,10 +153,10 @@ def speed(scope: Scope, mesh: Mesh) -> Found:
     at("compiling plain accumulation")
     calls["plain"] = call_of(jax.jit(_accumulated), filled(weights), batch)
     at("steps in turn")
-    found = timed(calls, scope.repeats)
+    seconds = timed(calls, scope.repeats)
     flops = 6.0 * sum(leaf.size for leaf in jax.tree.leaves(weights)) * len(batch["x"])
     rate = peak_flops(str(device.device_kind), Target.of(one, ()))
-    return Found(judge_speed(found, flops, rate))
+    return Findings(judge_speed(seconds, flops, rate))
 
 
 def _accumulated(params: PyTree, batch: PyTree) -> Any:
@@ -195,11 +195,11 @@ def judge_speed(seconds: Mapping[str, float], flops: float, peak: float | None) 
     return tuple(lines)
 
 
-def plan(scope: Scope, mesh: Mesh) -> Found:
+def plan(scope: Scope, mesh: Mesh) -> Findings:
     """Compare a step on several devices with its planned time, and find lost time."""
     item = "a step against its plan"
     if mesh.size == 1:
-        return Found((not_tried(item, "there is one device; give --devices 2 or more"),))
+        return Findings((not_tried(item, "there is one device; give --devices 2 or more"),))
     pipe, weights, batch = step_of(mesh)
     params = filled(pipe.place(weights))
     at("the times of stages")
@@ -211,18 +211,18 @@ def plan(scope: Scope, mesh: Mesh) -> Found:
         planned *= max(1.0, mesh.size / (os.cpu_count() or 1))
     at("the step")
     step = call_of(pipe.value_and_grad, params, batch)
-    found = timed({"step": step}, scope.repeats)["step"]
+    seconds = timed({"step": step}, scope.repeats)["step"]
     at("the profile of a step")
     try:
         ran = inspect.profile(pipe, params, batch, repeats=1)
         where = str(ran.over(simulate(pipe.schedule, costs))).splitlines()[0]
     except (PipelineError, jax.errors.JaxRuntimeError) as error:
         where = f"no profile: {str(error).splitlines()[0]}"
-    return Found((judge_plan(item, found, planned, where),))
+    return Findings((judge_plan(item, seconds, planned, where),))
 
 
-def judge_plan(item: str, found: float, planned: float, where: str) -> Line:
+def judge_plan(item: str, seconds: float, planned: float, where: str) -> Line:
     """A line about a step's time."""
     advice = "see hops and predicates"
-    line = timed_line(item, found, planned, unit="ms", factor=_PLAN, advice=advice)
+    line = timed_line(item, seconds, planned, unit="ms", factor=_PLAN, advice=advice)
     return replace(line, measured=f"{line.measured}: {where}")

@@ -92,7 +92,7 @@ class NnxUnit(Unit):
 
     def settings(self) -> Mapping[str, str]:
         """Variables by shape, modules by class, and static attributes as they are."""
-        found = {}
+        texts = {}
         for path, value in sorted(nnx.iter_graph(self.modules), key=lambda node: str(node[0])):
             text = type(value).__name__
             if isinstance(value, nnx.Variable):
@@ -100,8 +100,8 @@ class NnxUnit(Unit):
             elif not isinstance(value, nnx.Module):
                 text = repr(value)
             if "_pytree__" not in str(path[-1:]):
-                found[".".join(map(str, path)) or "the block"] = text
-        return found
+                texts[".".join(map(str, path)) or "the block"] = text
+        return texts
 
 
 def nnx_unit(

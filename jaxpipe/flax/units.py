@@ -183,21 +183,23 @@ def end_units(first: Any, last: Any, unit: Callable[[str, End], Unit]) -> dict[s
 
 def listed(blocks: Any, module: type, kind: str) -> list[Any]:
     """The blocks; PipelineError unless they are modules."""
-    found = list(blocks)
-    if not found:
+    modules = list(blocks)
+    if not modules:
         raise PipelineError(
             f"there are no blocks; give a list of {kind} modules, or one whose variables have a "
             "leading axis of blocks"
         )
     odd = [
-        f"block {i} is {type(b).__name__}" for i, b in enumerate(found) if not isinstance(b, module)
+        f"block {i} is {type(b).__name__}"
+        for i, b in enumerate(modules)
+        if not isinstance(b, module)
     ]
     if odd:
         raise PipelineError(
             f"blocks must be {kind} modules, but {', '.join(odd)}; a plain function goes into "
             "call=, or into a module"
         )
-    return found
+    return modules
 
 
 def tree_at(tree: PyTree, key: str) -> PyTree:

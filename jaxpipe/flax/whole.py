@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, partial, reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -239,9 +239,9 @@ def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> Callable[..., Any]:
 
     @cache
     def values(training: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        found: list[Any] = []
-        jax.eval_shape(lambda microbatch: found.append(more(microbatch, training)), shapes)
-        arguments, keywords = found[0]
+        reached: list[Any] = []
+        jax.eval_shape(lambda microbatch: reached.append(more(microbatch, training)), shapes)
+        arguments, keywords = reached[0]
         return arguments, keywords
 
     def with_arrays(block: Any, x: PyTree, *, training: bool, microbatch: PyTree) -> Any:
@@ -276,15 +276,15 @@ class WholeLinenModel(LinenModel):
         """Canonical parameters, and the blocks' state, as the variables of the whole model."""
         last: Any = self._ends["last"]
         whole: Whole = last.whole
-        found = flatten_dict({"params": {}, **whole.unit.state})
+        variables = flatten_dict({"params": {}, **whole.unit.state})
         for key in self._ends:
-            found |= flatten_dict({"params": params[key]})
+            variables |= flatten_dict({"params": params[key]})
         for i, own in enumerate(super().to_linen(params, state)):
             names = _names(whole.pattern, i)
-            found |= {
+            variables |= {
                 (path[0], *names, *path[1:]): leaf for path, leaf in flatten_dict(own).items()
             }
-        return unflatten_dict(found)
+        return unflatten_dict(variables)
 
 
 def from_flax_model(
@@ -411,25 +411,31 @@ def _linen_blocks(
 def _nnx_blocks(
     model: Any, pattern: str, loss: Callable[..., Any], trainable: Any, frozen: Any
 ) -> Whole:
-    """The model with stubs for its blocks."""
+    """The model with functions in the place of its blocks."""
     own: list[Any] = []
+    # Blocks of an `nnx.List` are its attributes "0", "1", ...
     while (block := _at(model, _names(pattern, len(own)))) is not None:
         own.append(block)
     if not own:
         raise _none(pattern, vars(model))
     check_distinct(own, {})
-    hook, hollow = _Hook(), nnx.clone(model)
+    running: list[OnBlock] = []
+
+    def stub(number: int) -> Callable[..., Any]:
+        return lambda *arguments, **keywords: running[-1](number, None, arguments, keywords)
+
+    hollow = nnx.clone(model)
     for i in range(len(own)):
         *path, name = _names(pattern, i)
-        _put(_at(hollow, path), name, _Stub(i, hook))
+        setattr(_at(hollow, path), name, stub(i))
 
     @contextmanager
     def watch(on_block: OnBlock) -> Iterator[None]:
-        before, hook.on_block = hook.on_block, on_block
+        running.append(on_block)
         try:
             yield
         finally:
-            hook.on_block = before
+            running.pop()
 
     make = partial(nnx_unit, trainable=trainable, frozen=frozen)
 
@@ -479,35 +485,6 @@ def _transformed(pattern: str, number: int, block: str) -> PipelineError:
     )
 
 
-class _Hook:
-    """What calls of stubs do while a model runs."""
-
-    on_block: OnBlock | None = None
-
-
-class _Stub(nnx.Module):  # type: ignore[misc]
-    """Stands in a model for a block."""
-
-    def __init__(self, number: int, hook: _Hook) -> None:
-        self.number, self.hook = number, hook
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        assert self.hook.on_block is not None
-        return self.hook.on_block(self.number, None, arguments, keywords)
-
-
-def _at(module: Any, names: Sequence[str]) -> Any:
-    """The module at a path of attributes, keys and indices, or None."""
-    for name in names:
-        if isinstance(module, nnx.List):
-            module = module[int(name)] if int(name) < len(module) else None
-        else:
-            module = getattr(module, name, None)
-    return module
-
-
-def _put(module: Any, name: str, value: Any) -> None:
-    if isinstance(module, nnx.List):
-        module[int(name)] = value
-    else:
-        setattr(module, name, value)
+def _at(model: Any, names: Sequence[str]) -> Any:
+    """The module at a path of attributes, or None."""
+    return reduce(lambda module, name: getattr(module, name, None), names, model)
