@@ -166,12 +166,13 @@ def _call_faults(calls: Sequence[_BlockCall], outs: Sequence[PyTree], pattern: s
     ]
 
 
-def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
-    """The units before and after the blocks, by what a trace of the model reads, and the units of
-    the blocks; PipelineError for a model that cannot be split, with all faults.
+def _trace(whole: Whole, shapes: PyTree) -> tuple[list[_BlockCall], list[set[Any]], bool]:
+    """The calls of blocks; the inputs that x before the blocks, further arrays of blocks and the
+    loss are made of; whether there are such arrays.
+
+    An input is a parameter (its path), "microbatch", "key", or the result of a block (its number).
     """
-    params, pattern, key = shapes_of(whole.unit.params), whole.pattern, jax.random.key(0)
-    shapes = jax.eval_shape(lambda batch: batch, batch)
+    params, key = shapes_of(whole.unit.params), jax.random.key(0)
     x = jax.eval_shape(
         lambda *inputs: whole.reach(*inputs, training=True).arguments[0], params, shapes, key
     )
@@ -185,22 +186,31 @@ def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
             return outs[i]
 
         out = whole.run(params, microbatch, key, on_block, training=True)
-        PipelineError.refuse(_FAULTY, _call_faults(calls, outs, pattern))
+        PipelineError.refuse(_FAULTY, _call_faults(calls, outs, whole.pattern))
         return calls[0].x, _arrays(calls[0].more), out
 
     closed, results = jax.make_jaxpr(traced, return_shape=True)(
         params, shapes, key, [x] * whole.count
     )
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    paths = [tuple(entry.key for entry in path) for path, _ in leaves]
-    # What each input of the trace is: a parameter, the microbatch, the key, a block's result.
-    inputs: list[Any] = [*paths, *("microbatch" for _ in jax.tree.leaves(shapes)), "key"]
+    inputs: list[Any] = [tuple(entry.key for entry in path) for path, _ in leaves]
+    inputs += [*("microbatch" for _ in jax.tree.leaves(shapes)), "key"]
     inputs += [i for i in range(whole.count) for _ in jax.tree.leaves(x)]
     reads = jax.tree.unflatten(jax.tree.structure(results), inputs_of(closed))
-    before, between, after = (
+    made_of = [
         {what for bits in jax.tree.leaves(part) for n, what in enumerate(inputs) if bits >> n & 1}
         for part in reads
-    )
+    ]
+    return calls, made_of, bool(jax.tree.leaves(results[1]))
+
+
+def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
+    """The units before and after the blocks, by what a trace of the model reads, and the units of
+    the blocks; PipelineError for a model that cannot be split, with all faults.
+    """
+    shapes, pattern = jax.eval_shape(lambda batch: batch, batch), whole.pattern
+    calls, (before, between, after), arrays = _trace(whole, shapes)
+    paths = set(flatten_dict(whole.unit.params))
     faults = [
         f"what {pattern.format(i)} returns is also used after the blocks; only the last block's "
         "result may be: let x be a tuple that carries it"
@@ -210,20 +220,19 @@ def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
     faults += [
         f"the blocks take an array that is made from the parameter {'/'.join(map(str, path))!r}: "
         "let x be a tuple that carries it"
-        for path in paths
-        if path in between
+        for path in sorted(paths & between, key=str)
     ]
     if "key" in between:
         faults.append("the blocks take an array of random numbers: let x be a tuple that has it")
     PipelineError.refuse(_FAULTY, faults)
-    first = before.intersection(paths)
-    last = after.intersection(paths) | (set(paths) - first)
+    first = paths & before
+    last = paths & after | paths - first
     tied = first & last
     own = {"first": first - tied, "last": last - tied} | ({"shared": tied} if tied else {})
     ends: dict[str, Unit] = {
         name: _part(whole, name, part, tied=bool(tied)) for name, part in own.items()
     }
-    call = _call(whole, shapes, arrays=bool(jax.tree.leaves(results[1])))
+    call = _call(whole, shapes, arrays=arrays)
     return ends, [whole.block(one.number, one.block, call) for one in calls]
 
 
