@@ -5,14 +5,12 @@ with a verdict, and prices.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 MARK, AT = "doctor-found: ", "doctor-at: "
 _LAST = 300  # characters of a failure
@@ -182,8 +180,6 @@ def run(
 def run_one(check: Check, scope: Scope, limit: float) -> Findings:
     """Run one check in a process of its own; a hang or a crash becomes a line."""
     arguments = [check.function, json.dumps(asdict(scope)), json.dumps(dict(check.options))]
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     try:
         done = subprocess.run(
             [sys.executable, "-m", "jaxpipe.doctor", *arguments],
@@ -191,7 +187,6 @@ def run_one(check: Check, scope: Scope, limit: float) -> Findings:
             capture_output=True,
             timeout=limit,
             check=False,
-            env={**os.environ, "PYTHONPATH": path},
         )
         status, out, err = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as error:
