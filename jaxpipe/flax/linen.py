@@ -21,9 +21,9 @@ Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ..
 # Collections that a call never writes: `Module.perturb` adds nothing where it may not.
 FIXED = ("params", "perturbations")
 _ADVICE = (
-    "Take the sow() out, or return a loss of them: stage_loss=True, call=function that returns (x, "
-    "loss made of block.variables[...]). (Leave out likewise what init() sowed into the variables "
-    "that are given)"
+    "Take the sow() out; a block may return a loss of them: stage_loss=True, call=function that "
+    "returns (x, loss made of block.variables[...]). (Leave out likewise what init() sowed into "
+    "the variables that are given)"
 )
 
 
@@ -108,9 +108,8 @@ def linen_unit(
     modules: Any,
     call: Callable[..., Any] | None,
     variables: Any,
-    rngs: tuple[str, ...] = (),
     *,
-    constant: bool = False,
+    rngs: tuple[str, ...],
     takes_sown: bool = False,
 ) -> LinenUnit:
     """The unit of modules, one or a tuple or dict of them, with as many variables."""
@@ -128,8 +127,7 @@ def linen_unit(
         state=_each(lambda _, own: _without_params(own or {}), modules, plain),
         specs=nn.get_partition_spec(_each(params, modules, variables)),
         random=bool(rngs),
-        constant=constant,
-        advice="Return them instead" if constant else _ADVICE,
+        advice=_ADVICE,
         rngs=rngs,
         takes_sown=takes_sown,
     )
@@ -226,16 +224,11 @@ def from_linen(
             A step raises it for values that blocks sow and nobody takes.
     """
     form = Form("from_linen", num_stages, layout, rules, stage_loss, ignore, contract)
-    names = tuple(rngs)
-    ends: dict[str, Unit] = end_units(
-        first,
-        last,
-        lambda name, end: linen_unit(
-            name, end.modules, end.call, end.variables, names, constant=True
-        ),
+    unit = partial(linen_unit, rngs=tuple(rngs))
+    common = None if shared is None else End(shared[0], plain_call, shared[1])
+    ends = end_units(
+        first, last, common, lambda name, end: unit(name, end.modules, end.call, end.variables)
     )
-    if shared is not None:
-        ends["shared"] = linen_unit("`shared`", shared[0], None, shared[1], constant=True)
     several, stack = not isinstance(blocks, nn.Module), isinstance(variables, Mapping)
     modules = listed(blocks if several else [blocks], nn.Module, "linen")
     if stack and several:
@@ -249,9 +242,9 @@ def from_linen(
             f"there are {len(modules)} blocks but variables of {len(each)}; give each block's "
             "own, in order"
         )
-    unit = partial(linen_unit, rngs=names, takes_sown=stage_loss and call is not None)
+    takes_sown = stage_loss and call is not None
     units = [
-        unit("a block", module, call, dict(own))
+        unit("a block", module, call, dict(own), takes_sown=takes_sown)
         for module, own in zip(modules if several else modules * len(each), each, strict=True)
     ]
     return adapt(LinenModel, units, ends=ends, form=form, stack=stack)

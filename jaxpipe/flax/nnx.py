@@ -111,7 +111,6 @@ def nnx_unit(
     *,
     trainable: Any,
     frozen: Any,
-    constant: bool = False,
     stack: bool = False,
 ) -> NnxUnit:
     """The unit of modules; the filters say which variables are parameters, and which of these are
@@ -135,7 +134,6 @@ def nnx_unit(
         state=nnx.to_pure_dict(others),
         specs=nnx.to_pure_dict(nnx.get_partition_spec(own)),
         random=bool(jax.tree.leaves(streams)),
-        constant=constant,
         frozen=frozenset(
             "/".join(map(str, path))
             for path, leaf in nnx.to_flat_state(own)
@@ -211,11 +209,8 @@ def from_nnx(
     """
     form = Form("from_nnx", num_stages, layout, rules, stage_loss, ignore, contract)
     unit = partial(nnx_unit, trainable=trainable, frozen=frozen)
-    ends: dict[str, Unit] = end_units(
-        first, last, lambda name, end: unit(name, end.modules, end.call, constant=True)
-    )
-    if shared is not None:
-        ends["shared"] = unit("`shared`", shared, None, constant=True)
+    common = None if shared is None else End(shared, plain_call)
+    ends = end_units(first, last, common, lambda name, end: unit(name, end.modules, end.call))
     if isinstance(blocks, nnx.Sequential):
         blocks = blocks.layers
     stack = isinstance(blocks, nnx.Module) and not isinstance(blocks, nnx.List)

@@ -18,7 +18,7 @@ from ..model.calls import Function
 
 OFFERED = ("ctx", "microbatch", "shared", "training")
 # Arguments of `first` and `last` besides parameters or modules.
-TAKES = {"first": ("microbatch",), "last": ("x", "microbatch")}
+TAKES = {"first": ("microbatch",), "last": ("x", "microbatch"), "shared": ()}
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,14 @@ class Unit:
         return self.wants | {"training"} | ({"ctx"} if self.random else set())
 
 
-def end_units(first: Any, last: Any, unit: Callable[[str, End], Unit]) -> dict[str, Unit]:
-    """The units of `first` and `last`, where there are any; PipelineError for one that is no
-    `End`.
+def end_units(
+    first: Any, last: Any, shared: End | None, unit: Callable[[str, End], Unit]
+) -> dict[str, Unit]:
+    """The units of `first`, `last` and `shared`, where there are any; PipelineError for one that is
+    no `End`.
     """
-    ends = {name: end for name, end in (("first", first), ("last", last)) if end is not None}
+    every = {"first": first, "last": last, "shared": shared}
+    ends = {name: end for name, end in every.items() if end is not None}
     faults = []
     for name, end in ends.items():
         takes = ", ".join(("module", *TAKES[name]))
@@ -176,7 +179,7 @@ def end_units(first: Any, last: Any, unit: Callable[[str, End], Unit]) -> dict[s
             )
     PipelineError.refuse("", faults)
     return {
-        name: replace(unit(f"`{name}`", end), takes=("modules", *TAKES[name]))
+        name: replace(unit(f"`{name}`", end), takes=("modules", *TAKES[name]), constant=True)
         for name, end in ends.items()
     }
 

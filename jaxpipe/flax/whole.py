@@ -410,10 +410,10 @@ def _linen_blocks(
 
     def unit(number: int, module: Any, call: Callable[..., Any]) -> Unit:
         unbound = module.clone(parent=None, name=None)
-        return linen_unit("a block", unbound, call, own[number], rngs)
+        return linen_unit("a block", unbound, call, own[number], rngs=rngs)
 
-    whole = linen_unit("the model", model, loss, outer, rngs, constant=True)
-    whole = replace(whole, takes=("model", "microbatch"))
+    whole = linen_unit("the model", model, loss, outer, rngs=rngs)
+    whole = replace(whole, takes=("model", "microbatch"), constant=True)
     return Whole(whole, pattern, len(own), watch, unit)
 
 
@@ -452,8 +452,8 @@ def _nnx_blocks(
         return make("a block", own[number], call)
 
     # Variables are written into the user's model.
-    whole = make("the model", hollow, loss, constant=True)
-    whole = replace(whole, modules=model, takes=("model", "microbatch"))
+    whole = make("the model", hollow, loss)
+    whole = replace(whole, modules=model, takes=("model", "microbatch"), constant=True)
     return Whole(whole, pattern, len(own), watch, unit)
 
 
