@@ -86,32 +86,30 @@ def judge(
     """Run a step with batches in turn.  Compare the first results with the plain ones, and later
     results with the first, bit by bit.
     """
+    bound = f"below {TOLERANCE:g} of the plain function, equal bits in {count} runs"
+
+    def line(measured: str, advice: str = "") -> Line:
+        return judged(item, measured, bound, advice, wrong=advice)
+
     at(item)
     first = [step(params, batch) for batch in batches]
     errors = [float(_distance(*pair)) for pair in zip(first, expected, strict=True)]
-    bound = f"below {TOLERANCE:g} of the plain function, equal bits in {count} runs"
     worst = max(errors, key=lambda error: error if error == error else np.inf)
     if not worst <= TOLERANCE:
-        return judged(
-            item,
+        return line(
             f"{worst:.2g} from the plain function",
-            bound,
             "do not train with this: see known faults above, and try another version of jaxlib",
-            wrong=True,
         )
     for number in range(count):
         run, which = number + len(batches) + 1, number % len(batches)
         at(f"{item}, run {run}")
         if not bool(_same(step(params, batches[which]), first[which])):
-            return judged(
-                item,
+            return line(
                 f"{worst:.1g} at first, other bits in run {run}",
-                bound,
                 "the same program gives other numbers: try "
                 "XLA_FLAGS=--xla_gpu_enable_command_buffer= and look for faulty memory",
-                wrong=True,
             )
-    return judged(item, f"{worst:.1g}, equal bits in {count} runs", bound)
+    return line(f"{worst:.1g}, equal bits in {count} runs")
 
 
 @jax.jit

@@ -45,14 +45,12 @@ class NnxModel(FlaxModel):
 
 @dataclass(frozen=True, kw_only=True)
 class NnxUnit(Unit):
-    """Modules as graphs for training and for evaluation, and their variables.
-
-    `states` are the parameters, the streams of random numbers, and the others.
+    """Modules as a graph and their variables: the parameters, which the filter takes, the streams
+    of random numbers, and the others.
     """
 
-    split: Callable[[Any], Any]
+    trainable: Any
     graph: Any
-    evaluated: Any
     states: tuple[Any, Any, Any]
     stack: bool  # variables have a leading axis of blocks
 
@@ -70,7 +68,11 @@ class NnxUnit(Unit):
             jax.tree.unflatten(jax.tree.structure(old), new)
             for old, new in zip(self.states, leaves, strict=True)
         ]
-        return nnx.merge(self.graph if training else self.evaluated, *filled)
+        modules = nnx.merge(self.graph, *filled)
+        for module in jax.tree.leaves(modules, is_leaf=_is_module):
+            if _is_module(module) and not training:
+                module.eval()
+        return modules
 
     def _stream(self, number: int, old: Any, key: Any) -> Any:
         shape = old.shape[1:] if self.stack else old.shape
@@ -81,7 +83,7 @@ class NnxUnit(Unit):
 
     def variables(self, modules: Any, state: PyTree) -> PyTree:
         """All that are neither parameters nor streams of random numbers."""
-        return nnx.to_pure_dict(self.split(modules)[3])
+        return nnx.to_pure_dict(nnx.split(modules, self.trainable, nnx.RngState, ...)[3])
 
     def kind(self, ignore: Sequence[str]) -> Any:
         """The graph with static attributes, shapes and dtypes."""
@@ -104,6 +106,10 @@ class NnxUnit(Unit):
         return texts
 
 
+def _is_module(node: Any) -> bool:
+    return isinstance(node, nnx.Module)
+
+
 def nnx_unit(
     name: str,
     modules: Any,
@@ -117,14 +123,7 @@ def nnx_unit(
     not trained.
     """
 
-    def split(modules: Any) -> Any:
-        return nnx.split(modules, trainable, nnx.RngState, ...)
-
-    graph, own, streams, others = split(modules)
-    evaluated = nnx.merge(graph, own, streams, others)
-    for module in jax.tree.leaves(evaluated, is_leaf=lambda node: isinstance(node, nnx.Module)):
-        if isinstance(module, nnx.Module):
-            module.eval()
+    graph, own, streams, others = nnx.split(modules, trainable, nnx.RngState, ...)
     is_frozen = nnx.filterlib.to_predicate(False if frozen is None else frozen)
     return NnxUnit(
         name=name,
@@ -140,9 +139,8 @@ def nnx_unit(
             if is_frozen(path, leaf)
         ),
         advice=_ADVICE,
-        split=split,
+        trainable=trainable,
         graph=graph,
-        evaluated=split(evaluated)[0],
         states=(own, streams, others),
         stack=stack,
     )
