@@ -44,14 +44,6 @@ _WHERE = {
     Transfers.RENDEZVOUS: "",
 }
 _NO_GAP = 1e-9
-_SUFFIXES = {
-    ".trace.json": "trace",
-    ".csv": "csv",
-    ".svg": "svg",
-    ".html": "html",
-    ".htm": "html",
-    ".json": "json",
-}
 
 
 def list_command(arguments: argparse.Namespace) -> bool:
@@ -296,15 +288,17 @@ def _written(schedule: Schedule, form: str, arguments: argparse.Namespace, costs
 
 def _format_of(output: str | None) -> str:
     """The format of a file's suffix; the grid where there is none."""
-    if output is None or Path(output).suffix in ("", ".txt"):
+    suffix = Path(output or "-").suffix.lower().removeprefix(".")
+    if suffix in ("", "txt"):
         return "grid"
-    for suffix, form in _SUFFIXES.items():
-        if output.lower().endswith(suffix):
-            return form
-    raise UsageError(
-        f"no format is known for {output}; give --format, or a file that ends in "
-        f"{', '.join(_SUFFIXES)} or .txt"
-    )
+    if str(output).lower().endswith(".trace.json"):
+        return "trace"
+    if suffix not in ("csv", "svg", "html", "htm", "json"):
+        raise UsageError(
+            f"no format is known for {output}; give --format, or a file that ends in .trace.json, "
+            ".csv, .svg, .html, .htm, .json or .txt"
+        )
+    return "html" if suffix == "htm" else suffix
 
 
 def _schedule_facts(schedule: Schedule) -> dict[str, Any]:

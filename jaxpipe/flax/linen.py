@@ -38,8 +38,8 @@ class LinenModel(FlaxModel):
         Parameters of first, last and shared are those of their modules already.
         """
         rows = self._by_block(params["stages"], self.state if state is None else state)
-        found = [{"params": own, **other} for own, other in rows]
-        return found[0] if len(self._blocks) < len(self._places) else found
+        variables = [{"params": own, **other} for own, other in rows]
+        return variables[0] if len(self._blocks) < len(self._places) else variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +83,6 @@ class LinenUnit(Unit):
         """
         after = _each(lambda module: _without_params(core.unfreeze(module.variables)), modules)
         return {name: after[name] for name in state} if self.takes_sown else after
-
-    def kind(self, ignore: Sequence[str]) -> dict[str, str]:
-        """The settings."""
-        return {name: text for name, text in self.settings().items() if name not in ignore}
 
     def settings(self) -> dict[str, str]:
         """The class, attributes and shapes of variables."""

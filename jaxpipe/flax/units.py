@@ -87,7 +87,7 @@ class Unit:
         Args:
             ignore: names of attributes in which they may differ.
         """
-        raise NotImplementedError
+        return {name: text for name, text in self.settings().items() if name not in ignore}
 
     def settings(self) -> Mapping[str, str]:
         """The class, settings and shapes of a block, as text by name."""
