@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import re
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -153,11 +154,7 @@ def read(source: str, slices: int | None = None) -> Schedule:
 
     CSV does not hold the number of slices of a sequence, and JSON does.
     """
-    text, name = (
-        (_limited(sys.stdin, source), "stdin")
-        if source == "-"
-        else (read_text(file_path(source)), Path(source).stem)
-    )
+    text, name = read_text(source), "stdin" if source == "-" else Path(source).stem
     try:
         if Path(source).suffix == ".json":
             table = Schedule.from_json(text)
@@ -293,24 +290,27 @@ def file_path(text: str) -> Path:
     return Path(text)
 
 
-def read_text(path: Path) -> str:
-    """The text of a file; UsageError for binary data, or a file that is far too long."""
+def _open(source: str) -> AbstractContextManager[TextIO]:
+    if source == "-":
+        return nullcontext(sys.stdin)
+    return file_path(source).open(encoding="utf-8-sig")
+
+
+def read_text(source: str) -> str:
+    """The text of a file, or of standard input for `-`; UsageError for binary data, and for more
+    than any table has (the file may be endless).
+    """
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            return _limited(file, str(path))
+        with _open(source) as file:
+            text = file.read(MAX_TEXT + 1)
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{path}: not a text file ({error.reason} at byte {error.start}); give a .csv or "
+            f"{source}: not a text file ({error.reason} at byte {error.start}); give a .csv or "
             ".json table"
         ) from error
-
-
-def _limited(file: TextIO, name: str) -> str:
-    """The text of a file; UsageError for one that is far too long for a table, or endless."""
-    text = file.read(MAX_TEXT + 1)
     if len(text) > MAX_TEXT:
         raise UsageError(
-            f"{name}: more than {MAX_TEXT:,} characters, more than any table; give a .csv or "
+            f"{source}: more than {MAX_TEXT:,} characters, more than any table; give a .csv or "
             ".json table"
         )
     return text

@@ -35,7 +35,7 @@ from .arguments import (
     read_costs,
     read_options,
 )
-from .terminal import BEST, Terminal
+from .terminal import BEST, complain, counting, print_table, save, write
 
 # Added for a table that was checked for transfers other than the strictest ones.
 _WHERE = {
@@ -44,17 +44,9 @@ _WHERE = {
     Transfers.RENDEZVOUS: "",
 }
 _NO_GAP = 1e-9
-_SUFFIXES = {
-    ".trace.json": "trace",
-    ".csv": "csv",
-    ".svg": "svg",
-    ".html": "html",
-    ".htm": "html",
-    ".json": "json",
-}
 
 
-def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+def list_command(arguments: argparse.Namespace) -> bool:
     """List the schedules that can be built, or describe those that are named."""
     entries = [describe(name) for name in arguments.names or names()]
     if arguments.json:
@@ -68,54 +60,54 @@ def list_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
             }
             for e in entries
         ]
-        terminal.write(json.dumps(facts, indent=2, default=str))
+        write(json.dumps(facts, indent=2, default=str))
         return True
     if not arguments.names:
         rows = [(e.name, str(e.chunks), e.summary) for e in entries]
-        terminal.table(("schedule", "chunks", "description"), rows, left=3)
+        print_table(("schedule", "chunks", "description"), rows, left=3)
         return True
     for e in entries:
         options = [o for o in e.options if o.name != "forward_only"]
         lines = [f"  --option {o.name}={o.default}  {o.summary}" for o in options]
         lines = ["options:", *lines, ""] if lines else []
-        terminal.write("\n".join([f"{e.name}\n\n{e.doc}\n\nchunks: {e.chunks}", *lines, ""]))
+        write("\n".join([f"{e.name}\n\n{e.doc}\n\nchunks: {e.chunks}", *lines, ""]))
     return True
 
 
-def show_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+def show_command(arguments: argparse.Namespace) -> bool:
     """Print or draw a schedule."""
     if arguments.json and arguments.format not in (None, "json"):
         raise UsageError(f"give --json or --format {arguments.format}, not both")
     form = "json" if arguments.json else arguments.format or _format_of(arguments.output)
     costs = read_costs(arguments)
-    with terminal.counting(f"making {arguments.source}"):
+    with counting(f"making {arguments.source}"):
         schedule = load(arguments, costs)
         if arguments.transfers and not schedule.has_transfers:
             schedule = add_transfers(schedule, costs=costs)
         text = _written(schedule, form, arguments, costs)
     if arguments.output in (None, "-"):
-        terminal.write(text)
+        write(text)
     else:
-        terminal.save(file_path(arguments.output), text)
+        save(file_path(arguments.output), text)
     return True
 
 
-def simulate_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+def simulate_command(arguments: argparse.Namespace) -> bool:
     """Simulate a schedule with given costs."""
     costs, transfers = read_costs(arguments), Transfers(arguments.transfers)
-    with terminal.counting(f"simulating {arguments.source}"):
+    with counting(f"simulating {arguments.source}"):
         schedule = load(arguments, costs, transfers=transfers)
         t = simulate(schedule, costs, transfers=transfers)
     if arguments.json:
         bound = {} if t.schedule.forward_only else {"lower_bound": timeline_bound(t)[0]}
-        terminal.write(json.dumps(_timeline_facts(t) | bound))
+        write(json.dumps(_timeline_facts(t) | bound))
         return True
-    terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
+    write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
     head = {"makespan": number(t.makespan), "span": number(t.span), "bubble": f"{t.bubble:.2%}"}
-    terminal.write("\n".join(f"{name:<9} {value}" for name, value in head.items()) + "\n")
-    terminal.table(DEVICE_COLUMNS, device_rows(t))
+    write("\n".join(f"{name:<9} {value}" for name, value in head.items()) + "\n")
+    print_table(DEVICE_COLUMNS, device_rows(t))
     if not t.schedule.forward_only:
-        terminal.write(_gap_text(t))
+        write(_gap_text(t))
     return True
 
 
@@ -130,14 +122,14 @@ def _gap_text(t: Timeline) -> str:
     return f"lower bound {number(bound)} for this placement{memory}: {within}"
 
 
-def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+def check_command(arguments: argparse.Namespace) -> bool:
     """Check a table: completeness, order, placement, deadlock, and a cap on activations."""
     if arguments.max_activations is not None and arguments.max_activations < 0:
         raise UsageError(f"--max-activations must be at least 0, not {arguments.max_activations}")
     transfers = Transfers(arguments.transfers)
     facts: dict[str, Any] = {"file": arguments.file, "ok": True, "transfers": transfers.value}
     try:
-        with terminal.counting(f"checking {arguments.file}"):
+        with counting(f"checking {arguments.file}"):
             s = checked(
                 read(arguments.file, arguments.slices),
                 transfers=transfers,
@@ -147,12 +139,12 @@ def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         names = ("rule", "message", "device", "position")
         rules = [{name: getattr(v, name) for name in names} for v in error.violations]
         facts |= {"ok": False, "violations": rules, "report": str(error)}
-        terminal.write(json.dumps(facts) if arguments.json else str(error))
+        write(json.dumps(facts) if arguments.json else str(error))
         return False
     if arguments.json:
-        terminal.write(json.dumps(facts | _schedule_facts(s) | {"violations": []}))
+        write(json.dumps(facts | _schedule_facts(s) | {"violations": []}))
         return True
-    terminal.write(
+    write(
         f"{arguments.file} is valid: {s.num_devices} devices, {s.num_stages} stages, "
         f"{s.num_microbatches} microbatches, {s.encoded.num_actions} actions; it cannot "
         f"deadlock{_WHERE[transfers] if s.has_transfers else ''}"
@@ -160,7 +152,7 @@ def check_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     return True
 
 
-def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+def compare_command(arguments: argparse.Namespace) -> bool:
     """Simulate several schedules of one model.  Costs are those of 1/P of the model: a stage of
     a schedule with S stages costs P/S of them, and its activations count P/S too, so that
     schedules with different chunks can be compared.  Each schedule uses the nearest number
@@ -177,7 +169,7 @@ def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     _refuse_unknown_options(arguments, sources)
     results: list[tuple[Timeline, float]] = []
     skipped: list[str] = []
-    with terminal.counting("simulating") as progress:
+    with counting("simulating") as progress:
         for done, source in enumerate(sources, 1):
             try:
                 results.append(_one_of_many(source, arguments, costs))
@@ -193,11 +185,11 @@ def compare_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
     if arguments.json:
         schedules = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
         facts = {"costs": _cost_facts(costs), "schedules": schedules, "left_out": skipped}
-        terminal.write(json.dumps(facts))
+        write(json.dumps(facts))
         return True
-    _print_comparison(results, costs, terminal)
+    _print_comparison(results, costs)
     if skipped:
-        terminal.complain("\n".join(skipped))
+        complain("\n".join(skipped))
     return True
 
 
@@ -240,9 +232,7 @@ def _refuse_unknown_options(arguments: argparse.Namespace, sources: Sequence[str
         )
 
 
-def _print_comparison(
-    results: list[tuple[Timeline, float]], costs: Costs, terminal: Terminal
-) -> None:
+def _print_comparison(results: list[tuple[Timeline, float]], costs: Costs) -> None:
     best = min(t.makespan for t, _ in results)
     columns = "schedule,devices,microbatches,chunks,makespan,vs best,bubble,peak activations"
     rows: list[tuple[str, ...]] = []
@@ -254,8 +244,8 @@ def _print_comparison(
         peak = number(max(t.peak_memory) * share)
         rows.append((s.name, *shape, number(t.makespan), ratio, f"{t.bubble:.2%}", peak))
         best_rows |= {i: BEST} if t.makespan == best else {}
-    terminal.table(columns.split(","), rows, styles=best_rows)
-    terminal.write(f"costs and activations of a P-th of the model: {_cost_text(costs)}")
+    print_table(columns.split(","), rows, styles=best_rows)
+    write(f"costs and activations of a P-th of the model: {_cost_text(costs)}")
 
 
 def _sums(t: Timeline, share: float) -> dict[str, Any]:
@@ -298,15 +288,17 @@ def _written(schedule: Schedule, form: str, arguments: argparse.Namespace, costs
 
 def _format_of(output: str | None) -> str:
     """The format of a file's suffix; the grid where there is none."""
-    if output is None or Path(output).suffix in ("", ".txt"):
+    suffix = Path(output or "-").suffix.lower().removeprefix(".")
+    if suffix in ("", "txt"):
         return "grid"
-    for suffix, form in _SUFFIXES.items():
-        if output.lower().endswith(suffix):
-            return form
-    raise UsageError(
-        f"no format is known for {output}; give --format, or a file that ends in "
-        f"{', '.join(_SUFFIXES)} or .txt"
-    )
+    if str(output).lower().endswith(".trace.json"):
+        return "trace"
+    if suffix not in ("csv", "svg", "html", "htm", "json"):
+        raise UsageError(
+            f"no format is known for {output}; give --format, or a file that ends in .trace.json, "
+            ".csv, .svg, .html, .htm, .json or .txt"
+        )
+    return "html" if suffix == "htm" else suffix
 
 
 def _schedule_facts(schedule: Schedule) -> dict[str, Any]:
@@ -341,5 +333,5 @@ def _cost_facts(costs: Costs) -> dict[str, Any]:
 
 
 def _cost_text(costs: Costs) -> str:
-    given = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
-    return ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in given)
+    numbers = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
+    return ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in numbers)

@@ -16,13 +16,13 @@ from rich.console import Console
 
 from ..lowering.prices import read_prices, write_prices
 from .arguments import UsageError, file_path
-from .terminal import Terminal
+from .terminal import complain, counting, print_table, save, write
 
 _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red", "not tried": "bright_black"}
 _PAGE_WIDTH = 180  # characters
 
 
-def doctor_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+def doctor_command(arguments: argparse.Namespace) -> bool:
     """Check this machine before a long run.  Checks are of versions with known faults, options of
     XLA, numbers of six schedules against the plain function, times of predicates, hops and copies,
     memory and speed.  Each check has a limit of time; a hang is ended and named.  Measured times go
@@ -49,7 +49,7 @@ def doctor_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         read_prices()  # the checks take minutes: a faulty file is refused before them
     names = ("devices", "steps", "coordinator", "processes", "process")
     scope = doctor.Scope(**{name: getattr(arguments, name) for name in names})
-    with terminal.counting("checking") as progress:
+    with counting("checking") as progress:
         report = doctor.run(scope, minutes=arguments.minutes, checks=checks, tell=progress)
     facts: dict[str, Any] = asdict(report) | {"prices_file": None}
     if report.prices and writes:
@@ -57,26 +57,26 @@ def doctor_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         day = datetime.now(UTC).strftime("%Y-%m-%d")
         path = write_prices(report.kind, report.prices, ", ".join(filter(None, [day, versions])))
         facts["prices_file"] = str(path)
-        terminal.complain(f"wrote the prices of {report.kind} to {path}")
+        complain(f"wrote the prices of {report.kind} to {path}")
     if page is not None:
         picture = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, force_terminal=True)
         picture.print(f"jaxpipe doctor: {report.kind or 'no device'}", highlight=False)
-        _print(report, Terminal(picture, picture))
+        _print(report, picture)
         for name, seconds in report.prices.items():
             picture.print(f"price of {name}: {seconds * 1e6:.3g} us", highlight=False)
-        terminal.save(page, picture.export_html())
+        save(page, picture.export_html())
     if arguments.json:
-        terminal.write(json.dumps(facts))
+        write(json.dumps(facts))
     else:
-        _print(report, terminal)
+        _print(report)
     return bool(report.is_good)
 
 
-def _print(report: Any, terminal: Terminal) -> None:
+def _print(report: Any, console: Console | None = None) -> None:
     header = ("item", "verdict", "measured", "expected", "what to do")
     rows = [(e.item, e.verdict.value, e.measured, e.expected, e.advice) for e in report.lines]
     styles = {i: _STYLES[row[1]] for i, row in enumerate(rows)}
-    terminal.table(header, rows, left=len(header), styles=styles)
+    print_table(header, rows, left=len(header), styles=styles, console=console)
 
 
 def _refuse(arguments: argparse.Namespace) -> None:

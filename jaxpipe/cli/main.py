@@ -1,4 +1,4 @@
-"""The jaxpipe command: list, show, simulate, check and compare schedules, and plan pipelines.
+"""The jaxpipe command: its commands, and their arguments as data, a line of text for each.
 
 Exit status 0: success.  1: the schedule is invalid (every violation is printed, with the grid and
 the cells marked).  2: bad usage.
@@ -8,23 +8,209 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from inspect import cleandoc, getdoc
+from typing import Any
 
+from ..engine.costs import Costs
 from ..errors import JaxpipeError
-from .arguments import InvalidScheduleError
-from .parser import make_parser
-from .terminal import Terminal, make_terminal
+from ..planner.request import SCHEDULES
+from ..planner.transformer import Transformer
+from ..render import Theme
+from ..table.activations import Release
+from ..table.run_order import Transfers
+from ..version import __version__
+from .arguments import OTHER_COSTS, InvalidScheduleError, flag, number, size, whole
+from .commands import check_command, compare_command, list_command, show_command, simulate_command
+from .doctor import doctor_command
+from .plan import plan_command
+from .terminal import complain
 
 SUCCESS, INVALID, USAGE = 0, 1, 2
+
+# By the name of a value in the lines below: what argparse accepts.
+_WHOLE = ("P", "M", "V", "K", "N", "I")
+_NUMBER = ("NUMBER", "PIXELS", "SECONDS", "MINUTES")
+_KINDS: dict[str, dict[str, Any]] = {
+    **{name: {"type": whole, "metavar": name} for name in _WHOLE},
+    **{name: {"type": number, "metavar": name} for name in _NUMBER},
+    "SIZE": {"type": size, "metavar": "SIZE"},
+    "KEY=VALUE": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
+    "FORMAT": {"choices": ("grid", "csv", "svg", "html", "trace", "json")},
+    "THEME": {"choices": [each.value for each in Theme]},
+    "WHO": {"choices": [each.value for each in Transfers]},
+    "WHEN": {"choices": [each.value for each in Release]},
+}
+# Groups of arguments that the help lists together: a title, then a line for each.  A line has the
+# flags, the name of the value, "..." for several values and "=" before a default; then a bar and
+# the help.  A flag without a value is a switch; a positional argument has its name first.  The name
+# of the value says what is accepted.
+_SOURCE = """
+source NAME|FILE | a name of `jaxpipe list`, a .csv or .json table, or - for CSV from standard input
+"""
+_SOURCES = """
+sources NAME|FILE ... | default: every schedule that can be built
+"""
+_SHAPE = """shape (of a named schedule)
+-P --devices P
+-M --microbatches M
+-V --chunks V | stages per device (default: the schedule's own)
+-K --slices K | slices of a sequence (default: 1, or what a .json table says)
+--option KEY=VALUE | an option of the schedule; see jaxpipe list NAME
+--forward-only | leave out all backwards, for evaluation
+"""
+_DRAWING = """svg and html
+--title TITLE
+--width PIXELS | of the picture (default: as wide as the microbatch numbers need)
+--theme THEME =auto | of the svg
+--memory | draw the activations held over time (html always has them)
+--critical-path | outline a longest chain of actions (html has a switch for it)
+"""
+_TRANSFERS = """
+--transfers WHO ={} | who waits in a table with SEND and RECV: the consumer (async), the RECV
+    (buffered), or SEND and RECV for each other (rendezvous)
+"""
+_JSON = """
+--json | print JSON
+"""
+_WRITE = """
+--transfers | add SEND and RECV
+--format FORMAT | default: by the suffix of FILE (.trace.json is a trace), else grid
+-o --output FILE | write to a file; - is standard output
+"""
+_CHECK = """
+file FILE | a .csv table (torch's form) or a .json one; - is CSV from standard input
+--max-activations N | most activations that a device may hold at once
+-K --slices K | slices of a sequence (default: 1, or what a .json table says)
+"""
+_PLAN = """
+-P --devices P | devices along the pipeline
+-M --microbatches M | microbatches of a step
+--memory SIZE | of a device, e.g. 80GB (default: no limit)
+-o --output FILE | draw the best plan: a file that ends in .html or .svg
+"""
+_VARY = f"""what may vary
+--schedules NAME ... | default: {" ".join(SCHEDULES)}
+-V --chunks V ... | default: 1 2 4
+-K --slices K ... | slices of a sequence; a microbatch is a sequence then (default: 1)
+--remat POLICY ... | none, full, stages, or a policy (default: all; stages with --memory)
+--no-offload | keep residuals in the device's memory
+--within SECONDS | try no further choice after this time
+--search SECONDS =0 | search for a shorter table (needs jaxpipe[solver])
+"""
+_PUBLISHED = """published model, with its mesh chosen
+--model NAME | as examples/llama.py names it, llama3-70b
+--gpus N | devices in all; hosts have eight
+--batch N | rows of a step
+"""
+_FILE = """model by a file of costs
+--costs FILE | JSON: {"layers": "Et*80,L", "costs": {"t": {"forward": 0.01, ...}, ...},
+    "transfer": 0}
+"""
+_DOCTOR = """
+--devices N | along the pipeline (default: all that there are, one CPU device without accelerators)
+--minutes MINUTES =3 | the most for all checks
+--steps N =200 | runs of each program whose numbers are compared
+--only TEXT | checks whose title holds the text
+-o --output FILE | write an HTML report
+--no-prices | do not write the measured times into the file of prices
+"""
+_PROCESSES = """one of several processes, each of which runs the command
+--coordinator HOST:PORT | of process 0
+--processes N =1
+--process I =0 | the number of this one
+"""
+
+
+def _fields(record: type, value: str) -> str:
+    """A line for each cost or size that a dataclass holds, with the text of its docstring."""
+    section = cleandoc(record.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)[1:]
+    texts = {
+        name: " ".join(text.split()).rstrip(".").replace("where it is None", "by default")
+        for name, text in zip(entries[::2], entries[1::2], strict=True)
+    }
+    lines = []
+    for field in fields(record):
+        if record is Costs and field.name not in OTHER_COSTS:
+            continue
+        is_number = isinstance(field.default, int | float)
+        default = f" (default: {field.default:g})" if is_number and field.default else ""
+        metavar = "" if isinstance(field.default, bool) else value
+        lines.append(f"{flag(field.name)} {metavar} | {texts.get(field.name, '')}{default}")
+    return "\n".join(lines)
+
+
+_COSTS = f"""costs (numbers joined by : are one per stage, or one per slice)
+--costs F,I,W,T | times of forward, input gradient, weight gradient and transfer (default 1,1,1,0)
+--release WHEN =weight_grad | when activations are freed where the backward is split
+{_fields(Costs, "COST")}"""
+_SIZES = f"""model by its sizes
+--layers N
+{_fields(Transformer, "NUMBER")}"""
+# Each command and its groups of arguments.
+COMMANDS: dict[Callable[[argparse.Namespace], bool], tuple[str, ...]] = {
+    list_command: ("\nnames NAME ...", _JSON),
+    show_command: (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
+    simulate_command: (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
+    check_command: (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
+    compare_command: (_SOURCES, _SHAPE, _COSTS, _JSON),
+    plan_command: (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
+    doctor_command: (_DOCTOR, _PROCESSES, _JSON),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line; `run` of what it returns runs the command.
+
+    The docstring of a command's function is its help.
+    """
+    parser = argparse.ArgumentParser(
+        prog="jaxpipe",
+        description="Design, check, compare and draw pipeline-parallel schedules.",
+        epilog="Exit status: 0 success, 1 the schedule is invalid, 2 bad usage.",
+    )
+    parser.add_argument("--version", action="version", version=f"jaxpipe {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for run, groups in COMMANDS.items():
+        name, text = run.__name__.removesuffix("_command"), getdoc(run) or ""
+        own = commands.add_parser(name, help=text.partition(".")[0], description=text)
+        own.set_defaults(run=run)
+        for group in groups:
+            title, _, lines = group.replace("\n    ", " ").partition("\n")
+            to = own.add_argument_group(title) if title else own
+            for line in lines.splitlines():
+                _add(to, line)
+    return parser
+
+
+def _add(parser: argparse._ActionsContainer, line: str) -> None:
+    """Add the argument of a line."""
+    left, _, text = line.partition(" | ")
+    terms = left.split()
+    names = [word for word in terms if word.startswith("-")] or terms[:1]
+    default = terms.pop()[1:] if terms[-1].startswith("=") else None
+    several = terms[-1] == "..." and terms.pop()
+    text += "" if default is None else f" (default: {default})"
+    options: dict[str, Any] = {"help": text.strip().replace("%", "%%"), "default": default}
+    if terms == names:
+        options = {"help": options["help"], "action": "store_true"}
+    else:
+        options |= _KINDS.get(terms[-1], {"metavar": terms[-1]})
+    if several:
+        options["nargs"] = "+" if line.startswith("-") else "*"
+    parser.add_argument(*names, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; `argv` is sys.argv[1:] where it is None."""
     arguments = make_parser().parse_args(argv)
-    terminal = make_terminal()
     try:
-        return _run(arguments, terminal)
+        is_valid = arguments.run(arguments)
+        sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe.  Python would report it once more when it
         # flushes at exit.
@@ -32,21 +218,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return SUCCESS
     except KeyboardInterrupt:
         return 130
-
-
-def _run(arguments: argparse.Namespace, terminal: Terminal) -> int:
-    """Run one command; errors go to stderr."""
-    try:
-        is_valid = arguments.run(arguments, terminal)
     except InvalidScheduleError as error:
-        terminal.complain(str(error))
+        complain(str(error))
         return INVALID
-    except BrokenPipeError:
-        raise
     except (JaxpipeError, OSError, UnicodeEncodeError) as error:
-        terminal.complain(f"jaxpipe {arguments.command}: {_text(error)}")
+        complain(f"jaxpipe {arguments.command}: {_text(error)}")
         return USAGE
-    sys.stdout.flush()
     return SUCCESS if is_valid else INVALID
 
 

@@ -17,14 +17,14 @@ from ..planner.result import COLUMNS, Plans
 from ..planner.transformer import Transformer
 from ..render import to_html, to_svg
 from .arguments import UsageError, file_path, flag, missing_flags, read_text
-from .terminal import BEST, Terminal
+from .terminal import BEST, counting, print_table, save, write
 
 _PLANS = 5
 _SHOWN = 12  # of what was left out
 _CHUNKS = (1, 2, 4)
 
 
-def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
+def plan_command(arguments: argparse.Namespace) -> bool:
     """Find the fastest pipelines of a model that fit into memory.  A plan has layers of stages,
     schedule, chunks and remat, with a step's seconds and a device's memory.  The model is given by
     its sizes (a decoder-only transformer; times are then estimates) or by a file of costs.
@@ -33,17 +33,17 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         raise UsageError(
             f"no picture is known for {arguments.output}; give a file that ends in .html or .svg"
         )
-    plans, command = (_of_layers if arguments.model is None else _published)(arguments, terminal)
+    plans, command = (_of_layers if arguments.model is None else _published)(arguments)
     if arguments.output is not None:
         draw = to_html if arguments.output.lower().endswith(".html") else to_svg
         title = f"{plans.best.label}: {plans.best.layout}"
-        terminal.save(file_path(arguments.output), draw(plans.best.timeline, title=title))
+        save(file_path(arguments.output), draw(plans.best.timeline, title=title))
     if arguments.json:
         left = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
         facts = {"plans": [p.facts() for p in plans], "rejected": left, "prices": plans.prices}
-        terminal.write(json.dumps(facts | ({} if command is None else {"command": command})))
+        write(json.dumps(facts | ({} if command is None else {"command": command})))
         return True
-    terminal.table(COLUMNS, plans.rows(), left=2, styles={0: BEST})
+    print_table(COLUMNS, plans.rows(), left=2, styles={0: BEST})
     lines = [f"best: {plans.best.why}", f"prices: {plans.prices}"]
     if not arguments.costs:
         lines.append(
@@ -53,11 +53,11 @@ def plan_command(arguments: argparse.Namespace, terminal: Terminal) -> bool:
         lines += ["left out:", *(f"  {r}" for r in plans.rejected[:_SHOWN])]
     if len(plans.rejected) > _SHOWN:
         lines.append(f"  ... and {len(plans.rejected) - _SHOWN} more")
-    terminal.write("\n".join(lines + ([] if command is None else [command])))
+    write("\n".join(lines + ([] if command is None else [command])))
     return True
 
 
-def _of_layers(arguments: argparse.Namespace, terminal: Terminal) -> tuple[Plans, None]:
+def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, None]:
     """Plans of a model by its sizes, or by a file of costs."""
     if missing := missing_flags(arguments, "devices", "microbatches"):
         raise UsageError(
@@ -67,7 +67,7 @@ def _of_layers(arguments: argparse.Namespace, terminal: Terminal) -> tuple[Plans
     layers, costs, transfer = (
         _from_file(arguments.costs) if arguments.costs else _from_sizes(arguments)
     )
-    with terminal.counting("planning") as progress:
+    with counting("planning") as progress:
         plans = plan(
             layers,
             costs,
@@ -85,7 +85,7 @@ def _of_layers(arguments: argparse.Namespace, terminal: Terminal) -> tuple[Plans
     return plans, None
 
 
-def _published(arguments: argparse.Namespace, terminal: Terminal) -> tuple[Plans, str]:
+def _published(arguments: argparse.Namespace) -> tuple[Plans, str]:
     """Plans of a published model with the mesh chosen, and the command that runs the best."""
     if missing := missing_flags(arguments, "gpus", "batch", "memory"):
         raise UsageError(f"--model needs {', '.join(missing)} too")
@@ -96,7 +96,7 @@ def _published(arguments: argparse.Namespace, terminal: Terminal) -> tuple[Plans
             f"--model {arguments.model} has its own sizes and mesh; leave out {', '.join(excess)}"
         )
     name, context = arguments.model, int(arguments.context or 8192)
-    with terminal.counting(f"planning {name}") as progress:
+    with counting(f"planning {name}") as progress:
         plans = plan_mesh(
             name,
             **_choices(arguments),
@@ -135,7 +135,7 @@ def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost
 
 def _from_file(name: str) -> tuple[str, dict[str, LayerCost], float]:
     try:
-        facts: Any = json.loads(read_text(file_path(name)))
+        facts: Any = json.loads(read_text(name))
     except json.JSONDecodeError as error:
         raise UsageError(f"{name} is not JSON: {error}") from error
     match facts:

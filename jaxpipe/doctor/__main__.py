@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .run import MARK, Found, Scope, at
+from .run import MARK, Findings, Scope, at
 
 _AXIS = "pipe"
 _COUNT = "xla_force_host_platform_device_count"
@@ -29,9 +29,9 @@ def main(check: str, settings: str, options: str) -> None:
     module, function = check.split(":")
     at(function)
     name = module if "." in module else f"jaxpipe.doctor.{module}"
-    found: Found = getattr(import_module(name), function)(scope, mesh, **json.loads(options))
-    found = replace(found, kind=str(mesh.devices.flat[0].device_kind))
-    print(MARK + json.dumps(asdict(found)), flush=True)
+    findings: Findings = getattr(import_module(name), function)(scope, mesh, **json.loads(options))
+    findings = replace(findings, kind=str(mesh.devices.flat[0].device_kind))
+    print(MARK + json.dumps(asdict(findings)), flush=True)
 
 
 def make_mesh(scope: Scope) -> Mesh:

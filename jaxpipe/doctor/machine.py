@@ -18,7 +18,7 @@ from ..lowering.target import Target
 from ..spmd.block import while_once
 from ..spmd.compiler_options import Options, features_of, options_for
 from ..table.effects import Offload
-from .run import Found, Line, Scope, Verdict, at, judged, not_tried
+from .run import Findings, Line, Scope, Verdict, at, judged, not_tried
 
 _JAX_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _PACKAGES = {
@@ -34,9 +34,9 @@ TICKS = 64
 
 def installed() -> dict[str, str]:
     """Name -> version of each installed package."""
-    numbers = {name: _first(packages) for name, packages in _PACKAGES.items()}
-    found = {"python": sys.version.split()[0], **numbers, "driver": _driver()}
-    return {name: number for name, number in found.items() if number}
+    versions = {name: _first(packages) for name, packages in _PACKAGES.items()}
+    numbers = {"python": sys.version.split()[0], **versions, "driver": _driver()}
+    return {name: number for name, number in numbers.items() if number}
 
 
 def _first(packages: tuple[str, ...]) -> str | None:
@@ -55,24 +55,30 @@ def _driver() -> str:
     return f"CUDA {number.value // 1000}.{number.value % 1000 // 10}"
 
 
-def versions(scope: Scope, mesh: Mesh) -> Found:
+def versions(scope: Scope, mesh: Mesh) -> Findings:
     """A line about the installed versions, and one for each of their known faults."""
     target = Target.of(mesh, ())
     faults = faults_for(target.platform, features_of(target, mesh, Offload.RESIDUALS))
-    return Found((judge_versions(installed(), target.platform), *map(line_of, faults)))
+    return Findings((judge_versions(installed(), target.platform), *map(line_of, faults)))
 
 
-def judge_versions(found: dict[str, str], platform: str) -> Line:
+def judge_versions(numbers: dict[str, str], platform: str) -> Line:
     """A line that says whether these versions agree and were run with jaxpipe."""
     wrong = [
-        f"{name} {found[name]} was never run with jaxpipe: install {name}{range_}"
+        f"{name} {numbers[name]} was never run with jaxpipe: install {name}{range_}"
         for name, range_ in TESTED.items()
-        if name in found and not is_in(found[name], range_)
+        if name in numbers and not is_in(numbers[name], range_)
     ]
     plugin = _first(_JAX_PLUGINS)
-    if platform == "gpu" and plugin is not None and found.get("plugin", plugin) != found["jaxlib"]:
-        wrong.append(f"the plugin has another version than jaxlib {found['jaxlib']}: install both")
-    text, expected = (", ".join(map(" ".join, each.items())) for each in (found, TESTED))
+    if (
+        platform == "gpu"
+        and plugin is not None
+        and numbers.get("plugin", plugin) != numbers["jaxlib"]
+    ):
+        wrong.append(
+            f"the plugin has another version than jaxlib {numbers['jaxlib']}: install both"
+        )
+    text, expected = (", ".join(map(" ".join, each.items())) for each in (numbers, TESTED))
     return judged("versions", text, expected, "; ".join(wrong), wrong=wrong)
 
 
@@ -105,22 +111,22 @@ def loop_inputs() -> tuple[Any, Any]:
     return jnp.full((64, 64), 0.01, jnp.float32), jnp.ones(TICKS, jnp.int32)
 
 
-def options(scope: Scope, mesh: Mesh) -> Found:
+def options(scope: Scope, mesh: Mesh) -> Findings:
     """Compile a small program with the options; read whether predicates became nodes of graphs."""
     wanted = options_for(Target.of(mesh, ()))
     accepted, effective = "XLA options: accepted", "XLA options: effective"
     if not wanted:
         why = f"pipelines want none on {mesh.devices.flat[0].platform}"
-        return Found((not_tried(accepted, why), not_tried(effective, why)))
+        return Findings((not_tried(accepted, why), not_tried(effective, why)))
     at("compiling with each option")
     refused = {name: reason for name in wanted if (reason := refusal({name: wanted[name]}))}
-    taken = {name: value for name, value in wanted.items() if name not in refused}
+    accepted_by_xla = {name: value for name, value in wanted.items() if name not in refused}
     try:
-        predicates = compile_and_read(_lowered(), taken).predicates
+        predicates = compile_and_read(_lowered(), accepted_by_xla).predicates
         line = judge_effective([each.in_graph for each in predicates])
     except ValueError as error:
         line = not_tried(effective, f"XLA's thunks cannot be read: {error}")
-    return Found((judge_accepted(wanted, refused), line))
+    return Findings((judge_accepted(wanted, refused), line))
 
 
 def _lowered() -> Any:

@@ -19,7 +19,7 @@ from ..pipeline import Pipeline
 from ..schedules.registry import build
 from ..spmd.compiler_options import NO_GRAPHS
 from ..vocabulary import VocabEmbedding, VocabHead
-from .run import Found, Line, Scope, at, judged, not_tried
+from .run import Findings, Line, Scope, at, judged, not_tried
 
 WIDTH, WORDS, TOKENS = 16, 32, 8
 ROWS = 2  # of a microbatch
@@ -34,7 +34,7 @@ def numbers(
     chunks: int | None = None,
     spread: bool = False,
     offload: str | None = None,
-) -> Found:
+) -> Findings:
     """The pipeline of a schedule against `Model.loss`; on GPUs with CUDA graphs and without them.
 
     Args:
@@ -48,11 +48,11 @@ def numbers(
     item = f"numbers: {name}{', spread ends' * spread}{', offload' * bool(offload)}"
     count = mesh.size
     if offload and count == 1:
-        return Found((not_tried(item, "one device: no residual waits on the host"),))
+        return Findings((not_tried(item, "one device: no residual waits on the host"),))
     try:
         schedule = build(name, devices=count, microbatches=2 * max(count, 2), chunks=chunks)
     except ScheduleError as error:
-        return Found((not_tried(item, f"{count} devices: {error}"),))
+        return Findings((not_tried(item, f"{count} devices: {error}"),))
     microbatches = schedule.num_microbatches
     model, weights = small_model(schedule.num_stages, spread=spread)
     pipe = Pipeline(model, schedule, mesh, memory=Memory(offload=offload))
@@ -65,14 +65,14 @@ def numbers(
         steps: dict[str, Step] = {item: pipe.jit(pipe.value_and_grad)}
         if Target.of(mesh, ()).on_gpus:
             options = {**pipe.compiler_options, **NO_GRAPHS}
-            without = jax.jit(pipe.value_and_grad, compiler_options=options)
-            steps[f"{item}, without graphs"] = without
+            no_graphs = jax.jit(pipe.value_and_grad, compiler_options=options)
+            steps[f"{item}, without graphs"] = no_graphs
         params = pipe.place(weights)
         lines = (
             judge(title, step, params, batches, expected, scope.steps)
             for title, step in steps.items()
         )
-        return Found(tuple(lines))
+        return Findings(tuple(lines))
 
 
 def judge(
@@ -86,48 +86,46 @@ def judge(
     """Run a step with batches in turn.  Compare the first results with the plain ones, and later
     results with the first, bit by bit.
     """
+    bound = f"below {TOLERANCE:g} of the plain function, equal bits in {count} runs"
+
+    def line(measured: str, advice: str = "") -> Line:
+        return judged(item, measured, bound, advice, wrong=advice)
+
     at(item)
     first = [step(params, batch) for batch in batches]
     errors = [float(_distance(*pair)) for pair in zip(first, expected, strict=True)]
-    bound = f"below {TOLERANCE:g} of the plain function, equal bits in {count} runs"
     worst = max(errors, key=lambda error: error if error == error else np.inf)
     if not worst <= TOLERANCE:
-        return judged(
-            item,
+        return line(
             f"{worst:.2g} from the plain function",
-            bound,
             "do not train with this: see known faults above, and try another version of jaxlib",
-            wrong=True,
         )
     for number in range(count):
         run, which = number + len(batches) + 1, number % len(batches)
         at(f"{item}, run {run}")
         if not bool(_same(step(params, batches[which]), first[which])):
-            return judged(
-                item,
+            return line(
                 f"{worst:.1g} at first, other bits in run {run}",
-                bound,
                 "the same program gives other numbers: try "
                 "XLA_FLAGS=--xla_gpu_enable_command_buffer= and look for faulty memory",
-                wrong=True,
             )
-    return judged(item, f"{worst:.1g}, equal bits in {count} runs", bound)
+    return line(f"{worst:.1g}, equal bits in {count} runs")
 
 
 @jax.jit
-def _distance(found: PyTree, wanted: PyTree) -> Any:
+def _distance(result: PyTree, expected: PyTree) -> Any:
     """The largest difference of a leaf, relative to the leaf's largest number."""
     each = jax.tree.map(
         lambda a, b: jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30),
-        found,
-        wanted,
+        result,
+        expected,
     )
     return jnp.max(jnp.stack(jax.tree.leaves(each)))
 
 
 @jax.jit
-def _same(found: PyTree, wanted: PyTree) -> Any:
-    each = jax.tree.map(lambda a, b: jnp.all(a == b), found, wanted)
+def _same(result: PyTree, expected: PyTree) -> Any:
+    each = jax.tree.map(lambda a, b: jnp.all(a == b), result, expected)
     return jnp.all(jnp.stack(jax.tree.leaves(each)))
 
 

@@ -5,14 +5,12 @@ with a verdict, and prices.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from pathlib import Path
 
 MARK, AT = "doctor-found: ", "doctor-at: "
 _LAST = 300  # characters of a failure
@@ -59,7 +57,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Found:
+class Findings:
     """The lines of checks, and the prices that they measured, in seconds by name."""
 
     lines: tuple[Line, ...]
@@ -151,7 +149,7 @@ def run(
     minutes: float = 3.0,
     checks: Sequence[Check] = CHECKS,
     tell: Callable[[int, int], None] | None = None,
-) -> Found:
+) -> Findings:
     """Run the checks in order; a check without time left is not tried.
 
     Args:
@@ -169,21 +167,19 @@ def run(
         if left <= 0:
             lines.append(not_tried(check.item, "no time was left; give more --minutes"))
         else:
-            found = run_one(check, scope, min(check.limit, left))
-            lines += found.lines
+            findings = run_one(check, scope, min(check.limit, left))
+            lines += findings.lines
             # A time of 0 is below the noise, and is no price.
-            prices |= {name: each for name, each in found.prices.items() if each > 0}
-            kind = found.kind or kind
+            prices |= {name: each for name, each in findings.prices.items() if each > 0}
+            kind = findings.kind or kind
         if tell is not None:
             tell(number + 1, len(checks))
-    return Found(tuple(lines), prices, kind)
+    return Findings(tuple(lines), prices, kind)
 
 
-def run_one(check: Check, scope: Scope, limit: float) -> Found:
+def run_one(check: Check, scope: Scope, limit: float) -> Findings:
     """Run one check in a process of its own; a hang or a crash becomes a line."""
     arguments = [check.function, json.dumps(asdict(scope)), json.dumps(dict(check.options))]
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
     try:
         done = subprocess.run(
             [sys.executable, "-m", "jaxpipe.doctor", *arguments],
@@ -191,17 +187,16 @@ def run_one(check: Check, scope: Scope, limit: float) -> Found:
             capture_output=True,
             timeout=limit,
             check=False,
-            env={**os.environ, "PYTHONPATH": path},
         )
         status, out, err = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as error:
         status, out, err = None, b"", error.stderr or b""
-    found = [line for line in out.decode(errors="replace").splitlines() if line.startswith(MARK)]
-    if found and status == 0:
-        facts = json.loads(found[-1].removeprefix(MARK))
+    results = [line for line in out.decode(errors="replace").splitlines() if line.startswith(MARK)]
+    if results and status == 0:
+        facts = json.loads(results[-1].removeprefix(MARK))
         lines = (Line(**each | {"verdict": Verdict(each["verdict"])}) for each in facts["lines"])
-        return Found(tuple(lines), facts["prices"], facts["kind"])
-    return Found((_failed(check, status, limit, err.decode(errors="replace").splitlines()),))
+        return Findings(tuple(lines), facts["prices"], facts["kind"])
+    return Findings((_failed(check, status, limit, err.decode(errors="replace").splitlines()),))
 
 
 def _failed(check: Check, status: int | None, limit: float, err: Sequence[str]) -> Line:

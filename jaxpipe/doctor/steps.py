@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from .. import inspect
 from ..arrays import PyTree
+from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..errors import PipelineError
 from ..lowering.target import Target
@@ -25,7 +26,7 @@ from ..model.model import Model
 from ..model.settings import Memory
 from ..pipeline import Pipeline
 from ..schedules.registry import build
-from .run import Found, Line, Scope, at, judged, not_tried, timed_line
+from .run import Findings, Line, Scope, at, judged, not_tried, timed_line
 from .times import call_of, filled
 
 # bfloat16 matmuls a second without sparsity, from NVIDIA's data sheets; TPUs are in `Chip`.
@@ -43,66 +44,66 @@ _REPORT = "take options that change collectives out of XLA_FLAGS, and try anothe
 _MEMORY, _SPEED, _PLAN = 1.25, 1.15, 1.3  # limits, as multiples of the expected figure
 
 
-class Sizes(NamedTuple):
-    """The sizes of the model and the batch of a check."""
+def _block(stage: Any, x: Any) -> Any:
+    """MLPs with a residual."""
 
-    width: int
-    layers: int  # of a stage
-    rows: int  # of a microbatch
-    microbatches: int
-    dtype: Any
+    def layer(x: Any, p: Any) -> tuple[Any, None]:
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
 
-
-def sizes_of(mesh: Mesh) -> Sizes:
-    """Layers of width 2048 with 34 million parameters each; small ones on CPU devices."""
-    if mesh.devices.flat[0].platform == "cpu":
-        return Sizes(128, 1, 64, 8, jnp.float32)
-    return Sizes(2048, 2, 4096, 8, jnp.bfloat16)
+    return lax.scan(layer, x, stage)[0]
 
 
-def model() -> Model:
-    """MLP blocks with a residual."""
-
-    def block(stage: Any, x: Any) -> Any:
-        def layer(x: Any, p: Any) -> tuple[Any, None]:
-            return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
-
-        return lax.scan(layer, x, stage)[0]
-
-    def loss(_: Any, x: Any, microbatch: Any) -> Any:
-        return jnp.mean(jnp.square(x - microbatch["y"]).astype(jnp.float32))
-
-    return Model(block, last=loss)
+def _loss(_: Any, x: Any, microbatch: Any) -> Any:
+    return jnp.mean(jnp.square(x - microbatch["y"]).astype(jnp.float32))
 
 
-def weights_of(sizes: Sizes, stages: int) -> dict[str, PyTree]:
-    """Canonical parameters, as shapes."""
-    lead, width = (stages, sizes.layers), sizes.width
+MODEL = Model(_block, last=_loss)
+MICROBATCHES = 8
+
+
+class Step(NamedTuple):
+    """A pipeline, the shapes of its canonical parameters, and a batch."""
+
+    pipe: Pipeline
+    weights: PyTree
+    batch: dict[str, Any]
+
+
+def step_of(mesh: Mesh, *, layers: int = 1, chunks: int = 1, costs: Costs | None = None) -> Step:
+    """A step of 1F1B.  Layers have width 2048 and 34 million parameters each; small ones are on
+    CPU devices.
+    """
+    on_cpus = mesh.devices.flat[0].platform == "cpu"
+    width, own, rows = (128, 1, 64) if on_cpus else (2048, 2, 4096)
+    dtype = jnp.float32 if on_cpus else jnp.bfloat16
+    lead = (mesh.size * chunks, own * layers // chunks)
     shapes = {"up": (*lead, width, 4 * width), "down": (*lead, 4 * width, width)}
-    weights = {name: jax.ShapeDtypeStruct(shape, sizes.dtype) for name, shape in shapes.items()}
-    return {"stages": weights, "last": {}}
+    weights = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    x = np.full((MICROBATCHES * rows, width), 0.1, dtype)
+    schedule = build(
+        "1f1b" if chunks == 1 else "interleaved_1f1b",
+        devices=mesh.size,
+        microbatches=MICROBATCHES,
+        chunks=chunks,
+    )
+    memory = Memory(accumulate=jnp.float32)
+    pipe = Pipeline(MODEL, schedule, mesh, memory=memory, costs=costs)
+    return Step(pipe, {"stages": weights, "last": {}}, {"x": x, "y": x})
 
 
-def batch_of(sizes: Sizes) -> dict[str, Any]:
-    """One batch."""
-    x = np.full((sizes.microbatches * sizes.rows, sizes.width), 0.1, sizes.dtype)
-    return {"x": x, "y": x}
-
-
-def memory(scope: Scope, mesh: Mesh) -> Found:
+def memory(scope: Scope, mesh: Mesh) -> Findings:
     """A step's bytes: predicted, by XLA, and as the device reports them."""
-    sizes, count = sizes_of(mesh), mesh.shape[mesh.axis_names[0]]
-    pipe = _pipe(mesh, "1f1b", 1, sizes)
-    shapes, batch = pipe.place(weights_of(sizes, count)), batch_of(sizes)
+    pipe, weights, batch = step_of(mesh)
+    shapes = pipe.place(weights)
     at("the prediction of memory")
     predicted = inspect.memory(pipe, shapes, batch)["total"]
     at("compiling the step")
     compiled = pipe.lower(shapes, batch).compile()
-    found = compiled.memory_analysis()
-    by_xla = found.argument_size_in_bytes + found.output_size_in_bytes
-    by_xla += found.temp_size_in_bytes - found.alias_size_in_bytes
+    sizes = compiled.memory_analysis()
+    by_xla = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    by_xla += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
     if Target.of(mesh, ()).on_tpus:
-        by_xla = found.peak_memory_in_bytes
+        by_xla = sizes.peak_memory_in_bytes
     at("running the step")
     jax.block_until_ready(compiled(filled(shapes), batch))
     stats = jax.local_devices()[0].memory_stats() or {}
@@ -110,7 +111,7 @@ def memory(scope: Scope, mesh: Mesh) -> Found:
         judge_memory(predicted, int(by_xla), stats.get("peak_bytes_in_use")),
         collectives(compiled, mesh),
     )
-    return Found(lines)
+    return Findings(lines)
 
 
 def collectives(compiled: Any, mesh: Mesh) -> Line:
@@ -139,52 +140,34 @@ def judge_memory(predicted: int, by_xla: int, reported: int | None) -> Line:
     )
 
 
-def _pipe(mesh: Mesh, name: str, chunks: int, sizes: Sizes, **options: Any) -> Pipeline:
-    count = mesh.shape[mesh.axis_names[0]]
-    schedule = build(name, devices=count, microbatches=sizes.microbatches, chunks=chunks)
-    return Pipeline(model(), schedule, mesh, memory=Memory(accumulate=jnp.float32), **options)
-
-
-def speed(scope: Scope, mesh: Mesh) -> Found:
+def speed(scope: Scope, mesh: Mesh) -> Findings:
     """Compare one device with 1 and 4 chunks with plain accumulation: as a ratio, and as MFU."""
     one = Mesh(np.array(jax.local_devices()[:1]), mesh.axis_names)
-    sizes = sizes_of(mesh)
     device = one.devices.flat[0]
-    batch = jax.device_put(batch_of(sizes), device)
     calls: dict[str, Callable[[], Any]] = {}
-    for chunks in (1, 4):
+    for chunks in (4, 1):
         at(f"compiling {chunks} chunks")
-        mine = sizes._replace(layers=4 * sizes.layers // chunks)
-        pipe = _pipe(one, "1f1b" if chunks == 1 else "interleaved_1f1b", chunks, mine)
-        params = filled(pipe.place(weights_of(mine, chunks)))
+        pipe, weights, batch = step_of(one, layers=4, chunks=chunks)
+        params, batch = filled(pipe.place(weights)), jax.device_put(batch, device)
         calls[f"V = {chunks}"] = call_of(pipe.value_and_grad, params, batch)
-    whole = sizes._replace(layers=4 * sizes.layers)
     at("compiling plain accumulation")
-    calls["plain"] = call_of(
-        jax.jit(_accumulate(model(), sizes.microbatches)),
-        filled(weights_of(whole, 1)),
-        batch,
-    )
+    calls["plain"] = call_of(jax.jit(_accumulated), filled(weights), batch)
     at("steps in turn")
-    found = timed(calls, scope.repeats)
-    parameters = 8 * sizes.width**2 * whole.layers
-    flops = 6.0 * parameters * sizes.rows * sizes.microbatches
+    seconds = timed(calls, scope.repeats)
+    flops = 6.0 * sum(leaf.size for leaf in jax.tree.leaves(weights)) * len(batch["x"])
     rate = peak_flops(str(device.device_kind), Target.of(one, ()))
-    return Found(judge_speed(found, flops, rate))
+    return Findings(judge_speed(seconds, flops, rate))
 
 
-def _accumulate(model: Model, microbatches: int) -> Callable[..., Any]:
+def _accumulated(params: PyTree, batch: PyTree) -> Any:
     """Gradients of one microbatch after the other, summed in float32."""
 
-    def step(params: PyTree, batch: PyTree) -> Any:
-        def one(total: PyTree, microbatch: PyTree) -> tuple[PyTree, Any]:
-            loss, grads = jax.value_and_grad(model.loss)(params, microbatch)
-            return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads), loss
+    def one(total: PyTree, microbatch: PyTree) -> tuple[PyTree, Any]:
+        loss, grads = jax.value_and_grad(MODEL.loss)(params, microbatch)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, grads), loss
 
-        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
-        return lax.scan(one, zeros, split_batch(batch, microbatches))
-
-    return step
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+    return lax.scan(one, zeros, split_batch(batch, MICROBATCHES))
 
 
 def peak_flops(kind: str, target: Target) -> float | None:
@@ -212,36 +195,34 @@ def judge_speed(seconds: Mapping[str, float], flops: float, peak: float | None) 
     return tuple(lines)
 
 
-def plan(scope: Scope, mesh: Mesh) -> Found:
+def plan(scope: Scope, mesh: Mesh) -> Findings:
     """Compare a step on several devices with its planned time, and find lost time."""
-    count = mesh.shape[mesh.axis_names[0]]
     item = "a step against its plan"
-    if count == 1:
-        return Found((not_tried(item, "there is one device; give --devices 2 or more"),))
-    sizes = sizes_of(mesh)
-    pipe = _pipe(mesh, "1f1b", 1, sizes)
-    params, batch = filled(pipe.place(weights_of(sizes, count))), batch_of(sizes)
+    if mesh.size == 1:
+        return Findings((not_tried(item, "there is one device; give --devices 2 or more"),))
+    pipe, weights, batch = step_of(mesh)
+    params = filled(pipe.place(weights))
     at("the times of stages")
     costs = measure_stages(pipe, params, batch, repeats=scope.repeats)
-    pipe = _pipe(mesh, "1f1b", 1, sizes, costs=costs)
+    pipe = step_of(mesh, costs=costs).pipe
     target = Target.of(mesh, ())
     planned = pipe.trace(params, batch).job.plan.seconds(target, costs)
     if target.on_cpus:  # virtual devices share the cores
-        planned *= max(1.0, count / (os.cpu_count() or 1))
+        planned *= max(1.0, mesh.size / (os.cpu_count() or 1))
     at("the step")
     step = call_of(pipe.value_and_grad, params, batch)
-    found = timed({"step": step}, scope.repeats)["step"]
+    seconds = timed({"step": step}, scope.repeats)["step"]
     at("the profile of a step")
     try:
         ran = inspect.profile(pipe, params, batch, repeats=1)
         where = str(ran.over(simulate(pipe.schedule, costs))).splitlines()[0]
     except (PipelineError, jax.errors.JaxRuntimeError) as error:
         where = f"no profile: {str(error).splitlines()[0]}"
-    return Found((judge_plan(item, found, planned, where),))
+    return Findings((judge_plan(item, seconds, planned, where),))
 
 
-def judge_plan(item: str, found: float, planned: float, where: str) -> Line:
+def judge_plan(item: str, seconds: float, planned: float, where: str) -> Line:
     """A line about a step's time."""
     advice = "see hops and predicates"
-    line = timed_line(item, found, planned, unit="ms", factor=_PLAN, advice=advice)
+    line = timed_line(item, seconds, planned, unit="ms", factor=_PLAN, advice=advice)
     return replace(line, measured=f"{line.measured}: {where}")

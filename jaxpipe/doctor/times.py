@@ -18,7 +18,7 @@ from ..lowering.target import TRANSFER, Target
 from ..measuring.blocks import exchange, timed
 from ..spmd.compiler_options import NO_GRAPHS, Options, options_for
 from .machine import TICKS, loop_inputs, loop_of_blocks
-from .run import Found, Line, Scope, at, judged, not_tried, timed_line
+from .run import Findings, Line, Scope, at, judged, not_tried, timed_line
 
 # A time is slow above this multiple of the expected one.
 FACTOR = 3.0
@@ -40,7 +40,7 @@ def filled(shapes: PyTree) -> PyTree:
     )
 
 
-def predicates(scope: Scope, mesh: Mesh) -> Found:
+def predicates(scope: Scope, mesh: Mesh) -> Findings:
     """Time a predicate: on GPUs as a node of a CUDA graph, and decided by the host."""
     target = Target.of(mesh, ())
     # without prices of an earlier run
@@ -48,7 +48,7 @@ def predicates(scope: Scope, mesh: Mesh) -> Found:
     if not target.on_gpus:
         expected = CPU_PREDICATE if target.on_cpus else guess.predicate
         seconds = predicate_seconds({}, scope.repeats)
-        return Found((_predicate("predicate", seconds, expected),), {"predicate": seconds})
+        return Findings((_predicate("predicate", seconds, expected),), {"predicate": seconds})
     wanted = options_for(target)
     in_graph = predicate_seconds(wanted, scope.repeats)
     on_host = predicate_seconds(wanted | NO_GRAPHS, scope.repeats)
@@ -56,7 +56,7 @@ def predicates(scope: Scope, mesh: Mesh) -> Found:
         _predicate("predicate in a CUDA graph", in_graph, guess.predicate),
         _predicate("predicate on the host", on_host, ON_HOST.predicate),
     )
-    return Found(lines, {"predicate": in_graph, ON_THE_HOST: on_host})
+    return Findings(lines, {"predicate": in_graph, ON_THE_HOST: on_host})
 
 
 def _predicate(item: str, seconds: float, expected: float) -> Line:
@@ -75,18 +75,18 @@ def predicate_seconds(options: Options, repeats: int) -> float:
         "false": call_of(step, x, 0 * flags),
         "plain": call_of(plain, x, flags),
     }
-    found = timed(calls, repeats)
-    return max(found["true"] - found["plain"], found["false"]) / TICKS
+    seconds = timed(calls, repeats)
+    return max(seconds["true"] - seconds["plain"], seconds["false"]) / TICKS
 
 
 def hops(
     scope: Scope, mesh: Mesh, *, exchange: Callable[..., Callable[[], Any]] = exchange
-) -> Found:
+) -> Findings:
     """Time each neighbour in each direction alone, then all forward hops during matmuls."""
     (axis,) = mesh.axis_names
     count, target = mesh.shape[axis], Target.of(mesh, ())
     if count == 1:
-        return Found((not_tried("hops", "there is one device; give --devices 2 or more"),))
+        return Findings((not_tried("hops", "there is one device; give --devices 2 or more"),))
     size = _ON_CPU if target.on_cpus else TRANSFER
     aval = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
     forward = [(i, i + 1) for i in range(count - 1)]
@@ -97,8 +97,8 @@ def hops(
         calls[name] = exchange(mesh, axis, [pair], [aval])
         calls[name]()
     at("hops in turn")
-    found = timed(calls, scope.repeats)
-    alone = {name: max(0.0, found[name] - found["nothing"]) for name in pairs}
+    seconds = timed(calls, scope.repeats)
+    alone = {name: max(0.0, seconds[name] - seconds["nothing"]) for name in pairs}
 
     at("hops during compute")
     spec = PartitionSpec(axis)
@@ -118,7 +118,7 @@ def hops(
         mapped,
     )
     lines = (judge_hops(alone, size, target), judge_overlap(overlap, target))
-    return Found(lines, {"hop": statistics.median(alone.values()), "sent": _lost(overlap)})
+    return Findings(lines, {"hop": statistics.median(alone.values()), "sent": _lost(overlap)})
 
 
 def judge_hops(seconds: Mapping[str, float], size: int, target: Target) -> Line:
@@ -190,22 +190,22 @@ def judge_overlap(seconds: Mapping[str, float], target: Target) -> Line:
     )
 
 
-def host_copies(scope: Scope, mesh: Mesh) -> Found:
+def host_copies(scope: Scope, mesh: Mesh) -> Findings:
     """Time copies of residuals to the host and back, alone and during matmuls."""
     if Target.of(mesh, ()).on_cpus:
-        return Found((not_tried("host copies", "the memory of CPU devices is the host's"),))
+        return Findings((not_tried("host copies", "the memory of CPU devices is the host's"),))
     size = 2**28
     here = NamedSharding(Mesh(jax.local_devices()[:1], ("x",)), PartitionSpec())
     there = here.with_memory_kind("pinned_host")
     inputs = (((8192, 8192), jnp.bfloat16), ((size // 4,), jnp.float32))
     at("copies to the host")
-    found = _overlap(
+    seconds = _overlap(
         _matmuls,
         lambda x: jax.device_put(jax.device_put(x, there), here),
         [jax.ShapeDtypeStruct(*each, sharding=here) for each in inputs],
         scope.repeats,
     )
-    return Found((judge_copies(found, 2 * size),))
+    return Findings((judge_copies(seconds, 2 * size),))
 
 
 def judge_copies(seconds: Mapping[str, float], size: int) -> Line:

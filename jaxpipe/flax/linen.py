@@ -20,6 +20,11 @@ from .units import Call, End, Unit, end_units, listed, plain_call
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 # Collections that a call never writes: `Module.perturb` adds nothing where it may not.
 FIXED = ("params", "perturbations")
+_ADVICE = (
+    "Take the sow() out; a block may return a loss of them: stage_loss=True, call=function that "
+    "returns (x, loss made of block.variables[...]). (Leave out likewise what init() sowed into "
+    "the variables that are given)"
+)
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,8 @@ class LinenModel(FlaxModel):
         Parameters of first, last and shared are those of their modules already.
         """
         rows = self._by_block(params["stages"], self.state if state is None else state)
-        found = [{"params": own, **other} for own, other in rows]
-        return found[0] if len(self._blocks) < len(self._places) else found
+        variables = [{"params": own, **other} for own, other in rows]
+        return variables[0] if len(self._blocks) < len(self._places) else variables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,31 +77,12 @@ class LinenUnit(Unit):
                 f"statistics): {error}"
             ) from error
 
-    def after(self, modules: Any, state: PyTree) -> PyTree:
-        """The collections after a call."""
+    def variables(self, modules: Any, state: PyTree) -> PyTree:
+        """All collections but the parameters; those that were there where the call takes sown
+        ones.
+        """
         after = _each(lambda module: _without_params(core.unfreeze(module.variables)), modules)
-        new = set(by_path(after)) - set(by_path(state))
-        if self.constant:
-            if new:
-                raise PipelineError(
-                    f"{self.name} writes variables that a pipeline does not keep, as sow() does: "
-                    f"{', '.join(sorted(new))}; return them instead"
-                )
-            return state
-        grown = [path for path in new if path.split("/")[0] in state]
-        if grown or (new and not self.takes_sown):
-            raise PipelineError(
-                f"{self.name} writes variables in a call, as sow() does, which a pipeline does not "
-                f"keep: {', '.join(sorted(grown or new))}. Take the sow() out, or return a loss of "
-                "them: stage_loss=True, call=function that returns (x, loss made of "
-                "block.variables[...]). (Leave out likewise what init() sowed into the variables "
-                "that are given)"
-            )
-        return {name: after[name] for name in state}
-
-    def kind(self, ignore: Sequence[str]) -> dict[str, str]:
-        """The settings."""
-        return {name: text for name, text in self.settings().items() if name not in ignore}
+        return {name: after[name] for name in state} if self.takes_sown else after
 
     def settings(self) -> dict[str, str]:
         """The class, attributes and shapes of variables."""
@@ -118,9 +104,8 @@ def linen_unit(
     modules: Any,
     call: Callable[..., Any] | None,
     variables: Any,
-    rngs: tuple[str, ...] = (),
     *,
-    constant: bool = False,
+    rngs: tuple[str, ...],
     takes_sown: bool = False,
 ) -> LinenUnit:
     """The unit of modules, one or a tuple or dict of them, with as many variables."""
@@ -138,7 +123,7 @@ def linen_unit(
         state=_each(lambda _, own: _without_params(own or {}), modules, plain),
         specs=nn.get_partition_spec(_each(params, modules, variables)),
         random=bool(rngs),
-        constant=constant,
+        advice=_ADVICE,
         rngs=rngs,
         takes_sown=takes_sown,
     )
@@ -235,16 +220,11 @@ def from_linen(
             A step raises it for values that blocks sow and nobody takes.
     """
     form = Form("from_linen", num_stages, layout, rules, stage_loss, ignore, contract)
-    names = tuple(rngs)
-    ends: dict[str, Unit] = end_units(
-        first,
-        last,
-        lambda name, end: linen_unit(
-            name, end.modules, end.call, end.variables, names, constant=True
-        ),
+    unit = partial(linen_unit, rngs=tuple(rngs))
+    common = None if shared is None else End(shared[0], plain_call, shared[1])
+    ends = end_units(
+        first, last, common, lambda name, end: unit(name, end.modules, end.call, end.variables)
     )
-    if shared is not None:
-        ends["shared"] = linen_unit("`shared`", shared[0], None, shared[1], constant=True)
     several, stack = not isinstance(blocks, nn.Module), isinstance(variables, Mapping)
     modules = listed(blocks if several else [blocks], nn.Module, "linen")
     if stack and several:
@@ -258,9 +238,9 @@ def from_linen(
             f"there are {len(modules)} blocks but variables of {len(each)}; give each block's "
             "own, in order"
         )
-    unit = partial(linen_unit, rngs=names, takes_sown=stage_loss and call is not None)
+    takes_sown = stage_loss and call is not None
     units = [
-        unit("a block", module, call, dict(own))
+        unit("a block", module, call, dict(own), takes_sown=takes_sown)
         for module, own in zip(modules if several else modules * len(each), each, strict=True)
     ]
     return adapt(LinenModel, units, ends=ends, form=form, stack=stack)

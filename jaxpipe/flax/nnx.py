@@ -11,11 +11,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..arrays import Params, PyTree, by_path
+from ..arrays import Params, PyTree
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import FlaxModel, Form, adapt
 from .units import End, Unit, end_units, listed, plain_call
+
+_ADVICE = (
+    "Take them where the module is called, x, sown = nnx.capture(module, nnx.Intermediate)(x), and "
+    "drop them or make a loss of them: blocks return it with stage_loss=True, call=function that "
+    "returns (x, loss). (Take what was sown before out of the modules: nnx.pop(module, "
+    "nnx.Intermediate))"
+)
 
 
 @dataclass(frozen=True)
@@ -38,32 +45,34 @@ class NnxModel(FlaxModel):
 
 @dataclass(frozen=True, kw_only=True)
 class NnxUnit(Unit):
-    """Modules as graphs for training and for evaluation, and their variables.
-
-    `variables` are the parameters, the streams of random numbers, and the others.
+    """Modules as a graph and their variables: the parameters, which the filter takes, the streams
+    of random numbers, and the others.
     """
 
-    split: Callable[[Any], Any]
+    trainable: Any
     graph: Any
-    evaluated: Any
-    variables: tuple[Any, Any, Any]
+    states: tuple[Any, Any, Any]
     stack: bool  # variables have a leading axis of blocks
 
     def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
         """The modules; every stream of random numbers begins again from the key, and without one
         drawing fails.
         """
-        streams = enumerate(jax.tree.leaves(self.variables[1]))
+        streams = enumerate(jax.tree.leaves(self.states[1]))
         leaves = (
             jax.tree.leaves(params),
             [self._stream(number, old, key) for number, old in streams],
             jax.tree.leaves(state),
         )
-        states = [
+        filled = [
             jax.tree.unflatten(jax.tree.structure(old), new)
-            for old, new in zip(self.variables, leaves, strict=True)
+            for old, new in zip(self.states, leaves, strict=True)
         ]
-        return nnx.merge(self.graph if training else self.evaluated, *states)
+        modules = nnx.merge(self.graph, *filled)
+        for module in jax.tree.leaves(modules, is_leaf=_is_module):
+            if _is_module(module) and not training:
+                module.eval()
+        return modules
 
     def _stream(self, number: int, old: Any, key: Any) -> Any:
         shape = old.shape[1:] if self.stack else old.shape
@@ -72,26 +81,9 @@ class NnxUnit(Unit):
         own = None if key is None else jax.random.fold_in(key, number)
         return own if own is None or not shape else jax.random.split(own, shape)
 
-    def after(self, modules: Any, state: PyTree) -> PyTree:
-        """The state after a call."""
-        after = nnx.to_pure_dict(self.split(modules)[3])
-        old, new = by_path(state), by_path(after)
-        if odd := sorted(set(old) ^ set(new)):
-            raise PipelineError(
-                f"{self.name} makes variables in a call, as sow() does, which a pipeline does not "
-                f"keep: {', '.join(odd)}. Take them where the module is called, x, sown = "
-                "nnx.capture(module, nnx.Intermediate)(x), and drop them or make a loss of them: "
-                "blocks return it with stage_loss=True, call=function that returns (x, loss). "
-                "(Take what was sown before out of the modules: nnx.pop(module, "
-                "nnx.Intermediate))"
-            )
-        changed = [path for path in old if old[path] is not new[path]]
-        if self.constant and changed:
-            raise PipelineError(
-                f"{self.name} changes its variables {changed}; only blocks may keep state (batch "
-                "statistics): put it into a block"
-            )
-        return after
+    def variables(self, modules: Any, state: PyTree) -> PyTree:
+        """All that are neither parameters nor streams of random numbers."""
+        return nnx.to_pure_dict(nnx.split(modules, self.trainable, nnx.RngState, ...)[3])
 
     def kind(self, ignore: Sequence[str]) -> Any:
         """The graph with static attributes, shapes and dtypes."""
@@ -102,7 +94,7 @@ class NnxUnit(Unit):
 
     def settings(self) -> Mapping[str, str]:
         """Variables by shape, modules by class, and static attributes as they are."""
-        found = {}
+        texts = {}
         for path, value in sorted(nnx.iter_graph(self.modules), key=lambda node: str(node[0])):
             text = type(value).__name__
             if isinstance(value, nnx.Variable):
@@ -110,8 +102,12 @@ class NnxUnit(Unit):
             elif not isinstance(value, nnx.Module):
                 text = repr(value)
             if "_pytree__" not in str(path[-1:]):
-                found[".".join(map(str, path)) or "the block"] = text
-        return found
+                texts[".".join(map(str, path)) or "the block"] = text
+        return texts
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, nnx.Module)
 
 
 def nnx_unit(
@@ -121,21 +117,13 @@ def nnx_unit(
     *,
     trainable: Any,
     frozen: Any,
-    constant: bool = False,
     stack: bool = False,
 ) -> NnxUnit:
     """The unit of modules; the filters say which variables are parameters, and which of these are
     not trained.
     """
 
-    def split(modules: Any) -> Any:
-        return nnx.split(modules, trainable, nnx.RngState, ...)
-
-    graph, own, streams, others = split(modules)
-    evaluated = nnx.merge(graph, own, streams, others)
-    for module in jax.tree.leaves(evaluated, is_leaf=lambda node: isinstance(node, nnx.Module)):
-        if isinstance(module, nnx.Module):
-            module.eval()
+    graph, own, streams, others = nnx.split(modules, trainable, nnx.RngState, ...)
     is_frozen = nnx.filterlib.to_predicate(False if frozen is None else frozen)
     return NnxUnit(
         name=name,
@@ -145,16 +133,15 @@ def nnx_unit(
         state=nnx.to_pure_dict(others),
         specs=nnx.to_pure_dict(nnx.get_partition_spec(own)),
         random=bool(jax.tree.leaves(streams)),
-        constant=constant,
         frozen=frozenset(
             "/".join(map(str, path))
             for path, leaf in nnx.to_flat_state(own)
             if is_frozen(path, leaf)
         ),
-        split=split,
+        advice=_ADVICE,
+        trainable=trainable,
         graph=graph,
-        evaluated=split(evaluated)[0],
-        variables=(own, streams, others),
+        states=(own, streams, others),
         stack=stack,
     )
 
@@ -220,11 +207,8 @@ def from_nnx(
     """
     form = Form("from_nnx", num_stages, layout, rules, stage_loss, ignore, contract)
     unit = partial(nnx_unit, trainable=trainable, frozen=frozen)
-    ends: dict[str, Unit] = end_units(
-        first, last, lambda name, end: unit(name, end.modules, end.call, constant=True)
-    )
-    if shared is not None:
-        ends["shared"] = unit("`shared`", shared, None, constant=True)
+    common = None if shared is None else End(shared, plain_call)
+    ends = end_units(first, last, common, lambda name, end: unit(name, end.modules, end.call))
     if isinstance(blocks, nnx.Sequential):
         blocks = blocks.layers
     stack = isinstance(blocks, nnx.Module) and not isinstance(blocks, nnx.List)

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax.errors import InvalidRngError
 
-from ..arrays import PyTree, summable
+from ..arrays import PyTree, by_path, summable
 from ..errors import PipelineError
 from ..model.calls import Function
 
 OFFERED = ("ctx", "microbatch", "shared", "training")
 # Arguments of `first` and `last` besides parameters or modules.
-TAKES = {"first": ("microbatch",), "last": ("x", "microbatch")}
+TAKES = {"first": ("microbatch",), "last": ("x", "microbatch"), "shared": ()}
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Unit:
         random: whether a call draws random numbers.
         constant: the unit is no block, and no call changes its variables.
         frozen: the paths of parameters that are not trained.
+        advice: for what is sown.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Unit:
     random: bool = False
     constant: bool = False
     frozen: frozenset[str] = frozenset()
+    advice: str = ""
 
     def kind(self, ignore: Sequence[str]) -> Any:
         """Two blocks with equal kinds run the same code: class, settings and shapes of variables.
@@ -85,7 +87,7 @@ class Unit:
         Args:
             ignore: names of attributes in which they may differ.
         """
-        raise NotImplementedError
+        return {name: text for name, text in self.settings().items() if name not in ignore}
 
     def settings(self) -> Mapping[str, str]:
         """The class, settings and shapes of a block, as text by name."""
@@ -95,8 +97,10 @@ class Unit:
         """The modules with these variables in them; they draw from `key`."""
         raise NotImplementedError
 
-    def after(self, modules: Any, state: PyTree) -> PyTree:
-        """The state after a call; PipelineError where the call wrote other variables."""
+    def variables(self, modules: Any, state: PyTree) -> PyTree:
+        """The variables of modules that are no parameters, after a call; before it they were
+        `state`.
+        """
         raise NotImplementedError
 
     def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
@@ -117,7 +121,23 @@ class Unit:
                 f"{self.name} draws random numbers, but the step got no key; pass "
                 f"rng=jax.random.key(...) ({error})"
             ) from error
-        return out, self.after(modules, state)
+        return out, self._kept(state, self.variables(modules, state))
+
+    def _kept(self, before: PyTree, after: PyTree) -> PyTree:
+        """The state after a call; PipelineError where the call wrote other variables."""
+        old, new = by_path(before), by_path(after)
+        if odd := sorted(set(old) ^ set(new)):
+            raise PipelineError(
+                f"{self.name} writes variables in a call, as sow() does, which a pipeline does not "
+                f"keep: {', '.join(odd)}. {self.advice}"
+            )
+        changed = [path for path in old if old[path] is not new[path]]
+        if self.constant and changed:
+            raise PipelineError(
+                f"{self.name} changes its variables {changed}; only blocks may keep state (batch "
+                "statistics): put it into a block"
+            )
+        return after
 
     def difference(self, other: Unit) -> str:
         """The first attribute, shape or dtype in which two blocks differ."""
@@ -139,11 +159,14 @@ class Unit:
         return self.wants | {"training"} | ({"ctx"} if self.random else set())
 
 
-def end_units(first: Any, last: Any, unit: Callable[[str, End], Unit]) -> dict[str, Unit]:
-    """The units of `first` and `last`, where there are any; PipelineError for one that is no
-    `End`.
+def end_units(
+    first: Any, last: Any, shared: End | None, unit: Callable[[str, End], Unit]
+) -> dict[str, Unit]:
+    """The units of `first`, `last` and `shared`, where there are any; PipelineError for one that is
+    no `End`.
     """
-    ends = {name: end for name, end in (("first", first), ("last", last)) if end is not None}
+    every = {"first": first, "last": last, "shared": shared}
+    ends = {name: end for name, end in every.items() if end is not None}
     faults = []
     for name, end in ends.items():
         takes = ", ".join(("module", *TAKES[name]))
@@ -156,28 +179,30 @@ def end_units(first: Any, last: Any, unit: Callable[[str, End], Unit]) -> dict[s
             )
     PipelineError.refuse("", faults)
     return {
-        name: replace(unit(f"`{name}`", end), takes=("modules", *TAKES[name]))
+        name: replace(unit(f"`{name}`", end), takes=("modules", *TAKES[name]), constant=True)
         for name, end in ends.items()
     }
 
 
 def listed(blocks: Any, module: type, kind: str) -> list[Any]:
     """The blocks; PipelineError unless they are modules."""
-    found = list(blocks)
-    if not found:
+    modules = list(blocks)
+    if not modules:
         raise PipelineError(
             f"there are no blocks; give a list of {kind} modules, or one whose variables have a "
             "leading axis of blocks"
         )
     odd = [
-        f"block {i} is {type(b).__name__}" for i, b in enumerate(found) if not isinstance(b, module)
+        f"block {i} is {type(b).__name__}"
+        for i, b in enumerate(modules)
+        if not isinstance(b, module)
     ]
     if odd:
         raise PipelineError(
             f"blocks must be {kind} modules, but {', '.join(odd)}; a plain function goes into "
             "call=, or into a module"
         )
-    return found
+    return modules
 
 
 def tree_at(tree: PyTree, key: str) -> PyTree:

@@ -1,25 +1,281 @@
-"""A whole flax model split into the functions and parameters of a pipeline."""
+"""A whole flax model split into the functions and parameters of a pipeline.  A trace of the model
+finds its parts before and after the blocks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial, reduce
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
+import numpy as np
 from flax import core, nnx
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from ..arrays import Params, PyTree
+from ..arrays import Params, PyTree, shapes_of, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import Layout
+from ..model.own_rules import inputs_of
 from .adapter import Form, adapt
 from .linen import LinenModel, linen_unit
 from .nnx import NnxModel, check_distinct, nnx_unit
-from .parts import OnBlock, Whole, parts_of
-from .units import Unit
+from .units import Call, Unit
+
+# What a call of block i does: (i, block, arguments, keywords) -> x.
+OnBlock: TypeAlias = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+_FAULTY = "the model cannot be split at its blocks"
+
+
+class _Reached(Exception):
+    """The model calls its first block."""
+
+    def __init__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments, self.keywords = arguments, keywords
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model without its blocks."""
+
+    unit: Unit  # whose call is the loss
+    pattern: str  # the path of a block, with {} for its number
+    count: int  # of blocks
+    watch: Callable[[OnBlock], AbstractContextManager[Any]]  # how calls of blocks are seen
+    # a block's number, the block as it was called, and how a pipeline calls it -> its unit
+    block: Callable[[int, Any, Callable[..., Any]], Unit]
+
+    def run(
+        self, params: PyTree, microbatch: PyTree, key: Any, on_block: OnBlock, *, training: bool
+    ) -> Any:
+        """The result of `loss` where calls of blocks do `on_block`.  Parameters that are not given
+        are zeros: no result depends on them.
+        """
+        own = flatten_dict(params)
+        every = {
+            path: own[path] if path in own else zeros_of(leaf)
+            for path, leaf in flatten_dict(self.unit.params).items()
+        }
+        keywords = {"training": training} if "training" in self.unit.wants else {}
+        call = Call((microbatch,), key, keywords, training)
+        with self.watch(on_block):
+            return self.unit.run(unflatten_dict(every), self.unit.state, call)[0]
+
+    def reach(self, params: PyTree, microbatch: PyTree, key: Any, *, training: bool) -> _Reached:
+        """The arguments of the first block."""
+
+        def stop(_i: int, _block: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            raise _Reached(arguments, keywords)
+
+        try:
+            self.run(params, microbatch, key, stop, training=training)
+        except _Reached as reached:
+            if not reached.arguments:
+                raise PipelineError(
+                    "a block must take x as its first positional argument"
+                ) from None
+            return reached
+        raise PipelineError(
+            "the model calls none of its blocks as block(x); from_nnx and from_linen take blocks "
+            "that are called otherwise"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(Unit):
+    """The model before or after its blocks, or the parameters that both use."""
+
+    whole: Whole
+    is_last: bool
+    tied: bool  # the function takes `shared` parameters too
+
+    @cached_property
+    def wants(self) -> frozenset[str]:
+        """`shared`, where parameters are."""
+        return frozenset({"shared"} if self.tied else ())
+
+    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> PyTree:
+        """The parameters: functions put them into the model themselves."""
+        return params
+
+    def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
+        """x before the blocks, or the loss after them."""
+        own = flatten_dict(params) | flatten_dict(call.keywords.get("shared", {}))
+        *x, microbatch = call.arguments
+        inputs = (unflatten_dict(own), microbatch, call.key)
+        if self.is_last:
+            return self.whole.run(*inputs, lambda *_: x[0], training=call.training), state
+        return self.whole.reach(*inputs, training=call.training).arguments[0], state
+
+
+def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
+    """The part of a model that has these parameters."""
+
+    def own(tree: PyTree) -> PyTree:
+        flat = flatten_dict(core.unfreeze(tree))
+        return unflatten_dict({path: leaf for path, leaf in flat.items() if path in paths})
+
+    unit = whole.unit
+    return Part(
+        name=f"`{name}`",
+        modules=unit.modules,
+        call=unit.call,
+        params=own(unit.params),
+        state={},  # other variables are constants of the model
+        specs=own(unit.specs),
+        random=unit.random,
+        frozen=unit.frozen & {"/".join(map(str, path)) for path in paths},
+        whole=whole,
+        is_last=name == "last",
+        tied=tied,
+    )
+
+
+class _BlockCall(NamedTuple):
+    """A call of a block while the model is traced."""
+
+    number: int
+    block: Any
+    x: PyTree
+    more: tuple[tuple[Any, ...], dict[str, Any]]  # arguments after x, and keywords
+
+
+def _call_faults(calls: Sequence[_BlockCall], outs: Sequence[PyTree], pattern: str) -> list[str]:
+    """Calls that are not one of each block in order, each with the result of the one before."""
+    if [one.number for one in calls] != list(range(len(outs))):
+        order = ", ".join(pattern.format(one.number) for one in calls)
+        return [f"it calls {order}, and not each of the {len(outs)} blocks once, in order"]
+    faults = [
+        f"{pattern.format(i)} is not called with what {pattern.format(i - 1)} returned: "
+        "move what is between them into a block, and take nn.remat off blocks "
+        "(jaxpipe.Memory(remat=) recomputes them)"
+        for i, one in enumerate(calls)
+        if i and not _same(one.x, outs[i - 1])
+    ]
+    return faults + [
+        f"{pattern.format(i)} is called with other arguments than {pattern.format(0)}: make "
+        "them attributes of the blocks"
+        for i, one in enumerate(calls)
+        if not _same(one.more, calls[0].more)
+    ]
+
+
+def _trace(whole: Whole, shapes: PyTree) -> tuple[list[_BlockCall], list[set[Any]], bool]:
+    """The calls of blocks; the inputs that x before the blocks, further arrays of blocks and the
+    loss are made of; whether there are such arrays.
+
+    An input is a parameter (its path), "microbatch", "key", or the result of a block (its number).
+    """
+    params, key = shapes_of(whole.unit.params), jax.random.key(0)
+    x = jax.eval_shape(
+        lambda *inputs: whole.reach(*inputs, training=True).arguments[0], params, shapes, key
+    )
+    calls: list[_BlockCall] = []
+
+    def traced(params: PyTree, microbatch: PyTree, key: Any, outs: list[PyTree]) -> Any:
+        calls.clear()
+
+        def on_block(i: int, block: Any, arguments: Any, keywords: Any) -> Any:
+            calls.append(_BlockCall(i, block, arguments[0], (arguments[1:], keywords)))
+            return outs[i]
+
+        out = whole.run(params, microbatch, key, on_block, training=True)
+        PipelineError.refuse(_FAULTY, _call_faults(calls, outs, whole.pattern))
+        return calls[0].x, _arrays(calls[0].more), out
+
+    closed, results = jax.make_jaxpr(traced, return_shape=True)(
+        params, shapes, key, [x] * whole.count
+    )
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    inputs: list[Any] = [tuple(entry.key for entry in path) for path, _ in leaves]
+    inputs += [*("microbatch" for _ in jax.tree.leaves(shapes)), "key"]
+    inputs += [i for i in range(whole.count) for _ in jax.tree.leaves(x)]
+    reads = jax.tree.unflatten(jax.tree.structure(results), inputs_of(closed))
+    made_of = [
+        {what for bits in jax.tree.leaves(part) for n, what in enumerate(inputs) if bits >> n & 1}
+        for part in reads
+    ]
+    return calls, made_of, bool(jax.tree.leaves(results[1]))
+
+
+def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
+    """The units before and after the blocks, by what a trace of the model reads, and the units of
+    the blocks; PipelineError for a model that cannot be split, with all faults.
+    """
+    shapes, pattern = jax.eval_shape(lambda batch: batch, batch), whole.pattern
+    calls, (before, between, after), arrays = _trace(whole, shapes)
+    paths = set(flatten_dict(whole.unit.params))
+    faults = [
+        f"what {pattern.format(i)} returns is also used after the blocks; only the last block's "
+        "result may be: let x be a tuple that carries it"
+        for i in range(whole.count - 1)
+        if i in after
+    ]
+    faults += [
+        f"the blocks take an array that is made from the parameter {'/'.join(map(str, path))!r}: "
+        "let x be a tuple that carries it"
+        for path in sorted(paths & between, key=str)
+    ]
+    if "key" in between:
+        faults.append("the blocks take an array of random numbers: let x be a tuple that has it")
+    PipelineError.refuse(_FAULTY, faults)
+    first = paths & before
+    last = paths & after | paths - first
+    tied = first & last
+    own = {"first": first - tied, "last": last - tied} | ({"shared": tied} if tied else {})
+    ends: dict[str, Unit] = {
+        name: _part(whole, name, part, tied=bool(tied)) for name, part in own.items()
+    }
+    call = _call(whole, shapes, arrays=arrays)
+    return ends, [whole.block(one.number, one.block, call) for one in calls]
+
+
+def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> Callable[..., Any]:
+    """How a pipeline calls a block: as the model calls the first one.  Arrays among the arguments
+    are made again from the microbatch.
+    """
+
+    def more(microbatch: PyTree, training: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # None of these arguments depends on a parameter or on the key.
+        reached = whole.reach({}, microbatch, jax.random.key(0), training=training)
+        return reached.arguments[1:], reached.keywords
+
+    @cache
+    def values(training: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        reached: list[Any] = []
+        jax.eval_shape(lambda microbatch: reached.append(more(microbatch, training)), shapes)
+        arguments, keywords = reached[0]
+        return arguments, keywords
+
+    def with_arrays(block: Any, x: PyTree, *, training: bool, microbatch: PyTree) -> Any:
+        arguments, keywords = more(microbatch, training)
+        return block(x, *arguments, **keywords)
+
+    def with_values(block: Any, x: PyTree, *, training: bool) -> Any:
+        arguments, keywords = values(training)
+        return block(x, *arguments, **keywords)
+
+    return with_arrays if arrays else with_values
+
+
+def _arrays(tree: PyTree) -> list[Any]:
+    """The leaves that are arrays."""
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array | np.ndarray)]
+
+
+def _same(one: PyTree, other: PyTree) -> bool:
+    """Whether two trees have the same arrays, and equal values elsewhere."""
+    left, right = jax.tree.leaves(one), jax.tree.leaves(other)
+    forms: list[Any] = [jax.tree.structure(one), jax.tree.structure(other)]
+    return forms[0] == forms[1] and all(
+        a is b or (not _arrays([a, b]) and a == b) for a, b in zip(left, right, strict=True)
+    )
 
 
 class WholeLinenModel(LinenModel):
@@ -29,15 +285,15 @@ class WholeLinenModel(LinenModel):
         """Canonical parameters, and the blocks' state, as the variables of the whole model."""
         last: Any = self._ends["last"]
         whole: Whole = last.whole
-        found = flatten_dict({"params": {}, **whole.unit.state})
+        variables = flatten_dict({"params": {}, **whole.unit.state})
         for key in self._ends:
-            found |= flatten_dict({"params": params[key]})
+            variables |= flatten_dict({"params": params[key]})
         for i, own in enumerate(super().to_linen(params, state)):
             names = _names(whole.pattern, i)
-            found |= {
+            variables |= {
                 (path[0], *names, *path[1:]): leaf for path, leaf in flatten_dict(own).items()
             }
-        return unflatten_dict(found)
+        return unflatten_dict(variables)
 
 
 def from_flax_model(
@@ -154,35 +410,41 @@ def _linen_blocks(
 
     def unit(number: int, module: Any, call: Callable[..., Any]) -> Unit:
         unbound = module.clone(parent=None, name=None)
-        return linen_unit("a block", unbound, call, own[number], rngs)
+        return linen_unit("a block", unbound, call, own[number], rngs=rngs)
 
-    whole = linen_unit("the model", model, loss, outer, rngs, constant=True)
-    whole = replace(whole, takes=("model", "microbatch"))
+    whole = linen_unit("the model", model, loss, outer, rngs=rngs)
+    whole = replace(whole, takes=("model", "microbatch"), constant=True)
     return Whole(whole, pattern, len(own), watch, unit)
 
 
 def _nnx_blocks(
     model: Any, pattern: str, loss: Callable[..., Any], trainable: Any, frozen: Any
 ) -> Whole:
-    """The model with stubs for its blocks."""
+    """The model with functions in the place of its blocks."""
     own: list[Any] = []
+    # Blocks of an `nnx.List` are its attributes "0", "1", ...
     while (block := _at(model, _names(pattern, len(own)))) is not None:
         own.append(block)
     if not own:
         raise _none(pattern, vars(model))
     check_distinct(own, {})
-    hook, hollow = _Hook(), nnx.clone(model)
+    running: list[OnBlock] = []
+
+    def stub(number: int) -> Callable[..., Any]:
+        return lambda *arguments, **keywords: running[-1](number, None, arguments, keywords)
+
+    hollow = nnx.clone(model)
     for i in range(len(own)):
         *path, name = _names(pattern, i)
-        _put(_at(hollow, path), name, _Stub(i, hook))
+        setattr(_at(hollow, path), name, stub(i))
 
     @contextmanager
     def watch(on_block: OnBlock) -> Iterator[None]:
-        before, hook.on_block = hook.on_block, on_block
+        running.append(on_block)
         try:
             yield
         finally:
-            hook.on_block = before
+            running.pop()
 
     make = partial(nnx_unit, trainable=trainable, frozen=frozen)
 
@@ -190,8 +452,8 @@ def _nnx_blocks(
         return make("a block", own[number], call)
 
     # Variables are written into the user's model.
-    whole = make("the model", hollow, loss, constant=True)
-    whole = replace(whole, modules=model, takes=("model", "microbatch"))
+    whole = make("the model", hollow, loss)
+    whole = replace(whole, modules=model, takes=("model", "microbatch"), constant=True)
     return Whole(whole, pattern, len(own), watch, unit)
 
 
@@ -232,35 +494,6 @@ def _transformed(pattern: str, number: int, block: str) -> PipelineError:
     )
 
 
-class _Hook:
-    """What calls of stubs do while a model runs."""
-
-    on_block: OnBlock | None = None
-
-
-class _Stub(nnx.Module):  # type: ignore[misc]
-    """Stands in a model for a block."""
-
-    def __init__(self, number: int, hook: _Hook) -> None:
-        self.number, self.hook = number, hook
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        assert self.hook.on_block is not None
-        return self.hook.on_block(self.number, None, arguments, keywords)
-
-
-def _at(module: Any, names: Sequence[str]) -> Any:
-    """The module at a path of attributes, keys and indices, or None."""
-    for name in names:
-        if isinstance(module, nnx.List):
-            module = module[int(name)] if int(name) < len(module) else None
-        else:
-            module = getattr(module, name, None)
-    return module
-
-
-def _put(module: Any, name: str, value: Any) -> None:
-    if isinstance(module, nnx.List):
-        module[int(name)] = value
-    else:
-        setattr(module, name, value)
+def _at(model: Any, names: Sequence[str]) -> Any:
+    """The module at a path of attributes, or None."""
+    return reduce(lambda module, name: getattr(module, name, None), names, model)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 
-from jaxpipe.doctor.run import Found, Line, Verdict, at
+from jaxpipe.doctor.run import Findings, Line, Verdict, at
 
 
 def good(scope, mesh):
     (axis,) = mesh.axis_names
     text = f"{mesh.shape[axis]} devices, {scope.steps} steps"
-    return Found((Line("good", Verdict.OK, text),), {"hop": 2e-5, "sent": 0.0})
+    return Findings((Line("good", Verdict.OK, text),), {"hop": 2e-5, "sent": 0.0})
 
 
 def hangs(scope, mesh):

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpipe.cli.main import main
 from jaxpipe.doctor import machine, numbers, run, steps, times
-from jaxpipe.doctor.run import CHECKS, Check, Found, Line, Scope, Verdict, run_one
+from jaxpipe.doctor.run import CHECKS, Check, Findings, Line, Scope, Verdict, run_one
 from jaxpipe.known_faults import Effect, read_faults
 from jaxpipe.lowering.target import RunsOn, Target
 
@@ -275,7 +275,7 @@ def report(monkeypatch, tmp_path):
     lines = [Line("hops", Verdict.SLOW, "3 ms", "1 ms", "look at <cables>")]
 
     def made(check, scope, limit):
-        return Found(tuple(lines), {"hop": 3e-3, "sent": 0.0}, "NVIDIA H100")
+        return Findings(tuple(lines), {"hop": 3e-3, "sent": 0.0}, "NVIDIA H100")
 
     monkeypatch.setattr(run, "run_one", made)
     return lines
