@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -30,6 +30,18 @@ def by_path(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[
     """The leaves of a tree by path, "dense/kernel"."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return {path_text(path): leaf for path, leaf in leaves}
+
+
+def followed(path: str, shape: tuple[int, ...] | None, known: Mapping[str, Any]) -> Any:
+    """The known parameter, (shape, ...) by path, that a leaf of an optimizer's state follows: of
+    this shape, with a path that is the end of this one.  None where there is none.
+    """
+    names = [
+        name
+        for name, (own, *_) in known.items()
+        if own == shape and f"/{path}".endswith(f"/{name}")
+    ]
+    return known[max(names, key=len)] if names else None
 
 
 def shapes_of(tree: PyTree) -> PyTree:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .arrays import PyTree, by_path, path_text, shapes_of
+from .arrays import PyTree, by_path, followed, path_text, shapes_of
 from .errors import PipelineError
 from .model.mesh import explicit_context
 from .model.own_rules import PROBE, inputs_of, rules_of
@@ -324,13 +324,14 @@ class _PerLayer:
             if jnp.issubdtype(dtype, jax.dtypes.extended):
                 return InBuffer(Group.ALONE)
             path = own.path.split("/", 2)[2]  # below "stages" and a number
-            for name, (stack, end) in seats.items():
-                below = not stack or path.startswith(f"{stack}/")
-                alike = not is_missing(arrays[name]) and arrays[name].shape[1:] == own.shape
-                if below and alike and f"/{path}".endswith(f"/{end}"):
-                    parameter, _ = inside[name][0]
-                    return InBuffer(Group.STATE, packing.kept(parameter, dtype).parts)
-            return InBuffer(Group.STATE)
+            known = {
+                end: (arrays[name].shape[1:], inside[name][0][0])
+                for name, (stack, end) in seats.items()
+                if not is_missing(arrays[name]) and (not stack or path.startswith(f"{stack}/"))
+            }
+            found = followed(path, own.shape, known)
+            parts = () if found is None else packing.kept(found[1], dtype).parts
+            return InBuffer(Group.STATE, parts)
 
         return Packing(kept, packing.multiple, packing.pinned)
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..arrays import Params, PyTree, path_text, shapes_of
+from ..arrays import Params, PyTree, followed, path_text, shapes_of
 from ..errors import PipelineError
 from .leaf_plan import leaf_plans
 from .mesh import Mover, explicit_context, has, names_of, trimmed, with_sharding
@@ -69,10 +69,11 @@ class Followers:
         if partition is not None:
             plans = leaf_plans(partition.plans(params))
             specs = [tuple(plan.spec(partition.axis)[int(plan.stage) :]) for plan in plans]
-        self._known = {
-            self._names(path): (tuple(leaf.shape), spec)
-            for (path, leaf), spec in zip(leaves, specs, strict=True)
-        }
+        # by part of the model and path there
+        self._known: dict[str, dict[str, tuple[tuple[int, ...], tuple[Any, ...]]]] = {}
+        for (path, leaf), spec in zip(leaves, specs, strict=True):
+            part, name = self._named(path)
+            self._known.setdefault(part, {})[name] = tuple(leaf.shape), spec
 
     @property
     def unlike(self) -> bool:
@@ -90,7 +91,7 @@ class Followers:
         def of_leaf(path: Any, leaf: Any) -> Follow:
             stage = path[0].key == "stages"
             if not stage or not (own or other_forms):
-                return replace(self._follow(self._names(path), leaf.shape), stage=stage)
+                return replace(self._follow(*self._named(path), leaf.shape), stage=stage)
             chunk = node["stages"][path[1].idx]
             packed = isinstance(chunk, Packed) and not own
             buffer = chunk.layout.of(path[2].key) if packed else None
@@ -112,12 +113,12 @@ class Followers:
 
         return jax.tree.map(of_node, state, is_leaf=is_params)
 
-    def _follow(self, names: tuple[str, ...], shape: tuple[int, ...]) -> Follow:
-        stage = names[0] == "stages"
+    def _follow(self, part: str, name: str, shape: tuple[int, ...]) -> Follow:
+        stage, known = part.startswith("stages"), self._known.get(part, {})
         one_a_device = (
             stage and self._layout is not None and shape[:1] == (len(self._layout.owned),)
         )
-        found = self._parameter(names, shape)
+        found = known.get(name) or followed(name, shape, known)
         if found is None:
             # an optimizer may have a state for each stage (`per_layer`)
             fits = not stage or (one_a_device and not self.unlike)
@@ -133,28 +134,14 @@ class Followers:
         fits = lead < 0 and shape[:axes] == parameter[:axes]
         return Follow(follows=fits or one_a_device, fits=fits)
 
-    def _parameter(
-        self, names: tuple[str, ...], shape: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], tuple[Any, ...]] | None:
-        """The parameter of this name; or that of this shape, where the name has more between the
-        part of the model and its own path, as with a state for each layer.
+    def _named(self, path: Any) -> tuple[str, str]:
+        """The part of the model that a leaf is in, and its path there.  The chunks of alike stages
+        are one part, and each chunk of unlike ones.
         """
-        if names in self._known:
-            return self._known[names]
-        part = 2 if self.unlike and names[0] == "stages" else 1
-        for tail in range(part + 1, len(names)):
-            found = self._known.get((*names[:part], *names[tail:]))
-            if found is not None and found[0] == shape:
-                return found
-        return None
-
-    def _names(self, path: Any) -> tuple[str, ...]:
-        """The name of a leaf within its tree, the same for every chunk of alike stages: ("stages",
-        "w").
-        """
-        names = tuple(path_text((key,)) for key in path)
-        alike = self._layout is not None and not self.unlike and names[0] == "stages"
-        return (names[0], *names[2:]) if alike else names
+        names = [path_text((key,)) for key in path]
+        if names[0] != "stages" or self._layout is None:
+            return names[0], "/".join(names[1:])
+        return "/".join(names[: 1 + self.unlike]), "/".join(names[2:])
 
 
 def shardings(

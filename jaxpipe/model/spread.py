@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, by_path, path_text
+from ..arrays import PyTree, by_path, followed, path_text
 from .settings import holds
 
 # By path of a parameter: the dim that is cut, or None.
@@ -130,13 +130,15 @@ def padded_like(tree: PyTree, like: PyTree) -> PyTree:
 
     A path may have more before that of `like`, as that of an optimizer's moment has.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(like, is_leaf=is_padded)
-    wide = [(path, leaf, own_shape(leaf)) for path, leaf in leaves if is_padded(leaf)]
+    wide = {
+        path: (own_shape(leaf), leaf)
+        for path, leaf in by_path(like, is_padded).items()
+        if is_padded(leaf)
+    }
 
-    def pad(path: tuple[Any, ...], leaf: Any) -> Any:
-        shape = own_shape(leaf)
-        found = (to for own, to, its in wide if path[-len(own) :] == own and its == shape)
-        return pad_like(next(found, None), leaf)
+    def pad(path: Any, leaf: Any) -> Any:
+        found = followed(path_text(path), own_shape(leaf), wide)
+        return leaf if found is None else pad_like(found[1], leaf)
 
     return jax.tree_util.tree_map_with_path(pad, tree, is_leaf=lambda node: node is None)
 
