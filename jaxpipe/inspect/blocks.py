@@ -26,7 +26,7 @@ from ..spmd.body import TracedStep
 from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
 from ..spmd.shared_buffers import shared_buffers
 from ..spmd.step import accumulator_dtype
-from ..stage.code import StageCode
+from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
@@ -34,10 +34,8 @@ from ..table.kinds import RECOMPUTE, Kind
 from .programs import heap_bytes
 
 _WHOLE = PartitionSpec()
-_KEPT = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT)
-_DY = (Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
 _COPIED = (Place.CARRY, Place.CARRY_GRADIENT)  # out of a slot, or into it
-_READ = (*_KEPT, Place.STASH, Place.BUFFER)  # inputs that stay in their slots
+_READ = (*RESIDUALS, Place.STASH, Place.BUFFER)  # inputs that stay in their slots
 _WRITTEN = (*_READ, Place.BUFFER_GRADIENT)
 
 
@@ -280,36 +278,31 @@ def temp_bytes(compiled: Any, mesh: Mesh) -> int:
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     """The blocks of a kind of stage, by name."""
 
-    def at(*places: Place) -> list[Value]:
-        return [
-            Value(entry.spec, place, number, entry)
-            for place in places
-            for number, entry in enumerate(entries.stored[place])
-        ]
-
-    before = [Value(_WHOLE) for _ in code.consts] + [Value(spec) for spec in entries.parameters]
-    before += at(Place.X, Place.CARRY, Place.BUFFER)
-    free = len(code.forward.invars) - len(before)  # extra and once
-    start = [*before, *_free(free)]
-    late = [*start, *at(*_KEPT, *_DY), *([] if code.loss is None else [Value(_WHOLE)])]
-    y, dx = _free(len(code.y_avals)), _free(len(code.dx_avals))
-    passed = at(Place.CARRY, Place.BUFFER)
-    more = _free(code.num_outputs - len(y) - len(passed))  # loss and state
-    dx += at(Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
-    trained = zip(entries.parameters, code.trained, strict=True)
-    gradients = _gradients(spec for spec, has in trained if has)
-    stash = at(Place.STASH)
-    blocks = (
-        ("F", code.forward, start, [*y, *passed, *more, *at(*_KEPT)]),
-        ("R", code.recompute, start, at(*_KEPT)),
-        ("B", code.backward, late, [*gradients, *dx]),
-        ("I", code.input_grad, late, [*dx, *stash]),
-        ("W", code.weight_grad, [*late, *stash], gradients),
-    )
-    return {
-        name: Block(name, jaxpr, tuple(inputs), tuple(outputs))
-        for name, jaxpr, inputs, outputs in blocks
+    values = {
+        place: [Value(entry.spec, place, number, entry) for number, entry in enumerate(own)]
+        for place, own in entries.stored.items()
     }
+    trained = zip(entries.parameters, code.trained, strict=True)
+    values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, has in trained if has)
+
+    def at(*places: Place) -> list[Value]:
+        return [value for place in places for value in values[place]]
+
+    start = [Value(_WHOLE) for _ in code.consts] + [Value(spec) for spec in entries.parameters]
+    start += at(*INPUTS)
+    start += _free(len(code.forward.invars) - len(start))  # extra and once
+    late = [*start, *at(*RESIDUALS, *COTANGENTS), *([] if code.loss is None else [Value(_WHOLE)])]
+    blocks = {}
+    for kind, places in RESULTS.items():
+        inputs = start if kind in (Kind.F, Kind.R) else late
+        stash = at(Place.STASH) if kind is Kind.W else []
+        outputs = [
+            value
+            for place, span in code.spans(places).items()
+            for value in values.get(place) or _free(len(span))
+        ]
+        blocks[kind.name] = Block(kind.name, code.of(kind), (*inputs, *stash), tuple(outputs))
+    return blocks
 
 
 def _free(count: int) -> list[Value]:

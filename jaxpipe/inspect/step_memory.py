@@ -27,7 +27,7 @@ from ..spmd.body import TracedStep
 from ..spmd.entries import compiled_alone, on_cpus, outer_specs
 from ..spmd.shared_buffers import Buffers, shared_buffers
 from ..spmd.step import accumulator_dtype
-from ..stage.code import run
+from ..stage.code import RESIDUALS, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
@@ -164,7 +164,7 @@ def _raveled(buffers: Buffers, code: ModelCode, *, splits: bool) -> int:
     Copies of one block exist at a time.
     """
 
-    kept = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, *((Place.STASH,) if splits else ()))
+    kept = (*RESIDUALS, *((Place.STASH,) if splits else ()))
 
     def copies(stored: Mapping[Place, Sequence[Any]]) -> int:
         return sum(

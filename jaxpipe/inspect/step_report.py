@@ -93,6 +93,7 @@ from ..program.records import POOL_OF
 from ..schedules.registry import build
 from ..spmd.shared_buffers import shared_buffers
 from ..spmd.tick import WITH_SLACK
+from ..stage.code import RESIDUALS
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
 from ..table.kinds import parts
@@ -220,10 +221,7 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
 def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
     """Pools, residuals and transfers."""
     program, buffers = code.program, shared_buffers(code.kinds)
-    kept = {
-        place.value: buffers[place].avals
-        for place in (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, Place.STASH)
-    }
+    kept = {place.value: buffers[place].avals for place in (*RESIDUALS, Place.STASH)}
     kept |= {"first": code.outer_pools[Place.FIRST]}
     sent: Counter[int] = Counter()
     for segment in program.segments:
