@@ -284,7 +284,7 @@ def _cost(name: str, text: str) -> Cost:
 
 
 def file_path(text: str) -> Path:
-    """The path of a file; UsageError for what cannot be one."""
+    """The path of a file; UsageError for a text with a null character."""
     if "\0" in text:
         raise UsageError(f"{quoted(text)} is not a file name: it holds a null character")
     return Path(text)

@@ -31,7 +31,7 @@ from .terminal import complain
 
 SUCCESS, INVALID, USAGE = 0, 1, 2
 
-# By the name of a value in the lines below: what argparse accepts.
+# The keywords of argparse by the name of a value in the lines below.
 _WHOLE = ("P", "M", "V", "K", "N", "I")
 _NUMBER = ("NUMBER", "PIXELS", "SECONDS", "MINUTES")
 _KINDS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ _KINDS: dict[str, dict[str, Any]] = {
 # Groups of arguments that the help lists together: a title, then a line for each.  A line has the
 # flags, the name of the value, "..." for several values and "=" before a default; then a bar and
 # the help.  A flag without a value is a switch; a positional argument has its name first.  The name
-# of the value says what is accepted.
+# of the value decides which texts are accepted.
 _SOURCE = """
 source NAME|FILE | a name of `jaxpipe list`, a .csv or .json table, or - for CSV from standard input
 """
@@ -164,7 +164,7 @@ COMMANDS: dict[Callable[[argparse.Namespace], bool], tuple[str, ...]] = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; `run` of what it returns runs the command.
+    """The parser of the whole command line; `run` of the parsed arguments runs the command.
 
     The docstring of a command's function is its help.
     """

@@ -20,7 +20,7 @@ from .arguments import UsageError, file_path, flag, missing_flags, read_text
 from .terminal import BEST, counting, print_table, save, write
 
 _PLANS = 5
-_SHOWN = 12  # of what was left out
+_SHOWN = 12  # of the rejected plans
 _CHUNKS = (1, 2, 4)
 
 
@@ -111,7 +111,7 @@ def _published(arguments: argparse.Namespace) -> tuple[Plans, str]:
 
 
 def _choices(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The limits, and what may vary, for `plan` and `plan_mesh`."""
+    """The limits and the choices for `plan` and `plan_mesh`."""
     names = ("memory", "schedules", "within")
     choices = {name: getattr(arguments, name) for name in names}
     policies = arguments.remat and [None if name == "none" else name for name in arguments.remat]

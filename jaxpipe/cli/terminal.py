@@ -77,21 +77,21 @@ def print_table(
 
 
 @contextmanager
-def counting(what: str) -> Iterator[Callable[[int, int], None]]:
+def counting(title: str) -> Iterator[Callable[[int, int], None]]:
     """A function of (done, of how many) that shows them on stderr: a bar on a terminal,
     else a line if it takes long.  A bar that is never counted shows that work goes on.
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield _once(what)
+        yield _once(title)
         return
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(what, total=None)
+        task = progress.add_task(title, total=None)
         yield lambda done, of: progress.update(task, completed=done, total=of)
 
 
-def _once(what: str) -> Callable[[int, int], None]:
+def _once(title: str) -> Callable[[int, int], None]:
     """A function of (done, of how many) that prints them once, when some seconds have
     passed.
     """
@@ -100,6 +100,6 @@ def _once(what: str) -> Callable[[int, int], None]:
     def tell(done: int, of: int) -> None:
         if late and time.monotonic() > late[0]:
             late.clear()
-            complain(f"{what}: {done} of {of} done")
+            complain(f"{title}: {done} of {of} done")
 
     return tell

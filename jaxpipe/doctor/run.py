@@ -98,9 +98,9 @@ def not_tried(item: str, why: str) -> Line:
     return Line(item, Verdict.NOT_TRIED, advice=why)
 
 
-def at(what: str) -> None:
+def at(part: str) -> None:
     """Print the begin of a part, so that a hang can be located."""
-    print(f"{AT}{what}", file=sys.stderr, flush=True)
+    print(f"{AT}{part}", file=sys.stderr, flush=True)
 
 
 _HANG = (

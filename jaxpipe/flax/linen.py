@@ -47,12 +47,12 @@ class LinenUnit(Unit):
     """Modules with their variables."""
 
     rngs: tuple[str, ...]
-    takes_sown: bool  # the call makes a loss of what is sown
+    takes_sown: bool  # the call makes a loss of sown values
 
     def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
         """The modules bound to variables.
 
-        New collections may be written, so that what is sown is seen: it would be lost.
+        New collections may be written.  The step refuses sown values, which would be lost.
         """
         names = () if key is None else self.rngs
         keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}
@@ -201,7 +201,7 @@ def from_linen(
             leading axis of blocks (as `nn.scan`, `nn.vmap` or a vmapped `init` make them).
         num_stages: S; divides the number of blocks.
         layout: instead of num_stages, the letters of each stage, as `from_nnx` takes them.
-        first, last: what comes before and after the blocks; their functions take bound modules.
+        first, last: the modules before and after the blocks; their functions take bound modules.
         shared: (modules, variables) that several of these functions use.  The functions take them,
             bound, as `shared` by keyword.
         call: `call(block, x) -> x`, where it is not `block(x)`; it may take training, microbatch,

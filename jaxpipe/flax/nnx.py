@@ -45,8 +45,8 @@ class NnxModel(FlaxModel):
 
 @dataclass(frozen=True, kw_only=True)
 class NnxUnit(Unit):
-    """Modules as a graph and their variables: the parameters, which the filter takes, the streams
-    of random numbers, and the others.
+    """Modules as a graph and their variables: the parameters (those that the filter `trainable`
+    takes), the streams of random numbers, and the others.
     """
 
     trainable: Any
@@ -176,7 +176,7 @@ def from_nnx(
         layout: instead of num_stages, the letters of each stage, "Ett|tttL" (see `parse_layout`): E
             is `first`, L is `last`, and every other letter the next block of the list.  Stages may
             have any numbers of blocks, and letters kinds of their own.
-        first, last: what comes before and after the blocks.
+        first, last: the modules before and after the blocks.
         shared: modules that several of these functions use (a tied embedding).  The functions take
             them as `shared` by keyword.
         call: `call(block, x) -> x`, where it is not `block(x)`; it may take microbatch, ctx, shared

@@ -66,7 +66,7 @@ class Unit:
         random: whether a call draws random numbers.
         constant: the unit is no block, and no call changes its variables.
         frozen: the paths of parameters that are not trained.
-        advice: for what is sown.
+        advice: about sown values, for a message.
     """
 
     name: str

@@ -198,14 +198,14 @@ def _trace(whole: Whole, shapes: PyTree) -> tuple[list[_BlockCall], list[set[Any
     inputs += [i for i in range(whole.count) for _ in jax.tree.leaves(x)]
     reads = jax.tree.unflatten(jax.tree.structure(results), inputs_of(closed))
     made_of = [
-        {what for bits in jax.tree.leaves(part) for n, what in enumerate(inputs) if bits >> n & 1}
+        {own for bits in jax.tree.leaves(part) for n, own in enumerate(inputs) if bits >> n & 1}
         for part in reads
     ]
     return calls, made_of, bool(jax.tree.leaves(results[1]))
 
 
 def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
-    """The units before and after the blocks, by what a trace of the model reads, and the units of
+    """The units before and after the blocks, found by a trace of the model, and the units of
     the blocks; PipelineError for a model that cannot be split, with all faults.
     """
     shapes, pattern = jax.eval_shape(lambda batch: batch, batch), whole.pattern
@@ -317,7 +317,7 @@ def from_flax_model(
 
     The code before the first block becomes `first`, and the code after the last one `last`.
     Parameters that both use, such as a tied embedding, become `shared`.  Blocks are called one
-    after the other, each with what the one before returned.  They may take more arguments, equal
+    after the other, each with the result of the one before.  They may take more arguments, equal
     for all blocks: Python values, or arrays made from the microbatch alone, such as masks and
     positions.
 
