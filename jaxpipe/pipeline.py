@@ -11,7 +11,6 @@ import jax
 from jax.sharding import Mesh
 
 from .arrays import Params, PyTree
-from .compiled import Compiled, key_of
 from .engine.costs import Costs
 from .errors import PipelineError
 from .known_faults import refuse_faults
@@ -39,7 +38,7 @@ from .spmd.body import SpmdExecutor, TracedStep
 from .spmd.compiler_options import features_of, options_for
 from .stage.job import Clock, Executor, Job
 from .stage.model_code import ModelCode
-from .steps import StepRunner
+from .steps import Compiled, StepRunner, key_of
 from .table.effects import Offload
 from .table.schedule import Schedule, check
 

@@ -28,7 +28,7 @@ WITHOUT_JAX = (
 )
 WITH_JAX = (
     *("arrays", "jaxprs", "model", "stage", "spmd", "eager"),
-    *("fingerprint", "steps", "compiled", "pipeline", "vocabulary", "optimizers"),
+    *("fingerprint", "steps", "pipeline", "vocabulary", "optimizers"),
     *("debug", "portable", "watchdog"),
     *("checkpoint", "distributed", "flax", "inspect", "measuring", "doctor", "modules"),
 )
