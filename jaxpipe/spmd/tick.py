@@ -204,23 +204,17 @@ class TickEmitter:
                 continue
             both = ahead & (kinds[f] != NOBODY) & (kinds[b] != NOBODY)
             counts = Counter(zip(kinds[f][both].tolist(), kinds[b][both].tolist(), strict=True))
-            if counts:
-                paired |= {f, b}
-                yield (
-                    0,
-                    [
-                        _Run((forward, backward), pair, Presence.of(n, both.size), len(counts) > 1)
-                        for pair, n in sorted(counts.items())
-                    ],
-                )
+            if not counts:
+                continue
+            paired |= {f, b}
+            uses, pairs, several = (forward, backward), sorted(counts.items()), len(counts) > 1
+            yield 0, [_Run(uses, kind, Presence.of(n, both.size), several) for kind, n in pairs]
         for place, (use, of) in enumerate(zip(template.blocks, kinds, strict=True)):
-            runs = (of != NOBODY) & ~ahead if place in paired else of != NOBODY
-            present = np.unique(of[runs]).tolist()
-            active, unpaired = Presence.of(int(runs.sum()), runs.size), place in paired
-            yield (
-                place,
-                [_Run((use,), (kind,), active, len(present) > 1, unpaired) for kind in present],
-            )
+            unpaired = place in paired
+            runs = (of != NOBODY) & ~ahead if unpaired else of != NOBODY
+            those, active = np.unique(of[runs]).tolist(), Presence.of(int(runs.sum()), runs.size)
+            several = len(those) > 1
+            yield place, [_Run((use,), (kind,), active, several, unpaired) for kind in those]
 
     def _transfers(
         self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought
