@@ -24,8 +24,7 @@ from .model.leaf_plan import LeafPlan, leaf_plans
 from .model.param_layout import OUTER
 from .program.interpret import Step, interpret
 from .program.verify import verify
-from .spmd.results import merged_state, totals
-from .spmd.step import accumulator_dtype
+from .spmd.step import accumulator_dtype, merged_state, totals
 from .stage.job import Job
 from .stage.model_code import check_state_gradient
 from .stage.trace import no_gradient

@@ -20,9 +20,8 @@ from ..errors import PipelineError
 from ..stage.job import Job
 from ..stage.model_code import Inputs, ModelCode
 from .entries import StageEntries, mapped, split_entries, whole_entries
-from .results import finish, with_replicas
 from .shared_buffers import shared_buffers
-from .step import DeviceStep, prepare
+from .step import DeviceStep, finish, prepare, with_replicas
 from .tick import TickEmitter
 
 CANNOT_BE_TIMED = (
@@ -101,7 +100,7 @@ def body(
         for segment in code.program.segments:
             state = emitter.run_segment(segment, rows, state)
     with jax.named_scope("finish"):
-        return finish(job, code, state, params, inputs.kept)
+        return finish(step, state, params)
 
 
 def _narrow(table: Any) -> Any:

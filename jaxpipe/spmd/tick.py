@@ -21,7 +21,7 @@ from ..arrays import Flag, Leaves, Scalar
 from ..program.ir import Program
 from ..program.records import NOBODY, POOL_OF, Record, TickRecord
 from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
-from ..table.kinds import RECOMPUTE, Kind
+from ..table.kinds import Kind
 from .actions import StageAction, pair_block, share_block
 from .block import State, clocked, run_in_order, run_where
 from .host import HostMoves, Packing
@@ -72,9 +72,7 @@ class _Run(NamedTuple):
     uses: tuple[BlockUse, ...]
     kinds: tuple[int, ...]
     active: Presence
-    tests_kind: bool = (
-        False  # other kinds of stages may run the block too: its predicate tests_kind for one
-    )
+    tests_kind: bool = False  # stages of other kinds may run the block too
     unpaired: bool = False  # its pairs are in other runs
 
 
@@ -109,10 +107,6 @@ class TickEmitter:
     @cached_property
     def _packing(self) -> Packing:
         return Packing.of(self.step.buffers)
-
-    @cached_property
-    def _has_recompute(self) -> bool:
-        return bool(self._program.schedule.encoded.of_kinds(RECOMPUTE).any())
 
     def run_segment(self, segment: Segment, table: Any, state: State) -> State:
         """Emit one period of ticks; scan it over the segment's rows of the table where it repeats.
@@ -195,7 +189,7 @@ class TickEmitter:
         """(block before which it is, what is run there): pairs, then the blocks of a template."""
         template, ticks = segment.templates[j], segment.sharing(j)
         kinds = [self._kinds(use, ticks) for use in template.blocks]
-        fuses = self.step.job.clock is None and not self._has_recompute
+        fuses = self.step.job.clock is None and not self._program.schedule.encoded.recomputes
         ahead = self._program.pairs[ticks] & fuses
         assert template.paired or not ahead.any(), "a pair that its template does not know of"
         paired = set()
@@ -204,23 +198,17 @@ class TickEmitter:
                 continue
             both = ahead & (kinds[f] != NOBODY) & (kinds[b] != NOBODY)
             counts = Counter(zip(kinds[f][both].tolist(), kinds[b][both].tolist(), strict=True))
-            if counts:
-                paired |= {f, b}
-                yield (
-                    0,
-                    [
-                        _Run((forward, backward), pair, Presence.of(n, both.size), len(counts) > 1)
-                        for pair, n in sorted(counts.items())
-                    ],
-                )
+            if not counts:
+                continue
+            paired |= {f, b}
+            uses, pairs, several = (forward, backward), sorted(counts.items()), len(counts) > 1
+            yield 0, [_Run(uses, kind, Presence.of(n, both.size), several) for kind, n in pairs]
         for place, (use, of) in enumerate(zip(template.blocks, kinds, strict=True)):
-            runs = (of != NOBODY) & ~ahead if place in paired else of != NOBODY
-            present = np.unique(of[runs]).tolist()
-            active, unpaired = Presence.of(int(runs.sum()), runs.size), place in paired
-            yield (
-                place,
-                [_Run((use,), (kind,), active, len(present) > 1, unpaired) for kind in present],
-            )
+            unpaired = place in paired
+            runs = (of != NOBODY) & ~ahead if unpaired else of != NOBODY
+            those, active = np.unique(of[runs]).tolist(), Presence.of(int(runs.sum()), runs.size)
+            several = len(those) > 1
+            yield place, [_Run((use,), (kind,), active, several, unpaired) for kind in those]
 
     def _transfers(
         self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought
@@ -317,9 +305,9 @@ class TickEmitter:
         record, block = action.row, action.use.block
         of_kind, flags = record.kind == int(block.kind), [record.chunk == block.chunk]
         if len(run.uses) == 1:
-            if self._has_recompute or not block.runs_forward:
+            if self._program.schedule.encoded.recomputes or not block.runs_forward:
                 flags.append(of_kind)
-            if block.kind is Kind.F and self._has_recompute:
+            if block.kind is Kind.F and self._program.schedule.encoded.recomputes:
                 flags.append((record.keeps != 0) == block.keeps)
             if run.unpaired:
                 flags.append(jnp.logical_not(_is_pair(row, self._program.joint)))
@@ -350,7 +338,7 @@ class TickEmitter:
         if block.is_share:
             return np.where(runs, 0, NOBODY)
         runs &= record.chunk == block.chunk
-        if block.kind is Kind.F and self._has_recompute:
+        if block.kind is Kind.F and self._program.schedule.encoded.recomputes:
             runs &= (record.keeps != 0) == block.keeps
         return np.where(runs, record.stage, NOBODY)
 

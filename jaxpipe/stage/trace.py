@@ -39,23 +39,20 @@ def writing_rows(code: StageCode, count: int) -> StageCode:
     """
     if not count:
         return code
-    forward, evaluate = (_writes(each, code, count) for each in (code.forward, code.evaluate))
-    return replace(code, forward=forward, evaluate=evaluate)
-
-
-def _writes(jaxpr: core.Jaxpr, code: StageCode, count: int) -> core.Jaxpr:
     total, buffers = code.num_outputs, code.spans(INPUTS, len(code.known))[Place.BUFFER]
-    *rows, number = jaxpr.outvars[total : total + count]
+    *rows, number = code.forward.outvars[total : total + count]
     newvar, writes = core.gensym(), list[core.JaxprEqn]()
     filled: dict[core.Var, core.Var] = {}
-    for buffer, row in zip(jaxpr.invars[buffers.start : buffers.stop], rows, strict=True):
+    for buffer, row in zip([code.forward.invars[i] for i in buffers], rows, strict=True):
         traced = _write(buffer.aval, row.aval, number.aval)
         env: dict[Any, Any] = dict(zip(traced.invars, (buffer, row, number), strict=True))
         writes += copied(traced.eqns, env, newvar)
         filled[buffer] = env[traced.outvars[0]]
-    after = renamed(jaxpr, filled)
+    after = renamed(code.forward, filled)
     outs = [*after.outvars[:total], *after.outvars[total + count :]]
-    return after.replace(outvars=outs, eqns=_in_order([*writes, *after.eqns]))
+    forward = after.replace(outvars=outs, eqns=_in_order([*writes, *after.eqns]))
+    evaluate, _ = drop_dead(forward.replace(outvars=outs[:total]))
+    return replace(code, forward=forward, evaluate=evaluate)
 
 
 def _write(buffer: Any, rows: Any, number: Any) -> core.Jaxpr:
