@@ -24,9 +24,10 @@ from statistics import median
 
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output, write_all
+from jaxpipe.lowering.target import Target
 from jaxpipe.planner.candidate import Candidate
 from jaxpipe.planner.layer_cost import Ends, LayerCost
-from jaxpipe.planner.request import requests
+from jaxpipe.planner.request import Request, ways
 from jaxpipe.planner.search import Search
 from jaxpipe.planner.transformer import Transformer
 
@@ -90,20 +91,22 @@ class Run:
         costs = self.costs(model)
         if not free or self.pipe == 1:
             costs = {c: replace(cost, ends=Ends.ONE) for c, cost in costs.items()}
-        wanted = requests(
-            {
-                "model": f"Et*{self.layers},L",
-                "costs": costs,
-                "devices": self.pipe,
-                "microbatches": self.microbatches,
-                "transfer": model.transfer,
-                "schedules": self._schedules(free=free),
-                "chunks": [v for v in (1, 2, 3, 4) if 1 < self.pipe <= self.layers // v or v == 1],
-                "remat": None if free else (self.remat,),
-                "memory": _MEMORY if free else None,
-            }
+        remat, policies = ways(None if free else (self.remat,), costs, stages=free)
+        request = Request(
+            layers="E" + "t" * self.layers + "L",
+            costs=costs,
+            devices=self.pipe,
+            microbatches=self.microbatches,
+            transfer=model.transfer,
+            schedules=self._schedules(free=free),
+            chunks=tuple(v for v in (1, 2, 3, 4) if 1 < self.pipe <= self.layers // v or v == 1),
+            remat=remat,
+            policies=policies,
+            memory=_MEMORY if free else None,
+            offloads=free,
+            target=Target().measured(None),
         )
-        return min(Search(wanted, most=1).candidates(), key=lambda found: found.seconds)
+        return min(Search([request], most=1).candidates(), key=lambda found: found.seconds)
 
     def _schedules(self, *, free: bool) -> tuple[str, ...]:
         """The published ones, or more."""

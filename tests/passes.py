@@ -10,7 +10,7 @@ from itertools import pairwise
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks, collect, joined_ticks, modulo_ticks
 from jaxpipe.lowering.candidates import Span, segments_of, span_candidates
-from jaxpipe.lowering.plan import candidates_of, choose_candidate
+from jaxpipe.lowering.plan import plan_of, plans_of
 from jaxpipe.lowering.prices import GUESSED
 from jaxpipe.program.segments import Part, Payload
 from jaxpipe.table.effects import LastUse, Liveness
@@ -43,8 +43,7 @@ def random_segments(rng, ticks):
 
 def cut(ticks):
     """The cheapest segments of these ticks."""
-    found = candidates_of(ticks, None, GUESSED)
-    return min(found, key=lambda each: each.price).segments
+    return min(plans_of(ticks), key=lambda plan: plan.price(None, GUESSED)).segments
 
 
 def cuts(ticks):
@@ -102,7 +101,7 @@ def inputs(schedule):
 @cache
 def emitted(name, chunks, devices, microbatches, **options):
     schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
-    return choose_candidate(schedule, **options)
+    return plan_of(schedule, **options)
 
 
 def simulated(costs, segments, transfer):

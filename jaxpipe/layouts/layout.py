@@ -5,7 +5,7 @@ and written.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -139,14 +139,19 @@ class Layout:
             last = first + len(list(group)) - 1
             lines.append((f"device {first}" if first == last else f"device {first}-{last}", *row))
             first = last + 1
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+        return in_columns(lines)
 
     def __str__(self) -> str:
         return _canonical(self.stages)
+
+
+def in_columns(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells as text, in columns."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
 
 
 @typed(LayoutError)

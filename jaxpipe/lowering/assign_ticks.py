@@ -168,7 +168,7 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -
     """
     table = schedule.encoded
     run_order(schedule)  # there is one
-    nothing, never = table.num_actions, table.num_actions + 1
+    nothing, unmet = table.num_actions, table.num_actions + 1
     needs = np.append(ends, nothing)[needs_of(schedule)]
     # later than any tick, until it is known
     when = np.full(table.num_actions + 2, table.num_actions * period + 1)
@@ -178,11 +178,11 @@ def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -
     # After the last cell of a device there is one that can never run.
     stops = np.searchsorted(last, table.first[1:])
     cells, turns, are_collective = (
-        np.insert(last, stops, never),
+        np.insert(last, stops, unmet),
         np.insert(turn[last], stops, 0),
         np.insert(met, stops, False),
     )
-    need = np.insert(np.where(met, nothing, needs[last]), stops, never)
+    need = np.insert(np.where(met, nothing, needs[last]), stops, unmet)
     # what the first of two actions needs
     of_first = np.insert(np.where(two, needs[last - 1], nothing), stops, nothing)
     # the next cell of each device

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,85 +37,6 @@ from .target import Target
 KEEPS = 1.005
 
 
-class Candidate(NamedTuple):
-    """Ticks and segments, and what they cost."""
-
-    ticks: Ticks
-    segments: tuple[Segment, ...]
-    makespan: float  # of the program with the transfers of its costs alone, in their unit
-    costs: Costs | None
-    overheads: Overheads
-
-    @property
-    def price(self) -> float:
-        """The makespan with overheads and a little for each block of code."""
-        durations, devices = cost_parts(self.ticks, self.costs), self.ticks.schedule.num_devices
-        own = self.overheads.in_unit(FORWARD) if self.costs is None else self.overheads
-        own = replace(own, hop=_hop(self.costs) or own.hop)
-        return program_price(
-            program_makespan(durations, self.segments, own), self.segments, devices, own
-        )
-
-    @property
-    def collectives(self) -> int:
-        """Predicates around collective actions, in a step."""
-        return sum(segment.num_collective_predicates for segment in self.segments)
-
-    @classmethod
-    def of(
-        cls, ticks: Ticks, segments: tuple[Segment, ...], costs: Costs | None, overheads: Overheads
-    ) -> Candidate:
-        """Time the segments."""
-        transfers = replace(NO_OVERHEADS, hop=_hop(costs))
-        makespan = program_makespan(cost_parts(ticks, costs), segments, transfers)
-        return cls(ticks, segments, makespan, costs, overheads)
-
-
-def _hop(costs: Costs | None) -> float:
-    """The longest transfer of these costs; 0 without costs."""
-    return 0.0 if costs is None else float(np.max(costs.transfer))
-
-
-def candidates(
-    schedule: Schedule, costs: Costs | None, overheads: Overheads, *, as_one: bool
-) -> tuple[Candidate, ...]:
-    """Every way to emit a table: the ways to assign ticks, and each of their lists of spans.
-
-    All keep the order of every row.  `costs` are in seconds; without any F = I = W = 1 and B = 2,
-    where 1 is `FORWARD`.  With `as_one` a W and the F of its tick may be one block.
-    """
-    ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)]
-    if joins_weights(schedule).any() or joins_shares(schedule).any():
-        ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
-    return tuple(each for ticks in ways for each in candidates_of(ticks, costs, overheads))
-
-
-def candidates_of(ticks: Ticks, costs: Costs | None, overheads: Overheads) -> Iterator[Candidate]:
-    """Those of one way to assign ticks."""
-    for spans in span_candidates(ticks):
-        yield Candidate.of(ticks, segments_of(spans, collect(ticks)), costs, overheads)
-
-
-def choose_candidate(
-    schedule: Schedule,
-    *,
-    costs: Costs | None = None,
-    overheads: Overheads = GUESSED,
-    as_one: bool = False,
-) -> Candidate:
-    """Of those that keep the table's makespan, or the least that there is, the cheapest.
-
-    Those with the fewest predicates around collective actions come first: no CUDA graph holds a
-    collective, so the host waits.
-    """
-    found = candidates(schedule, costs, overheads, as_one=as_one)
-    table = simulate(schedule, Costs() if costs is None else costs).makespan
-    enough = KEEPS * max(table, min(each.makespan for each in found))
-    kept = [each for each in found if each.makespan <= enough]
-    fewest = min(each.collectives for each in kept)
-    return min((each for each in kept if each.collectives == fewest), key=lambda each: each.price)
-
-
 @dataclass(frozen=True)
 class Plan:
     """A schedule with its ticks and segments; its program follows once the stage's liveness is
@@ -132,15 +52,36 @@ class Plan:
         """How long the program takes with F = I = W = 1 and B = 2."""
         return program_makespan(cost_parts(self.ticks, hides=False), self.segments)
 
+    @property
+    def collectives(self) -> int:
+        """Predicates around collective actions, in a step."""
+        return sum(segment.num_collective_predicates for segment in self.segments)
+
+    def makespan_of(self, costs: Costs | None, overheads: Overheads = NO_OVERHEADS) -> float:
+        """How long the program takes with these costs and the longest of their transfers, in their
+        unit.
+        """
+        return program_makespan(
+            cost_parts(self.ticks, costs), self.segments, _with_hop(overheads, costs)
+        )
+
+    def price(self, costs: Costs | None, overheads: Overheads) -> float:
+        """The makespan with overheads and a little for each block of code.  `costs` are in seconds;
+        without any F = I = W = 1 and B = 2, where 1 is `FORWARD`.
+        """
+        own = _with_hop(overheads.in_unit(FORWARD) if costs is None else overheads, costs)
+        devices = self.ticks.schedule.num_devices
+        return program_price(self.makespan_of(costs, own), self.segments, devices, own)
+
     def seconds(self, target: Target, costs: Costs) -> float:
         """Seconds of a step: the program simulated for these costs, with a hop's seconds for each
         transfer of a device.  Predicates take time on GPUs and TPUs.
         """
-        overheads = target.overheads if target.overlaps else NO_OVERHEADS
+        overheads = replace(target.overheads if target.overlaps else NO_OVERHEADS, hop=0.0)
         return program_makespan(
             cost_parts(self.ticks, costs),
             self.segments,
-            replace(overheads, hop=_hop(costs)),
+            _with_hop(overheads, costs),
             target.runs_on.awaits,
         )
 
@@ -167,6 +108,18 @@ class Plan:
         return assign_slots(self.ticks, self.segments, liveness=liveness, offload=self.offload)
 
 
+def _with_hop(overheads: Overheads, costs: Costs | None) -> Overheads:
+    """The overheads with the longest transfer of these costs, if there is any."""
+    hop = 0.0 if costs is None else float(np.max(costs.transfer))
+    return replace(overheads, hop=hop or overheads.hop)
+
+
+def plans_of(ticks: Ticks) -> Iterator[Plan]:
+    """The plans of one way to assign ticks."""
+    for spans in span_candidates(ticks):
+        yield Plan(ticks, segments_of(spans, collect(ticks)))
+
+
 @lru_cache(maxsize=64)
 def plan_of(
     schedule: Schedule,
@@ -175,6 +128,20 @@ def plan_of(
     overheads: Overheads = GUESSED,
     as_one: bool = False,
 ) -> Plan:
-    """Run the passes that need no stage (`choose_candidate`); equal schedules share the plan."""
-    chosen = choose_candidate(schedule, costs=costs, overheads=overheads, as_one=as_one)
-    return Plan(chosen.ticks, chosen.segments)
+    """Run the passes that need no stage; equal schedules share the plan.
+
+    The ways to assign ticks keep the order of every row; with `as_one` a W and the F of its tick
+    may be one block.  Of all plans that keep the table's makespan, or the least that there is, it
+    is the cheapest.  Those with the fewest predicates around collective actions come first: no CUDA
+    graph holds a collective, so the host waits.
+    """
+    ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)]
+    if joins_weights(schedule).any() or joins_shares(schedule).any():
+        ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
+    timed = [(plan.makespan_of(costs), plan) for ticks in ways for plan in plans_of(ticks)]
+    table = simulate(schedule, Costs() if costs is None else costs).makespan
+    enough = KEEPS * max(table, min(makespan for makespan, _ in timed))
+    kept = [plan for makespan, plan in timed if makespan <= enough]
+    fewest = min(plan.collectives for plan in kept)
+    cheapest = [plan for plan in kept if plan.collectives == fewest]
+    return min(cheapest, key=lambda plan: plan.price(costs, overheads))

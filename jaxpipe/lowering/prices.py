@@ -19,6 +19,7 @@ from ..table.limits import is_number
 # Assumed seconds of a stage's forward: one layer of a model of some billion parameters.
 FORWARD = 5e-3
 GUESSES = "guessed; `jaxpipe doctor` measures them"
+TIMES = ("predicate", "hop", "sent")  # of `Overheads`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +47,11 @@ class Overheads:
 
     def in_unit(self, seconds: float) -> Overheads:
         """The same times where one unit takes so many seconds."""
-        times = {name: getattr(self, name) / seconds for name in ("predicate", "hop", "sent")}
-        return replace(self, **times)
+        return replace(self, **{name: getattr(self, name) / seconds for name in TIMES})
 
     def __str__(self) -> str:
-        times = (
-            f"{name} {getattr(self, name) * 1e6:.3g} us" for name in ("predicate", "hop", "sent")
-        )
-        return f"{', '.join(times)} ({self.source})"
+        times = ", ".join(f"{name} {getattr(self, name) * 1e6:.3g} us" for name in TIMES)
+        return f"{times} ({self.source})"
 
     @property
     def collective(self) -> float:
@@ -75,7 +73,7 @@ NO_OVERHEADS = Overheads(predicate=0.0, hop=0.0, sent=0.0)
 VARIABLE = "JAXPIPE_PRICES"
 # The price of a predicate that the host decides.  The other prices have the names of `Overheads`.
 ON_THE_HOST = "predicate_on_host"
-NAMES = ("predicate", ON_THE_HOST, "hop", "sent")
+NAMES = (*TIMES, ON_THE_HOST)
 
 
 def prices_path() -> Path:
@@ -141,12 +139,12 @@ def measured_prices(
         kinds = [name for name in found if "NVIDIA" in name]
         kind = kinds[0] if len(kinds) == 1 else None
     prices = found.get(kind, {}) if kind is not None else {}
-    names = {"predicate": ON_THE_HOST if on_host else "predicate", "hop": "hop", "sent": "sent"}
-    seconds = {field: float(prices[name]) for field, name in names.items() if name in prices}
+    names = dict(zip(TIMES, TIMES, strict=True)) | ({"predicate": ON_THE_HOST} if on_host else {})
+    seconds = {time: float(prices[name]) for time, name in names.items() if name in prices}
     if not seconds:
         return None
-    missing = [field for field in names if field not in seconds]
     source = f"measured on {kind}" + (f", {prices['measured']}" if "measured" in prices else "")
+    missing = [name for name in TIMES if name not in seconds]
     source += f"; guessed: {', '.join(missing)}" if missing else ""
     return replace(guess, **seconds, source=source)
 

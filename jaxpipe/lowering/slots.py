@@ -220,9 +220,9 @@ class _Writer:
             table.at[kind, table.stage[reader], table.microbatch[reader]]
             for kind in (*RECOMPUTE, Kind.F)
         )
-        made, read = self._when[np.where(again >= 0, again, first)], self._when[reader]
-        found = np.stack([self._number[reader], made + 1, read - 1])
-        return found[:, read - made >= LEAST_AWAY]
+        begin, end = self._when[np.where(again >= 0, again, first)], self._when[reader]
+        moves = np.stack([self._number[reader], begin + 1, end - 1])
+        return moves[:, end - begin >= LEAST_AWAY]
 
     def program(self) -> Program:
         """Write the actions, then for each pool the slots of its values."""

@@ -213,11 +213,11 @@ def _retraced(job: Job, shapes: Inputs) -> ModelCode:
     """
     found: list[ModelCode] = []
 
-    def look(inputs: Inputs) -> tuple[()]:
+    def trace(inputs: Inputs) -> tuple[()]:
         found.append(trace_model(job, inputs))
         return ()
 
-    jax.eval_shape(mapped(look, job.mesh, job.axes, _WHOLE, _WHOLE), shapes)
+    jax.eval_shape(mapped(trace, job.mesh, job.axes, _WHOLE, _WHOLE), shapes)
     return found[0]
 
 

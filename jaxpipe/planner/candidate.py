@@ -26,7 +26,6 @@ from ..table.effects import LastUse, Liveness, Offload
 from ..table.kinds import Kind
 from ..table.limits import is_number
 from ..table.schedule import Schedule
-from ..transforms.defer_last import defer_last
 from ..transforms.recompute import add_recompute
 from ..transforms.rewrites import split_backward
 from ..transforms.spread import spread_first, spread_last
@@ -37,9 +36,6 @@ from .result import PipelinePlan
 
 Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
 
-# The least gain of a table by H, relative to its makespan.  Its program has more blocks, so it
-# gains less.
-_WORTH_LATER = 0.02
 _PLAINER = {"interleaved_1f1b": "1f1b", "interleaved_zb": "zb_h1"}
 
 
@@ -114,10 +110,8 @@ class Choice(NamedTuple):
             layout, self.costs, remat=remat, transfer=request.transfer, slices=request.slices
         )
 
-    def built(self, layout: Layout) -> Iterator[Candidate]:
-        """Its tables.  With a spread `last`, the table with a later gradient of the head is one of
-        them if it is shorter.
-        """
+    def built(self, layout: Layout) -> Candidate:
+        """The choice with its table."""
         request, costs = self.request, self.stage_costs(layout)
         options: dict[str, Any] = {} if self.cap is None else {"max_activations": self.cap}
         takes = [option.name for option in describe(self.name).options]
@@ -141,12 +135,7 @@ class Choice(NamedTuple):
             table = spread_last(table, costs=None if request.by_name else costs)
         if FIRST in self.spread:
             table = spread_first(table, costs=costs)
-        found = simulate(table, costs)
-        yield Candidate(self, layout, found)
-        if LAST in self.spread and not request.by_name:
-            later = simulate(defer_last(table, costs=costs), costs)
-            if later.makespan < (1 - _WORTH_LATER) * found.makespan:
-                yield Candidate(self, layout, later)
+        return Candidate(self, layout, simulate(table, costs))
 
     def capped(self, layout: Layout) -> Choice:
         """The same choice of `auto` with a cap: twice as many activations as 1F1B has, or as many
@@ -155,7 +144,7 @@ class Choice(NamedTuple):
         request, cap = self.request, 2 * self.chunks * self.request.devices
         if request.memory is not None:
             name = "1f1b" if self.chunks == 1 else "interleaved_1f1b"
-            trial = next(self._replace(name=name, spread="").built(layout))
+            trial = self._replace(name=name, spread="").built(layout)
             split = replace(trial.timeline, schedule=split_backward(trial.schedule))
             sizes = replace(trial, timeline=split).sizes
             held = memory_of(Slots(x=0, cotangent=1, stash=1, first=1), sizes).total
@@ -324,7 +313,6 @@ class Candidate:
         """As a table names it."""
         parts = [self.choice.label]
         share = self.recomputing / (self.schedule.num_stages * self.schedule.num_microbatches)
-        parts += ["H"] if self.schedule.encoded.of_kinds((Kind.H,)).any() else []
         parts += [f"recompute {share:.0%}"] if self.recomputing else []
         parts += ["offload"] if self.offload is not Offload.NOTHING else []
         return ", ".join(parts)
@@ -347,7 +335,7 @@ class Candidate:
             yield from first.smaller()
         if choice.cap is not None:  # a smaller one makes room in less time
             if choice.cap > choice.chunks:
-                yield from choice._replace(cap=choice.cap - 1).built(self.layout)
+                yield choice._replace(cap=choice.cap - 1).built(self.layout)
             return
         if request.offloads:
             yield Candidate(choice, self.layout, self.timeline, offload=Offload.RESIDUALS)

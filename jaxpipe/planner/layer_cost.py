@@ -97,17 +97,16 @@ class LayerCost:
     policies: Mapping[str, Kept] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = {
-            n: v for n in _numbers() if (v := getattr(self, n)) is not None or n not in _OPTIONAL
-        }
+        numbers = {name: getattr(self, name) for name in _numbers()}
+        missing = {name for name in _OPTIONAL if numbers[name] is None}
         faults = [
             f"{name} is {quoted(value)}; it is a finite number >= 0, in seconds or bytes"
-            for name, value in given.items()
-            if not is_cost(value)
+            for name, value in numbers.items()
+            if name not in missing and not is_cost(value)
         ]
         CostError.refuse("this is not the cost of a layer", faults)
-        for name, value in given.items():
-            object.__setattr__(self, name, plain(value))
+        for name in numbers.keys() - missing:
+            object.__setattr__(self, name, plain(numbers[name]))
 
     @property
     def backward_seconds(self) -> float:

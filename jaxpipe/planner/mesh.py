@@ -107,14 +107,19 @@ def plan_mesh(
     if name not in decoders():
         raise PlanError(f"there is no model {quoted(name)}; the names are {', '.join(decoders())}")
     decoder = decoders()[name]
-    given = {"schedules": schedules, "chunks": chunks, "memory": memory, "within": within}
-    refuse_kinds({**given, "remat": remat, "devices": gpus, "most": most})
+    choices: dict[str, Any] = {
+        "schedules": schedules,
+        "chunks": chunks,
+        "remat": remat,
+        "memory": memory,
+    }
+    refuse_kinds({**choices, "within": within, "devices": gpus, "most": most})
     settings = {"context": context, "flops": flops, "loss_tokens": min(context, 1024)}
     every = [
         request
         for shape in _shapes(decoder, gpus, batch, tensor)
         if shape.pipe == 1 or shape.pipe * min(chunks) <= decoder.layers + len("EL")
-        for request in _requests(decoder, shape, settings, given, remat)
+        for request in _requests(decoder, shape, settings, **choices)
     ]
     if not every:
         raise PlanError(
@@ -189,8 +194,11 @@ def _requests(
     decoder: Decoder,
     shape: _Shape,
     settings: Mapping[str, float],
-    choices: Mapping[str, Any],
+    *,
+    schedules: Sequence[str] | None,
+    chunks: Sequence[int],
     remat: Sequence[str | None] | None,
+    memory: float,
 ) -> Iterator[Request]:
     """With parameters and optimizer state split over replicas (fsdp), and without."""
     model = transformer(decoder, tensor=shape.tensor, rows=shape.rows, **settings)
@@ -209,10 +217,10 @@ def _requests(
             costs=costs | {FIRST: replace(costs[FIRST], ends=Ends.ONE)},
             devices=shape.pipe,
             microbatches=shape.microbatches,
-            memory=choices["memory"],
+            memory=memory,
             transfer=model.transfer,
-            schedules=tuple(choices["schedules"] or (n for n in SCHEDULES if n != "auto")),
-            chunks=tuple(choices["chunks"]) if shape.pipe > 1 else (1,),
+            schedules=tuple(schedules or (n for n in SCHEDULES if n != "auto")),
+            chunks=tuple(chunks) if shape.pipe > 1 else (1,),
             remat=again,
             policies=policies,
             data_axes=("data",),

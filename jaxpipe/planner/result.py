@@ -10,6 +10,7 @@ from typing import Any
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..engine.timeline import Timeline
+from ..layouts.layout import in_columns
 from ..table.certificate import Certificate
 from ..table.schedule import Schedule
 from .memory import Memory
@@ -151,12 +152,7 @@ class Plans(tuple[PipelinePlan, ...]):
         ]
 
     def __str__(self) -> str:
-        lines = [COLUMNS, *self.rows()]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-        return "\n".join(
-            "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        )
+        return in_columns([COLUMNS, *self.rows()])
 
 
 COLUMNS = ("plan", "layout", "seconds", "vs best", "bubble", "memory", "bound", "above bound")

@@ -5,7 +5,7 @@ simulated, and the shortest are lowered and compared.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -134,16 +134,13 @@ class Search:
         self._reject(choice, f"takes {bound:.4g} s or more, {near.label} {near.seconds:.4g}")
         return True
 
-    def _sort(self, built: Iterable[Candidate]) -> None:
-        """Keep those of a choice's tables that fit by their sizes; where none does, candidates with
-        less memory.
-        """
-        first, *others = built
-        fitting = [c for c in (first, *others) if self._fits(c)]
-        if not fitting:
-            self._beyond.append(first)
-            if first.seconds < self._worst(self._fitting):
-                fitting = list(filter(self._fits, first.smaller()))
+    def _sort(self, built: Candidate) -> None:
+        """Keep a candidate that fits by its sizes, or candidates with less memory."""
+        fitting = [built]
+        if not self._fits(built):
+            self._beyond.append(built)
+            near = built.seconds < self._worst(self._fitting)
+            fitting = list(filter(self._fits, built.smaller())) if near else []
         for candidate in fitting:
             # Another may have as short a table with as few activations.
             same = next((c for c in self._fitting if c.same == candidate.same), None)
@@ -164,7 +161,7 @@ class Search:
             if choice.bytes >= least:
                 return
             try:
-                self._beyond.append(next(choice.built(choice.layout())))
+                self._beyond.append(choice.built(choice.layout()))
             except (ScheduleError, LayoutError):
                 continue
             return
@@ -237,7 +234,7 @@ def _refined(candidate: Candidate) -> Candidate:
             best, moves = moved, _moves(layout)
     if best is candidate or recomputing or candidate.offload is not Offload.NOTHING:
         return best
-    return min((best, *choice.built(best.layout)), key=lambda c: c.seconds)
+    return min((best, choice.built(best.layout)), key=lambda c: c.seconds)
 
 
 def _moves(layout: Layout) -> Iterator[Layout]:

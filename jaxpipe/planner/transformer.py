@@ -136,27 +136,8 @@ class Transformer:
 
     def costs(self) -> dict[str, LayerCost]:
         """Of the embedding "E", a layer "t", and the head with its loss "L"."""
-        rate = self.tensor * self.flops
-        attention, mlp = self._attention(), self._experts() if self.experts else self._mlp()
-        each = 2 * self.tokens / rate  # seconds of a weight
-        matmul = each * (attention.active + mlp.active)
-        # Scores and values, half of them masked: 2 * context * queries a token; the backward does
-        # twice as much.
-        scores = each * self.context * self._queries
-        moved = 2 * self._all_reduce + mlp.exchange
-        forward = matmul + scores + moved
-        # Statistics of norms and of attention's rows, 4 bytes each.
-        heads = (self._queries + 2 * self.normed * (self._queries + self._keys)) / self.head
-        statistics = 4 * self.tokens * (6 + heads / self.tensor)
-        kept, left = (
-            [
-                2 * self.tokens * (one + other) / self.tensor
-                for one, other in zip(*both, strict=True)
-            ]
-            for both in ((attention.kept, mlp.kept), (attention.left, mlp.left))
-        )
         table = self.vocab * self.width
-        head = each * table
+        head = self._seconds * table
         logits = 4 * self.vocab * self.tokens / self.tensor
         return {
             "E": LayerCost(
@@ -167,23 +148,7 @@ class Transformer:
                 ends=Ends.WITH_LAST if self.tied else Ends.EITHER,
                 **self._held(table),
             ),
-            "t": LayerCost(
-                forward=forward,
-                input_grad=matmul + 2 * scores + moved,
-                weight_grad=matmul,
-                residuals=kept[0] + statistics,
-                boundary=self.boundary,
-                stash=left[0],
-                attention=scores,
-                rows=2 * 2 * self._keys * self.tokens / self.tensor,
-                policies={
-                    "dots_with_no_batch_dims_saveable": Kept(
-                        kept[1], scores + each * mlp.again + mlp.exchange, left[1]
-                    ),
-                    "nothing_saveable": Kept(kept[2], forward, left[2]),
-                },
-                **self._held(attention.weights + mlp.weights),
-            ),
+            "t": self._layer(),
             "L": LayerCost(
                 forward=head,
                 input_grad=head,
@@ -194,6 +159,46 @@ class Transformer:
                 **self._held(0 if self.tied else table),
             ),
         }
+
+    @property
+    def _seconds(self) -> float:
+        """Of a weight."""
+        return 2 * self.tokens / (self.tensor * self.flops)
+
+    def _layer(self) -> LayerCost:
+        each = self._seconds
+        attention, mlp = self._attention(), self._experts() if self.experts else self._mlp()
+        matmul = each * (attention.active + mlp.active)
+        # Scores and values, half of them masked: 2 * context * queries a token; the backward does
+        # twice as much.
+        scores = each * self.context * self._queries
+        moved = 2 * self._all_reduce + mlp.exchange
+        # Statistics of norms and of attention's rows, 4 bytes each.
+        heads = (self._queries + 2 * self.normed * (self._queries + self._keys)) / self.head
+        statistics = 4 * self.tokens * (6 + heads / self.tensor)
+        kept, left = (
+            [
+                2 * self.tokens * (one + other) / self.tensor
+                for one, other in zip(*both, strict=True)
+            ]
+            for both in ((attention.kept, mlp.kept), (attention.left, mlp.left))
+        )
+        forward, dots = matmul + scores + moved, scores + each * mlp.again + mlp.exchange
+        return LayerCost(
+            forward=forward,
+            input_grad=matmul + 2 * scores + moved,
+            weight_grad=matmul,
+            residuals=kept[0] + statistics,
+            boundary=self.boundary,
+            stash=left[0],
+            attention=scores,
+            rows=2 * 2 * self._keys * self.tokens / self.tensor,
+            policies={
+                "dots_with_no_batch_dims_saveable": Kept(kept[1], dots, left[1]),
+                "nothing_saveable": Kept(kept[2], forward, left[2]),
+            },
+            **self._held(attention.weights + mlp.weights),
+        )
 
     @property
     def _queries(self) -> float:

@@ -7,12 +7,10 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
-from jaxpipe.lowering.plan import candidates, choose_candidate, plan_of
-from jaxpipe.lowering.prices import GUESSED
-from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.plan import plan_of, plans_of
 from jaxpipe.transforms.spread import spread_last
 from tests.golden import check_golden
-from tests.passes import emitted
+from tests.passes import emitted, every_ticks
 from tests.tiers import exhaustive, slow
 
 FAMILIES = [
@@ -91,7 +89,7 @@ def test_code_grows_little_with_chunks_and_devices(name, chunks, microbatches):
 @pytest.mark.slow
 def test_predicates_of_meetings_do_not_grow_with_microbatches():
     found = [
-        choose_candidate(spread_last(jp.schedules.build("zb_h1", devices=8, microbatches=count)))
+        plan_of(spread_last(jp.schedules.build("zb_h1", devices=8, microbatches=count)))
         for count in (32, 64)
     ]
     few, many = (
@@ -205,11 +203,11 @@ def test_a_microbatch_more_moves_what_the_table_moves(name, chunks, devices):
     [("1f1b", 4, 8, 1), ("interleaved_1f1b", 2, 4, 2), ("zb_h1", 3, 4, 1)],
 )
 def test_passes_print(name, devices, microbatches, chunks):
-    ticks, segments, *_ = emitted(name, chunks, devices, microbatches)
-    program = assign_slots(ticks, segments)
+    plan = emitted(name, chunks, devices, microbatches)
+    program = plan.program()
     check_golden(
         f"passes_{name}_{devices}x{microbatches}.txt",
-        f"{assign_ticks(program.schedule)}\n\n{ticks}\n\n{program}\n",
+        f"{assign_ticks(program.schedule)}\n\n{plan.ticks}\n\n{program}\n",
     )
 
 
@@ -235,6 +233,7 @@ def test_a_table_of_one_action_has_one_tick():
     table = jp.schedules.build("gpipe", devices=1, microbatches=1, forward_only=True)
     spans = [
         [(segment.repeats, segment.stop) for segment in each.segments]
-        for each in candidates(table, None, GUESSED, as_one=False)
+        for _, ticks in every_ticks(table)
+        for each in plans_of(ticks)
     ]
     assert all(found == [(1, 1)] for found in spans)

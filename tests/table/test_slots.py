@@ -11,7 +11,7 @@ from hypothesis import given
 
 import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
-from jaxpipe.lowering.plan import choose_candidate
+from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.program.verify import faults, verify
 from tests.passes import cut, every_ticks, random_liveness, random_segments
@@ -44,8 +44,7 @@ def test_random_tables_run_right(seed, count):
 def test_what_is_chosen_for_random_tables_runs_right(seed, count):
     rng = random.Random(seed)
     for _ in range(count):
-        ticks, segments, *_ = choose_candidate(random_schedule(rng))
-        verify(assign_slots(ticks, segments))
+        verify(plan_of(random_schedule(rng)).program())
 
 
 NAMED = [
@@ -64,8 +63,7 @@ def test_named_tables_run_right(name, devices, counts):
             schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
         except jp.ScheduleError:
             continue  # not defined for so few microbatches
-        ticks, segments, *_ = choose_candidate(schedule)
-        verify(assign_slots(ticks, segments))
+        verify(plan_of(schedule).program())
 
 
 @few
