@@ -287,9 +287,9 @@ def equal_rows(rows: NDArray[Any]) -> IntArray:
 
 
 class Facts(NamedTuple):
-    """What is known of every action of a table."""
+    """Facts about every action of a table."""
 
-    chunk: IntArray  # of its stage on its device; 0 for what is no stage's
+    chunk: IntArray  # of its stage on its device; 0 for an action of no stage
     keeps: BoolArray  # False for an F that keeps no residuals: those that have an R
     is_first: BoolArray  # the model's first stage
     is_last: BoolArray

@@ -77,7 +77,7 @@ def after_segment(
             differs = trips[trip:] != trips[begun:-length]
             turns = (int(differs.argmax()) if differs.any() else len(differs)) // length
             time, trip = time + (time - before) * turns, trip + turns * length
-    # What the last trip left in flight is over, too.
+    # Transfers that the last trip left in flight are over, too.
     flying = [issue.over(time) for step in steps for issue in step.issues if issue.from_before]
     latest: Seconds = np.max([time, *flying], axis=0)
     return latest
@@ -126,7 +126,7 @@ class _Issue(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What a trip does at a point, then the parts of a tick that it runs from there on."""
+    """Transfers at a point of a trip, then the parts of a tick that it runs from there on."""
 
     issues: tuple[_Issue, ...]
     awaits: tuple[_Issue, ...]

@@ -96,7 +96,7 @@ class Plan:
         for segment in self.segments:
             for transit in (t for t in segment.transits if t.is_late):
                 ticks = np.arange(segment.start + transit.tick, segment.stop, segment.period)
-                # What is in flight after the last trip is awaited at once.
+                # Transfers in flight after the last trip are awaited at once.
                 ticks = ticks[: segment.repeats - transit.from_before]
                 ends = {Edge(transit.permute.payload, *pair) for pair in transit.permute.pairs}
                 edges = np.flatnonzero([edge in ends for edge in requirements.edges])

@@ -83,7 +83,7 @@ NO_PAYLOAD = -1
 
 
 class Arrivals:
-    """What is sent in every tick: `payload[tick, lane]` (-1 where nothing is) and the moment in
+    """Transfers of every tick: `payload[tick, lane]` (-1 where there is none) and the moment in
     which it is `written[tick, lane]`.
     """
 
@@ -237,7 +237,7 @@ class _Writer:
         )
 
     def _write_actions(self) -> None:
-        """What runs where; all but the slots."""
+        """All columns but the slots."""
         table = self._actions
         source = np.zeros(table.num_actions, bool)
         for number, collective in table.collectives.items():
@@ -300,7 +300,7 @@ class _Writer:
         return _Uses(getattr(record, effect.field), value, tick, device, moment)
 
     def _of_transfers(self, users: IntArray, payload: Payload) -> Iterator[_Uses]:
-        """What permutes bring to these actions."""
+        """Values that permutes bring to these actions."""
         table = self._actions
         sent = table.producer[users]
         tick, device = self._when[sent], table.device[users]
@@ -316,7 +316,7 @@ class _Writer:
             )
 
     def _of_moves(self, pool: Place) -> Iterator[_Uses]:
-        """What is copied to the host, and back."""
+        """Values that are copied to the host, and back."""
         value, leaves, comes = self.moved
         if pool not in (*_MOVE, Place.HOST) or not len(value):
             return
@@ -334,7 +334,7 @@ class _Writer:
 
     @property
     def _back(self) -> int:
-        """What is added to the number of a value that comes back from the host."""
+        """The number of a value that comes back from the host, less that of one that leaves."""
         return self._actions.num_stages * self._actions.num_microbatches
 
     def _allocate(self, pool: Place, uses: Sequence[_Uses]) -> int:

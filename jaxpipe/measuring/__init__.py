@@ -1,4 +1,4 @@
-"""What stages and layers cost, in seconds and bytes: each block of the step compiled alone and
+"""The costs of stages and layers, in seconds and bytes: each block of the step compiled alone and
 timed, or estimated from its flops.
 """
 

@@ -42,7 +42,7 @@ def measure(
     peak: Peak | None = None,
     policies: Sequence[str] = (),
 ) -> Costs | dict[str, LayerCost]:
-    """What a model costs for one microbatch, in seconds and bytes: `Costs` with an entry for each
+    """The costs of a model for one microbatch, in seconds and bytes: `Costs` with an entry for each
     stage, or a `LayerCost` for each letter of a model that is given by letters.
 
     F (with what it keeps written to memory), B, I and W of every kind of stage, `first`, its
@@ -91,38 +91,47 @@ def measure(
     if policies and not model.is_layered:
         raise PipelineError("policies are of the letters of layers; the model is given by stages")
     rows = jax.tree.map(shape_of, microbatch)
-    if model.is_layered:
-        refuse_layers(model.stages, params)
-        at = _mesh(1, sharding.pipe) if mesh is None else mesh
-        found, *each = (
-            layer_costs(
-                under_policies(model, dict.fromkeys(_inner(model), name) if name else {}),
-                params,
-                rows,
-                repeats,
-                peak,
-                mesh=at,
-                sharding=sharding,
-                memory=memory,
-            )
-            for name in ("", *policies)
+    settings: dict[str, Any] = {"sharding": sharding, "memory": memory}
+    if not model.is_layered:
+        pipe = _of_stages(model, params, mesh, **settings)
+        batch = _microbatches(rows, pipe.schedule.num_microbatches * pipe.partition.data_size)
+        return measure_stages(
+            pipe,
+            pipe.place(jax.tree.map(shape_of, dict(params))),
+            batch,
+            rng=rng,
+            state=pipe.place_state(state) if state else state,
+            repeats=repeats,
+            peak=peak,
         )
-        under = dict(zip(policies, each, strict=True))
-        return found | {c: _with_policies(c, found[c], under) for c in _inner(model)}
+    refuse_layers(model.stages, params)
+    letters, at = _inner(model), mesh or _mesh(1, sharding.pipe)
+
+    def costs(own: Model) -> dict[str, LayerCost]:
+        return layer_costs(own, params, rows, repeats, peak, mesh=at, **settings)
+
+    named = {name: under_policies(model, dict.fromkeys(letters, name)) for name in policies}
+    found, under = costs(model), {name: costs(own) for name, own in named.items()}
+    return found | {letter: _with_policies(letter, found[letter], under) for letter in letters}
+
+
+def _of_stages(
+    model: Model,
+    params: Mapping[str, PyTree],
+    mesh: Mesh | None,
+    *,
+    sharding: Sharding,
+    **memory: Any,
+) -> Pipeline:
+    """A pipeline of a model that is given by stages."""
     stages = _count(model, params)
     if mesh is None:
-        mesh = _mesh(
-            max(d for d in range(1, len(jax.devices()) + 1) if stages % d == 0), sharding.pipe
-        )
+        devices = max(d for d in range(1, len(jax.devices()) + 1) if stages % d == 0)
+        mesh = _mesh(devices, sharding.pipe)
     devices = dict(mesh.shape).get(sharding.pipe, 1)
     name, chunks = ("no_pipelining" if devices == 1 else "looped_bfs"), max(1, stages // devices)
     schedule = build(name, devices=devices, microbatches=devices, chunks=chunks)
-    pipe = Pipeline(model, schedule, mesh, sharding=sharding, memory=memory)
-    placed = pipe.place(jax.tree.map(shape_of, dict(params)))
-    batch = _microbatches(rows, pipe.schedule.num_microbatches * pipe.partition.data_size)
-    if state:
-        state = pipe.place_state(state)
-    return measure_stages(pipe, placed, batch, rng=rng, state=state, repeats=repeats, peak=peak)
+    return Pipeline(model, schedule, mesh, sharding=sharding, **memory)
 
 
 def _inner(model: Model) -> str:
@@ -168,7 +177,7 @@ def measure_stages(
     repeats: int = 10,
     peak: Peak | None = None,
 ) -> Costs:
-    """What each stage of a pipeline costs for one microbatch, as `measure` says of a model.
+    """The costs of each stage of a pipeline for one microbatch, as `measure` has them for a model.
 
     Args:
         pipe: the pipeline, whose schedule does not matter.
@@ -235,8 +244,9 @@ def layer_costs(
     peak: Peak | None,
     **options: Any,
 ) -> dict[str, LayerCost]:
-    """What a layer of each letter costs, by a pipeline in which each is a stage of its own; options
-    are those of `Pipeline`.
+    """The cost of a layer of each letter, by a pipeline in which each is a stage of its own.
+
+    Options are those of `Pipeline`.
     """
     letters = _inner(model)
     first, last = (letter if letter in model.stages else "" for letter in (FIRST, LAST))

@@ -34,7 +34,7 @@ class _Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes(_Held):
-    """What the memory of a device is computed from.
+    """Sizes from which the memory of a device is computed.
 
     All devices run one program.  Pools, the values of `first` and `last`, and the room for
     parameters are the same on all of them.
