@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from ..errors import ScheduleError
 from ..program.records import JOINT
 from ..program.segments import Block, Payload
+from ..table.effects import flags_of
 from ..table.encoded import BoolArray, IntArray
 from ..table.grid import grid
-from ..table.kinds import RECOMPUTE, RUNS_FORWARD, Action, Cell, Kind, Overlap
+from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap
 from ..table.run_order import Transfers, waits
 from ..table.schedule import Schedule
 
@@ -286,52 +287,19 @@ def equal_rows(rows: NDArray[Any]) -> IntArray:
     )
 
 
-class Facts(NamedTuple):
-    """Facts about every action of a table."""
-
-    chunk: IntArray  # of its stage on its device; 0 for an action of no stage
-    keeps: BoolArray  # False for an F that keeps no residuals: those that have an R
-    is_first: BoolArray  # the model's first stage
-    is_last: BoolArray
-    # the F that uses its output, or the B or I that uses its input gradient, in the neighbour
-    # stage; -1 for none
-    user: IntArray
-    is_local: BoolArray  # that is on the same device
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> Facts:
-        """Those of a table's actions."""
-        table = schedule.encoded
-        chunk = np.full((table.num_devices, table.num_stages), -1, np.int64)
-        for device, stages in enumerate(schedule.placement.stages_of):
-            chunk[device, list(stages)] = np.arange(len(stages))
-        user = np.full(table.num_actions, -1, np.int64)
-        users = np.flatnonzero(table.producer >= 0)
-        user[table.producer[users]] = users
-        (again,) = (table.at[kind][table.stage, table.microbatch] >= 0 for kind in RECOMPUTE)
-        chain = ~table.of_kinds(RECOMPUTE) & ~table.shares  # they hand nothing on to another stage
-        return cls(
-            np.where(table.shares, 0, chunk[table.device, table.stage]),
-            (table.kind != Kind.F) | ~again,
-            chain & (table.stage == 0),
-            chain & (table.stage == table.num_stages - 1),
-            user,
-            (user >= 0) & (table.device[user] == table.device),
-        )
-
-
 @lru_cache(maxsize=4)  # called for each list of spans
 def collect(ticks: Ticks) -> Requirements:
     """The requirements of every tick."""
-    table, when, facts = ticks.schedule.encoded, ticks.when, Facts.of(ticks.schedule)
-    kinds = np.stack([table.kind, facts.chunk, facts.keeps], 1)
+    table, when = ticks.schedule.encoded, ticks.when
+    kinds = np.stack([table.kind, ticks.schedule.chunks, ~table.recomputed], 1)
     blocks, block = np.unique(kinds, axis=0, return_inverse=True)
     shape = (ticks.num_ticks, len(blocks))
     cells = np.ravel_multi_index((when, block.reshape(-1)), shape)
-    flags = (None, facts.is_first, facts.is_last, facts.is_local)
-    sums = [np.bincount(cells, some, math.prod(shape)) for some in flags]
-    sent = np.flatnonzero((facts.user >= 0) & ~facts.is_local)
-    user = facts.user[sent]
+    flags = flags_of(table)
+    some = (None, *(flags[name] for name in ("is_first", "is_last", "is_local")))
+    sums = [np.bincount(cells, each, math.prod(shape)) for each in some]
+    sent = np.flatnonzero((table.consumer >= 0) & ~flags["is_local"])
+    user = table.consumer[sent]
     payload = np.where(table.kind == Kind.F, Payload.ACTIVATION, Payload.COTANGENT)
     ends = np.stack([payload[sent], table.device[sent], table.device[user]], 1)
     edges, edge = np.unique(ends, axis=0, return_inverse=True)

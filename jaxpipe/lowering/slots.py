@@ -14,10 +14,21 @@ from ..program.ir import Program
 from ..program.records import POOL_OF, UNDER_WAY, IntTable, Pool, empty_ticks, pairs_of
 from ..program.segments import Payload, Segment
 from ..table.activations import LEAST_AWAY
-from ..table.effects import ALWAYS, Access, Effect, Liveness, Of, Offload, Place, effects_of
+from ..table.effects import (
+    ALWAYS,
+    MOVES,
+    Access,
+    Effect,
+    Liveness,
+    Of,
+    Offload,
+    Place,
+    effects_of,
+    flags_of,
+)
 from ..table.encoded import IntArray
 from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, Kind, Value, makers
-from .assign_ticks import Facts, Ticks
+from .assign_ticks import Ticks
 
 
 class Clock(NamedTuple):
@@ -56,16 +67,16 @@ class Clock(NamedTuple):
         return self.span * (tick + 1) - 1
 
 
-def places(ticks: Ticks, segments: Sequence[Segment], facts: Facts) -> IntArray:
+def places(ticks: Ticks, segments: Sequence[Segment]) -> IntArray:
     """Per action, the number of its block in the template of its tick."""
+    table, chunk = ticks.schedule.encoded, ticks.schedule.chunks
     templates = [template for segment in segments for template in segment.templates]
-    chunks = 1 + int(facts.chunk.max(initial=0))
-    number = np.zeros((len(templates), len(Kind), chunks, 2), np.int64)
+    number = np.zeros((len(templates), len(Kind), 1 + int(chunk.max(initial=0)), 2), np.int64)
     for blocks, template in zip(number, templates, strict=True):
         for place, use in enumerate(template.blocks):
             blocks[use.block.kind, use.block.chunk, int(use.block.keeps)] = place
-    of, kind = template_numbers(segments)[ticks.when], ticks.schedule.encoded.kind
-    found: IntArray = number[of, kind, facts.chunk, facts.keeps.astype(np.int64)]
+    of, keeps = template_numbers(segments)[ticks.when], (~table.recomputed).astype(np.int64)
+    found: IntArray = number[of, table.kind, chunk, keeps]
     return found
 
 
@@ -122,11 +133,7 @@ class Arrivals:
         return lane, self.written[tick, lane]
 
 
-# The pools whose values wait on the host, with the fields of `Move` for both ways.
-_MOVE = {
-    Place.RESIDUAL_INPUT: ("from_input", "to_input"),
-    Place.RESIDUAL_WEIGHT: ("from_weight", "to_weight"),
-}
+_STORES, _FETCHES = MOVES
 
 
 class _Uses(NamedTuple):
@@ -190,11 +197,9 @@ class _Writer:
         self._liveness = liveness
         self._when, self._joint = ticks.when, ticks.joint
         self._number = table.stage * table.num_microbatches + table.microbatch
-        self._facts = Facts.of(ticks.schedule)
         self._clock = Clock.of(self._segments)
         # the moment of each action
-        block = places(ticks, self._segments, self._facts)
-        self._runs = self._clock.during(self._when, block)
+        self._runs = self._clock.during(self._when, places(ticks, self._segments))
         self._arrivals = Arrivals(self._segments, ticks.num_ticks, table.num_devices, self._clock)
         self._ticks = empty_ticks(
             ticks.num_ticks,
@@ -239,18 +244,12 @@ class _Writer:
     def _write_actions(self) -> None:
         """All columns but the slots."""
         table = self._actions
-        source = np.zeros(table.num_actions, bool)
-        for number, collective in table.collectives.items():
-            source[number] = table.device[number] == table.device[collective.partner]
         columns = {
-            **self._facts._asdict(),
             "kind": table.kind,
+            "chunk": self._schedule.chunks,
             "stage": table.stage,
             "microbatch": table.microbatch,
-            "keeps": self._facts.keeps & (not table.forward_only),
-            "is_source": source,
-            "continues": table.slice > 0,
-            "is_followed": table.slice < table.slices - 1,
+            **flags_of(table),
         }
         for kind in table.kinds:
             record, mine = self._ticks.of(kind), table.kind == kind
@@ -295,7 +294,7 @@ class _Writer:
             # has written.
             pairs = pairs_of(self._ticks.forward, self._ticks.backward, self._joint)
             moment = np.where(pairs[tick, device], self._clock.blocks_done(tick), moment)
-            if effect.place in _MOVE:
+            if effect.place in _STORES.reads.values():
                 value = value + np.where(np.isin(value, self.moved[0]), self._back, 0)
         return _Uses(getattr(record, effect.field), value, tick, device, moment)
 
@@ -318,19 +317,19 @@ class _Writer:
     def _of_moves(self, pool: Place) -> Iterator[_Uses]:
         """Values that are copied to the host, and back."""
         value, leaves, comes = self.moved
-        if pool not in (*_MOVE, Place.HOST) or not len(value):
+        if not len(value):
             return
-        (move,), clock = self._ticks.moves, self._clock
-        reader = self._actions.backward_at.reshape(-1)[value]
-        device = self._actions.device[reader]
-        if pool is Place.HOST:
-            move.stores[leaves, device] = move.fetches[comes, device] = value
-            yield _Uses(move.to_host, value, leaves, device, clock.before(leaves))
-            yield _Uses(move.from_host, value, comes, device, clock.before(comes))
-            return
-        out, home = (getattr(move, name) for name in _MOVE[pool])
-        yield _Uses(out, value, leaves, device, clock.after(leaves - 1))
-        yield _Uses(home, value + self._back, comes, device, clock.after(comes))
+        (record,), clock = self._ticks.moves, self._clock
+        device = self._actions.device[self._actions.backward_at.reshape(-1)[value]]
+        record.stores[leaves, device] = record.fetches[comes, device] = value
+        for columns, values, tick, moment in (
+            (_STORES.reads, value, leaves, clock.after(leaves - 1)),
+            (_STORES.writes, value, leaves, clock.before(leaves)),
+            (_FETCHES.reads, value, comes, clock.before(comes)),
+            (_FETCHES.writes, value + self._back, comes, clock.after(comes)),
+        ):
+            for name in (name for name, place in columns.items() if place is pool):
+                yield _Uses(getattr(record, name), values, tick, device, moment)
 
     @property
     def _back(self) -> int:
