@@ -39,7 +39,8 @@ def activation_changes(table: Encoded, release: Release) -> Changes:
     if table.forward_only:
         return Changes(begins, begins, inputs)
     enders = kinds_where(lambda spec: release in spec.releases)
-    return Changes(begins - table.recomputed, table.of_kinds(enders).astype(np.int64), inputs)
+    ends = table.of_kinds(enders).astype(np.int64)
+    return Changes(begins - table.recomputed, ends, inputs)
 
 
 def live_activations(table: Encoded, release: Release) -> IntArray:
@@ -103,5 +104,6 @@ def split_peaks(table: Encoded, release: Release) -> Split:
     add(0, read[gone] - 1, end[gone])
     add(1, made[gone] + 1, read[gone] - 1)
     live = np.cumsum(changes, axis=1)
-    rows = list(pairwise(table.first))
-    return Split(*(tuple(int(each[a:b].max(initial=0)) for a, b in rows) for each in live))
+    rows = [live[:, a:b].max(axis=1, initial=0).tolist() for a, b in pairwise(table.first)]
+    device, host = zip(*rows, strict=True)
+    return Split(device, host)

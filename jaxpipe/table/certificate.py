@@ -57,7 +57,9 @@ class Certificate:
     @property
     def gap(self) -> float:
         """By what fraction of the bound the value is above it, at most."""
-        return max(0.0, self.value / self.bound - 1) if self.bound else float(self.value > 0)
+        if not self.bound:
+            return float(self.value > 0)
+        return max(0.0, self.value / self.bound - 1)
 
     @property
     def is_optimal(self) -> bool:
@@ -65,13 +67,10 @@ class Certificate:
         return self.gap < 1e-9
 
     def __str__(self) -> str:
-        memory = (
-            "any memory"
-            if self.max_activations is None
-            else f"{quoted(self.max_activations)} activations a device without R"
-        )
-        words = "the optimum" if self.is_optimal else f"at most {self.gap:.2%} above the optimum"
-        return (
-            f"{self.objective.value} {self.value:g}, {words} for {memory} (bound "
-            f"{self.bound:g}: {self.proof.value})"
-        )
+        cap, proof = quoted(self.max_activations), self.proof.value
+        memory = f"{cap} activations a device without R"
+        if self.max_activations is None:
+            memory = "any memory"
+        above = "the optimum" if self.is_optimal else f"at most {self.gap:.2%} above the optimum"
+        head = f"{self.objective.value} {self.value:g}, {above} for {memory}"
+        return f"{head} (bound {self.bound:g}: {proof})"

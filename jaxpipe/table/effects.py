@@ -31,7 +31,8 @@ class Place(enum.Enum):
     SHARE = "share"  # values that L keeps for H, on every device
     # residuals of both kinds that are held long, in the host's memory (`Offload.RESIDUALS`)
     HOST = "host"
-    CARRY = "carry"  # passed from a slice of a sequence to the next one in the same stage
+    # passed from a slice of a sequence to the next one in the same stage
+    CARRY = "carry"
     CARRY_GRADIENT = "carry_gradient"  # the gradients of carries
     BUFFER = "buffer"  # the rows that the slices of a sequence append in a stage
     BUFFER_GRADIENT = "buffer_gradient"  # the gradients of these rows
@@ -67,7 +68,8 @@ ALWAYS = tuple(_LETTERS)[:6]
 class Access(enum.IntEnum):
     """The accesses of a block, in their order."""
 
-    PREPARE = 0  # written before the block reads: the output of `first` inside of a forward
+    # written before the block reads: the output of `first` inside of a forward
+    PREPARE = 0
     READ = 1
     WRITE = 2
 
