@@ -50,10 +50,11 @@ def interpret(program: Program, model: Model) -> None:
     """Run every tick: each device its blocks in the template's order, then the exchange; the model
     collects the results.
     """
-    pools = {pool.name: pool.slots for pool in program.pools}
-    devices: list[_Device] = [
-        {place: [None] * slots for place, slots in pools.items()} for _ in program.schedule.rows
-    ]
+
+    def device() -> _Device:
+        return {pool.name: [None] * pool.slots for pool in program.pools}
+
+    devices = [device() for _ in program.schedule.rows]
     for segment in program.segments:
         _Interpreter(program, model, devices).segment(segment)
 
@@ -93,7 +94,8 @@ class _Interpreter:
                 for source, target in permute.pairs:
                     brought[target] = devices[source].get(SENT_TO[pool])
                 when, block = (int(each[trip]) for each in written[j, lane])
-                awaited.setdefault((when, block), []).append((tick, lane, pool, brought))
+                awaiting = awaited.setdefault((when, block), [])
+                awaiting.append((tick, lane, pool, brought))
             arrive(tick, len(template.blocks))
             for values, slot, value in moved:
                 values[slot] = value
@@ -116,24 +118,21 @@ class _Interpreter:
         """An action of these devices with what the source has: its reads, its code, its writes."""
 
         def happens(effect: Effect, device: int) -> bool:
-            return effect.when is None or bool(getattr(records[device], effect.when, True))
+            flag = effect.when
+            return flag is None or bool(getattr(records[device], flag, True))
 
         effects, record = self.program.effects(kind), records[source]
+        happening = [effect for effect in effects if happens(effect, source)]
         held = {
-            effect.field: self.devices[source][effect.place][getattr(record, effect.field)]
-            for effect in effects
-            if effect.access is Access.READ and happens(effect, source)
+            e.field: self.devices[source][e.place][getattr(record, e.field)]
+            for e in happening
+            if e.access is Access.READ
         }
-        writes = [e for e in effects if e.access is not Access.READ]
-        step = Step(
-            kind,
-            getattr(record, "stage", source if len(members) == 1 else 0),
-            record.microbatch,
-            held,
-            {effect.place for effect in writes if happens(effect, source)},
-            any(e.access is Access.PREPARE and happens(e, source) for e in writes),
-        )
-        made = self.model.run(step)
+        makes = {e.place for e in happening if e.access is not Access.READ}
+        prepares = any(e.access is Access.PREPARE for e in happening)
+        stage = getattr(record, "stage", source if len(members) == 1 else 0)
+        step = Step(kind, stage, record.microbatch, held, makes, prepares)
+        made, writes = self.model.run(step), [e for e in effects if e.access is not Access.READ]
         for number in members:
             device = self.devices[number]
             for effect in (effect for effect in writes if happens(effect, number)):

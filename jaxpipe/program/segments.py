@@ -316,8 +316,8 @@ class Segment:
     def stage_size(self) -> int:
         """Those of them that are worth counting: an E or a G is a lookup and a sum."""
         light = (Kind.E, Kind.G)
-        blocks = (use.block for j, *_ in self.emitted for use in self.templates[j].blocks)
-        return sum(block.kind not in light for block in blocks)
+        templates = (self.templates[j] for j, *_ in self.emitted)
+        return sum(use.block.kind not in light for t in templates for use in t.blocks)
 
     @property
     def permutes(self) -> int:
@@ -328,13 +328,13 @@ class Segment:
     def num_collective_predicates(self) -> int:
         """Predicates around collective actions, of all trips."""
         uses = (use for template in self.templates for use in template.blocks)
-        asks = (use.active is not Presence.ALWAYS for use in uses if use.block.is_collective)
-        return self.repeats * sum(asks)
+        shared = (use for use in uses if use.block.is_collective)
+        return self.repeats * sum(use.active is not Presence.ALWAYS for use in shared)
 
     @property
     def num_sends(self) -> int:
         """How many values it sends from one device to another, needed or not."""
-        permutes = (permute for template in self.templates for permute in template.permutes)
+        permutes = (permute for t in self.templates for permute in t.permutes)
         return self.repeats * sum(len(permute.pairs) for permute in permutes)
 
     @cached_property

@@ -9,7 +9,7 @@ compilation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -68,11 +68,8 @@ def faults(program: Program) -> tuple[Fault, ...]:
     blocks = tuple(running(program))
     if found := list(code_faults(program, blocks)):
         return tuple(found)
-    return tuple(
-        fault
-        for pool in program.pools
-        for fault in _flow_faults(pool, _accesses(program, pool.name, blocks))
-    )
+    flows = (_flow_faults(p, _accesses(program, p.name, blocks)) for p in program.pools)
+    return tuple(chain.from_iterable(flows))
 
 
 class Accesses(NamedTuple):
@@ -179,8 +176,8 @@ def _during(block: int) -> int:
 
 def _after(program: Program) -> int:
     """The place of what is done when a tick is over, after all that its blocks do."""
-    templates = (template for segment in program.segments for template in segment.templates)
-    return 2 + _during(max(len(template.blocks) for template in templates))
+    most = max(len(t.blocks) for segment in program.segments for t in segment.templates)
+    return 2 + _during(most)
 
 
 def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:

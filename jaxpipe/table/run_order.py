@@ -153,9 +153,8 @@ def _run(
             return ()
         found = list(trail)[list(trail).index(device) :]
         first = found.index(min(found))
-        return tuple(
-            Wait(d, stopped[d], trail[d], owner[trail[d]]) for d in found[first:] + found[:first]
-        )
+        devices = found[first:] + found[:first]
+        return tuple(Wait(d, stopped[d], trail[d], owner[trail[d]]) for d in devices)
 
     while runnable:
         device = runnable.pop()

@@ -95,7 +95,8 @@ def table_to_json(fields: Mapping[str, object], rows: Sequence[Row]) -> str:
     texts = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     cells = ([None if c is None else str(c) for c in row] for row in rows)
     lines = ",\n".join(f"    {json.dumps(row)}" for row in cells)
-    return ",\n".join(["{\n" + texts[0], *texts[1:], f'  "rows": [\n{lines}\n  ]\n}}\n'])
+    texts.append(f'  "rows": [\n{lines}\n  ]')
+    return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
 def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
@@ -107,11 +108,13 @@ def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
         must = f'it must be an object with "format": "{JSON_FORMAT}"'
         raise ScheduleError(f"the JSON is not a schedule: {must}")
     if data.get("version") != JSON_VERSION:
-        has, reads = quoted(data.get("version")), f"this jaxpipe reads version {JSON_VERSION}"
-        raise ScheduleError(f"the JSON has version {has}; {reads}")
+        version = quoted(data.get("version"))
+        reads = f"this jaxpipe reads version {JSON_VERSION}"
+        raise ScheduleError(f"the JSON has version {version}; {reads}")
     bad = _field_faults(data)
-    texts = [] if bad else data["rows"]
-    rows = _rows(([(i, c or "") for i, c in enumerate(row)] for row in texts), bad, json_place)
+    cells = [] if bad else data["rows"]
+    lines = ([(i, cell or "") for i, cell in enumerate(row)] for row in cells)
+    rows = _rows(lines, bad, json_place)
     _raise_if(bad, "the JSON is not a schedule")
     return data, rows
 
@@ -178,9 +181,9 @@ def _field_faults(data: dict[str, Any]) -> list[Violation]:
     """Violations for fields that are missing or of the wrong type."""
     fields: dict[str, tuple[str, Callable[[Any], object]]] = {
         "name": ("a string", lambda v: v is None or isinstance(v, str)),
-        "num_devices": ("a whole number >= 1", lambda v: _is_count(v) and v),
+        "num_devices": ("a whole number >= 1", lambda v: _is_count(v, 1)),
         "num_microbatches": ("a whole number >= 0", _is_count),
-        "slices": ("a whole number >= 1, or left out", lambda v: v is None or (_is_count(v) and v)),
+        "slices": ("a whole number >= 1, or left out", lambda v: v is None or _is_count(v, 1)),
         "stage_to_device": (
             "a list with a device, or a list of devices, for each stage",
             lambda v: _is_list(v, lambda e: _is_count(e) or (_is_list(e, _is_count) and e)),
@@ -201,8 +204,8 @@ def _field_faults(data: dict[str, Any]) -> list[Violation]:
     return bad
 
 
-def _is_count(value: object) -> bool:
-    return is_whole(value) and 0 <= value <= MAX_COUNT
+def _is_count(value: object, least: int = 0) -> bool:
+    return is_whole(value) and least <= value <= MAX_COUNT
 
 
 def _is_list(value: object, is_good: Callable[[Any], object]) -> bool:

@@ -89,11 +89,8 @@ def _read_all(values: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) 
     """Every value as its annotation wants it; a value without one stays as it is."""
     hints = _hints(owner)
     read = {name: _read(value, hints.get(name, Any)) for name, value in values.items()}
-    faults = [
-        f"{name} must be {_type_text(hints[name])}, not {quoted(values[name])}"
-        for name, value in read.items()
-        if value is _MISFIT
-    ]
+    misfits = [name for name, value in read.items() if value is _MISFIT]
+    faults = [f"{n} must be {_type_text(hints[n])}, not {quoted(values[n])}" for n in misfits]
     if faults:
         raise error(listed(f"{owner.__name__} cannot take this", faults))
     return read
@@ -145,7 +142,9 @@ def _type_text(hint: Any) -> str:
         return "a mapping" if issubclass(origin, Mapping) else "a sequence"
     if hint in _WORDS:
         return _WORDS[hint]
-    return f"one of {', '.join(map(str, hint))}" if issubclass(hint, Enum) else f"a {_public(hint)}"
+    if issubclass(hint, Enum):
+        return f"one of {', '.join(map(str, hint))}"
+    return f"a {_public(hint)}"
 
 
 def _public(hint: type) -> str:
