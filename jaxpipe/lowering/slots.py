@@ -14,7 +14,7 @@ from ..program.ir import Program
 from ..program.records import POOL_OF, UNDER_WAY, IntTable, Pool, empty_ticks, pairs_of
 from ..program.segments import Payload, Segment
 from ..table.activations import LEAST_AWAY
-from ..table.effects import ALWAYS, Access, Effect, Liveness, Of, Offload, Place, effects_of
+from ..table.effects import ALWAYS, Access, Effect, Liveness, Offload, Place, effects_of, flags_of
 from ..table.encoded import IntArray
 from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, Kind, Value, makers
 from .assign_ticks import Facts, Ticks
@@ -239,18 +239,12 @@ class _Writer:
     def _write_actions(self) -> None:
         """What runs where; all but the slots."""
         table = self._actions
-        source = np.zeros(table.num_actions, bool)
-        for number, collective in table.collectives.items():
-            source[number] = table.device[number] == table.device[collective.partner]
         columns = {
-            **self._facts._asdict(),
             "kind": table.kind,
+            "chunk": self._schedule.chunks,
             "stage": table.stage,
             "microbatch": table.microbatch,
-            "keeps": self._facts.keeps & (not table.forward_only),
-            "is_source": source,
-            "continues": table.slice > 0,
-            "is_followed": table.slice < table.slices - 1,
+            **flags_of(table),
         }
         for kind in table.kinds:
             record, mine = self._ticks.of(kind), table.kind == kind
@@ -279,17 +273,7 @@ class _Writer:
             flags = getattr(record, effect.when)
             mine = mine[flags[self._when[mine], table.device[mine]] != 0]
         tick, device, moment = self._when[mine], table.device[mine], self._runs[mine]
-        step = table.num_microbatches
-        value = {
-            Of.OWN: self._number[mine],
-            Of.NEXT: self._number[mine] + step,
-            Of.BEFORE: self._number[mine] - step,
-            Of.FIRST: table.microbatch[mine],
-            Of.LAST: (table.num_stages - 1) * step + table.microbatch[mine],
-            Of.DEVICE: device * step + table.microbatch[mine],
-            Of.NEXT_SLICE: self._number[mine] + 1,
-            Of.SEQUENCE: self._number[mine] - table.slice[mine],
-        }[effect.of]
+        value = effect.of.value_in(table, table.stage[mine], table.microbatch[mine], device)
         if effect.access is Access.READ and kind not in RUNS_FORWARD:
             # Both actions of a pair run as one: the backward has read no sooner than the forward
             # has written.
