@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Model(Protocol):
-    """What the actions compute.  Values (inputs, residuals, cotangents) are opaque to the
+    """The computations of the actions.  Values (inputs, residuals, cotangents) are opaque to the
     interpreter; gradients and losses are the model's own.
     """
 
@@ -75,9 +75,9 @@ class _Interpreter:
         written = {(t.tick, t.lane): segment.written(t) for t in segment.transits}
 
         def arrive(tick: int, block: int) -> None:
-            for made_in, lane, pool, brought in awaited.pop((tick, block), ()):
+            for sent_in, lane, pool, brought in awaited.pop((tick, block), ()):
                 for number, device in enumerate(devices):
-                    arrival = program.at(made_in, number).arrivals[lane]
+                    arrival = program.at(sent_in, number).arrivals[lane]
                     if arrival.takes:
                         device[pool][arrival.slot] = brought[number]
 
@@ -132,20 +132,20 @@ class _Interpreter:
         prepares = any(e.access is Access.PREPARE for e in happening)
         stage = getattr(record, "stage", source if len(members) == 1 else 0)
         step = Step(kind, stage, record.microbatch, held, makes, prepares)
-        made, writes = self.model.run(step), [e for e in effects if e.access is not Access.READ]
+        results, writes = self.model.run(step), [e for e in effects if e.access is not Access.READ]
         for number in members:
             device = self.devices[number]
             for effect in (effect for effect in writes if happens(effect, number)):
                 if effect.place in SENT_TO.values():
-                    device[effect.place] = made["sent"]
+                    device[effect.place] = results["sent"]
                 elif effect.field:
-                    value = made[effect.field]
+                    value = results[effect.field]
                     value = value[number] if effect.of is Of.DEVICE else value
                     device[effect.place][getattr(records[number], effect.field)] = value
 
 
 def _move(device: _Device, row: TickRecord[int]) -> Iterator[tuple[list[Any], int, Any]]:
-    """What goes to the host, or comes back, when the tick is over: pool, slot and value."""
+    """Values that go to the host, or come back, when the tick is over: pool, slot and value."""
     for record, move in product(row.moves, MOVES):
         if getattr(record, move.value) == NOBODY:
             continue

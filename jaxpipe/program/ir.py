@@ -54,7 +54,7 @@ def show(program: Program) -> str:
 
 
 def _cell(program: Program, template: TickTemplate, tick: int, device: int) -> str:
-    """What one device does in one tick."""
+    """The text of one device in one tick."""
     record: Any = program.at(tick, device)
     parts = [
         _action(each, program.effects(Kind(each.kind)), device)
@@ -96,8 +96,8 @@ def _slots(record: Any, columns: Mapping[str, Place]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What an executor runs: `segments` say which code each tick has, `ticks` what each device does
-    in it, with which slots.
+    """The input of an executor: `segments` say which code each tick has, `ticks` what each device
+    does in it, with which slots.
 
     `ticks` holds int32 arrays [T, P].  `liveness` says what the backwards read, for which the slots
     were made. `jaxpipe.program.verify` proves that a program computes its schedule; `str` prints
@@ -117,15 +117,15 @@ class Program:
         return int(self.ticks.forward.kind.shape[0])
 
     def effects(self, kind: Kind) -> tuple[Effect, ...]:
-        """What the actions of a kind read and write in this program."""
+        """The effects of the actions of a kind in this program."""
         return effects_of(kind, self.schedule.encoded.kinds, self.liveness)
 
     def at(self, tick: int, device: int) -> TickRecord[int]:
-        """What one device does in one tick, as numbers."""
+        """The numbers of one device in one tick."""
         return self.ticks.map(lambda table: int(table[tick, device]))
 
     def asks(self, record: TickRecord[Any], block: Block) -> Any:
-        """Where a record asks for a block."""
+        """Whether a record asks for a block."""
         own: Any = record.of(block.kind)
         asks = own.kind == int(block.kind)
         if not block.is_share:

@@ -170,8 +170,8 @@ UNDER_WAY = 2
 
 
 class Slots(SimpleNamespace):
-    """How many entries each pool has, by the value of its `Place`: the most that any device holds
-    at one time, at least one; 0 where the program has no such pool.
+    """The number of entries of each pool, by the value of its `Place`: the most that any device
+    holds at one time, at least one; 0 where the program has no such pool.
     """
 
     def __init__(self, **sizes: int) -> None:

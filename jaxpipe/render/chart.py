@@ -163,12 +163,12 @@ class Chart:
 
     @property
     def top(self) -> float:
-        """Where the first device's row is."""
+        """The top of the first device's row."""
         return _COLUMN_NAMES + (_HEADING if self.heading else 0)
 
     @cached_property
     def shades(self) -> int:
-        """How many shades of a hue are drawn; chunks beyond that share the last one."""
+        """The number of shades of a hue; chunks beyond that share the last one."""
         return min(max(self.timeline.schedule.num_chunks, 1), _MOST_SHADES)
 
     @cached_property
@@ -216,7 +216,7 @@ class Chart:
 
     @property
     def bottom(self) -> float:
-        """Where the axis is."""
+        """The place of the axis."""
         return self.top + self.pitch * self.timeline.schedule.num_devices
 
     @property
@@ -245,8 +245,8 @@ class Chart:
 
     @cached_property
     def legend(self) -> tuple[Entry, ...]:
-        """What the colours mean, each entry with its place: broken into lines where the picture is
-        narrow.
+        """The meaning of the colours, each entry with its place: broken into lines where the
+        picture is narrow.
         """
         schedule = self.timeline.schedule
         kinds = sorted({bar.action.kind for bar in self.bars})

@@ -141,8 +141,8 @@ def _line(tag: str, cells: Iterable[str]) -> str:
 
 
 def _data(chart: Chart) -> dict[str, object]:
-    """What the page's script needs to find the bar under the pointer: geometry, and the bars of
-    each device in order.
+    """The data with which the page's script finds the bar under the pointer: geometry, and the bars
+    of each device in order.
     """
     rows: list[list[tuple[object, ...]]] = [[] for _ in range(chart.timeline.schedule.num_devices)]
     for bar in chart.bars:

@@ -309,10 +309,10 @@ def _draw_bars(root: Element, chart: Chart) -> None:
 def describe(bar: Bar, slices: int = 1) -> str:
     """The tooltip of a bar."""
     stage, kind, microbatch = bar.action
-    word = KINDS[kind].description
+    name = KINDS[kind].description
     where = f", slice {microbatch % slices} of sequence {microbatch // slices}"
     return (
-        f"{bar.action}: {word} of stage {stage}, microbatch {microbatch}"
+        f"{bar.action}: {name} of stage {stage}, microbatch {microbatch}"
         f"{where if slices > 1 else ''}\n"
         f"device {bar.device}, {number(bar.start)} to {number(bar.end)}"
     )
@@ -343,9 +343,9 @@ def _add_hatch(root: Element) -> None:
 
 
 def _add(parent: Element, tag: str, kind: str = "", **attributes: float | str) -> Element:
-    given = {"class": kind} if kind else {}
-    given |= {k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}
-    return SubElement(parent, tag, given)
+    values = {"class": kind} if kind else {}
+    values |= {k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}
+    return SubElement(parent, tag, values)
 
 
 def _rect(

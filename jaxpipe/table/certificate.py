@@ -1,4 +1,4 @@
-"""How far from optimal a schedule can be, and the proof of it."""
+"""The largest distance of a schedule from the optimum, and the proof of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .typed import set_typed
 
 
 class Objective(Enum):
-    """What a schedule is made short in: the whole step, or the time of a microbatch in its steady
-    state.
+    """The time that a schedule makes short: the whole step, or the time of a microbatch in its
+    steady state.
     """
 
     MAKESPAN = "makespan"
@@ -19,7 +19,7 @@ class Objective(Enum):
 
 
 class Proof(Enum):
-    """Where a bound comes from."""
+    """The source of a bound."""
 
     RELAXATION = "relaxations, for any schedule"
     SOLVER = "CP-SAT, for any schedule"
@@ -27,7 +27,7 @@ class Proof(Enum):
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `build("auto", ...)` knows of its result: its makespan or period, and a bound that no
+    """Facts of a result of `build("auto", ...)`: its makespan or period, and a bound that no
     schedule goes below.
 
     Args:

@@ -19,7 +19,9 @@ from .kinds import RECOMPUTE, SPREAD_FIRST, Kind
 
 
 class Place(enum.Enum):
-    """Where a value is.  Those with a letter are pools of slots; the others exist once a device."""
+    """The place of a value.  Those with a letter are pools of slots; the others exist once a
+    device.
+    """
 
     X = "x"  # inputs of stages
     RESIDUAL_INPUT = "residual_input"  # values that a forward keeps for I (or B) alone
@@ -75,7 +77,7 @@ class Access(enum.IntEnum):
 
 
 class Offload(enum.Enum):
-    """What is kept in the host's memory."""
+    """The values that are kept in the host's memory."""
 
     NOTHING = "nothing"
     # what forwards keep for their backwards, where these are some ticks away

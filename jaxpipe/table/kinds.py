@@ -27,7 +27,7 @@ Shades: TypeAlias = tuple[str, str]
 
 
 class Kind(enum.IntEnum):
-    """What an action does; the numbers are only for compact storage."""
+    """The work of an action; the numbers are only for compact storage."""
 
     F = 0  # forward
     B = 1  # full backward (input and weight gradient)
@@ -275,8 +275,8 @@ def readers(value: Value) -> tuple[Kind, ...]:
 
 
 class Message(NamedTuple):
-    """How a value gets to the neighbour stage: the kinds that need it there, and the SEND and RECV
-    between devices.
+    """The way of a value to the neighbour stage: the kinds that need it there, and the SEND and
+    RECV between devices.
     """
 
     value: Value

@@ -1,5 +1,5 @@
-"""How large a table and its numbers can be: far beyond any job, and small enough that a typing
-error does not take all memory.
+"""The largest sizes of a table and of its numbers: far beyond any job, and small enough that a
+typing error does not take all memory.
 """
 
 from __future__ import annotations

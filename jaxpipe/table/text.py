@@ -45,7 +45,7 @@ def rows_from_csv(text: str) -> list[list[Cell]]:
 
 
 def _hint(text: str, rows: Sequence[Sequence[Cell]], bad: Sequence[Violation]) -> str:
-    """What to change in the file as a whole, where its cells are wrong for that reason."""
+    """A change of the whole file that would make its cells right; empty for none."""
     for cell in (cell for line in (csv_lines(text) if bad else ()) for cell in line):
         if separator := _other_separator(cell):
             return f": wrong separator {separator!r}; write a comma between cells"
@@ -120,7 +120,7 @@ def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
 
 
 def json_value(text: str) -> object:
-    """What a JSON text holds; ScheduleError says where it is not JSON."""
+    """The value of a JSON text; ScheduleError says where it is not JSON."""
     _readable(text, "JSON")
     try:
         return json.loads(text)
@@ -146,12 +146,12 @@ def _readable(text: str, what: str) -> str:
 
 
 def csv_place(device: int, column: int) -> str:
-    """How errors name a cell of a CSV."""
+    """The name of a cell of a CSV in errors."""
     return f"line {device + 1}, column {column + 1}"
 
 
 def json_place(device: int, column: int) -> str:
-    """How errors name a cell of a JSON table."""
+    """The name of a cell of a JSON table in errors."""
     return f'"rows"[{device}][{column}]'
 
 

@@ -24,7 +24,7 @@ from .limits import MAX_COST, is_number, is_whole
 P = ParamSpec("P")
 R = TypeVar("R")
 _MISFIT = object()
-_WORDS = {
+_TEXTS = {
     int: "a whole number",
     float: "a number",
     str: "a text",
@@ -134,20 +134,20 @@ def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
 
 
 def _type_text(hint: Any) -> str:
-    """An annotation in the words of an error."""
+    """An annotation as an error names it."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return " or ".join(map(_type_text, get_args(hint)))
     if origin is not None:
         return "a mapping" if issubclass(origin, Mapping) else "a sequence"
-    if hint in _WORDS:
-        return _WORDS[hint]
+    if hint in _TEXTS:
+        return _TEXTS[hint]
     if issubclass(hint, Enum):
         return f"one of {', '.join(map(str, hint))}"
     return f"a {_public(hint)}"
 
 
 def _public(hint: type) -> str:
-    """Where a user finds a class of jaxpipe: at the top, or in its room."""
+    """The path of a class for users of jaxpipe: at the top, or in its room."""
     top, room = sys.modules["jaxpipe"], hint.__module__.split(".")[1]
     return f"jaxpipe.{'' if hint.__name__ in top.__all__ else f'{room}.'}{hint.__name__}"
