@@ -104,6 +104,6 @@ def split_peaks(table: Encoded, release: Release) -> Split:
     add(0, read[away] - 1, end[away])
     add(1, begin[away] + 1, read[away] - 1)
     live = np.cumsum(changes, axis=1)
-    rows = [live[:, a:b].max(axis=1, initial=0).tolist() for a, b in pairwise(table.first)]
-    device, host = zip(*rows, strict=True)
-    return Split(device, host)
+    rows = [live[:, a:b].max(axis=1, initial=0) for a, b in pairwise(table.first)]
+    device, host = np.array(rows, np.int64).reshape(-1, 2).T.tolist()
+    return Split(tuple(device), tuple(host))

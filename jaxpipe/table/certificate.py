@@ -71,6 +71,8 @@ class Certificate:
         memory = f"{cap} activations a device without R"
         if self.max_activations is None:
             memory = "any memory"
-        above = "the optimum" if self.is_optimal else f"at most {self.gap:.2%} above the optimum"
+        above = "the optimum"
+        if not self.is_optimal:
+            above = f"at most {self.gap:.2%} above {above}"
         head = f"{self.objective.value} {self.value:g}, {above} for {memory}"
         return f"{head} (bound {self.bound:g}: {proof})"

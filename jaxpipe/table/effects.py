@@ -179,7 +179,7 @@ _L, _E, _G, _H = Kind.L, Kind.E, Kind.G, Kind.H
 _BI, _EG = (_B, _I), SPREAD_FIRST
 _SENT_X, _SENT_DX = ("is_last", "is_local"), ("is_first", "is_local")
 _EARLY, _LATE, _STASH = Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, Place.STASH
-_SHARED = Place.SHARED_GRADIENTS
+_SHARED, _HOST = Place.SHARED_GRADIENTS, Place.HOST
 _DCARRY, _DBUFFER = Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT
 _BY_I, _BY_W = LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD
 
@@ -319,6 +319,6 @@ class Move(NamedTuple):
 # What is stored is read before the tick's blocks, and is in the host's slot when they are over.
 # What is fetched is read then too, and is in the device's slots when the tick is over.
 MOVES = (
-    Move("stores", {"from_input": _EARLY, "from_weight": _LATE}, {"to_host": Place.HOST}),
-    Move("fetches", {"from_host": Place.HOST}, {"to_input": _EARLY, "to_weight": _LATE}),
+    Move("stores", {"from_input": _EARLY, "from_weight": _LATE}, {"to_host": _HOST}),
+    Move("fetches", {"from_host": _HOST}, {"to_input": _EARLY, "to_weight": _LATE}),
 )

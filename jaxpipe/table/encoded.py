@@ -329,8 +329,8 @@ def as_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
     try:
         return tuple(map(tuple, rows))
     except TypeError as error:
-        give = "give each device a list of its actions"
-        raise ScheduleError(f"{quoted(rows)} are not the rows of a table; {give}") from error
+        why = "are not the rows of a table; give each device a list of its actions"
+        raise ScheduleError(f"{quoted(rows)} {why}") from error
 
 
 def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -347,7 +347,8 @@ def _plain_row(device: int, row: Row) -> Row:
         if (why := _fault(cell))
     )
     if bad:
-        raise ScheduleError(listed("the table holds things that are not actions", bad), bad)
+        head = "the table holds things that are not actions"
+        raise ScheduleError(listed(head, bad), bad)
     return tuple(map(_plain_cell, row))
 
 
@@ -356,8 +357,8 @@ def _is_plain(row: Row) -> bool:
     actions = list(chain.from_iterable(map(parts, row)))
     if set(map(type, row)) - _CELL_TYPES or set(map(type, actions)) - {Action}:
         return False
-    stages, kinds, microbatches = zip(*actions, strict=True) if actions else ((), (), ())
-    numbers = (*stages, *microbatches, 0)
+    stages, kinds, microbatches = zip(*actions, Action(0, Kind.F, 0), strict=True)
+    numbers = (*stages, *microbatches)
     if {*map(type, numbers)} - {int} or {*map(type, kinds)} - {Kind}:
         return False
     return bool(min(numbers) > -_LARGEST and max(numbers) < _LARGEST)
@@ -372,7 +373,8 @@ def _fault(cell: Cell) -> str:
     """Why it is no cell; an empty text where it is one."""
     actions = parts(cell)
     if type(cell) not in _CELL_TYPES or set(map(type, actions)) - {Action}:
-        return "is not an Action, an Overlap or None; jaxpipe.table.parse_cell reads text"
+        reads = "jaxpipe.table.parse_cell reads text"
+        return f"is not an Action, an Overlap or None; {reads}"
     numbers = [number for action in actions for number in action]
     if not all(is_whole(number) and abs(number) < _LARGEST for number in numbers):
         return "must have whole numbers for its stage, kind and microbatch"

@@ -300,9 +300,10 @@ def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
             for i in mine[found < 0].tolist():
                 p = int(table.producer[i])
                 lacks = f"{table.stage[i] + step}{kind.name}{table.microbatch[i]} is missing"
-                maker, user = (f"{table.text(j)} on device {table.device[j]}" for j in (p, i))
+                where = (f"{table.text(j)} on device {table.device[j]}" for j in (p, i))
+                feeds = " feeds ".join(where)
                 add = "jaxpipe.add_transfers adds transfers"
-                yield Broken(f"{lacks}: {maker} feeds {user}; {add}", i, (p,))
+                yield Broken(f"{lacks}: {feeds}; {add}", i, (p,))
             yield from _strayed(table, found, ends, before=kind is message.receive)
             needed[found[found >= 0]] = True
     spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)

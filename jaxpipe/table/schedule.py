@@ -58,7 +58,8 @@ class Schedule:
             object.__setattr__(self, "rows", self.cells)
         count, slices = quoted(self.num_microbatches), quoted(self.slices)
         if not 0 <= self.num_microbatches <= MAX_COUNT:
-            raise ScheduleError(f"num_microbatches must be 0 to {MAX_COUNT:,}, not {count}")
+            most = f"{MAX_COUNT:,}"
+            raise ScheduleError(f"num_microbatches must be 0 to {most}, not {count}")
         if self.slices < 1 or self.num_microbatches % self.slices:
             must = f"slices={slices} must be at least 1 and divide the {count} microbatches"
             raise ScheduleError(f"{must}: each of them is a slice of a sequence")
