@@ -20,7 +20,6 @@ from ..table.effects import (
     Access,
     Effect,
     Liveness,
-    Of,
     Offload,
     Place,
     effects_of,
@@ -278,17 +277,7 @@ class _Writer:
             flags = getattr(record, effect.when)
             mine = mine[flags[self._when[mine], table.device[mine]] != 0]
         tick, device, moment = self._when[mine], table.device[mine], self._runs[mine]
-        step = table.num_microbatches
-        value = {
-            Of.OWN: self._number[mine],
-            Of.NEXT: self._number[mine] + step,
-            Of.BEFORE: self._number[mine] - step,
-            Of.FIRST: table.microbatch[mine],
-            Of.LAST: (table.num_stages - 1) * step + table.microbatch[mine],
-            Of.DEVICE: device * step + table.microbatch[mine],
-            Of.NEXT_SLICE: self._number[mine] + 1,
-            Of.SEQUENCE: self._number[mine] - table.slice[mine],
-        }[effect.of]
+        value = effect.of.value_in(table, table.stage[mine], table.microbatch[mine], device)
         if effect.access is Access.READ and kind not in RUNS_FORWARD:
             # Both actions of a pair run as one: the backward has read no sooner than the forward
             # has written.

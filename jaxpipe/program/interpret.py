@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Model(Protocol):
-    """What the actions compute.  Values (inputs, residuals, cotangents) are opaque to the
+    """The computations of the actions.  Values (inputs, residuals, cotangents) are opaque to the
     interpreter; gradients and losses are the model's own.
     """
 
@@ -50,10 +50,11 @@ def interpret(program: Program, model: Model) -> None:
     """Run every tick: each device its blocks in the template's order, then the exchange; the model
     collects the results.
     """
-    pools = {pool.name: pool.slots for pool in program.pools}
-    devices: list[_Device] = [
-        {place: [None] * slots for place, slots in pools.items()} for _ in program.schedule.rows
-    ]
+
+    def device() -> _Device:
+        return {pool.name: [None] * pool.slots for pool in program.pools}
+
+    devices = [device() for _ in program.schedule.rows]
     for segment in program.segments:
         _Interpreter(program, model, devices).segment(segment)
 
@@ -74,9 +75,9 @@ class _Interpreter:
         written = {(t.tick, t.lane): segment.written(t) for t in segment.transits}
 
         def arrive(tick: int, block: int) -> None:
-            for made_in, lane, pool, brought in awaited.pop((tick, block), ()):
+            for sent_in, lane, pool, brought in awaited.pop((tick, block), ()):
                 for number, device in enumerate(devices):
-                    arrival = program.at(made_in, number).arrivals[lane]
+                    arrival = program.at(sent_in, number).arrivals[lane]
                     if arrival.takes:
                         device[pool][arrival.slot] = brought[number]
 
@@ -93,7 +94,8 @@ class _Interpreter:
                 for source, target in permute.pairs:
                     brought[target] = devices[source].get(SENT_TO[pool])
                 when, block = (int(each[trip]) for each in written[j, lane])
-                awaited.setdefault((when, block), []).append((tick, lane, pool, brought))
+                awaiting = awaited.setdefault((when, block), [])
+                awaiting.append((tick, lane, pool, brought))
             arrive(tick, len(template.blocks))
             for values, slot, value in moved:
                 values[slot] = value
@@ -116,37 +118,34 @@ class _Interpreter:
         """An action of these devices with what the source has: its reads, its code, its writes."""
 
         def happens(effect: Effect, device: int) -> bool:
-            return effect.when is None or bool(getattr(records[device], effect.when, True))
+            flag = effect.when
+            return flag is None or bool(getattr(records[device], flag, True))
 
         effects, record = self.program.effects(kind), records[source]
+        happening = [effect for effect in effects if happens(effect, source)]
         held = {
-            effect.field: self.devices[source][effect.place][getattr(record, effect.field)]
-            for effect in effects
-            if effect.access is Access.READ and happens(effect, source)
+            e.field: self.devices[source][e.place][getattr(record, e.field)]
+            for e in happening
+            if e.access is Access.READ
         }
-        writes = [e for e in effects if e.access is not Access.READ]
-        step = Step(
-            kind,
-            getattr(record, "stage", source if len(members) == 1 else 0),
-            record.microbatch,
-            held,
-            {effect.place for effect in writes if happens(effect, source)},
-            any(e.access is Access.PREPARE and happens(e, source) for e in writes),
-        )
-        made = self.model.run(step)
+        makes = {e.place for e in happening if e.access is not Access.READ}
+        prepares = any(e.access is Access.PREPARE for e in happening)
+        stage = getattr(record, "stage", source if len(members) == 1 else 0)
+        step = Step(kind, stage, record.microbatch, held, makes, prepares)
+        results, writes = self.model.run(step), [e for e in effects if e.access is not Access.READ]
         for number in members:
             device = self.devices[number]
             for effect in (effect for effect in writes if happens(effect, number)):
                 if effect.place in SENT_TO.values():
-                    device[effect.place] = made["sent"]
+                    device[effect.place] = results["sent"]
                 elif effect.field:
-                    value = made[effect.field]
+                    value = results[effect.field]
                     value = value[number] if effect.of is Of.DEVICE else value
                     device[effect.place][getattr(records[number], effect.field)] = value
 
 
 def _move(device: _Device, row: TickRecord[int]) -> Iterator[tuple[list[Any], int, Any]]:
-    """What goes to the host, or comes back, when the tick is over: pool, slot and value."""
+    """Values that go to the host, or come back, when the tick is over: pool, slot and value."""
     for record, move in product(row.moves, MOVES):
         if getattr(record, move.value) == NOBODY:
             continue

@@ -32,31 +32,29 @@ def show(program: Program) -> str:
     """
     schedule, num_ticks = program.schedule, program.num_ticks
     name = schedule.name or "schedule"
-    shape = (
-        f"{schedule.num_devices} devices, {schedule.num_stages} stages, "
-        f"{schedule.num_microbatches} microbatches"
-    )
-    lines = [f"program of {name}: {shape}, {num_ticks} ticks"]
+    shape = f"{schedule.num_devices} devices, {schedule.num_stages} stages"
+    times = f"{schedule.num_microbatches} microbatches, {num_ticks} ticks"
+    lines = [f"program of {name}: {shape}, {times}"]
     lines += [f"pool {pool}" for pool in program.pools]
     lines += map(str, program.segments)
     shown = min(num_ticks, MOST_TICKS)
     devices = range(schedule.num_devices)
     rows = [["tick", *(f"device {d}" for d in devices)]]
-    rows += [
-        [f"{tick:4}", *(_cell(program, segment.template(tick), tick, d) for d in devices)]
-        for segment in program.segments
-        for tick in range(segment.start, min(segment.stop, shown))
-    ]
+    for segment in program.segments:
+        for tick in range(segment.start, min(segment.stop, shown)):
+            template = segment.template(tick)
+            rows.append([f"{tick:4}", *(_cell(program, template, tick, d) for d in devices)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        lines.append(" | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip())
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        lines.append(" | ".join(cells).rstrip())
     if shown < num_ticks:
         lines.append(f" ... | {num_ticks - shown} more ticks")
     return "\n".join(lines)
 
 
 def _cell(program: Program, template: TickTemplate, tick: int, device: int) -> str:
-    """What one device does in one tick."""
+    """The text of one device in one tick."""
     record: Any = program.at(tick, device)
     parts = [
         _action(each, program.effects(Kind(each.kind)), device)
@@ -80,13 +78,14 @@ def _cell(program: Program, template: TickTemplate, tick: int, device: int) -> s
 
 def _action(record: Any, effects: Sequence[Effect], device: int) -> str:
     """An action, what it reads, and after ">" what it writes."""
-    happen = [e for e in effects if e.field and (e.when is None or getattr(record, e.when))]
+    slotted = (e for e in effects if e.field)
+    happen = [e for e in slotted if e.when is None or getattr(record, e.when)]
     read = {e.field: e.place for e in happen if e.access is Access.READ}
     # What `first` makes inside of a forward is that forward's input.
     written = {e.field: e.place for e in happen if e.field not in read}
-    slots = _slots(record, read) + (f">{_slots(record, written)}" if written else "")
-    name = f"{getattr(record, 'stage', device)}{Kind(record.kind).name}{record.microbatch}"
-    return f"{name} {slots}".rstrip()
+    writes = f">{_slots(record, written)}" if written else ""
+    stage, kind = getattr(record, "stage", device), Kind(record.kind).name
+    return f"{stage}{kind}{record.microbatch} {_slots(record, read)}{writes}".rstrip()
 
 
 def _slots(record: Any, columns: Mapping[str, Place]) -> str:
@@ -97,8 +96,8 @@ def _slots(record: Any, columns: Mapping[str, Place]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What an executor runs: `segments` say which code each tick has, `ticks` what each device does
-    in it, with which slots.
+    """The input of an executor: `segments` say which code each tick has, `ticks` what each device
+    does in it, with which slots.
 
     `ticks` holds int32 arrays [T, P].  `liveness` says what the backwards read, for which the slots
     were made. `jaxpipe.program.verify` proves that a program computes its schedule; `str` prints
@@ -118,15 +117,15 @@ class Program:
         return int(self.ticks.forward.kind.shape[0])
 
     def effects(self, kind: Kind) -> tuple[Effect, ...]:
-        """What the actions of a kind read and write in this program."""
+        """The effects of the actions of a kind in this program."""
         return effects_of(kind, self.schedule.encoded.kinds, self.liveness)
 
     def at(self, tick: int, device: int) -> TickRecord[int]:
-        """What one device does in one tick, as numbers."""
+        """The numbers of one device in one tick."""
         return self.ticks.map(lambda table: int(table[tick, device]))
 
     def asks(self, record: TickRecord[Any], block: Block) -> Any:
-        """Where a record asks for a block."""
+        """Whether a record asks for a block."""
         own: Any = record.of(block.kind)
         asks = own.kind == int(block.kind)
         if not block.is_share:

@@ -65,9 +65,11 @@ def columns_of(kinds: Collection[Kind], *, slices: bool = True) -> tuple[str, ..
     ('kind', 'microbatch', 'is_source', 'out', 'stash')
     """
     head = _SHARE if set(kinds) <= set(SHARES) else _STAGE
-    own = [e for e in EFFECTS if e.kind in kinds and (slices or e.place not in OF_SLICES)]
+    left_out = () if slices else OF_SLICES
+    own = (e for e in EFFECTS if e.kind in kinds and e.place not in left_out)
     names = [name for e in own for name in (e.when, *e.unless, e.field)]
-    return tuple(dict.fromkeys(name for name in (*head, *names) if name and name != "has_loss"))
+    absent = (None, "", "has_loss")
+    return tuple(dict.fromkeys(n for n in (*head, *names) if n not in absent))
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,10 @@ class TickRecord(Generic[A]):
     forward: Record[A]
     backward: Record[A]
     arrivals: tuple[Record[A], ...]  # by lane of the template
-    collectives: tuple[Record[A], ...] = ()  # one where the table has such actions, else none
-    moves: tuple[Record[A], ...] = ()  # one where anything waits on the host, else none
+    # one where the table has such actions, else none
+    collectives: tuple[Record[A], ...] = ()
+    # one where anything waits on the host, else none
+    moves: tuple[Record[A], ...] = ()
 
     def of(self, kind: Kind) -> Record[A]:
         """The record of what a kind does."""
@@ -92,11 +96,8 @@ class TickRecord(Generic[A]):
     def map(self, function: Callable[[A], Any]) -> TickRecord[Any]:
         """A function of every column."""
         several = (self.arrivals, self.collectives, self.moves)
-        return TickRecord(
-            self.forward.map(function),
-            self.backward.map(function),
-            *(tuple(record.map(function) for record in records) for records in several),
-        )
+        one = self.forward.map(function), self.backward.map(function)
+        return TickRecord(*one, *(tuple(r.map(function) for r in records) for records in several))
 
     @property
     def actions(self) -> tuple[tuple[str, Record[A]], ...]:
@@ -107,8 +108,9 @@ class TickRecord(Generic[A]):
     @property
     def columns(self) -> list[A]:
         """Every column."""
-        several = (*self.arrivals, *self.collectives, *self.moves)
-        return [c for r in (self.forward, self.backward, *several) for c in r.columns.values()]
+        records = [self.forward, self.backward]
+        records += (*self.arrivals, *self.collectives, *self.moves)
+        return [column for record in records for column in record.columns.values()]
 
 
 # Backwards that executors may run as one block with a forward of their tick.
@@ -124,11 +126,11 @@ def pairs_of(
     So are overlapped pairs, and cells that lowering puts side by side; but not where the backward
     is that very forward's, and needs it.
     """
-    both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY) & np.isin(backward.kind, joint)
-    distinct: NDArray[np.bool_] = both & (
-        (forward.stage != backward.stage) | (forward.microbatch != backward.microbatch)
-    )
-    return distinct
+    other = forward.stage != backward.stage
+    distinct = other | (forward.microbatch != backward.microbatch)
+    both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY)
+    paired: NDArray[np.bool_] = distinct & both & np.isin(backward.kind, joint)
+    return paired
 
 
 def empty_ticks(
@@ -168,8 +170,8 @@ UNDER_WAY = 2
 
 
 class Slots(SimpleNamespace):
-    """How many entries each pool has, by the value of its `Place`: the most that any device holds
-    at one time, at least one; 0 where the program has no such pool.
+    """The number of entries of each pool, by the value of its `Place`: the most that any device
+    holds at one time, at least one; 0 where the program has no such pool.
     """
 
     def __init__(self, **sizes: int) -> None:

@@ -18,7 +18,7 @@ from ..table.kinds import COLLECTIVES, KINDS, RUNS_FORWARD, SHARES, Kind
 
 
 class Payload(enum.IntEnum):
-    """What a transfer carries: a stage's output going down the model, or a cotangent going up."""
+    """The value of a transfer: a stage's output going down the model, or a cotangent going up."""
 
     ACTIVATION = 0
     COTANGENT = 1
@@ -52,7 +52,7 @@ class Part(enum.IntEnum):
 
     @classmethod
     def of(cls, kind: Kind) -> Part:
-        """That of a kind."""
+        """The part of a kind."""
         if kind in RUNS_FORWARD:
             return cls.FORWARD
         needs = kind in COLLECTIVES or KINDS[kind].needs is not None
@@ -130,7 +130,7 @@ class BlockUse:
 
     @property
     def num_nested(self) -> int:
-        """How many predicates a device evaluates inside of it."""
+        """The number of predicates that a device evaluates inside of it."""
         flags = FLAGS[self.block.kind]
         return sum(self.presence(flag) is Presence.SOMETIMES for flag in flags)
 
@@ -195,8 +195,8 @@ class TickTemplate:
 
     @property
     def num_predicates(self) -> int:
-        """How many predicates a device evaluates in a tick: one for each block that not every
-        device runs.
+        """The number of predicates that a device evaluates in a tick: one for each block that not
+        every device runs.
         """
         return sum(use.active is not Presence.ALWAYS for use in self.blocks)
 
@@ -316,8 +316,8 @@ class Segment:
     def stage_size(self) -> int:
         """Those of them that are worth counting: an E or a G is a lookup and a sum."""
         light = (Kind.E, Kind.G)
-        blocks = (use.block for j, *_ in self.emitted for use in self.templates[j].blocks)
-        return sum(block.kind not in light for block in blocks)
+        templates = (self.templates[j] for j, *_ in self.emitted)
+        return sum(use.block.kind not in light for t in templates for use in t.blocks)
 
     @property
     def permutes(self) -> int:
@@ -328,13 +328,13 @@ class Segment:
     def num_collective_predicates(self) -> int:
         """Predicates around collective actions, of all trips."""
         uses = (use for template in self.templates for use in template.blocks)
-        asks = (use.active is not Presence.ALWAYS for use in uses if use.block.is_collective)
-        return self.repeats * sum(asks)
+        shared = (use for use in uses if use.block.is_collective)
+        return self.repeats * sum(use.active is not Presence.ALWAYS for use in shared)
 
     @property
     def num_sends(self) -> int:
-        """How many values it sends from one device to another, needed or not."""
-        permutes = (permute for template in self.templates for permute in template.permutes)
+        """The number of values that it sends from one device to another, needed or not."""
+        permutes = (permute for t in self.templates for permute in t.permutes)
         return self.repeats * sum(len(permute.pairs) for permute in permutes)
 
     @cached_property
@@ -353,8 +353,8 @@ class Segment:
 
     @property
     def in_flight(self) -> tuple[Transit, ...]:
-        """What a trip leaves to the next, which issues it first of all.  After the last trip it is
-        made at once.
+        """The permutes that a trip leaves to the next, which issues them first of all.  After the
+        last trip they are issued at once.
         """
         return tuple(transit for transit in self.transits if transit.from_before)
 
@@ -399,7 +399,7 @@ class Segment:
         return tick, block
 
     def num_blocks(self, tick: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many blocks the templates of these ticks have."""
+        """The number of blocks of the templates of these ticks."""
         sizes = np.array([len(template.blocks) for template in self.templates])
         return sizes[(tick - self.start) % self.period]
 

@@ -37,25 +37,30 @@ class Bar(NamedTuple):
     chunk: int
     part: Part
 
+    @property
+    def length(self) -> float:
+        """Of time."""
+        return self.end - self.start
+
 
 def bars_of(timeline: Timeline) -> Iterator[Bar]:
     """Every action of the timeline, device by device, in the order of its row."""
     schedule, pairs = timeline.schedule, set(timeline.schedule.encoded.pairs.tolist())
-    columns = schedule.actions(), timeline.starts, timeline.ends, schedule.chunks.tolist()
-    for i, ((device, _, action), start, end, chunk) in enumerate(zip(*columns, strict=True)):
+    starts, ends, chunks = timeline.starts, timeline.ends, schedule.chunks.tolist()
+    for i, (device, _, action) in enumerate(schedule.actions()):
         part = Part.WHOLE if action.kind.is_compute else Part.STRIP
         if i in pairs:
             part = Part.TOP
         elif i - 1 in pairs:
             part = Part.BOTTOM
-        yield Bar(i, device, start, end, action, chunk, part)
+        yield Bar(i, device, starts[i], ends[i], action, chunks[i], part)
 
 
 def title_of(timeline: Timeline) -> str:
     """`1f1b: 4 devices, 8 microbatches, 2 chunks`."""
     s = timeline.schedule
-    parts = [f"{s.num_devices} device{'s' if s.num_devices != 1 else ''}"]
-    parts += [f"{s.num_microbatches} microbatch{'es' if s.num_microbatches != 1 else ''}"]
+    p, m = s.num_devices, s.num_microbatches
+    parts = [f"{p} device{'s' if p != 1 else ''}", f"{m} microbatch{'es' if m != 1 else ''}"]
     parts += [f"{s.slices} slices a sequence"] if s.slices > 1 else []
     parts += [f"{s.num_chunks} chunks"] if s.num_chunks > 1 else []
     return f"{s.name or 'schedule'}: {', '.join(parts)}"
@@ -72,7 +77,8 @@ def device_rows(timeline: Timeline) -> list[tuple[str, ...]]:
     t, rows = timeline, []
     for d, (busy, idle) in enumerate(zip(t.busy, t.idle, strict=True)):
         times = map(number, (busy, sum(idle), *idle))
-        rows.append((str(d), *times, str(t.peak_activations[d]), number(t.peak_memory[d])))
+        peaks = (str(t.peak_activations[d]), number(t.peak_memory[d]))
+        rows.append((str(d), *times, *peaks))
     return rows
 
 
@@ -87,8 +93,9 @@ def number(value: float) -> str:
 
 def costs_of(timeline: Timeline) -> str:
     """`F 1, B 2, transfer 0`: the costs of the kinds that occur, `varies` where stages differ."""
-    costs = timeline.costs.for_stages(timeline.schedule.num_stages)
-    shown = {kind.name: costs.of(kind) for kind in sorted(timeline.schedule.encoded.kinds)}
+    schedule = timeline.schedule
+    costs = timeline.costs.for_stages(schedule.num_stages)
+    shown = {kind.name: costs.of(kind) for kind in sorted(schedule.encoded.kinds)}
     shown["transfer"] = costs.transfer
     return ", ".join(
         f"{name} {number(values[0]) if len(set(values)) == 1 else 'varies'}"
@@ -112,10 +119,8 @@ _NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 def require_printable(heading: str) -> None:
     """JaxpipeError for a heading with characters that XML forbids."""
     if _NOT_XML.search(heading):
-        raise JaxpipeError(
-            f"the title {quoted(heading)} holds characters that a picture cannot show; give a "
-            "title without them"
-        )
+        why = "holds characters that a picture cannot show; give a title without them"
+        raise JaxpipeError(f"the title {quoted(heading)} {why}")
 
 
 class Entry(NamedTuple):
@@ -144,27 +149,26 @@ class Chart:
         """JaxpipeError for a `fixed_width` that leaves less than 100 pixels for time or is far too
         large, or for a heading that XML forbids.
         """
-        least = self.left + self.right + 100
-        if self.fixed_width is not None and not least <= self.fixed_width <= MAX_WIDTH:
-            why = "is too large" if self.fixed_width > least else "leaves no room for the chart"
-            raise JaxpipeError(
-                f"width={quoted(self.fixed_width)} {why}; give {least:g} to {MAX_WIDTH:,.0f} pixels"
-            )
+        width, least = self.fixed_width, self.left + self.right + 100
+        if width is not None and not least <= width <= MAX_WIDTH:
+            why = "is too large" if width > least else "leaves no room for the chart"
+            give = f"give {least:g} to {MAX_WIDTH:,.0f} pixels"
+            raise JaxpipeError(f"width={quoted(width)} {why}; {give}")
         require_printable(self.heading or title_of(self.timeline))
 
     @cached_property
     def bars(self) -> tuple[Bar, ...]:
         """Every bar with a length."""
-        return tuple(bar for bar in bars_of(self.timeline) if bar.end > bar.start)
+        return tuple(bar for bar in bars_of(self.timeline) if bar.length > 0)
 
     @property
     def top(self) -> float:
-        """Where the first device's row is."""
+        """The top of the first device's row."""
         return _COLUMN_NAMES + (_HEADING if self.heading else 0)
 
     @cached_property
     def shades(self) -> int:
-        """How many shades of a hue are drawn; chunks beyond that share the last one."""
+        """The number of shades of a hue; chunks beyond that share the last one."""
         return min(max(self.timeline.schedule.num_chunks, 1), _MOST_SHADES)
 
     @cached_property
@@ -177,12 +181,13 @@ class Chart:
         """Pixels per unit of time."""
         if self.fixed_width is not None:
             return (self.fixed_width - self.left - self.right) / self.span
-        lengths = sorted(bar.end - bar.start for bar in self.bars if bar.part is not Part.STRIP)
+        lengths = sorted(b.length for b in self.bars if b.part is not Part.STRIP)
         # A tenth of the bars may be too short for their number, so that one short stage does not
         # stretch the picture.
         short = lengths[len(lengths) // 10] if lengths else self.span
         digits = len(self.label(max(self.timeline.schedule.num_microbatches - 1, 0)))
-        wanted = max(24.0 if self.span / short < 48 else 17.0, 8.0 + 7.0 * digits) / short
+        least = 24.0 if self.span / short < 48 else 17.0
+        wanted = max(least, 8.0 + 7.0 * digits) / short
         room = _MAX_AUTO_WIDTH - self.left - self.right
         return min(max(wanted, 420.0 / self.span), room / self.span)
 
@@ -211,7 +216,7 @@ class Chart:
 
     @property
     def bottom(self) -> float:
-        """Where the axis is."""
+        """The place of the axis."""
         return self.top + self.pitch * self.timeline.schedule.num_devices
 
     @property
@@ -229,29 +234,28 @@ class Chart:
 
     def box(self, bar: Bar) -> tuple[float, float, float, float]:
         """x, y, width and height of a bar."""
-        x, y, width = self.x(bar.start), self.y(bar.device), (bar.end - bar.start) * self.unit
-        half = self.row / 2
+        y, half = self.y(bar.device), self.row / 2
         top, height = {
             Part.WHOLE: (0.0, self.row),
             Part.TOP: (0.0, half),
             Part.BOTTOM: (half, half),
             Part.STRIP: (self.row - 4, 4.0),
         }[bar.part]
-        return x, y + top, width, height
+        return self.x(bar.start), y + top, bar.length * self.unit, height
 
     @cached_property
     def legend(self) -> tuple[Entry, ...]:
-        """What the colours mean, each entry with its place: broken into lines where the picture is
-        narrow.
+        """The meaning of the colours, each entry with its place: broken into lines where the
+        picture is narrow.
         """
         schedule = self.timeline.schedule
         kinds = sorted({bar.action.kind for bar in self.bars})
-        swatches = [
-            (tuple(f"{k.name}{v}" for v in range(self.shades)), f"{k.name}  {KINDS[k].description}")
-            for k in kinds
-            if k.is_compute
-        ]
-        swatches += [] if all(k.is_compute for k in kinds) else [(("transfer",), "transfer")]
+        swatches: list[tuple[tuple[str, ...], str]] = []
+        for kind in (kind for kind in kinds if kind.is_compute):
+            boxes = tuple(f"{kind.name}{shade}" for shade in range(self.shades))
+            swatches.append((boxes, f"{kind.name}  {KINDS[kind].description}"))
+        if not all(kind.is_compute for kind in kinds):
+            swatches.append((("transfer",), "transfer"))
         swatches += [(("idle",), "idle")]
         swatches += [(("memory",), "activations held")] if self.memory else []
         meaning = "direction" if schedule.placement.is_bidirectional else "chunk"
@@ -263,6 +267,7 @@ class Chart:
             length = cell * len(boxes) + 7 + 6.2 * len(text)
             if x > self.left and x + length > self.width - PAD:
                 x, line = self.left, line + 1
-            entries.append(Entry(boxes, text, x, self.bottom + AXIS + 6 + 22 * line, cell))
+            y = self.bottom + AXIS + 6 + 22 * line
+            entries.append(Entry(boxes, text, x, y, cell))
             x += length + 14
         return tuple(entries)

@@ -62,6 +62,7 @@ def to_html(
     heading = title or title_of(timeline)
     require_printable(heading)
     csv = timeline.schedule.to_csv()
+    left_out = f"The table has {len(csv):,} characters; write it with --format csv."
     page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return Template(page).substitute(
         title=escape(heading),
@@ -71,9 +72,7 @@ def to_html(
         over="" if over is None else _over(timeline, over, chart),
         devices=_devices(timeline),
         costs=escape(costs_of(timeline)),
-        table=escape(csv)
-        if len(csv) <= _MOST_TEXT
-        else f"The table has {len(csv):,} characters; write it with --format csv.",
+        table=escape(csv) if len(csv) <= _MOST_TEXT else left_out,
         # "<" is escaped so that no name can end the script element.
         data=json.dumps(_data(chart), separators=(",", ":")).replace("<", "\\u003c"),
     )
@@ -125,10 +124,10 @@ def _numbers(timeline: Timeline) -> dict[str, str]:
 
 def _devices(timeline: Timeline) -> str:
     """A table with one row per device."""
-    stages = [" ".join(map(str, each)) for each in timeline.schedule.placement.stages_of]
+    stages = timeline.schedule.placement.stages_of
     rows = zip(device_rows(timeline), stages, strict=True)
-    head = (DEVICE_COLUMNS[0], "stages", *DEVICE_COLUMNS[1:])
-    return _lines(head, [(row[0], own, *row[1:]) for row, own in rows], "\n")
+    texts = [(row[0], " ".join(map(str, own)), *row[1:]) for row, own in rows]
+    return _lines((DEVICE_COLUMNS[0], "stages", *DEVICE_COLUMNS[1:]), texts, "\n")
 
 
 def _lines(head: Sequence[str], rows: Iterable[Sequence[str]], between: str = "") -> str:
@@ -142,8 +141,8 @@ def _line(tag: str, cells: Iterable[str]) -> str:
 
 
 def _data(chart: Chart) -> dict[str, object]:
-    """What the page's script needs to find the bar under the pointer: geometry, and the bars of
-    each device in order.
+    """The data with which the page's script finds the bar under the pointer: geometry, and the bars
+    of each device in order.
     """
     rows: list[list[tuple[object, ...]]] = [[] for _ in range(chart.timeline.schedule.num_devices)]
     for bar in chart.bars:

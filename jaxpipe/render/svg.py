@@ -129,9 +129,11 @@ def ink_on(colour: str) -> str:
     """White where its contrast is at least 3.5 to 1 (bold figures need 3), else near-black.
     Source: WCAG 2.2, 1.4.3.
     """
-    parts = (channel / 255 for channel in _rgb(colour))
-    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    luminance = sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (channel / 255 for channel in _rgb(colour))
+    )
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return "#ffffff" if 1.05 / (luminance + 0.05) >= 3.5 else "#10151c"
 
 
@@ -148,17 +150,16 @@ def style(palette: Palette, *, chunks: int, scope: str) -> str:
             colour = shade(palette, kind, chunk=chunk, chunks=chunks)
             rules.append([f".{kind.name}{chunk}", f"fill:{colour}"])
             rules.append([f".on{kind.name}{chunk}", f"fill:{ink_on(colour)}"])
-    return "".join(
-        f"{scope}{' ' if selector else ''}{selector}{{{body}}}" for selector, body in rules
-    )
+    return "".join(f"{scope} {name}".rstrip() + f"{{{body}}}" for name, body in rules)
 
 
 def draw(chart: Chart, *, critical_path: bool) -> Element:
     """The whole picture."""
     width, height = _px(chart.width), _px(chart.height)
     root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": SCOPE[1:]})
-    root.attrib |= {"role": "img", "aria-label": chart.heading or title_of(chart.timeline)}
-    root.attrib |= {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
+    label, view = chart.heading or title_of(chart.timeline), f"0 0 {width} {height}"
+    root.attrib |= {"role": "img", "aria-label": label}
+    root.attrib |= {"width": width, "height": height, "viewBox": view}
     _add_hatch(root)
     _add(root, "rect", "page", width=chart.width, height=chart.height, rx=8)
     _draw_heading(root, chart)
@@ -211,7 +212,8 @@ def _draw_rows(root: Element, chart: Chart) -> None:
         middle = y + chart.row / 2 + 4
         _text(root, "label", chart.left - 8, middle, f"device {device}", "end")
         x = chart.x(chart.span) + 10
-        values = (f"{1 - t.busy[device] / makespan:.0%}", str(t.peak_activations[device]))
+        idle = f"{1 - t.busy[device] / makespan:.0%}"
+        values = (idle, str(t.peak_activations[device]))
         for (_, width), value in zip(COLUMNS, values, strict=True):
             x += width
             _text(root, "label", x, middle, value, "end")
@@ -219,22 +221,22 @@ def _draw_rows(root: Element, chart: Chart) -> None:
 
 def _draw_numbers(root: Element, chart: Chart) -> None:
     """The microbatch's number in each bar that has room for it."""
-    sizes: dict[float, list[tuple[Bar, float, float]]] = defaultdict(list)
+    sizes: dict[float, list[tuple[str, float, float, str]]] = defaultdict(list)
     for bar in chart.bars:
         if bar.part is Part.STRIP:
             continue
-        x, y, width, height = chart.box(bar)
-        digits = len(chart.label(bar.action.microbatch))
-        size = min(12.0, height * 0.62, (width - 3) / (_DIGIT * digits))
+        (x, y, width, height), text = chart.box(bar), chart.label(bar.action.microbatch)
+        size = min(12.0, height * 0.62, (width - 3) / (_DIGIT * len(text)))
         if size >= 7:
             # Few sizes, so that the numbers of a picture look alike.
-            place = (bar, x + width / 2, y + height / 2 + size * 0.36)
+            middle, base = x + width / 2, y + height / 2 + size * 0.36
+            place = (f"on{_class(bar, chart.shades)}", middle, base, text)
             sizes[math.floor(size * 2) / 2].append(place)
     for size, labels in sizes.items():
         look: dict[str, Any] = {"font-size": size, "text-anchor": "middle"}
         group = _add(root, "g", **look)
-        for bar, x, y in labels:
-            _text(group, f"on{_class(bar, chart.shades)}", x, y, chart.label(bar.action.microbatch))
+        for label in labels:
+            _text(group, *label)
 
 
 def _draw_memory(root: Element, chart: Chart) -> None:
@@ -251,7 +253,8 @@ def _draw_memory(root: Element, chart: Chart) -> None:
 
 def _draw_critical_path(root: Element, chart: Chart) -> None:
     """Outline the actions of the critical path."""
-    wanted = {action for text in chart.timeline.critical_path for action in parts(parse_cell(text))}
+    cells = map(parse_cell, chart.timeline.critical_path)
+    wanted = {action for cell in cells for action in parts(cell)}
     boxes = [chart.box(bar) for bar in chart.bars if bar.action in wanted]
     outlines = (_rectangle(x + 1, y + 1, w - 2, h - 2) for x, y, w, h in boxes if w > 2)
     _add(root, "path", "critical", d="".join(outlines))
@@ -269,16 +272,18 @@ def _draw_axis(root: Element, chart: Chart) -> None:
 
 def _draw_legend(root: Element, chart: Chart) -> None:
     """A swatch for each kind, divided into the shades of its chunks."""
-    for boxes, word, x, y, cell in chart.legend:
+    for boxes, text, x, y, cell in chart.legend:
         for chunk, box in enumerate(boxes):
             _rect(root, box, x, y, cell, 15)
             if box == "idle":
                 _rect(root, "", x, y, cell, 15, fill=_HATCHED)
             if len(boxes) > 1:
-                label = _text(root, f"on{box}", x + cell / 2, y + 11.5, str(chunk), "middle")
+                middle = x + cell / 2
+                label = _text(root, f"on{box}", middle, y + 11.5, str(chunk), "middle")
                 label.set("font-size", "10")
             x += cell
-        _text(root, "label" if boxes else "muted", x + (7 if boxes else 0), y + 12, word)
+        kind, gap = ("label", 7) if boxes else ("muted", 0)
+        _text(root, kind, x + gap, y + 12, text)
 
 
 def _draw_bars(root: Element, chart: Chart) -> None:
@@ -304,10 +309,10 @@ def _draw_bars(root: Element, chart: Chart) -> None:
 def describe(bar: Bar, slices: int = 1) -> str:
     """The tooltip of a bar."""
     stage, kind, microbatch = bar.action
-    word = KINDS[kind].description
+    name = KINDS[kind].description
     where = f", slice {microbatch % slices} of sequence {microbatch // slices}"
     return (
-        f"{bar.action}: {word} of stage {stage}, microbatch {microbatch}"
+        f"{bar.action}: {name} of stage {stage}, microbatch {microbatch}"
         f"{where if slices > 1 else ''}\n"
         f"device {bar.device}, {number(bar.start)} to {number(bar.end)}"
     )
@@ -338,9 +343,9 @@ def _add_hatch(root: Element) -> None:
 
 
 def _add(parent: Element, tag: str, kind: str = "", **attributes: float | str) -> Element:
-    given = {"class": kind} if kind else {}
-    given |= {k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}
-    return SubElement(parent, tag, given)
+    values = {"class": kind} if kind else {}
+    values |= {k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}
+    return SubElement(parent, tag, values)
 
 
 def _rect(

@@ -15,7 +15,7 @@ from ..engine.timeline import Timeline
 from ..errors import JaxpipeError, quoted
 from ..table.limits import MAX_COST
 from ..table.typed import typed
-from .chart import Bar, Part, bars_of, title_of
+from .chart import Part, bars_of, title_of
 
 Event: TypeAlias = dict[str, Any]
 
@@ -51,42 +51,43 @@ def to_trace(
     if not 0 < unit_us <= MAX_COST:
         why = f"it is the length of one unit of cost in microseconds, of {MAX_COST:g} at most"
         raise JaxpipeError(f"unit_us must be positive, not {quoted(unit_us)}: {why}")
-    bars = tuple(bars_of(timeline))
-    events = [*_slices(timeline, bars, unit_us), *_counters(timeline, unit_us)]
+    events = [*_slices(timeline, unit_us), *_counters(timeline, unit_us)]
     if flows:
-        events += _flows(timeline, bars, unit_us)
+        events += _flows(timeline, unit_us)
     if over is not None:
         compared = timeline.over(over)
         first = timeline.schedule.num_devices
-        events += _slices(over, tuple(bars_of(over)), unit_us, first=first, suffix=" (planned)")
+        events += _slices(over, unit_us, first=first, suffix=" (planned)")
         events.append(_event("i", 0, compared.sentence, tid=0, ts=0, s="g"))
-    about = {"title": title_of(timeline), "makespan": timeline.makespan, "bubble": timeline.bubble}
+    numbers = {"makespan": timeline.makespan, "bubble": timeline.bubble}
+    about = {"title": title_of(timeline), **numbers}
     trace = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
     return json.dumps(trace, separators=(",", ":")) + "\n"
 
 
 def _slices(
-    timeline: Timeline, bars: tuple[Bar, ...], unit_us: float, *, first: int = 0, suffix: str = ""
+    timeline: Timeline, unit_us: float, *, first: int = 0, suffix: str = ""
 ) -> Iterator[Event]:
     """Every bar, after the names and the order of devices and threads in the viewer; `first` is the
     process of the first device.
     """
-    for process in range(first, first + timeline.schedule.num_devices):
-        name, order = {"name": f"device {process - first}{suffix}"}, {"sort_index": process}
-        yield _event("M", process, "process_name", args=name)
-        yield _event("M", process, "process_sort_index", args=order)
+    bars, slices = tuple(bars_of(timeline)), timeline.schedule.slices
+    for device in range(timeline.schedule.num_devices):
+        process, name = first + device, f"device {device}{suffix}"
+        yield _event("M", process, "process_name", args={"name": name})
+        yield _event("M", process, "process_sort_index", args={"sort_index": process})
     for device, thread in sorted({(bar.device, _THREADS[bar.part]) for bar in bars}):
-        name, order = {"name": _THREAD_NAMES[thread]}, {"sort_index": thread}
-        yield _event("M", first + device, "thread_name", tid=thread, args=name)
-        yield _event("M", first + device, "thread_sort_index", tid=thread, args=order)
-    slices = timeline.schedule.slices
+        process, named = first + device, {"name": _THREAD_NAMES[thread]}
+        yield _event("M", process, "thread_name", tid=thread, args=named)
+        order = {"sort_index": thread}
+        yield _event("M", process, "thread_sort_index", tid=thread, args=order)
     for bar in bars:
         stage, kind, microbatch = bar.action
         args: Event = {"stage": stage, "chunk": bar.chunk, "microbatch": microbatch}
         if slices > 1:
             args |= {"sequence": microbatch // slices, "slice": microbatch % slices}
         args["kind"] = kind.name
-        when = {"ts": bar.start * unit_us, "dur": (bar.end - bar.start) * unit_us}
+        when = {"ts": bar.start * unit_us, "dur": bar.length * unit_us}
         place = {"cat": kind.name, "tid": _THREADS[bar.part], **when}
         yield _event("X", first + bar.device, str(bar.action), **place, args=args)
 
@@ -99,12 +100,13 @@ def _counters(timeline: Timeline, unit_us: float) -> Iterator[Event]:
     """The activation memory of each device, at each change (the last of several at one time)."""
     for device in range(timeline.schedule.num_devices):
         for time, held in dict(timeline.memory(device)).items():
-            yield _event("C", device, "activations", ts=time * unit_us, args={"held": held})
+            count = {"held": held}
+            yield _event("C", device, "activations", ts=time * unit_us, args=count)
 
 
-def _flows(timeline: Timeline, bars: tuple[Bar, ...], unit_us: float) -> Iterator[Event]:
+def _flows(timeline: Timeline, unit_us: float) -> Iterator[Event]:
     """An arrow from each producer to its consumer on another device."""
-    table = timeline.schedule.encoded
+    bars, table = tuple(bars_of(timeline)), timeline.schedule.encoded
     producer, crosses = table.producer.tolist(), table.crosses.tolist()
     for bar in bars:
         if not crosses[bar.number]:
@@ -112,7 +114,7 @@ def _flows(timeline: Timeline, bars: tuple[Bar, ...], unit_us: float) -> Iterato
         source = bars[producer[bar.number]]
         # A flow is attached to the slice that is open at its time; at its end a slice is closed
         # already.
-        leaves = source.start + 0.99 * (source.end - source.start)
+        leaves = source.start + 0.99 * source.length
         for phase, end, time in (("s", source, leaves), ("f", bar, bar.start)):
             more: Event = {"bp": "e"} if phase == "f" else {}
             more |= {"id": bar.number, "cat": "flow", "tid": _THREADS[end.part]}

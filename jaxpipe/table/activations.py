@@ -39,7 +39,8 @@ def activation_changes(table: Encoded, release: Release) -> Changes:
     if table.forward_only:
         return Changes(begins, begins, inputs)
     enders = kinds_where(lambda spec: release in spec.releases)
-    return Changes(begins - table.recomputed, table.of_kinds(enders).astype(np.int64), inputs)
+    ends = table.of_kinds(enders).astype(np.int64)
+    return Changes(begins - table.recomputed, ends, inputs)
 
 
 def live_activations(table: Encoded, release: Release) -> IntArray:
@@ -82,26 +83,27 @@ def split_peaks(table: Encoded, release: Release) -> Split:
     """
     begins, dies, _ = activation_changes(table, release)
     changes = np.zeros((2, table.num_actions + 1), np.int64)
-    made = np.flatnonzero(begins)
+    begin = np.flatnonzero(begins)
     if table.forward_only:
-        read = end = made
+        read = end = begin
     else:
-        at = (table.stage[made], table.microbatch[made])
+        at = (table.stage[begin], table.microbatch[begin])
         read = table.backward_at[at]
         enders = np.flatnonzero(dies)
         end = np.zeros_like(table.backward_at)
         end[table.stage[enders], table.microbatch[enders]] = enders
         end = end[at]
-    gone = read - made >= LEAST_AWAY
+    away = read - begin >= LEAST_AWAY
 
     def add(memory: int, since: IntArray, until: IntArray) -> None:
         np.add.at(changes[memory], since, 1)
         np.add.at(changes[memory], until + 1, -1)
 
-    add(0, made[~gone], end[~gone])
-    add(0, made[gone], made[gone] + 1)
-    add(0, read[gone] - 1, end[gone])
-    add(1, made[gone] + 1, read[gone] - 1)
+    add(0, begin[~away], end[~away])
+    add(0, begin[away], begin[away] + 1)
+    add(0, read[away] - 1, end[away])
+    add(1, begin[away] + 1, read[away] - 1)
     live = np.cumsum(changes, axis=1)
-    rows = list(pairwise(table.first))
-    return Split(*(tuple(int(each[a:b].max(initial=0)) for a, b in rows) for each in live))
+    rows = [live[:, a:b].max(axis=1, initial=0) for a, b in pairwise(table.first)]
+    device, host = np.array(rows, np.int64).reshape(-1, 2).T.tolist()
+    return Split(tuple(device), tuple(host))

@@ -1,4 +1,4 @@
-"""How far from optimal a schedule can be, and the proof of it."""
+"""The largest distance of a schedule from the optimum, and the proof of it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .typed import set_typed
 
 
 class Objective(Enum):
-    """What a schedule is made short in: the whole step, or the time of a microbatch in its steady
-    state.
+    """The time that a schedule makes short: the whole step, or the time of a microbatch in its
+    steady state.
     """
 
     MAKESPAN = "makespan"
@@ -19,7 +19,7 @@ class Objective(Enum):
 
 
 class Proof(Enum):
-    """Where a bound comes from."""
+    """The source of a bound."""
 
     RELAXATION = "relaxations, for any schedule"
     SOLVER = "CP-SAT, for any schedule"
@@ -27,7 +27,7 @@ class Proof(Enum):
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `build("auto", ...)` knows of its result: its makespan or period, and a bound that no
+    """Facts of a result of `build("auto", ...)`: its makespan or period, and a bound that no
     schedule goes below.
 
     Args:
@@ -57,7 +57,9 @@ class Certificate:
     @property
     def gap(self) -> float:
         """By what fraction of the bound the value is above it, at most."""
-        return max(0.0, self.value / self.bound - 1) if self.bound else float(self.value > 0)
+        if not self.bound:
+            return float(self.value > 0)
+        return max(0.0, self.value / self.bound - 1)
 
     @property
     def is_optimal(self) -> bool:
@@ -65,13 +67,12 @@ class Certificate:
         return self.gap < 1e-9
 
     def __str__(self) -> str:
-        memory = (
-            "any memory"
-            if self.max_activations is None
-            else f"{quoted(self.max_activations)} activations a device without R"
-        )
-        words = "the optimum" if self.is_optimal else f"at most {self.gap:.2%} above the optimum"
-        return (
-            f"{self.objective.value} {self.value:g}, {words} for {memory} (bound "
-            f"{self.bound:g}: {self.proof.value})"
-        )
+        cap, proof = quoted(self.max_activations), self.proof.value
+        memory = f"{cap} activations a device without R"
+        if self.max_activations is None:
+            memory = "any memory"
+        above = "the optimum"
+        if not self.is_optimal:
+            above = f"at most {self.gap:.2%} above {above}"
+        head = f"{self.objective.value} {self.value:g}, {above} for {memory}"
+        return f"{head} (bound {self.bound:g}: {proof})"

@@ -19,7 +19,9 @@ from .kinds import RECOMPUTE, SPREAD_FIRST, Kind
 
 
 class Place(enum.Enum):
-    """Where a value is.  Those with a letter are pools of slots; the others exist once a device."""
+    """The place of a value.  Those with a letter are pools of slots; the others exist once a
+    device.
+    """
 
     X = "x"  # inputs of stages
     RESIDUAL_INPUT = "residual_input"  # values that a forward keeps for I (or B) alone
@@ -31,7 +33,8 @@ class Place(enum.Enum):
     SHARE = "share"  # values that L keeps for H, on every device
     # residuals of both kinds that are held long, in the host's memory (`Offload.RESIDUALS`)
     HOST = "host"
-    CARRY = "carry"  # passed from a slice of a sequence to the next one in the same stage
+    # passed from a slice of a sequence to the next one in the same stage
+    CARRY = "carry"
     CARRY_GRADIENT = "carry_gradient"  # the gradients of carries
     BUFFER = "buffer"  # the rows that the slices of a sequence append in a stage
     BUFFER_GRADIENT = "buffer_gradient"  # the gradients of these rows
@@ -67,13 +70,14 @@ ALWAYS = tuple(_LETTERS)[:6]
 class Access(enum.IntEnum):
     """The accesses of a block, in their order."""
 
-    PREPARE = 0  # written before the block reads: the output of `first` inside of a forward
+    # written before the block reads: the output of `first` inside of a forward
+    PREPARE = 0
     READ = 1
     WRITE = 2
 
 
 class Offload(enum.Enum):
-    """What is kept in the host's memory."""
+    """The values that are kept in the host's memory."""
 
     NOTHING = "nothing"
     # what forwards keep for their backwards, where these are some ticks away
@@ -175,7 +179,7 @@ _L, _E, _G, _H = Kind.L, Kind.E, Kind.G, Kind.H
 _BI, _EG = (_B, _I), SPREAD_FIRST
 _SENT_X, _SENT_DX = ("is_last", "is_local"), ("is_first", "is_local")
 _EARLY, _LATE, _STASH = Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, Place.STASH
-_SHARED = Place.SHARED_GRADIENTS
+_SHARED, _HOST = Place.SHARED_GRADIENTS, Place.HOST
 _DCARRY, _DBUFFER = Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT
 _BY_I, _BY_W = LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD
 
@@ -315,6 +319,6 @@ class Move(NamedTuple):
 # What is stored is read before the tick's blocks, and is in the host's slot when they are over.
 # What is fetched is read then too, and is in the device's slots when the tick is over.
 MOVES = (
-    Move("stores", {"from_input": _EARLY, "from_weight": _LATE}, {"to_host": Place.HOST}),
-    Move("fetches", {"from_host": Place.HOST}, {"to_input": _EARLY, "to_weight": _LATE}),
+    Move("stores", {"from_input": _EARLY, "from_weight": _LATE}, {"to_host": _HOST}),
+    Move("fetches", {"from_host": _HOST}, {"to_input": _EARLY, "to_weight": _LATE}),
 )

@@ -229,10 +229,9 @@ class Encoded:
             if end is None or len(members) < self.num_devices:
                 continue
             stage = end.stage % self.num_stages
-            source, user = (
-                np.full(self.num_microbatches, -1) if value is None else self.maker(value)[stage]
-                for value in (end.needs, end.feeds)
-            )
+            none = np.full(self.num_microbatches, -1)
+            source = none if end.needs is None else self.maker(end.needs)[stage]
+            user = none if end.feeds is None else self.maker(end.feeds)[stage]
             own = self.device[members] == np.arange(self.num_devices)[:, None]
             right = (members >= 0) & own
             for m in np.flatnonzero(right.all(axis=0)).tolist():
@@ -330,9 +329,8 @@ def as_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
     try:
         return tuple(map(tuple, rows))
     except TypeError as error:
-        raise ScheduleError(
-            f"{quoted(rows)} are not the rows of a table; give each device a list of its actions"
-        ) from error
+        why = "are not the rows of a table; give each device a list of its actions"
+        raise ScheduleError(f"{quoted(rows)} {why}") from error
 
 
 def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -343,42 +341,43 @@ def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
 def _plain_row(device: int, row: Row) -> Row:
     if _is_plain(row):
         return row
-    faults = [(position, cell, _fault(cell)) for position, cell in enumerate(row)]
-    bad = tuple(Violation("cell", f"{quoted(c)} {why}", device, p) for p, c, why in faults if why)
+    bad = tuple(
+        Violation("cell", f"{quoted(cell)} {why}", device, position)
+        for position, cell in enumerate(row)
+        if (why := _fault(cell))
+    )
     if bad:
-        raise ScheduleError(listed("the table holds things that are not actions", bad), bad)
+        head = "the table holds things that are not actions"
+        raise ScheduleError(listed(head, bad), bad)
     return tuple(map(_plain_cell, row))
 
 
 def _is_plain(row: Row) -> bool:
     """Whether a row holds cells with Python's own numbers; a large table has a million of them."""
     actions = list(chain.from_iterable(map(parts, row)))
-    if not set(map(type, row)) <= _CELL_TYPES or not set(map(type, actions)) <= {Action}:
+    if set(map(type, row)) - _CELL_TYPES or set(map(type, actions)) - {Action}:
         return False
-    numbers = [number for stage, _, microbatch in actions for number in (stage, microbatch)]
-    return (
-        {type(action.kind) for action in actions} <= {Kind}
-        and set(map(type, numbers)) <= {int}
-        and min(numbers, default=0) > -_LARGEST
-        and max(numbers, default=0) < _LARGEST
-    )
+    stages, kinds, microbatches = zip(*actions, Action(0, Kind.F, 0), strict=True)
+    numbers = (*stages, *microbatches)
+    if {*map(type, numbers)} - {int} or {*map(type, kinds)} - {Kind}:
+        return False
+    return bool(min(numbers) > -_LARGEST and max(numbers) < _LARGEST)
 
 
 def _plain_cell(cell: Cell) -> Cell:
-    plain = [
-        Action(int(stage), Kind(int(kind)), int(microbatch))
-        for stage, kind, microbatch in parts(cell)
-    ]
+    plain = [Action(int(a.stage), Kind(int(a.kind)), int(a.microbatch)) for a in parts(cell)]
     return Overlap(*plain) if isinstance(cell, Overlap) else plain[0] if plain else None
 
 
 def _fault(cell: Cell) -> str:
     """Why it is no cell; an empty text where it is one."""
     actions = parts(cell)
-    if type(cell) not in _CELL_TYPES or not {type(action) for action in actions} <= {Action}:
-        return "is not an Action, an Overlap or None; jaxpipe.table.parse_cell reads text"
+    if type(cell) not in _CELL_TYPES or set(map(type, actions)) - {Action}:
+        reads = "jaxpipe.table.parse_cell reads text"
+        return f"is not an Action, an Overlap or None; {reads}"
     numbers = [number for action in actions for number in action]
     if not all(is_whole(number) and abs(number) < _LARGEST for number in numbers):
         return "must have whole numbers for its stage, kind and microbatch"
-    wrong = [action.kind for action in actions if not 0 <= action.kind < NUM_KINDS]
-    return f"has kind {wrong[0]}; a kind is one of {', '.join(KIND_NAMES)}" if wrong else ""
+    wrong = [a.kind for a in actions if not 0 <= a.kind < NUM_KINDS]
+    one_of = ", ".join(KIND_NAMES)
+    return f"has kind {wrong[0]}; a kind is one of {one_of}" if wrong else ""

@@ -56,8 +56,8 @@ def drawn(
     """
     bad = {device for device, _ in marked} if bad is None else bad
     cells = [
-        [f"[{text}]" if (device, p) in marked else text for p, text in enumerate(row)]
-        for device, row in enumerate(texts)
+        [f"[{text}]" if (d, p) in marked else text for p, text in enumerate(row)]
+        for d, row in enumerate(texts)
     ]
     rows = (numbers or (), *cells)
     width = max((len(text) for row in rows for text in row), default=1)

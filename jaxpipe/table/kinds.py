@@ -27,7 +27,7 @@ Shades: TypeAlias = tuple[str, str]
 
 
 class Kind(enum.IntEnum):
-    """What an action does; the numbers are only for compact storage."""
+    """The work of an action; the numbers are only for compact storage."""
 
     F = 0  # forward
     B = 1  # full backward (input and weight gradient)
@@ -275,8 +275,8 @@ def readers(value: Value) -> tuple[Kind, ...]:
 
 
 class Message(NamedTuple):
-    """How a value gets to the neighbour stage: the kinds that need it there, and the SEND and RECV
-    between devices.
+    """The way of a value to the neighbour stage: the kinds that need it there, and the SEND and
+    RECV between devices.
     """
 
     value: Value
@@ -388,9 +388,8 @@ def parse_cell(text: str) -> Cell:
         raise ParseError(f"{quoted(text)} is not an overlapped pair; {write}")
     forward, backward = parse_action(match[1].strip()), parse_action(match[2].strip())
     if forward.kind not in FORWARD_HALVES or backward.kind not in BACKWARD_HALVES:
-        first, second = (
-            " or ".join(kind.name for kind in kinds) for kinds in (FORWARD_HALVES, BACKWARD_HALVES)
-        )
+        first = " or ".join(kind.name for kind in FORWARD_HALVES)
+        second = " or ".join(kind.name for kind in BACKWARD_HALVES)
         overlaps = f"overlaps {forward.kind.name} with {backward.kind.name}"
         must = f"the first must be {first}, the second {second}"
         raise ParseError(f"{quoted(text)} {overlaps}; {must}")

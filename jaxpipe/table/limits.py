@@ -1,5 +1,5 @@
-"""How large a table and its numbers can be: far beyond any job, and small enough that a typing
-error does not take all memory.
+"""The largest sizes of a table and of its numbers: far beyond any job, and small enough that a
+typing error does not take all memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ def is_whole(value: object) -> TypeGuard[Any]:
 
 def is_flat(value: object) -> TypeGuard[Any]:
     """True for a list, a tuple or an array of one dimension."""
-    return (
-        value.ndim == 1
-        if hasattr(value, "ndim")
-        else isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    )
+    if hasattr(value, "ndim"):
+        return bool(value.ndim == 1)
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def is_number(value: object) -> TypeGuard[Any]:

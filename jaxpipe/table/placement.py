@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from ..errors import ScheduleError, quoted
 from .limits import MAX_DEVICES, MAX_STAGES, is_flat, is_whole
@@ -30,7 +31,8 @@ class Placement:
         devices that do not exist.
         """
         set_typed(self, ScheduleError)
-        _require_size(self.num_devices, len(self.devices_of) // max(1, self.num_devices))
+        devices = self.num_devices
+        _require_size(devices, len(self.devices_of) // max(1, devices))
 
     @classmethod
     def loop(cls, *, devices: int, chunks: int = 1) -> Placement:
@@ -45,9 +47,8 @@ class Placement:
         """
         _require_size(devices, chunks)
         up = tuple((d,) for d in range(devices))
-        return cls(
-            tuple(pair for v in range(chunks) for pair in (up if v % 2 == 0 else up[::-1])), devices
-        )
+        legs = (up if v % 2 == 0 else up[::-1] for v in range(chunks))
+        return cls(tuple(chain.from_iterable(legs)), devices)
 
     @classmethod
     def bidirectional(cls, *, devices: int) -> Placement:
@@ -64,14 +65,15 @@ class Placement:
         """
         if not is_flat(stage_to_device):
             write = "give the device of each stage, such as [0, 1, 1, 0]"
-            raise ScheduleError(f"{quoted(stage_to_device)} is not a placement; {write}")
+            what = quoted(stage_to_device)
+            raise ScheduleError(f"{what} is not a placement; {write}")
         stages = len(stage_to_device)
         if stages > MAX_STAGES:
-            raise ScheduleError(f"the placement has {stages:,} stages; {MAX_STAGES:,} are the most")
+            most = f"{MAX_STAGES:,} are the most"
+            raise ScheduleError(f"the placement has {stages:,} stages; {most}")
         entries = tuple(tuple(e) if is_flat(e) else (e,) for e in stage_to_device)
-        bad = [
-            s for s, e in enumerate(entries) if not e or not all(is_whole(d) and d >= 0 for d in e)
-        ]
+        good = [e and all(is_whole(d) and d >= 0 for d in e) for e in entries]
+        bad = [stage for stage, each in enumerate(good) if not each]
         if bad:
             why = "have no device, or a negative one; give every stage a device >= 0"
             raise ScheduleError(f"stages {quoted(bad)} {why}")
@@ -110,7 +112,7 @@ class Placement:
         table: list[list[tuple[int, int]]] = [[] for _ in range(self.num_devices)]
         for stage, devices in enumerate(self.devices_of):
             for rank, device in enumerate(devices):
-                if 0 <= device < self.num_devices and all(stage != s for _, s in table[device]):
+                if 0 <= device < self.num_devices and device not in devices[:rank]:
                     table[device].append((rank, stage))
         return tuple(tuple(stage for _, stage in sorted(row)) for row in table)
 
@@ -123,7 +125,8 @@ class Placement:
     def chunk_of(self, stage: int, device: int) -> int:
         """The chunk number that `stage` has on `device`; ScheduleError if it is not there."""
         if not 0 <= device < self.num_devices or stage not in self.stages_of[device]:
-            raise ScheduleError(f"stage {quoted(stage)} is not on device {quoted(device)}")
+            where = f"stage {quoted(stage)} is not on device {quoted(device)}"
+            raise ScheduleError(where)
         return self.stages_of[device].index(stage)
 
 

@@ -62,23 +62,20 @@ def _violation(table: Encoded, rule: str, found: Broken) -> Violation:
 
 
 def _too_sparse(table: Encoded) -> Broken:
-    pairs = (
-        f"{table.num_stages} stages and {table.num_microbatches} microbatches need a forward "
-        "for each pair"
-    )
+    sizes = f"{table.num_stages} stages and {table.num_microbatches} microbatches"
+    pairs = f"{sizes} need a forward for each pair"
     if not table.num_actions:
         return Broken(f"{pairs}, but the table holds no action")
     number = int(np.argmax(np.maximum(table.stage, table.microbatch)))
     typo = f"{table.text(number)} is a possible typo"
-    return Broken(f"{pairs}, but the table holds {table.num_actions} actions; {typo}", number)
+    few = f"the table holds {table.num_actions} actions"
+    return Broken(f"{pairs}, but {few}; {typo}", number)
 
 
 def _range(table: Encoded, _: Placement) -> Iterator[Broken]:
     """Every stage and microbatch number exists."""
-    limits = (
-        f"stages go from 0 to {table.num_stages - 1}, microbatches from 0 to "
-        f"{table.num_microbatches - 1}"
-    )
+    stages, microbatches = table.num_stages - 1, table.num_microbatches - 1
+    limits = f"stages go from 0 to {stages}, microbatches from 0 to {microbatches}"
     for i in np.flatnonzero(~table.in_range).tolist():
         yield Broken(f"{table.text(i)} does not exist: {limits}", i)
 
@@ -114,8 +111,9 @@ def _completeness(table: Encoded, _: Placement) -> Iterator[Broken]:
         texts = [f"{stage}{k.name}{m}" for k in present] or ["no backward"]
         fault = f"{texts[0]} alone" if len(present) == 1 else " and ".join(texts)
         found = table.at[[*present, Kind.F], stage, m]
-        message = f"stage {stage}, microbatch {m} has {fault}; give it B, or both I and W"
-        yield Broken(message, *_anchored(found[found >= 0].tolist()))
+        message = f"stage {stage}, microbatch {m} has {fault}"
+        anchors = _anchored(found[found >= 0].tolist())
+        yield Broken(f"{message}; give it B, or both I and W", *anchors)
 
 
 def _anchored(numbers: Sequence[int]) -> tuple[int | None, Sequence[int]]:
@@ -138,7 +136,8 @@ def _missing_shares(table: Encoded) -> Iterator[Broken]:
             why = f"all devices do their share of {kind.name} together, for every microbatch"
             for device, m in np.argwhere(at < 0).tolist():
                 anchors = _anchored(at[at[:, m] >= 0, m].tolist())
-                yield Broken(f"{device}{kind.name}{m} is missing: {why}", *anchors, device)
+                missing = f"{device}{kind.name}{m} is missing"
+                yield Broken(f"{missing}: {why}", *anchors, device)
     ends = np.flatnonzero(table.of_kinds(SPREAD_FIRST)).tolist()
     for kind in SPREAD_FIRST if ends else ():
         needed = KINDS[kind].direction is Pass.FORWARD or not table.forward_only
@@ -264,11 +263,9 @@ def _in_turn(table: Encoded, action: IntArray, need: IntArray) -> Iterator[Broke
     yield from _late(table, action[there], need[there])
     elsewhere = there & _elsewhere(table, action, need)
     for i, j in _pairs(action, need, elsewhere):
-        why = (
-            f"{table.text(j)}, a slice of the same sequence, is on device {table.device[j]}; "
-            "a stage keeps what passes between slices on one device"
-        )
-        yield Broken(_is_on(table, i, why), i, (j,))
+        other = f"{table.text(j)}, a slice of the same sequence, is on device {table.device[j]}"
+        why = "a stage keeps what passes between slices on one device"
+        yield Broken(_is_on(table, i, f"{other}; {why}"), i, (j,))
 
 
 def _overlap(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -302,12 +299,11 @@ def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
             found = table.at[kind, table.stage[mine] + step, table.microbatch[mine]]
             for i in mine[found < 0].tolist():
                 p = int(table.producer[i])
-                fault = (
-                    f"{table.stage[i] + step}{kind.name}{table.microbatch[i]} is missing: "
-                    f"{table.text(p)} on device {table.device[p]} feeds {table.text(i)} on device "
-                    f"{table.device[i]}; jaxpipe.add_transfers adds transfers"
-                )
-                yield Broken(fault, i, (p,))
+                lacks = f"{table.stage[i] + step}{kind.name}{table.microbatch[i]} is missing"
+                where = (f"{table.text(j)} on device {table.device[j]}" for j in (p, i))
+                feeds = " feeds ".join(where)
+                add = "jaxpipe.add_transfers adds transfers"
+                yield Broken(f"{lacks}: {feeds}; {add}", i, (p,))
             yield from _strayed(table, found, ends, before=kind is message.receive)
             needed[found[found >= 0]] = True
     spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)
@@ -377,10 +373,8 @@ def deadlocks(
     strictest = kinds.index(transfers) if table.has_transfers else 0
     for laxer in kinds[: strictest + 1]:
         if cycles := order(laxer).cycles:
-            return tuple(
-                _violation(table, "deadlock", _deadlock(table, cycle, _WHERE[laxer]))
-                for cycle in cycles
-            )
+            found = (_deadlock(table, cycle, _WHERE[laxer]) for cycle in cycles)
+            return tuple(_violation(table, "deadlock", each) for each in found)
     return ()
 
 
@@ -410,8 +404,7 @@ def over_cap(table: Encoded, cap: int | Sequence[int], release: Release) -> Iter
         over = np.flatnonzero(held > most)
         if len(over):
             number = table.first[device] + int(over[0])
-            message = (
-                f"device {device} may hold {quoted(most)} activations, but holds {held[over[0]]} "
-                f"while {table.text(number)} runs and {held.max()} at its peak"
-            )
+            may = f"device {device} may hold {quoted(most)} activations"
+            holds = f"holds {held[over[0]]} while {table.text(number)} runs"
+            message = f"{may}, but {holds} and {held.max()} at its peak"
             yield _violation(table, "memory", Broken(message, number))

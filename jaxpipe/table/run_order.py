@@ -19,8 +19,8 @@ from .kinds import KINDS, MESSAGES, SENDS
 
 
 class Transfers(enum.Enum):
-    """How the SEND and RECV of a table behave, from the laxest to the strictest: what runs under
-    one runs under those before it.
+    """The behaviour of the SEND and RECV of a table, from the laxest to the strictest: what runs
+    under one runs under those before it.
 
     A compute-only table has no SEND or RECV, and its transfers are all ASYNC.
     """
@@ -133,7 +133,7 @@ def _run(
     runnable = list(range(devices))[::-1]
 
     def wanted(device: int) -> int:
-        """What a device that has stopped waits for; of those together, the first missing one."""
+        """The action that a stopped device waits for; of those together, the first missing one."""
         at = stopped[device]
         if at not in together:
             return need[at]
@@ -153,9 +153,8 @@ def _run(
             return ()
         found = list(trail)[list(trail).index(device) :]
         first = found.index(min(found))
-        return tuple(
-            Wait(d, stopped[d], trail[d], owner[trail[d]]) for d in found[first:] + found[:first]
-        )
+        devices = found[first:] + found[:first]
+        return tuple(Wait(d, stopped[d], trail[d], owner[trail[d]]) for d in devices)
 
     while runnable:
         device = runnable.pop()

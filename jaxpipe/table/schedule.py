@@ -58,7 +58,8 @@ class Schedule:
             object.__setattr__(self, "rows", self.cells)
         count, slices = quoted(self.num_microbatches), quoted(self.slices)
         if not 0 <= self.num_microbatches <= MAX_COUNT:
-            raise ScheduleError(f"num_microbatches must be 0 to {MAX_COUNT:,}, not {count}")
+            most = f"{MAX_COUNT:,}"
+            raise ScheduleError(f"num_microbatches must be 0 to {most}, not {count}")
         if self.slices < 1 or self.num_microbatches % self.slices:
             must = f"slices={slices} must be at least 1 and divide the {count} microbatches"
             raise ScheduleError(f"{must}: each of them is a slice of a sequence")
@@ -84,8 +85,8 @@ class Schedule:
         if placement is None:
             placement = _placement_of(table)
         if num_microbatches is None:
-            actions = (action for row in table for cell in row for action in parts(cell))
-            num_microbatches = 1 + max((action.microbatch for action in actions), default=-1)
+            numbers = (a.microbatch for row in table for c in row for a in parts(c))
+            num_microbatches = 1 + max(numbers, default=-1)
         return cls(table, placement, num_microbatches, name, slices=slices)
 
     @classmethod
@@ -127,9 +128,9 @@ class Schedule:
             "num_devices": self.placement.num_devices,
             "num_microbatches": self.num_microbatches,
             "stage_to_device": self.stage_to_device,
-            **({"slices": self.slices} if self.slices > 1 else {}),
         }
-        return table_to_json(fields, self.cells)
+        slices = {"slices": self.slices} if self.slices > 1 else {}
+        return table_to_json({**fields, **slices}, self.cells)
 
     @cached_property
     def cells(self) -> tuple[Row, ...]:
@@ -249,10 +250,8 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
             found.setdefault(action.stage, set()).add(device)
     stages = 1 + max(found, default=-1)
     if stages > 1000 + len(actions):  # each stage has an F at least
-        raise ScheduleError(
-            f"stage {stages - 1} asks for {stages} stages, but the table holds {len(actions)} "
-            "actions; possible typo"
-        )
+        holds = f"the table holds {len(actions)} actions; possible typo"
+        raise ScheduleError(f"stage {stages - 1} asks for {stages} stages, but {holds}")
     # DualPipe's convention: stage s is chunk 0 of device s and chunk 1 of device P - 1 - s.
     homes = []
     for stage in range(stages):
@@ -318,9 +317,10 @@ def report(
     lines = [head, *(f"  {violation}" for violation in found[:most])]
     if most is not None and len(found) > most:
         lines.append(f"  ... and {len(found) - most} more (all are in .violations)")
-    marked = {
-        (v.device, v.position) for v in found if v.device is not None and v.position is not None
-    }
-    marked |= {cell for v in found for cell in v.others}
-    picture = grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS, slices=schedule.slices)
+    marked = {cell for v in found for cell in v.others}
+    for v in found:
+        if v.device is not None and v.position is not None:
+            marked.add((v.device, v.position))
+    slices = schedule.slices
+    picture = grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS, slices=slices)
     return "\n".join([*lines, picture])

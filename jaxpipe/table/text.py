@@ -45,7 +45,7 @@ def rows_from_csv(text: str) -> list[list[Cell]]:
 
 
 def _hint(text: str, rows: Sequence[Sequence[Cell]], bad: Sequence[Violation]) -> str:
-    """What to change in the file as a whole, where its cells are wrong for that reason."""
+    """A change of the whole file that would make its cells right; empty for none."""
     for cell in (cell for line in (csv_lines(text) if bad else ()) for cell in line):
         if separator := _other_separator(cell):
             return f": wrong separator {separator!r}; write a comma between cells"
@@ -95,7 +95,8 @@ def table_to_json(fields: Mapping[str, object], rows: Sequence[Row]) -> str:
     texts = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     cells = ([None if c is None else str(c) for c in row] for row in rows)
     lines = ",\n".join(f"    {json.dumps(row)}" for row in cells)
-    return ",\n".join(["{\n" + texts[0], *texts[1:], f'  "rows": [\n{lines}\n  ]\n}}\n'])
+    texts.append(f'  "rows": [\n{lines}\n  ]')
+    return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
 def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
@@ -107,17 +108,19 @@ def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
         must = f'it must be an object with "format": "{JSON_FORMAT}"'
         raise ScheduleError(f"the JSON is not a schedule: {must}")
     if data.get("version") != JSON_VERSION:
-        has, reads = quoted(data.get("version")), f"this jaxpipe reads version {JSON_VERSION}"
-        raise ScheduleError(f"the JSON has version {has}; {reads}")
+        version = quoted(data.get("version"))
+        reads = f"this jaxpipe reads version {JSON_VERSION}"
+        raise ScheduleError(f"the JSON has version {version}; {reads}")
     bad = _field_faults(data)
-    texts = [] if bad else data["rows"]
-    rows = _rows(([(i, c or "") for i, c in enumerate(row)] for row in texts), bad, json_place)
+    cells = [] if bad else data["rows"]
+    lines = ([(i, cell or "") for i, cell in enumerate(row)] for row in cells)
+    rows = _rows(lines, bad, json_place)
     _raise_if(bad, "the JSON is not a schedule")
     return data, rows
 
 
 def json_value(text: str) -> object:
-    """What a JSON text holds; ScheduleError says where it is not JSON."""
+    """The value of a JSON text; ScheduleError says where it is not JSON."""
     _readable(text, "JSON")
     try:
         return json.loads(text)
@@ -143,12 +146,12 @@ def _readable(text: str, what: str) -> str:
 
 
 def csv_place(device: int, column: int) -> str:
-    """How errors name a cell of a CSV."""
+    """The name of a cell of a CSV in errors."""
     return f"line {device + 1}, column {column + 1}"
 
 
 def json_place(device: int, column: int) -> str:
-    """How errors name a cell of a JSON table."""
+    """The name of a cell of a JSON table in errors."""
     return f'"rows"[{device}][{column}]'
 
 
@@ -178,9 +181,9 @@ def _field_faults(data: dict[str, Any]) -> list[Violation]:
     """Violations for fields that are missing or of the wrong type."""
     fields: dict[str, tuple[str, Callable[[Any], object]]] = {
         "name": ("a string", lambda v: v is None or isinstance(v, str)),
-        "num_devices": ("a whole number >= 1", lambda v: _is_count(v) and v),
+        "num_devices": ("a whole number >= 1", lambda v: _is_count(v, 1)),
         "num_microbatches": ("a whole number >= 0", _is_count),
-        "slices": ("a whole number >= 1, or left out", lambda v: v is None or (_is_count(v) and v)),
+        "slices": ("a whole number >= 1, or left out", lambda v: v is None or _is_count(v, 1)),
         "stage_to_device": (
             "a list with a device, or a list of devices, for each stage",
             lambda v: _is_list(v, lambda e: _is_count(e) or (_is_list(e, _is_count) and e)),
@@ -201,8 +204,8 @@ def _field_faults(data: dict[str, Any]) -> list[Violation]:
     return bad
 
 
-def _is_count(value: object) -> bool:
-    return is_whole(value) and 0 <= value <= MAX_COUNT
+def _is_count(value: object, least: int = 0) -> bool:
+    return is_whole(value) and least <= value <= MAX_COUNT
 
 
 def _is_list(value: object, is_good: Callable[[Any], object]) -> bool:

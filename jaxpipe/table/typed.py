@@ -24,7 +24,7 @@ from .limits import MAX_COST, is_number, is_whole
 P = ParamSpec("P")
 R = TypeVar("R")
 _MISFIT = object()
-_WORDS = {
+_TEXTS = {
     int: "a whole number",
     float: "a number",
     str: "a text",
@@ -89,11 +89,8 @@ def _read_all(values: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) 
     """Every value as its annotation wants it; a value without one stays as it is."""
     hints = _hints(owner)
     read = {name: _read(value, hints.get(name, Any)) for name, value in values.items()}
-    faults = [
-        f"{name} must be {_type_text(hints[name])}, not {quoted(values[name])}"
-        for name, value in read.items()
-        if value is _MISFIT
-    ]
+    misfits = [name for name, value in read.items() if value is _MISFIT]
+    faults = [f"{n} must be {_type_text(hints[n])}, not {quoted(values[n])}" for n in misfits]
     if faults:
         raise error(listed(f"{owner.__name__} cannot take this", faults))
     return read
@@ -137,18 +134,20 @@ def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
 
 
 def _type_text(hint: Any) -> str:
-    """An annotation in the words of an error."""
+    """An annotation as an error names it."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return " or ".join(map(_type_text, get_args(hint)))
     if origin is not None:
         return "a mapping" if issubclass(origin, Mapping) else "a sequence"
-    if hint in _WORDS:
-        return _WORDS[hint]
-    return f"one of {', '.join(map(str, hint))}" if issubclass(hint, Enum) else f"a {_public(hint)}"
+    if hint in _TEXTS:
+        return _TEXTS[hint]
+    if issubclass(hint, Enum):
+        return f"one of {', '.join(map(str, hint))}"
+    return f"a {_public(hint)}"
 
 
 def _public(hint: type) -> str:
-    """Where a user finds a class of jaxpipe: at the top, or in its room."""
+    """The path of a class for users of jaxpipe: at the top, or in its room."""
     top, room = sys.modules["jaxpipe"], hint.__module__.split(".")[1]
     return f"jaxpipe.{'' if hint.__name__ in top.__all__ else f'{room}.'}{hint.__name__}"

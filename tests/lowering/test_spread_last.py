@@ -19,9 +19,8 @@ from jaxpipe import Loss, PipelineError
 from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.portable import PortableState
-from jaxpipe.program.code_rules import ProgramRule
 from jaxpipe.program.segments import Presence
-from jaxpipe.program.verify import faults
+from jaxpipe.program.verify import ProgramRule, faults
 from tests.flat import flat_pipeline, is_defined
 from tests.parity.engines import mesh_of
 from tests.shares import changed, put

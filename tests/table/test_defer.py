@@ -14,8 +14,7 @@ import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
 from jaxpipe.lowering.cost_model import cost_parts, program_makespan
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.program.code_rules import ProgramRule
-from jaxpipe.program.verify import faults
+from jaxpipe.program.verify import ProgramRule, faults
 from tests.shares import changed, put
 from tests.strategies import random_schedule
 

@@ -14,9 +14,8 @@ import jaxpipe as jp
 from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
-from jaxpipe.program.code_rules import ProgramRule
 from jaxpipe.program.records import MOVE, NOBODY, UNDER_WAY
-from jaxpipe.program.verify import faults, verify
+from jaxpipe.program.verify import ProgramRule, faults, verify
 from jaxpipe.table.effects import Offload
 from jaxpipe.transforms.rewrites import forward_only
 from tests.passes import cut

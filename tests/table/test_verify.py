@@ -14,9 +14,8 @@ from jaxpipe.lowering.assign_ticks import assign_ticks, collect, joined_ticks
 from jaxpipe.lowering.candidates import Span, segments_of
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
-from jaxpipe.program.code_rules import ProgramRule
 from jaxpipe.program.segments import Block, Payload, Presence, TickTemplate
-from jaxpipe.program.verify import faults, verify
+from jaxpipe.program.verify import ProgramRule, faults, verify
 from jaxpipe.table.kinds import Kind
 from tests.passes import cut, exchanges, inputs, places
 from tests.tiers import slow
