@@ -14,8 +14,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.cli.main import main
-from jaxpipe.inspect.step_report import step_time
-from jaxpipe.lowering.cost_model import program_makespan
+from jaxpipe.lowering.cost_model import cost_parts, program_makespan
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.prices import NO_OVERHEADS, ON_HOST
 from jaxpipe.lowering.target import Awaits, RunsOn
@@ -103,8 +102,8 @@ def mesh_of(**sizes):
 
 
 def test_blocks_that_communicate_have_predicates_of_the_host():
-    """The program, and its seconds, are those of `Pipeline` on such a mesh (`step_time`), whose
-    host waits for each predicate.
+    """The program, and its seconds, are those of `Pipeline` on such a mesh, whose host waits for
+    each predicate.
     """
     layer = jp.LayerCost(forward=1e-3, input_grad=1e-3, weight_grad=1e-3)
     given = {
@@ -125,7 +124,8 @@ def test_blocks_that_communicate_have_predicates_of_the_host():
     assert tensor.axis == "stages"
     host = replace(ON_HOST, hop=0.0)
     program = plan_of(tensor.schedule, costs=tensor.costs, overheads=ON_HOST)
-    assert tensor.seconds == step_time(program, host, tensor.costs).seconds
+    durations = cost_parts(program.ticks, tensor.costs)
+    assert tensor.seconds == program_makespan(durations, program.segments, host)
     assert tensor.seconds > alone.seconds + host.predicate
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.rooms import (
     OPTIONAL,
     PACKAGE,
+    WITH_JAX,
     WITHOUT_JAX,
     between_rooms,
     floors,
@@ -23,6 +24,7 @@ from tests.rooms import (
     undeclared,
 )
 
+TESTS = Path(__file__).parents[1]
 PROBE = """
 import importlib, sys
 
@@ -125,6 +127,18 @@ def test_rooms_below_the_boundary_name_no_jax():
         if not inside and target.split(".")[0] in heavy
     }
     assert named == set()
+
+
+def test_tests_without_jax_import_no_room_with_jax():
+    """Else `make test-tables` refuses them all."""
+    found = {
+        f"{folder}/{path.name}: {target}"
+        for folder in ("table", "schedules")
+        for path in (TESTS / folder).glob("test_*.py")
+        for target, _ in imports(path.stem, path)
+        if target.startswith("jaxpipe.") and room(target.removeprefix("jaxpipe.")) in WITH_JAX
+    }
+    assert found == set()
 
 
 def test_every_room_says_what_it_is_for():
