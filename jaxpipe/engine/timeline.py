@@ -50,7 +50,10 @@ class ActionTimes(Mapping[str, float]):
             self._times[table.cell_text(number)] = self._times[table.text(number)] = time
 
     def __getitem__(self, key: str | Action | Overlap) -> float:
-        return self._times[str(key)]
+        try:
+            return self._times[str(key)]
+        except (IndexError, TypeError, ValueError):  # no action has such a text
+            raise KeyError from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._times)
