@@ -330,34 +330,22 @@ class Comparison:
             planned_path += wait + length
             last_end, last_device, last_stage = end, device, stage
         found["another critical path than planned"] = planned_path - self.planned.makespan
-        return tuple(
-            sorted(
-                (Loss(cause, time) for cause, time in found.items()),
-                key=lambda loss: -abs(loss.time),
-            )
-        )
+        losses = (Loss(cause, time) for cause, time in found.items())
+        return tuple(sorted(losses, key=lambda loss: -abs(loss.time)))
 
     def _planned_length(self, number: int) -> float:
         """The planned time of an action of the run (of a pair: of both halves); a whole backward
         may be planned as two halves.
         """
         table = self.ran.schedule.encoded
-        halves = {number, int(table.last_half[number])}
-        if len(halves) > 1:
-            plan = [self._of(n) for n in halves]
-            begin, end = min(b for b, _ in plan), max(e for _, e in plan)
-            return end - begin
-        begin, end = self._of(number)
-        return end - begin
+        plan = [self._of(n) for n in {number, int(table.last_half[number])}]
+        return max(end for _, end in plan) - min(begin for begin, _ in plan)
 
     def _of(self, number: int) -> tuple[float, float]:
         """Planned start and end of an action of the run."""
         ran, plan = self.ran.schedule.encoded, self.planned.schedule.encoded
-        kind, stage, microbatch = (
-            Kind(int(ran.kind[number])),
-            int(ran.stage[number]),
-            int(ran.microbatch[number]),
-        )
+        kind = Kind(int(ran.kind[number]))
+        stage, microbatch = int(ran.stage[number]), int(ran.microbatch[number])
         at = int(plan.at[kind, stage, microbatch])
         if at >= 0:
             return self.planned.starts[at], self.planned.ends[at]
@@ -389,22 +377,12 @@ class Comparison:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Per device: busy and idle time, run and planned; below `COLUMNS`."""
-        found: list[tuple[str, ...]] = []
-        for device in range(self.ran.schedule.num_devices):
-            busy, plan = self.ran.busy[device], self.planned.busy[device]
-            idle, plan_idle = sum(self.ran.idle[device]), sum(self.planned.idle[device])
+        rows: list[tuple[str, ...]] = []
+        for device, (busy, plan) in enumerate(zip(self.ran.busy, self.planned.busy, strict=True)):
             ratio = f"{busy / plan:.3f}" if plan else "-"
-            found.append(
-                (
-                    str(device),
-                    f"{busy:.4g}",
-                    f"{plan:.4g}",
-                    ratio,
-                    f"{idle:.4g}",
-                    f"{plan_idle:.4g}",
-                )
-            )
-        return found
+            idle = (f"{sum(t.idle[device]):.4g}" for t in (self.ran, self.planned))
+            rows.append((str(device), f"{busy:.4g}", f"{plan:.4g}", ratio, *idle))
+        return rows
 
     def __str__(self) -> str:
         lines = [COLUMNS, *self.rows()]
