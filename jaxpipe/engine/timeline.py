@@ -370,10 +370,10 @@ class Comparison:
         more = ran - planned
         worth = [loss for loss in self.losses if abs(loss.time) > _NOTHING * planned]
         share = f"{abs(more) / planned if planned else 0:.1%} {'more' if more >= 0 else 'less'}"
-        words = f"the step took {ran:.4g}, {share} than the {planned:.4g} planned"
+        text = f"the step took {ran:.4g}, {share} than the {planned:.4g} planned"
         if not worth:
-            return words
-        return f"{words}: " + ", ".join(f"{loss.time:+.3g} in {loss.cause}" for loss in worth[:4])
+            return text
+        return f"{text}: " + ", ".join(f"{loss.time:+.3g} in {loss.cause}" for loss in worth[:4])
 
     def rows(self) -> list[tuple[str, ...]]:
         """Per device: busy and idle time, run and planned; below `COLUMNS`."""

@@ -84,7 +84,7 @@ def auto(
     cost the same and V P activations are allowed, the makespan is V M (F + I + W) + (P - 1) F in
     costs of a chunk for M >= P, and no schedule is shorter.
     """
-    given = Costs() if costs is None else costs
+    costs = costs or Costs()
     places = loop_and_vee(devices, chunks)[::-1] if placement is None else [placement]
     _check_fit(places[0], devices, chunks, max_activations, slices)
     if objective is Objective.PERIOD and not search:
@@ -95,7 +95,7 @@ def auto(
     wanted = _Wanted(
         places,
         microbatches,
-        given,
+        costs,
         max_activations,
         chunks * (2 * devices + slices - 1) if max_activations is None else max_activations,
         slices,

@@ -282,17 +282,17 @@ def build(
     ScheduleError.refuse(f"{name} cannot be built", faults)
     if chunks is None:
         chunks = entry.chunks.natural
-    given = {key: value for key, value in options.items() if value is not None}
+    arguments = {key: value for key, value in options.items() if value is not None}
     shape = {"devices": int(devices), "microbatches": int(microbatches), "chunks": int(chunks)}
     shape |= {"slices": int(slices)} if slices > 1 else {}
-    schedule = _generated(entry, forward_only, **shape, **given)
-    costs = given.pop("costs", None)
+    schedule = _generated(entry, forward_only, **shape, **arguments)
+    costs = arguments.pop("costs", None)
     # a certified table, or one for slices, began with the better of both itself
     if costs is None or schedule.certificate is not None or slices > 1:
         return schedule
     # List scheduling is a heuristic: in some cases the table that was built without the costs is
     # the shorter one.
-    return shortest((schedule, _generated(entry, forward_only, **shape, **given)), costs)
+    return shortest((schedule, _generated(entry, forward_only, **shape, **arguments)), costs)
 
 
 def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:

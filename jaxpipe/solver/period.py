@@ -191,11 +191,11 @@ class _Turn:
                 ago, j = divmod(i - lag, self.each)
                 turns = later[target][i] - later[source][j] - ago
                 model.add(turns >= 0)
-                for given in range(2 + wait // self.least):
+                for between in range(2 + wait // self.least):
                     more = model.new_bool_var("")
-                    model.add(turns >= given + 1).only_enforce_if(more)
+                    model.add(turns >= between + 1).only_enforce_if(more)
                     model.add(
-                        rest[target][i] + given * turn >= rest[source][j] + wait
+                        rest[target][i] + between * turn >= rest[source][j] + wait
                     ).only_enforce_if(~more)
 
     def _devices(self, times: _Times) -> None:
