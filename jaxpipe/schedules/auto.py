@@ -202,7 +202,9 @@ def _shortest(wanted: _Wanted, split: Schedule) -> Schedule:
     costs = wanted.costs
     if simulate(split, costs).makespan <= _bound(wanted):
         return split
-    starts = [split, *_named(wanted)]
+    # List scheduling is a heuristic: the table for equal costs may be the shorter one.
+    equal = wanted._replace(costs=Costs(release=costs.release))
+    starts = [split, _start(equal), *_named(wanted)]
     if not is_cheapest_in_parts(costs.for_stages(split.num_stages)):
         # The same orders for whole backwards, which are I that take as long, and W that take none.
         stages = costs.for_stages(split.num_stages)
