@@ -297,12 +297,7 @@ def cheapest(costs: StageCosts) -> StageCosts:
     """Times that no schedule goes below: of a whole backward and its halves the cheaper, of pairs
     what their halves add at the least.
     """
-    forward, whole, dgrad, wgrad = (
-        costs.forward,
-        costs.backward,
-        costs.input_grad,
-        costs.weight_grad,
-    )
+    forward, whole, dgrad = costs.forward, costs.backward, costs.input_grad
     if costs.overlap is not None:
         pair = min(costs.overlap)
         whole, dgrad = tuple(min(b, pair) for b in whole), tuple(min(i, pair) for i in dgrad)
@@ -311,7 +306,8 @@ def cheapest(costs: StageCosts) -> StageCosts:
             min(f, max(0, o - longest)) for f, o in zip(forward, costs.overlap, strict=True)
         )
     first = tuple(min(i, b) for i, b in zip(dgrad, whole, strict=True))
-    rest = tuple(min(i + w, b) - f for i, w, b, f in zip(dgrad, wgrad, whole, first, strict=True))
+    times = zip(dgrad, costs.weight_grad, whole, first, strict=True)
+    rest = tuple(min(i + w, b) - f for i, w, b, f in times)
     return replace(
         costs, forward=forward, input_grad=first, weight_grad=rest, backward=whole, overlap=None
     )

@@ -123,21 +123,21 @@ class Costs:
         (1, 2.5)
         """
         try:
-            given = json.loads(text)
+            values = json.loads(text)
         except (TypeError, ValueError) as error:
             raise CostError(f"these are not costs as JSON: {error}") from error
-        if not isinstance(given, dict):
-            raise CostError(f"costs as JSON are one object, not {quoted(given)}")
+        if not isinstance(values, dict):
+            raise CostError(f"costs as JSON are one object, not {quoted(values)}")
         known = [field.name for field in fields(cls)]
-        unknown = [name for name in given if name not in known]
+        unknown = [name for name in values if name not in known]
         if unknown:
             raise CostError(
                 f"there are no costs {', '.join(map(quoted, unknown))}; they are {', '.join(known)}"
             )
-        if "release" in given:
-            named = [release for release in Release if release.value == given["release"]]
-            given["release"] = named[0] if named else given["release"]
-        return cls(**given)
+        if "release" in values:
+            named = [release for release in Release if release.value == values["release"]]
+            values["release"] = named[0] if named else values["release"]
+        return cls(**values)
 
     def _values(self) -> list[tuple[str, Cost]]:
         """(name, value) of each cost that is not None."""

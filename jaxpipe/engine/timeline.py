@@ -10,12 +10,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..errors import ParseError, ScheduleError, quoted
+from ..errors import ScheduleError, quoted
 from ..table.activations import Changes, Split, activation_changes, live_activations, split_peaks
-from ..table.encoded import Encoded, plain_rows
-from ..table.kinds import Action, Kind, Overlap, Value, makers, parse_cell, parts
+from ..table.encoded import Encoded
+from ..table.kinds import Action, Kind, Overlap, Value, makers
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ..table.typed import typed
@@ -43,54 +42,24 @@ class Step(NamedTuple):
 
 
 class ActionTimes(Mapping[str, float]):
-    """Times by action: `times["2F0"]`, `times["(0F7;7B3)OVERLAP_F_B"]`, `times[Action(...)]`.
+    """Times by action: `times["2F0"]`, `times["(0F7;7B3)OVERLAP_F_B"]`, `times[Action(...)]`."""
 
-    Times are looked up on demand; the texts of the actions are made only when one iterates.
-    """
-
-    def __init__(self, table: Encoded, times: tuple[float, ...]) -> None:
-        self._table = table
-        self._times = times
+    def __init__(self, table: Encoded, times: Sequence[float]) -> None:
+        self._times: dict[str, float] = {}
+        for number, time in enumerate(times):
+            self._times[table.cell_text(number)] = self._times[table.text(number)] = time
 
     def __getitem__(self, key: str | Action | Overlap) -> float:
-        number = self._number(key)
-        if number < 0:
-            raise KeyError(key)
-        return self._times[number]
-
-    def _number(self, key: str | Action | Overlap) -> int:
-        """The number of an action (of a pair: of its forward half), or -1."""
         try:
-            ((cell,),) = plain_rows(((parse_cell(key) if isinstance(key, str) else key,),))
-        except (ParseError, ScheduleError):
-            return -1
-        numbers = [self._find(half) for half in parts(cell)]
-        if len(numbers) == 2 and numbers[1] != numbers[0] + 1:
-            return -1
-        if len(numbers) == 2 and self._table.last_half[numbers[0]] != numbers[1]:
-            return -1
-        return numbers[0] if numbers else -1
-
-    def _find(self, action: Action) -> int:
-        inside = (
-            0 <= action.stage < self._table.num_stages
-            and 0 <= action.microbatch < self._table.num_microbatches
-        )
-        return int(self._table.at[action.kind, action.stage, action.microbatch]) if inside else -1
+            return self._times[str(key)]
+        except (IndexError, TypeError, ValueError):  # no action has such a text
+            raise KeyError from None
 
     def __iter__(self) -> Iterator[str]:
-        for i in range(self._table.num_actions):
-            if self._table.last_half[i] != i:
-                yield self._table.cell_text(i)
-            yield self._table.text(i)
+        return iter(self._times)
 
     def __len__(self) -> int:
-        return self._table.num_actions + int(
-            (self._table.last_half != np.arange(self._table.num_actions)).sum()
-        )
-
-    def __repr__(self) -> str:
-        return f"<times of {self._table.num_actions} actions>"
+        return len(self._times)
 
 
 @dataclass(frozen=True)
@@ -107,14 +76,14 @@ class Timeline:
     starts: tuple[float, ...]
     ends: tuple[float, ...]
 
-    @property
+    @cached_property
     def start(self) -> ActionTimes:
         """Start by action text; an overlapped pair's text and the texts of its halves are
         all keys.
         """
         return ActionTimes(self.schedule.encoded, self.starts)
 
-    @property
+    @cached_property
     def end(self) -> ActionTimes:
         """End by action text."""
         return ActionTimes(self.schedule.encoded, self.ends)
@@ -361,34 +330,22 @@ class Comparison:
             planned_path += wait + length
             last_end, last_device, last_stage = end, device, stage
         found["another critical path than planned"] = planned_path - self.planned.makespan
-        return tuple(
-            sorted(
-                (Loss(cause, time) for cause, time in found.items()),
-                key=lambda loss: -abs(loss.time),
-            )
-        )
+        losses = (Loss(cause, time) for cause, time in found.items())
+        return tuple(sorted(losses, key=lambda loss: -abs(loss.time)))
 
     def _planned_length(self, number: int) -> float:
         """The planned time of an action of the run (of a pair: of both halves); a whole backward
         may be planned as two halves.
         """
         table = self.ran.schedule.encoded
-        halves = {number, int(table.last_half[number])}
-        if len(halves) > 1:
-            plan = [self._of(n) for n in halves]
-            begin, end = min(b for b, _ in plan), max(e for _, e in plan)
-            return end - begin
-        begin, end = self._of(number)
-        return end - begin
+        plan = [self._of(n) for n in {number, int(table.last_half[number])}]
+        return max(end for _, end in plan) - min(begin for begin, _ in plan)
 
     def _of(self, number: int) -> tuple[float, float]:
         """Planned start and end of an action of the run."""
         ran, plan = self.ran.schedule.encoded, self.planned.schedule.encoded
-        kind, stage, microbatch = (
-            Kind(int(ran.kind[number])),
-            int(ran.stage[number]),
-            int(ran.microbatch[number]),
-        )
+        kind = Kind(int(ran.kind[number]))
+        stage, microbatch = int(ran.stage[number]), int(ran.microbatch[number])
         at = int(plan.at[kind, stage, microbatch])
         if at >= 0:
             return self.planned.starts[at], self.planned.ends[at]
@@ -413,29 +370,19 @@ class Comparison:
         more = ran - planned
         worth = [loss for loss in self.losses if abs(loss.time) > _NOTHING * planned]
         share = f"{abs(more) / planned if planned else 0:.1%} {'more' if more >= 0 else 'less'}"
-        words = f"the step took {ran:.4g}, {share} than the {planned:.4g} planned"
+        text = f"the step took {ran:.4g}, {share} than the {planned:.4g} planned"
         if not worth:
-            return words
-        return f"{words}: " + ", ".join(f"{loss.time:+.3g} in {loss.cause}" for loss in worth[:4])
+            return text
+        return f"{text}: " + ", ".join(f"{loss.time:+.3g} in {loss.cause}" for loss in worth[:4])
 
     def rows(self) -> list[tuple[str, ...]]:
         """Per device: busy and idle time, run and planned; below `COLUMNS`."""
-        found: list[tuple[str, ...]] = []
-        for device in range(self.ran.schedule.num_devices):
-            busy, plan = self.ran.busy[device], self.planned.busy[device]
-            idle, plan_idle = sum(self.ran.idle[device]), sum(self.planned.idle[device])
+        rows: list[tuple[str, ...]] = []
+        for device, (busy, plan) in enumerate(zip(self.ran.busy, self.planned.busy, strict=True)):
             ratio = f"{busy / plan:.3f}" if plan else "-"
-            found.append(
-                (
-                    str(device),
-                    f"{busy:.4g}",
-                    f"{plan:.4g}",
-                    ratio,
-                    f"{idle:.4g}",
-                    f"{plan_idle:.4g}",
-                )
-            )
-        return found
+            idle = (f"{sum(t.idle[device]):.4g}" for t in (self.ran, self.planned))
+            rows.append((str(device), f"{busy:.4g}", f"{plan:.4g}", ratio, *idle))
+        return rows
 
     def __str__(self) -> str:
         lines = [COLUMNS, *self.rows()]
@@ -507,46 +454,25 @@ def steady_period(table: Encoded, starts: Sequence[float], busy: Sequence[float]
     repeats faster than the busiest device works (`busy` is the time of all microbatches) is a group
     of microbatches in one chunk.
     """
-    times = _starts(table, starts)
-    if times is None:
+    microbatches = table.num_microbatches
+    chosen = np.flatnonzero(table.is_compute & table.in_range)
+    when, group = np.array(starts)[chosen], (table.kind * table.num_stages + table.stage)[chosen]
+    _, counts = np.unique(group, return_counts=True)
+    if not len(chosen) or (counts != microbatches).any():
         return None
+    # Per stage and kind, the starts in order.
+    times = when[np.lexsort((when, group))].reshape(-1, microbatches)
     near = _EQUAL * max(1.0, float(times.max()))
-    microbatches = times.shape[1]
     for turn in range(1, min(_LONGEST_TURN, microbatches // 2) + 1):
         later = times[:, turn:] - times[:, :-turn]
         same = np.ptp(later, axis=0) <= near
-        best, length = _longest(later[0], same, near)
-        if (
-            length >= max(2, turn, microbatches / 2 - turn)
-            and best / turn >= max(busy) / microbatches - near
-        ):
-            return best / turn
+        # The longest run of one value where all agree.
+        changes = ~same[1:] | ~same[:-1] | (np.abs(np.diff(later[0])) > near)
+        edges = np.array([0, *np.flatnonzero(changes) + 1, len(same)])
+        lengths = np.where(same[edges[:-1]], np.diff(edges), 0)
+        longest = int(lengths.argmax())
+        period = float(later[0, edges[longest + 1] - 1]) / turn
+        enough = max(2, turn, microbatches / 2 - turn)
+        if lengths[longest] >= enough and period >= max(busy) / microbatches - near:
+            return period
     return None
-
-
-def _starts(table: Encoded, starts: Sequence[float]) -> NDArray[np.float64] | None:
-    """Per stage and kind, the starts in order; None where a stage and kind do not have one for each
-    microbatch.
-    """
-    chosen = np.flatnonzero(table.is_compute & table.in_range)
-    if not len(chosen):
-        return None
-    group = table.kind[chosen] * table.num_stages + table.stage[chosen]
-    when = np.array(starts, np.float64)[chosen]
-    order = np.lexsort((when, group))
-    _, counts = np.unique(group, return_counts=True)
-    if (counts != table.num_microbatches).any():
-        return None
-    found: NDArray[np.float64] = when[order].reshape(-1, table.num_microbatches)
-    return found
-
-
-def _longest(later: NDArray[np.float64], same: NDArray[np.bool_], near: float) -> tuple[float, int]:
-    """The value and length of the longest run of one value where `same` holds."""
-    best, length, run = 0.0, 0, 0
-    for place, (value, holds) in enumerate(zip(later.tolist(), same.tolist(), strict=True)):
-        goes_on = run and abs(value - later[place - 1]) <= near
-        run = (run + 1 if goes_on else 1) if holds else 0
-        if run > length:
-            best, length = value, run
-    return best, length

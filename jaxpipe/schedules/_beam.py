@@ -92,14 +92,7 @@ class Beam:
         self.length = np.array([node.length for node in nodes], np.float64)
         self.begins = np.array([node.begins for node in nodes])
         self.change = np.array([int(node.begins) - int(node.releases) for node in nodes])
-        self._source, self._target = (
-            np.array([a.source for a in arcs]),
-            np.array([a.target for a in arcs]),
-        )
-        self._lag, self._delay = (
-            np.array([a.lag for a in arcs]),
-            np.array([a.delay for a in arcs], np.float64),
-        )
+        self._source, self._target, self._lag, self._delay = map(np.array, zip(*arcs, strict=True))
         # Every node comes after itself, so each has an arc.
         self._first_arc = np.searchsorted(self._target, np.arange(len(nodes)))
         self._cap = shop.cap if shop.cap is not None else len(nodes) * shop.microbatches
@@ -107,11 +100,8 @@ class Beam:
 
     def _empty(self) -> Partial:
         """The schedule with nothing placed."""
-        nodes, devices, microbatches = (
-            len(self.shop.nodes),
-            self.shop.devices,
-            self.shop.microbatches,
-        )
+        shop = self.shop
+        nodes, devices, microbatches = len(shop.nodes), shop.devices, shop.microbatches
         ends = np.full((1, nodes, microbatches + 1), NEVER)
         ends[:, :, microbatches] = -NEVER
         none = np.zeros((1, nodes), np.int64)
@@ -127,7 +117,7 @@ class Beam:
         bounds = _DeviceBounds(self, tails, limit)
         beam, parents, placed = self._empty(), [], []
         for _ in range(len(self.shop.nodes) * self.shop.microbatches):
-            row, node = np.nonzero(self._conflict(self._allowed(beam, self._starts(beam))))
+            row, node = np.nonzero(self._conflict(beam))
             if not len(row):
                 return None
             extended = self._place(beam.take(row), node, tails)
@@ -149,33 +139,26 @@ class Beam:
         """
         at = beam.counts[:, self._target] - self._lag
         rows = np.arange(len(at))[:, None]
-        known = (
-            beam.ends[rows, self._source, np.where(at < 0, self.shop.microbatches, at)]
-            + self._delay
-        )
-        found: Times = np.maximum(
-            np.maximum.reduceat(known, self._first_arc, axis=1), beam.free[:, self.device]
-        )
-        return found
+        at = np.where(at < 0, self.shop.microbatches, at)
+        known = beam.ends[rows, self._source, at] + self._delay
+        ready = np.maximum.reduceat(known, self._first_arc, axis=1)
+        starts: Times = np.maximum(ready, beam.free[:, self.device])
+        return starts
 
-    def _allowed(self, beam: Partial, starts: Times) -> Times:
-        """The starts, NEVER for actions that may not come next."""
-        never = (beam.counts >= self.shop.microbatches) | (
-            self.begins & (beam.live[:, self.device] >= self._cap)
-        )
-        return np.where(never, NEVER, starts)
-
-    def _conflict(self, starts: Times) -> Flags:
+    def _conflict(self, beam: Partial) -> Flags:
         """On the device where an action can end first, the actions that could start before that
         end.
         """
+        full = self.begins & (beam.live[:, self.device] >= self._cap)
+        over = (beam.counts >= self.shop.microbatches) | full
+        starts = np.where(over, NEVER, self._starts(beam))
         ends = starts + self.length
         first = ends.argmin(1)
         rows = np.arange(len(ends))
         end = ends[rows, first]
-        found: Flags = (self.device == self.device[first][:, None]) & (starts < end[:, None])
-        found[rows, first] = np.isfinite(end)
-        return found
+        chosen: Flags = (self.device == self.device[first][:, None]) & (starts < end[:, None])
+        chosen[rows, first] = np.isfinite(end)
+        return chosen
 
     def _place(self, beam: Partial, node: Numbers, tails: Times) -> Partial:
         """Each partial schedule with the next action of a node placed; the arrays are changed in
@@ -227,29 +210,17 @@ class _DeviceBounds:
         todo = left > 0
         known = todo & (starts < NEVER)
         tails = self._tails[np.arange(len(beam.device)), np.where(todo, partial.counts, -1)]
-        alone = np.where(
-            known, np.where(known, starts, 0) + beam.length + np.where(known, tails, 0), 0
-        )
+        alone = np.where(known, starts, 0) + np.where(known, tails, 0) + beam.length
         # An action whose needs are not placed starts no earlier than the first that can.
-        soonest = _finite(np.where(todo, starts, NEVER).min(1, initial=NEVER))[:, None]
-        head = np.where(
-            known, starts, np.where(todo, np.maximum(partial.free[:, beam.device], soonest), NEVER)
-        )
-        heads = np.minimum.reduceat(head[:, self._order], self._first, axis=1)
+        soonest = np.where(known, starts, NEVER).min(1, initial=NEVER)[:, None]
+        later = np.maximum(partial.free[:, beam.device], soonest)
+        head = np.where(known, starts, np.where(todo, later, NEVER))[:, self._order]
+        heads = np.minimum.reduceat(head, self._first, axis=1)[:, self._of]
         work = left[:, self._order] @ self._work
-        together = np.where(
-            todo[:, self._order], _finite(heads)[:, self._of] + work + self._tail, 0
-        )
-        device = np.maximum.reduceat(
-            np.maximum(together, alone[:, self._order]), self._first, axis=1
-        )
-        device = np.maximum(device, partial.free)
+        together = np.where(todo[:, self._order], heads + work + self._tail, 0)
+        device = np.maximum(together, alone[:, self._order])
+        device = np.maximum(np.maximum.reduceat(device, self._first, axis=1), partial.free)
         bound = np.maximum(device.max(1), partial.reached)
         dead = todo.any(1) & ~known.any(1)
-        found: Times = np.where(dead | (bound >= self._limit), NEVER, bound + device.mean(1))
-        return found
-
-
-def _finite(times: Times) -> Times:
-    found: Times = np.where(times < NEVER, times, 0)
-    return found
+        score: Times = np.where(dead | (bound >= self._limit), NEVER, bound + device.mean(1))
+        return score

@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ def list_schedule(
     ]
     run = _Run(rows, instance, caps, patience)
     run.loop.run(run.policy())
-    assert all(device.is_done for device in run.devices), "a reference order got stuck"
+    assert NEVER not in run.loop.ends, "a reference order got stuck"
     actions = [action for row in rows for action in row]
     return ListSchedule(
         [[actions[i] for i in d.out] for d in run.devices],
@@ -87,56 +88,21 @@ def list_schedule(
     )
 
 
-class _Lane:
-    """The actions of one stage and kind in a device's order, of which only the first that is left
-    can run.
+@dataclass(slots=True)
+class _Device:
+    """One device: the rest of its order, its activations, and the actions that it has run.
+
+    Of each stage and kind only the first action that is left can run: the first of its lane.
     """
 
-    __slots__ = ("at", "is_forward", "places")
-
-    def __init__(self, is_forward: bool) -> None:
-        self.places: list[int] = []
-        self.is_forward = is_forward
-        self.at = 0  # how many have run
-
-
-class _Device:
-    """One device: the rest of its order, its activations, and the actions that it has run."""
-
-    __slots__ = (
-        *("cap", "done", "first", "head", "lane_of", "lanes"),
-        *("live", "out", "peak", "pending"),
-    )
-
-    def __init__(self, order: Sequence[Action], first: int, cap: int) -> None:
-        self.cap, self.first = cap, first  # the number of its first action
-        self.done = bytearray(len(order))
-        lanes = {each: _Lane(each[1] is F) for each in dict.fromkeys(a[:2] for a in order)}
-        self.lane_of = [lanes[a[:2]] for a in order]
-        for place, lane in enumerate(self.lane_of):
-            lane.places.append(place)
-        self.lanes = list(lanes.values())
-        self.head = self.live = self.peak = 0
-        self.pending: deque[int] = deque()
-        self.out: list[int] = []
-
-    @property
-    def is_done(self) -> bool:
-        return all(self.done) and not self.pending
-
-    def take(self, place: int) -> int:
-        """Take the action at this place out of the order."""
-        self.done[place] = 1
-        self.lane_of[place].at += 1
-        return self.first + place
-
-    def skip_done(self) -> int:
-        """Move the head to the first action that is not done; return its place."""
-        head, done = self.head, self.done
-        while head < len(done) and done[head]:
-            head += 1
-        self.head = head
-        return head
+    head: int
+    end: int
+    cap: int
+    lanes: list[deque[int]]
+    live: int = 0
+    peak: int = 0
+    pending: deque[int] = field(default_factory=deque)  # each W whose I has run
+    out: list[int] = field(default_factory=list)
 
 
 class _Run:
@@ -168,10 +134,17 @@ class _Run:
         for user, need in enumerate(loop.need):
             if need >= 0:
                 self.reader[need] = user
-        self.devices = [
-            _Device([a for a in row if a.kind is not W], first, cap)
-            for row, first, cap in zip(rows, table.first, caps, strict=False)
-        ]
+        self.done = bytearray(table.num_actions)
+        self.lane: list[deque[int]] = []
+        self.devices = []
+        for row, first, cap in zip(rows, table.first, caps, strict=False):
+            lanes: dict[tuple[int, Kind], deque[int]] = {}
+            for number, (stage, kind, _) in enumerate(row, first):
+                self.lane.append(lanes.setdefault((stage, kind), deque()))
+                self.lane[-1].append(number)
+            end = first + sum(action.kind is not W for action in row)
+            ordered = [lane for (_, kind), lane in lanes.items() if kind is not W]
+            self.devices.append(_Device(first, end, cap, ordered))
 
     def policy(self) -> Iterator[int]:
         """Each device, in order of time, chooses what it starts when it is free or an input has
@@ -212,51 +185,43 @@ class _Run:
 
     def choose(self, device: _Device, time: float) -> int | None:
         """The action that the device starts now, taken out of its order, or None to wait."""
-        head = device.skip_done()
-        if head == len(device.done):
-            return device.pending.popleft() if device.pending else None
-        start = self.loop.ready(device.first + head)
-        full = device.lane_of[head].is_forward and device.live >= device.cap
+        while device.head < device.end and self.done[device.head]:
+            device.head += 1
+        head, pending = device.head, device.pending
+        if head == device.end:
+            return pending.popleft() if pending else None
+        start = self.loop.ready(head)
+        full = self.kind[head] == F and device.live >= device.cap
         if start <= time:
-            return device.pending.popleft() if full else device.take(head)  # a W, to make room
-        place = self._forward(device, time, head, start)
-        if place is not None:
-            return device.take(place)
-        if device.pending and (full or self._has_time_for(device.pending[0], time, start)):
-            return device.pending.popleft()
+            return pending.popleft() if full else self._taken(head)  # a W, to make room
+        number = self._forward(device, time, start)
+        if number is not None:
+            return self._taken(number)
+        if pending and (full or self._has_time_for(pending[0], time, start)):
+            return pending.popleft()
         return None
+
+    def _taken(self, number: int) -> int:
+        """Take an action out of the order."""
+        self.done[number] = 1
+        self.lane[number].popleft()
+        return number
 
     def _has_time_for(self, weight: int, time: float, until: float) -> bool:
         length = self.loop.duration[weight]
         return time + length <= until + self.patience * length
 
-    def _forward(self, device: _Device, time: float, head: int, until: float) -> int | None:
-        """The place of the first action after the head that can be moved up, or None."""
-        found: list[tuple[int, bool]] = []
-        need, ends, latency = self.loop.need, self.loop.ends, self.loop.latency
-        for lane in device.lanes:
-            # Microbatches stay in order within a stage and kind.
-            if lane.at == len(lane.places):
+    def _forward(self, device: _Device, time: float, until: float) -> int | None:
+        """The first action after the head that can be moved up, or None."""
+        loop, kind, done = self.loop, self.kind, self.done
+        ready = sorted(lane[0] for lane in device.lanes if lane and loop.ready(lane[0]) <= time)
+        for number in ready:
+            if until < NEVER and time + loop.duration[number] > until:
                 continue
-            place = lane.places[lane.at]
-            i = device.first + place
-            if (need[i] < 0 or ends[need[i]] + latency[i] <= time) and (
-                until == NEVER or time + self.loop.duration[i] <= until
+            # What the device holds when it has run all of its order before this action, as if
+            # nothing were released meanwhile.
+            if kind[number] != F or device.cap > device.live + sum(
+                kind[i] == F and not done[i] for i in range(device.head, number)
             ):
-                found.append((place, lane.is_forward))
-        for place, is_forward in sorted(found):
-            if not is_forward or self._most_before(device, head, place) < device.cap:
-                return place
+                return number
         return None
-
-    def _most_before(self, device: _Device, head: int, stop: int) -> int:
-        """The most activations that a device holds until it has run what is left of its order
-        before this place, as if nothing were released meanwhile.
-        """
-        live = device.live
-        for place in range(head, stop):
-            if device.done[place]:
-                continue
-            if device.lane_of[place].is_forward:
-                live += 1
-        return live

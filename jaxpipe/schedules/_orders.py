@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise, product
 from typing import NamedTuple, TypeAlias
 
 from ..engine.costs import Costs, StageCosts
-from ..engine.loop import NEVER
 from ..engine.simulate import simulate
 from ..table.activations import Release
 from ..table.kinds import Action, Kind
@@ -22,17 +21,18 @@ from ._rows import actions, alternate, even_groups, in_groups, in_turns, schedul
 Order: TypeAlias = list[list[Action]]
 # microbatches -> the reference order of F and I of each device
 OrderMaker: TypeAlias = Callable[[int], Order]
+F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
 # By what fraction of its length a W may delay the next action: which is best depends on the costs.
-PATIENCE = (0.0, 0.5)
+_PATIENCE = (0.0, 0.5)
 
 
 class Wave(NamedTuple):
-    """The pace of a wave.
+    """The pace of a wave, in units of the time of an action.
 
     Args:
-        out: time of a hop to another device in units of the stage's cost, in chunks 0, 2, ... (of
-            backwards: the last chunk, ...).
+        out: time of a hop to another device, in chunks 0, 2, ... (of backwards: the last chunk,
+            ...).
         back: the same for the other chunks, which in a V lead back to device 0.
         pause: time between the last stage's F and its I.
         period: time from one microbatch to the next.
@@ -44,10 +44,19 @@ class Wave(NamedTuple):
     period: float
 
 
-def wave_order(placement: Placement, costs: StageCosts, wave: Wave, microbatches: int) -> Order:
+def wave_order(placement: Placement, wave: Wave, microbatches: int) -> Order:
     """Each device's F and I in the order in which the wave reaches them."""
-    starts = _starts(placement, costs, wave)
-    return repeated(placement, starts, wave.period, microbatches)
+    last = placement.num_stages - 1
+    times = []
+    for (kind, stage), (_, following) in pairwise(path_of(placement)):
+        chunk = (stage if kind is F else last - stage) // placement.num_devices
+        if stage == following:
+            times.append(1 + wave.pause)
+        elif placement.devices_of[following] == placement.devices_of[stage]:
+            times.append(1.0)
+        else:
+            times.append(wave.back if chunk % 2 else wave.out)
+    return repeated(placement, [0.0, *accumulate(times)], wave.period, microbatches)
 
 
 def repeated(
@@ -72,74 +81,39 @@ def repeated(
 def path_of(placement: Placement) -> list[tuple[Kind, int]]:
     """A microbatch's path through all stages and back."""
     stages = range(placement.num_stages)
-    return [(Kind.F, s) for s in stages] + [(Kind.I, s) for s in reversed(stages)]
+    return [(F, s) for s in stages] + [(I, s) for s in reversed(stages)]
 
 
-def _starts(placement: Placement, costs: StageCosts, wave: Wave) -> list[float]:
-    """When the first microbatch is at each place of its path."""
-    starts: list[float] = [0]
-    for kind, stage in path_of(placement)[:-1]:
-        starts.append(starts[-1] + _step(placement, costs, wave, kind, stage))
-    return starts
+# Of the period with which lives fill the cap, the shortest and the longest that are tried, and how
+# many there are.
+_DENSEST, _SPARSEST, _DENSITIES = 0.7, 1.4, 20
 
 
-def _step(placement: Placement, costs: StageCosts, wave: Wave, kind: Kind, stage: int) -> float:
-    """Time from an action's start to the start of the next on the microbatch's path."""
-    last = placement.num_stages - 1
-    cost = (costs.forward if kind is Kind.F else costs.input_grad)[stage]
-    following = stage + 1 if kind is Kind.F else stage - 1
-    if following > last:
-        return cost + wave.pause
-    if placement.devices_of[following] == placement.devices_of[stage]:
-        return cost
-    chunk = (stage if kind is Kind.F else last - stage) // placement.num_devices
-    return (wave.back if chunk % 2 else wave.out) * (cost + costs.transfer[stage])
+def even_waves(placement: Placement, costs: StageCosts, cap: int) -> Iterator[OrderMaker]:
+    """Waves of many densities in which all forwards take the same time, and all backwards; at last
+    one microbatch after the other, which keeps any cap.
 
-
-def cost_waves(placement: Placement, costs: StageCosts, cap: int) -> list[OrderMaker]:
-    """Waves of several paces, each about as dense as the cap allows, and one so sparse that it
-    keeps any cap.
-
-    A wave keeps the cap if its microbatches stay on a device, all chunks together, for at most
-    `cap` periods.  A somewhat denser one may still fit, and a sparser one leaves `list_schedule`
-    more freedom.
+    A backward takes as long as a forward, or the geometric mean of that and its own time.  With
+    like times, microbatches meet in a like order on every device and wait less, and a tight cap is
+    kept with a shorter period.
     """
-    least = round_of(placement, costs)
-    paces = [(1.0, 1.0), (1.5, 1.5), (2.0, 2.0)] + (
-        [(2.0, 1.0)] if placement.num_chunks > 1 else []
-    )
-    waves = []
-    for out, back in paces:
-        dense = _held_time(placement, costs, Wave(out, back, 0, 0)) / cap
-        waves += [Wave(out, back, 0, max(dense * factor, least / 2)) for factor in (0.7, 1, 1.4)]
-    waves += [Wave(1, 1, pause, least) for pause in (0, costs.weight_grad[-1])]
-    waves.append(Wave(1, 1, 0, 2 * placement.num_stages * least))
-    return [partial(wave_order, placement, costs, wave) for wave in waves]
-
-
-def _held_time(placement: Placement, costs: StageCosts, wave: Wave) -> float:
-    """The longest time that a device holds a microbatch's activations, summed over its chunks."""
-    starts = _starts(placement, costs, wave)
-    held = [
-        starts[-1 - s] - starts[s] + costs.input_grad[s] + costs.weight_grad[s]
-        for s in range(placement.num_stages)
-    ]
-    return max(sum(held[s] for s in stages) for stages in placement.stages_of)
-
-
-def round_of(placement: Placement, costs: StageCosts) -> float:
-    """The time the busiest device needs for one microbatch: no schedule has a shorter period."""
-    each = [
-        sum(times) for times in zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)
-    ]
-    return max(sum(each[s] for s in stages) for stages in placement.stages_of)
+    ratio = sum(costs.input_grad) / (sum(costs.forward) or 1)
+    path = path_of(placement)
+    for pace in sorted({1.0, ratio**0.5}):
+        *starts, end = accumulate((1.0 if kind is F else pace for kind, _ in path), initial=0.0)
+        lives = [[*starts, end][-1 - s] - starts[s] for s in range(placement.num_stages)]
+        dense = max(sum(lives[s] for s in stages) for stages in placement.stages_of) / cap
+        for step in range(_DENSITIES):
+            factor = _DENSEST + (_SPARSEST - _DENSEST) * step / (_DENSITIES - 1)
+            yield partial(repeated, placement, starts, dense * factor)
+    yield partial(repeated, placement, starts, end)
 
 
 # Periods, relative to the work of the busiest device, and times after each hop, relative to a
 # forward, which leave `list_schedule` room.
 _PERIODS = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6)
 _PAUSES = (0.0, 0.05, 0.25)
-_FEW = 2  # of the shortest periods for each pause
+_FEW = 4  # of the shortest periods for each pause
 _ROUNDING = 1e-9
 
 
@@ -152,9 +126,15 @@ def packed_orders(placement: Placement, costs: StageCosts, cap: int) -> Iterator
     Here each action has a place of its own in the turn, and a cap that is below 1F1B's memory is
     kept with a shorter period.
     """
-    least, mean = round_of(placement, costs), sum(costs.forward) / placement.num_stages
-    for pause in _PAUSES:
-        found = 0
+    mean = sum(costs.forward) / placement.num_stages
+    each = [
+        f + i + w
+        for f, i, w in zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)
+    ]
+    # No schedule has a shorter period than the work of the busiest device.
+    least = max(sum(each[s] for s in stages) for stages in placement.stages_of)
+    for pause in _PAUSES if least else ():
+        fitting = 0
         for factor in _PERIODS:
             starts = _packed_starts(placement, costs, factor * least, pause * mean)
             if starts is None:
@@ -162,8 +142,8 @@ def packed_orders(placement: Placement, costs: StageCosts, cap: int) -> Iterator
             maker = partial(repeated, placement, starts, factor * least)
             if max(map(least_peak, maker(2 * cap))) <= cap:
                 yield maker
-                found += 1
-            if found == _FEW:
+                fitting += 1
+            if fitting == _FEW:
                 break
 
 
@@ -180,7 +160,7 @@ def _packed_starts(
         device = placement.devices_of[stage][0]
         if starts and device != here:
             ready += costs.transfer[stage] + pause
-        length = (costs.forward if kind is Kind.F else costs.input_grad)[stage]
+        length = (costs.forward if kind is F else costs.input_grad)[stage]
         times = [ready, *(ready + (at + took - ready) % period for at, took in busy[device])]
         start = next(
             (t for t in sorted(times) if _fits(busy[device], t % period, length, period)), None
@@ -200,27 +180,9 @@ def _fits(busy: list[tuple[float, float]], at: float, length: float, period: flo
     )
 
 
-# Of the period with which lives fill the cap, the longest that is tried, and how many there are.
-_SPARSEST, _DENSITIES = 1.4, 20
-
-
-def even_waves(placement: Placement, costs: StageCosts, cap: int) -> Iterator[OrderMaker]:
-    """Waves of many densities in which all forwards take the same time, and all backwards.
-
-    A backward takes as long as a forward, or the geometric mean of that and its own time.  With
-    like times, microbatches meet in a like order on every device and wait less, and a tight cap is
-    kept with a shorter period.
-    """
-    ratio = sum(costs.input_grad) / (sum(costs.forward) or 1)
-    path = path_of(placement)
-    for pace in sorted({1.0, ratio**0.5}):
-        times = (1.0 if kind is Kind.F else pace for kind, _ in path)
-        starts = [0.0, *accumulate(times)]
-        lives = [starts[-1 - s] - starts[s] for s in range(placement.num_stages)]
-        dense = max(sum(lives[s] for s in stages) for stages in placement.stages_of) / cap
-        for step in range(_DENSITIES):
-            period = dense * (1 + (_SPARSEST - 1) * step / (_DENSITIES - 1))
-            yield partial(repeated, placement, starts[:-1], period)
+def reference_orders(placement: Placement, costs: StageCosts, cap: int) -> list[OrderMaker]:
+    """All orders that are tried under a cap."""
+    return [*even_waves(placement, costs, cap), *packed_orders(placement, costs, cap)]
 
 
 def fitted(
@@ -232,7 +194,7 @@ def fitted(
     The order must fit the cap.
     """
     stages = (costs or Costs()).for_stages(placement.num_stages)
-    makers = [order] if costs is None else [order, *cost_waves(placement, stages, cap)]
+    makers = [order] if costs is None else [order, *reference_orders(placement, stages, cap)]
     release = Release.WEIGHT_GRAD if costs is None else costs.release
     found = best_of(makers, Instance(placement, stages, microbatches, release), cap)
     assert found is not None, f"the order does not fit {cap} activations"
@@ -244,73 +206,46 @@ def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
     return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan)
 
 
-def best_of(makers: Sequence[OrderMaker], instance: Instance, cap: int) -> ListSchedule | None:
-    """The shortest schedule under the cap that follows one of the orders, of equals the one that
-    holds least; None if none fits.
-
-    Many orders, or a long job, are ranked by the first microbatches with no patience: warmup and
-    cooldown do not change with M, so two short runs give the pace of the steady state.  Only the
-    most promising are run in full, with every patience.
-    """
-    placement, costs, microbatches, _ = instance
-    # At least two rounds of P microbatches and a dozen microbatches; an even number of rounds, so
-    # that half of it is whole rounds too.
-    short = 2 * placement.num_devices * -(-6 // placement.num_devices)
-    whole_sequences = 2 * (len(costs.slice_factors) or 1)
-    short = whole_sequences * -(-short // whole_sequences)
-    if len(makers) == 1 or (microbatches <= 2 * short and len(makers) <= _FINALISTS):
-        finalists = list(makers)
-    else:
-        judged = [
-            (_forecast(maker, instance, cap, min(microbatches, short)), place)
-            for place, maker in enumerate(makers)
-        ]
-        finalists = [makers[place] for _, place in sorted(judged)[:_FINALISTS]]
-    pairs = [(maker, patience) for maker in finalists for patience in _patience(costs)]
-    # The most promising come first.
-    affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
-    found = [_trial(maker, instance, cap, patience) for maker, patience in pairs[:affordable]]
-    return min(
-        (f for f in found if f is not None), key=lambda f: (f.makespan, f.peak), default=None
-    )
-
-
 _FINALISTS = 5  # orders that are tried with every patience
 _MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
 
 
-def _forecast(maker: OrderMaker, whole: Instance, cap: int, short: int) -> tuple[float, int]:
-    """Makespan of the whole job, extrapolated from `short` microbatches and half of them,
-    and peak.
+def best_of(makers: Sequence[OrderMaker], instance: Instance, cap: int) -> ListSchedule | None:
+    """The shortest schedule under the cap that follows one of the orders, of equals the one that
+    holds least; None if none fits.
+
+    Many orders are ranked by the first microbatches with no patience.  Only the most promising are
+    run in full, with every patience.
     """
-    half = (short + 1) // 2
-    long = _trial(maker, whole._replace(microbatches=short), cap)
-    first = long
-    if half < short < whole.microbatches:
-        first = _trial(maker, whole._replace(microbatches=half), cap)
-    if first is None or long is None:
-        return NEVER, 0
-    pace = (long.makespan - first.makespan) / max(1, short - half)
-    return long.makespan + pace * (whole.microbatches - short), long.peak
+    placement, costs, microbatches, _ = instance
+    # At least two rounds of P microbatches and a dozen microbatches, of whole sequences.
+    slices = len(costs.slice_factors) or 1
+    short = 2 * placement.num_devices * -(-6 // placement.num_devices)
+    first = instance._replace(microbatches=min(microbatches, slices * -(-short // slices)))
 
+    caps = [cap] * placement.num_devices
 
-def _trial(
-    maker: OrderMaker, instance: Instance, cap: int, patience: float = 0
-) -> ListSchedule | None:
-    """The schedule that follows an order; None where the order does not fit the cap."""
-    order = maker(instance.microbatches)
-    if max(map(least_peak, order)) > cap:
-        return None
-    return list_schedule(order, instance, [cap] * len(order), patience)
+    def fitting(count: int) -> Iterator[tuple[int, Order]]:
+        for place in places:
+            order = makers[place](count)
+            if max(map(least_peak, order)) <= cap:
+                yield place, order
 
-
-def _patience(costs: StageCosts) -> tuple[float, ...]:
-    """The fractions worth trying; where all costs are equal, patience changes nothing."""
-    different = {*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.transfer} - {0}
-    return PATIENCE if len(different) > 1 else PATIENCE[:1]
-
-
-F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
+    places = list(range(len(makers)))
+    if len(makers) > _FINALISTS:
+        judged = [
+            (list_schedule(order, first, caps)[1:], place)
+            for place, order in fitting(first.microbatches)
+        ]
+        places = [place for _, place in sorted(judged)]
+    finalists = [order for _, order in islice(fitting(microbatches), _FINALISTS)]
+    # Where all costs are equal, patience changes nothing.
+    times = {*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.transfer} - {0}
+    pairs = product(finalists, _PATIENCE if len(times) > 1 else (0,))
+    # The most promising come first.
+    affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
+    results = (list_schedule(o, instance, caps, wait) for o, wait in islice(pairs, affordable))
+    return min(results, key=lambda f: (f.makespan, f.peak), default=None)
 
 
 def turn_order(placement: Placement, hop: int, most_ahead: int, microbatches: int) -> Order:

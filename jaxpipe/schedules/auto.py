@@ -25,16 +25,14 @@ from ..table.certificate import Certificate, Objective, Proof
 from ..table.kinds import Action, Cell, Kind
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ..transforms.rewrites import sliced_rows
+from ..transforms.rewrites import merge_backward, sliced_rows
 from ._beam import improved, rows_of
 from ._list_scheduling import Instance, ListSchedule
 from ._orders import (
     Order,
     OrderMaker,
     best_of,
-    cost_waves,
-    even_waves,
-    packed_orders,
+    reference_orders,
     shortest,
     turn_order,
     zbv_order,
@@ -86,7 +84,7 @@ def auto(
     cost the same and V P activations are allowed, the makespan is V M (F + I + W) + (P - 1) F in
     costs of a chunk for M >= P, and no schedule is shorter.
     """
-    given = Costs() if costs is None else costs
+    costs = costs or Costs()
     places = loop_and_vee(devices, chunks)[::-1] if placement is None else [placement]
     _check_fit(places[0], devices, chunks, max_activations, slices)
     if objective is Objective.PERIOD and not search:
@@ -97,7 +95,7 @@ def auto(
     wanted = _Wanted(
         places,
         microbatches,
-        given,
+        costs,
         max_activations,
         chunks * (2 * devices + slices - 1) if max_activations is None else max_activations,
         slices,
@@ -138,21 +136,16 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
     found: list[tuple[ListSchedule, Placement]] = []
     for cap, place in product(caps, wanted.places):
         stages = costs.for_stages(place.num_stages)
-        groups = [[*_known_orders(place, wanted.microbatches), *cost_waves(place, stages, cap)]]
-        if place.num_chunks > 2 and cap < place.num_stages:
-            groups[0] += packed_orders(place, stages, cap)
-            # By themselves: a forecast may prefer the wrong ones of so many.
-            groups.append([*even_waves(place, stages, cap)])
+        orders = _known_orders(place, wanted.microbatches) + reference_orders(place, stages, cap)
         if wanted.slices > 1:
-            groups = [[partial(_sliced_order, m, wanted.slices) for m in group] for group in groups]
+            orders = [partial(_sliced_order, order, wanted.slices) for order in orders]
             factors = costs.slice_factors or (1,) * wanted.slices
             stages = replace(costs, slice_factors=factors).for_stages(place.num_stages)
         instance = Instance(place, stages, wanted.microbatches, wanted.costs.release)
-        tables = [best for group in groups if (best := best_of(group, instance, cap)) is not None]
-        if not tables:
+        best = best_of(orders, instance, cap)
+        if best is None:
             assert wanted.slices > 1, "one microbatch after the other fits any cap"
             continue
-        best = min(tables, key=lambda f: (f.makespan, f.peak))
         found.append((best, place))
         if wanted.slices == 1 and best.makespan <= bound_of(_shop(wanted, place, costs)):
             break
@@ -209,12 +202,14 @@ def _shortest(wanted: _Wanted, split: Schedule) -> Schedule:
     costs = wanted.costs
     if simulate(split, costs).makespan <= _bound(wanted):
         return split
-    starts = [split, *_named(wanted)]
+    # List scheduling is a heuristic: the table for equal costs may be the shorter one.
+    equal = wanted._replace(costs=Costs(release=costs.release))
+    starts = [split, _start(equal), *_named(wanted)]
     if not is_cheapest_in_parts(costs.for_stages(split.num_stages)):
         # The same orders for whole backwards, which are I that take as long, and W that take none.
         stages = costs.for_stages(split.num_stages)
         whole = replace(costs, input_grad=stages.backward, weight_grad=0, backward=None)
-        starts.append(whole_backwards(_listed(wanted, whole)))
+        starts.append(merge_backward(_listed(wanted, whole), delayed=True))
     return replace(mixed(shortest(starts, costs), costs), name="auto", certificate=None)
 
 
@@ -351,11 +346,6 @@ def _known_orders(placement: Placement, microbatches: int) -> list[OrderMaker]:
 _Pass: TypeAlias = tuple[int, int]  # (stage, microbatch)
 _MOST_ACTIONS = 60_000  # of all tables that are simulated together: about half a second
 _SHORTER = 1 - 1e-9
-
-
-def whole_backwards(schedule: Schedule) -> Schedule:
-    """The table with a B where each I is, and no W; no device holds more than before."""
-    return _changed(schedule, {a[::2] for _, _, a in schedule.actions() if a.kind is Kind.I})
 
 
 def mixed(schedule: Schedule, costs: Costs) -> Schedule:

@@ -4,6 +4,9 @@ overlapped pairs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
 from ..table.kinds import Action, Cell, Kind, Overlap
 from ..table.placement import Placement
 from ..table.schedule import Schedule
@@ -85,18 +88,12 @@ def interleaved_1f1b(
     ahead = (chunks - 1) * max(groups) + (slices - 1)
     hop = 1 if lean else 2
     placement = Placement.loop(devices=devices, chunks=chunks)
-    rows: list[list[Action]] = []
-    for device, stages in enumerate(placement.stages_of):
-        forward = in_groups(stages, Kind.F, groups)
-        backward = in_groups(stages[::-1], Kind.B, groups, reverse=whole)
-        rows.append(in_turns(forward, backward, ahead + hop * (devices - 1 - device)))
-    kept = drop_phantoms(rows, microbatches) if sum(groups) > microbatches else rows
-    return Schedule.from_rows(
-        kept,
-        placement=placement,
-        num_microbatches=microbatches,
-        slices=slices,
-    )
+    rows = [
+        in_turns(*passes, ahead + hop * (devices - 1 - device))
+        for device, passes in enumerate(_passes(placement, groups, reverse=whole))
+    ]
+    table = schedule_of(drop_phantoms(rows, microbatches), placement, microbatches)
+    return replace(table, slices=slices)
 
 
 def looped_bfs(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -109,11 +106,7 @@ def looped_bfs(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     suits sharded data parallelism.
     """
     placement = Placement.loop(devices=devices, chunks=chunks)
-    once = (microbatches,)
-    rows = [
-        in_groups(stages, Kind.F, once) + in_groups(stages[::-1], Kind.B, once)
-        for stages in placement.stages_of
-    ]
+    rows = [forward + backward for forward, backward in _passes(placement, (microbatches,))]
     return schedule_of(rows, placement, microbatches)
 
 
@@ -144,15 +137,19 @@ def interleaved_1f1b_overlap(
     groups = groups_of(group_size, devices=devices, microbatches=microbatches)
     placement = Placement.loop(devices=devices, chunks=chunks)
     rows: list[list[Cell]] = []
-    for device, stages in enumerate(placement.stages_of):
-        forward, backward = (
-            in_groups(stages, Kind.F, groups),
-            in_groups(stages[::-1], Kind.B, groups),
-        )
+    for device, (forward, backward) in enumerate(_passes(placement, groups)):
         ahead = min(len(forward), (chunks - 1) * max(groups) + 2 * (devices - 1 - device) + 1)
-        warmup, cooldown = forward[:ahead], backward[len(backward) - ahead :]
         steady = map(Overlap, forward[ahead:], backward[: len(backward) - ahead])
-        rows.append([*warmup, *steady, *cooldown])
-    if sum(groups) > microbatches:
-        rows = drop_phantoms(rows, microbatches)
-    return schedule_of(rows, placement, microbatches)
+        rows.append([*forward[:ahead], *steady, *backward[len(backward) - ahead :]])
+    return schedule_of(drop_phantoms(rows, microbatches), placement, microbatches)
+
+
+def _passes(
+    placement: Placement, groups: Sequence[int], *, reverse: bool = False
+) -> Iterator[tuple[list[Action], list[Action]]]:
+    """Each device's forwards and backwards, by groups of microbatches."""
+    for stages in placement.stages_of:
+        yield (
+            in_groups(stages, Kind.F, groups),
+            in_groups(stages[::-1], Kind.B, groups, reverse=reverse),
+        )

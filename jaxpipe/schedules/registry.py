@@ -94,104 +94,111 @@ class Entry:
     @property
     def options(self) -> tuple[Option, ...]:
         """The generator's own options, and `forward_only`, which every schedule has."""
-        kinds = _option_kinds()
         own = [
             p for p in inspect.signature(self.generator).parameters.values() if p.name not in _SHAPE
         ]
         defaults = {p.name: p.default for p in own} | {"forward_only": False}
-        return tuple(
-            Option(name, default, kinds[name].summary) for name, default in defaults.items()
-        )
+        return tuple(Option(name, value, _KINDS[name].summary) for name, value in defaults.items())
 
 
 _SHAPE = ("devices", "microbatches", "chunks", "slices")
 
 
 class _OptionKind(NamedTuple):
-    """What an option means, and which values it takes."""
+    """Which values an option takes, and what it means."""
 
-    summary: str
-    accepts: Callable[[object], bool]
+    type: type | None  # None where `accepts` says it
     wants: str
+    summary: str
+    accepts: Callable[[Any], bool] = lambda value: True
 
-
-def _instance(of: type, wants: str, summary: str) -> _OptionKind:
-    return _OptionKind(summary, lambda value: isinstance(value, of), wants)
-
-
-def _count(summary: str) -> _OptionKind:
-    return _OptionKind(summary, _is_count, "a whole number of at least 1")
-
-
-def _option_kinds() -> Mapping[str, _OptionKind]:
-    return {
-        "costs": _instance(
-            Costs,
-            "a jaxpipe.Costs",
-            "the times of the actions (a jaxpipe.Costs), to which the order is fitted",
-        ),
-        "forward_only": _instance(bool, "True or False", "leave out all backwards, for evaluation"),
-        "group_size": _count(
-            "microbatches that go through a chunk before the next chunk starts (P or more); "
-            "without it, equal groups of P or more"
-        ),
-        "lean": _instance(
-            bool,
-            "True or False",
-            "warm up with one forward per hop instead of two: fewer activations, and the same "
-            "makespan where transfers take no time",
-        ),
-        "max_activations": _count(
-            "the most activations that a device may hold, if they are released at W"
-        ),
-        "objective": _instance(
-            Objective,
-            "a jaxpipe.table.Objective",
-            "what is made short (a jaxpipe.table.Objective): the whole step, or the time of a "
-            "microbatch in its steady state",
-        ),
-        "search": _OptionKind(
-            "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the "
-            "same on any machine",
-            lambda v: is_number(v) and 0 <= v <= _MOST_SEARCH,
-            f"a number of seconds from 0 to {_MOST_SEARCH:,}",
-        ),
-        "seed": _OptionKind(
-            "of the random choices of `search`",
-            lambda v: is_whole(v) and 0 <= v < 2**31,
-            "a whole number of at least 0",
-        ),
-        "placement": _instance(
-            Placement,
-            "a jaxpipe.Placement",
-            "the devices of the stages (a jaxpipe.Placement); without it a loop or a V, "
-            "whichever gives the shorter schedule",
-        ),
-    }
+    def takes(self, value: object) -> bool:
+        return self.accepts(value) if self.type is None else isinstance(value, self.type)
 
 
 _MOST_SEARCH = 86_400
+_COUNT = "a whole number of at least 1"
+
+
+def _is_count(value: Any, *, most: int | None = MAX_COUNT) -> bool:
+    return is_whole(value) and value >= 1 and (most is None or value <= most)
+
+
+_KINDS = {
+    "costs": _OptionKind(
+        Costs,
+        "a jaxpipe.Costs",
+        "the times of the actions (a jaxpipe.Costs), to which the order is fitted",
+    ),
+    "forward_only": _OptionKind(bool, "True or False", "leave out all backwards, for evaluation"),
+    "group_size": _OptionKind(
+        None,
+        _COUNT,
+        "microbatches that go through a chunk before the next chunk starts (P or more); "
+        "without it, equal groups of P or more",
+        _is_count,
+    ),
+    "lean": _OptionKind(
+        bool,
+        "True or False",
+        "warm up with one forward per hop instead of two: fewer activations, and the same "
+        "makespan where transfers take no time",
+    ),
+    "max_activations": _OptionKind(
+        None,
+        _COUNT,
+        "the most activations that a device may hold, if they are released at W",
+        _is_count,
+    ),
+    "objective": _OptionKind(
+        Objective,
+        "a jaxpipe.table.Objective",
+        "what is made short (a jaxpipe.table.Objective): the whole step, or the time of a "
+        "microbatch in its steady state",
+    ),
+    "search": _OptionKind(
+        None,
+        f"a number of seconds from 0 to {_MOST_SEARCH:,}",
+        "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the "
+        "same on any machine",
+        lambda v: is_number(v) and 0 <= v <= _MOST_SEARCH,
+    ),
+    "seed": _OptionKind(
+        None,
+        "a whole number of at least 0",
+        "of the random choices of `search`",
+        lambda v: is_whole(v) and 0 <= v < 2**31,
+    ),
+    "placement": _OptionKind(
+        Placement,
+        "a jaxpipe.Placement",
+        "the devices of the stages (a jaxpipe.Placement); without it a loop or a V, "
+        "whichever gives the shorter schedule",
+    ),
+}
 _V = "a V goes down the devices and up again"
 
 
-def _entries() -> tuple[Entry, ...]:
-    one, loop, vee = Chunks(), Chunks(natural=2, most=None), Chunks(natural=2, least=2, most=2)
-    looped = "looped_bfs and interleaved_1f1b take several"
-    return (
+_ONE, _LOOP, _VEE = Chunks(), Chunks(natural=2, most=None), Chunks(natural=2, least=2, most=2)
+_LOOPED = "looped_bfs and interleaved_1f1b take several"
+_ZERO_BUBBLE = "interleaved_zb takes several"
+_ENTRIES = {
+    entry.name: entry
+    for entry in (
         Entry("no_pipelining", no_pipelining, Chunks(most=None)),
-        Entry("gpipe", gpipe, one, looped),
-        Entry("1f1b", one_f_one_b, one, looped),
-        Entry("interleaved_1f1b", interleaved_1f1b, loop),
-        Entry("looped_bfs", looped_bfs, loop),
-        Entry("1f1b_overlap", one_f_one_b_overlap, one, "interleaved_1f1b_overlap takes several"),
-        Entry("interleaved_1f1b_overlap", interleaved_1f1b_overlap, loop),
-        Entry("zb_h1", zb_h1, one, "interleaved_zb takes several"),
-        Entry("zb_h2", zb_h2, one, "interleaved_zb takes several"),
-        Entry("zb_1p", zb_1p, one, "interleaved_zb takes several"),
-        Entry("interleaved_zb", interleaved_zb, loop),
-        Entry("zbv", zbv, vee, _V),
-        Entry("v_half", v_half, vee, _V, memory_bound=True),
-        Entry("v_min", v_min, vee, _V, memory_bound=True),
+        Entry("gpipe", gpipe, _ONE, _LOOPED),
+        Entry("1f1b", one_f_one_b, _ONE, _LOOPED),
+        Entry("interleaved_1f1b", interleaved_1f1b, _LOOP),
+        Entry("looped_bfs", looped_bfs, _LOOP),
+        Entry("1f1b_overlap", one_f_one_b_overlap, _ONE, "interleaved_1f1b_overlap takes several"),
+        Entry("interleaved_1f1b_overlap", interleaved_1f1b_overlap, _LOOP),
+        Entry("zb_h1", zb_h1, _ONE, _ZERO_BUBBLE),
+        Entry("zb_h2", zb_h2, _ONE, _ZERO_BUBBLE),
+        Entry("zb_1p", zb_1p, _ONE, _ZERO_BUBBLE),
+        Entry("interleaved_zb", interleaved_zb, _LOOP),
+        Entry("zbv", zbv, _VEE, _V),
+        Entry("v_half", v_half, _VEE, _V, memory_bound=True),
+        Entry("v_min", v_min, _VEE, _V, memory_bound=True),
         Entry(
             "dualpipe",
             dualpipe,
@@ -200,14 +207,15 @@ def _entries() -> tuple[Entry, ...]:
             even_devices=True,
             one_slice="a stage is on two devices, and keeps a sequence on one",
         ),
-        Entry("dualpipev", dualpipev, vee, _V),
+        Entry("dualpipev", dualpipev, _VEE, _V),
         Entry("auto", auto, Chunks(most=None), memory_bound=True),
     )
+}
 
 
 def names() -> tuple[str, ...]:
     """Every name that `build` accepts, sorted."""
-    return tuple(sorted(entry.name for entry in _entries()))
+    return tuple(sorted(_ENTRIES))
 
 
 def describe(name: str) -> Entry:
@@ -219,15 +227,11 @@ def describe(name: str) -> Entry:
     >>> [option.name for option in describe("interleaved_1f1b").options]
     ['group_size', 'lean', 'forward_only']
     """
-    known = {entry.name: entry for entry in _entries()}
-    if isinstance(name, str) and name in known:
-        return known[name]
-    plain = {_plain(n): n for n in known}
-    close = (
-        get_close_matches(_plain(name[:_LONGEST_NAME]), plain, n=1, cutoff=0.7)
-        if isinstance(name, str)
-        else ()
-    )
+    if isinstance(name, str) and name in _ENTRIES:
+        return _ENTRIES[name]
+    plain = {_plain(known): known for known in _ENTRIES}
+    short = _plain(name[:_LONGEST_NAME]) if isinstance(name, str) else ""
+    close = get_close_matches(short, plain, n=1, cutoff=0.7)
     hint = f"did you mean {plain[close[0]]!r}? " if close else ""
     raise ScheduleError(
         f"there is no schedule {quoted(name)}; {hint}The names are {', '.join(names())}"
@@ -278,17 +282,17 @@ def build(
     ScheduleError.refuse(f"{name} cannot be built", faults)
     if chunks is None:
         chunks = entry.chunks.natural
-    given = {key: value for key, value in options.items() if value is not None}
+    arguments = {key: value for key, value in options.items() if value is not None}
     shape = {"devices": int(devices), "microbatches": int(microbatches), "chunks": int(chunks)}
     shape |= {"slices": int(slices)} if slices > 1 else {}
-    schedule = _generated(entry, forward_only, **shape, **given)
-    costs = given.pop("costs", None)
+    schedule = _generated(entry, forward_only, **shape, **arguments)
+    costs = arguments.pop("costs", None)
     # a certified table, or one for slices, began with the better of both itself
     if costs is None or schedule.certificate is not None or slices > 1:
         return schedule
     # List scheduling is a heuristic: in some cases the table that was built without the costs is
     # the shorter one.
-    return shortest((schedule, _generated(entry, forward_only, **shape, **given)), costs)
+    return shortest((schedule, _generated(entry, forward_only, **shape, **arguments)), costs)
 
 
 def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
@@ -312,7 +316,7 @@ def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
 def _slice_faults(entry: Entry, microbatches: Any, slices: Any) -> list[str]:
     """What is wrong with the number of slices of a sequence."""
     if not _is_count(slices):
-        return [f"slices must be a whole number of at least 1, not {quoted(slices)}"]
+        return [f"slices must be {_COUNT}, not {quoted(slices)}"]
     if slices > 1 and entry.one_slice:
         return [f"slices={slices} is not possible: {entry.one_slice}; 1f1b and zbv take slices"]
     if _is_count(microbatches) and microbatches % slices:
@@ -325,92 +329,66 @@ def _slice_faults(entry: Entry, microbatches: Any, slices: Any) -> list[str]:
 
 
 def _faults(
-    entry: Entry,
-    devices: object,
-    microbatches: object,
-    chunks: object,
-    options: Mapping[str, object],
+    entry: Entry, devices: Any, microbatches: Any, chunks: Any, options: Mapping[str, object]
 ) -> list[str]:
     """Everything that is wrong with the arguments of `build`, each with what to write instead."""
-    found = [
-        f"{what} must be a whole number of at least 1, not {quoted(value)}; the nearest that "
-        f"works is {what}=1"
-        for what, value in (("devices", devices), ("microbatches", microbatches))
+    allowed = entry.chunks
+    nearest = allowed.nearest(int(chunks)) if is_whole(chunks) else allowed.natural
+    faults = [
+        f"{name} must be {_COUNT}, not {quoted(value)}; the nearest that works is {name}=1"
+        for name, value in (("devices", devices), ("microbatches", microbatches))
         if not _is_count(value, most=None)
     ]
-    found = found or _size_faults(entry, devices, microbatches, chunks)
-    if entry.even_devices and is_whole(devices) and int(devices) % 2:
-        found.append(
+    fits = _is_count(chunks, most=None) and nearest == chunks
+    faults = faults or _size_faults(devices, microbatches, chunks if fits else allowed.natural)
+    if entry.even_devices and is_whole(devices) and devices % 2:
+        faults.append(
             "devices must be even, since two pipelines run in opposite directions; not "
             f"{quoted(devices)}: write {quoted(int(devices) + 1)}"
         )
-    if chunks is not None and not _fits(entry, chunks):
-        found.append(_chunk_fault(entry, chunks))
-    found += _option_faults(entry, options)
-    return found
+    if chunks is not None and not fits:
+        why = f" ({entry.why_chunks})" if entry.why_chunks else ""
+        faults.append(
+            f"chunks (stages per device) must be {allowed}{why}, not {quoted(chunks)}; the "
+            f"nearest that works is chunks={nearest}"
+        )
+    return faults + _option_faults(entry, options)
 
 
 def _option_faults(entry: Entry, options: Mapping[str, object]) -> list[str]:
     """Options that the schedule does not have, and values of the wrong kind; None always means "not
     given".
     """
-    found = []
+    faults = []
     known = [option.name for option in entry.options]
     for name, value in options.items():
         if name not in known:
             close = get_close_matches(name[:_LONGEST_NAME], known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-            found.append(f"there is no option {quoted(name)}; {hint}")
-            continue
-        kind = _option_kinds()[name]
-        if value is not None and not kind.accepts(value):
-            found.append(f"{name} must be {kind.wants}, not {quoted(value)} ({kind.summary})")
-    return found
+            faults.append(f"there is no option {quoted(name)}; {hint}")
+        elif value is not None and not _KINDS[name].takes(value):
+            kind = _KINDS[name]
+            faults.append(f"{name} must be {kind.wants}, not {quoted(value)} ({kind.summary})")
+    return faults
 
 
-def _size_faults(entry: Entry, devices: Any, microbatches: Any, chunks: Any) -> list[str]:
-    """A table that is too large: what was asked for, and how much is allowed."""
-    devices, microbatches, each = (
-        int(devices),
-        int(microbatches),
-        int(chunks) if _fits(entry, chunks) else entry.chunks.natural,
-    )
+def _size_faults(devices: Any, microbatches: Any, chunks: Any) -> list[str]:
+    """A table that is too large: its size, and how much is allowed."""
     if devices > MAX_DEVICES:
         return [
             f"devices={quoted(devices)} is too many; a table has at most {MAX_DEVICES:,} devices"
         ]
-    if devices * each * microbatches <= MAX_PAIRS:
+    stages = int(devices) * int(chunks)
+    pairs = stages * int(microbatches)
+    if pairs <= MAX_PAIRS:
         return []
-    asked = (
-        f"devices={quoted(devices)}, chunks={quoted(each)} and "
-        f"microbatches={quoted(microbatches)} make"
-    )
-    most = f"a table holds at most {MAX_PAIRS:,}"
-    fits = MAX_PAIRS // (devices * each)
-    hint = f"the nearest that works is microbatches={fits}" if fits else "ask for fewer chunks"
+    most = MAX_PAIRS // stages
+    hint = f"the nearest that works is microbatches={most}" if most else "ask for fewer chunks"
     return [
-        f"{asked} {quoted(devices * each * microbatches)} pairs of stage and microbatch; {most}: "
-        f"{hint}"
+        f"devices={quoted(devices)}, chunks={quoted(chunks)} and "
+        f"microbatches={quoted(microbatches)} make {quoted(pairs)} pairs of stage and microbatch; "
+        f"a table holds at most {MAX_PAIRS:,}: {hint}"
     ]
-
-
-def _fits(entry: Entry, chunks: object) -> bool:
-    if not _is_count(chunks, most=None):
-        return False
-    return entry.chunks.nearest(int(chunks)) == chunks  # type: ignore[call-overload]
-
-
-def _chunk_fault(entry: Entry, chunks: object) -> str:
-    nearest = entry.chunks.nearest(int(chunks)) if is_whole(chunks) else entry.chunks.natural
-    why = f" ({entry.why_chunks})" if entry.why_chunks else ""
-    return (
-        f"chunks (stages per device) must be {entry.chunks}{why}, not {quoted(chunks)}; the "
-        f"nearest that works is chunks={nearest}"
-    )
-
-
-def _is_count(value: object, *, most: int | None = MAX_COUNT) -> bool:
-    return is_whole(value) and value >= 1 and (most is None or value <= most)
 
 
 def _plain(name: str) -> str:

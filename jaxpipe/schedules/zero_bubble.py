@@ -154,7 +154,7 @@ def _shorter(figure: Schedule) -> Schedule:
     """
     placement, microbatches = figure.placement, figure.num_microbatches
     stages = Costs().for_stages(placement.num_stages)
-    order = wave_order(placement, stages, Wave(out=1.5, back=1.5, pause=0, period=3), microbatches)
+    order = wave_order(placement, Wave(out=1.5, back=1.5, pause=0, period=3), microbatches)
     caps = simulate(figure).peak_activations
     if any(least_peak(row) > cap for row, cap in zip(order, caps, strict=True)):
         return figure
@@ -202,5 +202,5 @@ def _from_block(
 ) -> Schedule:
     """The paper's building block, repeated, then list-scheduled under the cap."""
     placement = Placement.vee(devices=devices)
-    order = partial(wave_order, placement, Costs().for_stages(placement.num_stages), block)
+    order = partial(wave_order, placement, block)
     return fitted(order, placement, costs, microbatches, cap=cap)

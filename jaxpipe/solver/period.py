@@ -137,12 +137,9 @@ class _Turn:
         if most < self.least:
             return None
         model = cp_model.CpModel()
-        turn = (
-            model.new_int_var(self.least, most, "")
-            if known is None
-            else model.new_constant(known.turn)
-        )
-        most = most if known is None else known.turn
+        if known is not None:
+            most = known.turn
+        turn = model.new_int_var(self.least if known is None else most, most, "")
         times = self._times(model, turn, most)
         _, _, _, rest, later = times
         self._precedences(times)
@@ -165,10 +162,7 @@ class _Turn:
             return None
         length = int(solver.value(turn))
         starts = tuple(
-            tuple(
-                int(solver.value(r)) + length * int(solver.value(q))
-                for r, q in zip(rs, qs, strict=True)
-            )
+            tuple(solver.value(r) + length * solver.value(q) for r, q in zip(rs, qs, strict=True))
             for rs, qs in zip(rest, later, strict=True)
         )
         return Steady(starts, length, length / self.each)
@@ -197,11 +191,11 @@ class _Turn:
                 ago, j = divmod(i - lag, self.each)
                 turns = later[target][i] - later[source][j] - ago
                 model.add(turns >= 0)
-                for given in range(2 + wait // self.least):
+                for between in range(2 + wait // self.least):
                     more = model.new_bool_var("")
-                    model.add(turns >= given + 1).only_enforce_if(more)
+                    model.add(turns >= between + 1).only_enforce_if(more)
                     model.add(
-                        rest[target][i] + given * turn >= rest[source][j] + wait
+                        rest[target][i] + between * turn >= rest[source][j] + wait
                     ).only_enforce_if(~more)
 
     def _devices(self, times: _Times) -> None:
@@ -237,10 +231,8 @@ class _Turn:
                 end = release[node.stage]
                 for i in range(self.each):
                     size = rest[end][i] + self.lengths[end] - rest[n][i]
-                    full, part = (
-                        model.new_int_var(0, self.late + 1, ""),
-                        model.new_int_var(0, most, ""),
-                    )
+                    full = model.new_int_var(0, self.late + 1, "")
+                    part = model.new_int_var(0, most, "")
                     cases = [model.new_bool_var("") for _ in range(3)]
                     model.add_exactly_one(cases)
                     for case, more in zip(cases, (-1, 0, 1), strict=True):
@@ -248,10 +240,8 @@ class _Turn:
                         model.add(full == later[end][i] - later[n][i] + more).only_enforce_if(case)
                     model.add(part <= turn)
                     for offset in (0, 1):
-                        begin, stop = (
-                            model.new_int_var(0, 2 * most, ""),
-                            model.new_int_var(0, 3 * most, ""),
-                        )
+                        begin = model.new_int_var(0, 2 * most, "")
+                        stop = model.new_int_var(0, 3 * most, "")
                         model.add(begin == rest[n][i] + offset * turn)
                         intervals.append(model.new_interval_var(begin, part, stop, ""))
                     whole.append(full)

@@ -281,8 +281,8 @@ def in_ticks(times: StageCosts) -> tuple[Costs, float, bool]:
     """Times of F, I, W and transfers in whole ticks, each rounded up; the ticks of a unit of cost;
     and whether all are whole numbers of ticks, as fractions of small denominators are.
     """
-    given = {name: getattr(times, name) for name in _TIMES}
-    every = [time for values in given.values() for time in values]
+    fields = {name: getattr(times, name) for name in _TIMES}
+    every = [time for values in fields.values() for time in values]
     fractions = [Fraction(t).limit_denominator(1000) for t in every]
     unit = lcm(*(f.denominator for f in fractions))
     longest = max(every)
@@ -291,7 +291,7 @@ def in_ticks(times: StageCosts) -> tuple[Costs, float, bool]:
     )
     scale = float(unit) if exact else _FINEST / longest if longest else 1.0
     ticks: dict[str, Any] = {
-        name: tuple(ceil(time * scale - 1e-9) for time in values) for name, values in given.items()
+        name: tuple(ceil(time * scale - 1e-9) for time in values) for name, values in fields.items()
     }
     return Costs(**ticks), scale, exact
 

@@ -203,24 +203,24 @@ def fewest_recomputed(
     >>> sorted(str(action) for action in fewest_recomputed(schedule, range(4), 3))
     ['0R3', '0R6']
     """
-    given = {action[::2] for action in again}
+    kept = {action[::2] for action in again}
     found = (
         number
         for row in schedule.rows
-        for number in _of_row(row, set(stages), max_activations, given)
+        for number in _of_row(row, set(stages), max_activations, kept)
     )
     return frozenset(Action(stage, Kind.R, microbatch) for stage, microbatch in found)
 
 
 def _of_row(
-    row: Sequence[Cell], stages: Collection[int], most: int, given: Collection[_Pass]
+    row: Sequence[Cell], stages: Collection[int], most: int, kept: Collection[_Pass]
 ) -> Iterator[_Pass]:
     used, released = _last(row, _USES), _last(row, _RELEASES)
     held: set[_Pass] = set()
     for now, cell in enumerate(row):
         acts = [action for action in parts(cell) if action.kind in (Kind.F, *_USES, Kind.W)]
         # The backward of a recomputed one finds it not held.
-        held.update(a[::2] for a in acts if a.kind is not Kind.F or a[::2] not in given)
+        held.update(a[::2] for a in acts if a.kind is not Kind.F or a[::2] not in kept)
         while len(held) > most:
             waiting = [each for each in held if used[each] > now and each[0] in stages]
             if not waiting:

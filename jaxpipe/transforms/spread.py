@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from ..engine.costs import Costs
+from ..engine.costs import Costs, StageCosts
 from ..engine.loop import NEVER, Insertion
 from ..engine.simulate import simulate
 from ..errors import ScheduleError
 from ..table.kinds import KINDS, Action, Kind
 from ..table.schedule import Schedule, check
 from ..table.typed import typed
-from .align_collectives import align_collectives
 from .rewrites import refuse_transfers, split_backward, without_kinds
 
 # The share of the makespan that devices may lose by waiting for each other before backwards are
@@ -31,9 +30,6 @@ _WORTH_A_SPLIT = 0.01
 # The same for a table of overlapped pairs: with separate W neighbours run unlike ticks, and the
 # program is up to 15 % longer than the table.
 _WORTH_A_SPLIT_OF_PAIRS = 0.03
-# The most gradients of the first stage's input that may wait for a collective action of another
-# kind.
-_MOST_WAITING = 1
 
 
 @typed()
@@ -192,185 +188,198 @@ def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
 
 
 class _Run:
-    """Runs a table action by action, as early as each can start, with collectives as soon as they
-    are due.
+    """Runs a table action by action, as early as each can start, with collectives where they are
+    due.
 
-    An L is due when the last stage's output is ready, and an E when the first stage's device has
-    nothing else to do before its F.  At every collective action, devices also do the E of the first
-    stage's next F, and each G whose gradient is ready: no device waits for that.  A G is due alone
-    where more than one would wait, and when no other collective action follows.
+    An L is due when the last stage's output is ready.  An E is due when the first stage's device
+    has nothing else to do before its F, and a G when too many wait.  At an L, devices also do an E
+    and a G whose gradient is ready, so that collective actions come in equal sets: one that comes
+    alone needs code of its own in the program, or a predicate.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, kinds: frozenset[Kind]) -> None:
         table = schedule.encoded
-        by_stage = costs.for_stages(table.num_stages)
-        self._placed = kinds
-        self._insertion = Insertion(schedule, by_stage)
-        self._loop = self._insertion.loop
-        seconds = set(self._loop.second_half.values())
+        self._insertion = Insertion(schedule, costs.for_stages(table.num_stages))
+        self._loop = loop = self._insertion.loop
+        seconds = set(loop.second_half.values())
         # Per device, the cells that are left, by the number of their first action.
         self._left = [
             deque(i for i in range(a, b) if i not in seconds) for a, b in pairwise(table.first)
         ]
-        # By number, the actions that need its result.
-        self._users: dict[int, list[int]] = {}
-        for user, need in enumerate(self._loop.need):
-            self._users.setdefault(need, []).append(user)
-        devices, hop = table.num_devices, by_stage.transfer if table.num_devices > 1 else None
         # A collective has the number of its first member; that of the table's own ones too.
-        self._own = {collective.members[0] for collective in table.collectives.values()}
-        self._kind = {number: Kind(int(table.kind[number])) for number in self._own}
-        # By action: the collective that reads its result, and the E that it waits for.
+        self._kind = {
+            c.members[0]: Kind(int(table.kind[c.members[0]])) for c in table.collectives.values()
+        }
+        self._own = set(self._kind)
+        # By action: the new collective that reads its result, and the one that it waits for.
         self._source: dict[int, int] = {}
         self._input: dict[int, int] = {}
         for kind in sorted(kinds):
-            end = KINDS[kind].end
-            assert end is not None
-            stage = end.stage % table.num_stages
-            latency = 0 if hop is None else hop[stage]
-            length = max((by_stage.of(kind) or (0,))[:devices])
-            sources, users = (
-                [] if value is None else table.maker(value)[stage].tolist()
-                for value in (end.needs, end.feeds)
-            )
-            for m in range(table.num_microbatches):
-                members = tuple(
-                    self._insertion.add(d, Action(d, kind, m), length) for d in range(devices)
-                )
-                number = members[0]
-                self._loop.groups |= dict.fromkeys(members, members)
-                self._kind[number] = kind
-                if sources:
-                    source = int(table.last_half[sources[m]])
-                    self._loop.wait(number, source, latency)
-                    self._source[source] = number
-                if users and users[m] >= 0:
-                    self._loop.wait(users[m], number, latency)
-                    if kind is Kind.E:
-                        self._input[users[m]] = number
-        self._to_come = sum(map(self._counts, self._kind))
-        # Collective actions that are due alone; each G whose gradient is ready.
-        self._due: list[tuple[float, Kind, int]] = []
-        self._waiting: list[tuple[float, int]] = []
-        self._queue: list[tuple[float, int, int]] = []  # (start, device, cell)
+            self._add(kind, schedule, costs.for_stages(table.num_stages))
+        # By number, the devices of the actions that need its result.
+        self._readers: dict[int, list[int]] = {}
+        for user, need in enumerate(loop.need):
+            self._readers.setdefault(need, []).append(loop.device[user])
+        starts = simulate(schedule, costs).starts
+        self._enter(sorted(range(table.num_actions), key=starts.__getitem__))
+        # The sets that are still to come, with which a G may come.
+        self._sets = sum(map(self._opens_set, self._kind))
+        self._waiting: deque[int] = deque()  # each G whose B has run
+        self._entered = 0  # E that are done, and whose F is not
+        self._queue: list[tuple[float, bool, int]] = []  # time, whether it is a cell, and number
 
-    def _counts(self, number: int) -> bool:
-        """Whether a collective comes whether or not a G waits for it."""
+    def _add(self, kind: Kind, schedule: Schedule, costs: StageCosts) -> None:
+        """A collective of this kind for every microbatch."""
+        table, loop, end = schedule.encoded, self._loop, KINDS[kind].end
+        assert end is not None
+        devices, stage = table.num_devices, end.stage % table.num_stages
+        latency = costs.transfer[stage] if devices > 1 else 0
+        length = max((costs.of(kind) or (0,))[:devices])
+        sources, users = (
+            [-1] * table.num_microbatches if value is None else table.maker(value)[stage].tolist()
+            for value in (end.needs, end.feeds)
+        )
+        for m, (source, user) in enumerate(zip(sources, users, strict=True)):
+            members = tuple(
+                self._insertion.add(d, Action(d, kind, m), length) for d in range(devices)
+            )
+            loop.groups |= dict.fromkeys(members, members)
+            self._kind[members[0]] = kind
+            if source >= 0:
+                source = int(table.last_half[source])
+                loop.wait(members[0], source, latency)
+                self._source[source] = members[0]
+            if user >= 0:
+                loop.wait(user, members[0], latency)
+                self._input[user] = members[0]
+
+    def _enter(self, order: Sequence[int]) -> None:
+        """Choose how many E come with each L: each E comes with the last L before its F that has no
+        other, while few inputs wait.
+        """
+        self._inputs: deque[int] = deque()  # each E that is left, in the order of their F
+        self._with_input: dict[int, int] = {}
+        waiting, most = 0, 1 + len(self._left) // 2
+        for number in reversed(order):
+            if self._kind.get(number) is Kind.L:
+                count = min(waiting, max(1, waiting - most))
+                self._with_input[number], waiting = count, waiting - count
+                first, rest = number, waiting
+            elif self._kind.get(self._input.get(number, -1)) is Kind.E:
+                self._inputs.appendleft(self._input[number])
+                waiting += 1
+        if self._with_input:
+            self._with_input[first] += rest
+
+    def _most(self) -> int:
+        """How many G may wait: more where an L may follow, none where no set does."""
+        if not self._sets:
+            return 0
+        return 2 + len(self._left) // 2 if self._with_input else 1
+
+    def _opens_set(self, number: int) -> bool:
         return self._kind[number] is not Kind.G or number in self._own
 
     def _is_left(self, number: int) -> bool:
         return self._loop.ends[number] == NEVER
 
+    def _halves(self, cell: int) -> tuple[int, ...]:
+        second = self._loop.second_half.get(cell)
+        return (cell,) if second is None else (cell, second)
+
     def table(self) -> Schedule:
         """Run it to its end."""
         found = self._insertion.run(self._policy())
         assert not any(self._left), "a valid table runs to its end"
-        return found if self._placed == {Kind.L} else align_collectives(found)
+        return found
 
     def _policy(self) -> Iterator[int]:
         for device in range(len(self._left)):
             self._offer(device)
-        while self._queue or self._due:
-            if self._due and (not self._queue or self._due[0][0] <= self._queue[0][0]):
-                due, _, number = heapq.heappop(self._due)
-                if self._is_left(number):
-                    yield from self._run_collective(due, number)
+        while self._queue:
+            time, is_cell, number = heapq.heappop(self._queue)
+            if not self._is_left(number):
                 continue
-            start, device, cell = heapq.heappop(self._queue)
-            if start == self._start(device) and self._left[device][0] == cell:
-                yield from self._run(device)
-
-    def _start(self, device: int) -> float:
-        """When a device's next cell can start; `NEVER` where it lacks something, is a collective,
-        or there is none.
-        """
-        left = self._left[device]
-        return NEVER if not left or left[0] in self._loop.groups else self._loop.begin(left[0])
+            if is_cell:
+                if self._loop.begin(number) > time:
+                    self._offer(self._loop.device[number])
+                else:
+                    yield from self._run(number)
+            elif self._opens_set(number):
+                yield from self._collective(number)
+            while len(self._waiting) > self._most() and self._loop.ready(self._waiting[0]) <= time:
+                yield from self._collective(self._waiting[0])
 
     def _offer(self, device: int) -> None:
-        """Put a device's next cell into the queue, if it can start; ask for the collective that it
+        """Put a device's next cell into the queue, if it can start, or the collective that it
         waits for.
         """
-        start, left = self._start(device), self._left[device]
-        if start < NEVER:
-            heapq.heappush(self._queue, (start, device, left[0]))
-        elif left and left[0] in self._loop.groups:
+        loop, left = self._loop, self._left[device]
+        if not left:
+            return
+        start = loop.begin(left[0])
+        if left[0] in loop.groups:
             # One that the table has already, when all devices have reached it.
-            members = self._loop.groups[left[0]]
+            members = loop.groups[left[0]]
             if all(row and row[0] == i for row, i in zip(self._left, members, strict=True)):
-                self._ask(self._loop.ready(members[0]), members[0])
-        elif left:
-            halves = (left[0], self._loop.second_half.get(left[0], left[0]))
-            for number in {self._input[half] for half in halves if half in self._input}:
-                self._ask(self._loop.free[device], number)
+                heapq.heappush(self._queue, (loop.ready(members[0]), False, members[0]))
+        elif start < NEVER:
+            heapq.heappush(self._queue, (start, True, left[0]))
+        else:
+            for half in self._halves(left[0]):
+                if self._kind.get(number := self._input.get(half, -1)) is Kind.E:
+                    heapq.heappush(self._queue, (loop.free[device], False, number))
 
-    def _ask(self, due: float, number: int) -> None:
-        """Have a collective for this."""
-        heapq.heappush(self._due, (due, self._kind[number], number))
-
-    def _run(self, device: int) -> Iterator[int]:
-        cell = self._left[device].popleft()
-        yield cell
-        last = self._loop.second_half.get(cell, cell)
-        if last != cell:
-            yield last
+    def _run(self, cell: int) -> Iterator[int]:
+        device = self._loop.device[cell]
+        self._left[device].popleft()
+        yield from self._halves(cell)
+        last = self._halves(cell)[-1]
+        for half in self._halves(cell):
+            self._entered -= self._kind.get(self._input.get(half, -1)) is Kind.E
         if last in self._source:
             number = self._source[last]
-            there = self._loop.ready(number)
-            if self._kind[number] is not Kind.G:
-                self._ask(there, number)
-            else:
-                heapq.heappush(self._waiting, (there, number))
-                if not self._to_come or len(self._waiting) > _MOST_WAITING:
-                    self._ask(*self._waiting[0])
-        self._offer(device)
-        for user in self._users.get(last, ()):
-            other = self._loop.device[user]
-            if other != device:
-                self._offer(other)
+            if self._kind[number] is Kind.G:
+                self._waiting.append(number)
+            heapq.heappush(self._queue, (self._loop.ready(number), False, number))
+        for other in {device, *self._readers.get(last, ())}:
+            self._offer(other)
 
-    def _run_collective(self, due: float, number: int) -> Iterator[int]:
+    def _collective(self, number: int) -> Iterator[int]:
         """A collective action begins when the last device is free; until then, each device runs
         the actions that fit.
         """
-        begin = max(due, *self._loop.free)
-        moved = True
+        loop, begin, moved = self._loop, self._loop.begin(number), True
         while moved:
             moved = False
-            for device, left in enumerate(self._left):
-                start = self._start(device)
-                if start == NEVER:
-                    continue
-                last = self._loop.second_half.get(left[0], left[0])
-                if start + self._loop.duration[last] <= begin:
-                    yield from self._run(device)
+            for left in self._left:
+                while left and left[0] not in loop.groups and self._fits(left[0], begin):
+                    yield from self._run(left[0])
                     moved = True
-        yield self._taken(number)
-        for following in self._next_inputs() if self._kind[number] is not Kind.E else ():
-            yield self._taken(following)
-        while self._waiting and self._waiting[0][0] <= begin:
-            waiting = heapq.heappop(self._waiting)[1]
-            if self._is_left(waiting):
-                yield self._taken(waiting)
-        while self._waiting and not self._to_come:
-            self._ask(*heapq.heappop(self._waiting))
+        for each in self._set(number):
+            yield each
+            self._sets -= self._opens_set(each)
+            self._entered += self._kind[each] is Kind.E
+            for row, member in zip(self._left, loop.groups[each], strict=True):
+                if row and row[0] == member:  # one that the table has already
+                    row.popleft()
         for device in range(len(self._left)):
             self._offer(device)
 
-    def _next_inputs(self) -> list[int]:
-        """The E of the first stage's next F on each device that has it, where it is not done."""
-        found = []
-        for left in self._left if self._input else ():
-            halves = (half for i in left for half in (i, self._loop.second_half.get(i, -1)))
-            following = next((self._input[half] for half in halves if half in self._input), -1)
-            if following >= 0 and self._is_left(following):
-                found.append(following)
-        return found
+    def _fits(self, cell: int, until: float) -> bool:
+        return self._loop.begin(cell) + self._loop.duration[self._halves(cell)[-1]] <= until
 
-    def _taken(self, number: int) -> int:
-        """A collective that comes now; one of the table's own leaves the rows."""
-        self._to_come -= self._counts(number)
-        if number in self._own:
-            for left in self._left:
-                left.popleft()
-        return number
+    def _set(self, number: int) -> Iterator[int]:
+        """A collective and those that come with it."""
+        yield number
+        if self._kind[number] is not Kind.E:
+            lone = not self._with_input and not self._entered
+            for _ in range(self._with_input.get(number, int(lone))):
+                while self._inputs and not self._is_left(self._inputs[0]):
+                    self._inputs.popleft()
+                if self._inputs:
+                    yield self._inputs.popleft()
+        if self._waiting and self._waiting[0] == number:
+            self._waiting.popleft()
+        elif self._waiting and self._loop.ready(self._waiting[0]) <= self._loop.free[0]:
+            yield self._waiting.popleft()

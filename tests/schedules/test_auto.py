@@ -169,7 +169,7 @@ def test_squeeze_says_what_simulate_finds(seed):
     wave = Wave(
         rng.choice((1, 1.5, 2)), rng.choice((1, 2)), rng.choice((0, 3)), rng.choice((3, 8, 40))
     )
-    order = wave_order(placement, stages, wave, microbatches)
+    order = wave_order(placement, wave, microbatches)
     caps = [least_peak(row) + rng.randint(0, 3) for row in order]
     for patience in (0, 0.5):
         found = list_schedule(order, Instance(placement, stages, microbatches), caps, patience)
@@ -195,7 +195,7 @@ def test_squeezing_never_lengthens_a_figure_at_equal_costs():
     for devices in (2, 3, 5):
         placement = jp.Placement.vee(devices=devices)
         stages = jp.Costs().for_stages(2 * devices)
-        order = wave_order(placement, stages, Wave(1, 1, 2 if devices % 3 == 0 else 0, 6), 12)
+        order = wave_order(placement, Wave(1, 1, 2 if devices % 3 == 0 else 0, 6), 12)
         plain = jp.Schedule.from_rows(
             [list(with_weights(row)) for row in order], placement=placement
         )

@@ -11,7 +11,6 @@ from strategies import random_schedule, randoms
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
 from jaxpipe.table.kinds import parts
-from jaxpipe.transforms.align_collectives import align_collectives
 
 
 def read(text: str) -> Schedule:
@@ -250,16 +249,6 @@ def test_in_bursts_each_l_has_an_e_and_a_g():
     sets = [text for text in "".join(cells).split(".") if text]
     at = sets.index("LEG")
     assert sets[at : at + 12] == ["LEG"] * 12
-
-
-def test_an_e_moves_to_an_l_before_and_a_g_to_one_after():
-    """Those between make room: E2 for E3, G1 for G0; where no L has fewer, they stay."""
-    one = "0E0,0F0,0E1,0F1,0L0,0B0,0L1,0E2,0F2,0E3,0F3,0G0,0B1,0L2,0G1,0B2,0L3,0B3,0G2,0G3"
-    table = read(one + "\n" + one.replace(",0", ",1").replace("0E0", "1E0"))
-    first = ",".join(map(str, align_collectives(table).rows[0]))
-    assert (
-        first == "0E0,0F0,0E1,0F1,0L0,0E2,0B0,0L1,0E3,0F2,0F3,0B1,0L2,0G0,0B2,0L3,0G1,0B3,0G2,0G3"
-    )
 
 
 def test_a_backward_that_would_keep_others_waiting_is_split_unless_told_not_to():
