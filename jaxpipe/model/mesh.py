@@ -22,6 +22,11 @@ def is_spec(value: Any) -> bool:
     return value is None or isinstance(value, PartitionSpec)
 
 
+def holds(prefix: str, name: str) -> bool:
+    """Whether a spec at the path `prefix` applies to the parameter `name`."""
+    return prefix in ("", name) or name.startswith(prefix + "/")
+
+
 def names_of(entry: Any) -> tuple[Any, ...]:
     """The mesh axes that an entry of a PartitionSpec names."""
     if entry is None:

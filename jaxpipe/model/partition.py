@@ -18,10 +18,10 @@ from ..arrays import PyTree, by_path, path_text
 from ..errors import PipelineError
 from ..jaxprs.entry import Part
 from .leaf_plan import LeafPlan, leaf_plans
-from .mesh import is_spec, names_of
+from .mesh import holds, is_spec, names_of
 from .packed import Buffer, Group, InBuffer, Packed, Packing, Parameter
 from .param_layout import Chunks, ParamLayout
-from .settings import Patterns, Sharding, holds
+from .settings import Patterns, Sharding
 from .spread import Cuts, is_padded, own_shape, unpadded
 
 

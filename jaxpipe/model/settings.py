@@ -23,11 +23,6 @@ from .mesh import axes_of, names_of
 _MOST_PATHS = 20  # that a message lists
 
 
-def holds(prefix: str, name: str) -> bool:
-    """Whether a spec at the path `prefix` applies to the parameter `name`."""
-    return prefix in ("", name) or name.startswith(prefix + "/")
-
-
 @dataclass(frozen=True)
 class Patterns:
     """The filter of frozen parameters that regular expressions of paths make."""

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ..arrays import PyTree, by_path, followed, path_text
-from .settings import holds
+from .mesh import holds
 
 # By path of a parameter: the dim that is cut, or None.
 Dims: TypeAlias = "Mapping[str, int | None]"
