@@ -119,7 +119,7 @@ def _calls(sizes: Sizes) -> Mapping[str, Callable[[], Any]]:
     )
     kept = forward(*leaves, x, *once)[len(code.y_avals) :]
     operands = [*leaves, x, *once, *kept, x]
-    stash = input_grad(*operands)[sum(code.x_wanted) :]
+    stash = input_grad(*operands)[len(code.dx_avals) :]
     first = jax.jit(gpt.first)
     first_gradient = jax.jit(lambda p, mb, dx: jax.vjp(lambda q: gpt.first(q, mb), p)[1](dx))
     last = jax.jit(jax.value_and_grad(gpt.last, argnums=(0, 1)))
