@@ -135,12 +135,17 @@ def leaves(model: Llama, pipe: jp.Pipeline) -> list[Leaf | Shared]:
         if packed is None or packed.of(path[2].key) is None:
             name, found = rows(chunk, joined(path[2:]), leaf.shape[1])
             return Leaf(name, leaf, canonical[name].shape[1:], found)
-        paths = packed.of(path[2].key).paths
+        names = [name for name, _ in packed.of(path[2].key).leaves]
         held = []
         for device, form in enumerate(packed.forms):
-            places = {} if form is None else dict(zip(form.paths, packed.places(form), strict=True))
+            own = () if form is None else zip(form.paths, packed.places(form), strict=True)
+            places = {} if form is None else dict(zip(form.names, own, strict=True))
             held.append(
-                tuple((*of_stage(device, chunk, p), places[p]) for p in paths if p in places)
+                tuple(
+                    (*of_stage(device, chunk, places[n][0]), places[n][1])
+                    for n in names
+                    if n in places
+                )
             )
         return Shared(leaf, tuple(held))
 

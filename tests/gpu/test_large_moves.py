@@ -63,7 +63,7 @@ def test_pools_in_the_shape_of_their_values_would_be_transposed(
     """The check has teeth: without `jaxprs.entry` attention's layouts reach the pools."""
     monkeypatch.setattr(Entry, "kept", property(lambda entry: entry.shape))
     monkeypatch.setattr(Entry, "by_row", property(lambda entry: len(entry.shape) > 1))
-    monkeypatch.setattr(Entry, "_folded", lambda entry, value, kept: value.reshape(kept))
-    monkeypatch.setattr(Entry, "_unfolded", lambda entry, kept: kept)
+    monkeypatch.setattr(Entry, "pack", lambda entry, value, missing=0: value)
+    monkeypatch.setattr(Entry, "unpack", lambda entry, kept, missing=0: kept)
     moves = found(replace(case("zb_h1"), microbatches=6))
     assert any(each.move is Move.TRANSPOSE for each in moves)
