@@ -129,7 +129,7 @@ class _Shard:
         return make_extra(self.batch, self.rng, *numbers, wants, self.functions.slices)
 
     def run(self, step: Step) -> Mapping[str, Any]:
-        """Do an action."""
+        """Runs one action and returns the values that it makes."""
         actions = {
             Kind.F: self.forward,
             Kind.R: self.recompute,
@@ -180,16 +180,16 @@ class _Shard:
         return found | {"carry_gradient_out": carry, "buffer_gradient": rows}
 
     def weight_grad(self, step: Step) -> Mapping[str, Any]:
-        """W."""
+        """W: the gradients of the stage's parameters."""
         self._add(step.stage, step.held["stash"])
         return {}
 
     def first_share(self, step: Step) -> Mapping[str, Any]:
-        """E."""
+        """E: a device's share of `first`."""
         return {"out": self._first(step.microbatch)[0]}
 
     def first_share_gradient(self, step: Step) -> Mapping[str, Any]:
-        """G."""
+        """G: the gradient of a device's share of `first`."""
         self._add("first", *self._first(step.microbatch)[1](step.held["y"]))
         return {}
 

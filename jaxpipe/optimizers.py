@@ -421,7 +421,7 @@ def _trees(state: Mapping[str, PyTree]) -> list[PyTree]:
 
 
 def _joined(like: Mapping[str, PyTree], trees: Sequence[PyTree]) -> dict[str, PyTree]:
-    """The inverse."""
+    """The inverse of `_trees`: a tree like the placed parameters."""
     own = iter(trees)
     outer = {key: next(own) for key in OUTER if key in like}
     return {**outer, "stages": like["stages"].like(own)}

@@ -262,7 +262,7 @@ if line.strip():
             pipe.flush()
 
     def close(self) -> None:
-        """Nothing needs to be said."""
+        """Send an empty line (there is nothing to say) and close the pipe."""
         self.say("")
         if self._reader.stdin is not None:
             self._reader.stdin.close()

@@ -118,7 +118,7 @@ class Computation:
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """The same by name."""
+        """The instructions by name."""
         return {each.name: each for each in self.instructions}
 
     @cached_property

@@ -20,7 +20,7 @@ Pairs: TypeAlias = "Sequence[tuple[Any, Any]]"
 
 
 def variables(atoms: Iterable[Any]) -> list[core.Var]:
-    """Without literals."""
+    """The variables among these atoms, without literals."""
     return [v for v in atoms if isinstance(v, core.Var)]
 
 

@@ -54,7 +54,7 @@ class Clock(NamedTuple):
         return self.span * tick + 2 * block
 
     def during(self, tick: IntArray, block: IntArray) -> IntArray:
-        """While a block runs."""
+        """The time at which a block runs."""
         return self.before(tick, block) + 1
 
     def blocks_done(self, tick: IntArray) -> IntArray:
@@ -62,7 +62,7 @@ class Clock(NamedTuple):
         return self.after(tick) - 1
 
     def after(self, tick: IntArray) -> IntArray:
-        """When a tick is over."""
+        """The time at which a tick is over."""
         return self.span * (tick + 1) - 1
 
 

@@ -265,7 +265,7 @@ def refuse_layers(layers: Any, params: Any) -> None:
 
 
 def shape_of(leaf: Any) -> Any:
-    """Its shape and dtype alone."""
+    """The shape and dtype of a leaf."""
     return jax.ShapeDtypeStruct(
         np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     )

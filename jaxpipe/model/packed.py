@@ -263,7 +263,7 @@ class Packed:
 
     @classmethod
     def tree_unflatten(cls, layout: ChunkLayout, children: Sequence[Any]) -> Packed:
-        """The inverse."""
+        """The inverse of `tree_flatten`."""
         return cls(dict(zip(layout.names, children, strict=True)), layout)
 
     @classmethod

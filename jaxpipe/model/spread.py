@@ -109,7 +109,7 @@ def cut_off(tree: PyTree) -> PyTree:
 
 
 def pad_like(like: Any, leaf: Any) -> Any:
-    """The inverse, of one leaf."""
+    """A leaf with the zeros that `like` has at its end."""
     if not is_padded(like) or not jax.tree.leaves(like):
         return like if is_padded(like) else leaf
     widths = [(0, new - old) for new, old in zip(jnp.shape(like.array), leaf.shape, strict=True)]

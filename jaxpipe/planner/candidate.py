@@ -250,7 +250,7 @@ class Candidate:
 
     @property
     def schedule(self) -> Schedule:
-        """Its table."""
+        """The candidate's table."""
         return self.timeline.schedule
 
     @cached_property
@@ -310,7 +310,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """As a table names it."""
+        """The candidate's name in a printed table."""
         parts = [self.choice.label]
         share = self.recomputing / (self.schedule.num_stages * self.schedule.num_microbatches)
         parts += [f"recompute {share:.0%}"] if self.recomputing else []

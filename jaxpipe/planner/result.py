@@ -87,7 +87,7 @@ class PipelinePlan:
         return constructor(model, self.schedule, mesh, **mine | options)
 
     def facts(self) -> dict[str, Any]:
-        """As JSON takes it."""
+        """The plan's fields as values that JSON can hold."""
         own = ("label", "layout", "remat", "spread", "offload", "seconds", "lower_bound", "why")
         return {name: getattr(self, name) for name in own} | {
             "schedule": self.schedule.name,

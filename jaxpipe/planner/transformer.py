@@ -110,7 +110,7 @@ class Transformer:
 
     @property
     def tokens(self) -> float:
-        """Of a microbatch."""
+        """The number of tokens of a microbatch."""
         return self.context * self.rows
 
     @property
@@ -162,7 +162,7 @@ class Transformer:
 
     @property
     def _seconds(self) -> float:
-        """Of a weight."""
+        """The seconds that a weight takes in a forward."""
         return 2 * self.tokens / (self.tensor * self.flops)
 
     def _layer(self) -> LayerCost:

@@ -141,7 +141,7 @@ class Program:
 
     @cached_property
     def slots(self) -> Slots:
-        """The size of each pool."""
+        """The number of slots of each pool."""
         return Slots(**{pool.name.value: pool.slots for pool in self.pools})
 
     def __str__(self) -> str:

@@ -31,7 +31,7 @@ class Record(Generic[A]):
     columns: Mapping[str, A]
 
     def __getattr__(self, name: str) -> A:
-        """A column."""
+        """The column of this name."""
         columns: Mapping[str, A] = self.__dict__.get("columns", {})
         if name not in columns:
             raise AttributeError(name)
@@ -107,7 +107,7 @@ class TickRecord(Generic[A]):
 
     @property
     def columns(self) -> list[A]:
-        """Every column."""
+        """All columns in their order."""
         records = [self.forward, self.backward]
         records += (*self.arrivals, *self.collectives, *self.moves)
         return [column for record in records for column in record.columns.values()]

@@ -249,7 +249,7 @@ class Loop(NamedTuple):
 
     @property
     def ticks(self) -> int:
-        """Of one turn."""
+        """The number of ticks of one turn of the loop."""
         return sum(each.times * each.ticks for each in self.body) or 1
 
     def __str__(self) -> str:

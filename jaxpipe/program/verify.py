@@ -335,7 +335,7 @@ class Accesses(NamedTuple):
 
 
 def _accesses(program: Program, pool: Place, blocks: Sequence[Running]) -> Accesses:
-    """Those of one pool."""
+    """The accesses of one pool."""
     nothing = np.zeros(0, np.int64)
     none = Accesses.of((nothing, nothing), np.zeros((0, 0)), 0, 0, nothing)
     parts = [none, *_of_blocks(program, pool, blocks), *_of_moves(program, pool)]

@@ -39,7 +39,7 @@ class Bar(NamedTuple):
 
     @property
     def length(self) -> float:
-        """Of time."""
+        """The time that a bar takes."""
         return self.end - self.start
 
 
@@ -211,7 +211,7 @@ class Chart:
 
     @property
     def width(self) -> float:
-        """Of the picture."""
+        """The width of the picture in pixels."""
         return self.left + self.span * self.unit + self.right
 
     @property
@@ -221,7 +221,7 @@ class Chart:
 
     @property
     def height(self) -> float:
-        """Of the picture."""
+        """The height of the picture in pixels."""
         return self.legend[-1].y + 15 + PAD
 
     def x(self, time: float) -> float:

@@ -76,7 +76,7 @@ class Partial(NamedTuple):
     reached: Times  # the least makespan after the actions that are placed
 
     def take(self, rows: Numbers) -> Partial:
-        """Some of them."""
+        """The partial tables of these rows."""
         counts, ends, free, live, reached = self
         return Partial(counts[rows], ends[rows], free[rows], live[rows], reached[rows])
 

@@ -106,7 +106,7 @@ class _Turn:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Per node."""
+        """The length of each node."""
         return [int(node.length) for node in self.shop.nodes]
 
     @cached_property

@@ -44,17 +44,17 @@ class StageAction:
 
     @property
     def kind(self) -> Kind:
-        """What it does."""
+        """The kind of the action."""
         return self.use.block.kind
 
     @property
     def code(self) -> StageCode:
-        """The stage's."""
+        """The code of the stage."""
         return self.step.code.kinds[self.stage_kind]
 
     @property
     def operand(self) -> StageOperand:
-        """The stage's."""
+        """The inputs of the stage's code on this device."""
         return self.step.stages[self.use.block.chunk, self.stage_kind]
 
     @property

@@ -102,7 +102,7 @@ class Job:
 
     @property
     def num_microbatches(self) -> int:
-        """M."""
+        """M, the number of microbatches."""
         return self.plan.ticks.schedule.num_microbatches
 
 

@@ -312,7 +312,7 @@ class Move(NamedTuple):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Every column."""
+        """All columns in their order."""
         return (self.value, *self.reads, *self.writes)
 
 
