@@ -119,9 +119,10 @@ class StepRunner:
 
     def check(
         self, params: Any, batch: PyTree, rng: Any, state: Any, *, whole: bool = True
-    ) -> None:
-        """PipelineError, before anything is traced, for parameters that are not placed for this
-        schedule or rows that do not divide; `whole`: into all microbatches of the schedule.
+    ) -> dict[str, PyTree]:
+        """The plans of parameters; PipelineError, before anything is traced, for those that are not
+        placed for this schedule or rows that do not divide; `whole`: into all microbatches of the
+        schedule.
         """
         table, layout = self.schedule, self.partition.layout
         cached = isinstance(batch, Positioned)
@@ -133,8 +134,11 @@ class StepRunner:
             *time_faults(batch, table.slices, self.functions.time),
             *key_faults(rng),
             *state_faults(state, layout, wanted=cached or self.functions.has_state),
-        ] or self.partition.frozen_faults(self.partition.plans(params))
-        PipelineError.refuse("this step cannot be lowered", faults)
+        ]
+        PipelineError.refuse(_REFUSED, faults)
+        plans = self.partition.plans(with_outer(params))
+        PipelineError.refuse(_REFUSED, self.partition.frozen_faults(plans))
+        return plans
 
     def _run(
         self,
@@ -147,14 +151,14 @@ class StepRunner:
         clock: Clock | None = None,
     ) -> tuple[dict[str, Any], Params]:
         """Do a job; `observe`: a tool traces it, which one process may do by itself."""
-        self.check(*arguments, whole=training)
+        plans = self.check(*arguments, whole=training)
         params, batch, *rest = with_outer(arguments[0]), *arguments[1:]
         job = Job(
             plan=self.plan if training else self._forward_plan(batch, outputs=outputs),
             functions=functions,
             partition=self.partition,
             accumulate=self.memory.accumulate,
-            plans=self.partition.plans(params),
+            plans=plans,
             training=training,
             target=self.target,
             outputs=outputs,
@@ -163,7 +167,7 @@ class StepRunner:
         )
         shardings = (
             {key: NamedSharding(job.mesh, spec) for key, spec in job.result_specs.items()},
-            self.partition.shardings(job.plans) if training else {},
+            self.partition.shardings(plans) if training else {},
         )
         run: Callable[..., Any] = partial(self.executor.run, job)
         if self.executor.compiles:
@@ -200,6 +204,7 @@ class StepRunner:
         return compare
 
 
+_REFUSED = "this step cannot be lowered"
 _NO_GRADIENT = (
     "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which "
     "jax.grad and jax.value_and_grad know, "

@@ -333,14 +333,10 @@ class TickEmitter:
         """`[tick, device]`: the stage of which a device runs a block, 0 of a share; NOBODY where
         it runs none.
         """
-        block, record = use.block, self._program.ticks.of(use.block.kind)
-        runs = record.kind == int(block.kind)
-        if block.is_share:
-            return np.where(runs, 0, NOBODY)
-        runs &= record.chunk == block.chunk
-        if block.kind is Kind.F and self._program.schedule.encoded.recomputes:
-            runs &= (record.keeps != 0) == block.keeps
-        return np.where(runs, record.stage, NOBODY)
+        block, ticks = use.block, self._program.ticks
+        runs = self._program.asks(ticks, block)
+        stages = 0 if block.is_share else ticks.of(block.kind).stage
+        return np.where(runs, stages, NOBODY)
 
     def _kinds(self, use: BlockUse, ticks: NDArray[np.int64]) -> NDArray[np.int64]:
         """`[tick, device]`: the kind of the stage of which a device runs a block; NOBODY where it
