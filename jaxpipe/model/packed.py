@@ -481,7 +481,7 @@ def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -
     before = chunk.layout
     pairs = list(zip(before.forms, layout.forms, strict=True))
     kinds = list(dict.fromkeys(pairs))
-    number = jnp.array([kinds.index(pair) for pair in pairs])
+    numbers = [kinds.index(pair) for pair in pairs]
 
     def moved(pair: tuple[TreeForm, TreeForm], own: dict[str, Any]) -> dict[str, Any]:
         old, new = pair
@@ -505,7 +505,7 @@ def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -
             return {**zeros_of(like), **moved(pair, own)}
 
         found = lax.switch(
-            number[lax.axis_index(axis)], [partial(full, pair) for pair in kinds], own
+            jnp.array(numbers)[lax.axis_index(axis)], [partial(full, pair) for pair in kinds], own
         )
         return jax.tree.map(lambda leaf: leaf[None], split(found, _splits(layout, before)))
 
@@ -523,5 +523,5 @@ def _splits(layout: ChunkLayout, other: ChunkLayout) -> dict[str, PartitionSpec]
     found: dict[str, PartitionSpec] = {}
     for old, new in zip(other.forms, layout.forms, strict=True):
         places = zip(new.names, other.places(old, pinned=True), strict=True)
-        found |= {name: place.entry.spec for name, place in places if place.entry.pinned}
-    return found | {buffer.name: buffer.spec for buffer in layout.buffers if buffer.pinned}
+        found |= {name: place.entry.spec for name, place in places if place.flat}
+    return found | {buffer.name: buffer.spec for buffer in layout.buffers}

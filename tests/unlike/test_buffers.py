@@ -295,3 +295,59 @@ def test_another_layout_goes_on(tmp_path):
             _, resumed = checkpoints.restore(begin(pipe, optimizer, canonical()))
         _, losses = train(pipe, optimizer, resumed, 1, tokens())
         assert abs(losses[0] - wanted[0]) <= FLOAT64 * wanted[0]
+
+
+@pytest.mark.slow
+def test_devices_move_their_leaves_without_collectives_of_their_own():
+    """Devices take unlike leaves out of buffers that fsdp splits; a collective that only some of
+    them run would wait for the others forever.
+    """
+    layers = {
+        "t": lambda p, x: jnp.tanh(x @ p),
+        "u": lambda p, x: x * p,
+        "L": lambda p, x, mb: jnp.mean((x @ p - mb["y"]) ** 2),
+    }
+    rng = np.random.default_rng(0)
+    stages = {"t": rng.normal(size=(3, 8, 8)), "u": rng.normal(size=(1, 8))}
+    params = {"stages": stages, "last": rng.normal(size=(8, 2))}
+    batch = {"x": rng.normal(size=(8, 8)), "y": rng.normal(size=(8, 2))}
+    mesh = jax.make_mesh((2, 2), ("pipe", "data"), devices=jax.devices()[:4])
+    model = jp.Model(layers, layers="tuttL")
+    pipe = jp.Pipeline(
+        model,
+        jp.schedules.build("1f1b", devices=2, microbatches=2),
+        mesh,
+        layout="tu|ttL",
+        sharding=jp.Sharding(data="data", fsdp="data"),
+    )
+    rule = jp.per_layer(pipe, optax.lamb(0.1))
+    placed = pipe.place(params)
+    like = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), placed
+    )
+    to = jax.tree.map(lambda a: a.sharding, pipe.init(rule, like))
+    init = jax.jit(rule.init, out_shardings=to)
+    jp.inspect.check_collectives(init.lower(placed).compile(), mesh)
+    state = pipe.init(rule, placed)
+
+    @pipe.jit
+    def step(params, state, batch):
+        _, grads = pipe.value_and_grad(params, batch)
+        updates, state = rule.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    jp.inspect.check_collectives(step.lower(placed, state, batch).compile(), mesh)
+    found = pipe.canonical(step(placed, state, batch)[0])
+    grads = jax.grad(lambda p: model.loss(p, batch, microbatches=2))(params)
+    plain = optax.lamb(0.1)
+
+    def of_layers(function, *trees):
+        own = [{**t["stages"], "L": t["last"][None]} for t in trees]
+        return jax.tree.map(jax.vmap(function), *own)
+
+    def update(p, g):
+        return p + plain.update(g, plain.init(p), p)[0]
+
+    wanted = of_layers(update, params, grads)
+    wanted = {"stages": {k: wanted[k] for k in "tu"}, "last": wanted["L"][0]}
+    assert relative(*jax.device_get((found, wanted))) <= FLOAT64
