@@ -21,6 +21,7 @@ from .errors import PipelineError
 from .model.calls import OUTER_WANTS
 from .model.functions import Extra, Loss, StageOutput, make_extra, split_batch
 from .model.leaf_plan import leaf_plans
+from .model.mesh import outside_contexts
 from .model.param_layout import with_outer
 from .pipeline import Pipeline
 from .spmd.entries import mapped
@@ -75,6 +76,7 @@ class Nonfinite:
         )
 
 
+@outside_contexts
 def find_nonfinite(
     pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None
 ) -> Nonfinite | None:

@@ -17,6 +17,7 @@ from ..arrays import Params, PyTree
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..lowering.target import RunsOn
 from ..model.leaf_plan import PART, LeafPlan, leaf_plans
+from ..model.mesh import outside_contexts
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes, memory_of
@@ -35,6 +36,7 @@ from ..table.kinds import Kind
 from .blocks import Step
 
 
+@outside_contexts
 def memory(
     pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()
 ) -> dict[str, int]:

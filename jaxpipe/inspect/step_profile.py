@@ -14,6 +14,7 @@ from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..engine.timeline import Timeline
 from ..errors import PipelineError, quoted
+from ..model.mesh import outside_contexts
 from ..pipeline import Pipeline
 from ..spmd.body import CANNOT_BE_TIMED, TracedStep
 from ..spmd.entries import on_cpus
@@ -23,6 +24,7 @@ from ..table.schedule import Schedule
 from .blocks import Step
 
 
+@outside_contexts
 def profile(
     pipe: Pipeline,
     params: Params,

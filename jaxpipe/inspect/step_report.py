@@ -86,6 +86,7 @@ from ..lowering.cost_model import cost_parts, program_makespan
 from ..lowering.plan import Plan, plan_of
 from ..lowering.prices import FORWARD, Overheads
 from ..lowering.target import Target
+from ..model.mesh import outside_contexts
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes
 from ..program.ir import Program
@@ -152,6 +153,7 @@ def merged(schedule: Schedule, costs: Costs) -> Costs:
     return Costs(**seconds, unit=costs.unit)
 
 
+@outside_contexts
 def report(
     pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()
 ) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from ..inspect.blocks import (
 )
 from ..jaxprs.equations import count_work, nbytes
 from ..lowering.target import CHIPS, Chip
+from ..model.mesh import outside_contexts
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
@@ -283,6 +284,7 @@ class Measured:
     unit: str
 
 
+@outside_contexts
 def measure_blocks(
     pipe: Pipeline,
     params: Params,

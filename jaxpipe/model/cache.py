@@ -14,6 +14,7 @@ from ..arrays import Params, PyTree
 from ..errors import PipelineError
 from ..table.schedule import Schedule
 from .functions import Functions
+from .mesh import on_mesh
 from .param_layout import Chunks, with_outer
 from .partition import Partition
 from .plain import Plain
@@ -81,7 +82,7 @@ class Caching:
 
         return [
             jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.sequences, *a.shape), a.dtype), tree)
-            for tree in jax.eval_shape(carried, params, batch)
+            for tree in jax.eval_shape(on_mesh(self.partition.mesh, carried), params, batch)
         ]
 
     def positioned(self, cache: Any, batch: PyTree, position: Any) -> Positioned:

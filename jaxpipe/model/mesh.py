@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ..arrays import PyTree
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def is_spec(value: Any) -> bool:
@@ -96,6 +97,32 @@ def explicit_context(mesh: Mesh) -> bool:
     """Whether `jax.set_mesh` made the axes of this mesh explicit around the caller."""
     context = jax.sharding.get_abstract_mesh()
     return AxisType.Explicit in context.axis_types and context.axis_names == mesh.axis_names
+
+
+def outside_contexts(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of a pipeline and of its arguments, run as outside of `jax.set_mesh`: arrays and
+    shapes are on the pipeline's own mesh there.
+    """
+
+    @wraps(function)
+    def call(*arguments: P.args, **keywords: P.kwargs) -> T:
+        if jax.sharding.get_abstract_mesh().empty:
+            return function(*arguments, **keywords)
+        pipe: Any = arguments[0]
+        own = partial(_on_own_mesh, pipe.mesh)
+        with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
+            return function(*jax.tree.map(own, arguments), **jax.tree.map(own, keywords))
+
+    return call
+
+
+def _on_own_mesh(mesh: Mesh, leaf: Any) -> Any:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return leaf
+    to = NamedSharding(mesh, sharding.spec)
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    return with_sharding(leaf, to) if is_shape else jax.device_put(leaf, to)
 
 
 def jit_on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callable[..., T]:

@@ -4,6 +4,7 @@ lies on such a mesh.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe as jp
+from jaxpipe.debug import find_nonfinite
 from jaxpipe.eager import EagerExecutor
 from tests.axes.model import (
     SPECS,
@@ -100,6 +102,53 @@ def test_every_axis_may_be_explicit(options: dict[str, Any]) -> None:
     rows = jax.device_put(batch(4), NamedSharding(mesh, PartitionSpec("data")))
     weights = jax.device_put(canonical(2), NamedSharding(mesh, PartitionSpec()))
     assert wanted_of(pipe, pipe.value_and_grad(pipe.place(weights), rows)) <= FLOAT64
+
+
+@pytest.mark.slow
+def test_tools_take_arrays_of_a_context_of_explicit_axes() -> None:
+    """Tools of a pipeline compile and run programs of their own, some for one device: each is as
+    outside of the context.
+    """
+    rng = np.random.default_rng(0)
+    mesh = jax.make_mesh(
+        (2, 2), ("pipe", "data"), devices=jax.devices()[:4], axis_types=(EXPLICIT,) * 2
+    )
+    layers: dict[str, Callable[..., Any]] = {
+        "t": lambda p, x: jnp.tanh(x @ p),
+        "u": lambda p, x: x * p,
+        "L": lambda p, x, mb: jnp.mean((x @ p - mb["y"]) ** 2),
+    }
+    rows = {"x": rng.normal(size=(8, 8)), "y": rng.normal(size=(8, 2))}
+    last = rng.normal(size=(8, 2))
+    by_letters = {"t": rng.normal(size=(3, 8, 8)), "u": rng.normal(size=(1, 8))}
+    for model, stages, layout in (
+        (jp.Model(layers, layers="tuttL"), by_letters, "tu|ttL"),
+        (jp.Model(layers["t"], last=layers["L"]), by_letters["t"][:2], None),
+    ):
+        weights = {"stages": stages, "last": last}
+        table = jp.schedules.build("1f1b", devices=2, microbatches=2)
+        sharding = jp.Sharding(data="data", fsdp="data")
+        pipe = jp.Pipeline(model, table, mesh, layout=layout, sharding=sharding)
+        rule = jp.per_layer(pipe, optax.lamb(0.1))
+
+        def run(pipe: jp.Pipeline = pipe, rule: Any = rule, weights: Any = weights) -> Any:
+            params = pipe.place(weights)
+            updates, _ = rule.update(params, pipe.init(rule, params), params)
+            assert find_nonfinite(pipe, params, rows) is None
+            assert jp.inspect.profile(pipe, params, rows, repeats=1).makespan > 0
+            jp.measure(pipe.model, weights, jax.tree.map(lambda a: a[:2], rows), repeats=1)
+            sizes = jp.inspect.memory(pipe, params, rows)
+            return (
+                pipe.canonical(updates),
+                sizes,
+                jp.inspect.report(pipe, params, rows)["predicted"],
+            )
+
+        with jax.set_mesh(mesh):
+            found = run()
+        wanted = run()
+        assert found[1:] == wanted[1:]
+        assert worst_error(found[0], wanted[0]) <= FLOAT64
 
 
 def test_under_set_mesh_results_have_the_contexts_axes() -> None:

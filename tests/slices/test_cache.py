@@ -52,6 +52,7 @@ def join(parts):
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
 
 
+EXPLICIT = jax.sharding.AxisType.Explicit
 CASES = [
     ("attention", "gpipe", 2, {}),
     ("recurrent", "interleaved_1f1b", 2, {}),
@@ -128,6 +129,21 @@ def test_a_cache_with_a_tensor_axis():
     for at in (0, 4):
         out, cache = pipe.outputs(placed, part(batch, at, at + 4), cache=cache, position=at)
         found.append(out)
+    assert relative(join(found), plain("attention", params, batch)) < BOUND
+
+
+def test_a_cache_in_a_context_of_explicit_axes():
+    """The shapes of the first cache are found there too, from placed arrays of explicit axes."""
+    model, params, batch = data("attention", 2, 2)
+    mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2], axis_types=(EXPLICIT,))
+    pipe = jp.Pipeline(model, forwards("gpipe", devices=2, slices=2), mesh)
+    with jax.set_mesh(mesh):
+        placed = pipe.place(params)
+        cache = pipe.empty_cache(placed, part(batch, 0, 4), length=TIME)
+        found = []
+        for at in (0, 4):
+            out, cache = pipe.outputs(placed, part(batch, at, at + 4), cache=cache, position=at)
+            found.append(out)
     assert relative(join(found), plain("attention", params, batch)) < BOUND
 
 
