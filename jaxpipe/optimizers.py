@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -14,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree, by_path, followed, path_text, shapes_of
 from .errors import PipelineError
-from .model.mesh import explicit_context
-from .model.own_rules import PROBE, inputs_of, rules_of
+from .model.mesh import on_mesh
+from .model.own_rules import PROBE, init_as_updated, inputs_of, rules_of
 from .model.packed import (
     ChunkLayout,
     Group,
@@ -29,6 +30,7 @@ from .model.packed import (
     repacked,
 )
 from .model.param_layout import OUTER, Chunks
+from .model.placer import Followers
 from .model.spread import cut_off, padded_like
 from .pipeline import Pipeline
 
@@ -136,6 +138,11 @@ class _PerLayer:
     layer_axis: bool
     checked: set[Any] = field(default_factory=set)
 
+    @cached_property
+    def _init(self) -> Callable[[PyTree], PyTree]:
+        """The state of a rule, with the dtypes that updates give it."""
+        return init_as_updated(self.optimizer, self.pipe.memory.accumulate)
+
     def init(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         if PROBE in params:
             return {}
@@ -145,7 +152,7 @@ class _PerLayer:
         found = []
         for part in parts:
             stacks = self._stacks(part).items()
-            states = {name: one.apply(self.optimizer.init, one.tree) for name, one in stacks}
+            states = {name: one.apply(self._init, one.tree) for name, one in stacks}
             found.append(self._kept(part, states))
         return _joined(params, found)
 
@@ -158,6 +165,23 @@ class _PerLayer:
     ) -> tuple[PyTree, PyTree]:
         if PROBE in grads:
             return dict(grads), state
+
+        def shardings(grads: Mapping[str, PyTree], state: PyTree, *_: Any) -> tuple[PyTree, PyTree]:
+            partition = self.pipe.partition
+            own = partition.shardings(partition.plans(grads))
+            return own, Followers(grads, partition).shardings(state)
+
+        run = on_mesh(self.pipe.mesh, self._updated, shardings)
+        updates: tuple[PyTree, PyTree] = run(grads, state, params, extra)
+        return updates
+
+    def _updated(
+        self,
+        grads: Mapping[str, PyTree],
+        state: Mapping[str, PyTree],
+        params: Any,
+        extra: dict[str, Any],
+    ) -> tuple[PyTree, PyTree]:
         parts = self._parts(grads)
         weights = [None] * len(parts) if params is None else self._parts(params)
         updates, after = [], []
@@ -270,7 +294,7 @@ class _PerLayer:
         leaves = self._repacked(states, states.layout.separate).leaves
         found = {}
         for name, stack in stacks.items():
-            like = stack.state(self.optimizer.init)
+            like = stack.state(self._init)
             own = [leaves[path] for path in _state_leaves(name, like)]
             found[name] = jax.tree.unflatten(jax.tree.structure(like), own)
         return found
@@ -299,7 +323,7 @@ class _PerLayer:
             there = {name: arrays[name] if name in form.names else None for name in seats}
             own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), there)
             stacks = _by_stack(seats, own, int(self._layered)).items()
-            state = _state_tree({name: stack.state(self.optimizer.init) for name, stack in stacks})
+            state = _state_tree({name: stack.state(self._init) for name, stack in stacks})
             return jax.tree_util.tree_map_with_path(with_dtype, state)
 
         known = {form: own_state(form) for form in {*layout.forms}}
@@ -340,8 +364,6 @@ class _PerLayer:
         to every device.
         """
         pipe, layout = self.pipe, state.layout if isinstance(state, Packed) else None
-        if explicit_context(pipe.mesh):
-            return state
 
         def constrain(path: Any, leaf: Any) -> Any:
             buffer = None if layout is None else layout.of(path_text(path))
