@@ -20,9 +20,9 @@ from .arrays import Params, PyTree, by_index, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
 from .model.functions import Extra, Loss, StageOutput, make_extra, split_batch
-from .model.leaf_plan import leaf_plans
-from .model.mesh import outside_contexts
 from .model.param_layout import with_outer
+from .model.partition import leaf_plans
+from .model.settings import outside_contexts
 from .pipeline import Pipeline
 from .spmd.entries import mapped
 from .spmd.step import shard_key

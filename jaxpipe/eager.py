@@ -20,8 +20,8 @@ from .arrays import Params, PyTree, stacked, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
 from .model.functions import StageOutput, make_extra
-from .model.leaf_plan import LeafPlan, leaf_plans
 from .model.param_layout import OUTER
+from .model.partition import LeafPlan, leaf_plans
 from .program.interpret import Step, interpret
 from .program.verify import verify
 from .spmd.step import accumulator_dtype, merged_state, totals

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree, by_path, followed, path_text, shapes_of
 from .errors import PipelineError
-from .model.mesh import explicit_context
+from .model.calls import cut_off, padded_like
 from .model.own_rules import PROBE, inputs_of, rules_of
 from .model.packed import (
     ChunkLayout,
@@ -29,7 +29,7 @@ from .model.packed import (
     repacked,
 )
 from .model.param_layout import OUTER, Chunks
-from .model.spread import cut_off, padded_like
+from .model.settings import explicit_context
 from .pipeline import Pipeline
 
 

@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .arrays import PyTree, path_text, shapes_of
 from .errors import CheckpointError
-from .model.mesh import has
 from .model.packed import Packed
 from .model.param_layout import Chunks, owner_faults
 from .model.placer import Follow, Followers, Placer, is_params
+from .model.settings import has
 from .pipeline import Pipeline
 
 OWN_STATE = "state"

@@ -23,12 +23,10 @@ from .fingerprint import compare_first_step
 from .lowering.plan import Plan, plan_of
 from .lowering.target import Target
 from .model.arguments import batch_faults, key_faults, param_faults, state_faults
-from .model.functions import Functions
-from .model.mesh import on_mesh
+from .model.functions import Functions, Positioned, time_faults
 from .model.param_layout import with_outer
 from .model.partition import Partition
-from .model.settings import Memory
-from .model.slices import Positioned, time_faults
+from .model.settings import Memory, on_mesh
 from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.effects import Offload

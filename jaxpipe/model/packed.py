@@ -22,7 +22,7 @@ from ..arrays import PyTree, by_path, zeros_of
 from ..errors import PipelineError
 from ..jaxprs.entry import Entry, Part
 from ..jaxprs.slots import Piece
-from .mesh import jit_on_mesh
+from .settings import jit_on_mesh
 
 
 class Place(NamedTuple):

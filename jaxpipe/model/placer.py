@@ -19,12 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import Params, PyTree, followed, path_text, shapes_of
 from ..errors import PipelineError
-from .leaf_plan import leaf_plans
-from .mesh import Mover, explicit_context, has, names_of, trimmed, with_sharding
+from .calls import cut_off, is_padded, pad_like, unpadded
 from .packed import Packed, is_missing, repacked
 from .param_layout import OUTER, State, owner_faults
-from .partition import Partition
-from .spread import cut_off, is_padded, pad_like, unpadded
+from .partition import Partition, leaf_plans
+from .settings import Mover, explicit_context, has, names_of, trimmed, with_sharding
 
 
 @dataclass(frozen=True)

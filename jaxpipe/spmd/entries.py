@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..arrays import Leaves, PyTree
 from ..jaxprs.collectives import Reductions
 from ..jaxprs.entry import Entry, Part
-from ..model.leaf_plan import leaf_plans
+from ..model.partition import leaf_plans
 from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, inexact, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode

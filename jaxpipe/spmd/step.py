@@ -19,12 +19,11 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, Scalar, summable, wider
 from ..jaxprs.slots import Piece, Total, TotalPiece
-from ..model.calls import OUTER_WANTS
+from ..model.calls import OUTER_WANTS, unpadded
 from ..model.functions import make_extra
-from ..model.leaf_plan import gather, leaf_plans, reduce_gradients, trained, with_frozen
 from ..model.packed import Places, on_one_device
 from ..model.param_layout import OUTER, Chunks
-from ..model.spread import unpadded
+from ..model.partition import gather, leaf_plans, reduce_gradients, trained, with_frozen
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import Inputs, ModelCode, trace_model

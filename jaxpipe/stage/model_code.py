@@ -22,7 +22,7 @@ from ..jaxprs.equations import Atom, reads
 from ..jaxprs.flatten import flatten
 from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Functions, StageOutput, make_extra
-from ..model.leaf_plan import LeafPlan, leaf_plans
+from ..model.partition import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Offload, Place, longest
