@@ -185,7 +185,7 @@ class _Search:
     def _specs(self, call: _Call) -> tuple[PyTree, ...]:
         """How these are split over the data axes along which functions are given local parts."""
         if call.function == "stage":
-            own = self.pipe.layout.leaves_of(call.stage, self.plans["stages"])
+            own = self.pipe.layout.held(call.stage, self.plans["stages"]).leaves
         else:
             own = leaf_plans(self.plans[call.function])
         both = zip(self._params(call), (own, leaf_plans(self.plans["shared"])), strict=True)

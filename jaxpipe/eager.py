@@ -89,7 +89,7 @@ class _Shard:
         self.params: dict[Any, PyTree] = {key: params[key] for key in OUTER}
         self.params |= {s: layout.of_stage(s, params["stages"]) for s in self.stages}
         plans: dict[Any, list[LeafPlan]] = {key: leaf_plans(job.plans[key]) for key in OUTER}
-        plans |= {s: layout.leaves_of(s, job.plans["stages"]) for s in self.stages}
+        plans |= {s: layout.held(s, job.plans["stages"]).leaves for s in self.stages}
         self.total = {key: self._zeros(tree, plans[key]) for key, tree in self.params.items()}
         self.like = params["stages"]
         self.state = [layout.of_stage(s, state) if state else () for s in self.stages]

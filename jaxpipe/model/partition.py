@@ -19,7 +19,7 @@ from ..arrays import PyTree, by_path, path_text
 from ..errors import PipelineError
 from ..jaxprs.entry import Part
 from .calls import Cuts, is_padded, own_shape, unpadded
-from .packed import Buffer, Group, InBuffer, Packed, Packing, Parameter
+from .packed import Buffer, Group, InBuffer, Packed, Parameter, storage_faults
 from .param_layout import Chunks, ParamLayout
 from .settings import Patterns, Sharding, holds, is_spec, names_of, trimmed
 
@@ -340,7 +340,7 @@ class Partition:
 
         def plan(name: str, leaf: Any) -> LeafPlan:
             buffer = chunk.layout.of(name)
-            faults.extend(self.packing.faults(inside[name], leaf.dtype, buffer))
+            faults.extend(storage_faults(inside[name], leaf.dtype, self.kept))
             return self._plan([own for own, _ in inside[name]], leaf, faults, buffer=buffer)
 
         leaves = chunk.leaves.items()
@@ -368,33 +368,32 @@ class Partition:
             faults += self._spec_faults(own.path, own.shape, self._spec(own))
         return replace(
             self._split("stages", shape, buffer.spec, faults),
-            frozen=buffer.group is Group.FROZEN,
-            pinned=buffer.pinned,
+            frozen=buffer.kept.group is Group.FROZEN,
+            pinned=buffer.kept.pinned,
             parameters=tuple(parameters),
         )
 
-    @cached_property
-    def packing(self) -> Packing:
+    def kept(self, own: Parameter, dtype: Any) -> InBuffer:
         """Which parameters of unlike stages may share a buffer: frozen ones with each other, and
         trained ones, split over the same axes.
         """
+        spec, frozen = self._spec_of_stack(own), self._is_frozen(own, dtype)
+        # `plans` lists these; and a buffer's shape is the same outside and inside of a step
+        faults = self._spec_faults(own.path, own.shape, self._spec(own))
+        if faults or self._held(spec) or not (frozen or jnp.issubdtype(dtype, jnp.inexact)):
+            return self.in_buffer(Group.ALONE)
+        parts = tuple(
+            Part(dim, names_of(entry), count)
+            for dim, entry in enumerate(spec or ())
+            if (count := math.prod(self.mesh.shape[axis] for axis in names_of(entry))) > 1
+        )
+        return self.in_buffer(Group.FROZEN if frozen else Group.TRAINED, parts)
 
-        def kept(own: Parameter, dtype: Any) -> InBuffer:
-            spec, frozen = self._spec_of_stack(own), self._is_frozen(own, dtype)
-            # `plans` lists these; and a buffer's shape is the same outside and inside of a step
-            faults = self._spec_faults(own.path, own.shape, self._spec(own))
-            if faults or self._held(spec) or not (frozen or jnp.issubdtype(dtype, jnp.inexact)):
-                return InBuffer(Group.ALONE)
-            parts = tuple(
-                Part(dim, names_of(entry), count)
-                for dim, entry in enumerate(spec or ())
-                if (count := math.prod(self.mesh.shape[axis] for axis in names_of(entry))) > 1
-            )
-            return InBuffer(Group.FROZEN if frozen else Group.TRAINED, parts)
-
+    def in_buffer(self, group: Group, parts: tuple[Part, ...] = ()) -> InBuffer:
+        """The storage of a leaf of this group on this mesh."""
         fsdp = self.sharding.fsdp
         multiple = 1 if fsdp is None else self.mesh.shape[fsdp]
-        return Packing(kept, multiple, bool(self.auto_axes), self._layered)
+        return InBuffer(group, parts, multiple, bool(self.auto_axes))
 
     @property
     def auto_axes(self) -> tuple[str, ...]:

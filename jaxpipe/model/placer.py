@@ -290,7 +290,7 @@ class Placer:
     # Canonical to placed
 
     def _arranged(self, tree: Params) -> dict[str, PyTree]:
-        stages = self._layout.place_stages(tree["stages"], self._partition.packing)
+        stages = self._layout.place_stages(tree["stages"], self._partition.kept)
         return {**self._padded_outer(tree), "stages": stages}
 
     def _arranged_where_traced(self, tree: Params) -> dict[str, PyTree]:

@@ -154,7 +154,7 @@ def param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[Partition
     """How the partitioner splits a stage's own parameters and the shared ones."""
     chunk, _ = job.layout.where(stage)
     own = _split_as(job.plans["stages"][chunk])
-    places = job.layout.places(stage, owned)
+    places = job.layout.held(stage, owned).places
     own = [place.entry.spec if place.flat else own[place.at] for place in places]
     return [*own, *_split_as(job.plans["shared"])]
 

@@ -21,7 +21,7 @@ from ..arrays import Leaves, Params, PyTree, Scalar, summable, wider
 from ..jaxprs.slots import Piece, Total, TotalPiece
 from ..model.calls import OUTER_WANTS, unpadded
 from ..model.functions import make_extra
-from ..model.packed import Places, on_one_device
+from ..model.packed import Places
 from ..model.param_layout import OUTER, Chunks
 from ..model.partition import gather, leaf_plans, reduce_gradients, trained, with_frozen
 from ..stage.code import run
@@ -49,7 +49,7 @@ def prepare(
         batch = job.functions.split(batch, job.num_microbatches)
         rng = shard_key(rng, job.data_axes, job.data_size)
         owned = [
-            on_one_device(gather(tree, plan))
+            gather(tree, plan)
             for tree, plan in zip([*map(mine, params["stages"])], job.plans["stages"], strict=True)
         ]
         kept = tuple(map(mine, kept))
@@ -160,7 +160,7 @@ class DeviceStep:
 
     def _operand(self, chunk: int, stage: int) -> StageOperand:
         layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
-        leaves, places = jax.tree.leaves(self.chunks[chunk]), layout.places(stage, self.chunks)
+        leaves, places = jax.tree.leaves(self.chunks[chunk]), layout.held(stage, self.chunks).places
         params = [Piece(leaves[p.at], p.start, p.entry) if p.flat else leaves[p.at] for p in places]
         params += jax.tree.leaves(self.inputs.shared)
         code = self.code.kinds[self.code.kind_of[stage]]
@@ -168,7 +168,7 @@ class DeviceStep:
         return StageOperand(
             params,
             once=run(code.hoist, *code.consts, *whole),
-            state_places=layout.places(stage, kept) if kept else (),
+            state_places=layout.held(stage, kept).places if kept else (),
             gradient_places=tuple(place for place in places if not plans[place.at].frozen),
             splits=tuple(
                 PartitionSpec(*plan.auto) if self.job.target.on_tpus else None for plan in plans
