@@ -18,7 +18,7 @@ from .arrays import PyTree, path_text, shapes_of
 from .errors import CheckpointError
 from .model.packed import Packed
 from .model.param_layout import Chunks, owner_faults
-from .model.placer import Follow, Followers, Placer, is_params
+from .model.placer import Follow, Followers, Placer, is_params, merged
 from .model.settings import has
 from .pipeline import Pipeline
 
@@ -57,7 +57,7 @@ class PortableState:
             kept = [key for key in node if key == "stages" or jax.tree.leaves(node[key])]
             node, follows = ({key: tree[key] for key in kept} for tree in (node, follows))
             if self._placer is None:
-                return jax.tree.map(self._merged, node, follows)
+                return jax.tree.map(self._of_plain, node, follows)
             _check_single_values(path, node["stages"], follows["stages"])
             return self._placer.in_model_order(node, follows, layer_axis=self.layer_axis)
 
@@ -81,7 +81,7 @@ class PortableState:
                     lambda leaf, to: _reshaped(leaf, to.shape), {**node, **found}, node
                 )
             shapes = shapes_of(node)
-            return self._placer.placed_like(found, shapes, follows, layer_axis=self.layer_axis)
+            return self._placer.placed_like(found, shapes, follows)
 
         tree: Any = jax.tree.structure(like, is_leaf=is_params)
         values = tree.unflatten(jax.tree.leaves(dict(canonical), is_leaf=is_params))
@@ -121,7 +121,8 @@ class PortableState:
                     f"{name}: chunks of stages have unlike structures; a mask must treat every "
                     "stage the same"
                 )
-            found = followers.of(node, own=path == (jax.tree_util.DictKey(OWN_STATE),))
+            of_stages = path == (jax.tree_util.DictKey(OWN_STATE),)
+            found = jax.tree.map(lambda _: Follow(), node) if of_stages else followers.of(node)
             leaves = jax.tree_util.tree_leaves_with_path(node)
             for (p, leaf), rule in zip(leaves, jax.tree.leaves(found), strict=True):
                 where = path_text((*path, *p))
@@ -149,12 +150,9 @@ class PortableState:
     def _placer(self) -> Placer | None:
         return None if self.pipe is None else Placer(self.pipe.partition)
 
-    def _merged(self, leaf: Any, rule: Follow) -> Any:
-        """A leaf of a plain program, of stages [S, layers, ...] as [S * layers, ...]."""
-        lead, own = leaf.shape[: rule.lead], leaf.shape[rule.lead :]
-        if self.layer_axis and rule.stage and rule.follows and len(own) > 1:
-            own = (own[0] * own[1], *own[2:])
-        return _reshaped(leaf, (*lead, *own))
+    def _of_plain(self, leaf: Any, rule: Follow) -> Any:
+        """A leaf of a plain program in the canonical layout."""
+        return _reshaped(leaf, merged(leaf.shape, rule) if self.layer_axis else leaf.shape)
 
     def _from_host(self, value: Any, like: Any) -> Any:
         """The inverse of `_on_host`: a number as it was, an array on the whole mesh."""

@@ -169,7 +169,7 @@ class StepRunner:
         )
         run: Callable[..., Any] = partial(self.executor.run, job)
         if self.executor.compiles:
-            run = on_mesh(job.mesh, run, lambda *_: shardings)
+            run = on_mesh(job.mesh, run, shardings)
         results, grads = run(params, batch, *rest)
         if not self.executor.compiles:
             results, grads = jax.tree.map(

@@ -14,7 +14,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
@@ -58,34 +57,31 @@ def automatic(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def on_mesh(
-    mesh: Mesh, function: Callable[..., T], to: Callable[..., Any] | None = None
-) -> Callable[..., T]:
+def on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callable[..., T]:
     """The function of trees of arrays, traced on a mesh of automatic axes, whatever mesh its
     arguments or the context have.
 
     Args:
         mesh: an automatic one.
         function: called with the arguments.
-        to: where results are, a tree of shardings, one for a subtree or a leaf, of the same
-            arguments.  Used only where `jax.set_mesh` gave the context explicit axes: there the
-            results have them too, or nothing could be computed with them.
+        to: where results are, a tree of shardings, one for a subtree or a leaf.  Used only where
+            `jax.set_mesh` gave the context explicit axes: there the results have them too, or
+            nothing could be computed with them.
     """
 
     @wraps(function)
     def call(*arguments: Any) -> T:
-        context, explicit = jax.sharding.get_abstract_mesh(), explicit_context(mesh)
+        context = jax.sharding.get_abstract_mesh()
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            inputs = jax.tree.map(_automatic, arguments)
-            results = function(*inputs)
-        if not explicit:
+            results = function(*jax.tree.map(_automatic, arguments))
+        if not explicit_context(mesh):
             return results
 
         def back(sharding: NamedSharding, tree: PyTree) -> PyTree:
             spec = _explicit(context, sharding.spec)
             return jax.tree.map(lambda leaf: jax.reshard(leaf, spec), tree)
 
-        shardings = NamedSharding(mesh, PartitionSpec()) if to is None else to(*inputs)
+        shardings = NamedSharding(mesh, PartitionSpec()) if to is None else to
         returned: T = jax.tree.map(back, shardings, results)
         return returned
 
@@ -132,10 +128,15 @@ def _on_own_mesh(mesh: Mesh, leaf: Any) -> Any:
     return with_sharding(leaf, to) if is_shape else jax.device_put(leaf, to)
 
 
+def with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """The shape of the leaf, spread like this."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
 def jit_on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callable[..., T]:
     """`on_mesh`, compiled; results are at the shardings `to`, or anywhere where it is None."""
     if to is None or explicit_context(mesh):
-        return jax.jit(on_mesh(mesh, function, None if to is None else lambda *_: to))
+        return jax.jit(on_mesh(mesh, function, to))
     return jax.jit(on_mesh(mesh, function), out_shardings=to)
 
 
@@ -160,65 +161,9 @@ def _explicit(context: Any, spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*map(kept, spec))
 
 
-class Mover:
-    """Runs functions that rearrange trees, each compiled once."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._compiled: dict[Any, Callable[[PyTree], PyTree]] = {}
-
-    def run(
-        self,
-        arrange: Callable[..., PyTree],
-        tree: PyTree,
-        to: Callable[[PyTree], PyTree] | None,
-        *static: PyTree,
-    ) -> PyTree:
-        """Rearrange a tree; with shapes in it the result is shapes with shardings.
-
-        Args:
-            arrange: traced; of the static arguments and the tree.  Its name says which it is.
-            tree: arrays on any devices, or shapes.
-            to: shardings of the result, given its shapes; None for anywhere.
-            static: trees of leaves that can be compared, as part of the function.
-        """
-        name, arrange = arrange.__name__, partial(arrange, *static)
-        like = jax.eval_shape(arrange, jax.tree.map(_shape, tree))
-        shardings = None if to is None else to(like)
-        if has(tree, jax.ShapeDtypeStruct):
-            return like if shardings is None else jax.tree.map(with_sharding, like, shardings)
-        leaves, form = jax.tree.flatten((static, shardings))
-        key = (name, jax.tree.structure(tree), form, *leaves, explicit_context(self._mesh))
-        if key not in self._compiled:
-            self._compiled[key] = jit_on_mesh(self._mesh, arrange, shardings)
-        return self._compiled[key](jax.tree.map(self._from_elsewhere, tree))
-
-    def _from_elsewhere(self, leaf: Any) -> Any:
-        """A leaf that one program can take: one on other devices than the mesh's goes over the
-        host.
-        """
-        here = (
-            not isinstance(leaf, jax.Array)
-            or isinstance(leaf, jax.core.Tracer)
-            or not leaf.committed
-            or leaf.sharding.device_set == set(self._mesh.devices.flat)
-        )
-        return leaf if here or not leaf.is_fully_addressable else np.asarray(leaf)
-
-
 def has(tree: PyTree, kind: type) -> bool:
     """Whether a leaf is of this type."""
     return any(isinstance(leaf, kind) for leaf in jax.tree.leaves(tree))
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-
-
-def with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    """The shape of the leaf, spread like this."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 _MOST_PATHS = 20  # that a message lists
