@@ -22,8 +22,8 @@ from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .lowering.plan import Plan, plan_of
 from .lowering.target import Target
-from .model.arguments import batch_faults, key_faults, param_faults, state_faults
-from .model.functions import Functions, Positioned, time_faults
+from .model.arguments import key_faults, param_faults, state_faults
+from .model.functions import Functions, Positioned, batch_faults, time_faults
 from .model.param_layout import with_outer
 from .model.partition import Partition
 from .model.settings import Memory, on_mesh

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..arrays import Params, PyTree, array_faults, axis_faults, by_index
+from ..arrays import Params, PyTree, array_faults, axis_faults
 from ..engine.costs import Costs
 from ..errors import PipelineError, ScheduleError
 from ..layouts.balance import split_layers
@@ -252,40 +252,6 @@ def param_faults(params: Any, layout: ParamLayout, devices: int) -> list[str]:
             params["stages"], "stages", devices, f"the {devices} devices (see `place`)"
         )
     return [*faults, *array_faults(params, "params")]
-
-
-def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
-    """Faults of a batch whose rows are cut into `count` microbatches on each data shard."""
-    shapes = {name: np.shape(leaf) for name, leaf in by_index(batch, "batch").items()}
-    if not shapes:
-        return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
-    if faults := array_faults(batch, "batch"):
-        return faults
-    scalars = [name for name, shape in shapes.items() if not shape]
-    if len(scalars) > 3:
-        return [
-            f"{len(scalars)} leaves of the batch are plain numbers, {scalars[0]} the first "
-            "of them: lists are trees to JAX; make "
-            "arrays of them, jax.numpy.asarray([...]), with a leading axis of rows"
-        ]
-    faults = [
-        f"{name} is a scalar; every leaf needs a leading axis of rows "
-        '(close over values that all rows share, or put them under "shared")'
-        for name in scalars
-    ]
-    rows = {name: shape[0] for name, shape in shapes.items() if shape}
-    parts = count * data_shards
-    shards = f" x {data_shards} data shards" if data_shards > 1 else ""
-    faults += [
-        f"{name} has {n} rows, which do not divide into {count} microbatches{shards}; use "
-        f"{max(1, round(n / parts)) * parts} rows"
-        for name, n in rows.items()
-        if n == 0 or n % parts
-    ]
-    if len(set(rows.values())) > 1:
-        lengths = ", ".join(f"{name} has {n} rows" for name, n in rows.items())
-        faults.append(f"leaves of the batch have different lengths: {lengths}")
-    return faults
 
 
 def key_faults(rng: Any) -> list[str]:

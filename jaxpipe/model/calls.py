@@ -217,10 +217,6 @@ class Cuts:
 
         return jax.tree_util.tree_map_with_path(share, placed, is_leaf=is_padded)
 
-    def both_shares(self, key: str, own: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
-        """Those of the parameters of `first` or `last`, and of the shared ones."""
-        return self.shares(key, own), self.shares("shared", shared)
-
     def sizes(self, key: str, placed: PyTree, *, parts: int | None = None) -> PyTree:
         """For each parameter, given one of `parts` parts of it, the whole length of the dim that is
         cut; 0 where none is.

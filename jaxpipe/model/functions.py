@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..arrays import PyTree, path_text, summable, zeros_of
+from ..arrays import PyTree, array_faults, by_index, path_text, summable, zeros_of
 from ..errors import PipelineError
 from .calls import Context, Cuts, Function
 
@@ -46,14 +46,17 @@ def has_time(path: tuple[Any, ...], time: tuple[str, ...]) -> bool:
     return name in time or name.split("/")[0] in time
 
 
-def split_slices(batch: PyTree, count: int, slices: int, time: tuple[str, ...]) -> PyTree:
-    """Leaves [rows, ...] -> [count, rows / sequences, ...]: entry m is slice m % slices of sequence
-    m // slices.  Leaves without a time axis are the same for all slices of a sequence.
+def split_batch(batch: PyTree, count: int, slices: int = 1, time: tuple[str, ...] = ()) -> PyTree:
+    """Leaves [rows, ...] -> [count, rows / sequences, ...], rows in order: entry m is slice m %
+    slices of sequence m // slices.  Leaves without a time axis are the same for all slices of a
+    sequence.
     """
     sequences = count // slices
 
     def split(path: tuple[Any, ...], leaf: Any) -> Any:
         rows = leaf.reshape(sequences, leaf.shape[0] // sequences, *leaf.shape[1:])
+        if slices == 1:
+            return rows
         if not has_time(path, time):
             return jnp.repeat(rows, slices, axis=0)
         length = leaf.shape[1] // slices
@@ -63,25 +66,34 @@ def split_slices(batch: PyTree, count: int, slices: int, time: tuple[str, ...]) 
     return jax.tree_util.tree_map_with_path(split, batch)
 
 
-def join_slices(outputs: PyTree, slices: int, length: int) -> PyTree:
-    """Leaves [M, rows, ...] of slices -> [M / slices, rows, ...]: a leaf whose third axis has the
-    `length` of a slice becomes whole sequences.  Of another leaf the last slice is kept.
-    """
-
-    def join(leaf: Any) -> Any:
-        cut = leaf.reshape(leaf.shape[0] // slices, slices, *leaf.shape[1:])
-        if leaf.ndim < 3 or leaf.shape[2] != length:
-            return cut[:, -1]
-        whole = jnp.moveaxis(cut, 1, 2)
-        return whole.reshape(*whole.shape[:2], slices * length, *leaf.shape[3:])
-
-    return jax.tree.map(join, outputs)
-
-
 def positions(batch: PyTree, time: tuple[str, ...], axis: int = 1) -> int:
     """The positions of time of a batch; `axis` 2: of a slice, where the batch is cut."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     return int(next(np.shape(leaf)[axis] for path, leaf in leaves if has_time(path, time)))
+
+
+def batch_faults(batch: PyTree, count: int, *, data_shards: int = 1) -> list[str]:
+    """Faults of a batch whose rows are cut into `count` microbatches on each data shard."""
+    shapes = {name: np.shape(leaf) for name, leaf in by_index(batch, "batch").items()}
+    if not shapes:
+        return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
+    if faults := array_faults(batch, "batch"):
+        return faults
+    scalars = [name for name, shape in shapes.items() if not shape]
+    if len(scalars) > 3:
+        return [
+            f"{len(scalars)} leaves of the batch are plain numbers, {scalars[0]} the first "
+            "of them: lists are trees to JAX; make "
+            "arrays of them, jax.numpy.asarray([...]), with a leading axis of rows"
+        ]
+    faults = [
+        f"{name} is a scalar; every leaf needs a leading axis of rows "
+        '(close over values that all rows share, or put them under "shared")'
+        for name in scalars
+    ]
+    shards = f" x {data_shards} data shards" if data_shards > 1 else ""
+    into = f"{count} microbatches{shards}"
+    return faults + _cut_faults(shapes, 0, count * data_shards, "rows", into)
 
 
 def time_faults(
@@ -91,33 +103,38 @@ def time_faults(
     if slices == 1 and not always:
         return []
     if not time:
-        why = "a cache has a time"
-        if slices > 1:
-            why = f"the schedule has {slices} slices a sequence"
+        several = f"the schedule has {slices} slices a sequence"
         return [
-            f"{why}; name the leaves of the batch that have "
-            'a time axis (axis 1): jaxpipe.Model(..., time=("tokens", "targets"))'
+            f"{several if slices > 1 else 'a cache has a time'}; name the leaves of the batch that "
+            'have a time axis (axis 1): jaxpipe.Model(..., time=("tokens", "targets"))'
         ]
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     absent = [name for name in time if not any(has_time(path, (name,)) for path, _ in leaves)]
     timed = [(jax.tree_util.keystr(p), leaf) for p, leaf in leaves if has_time(p, time)]
     shapes = {f"batch{name}": np.shape(leaf) for name, leaf in timed}
-    lengths = {name: shape[1] for name, shape in shapes.items() if len(shape) > 1}
     faults = [f"the batch has no {name!r}, which time= of the model names" for name in absent]
     faults += [
         f"{name} has shape {list(shape)}; a leaf in time= needs axis 1, of time"
         for name, shape in shapes.items()
         if len(shape) < 2
     ]
-    faults += [
-        f"{name} has {n} positions of time, which do not divide into {slices} equal slices; use "
-        f"{max(1, round(n / slices)) * slices}"
+    return faults + _cut_faults(shapes, 1, slices, "positions of time", f"{slices} equal slices")
+
+
+def _cut_faults(
+    shapes: Mapping[str, tuple[int, ...]], axis: int, parts: int, what: str, into: str
+) -> list[str]:
+    """Leaves that are not cut into equal parts along an axis, or have other lengths there."""
+    lengths = {name: shape[axis] for name, shape in shapes.items() if len(shape) > axis}
+    faults = [
+        f"{name} has {n} {what}, which do not divide into {into}; use "
+        f"{max(1, round(n / parts)) * parts} {what}"
         for name, n in lengths.items()
-        if not n or n % slices
+        if not n or n % parts
     ]
     if len(set(lengths.values())) > 1:
-        every = ", ".join(f"{name} {n}" for name, n in lengths.items())
-        faults.append(f"leaves with a time axis have different lengths: {every}")
+        every = ", ".join(f"{name} has {n} {what}" for name, n in lengths.items())
+        faults.append(f"leaves of the batch have different lengths: {every}")
     return faults
 
 
@@ -256,15 +273,6 @@ def with_aux(loss: Any, aux: Sequence[PyTree]) -> Any:
     return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
 
 
-def split_batch(batch: PyTree, count: int, slices: int = 1, time: tuple[str, ...] = ()) -> PyTree:
-    """Leaves [rows, ...] -> [M, rows / M, ...], rows in order; see `split_slices` for slices."""
-    if slices > 1:
-        return split_slices(batch, count, slices, time)
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch
-    )
-
-
 def make_extra(
     batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str], slices: int = 1
 ) -> Extra:
@@ -349,10 +357,21 @@ class Functions:
         return self.slices > 1 or self.room > 0
 
     def join(self, outputs: PyTree) -> PyTree:
-        """What the last stage returned for each microbatch, by whole sequences."""
-        if self.slices == 1:
-            return outputs
-        return join_slices(outputs, self.slices, self.length)
+        """What the last stage returned for each microbatch, by whole sequences: leaves [M, rows,
+        ...] of slices -> [M / slices, rows, ...].
+
+        A leaf whose third axis has the length of a slice becomes whole sequences.  Of another leaf
+        the last slice is kept.
+        """
+
+        def join(leaf: Any) -> Any:
+            cut = leaf.reshape(-1, self.slices, *leaf.shape[1:])
+            if leaf.ndim < 3 or leaf.shape[2] != self.length:
+                return cut[:, -1]
+            whole = jnp.moveaxis(cut, 1, 2)
+            return whole.reshape(*whole.shape[:2], self.slices * self.length, *leaf.shape[3:])
+
+        return outputs if self.slices == 1 else jax.tree.map(join, outputs)
 
     def _keywords(
         self, function: Function, extra: Extra, shared: PyTree, ledger: Ledger | None = None
@@ -428,20 +447,19 @@ class Functions:
     def run_whole(
         self, key: str, params: tuple[PyTree, PyTree], x: PyTree, extra: Extra, cuts: Cuts
     ) -> Any:
-        """`first` or `last` with whole parameters (its own, shared), on one device."""
-        if self.spreads_first if key == "first" else self.spreads_last:
-            return self.run_shares(key, cuts.both_shares(key, *params), x, extra)
-        return (self.run_first if key == "first" else self.run_last)(params, x, extra)
+        """`first` or `last` with whole parameters (its own, shared), on one device.
 
-    def run_shares(self, key: str, shares: PyTree, x: PyTree, extra: Extra) -> Any:
-        """A spread `first` or `last` with every device's share of its parameters: a mapped axis is
-        in the place of the mesh's, and results are equal along it.
+        A spread one runs with every device's share of them: a mapped axis is in the place of the
+        mesh's, and results are equal along it.
         """
-        function = self.first if key == "first" else self.last
         run: Any = self.run_first if key == "first" else self.run_last
-        assert function is not None
-        axis = function.context["axis"]
-        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=axis)(*shares)
+        function = self.first if key == "first" else self.last
+        if function is None or function.spread is None:
+            return run(params, x, extra)
+        shares = cuts.shares(key, params[0]), cuts.shares("shared", params[1])
+        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=function.context["axis"])(
+            *shares
+        )
         return jax.tree.map(lambda leaf: leaf[0], every)
 
     def run_first(self, params: PyTree, _x: PyTree, extra: Extra) -> PyTree:

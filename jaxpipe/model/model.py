@@ -20,6 +20,7 @@ from .functions import (
     Extra,
     Functions,
     Loss,
+    batch_faults,
     make_extra,
     split_batch,
     time_faults,
@@ -237,13 +238,7 @@ class Model:
         """
         microbatches = slices if microbatches is None else microbatches
         sequences = microbatches // slices
-        rows = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
-        faults = time_faults(batch, slices, self.time)
-        if any(not shape or shape[0] % sequences for shape in rows):
-            faults.append(
-                f"the batch has leaves with leading axes {sorted(rows)}, which do not divide into "
-                f"{sequences} {'microbatches' if slices == 1 else 'sequences'}"
-            )
+        faults = batch_faults(batch, max(1, sequences)) + time_faults(batch, slices, self.time)
         if microbatches % slices:
             faults.append(f"{microbatches} microbatches are no whole sequences of {slices} slices")
         PipelineError.refuse("", faults)
