@@ -358,20 +358,17 @@ class Partition:
         cut: int | None = None,
     ) -> LeafPlan:
         """The plan of a placed leaf that holds these parameters."""
-        own, shape = parameters[0], leaf.shape[1:] if stage else leaf.shape
+        own = parameters[0]
         if buffer is None:
-            spec = self._spec_of_stack(own)
-            found = self._split(own.path, shape, spec, faults, stage=stage, cut=cut)
+            where, spec, pinned = own.path, self._spec_of_stack(own), False
             frozen = self._is_frozen(own, leaf.dtype)
-            return replace(found, frozen=frozen, parameters=tuple(parameters))
-        for own in parameters:
-            faults += self._spec_faults(own.path, own.shape, self._spec(own))
-        return replace(
-            self._split("stages", shape, buffer.spec, faults),
-            frozen=buffer.kept.group is Group.FROZEN,
-            pinned=buffer.kept.pinned,
-            parameters=tuple(parameters),
-        )
+        else:
+            where, spec, pinned = "stages", buffer.spec, buffer.kept.pinned
+            frozen = buffer.kept.group is Group.FROZEN
+            for own in parameters:
+                faults += self._spec_faults(own.path, own.shape, self._spec(own))
+        found = self._split(where, leaf.shape[int(stage) :], spec, faults, stage=stage, cut=cut)
+        return replace(found, frozen=frozen, pinned=pinned, parameters=tuple(parameters))
 
     def kept(self, own: Parameter, dtype: Any) -> InBuffer:
         """Which parameters of unlike stages may share a buffer: frozen ones with each other, and
