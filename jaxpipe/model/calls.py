@@ -232,33 +232,32 @@ class Cuts:
         return jax.tree_util.tree_map_with_path(size, placed, is_leaf=is_padded)
 
 
-_OTHER_MESH = "should match the mesh of sharding"
-_OTHER_SHARD_MAP = "should match the mesh passed to shard_map"
 # How JAX writes the axes over which an array varies.
 _VARYING = r"\{V:([^}]*)\}"
 _SPLIT = (
-    "the pipe axis and the data axes are manual inside a pipeline's functions, and other axes are "
-    "the partitioner's"
+    "the pipe axis and the data axes are manual inside a pipeline's functions (each device has its "
+    "own stage and rows), and other axes are the partitioner's"
+)
+_CONSTRAINT = (
+    "constrains the sharding of an array by a mesh axis that is not left to the partitioner, or on "
+    f"a mesh of its own: {_SPLIT}, so a PartitionSpec without a mesh names others only. Remove the "
+    "pipe axis and the data axes from it; without other axes, remove the call"
+)
+_SHARD_MAP = (
+    f"calls jax.shard_map with a mesh of its own, or over a manual axis: {_SPLIT}. Remove mesh=, "
+    "name only the partitioner's axes in axis_names= and in the specs, and call the function "
+    "without shard_map where it needs the data axes alone"
 )
 # What to remove from a function, by a part of JAX's message.
 _ADVICE = {
-    "can only refer to Auto axes": "constrains the sharding of an array by a mesh axis that is "
-    "not left to the partitioner: inside a pipeline's functions the pipe axis and data_axes are "
-    "manual (each device has its own stage and rows), so a PartitionSpec names others only, by "
-    "itself or in a NamedSharding of `pipe.mesh`. Remove the pipe axis and the data axes from it; "
-    "without other axes, remove the call",
-    _OTHER_MESH: f"constrains the sharding of an array on a mesh of its own: {_SPLIT}. Give "
-    "with_sharding_constraint a PartitionSpec without a mesh, and remove the pipe axis and the "
-    "data axes from it",
-    _OTHER_SHARD_MAP: "calls jax.shard_map with a mesh of its own, or over a manual axis: "
-    f"{_SPLIT}. Remove mesh=, name only the partitioner's axes in axis_names= and in the specs, "
-    "and call the function without shard_map where it needs the data axes alone",
+    "can only refer to Auto axes": _CONSTRAINT,
+    "should match the mesh of sharding": _CONSTRAINT,
+    "should match the mesh passed to shard_map": _SHARD_MAP,
     "cannot contain axis names that are of type Auto or Manual": "gives an array an explicit "
     f"sharding: {_SPLIT}. Remove jax.reshard and out_sharding=; for an axis of the partitioner "
     "write jax.lax.with_sharding_constraint(x, PartitionSpec(...))",
-    "Going from `Manual` AxisType": "changes the types of mesh axes: "
-    f"{_SPLIT}. Remove jax.sharding.auto_axes and explicit_axes, and call the function inside "
-    "directly",
+    "Going from `Manual` AxisType": f"changes the types of mesh axes: {_SPLIT}. Remove "
+    "jax.sharding.auto_axes and explicit_axes, and call the function inside directly",
 }
 
 
@@ -269,7 +268,7 @@ def refusal(name: str, error: Exception) -> PipelineError | None:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     varying = re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))
     if advice is None and not {*manual}.isdisjoint(varying):
-        advice = _ADVICE[_OTHER_SHARD_MAP]
+        advice = _SHARD_MAP
     if advice is None:
         return None
     return PipelineError(f"`{name}` {advice} ({text.splitlines()[0]})")
@@ -298,18 +297,16 @@ def check_returned(name: str, found: PyTree) -> None:
         own = getattr(aval, "sharding", None)
         if varying := getattr(getattr(aval, "manual_axis_type", None), "varying", ()):
             raise PipelineError(
-                f"`{name}` {_ADVICE[_OTHER_SHARD_MAP]} (it returns an array that varies over "
+                f"`{name}` {_SHARD_MAP} (it returns an array that varies over "
                 f"{', '.join(sorted(varying))})"
             )
         if own is not None and not own.mesh.empty and own.mesh != mesh:
-            raise PipelineError(
-                f"`{name}` {_ADVICE[_OTHER_MESH]} (it returns an array on {own.mesh})"
-            )
+            raise PipelineError(f"`{name}` {_CONSTRAINT} (it returns an array on {own.mesh})")
 
 
 def check_equations(name: str, jaxprs: Sequence[core.Jaxpr]) -> None:
     """PipelineError where an equation names a manual axis in a sharding or in a shard_map."""
-    advice = {"sharding_constraint": _ADVICE[_OTHER_MESH], "shard_map": _ADVICE[_OTHER_SHARD_MAP]}
+    advice = {"sharding_constraint": _CONSTRAINT, "shard_map": _SHARD_MAP}
     for equation in (equation for jaxpr in jaxprs for equation in every_equation(jaxpr)):
         primitive = equation.primitive.name
         if primitive in advice and (axes := _manual_names(equation.params)):
@@ -477,28 +474,19 @@ class Function:
         check_returned(self.name, results)
         return results
 
-    def loss_of(self, loss: Any) -> Any:
-        """The loss that a stage or a layer returns besides x, as a scalar; PipelineError for what
-        is none.
-
-        None is no loss, and a Python number is one.
+    def loss_of(self, loss: Any, advice: str = "") -> Any:
+        """A loss that the function returned, as a scalar; PipelineError for what is none.  A Python
+        number is one.
         """
-        if loss is None:
-            return jnp.zeros((), jnp.float32)
-        try:
-            found = jnp.asarray(loss)
-        except (TypeError, ValueError):
-            what: Any = jax.tree.structure(loss)
-        else:
-            dtype = found.dtype
-            number = jnp.issubdtype(dtype, jnp.integer) and jax.typeof(found).weak_type
-            if found.shape == () and (number or jnp.issubdtype(dtype, jnp.floating)):
-                # Half a precision ends at 65504, and losses are summed.
-                return summable(found)
-            what = f"{dtype}{list(found.shape)}"
-        raise PipelineError(
-            f"`{self.name}` must return a floating scalar as its loss; it returns {what}"
-        )
+        found = jnp.asarray(loss) if jax.tree_util.all_leaves([loss]) else jnp.zeros(0)
+        number = jnp.issubdtype(found.dtype, jnp.integer) and jax.typeof(found).weak_type
+        if found.shape or not (number or jnp.issubdtype(found.dtype, jnp.floating)):
+            raise PipelineError(
+                f"`{self.name}` must return a floating scalar as its loss; it returns "
+                f"{described(loss)}{advice}"
+            )
+        # Half a precision ends at 65504, and losses are summed.
+        return summable(found)
 
 
 def _place(call: Callable[..., Any]) -> str:

@@ -507,7 +507,10 @@ class Functions:
                 f"it returns {jax.tree.structure(out)}"
             )
         returned = dict(zip(names, out, strict=True))
-        loss = function.loss_of(returned["loss"]) if self.stage_loss else ()
+        loss: Any = ()
+        if self.stage_loss:
+            loss = returned["loss"]
+            loss = jnp.zeros((), jnp.float32) if loss is None else function.loss_of(loss)
         for name in passes:
             returned[name] = _same_form(function, name, keywords[name], returned[name])
         state, carry = returned.get("state", ()), returned.get("carry", ())
@@ -574,9 +577,9 @@ class Functions:
         keywords = self._keywords(self.last, extra, shared)
         out = self.last.run(own, y, extra["microbatch"], keywords=keywords)
         metrics: PyTree = ()
+        count: PyTree = ()
         if self.has_metrics:
             out, metrics = _pair(out, "(loss, metrics), since has_metrics=True")
-        count: PyTree = ()
         if self.loss is Loss.SUM_OVER_COUNT:
             out, count = _pair(out, "(sum, count), since loss=Loss.SUM_OVER_COUNT")
             count = jnp.asarray(count)
@@ -586,19 +589,11 @@ class Functions:
                     f"{count.dtype}{list(count.shape)}: take its sum"
                 )
             count = summable(count)
-        if isinstance(out, tuple):
-            raise PipelineError(
-                f"`last` must return a floating scalar loss; it returns a tuple of {len(out)}: "
-                "for (loss, metrics) write "
-                "Model(..., has_metrics=True), for (sum, count) write loss=Loss.SUM_OVER_COUNT"
-            )
-        out = jnp.asarray(out)
-        if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
-            raise PipelineError(
-                "`last` must return a floating scalar loss; it returns "
-                f"{out.dtype}{list(out.shape)}: take its mean, for instance"
-            )
-        return summable(out), {"count": count, "metrics": metrics}
+        advice = (
+            "; take its mean, for instance, or write Model(..., has_metrics=True) for (loss, "
+            "metrics), loss=Loss.SUM_OVER_COUNT for (sum, count)"
+        )
+        return self.last.loss_of(out, advice), {"count": count, "metrics": metrics}
 
 
 def _pair(out: Any, what: str) -> tuple[Any, Any]:

@@ -91,8 +91,8 @@ def retyped(x: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "remove"),
     [
-        (of_a_mesh, "remove the pipe axis and the data axes"),
-        (lambda x: jnp.sum(of_a_mesh(x)) * x, "remove the pipe axis and the data axes"),
+        (of_a_mesh, "Remove the pipe axis and the data axes"),
+        (lambda x: jnp.sum(of_a_mesh(x)) * x, "Remove the pipe axis and the data axes"),
         (mapped, "`stage` calls jax.shard_map with a mesh of its own.*Remove mesh="),
         (mapped_over_a_manual_axis, "over a manual axis.*Remove mesh=.*varies over pipe"),
         (
