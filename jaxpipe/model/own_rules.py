@@ -95,14 +95,19 @@ def _rules_of(optimizer: Any, tree: Params, extra: dict[str, Any]) -> Rules:
     for node in reversed(nodes):
         for value in node.reads:
             ends[value] = ends.get(value, 0) | _any(ends, node.writes)
-    updates = (1 << len(paths)) - 1
+    # results that matter to updates, of this step or of a later one
+    live = updates = (1 << len(paths)) - 1
+    states, before = range(len(paths), len(inputs) - len(paths)), 0
+    while live != before:
+        before = live
+        live |= sum(1 << k for k in states if ends.get(inputs[k], 0) & live)
     # by value, the parameters of which it reads the gradient, or themselves
     made_of: dict[int, int] = {}
     for i in range(len(paths)):
         made_of[inputs[i]] = made_of[inputs[i - len(paths)]] = 1 << i
     found: list[list[str]] = [[] for _ in paths]
     for node in nodes:
-        origin, matters = _any(made_of, node.reads), _any(ends, node.writes)
+        origin, matters = _any(made_of, node.reads), _any(ends, node.writes) & live
         made_of.update(dict.fromkeys(node.writes, origin))
         about = matters & updates or origin
         if node.text and matters and about & origin and about.bit_count() == 1:
