@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from ..arrays import Params, PyTree, array_faults, axis_faults
 from ..engine.costs import Costs
-from ..errors import PipelineError, ScheduleError
+from ..errors import PipelineError, ScheduleError, quoted
 from ..layouts.balance import split_layers
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.placement import Placement
@@ -95,12 +95,8 @@ def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -
 
     They are placed by `costs` where these say how long a share takes.
     """
-    ends = (
-        ("last", "L", functions.spreads_last, spread_last),
-        ("first", "E", functions.spreads_first, spread_first),
-    )
-    for name, kind, spreads, put in ends:
-        there = getattr(schedule.encoded, f"spreads_{name}")
+    for name, kind, put in (("last", "L", spread_last), ("first", "E", spread_first)):
+        there, spreads = (getattr(o, f"spreads_{name}") for o in (schedule.encoded, functions))
         if there and not spreads:
             raise PipelineError(
                 f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, "
@@ -119,62 +115,44 @@ def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -
     return schedule
 
 
-def costs_of(value: Costs | None, schedule: Schedule) -> Costs | None:
-    """Costs in seconds, for the schedule's stages; PipelineError for anything else."""
-    if value is None:
-        return None
-    if not isinstance(value, Costs):
-        raise PipelineError(
-            f"costs must be jaxpipe.Costs, as jaxpipe.measure returns them; got {value!r}"
-        )
-    if not value.unit.startswith(_SECONDS):
+def check_costs(costs: Costs | None, schedule: Schedule) -> None:
+    """PipelineError for costs in anything but seconds, CostError for those of other stages."""
+    if costs is None:
+        return
+    if not costs.unit.startswith(_SECONDS):
         raise PipelineError(
             "costs must be in seconds, since predicates and transfers are, but their unit is "
-            f"{value.unit!r}; "
-            'take them from jaxpipe.measure, or say so: jaxpipe.Costs(..., unit="seconds, '
-            'estimated")'
+            f"{costs.unit!r}; take them from jaxpipe.measure, or say so: jaxpipe.Costs(..., "
+            'unit="seconds, estimated")'
         )
-    value.for_stages(schedule.num_stages)
-    return value
+    costs.for_stages(schedule.num_stages)
 
 
-def check_kinds(model: Any, schedule: Any, mesh: Any, sharding: Any, memory: Any) -> None:
-    """PipelineError for arguments of another kind, such as a schedule's name instead of a schedule;
-    every fault is listed.
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """PipelineError for arguments of `Pipeline` of another kind, such as a schedule's name instead
+    of a schedule; every fault is listed.
     """
-    faults = []
-    if not isinstance(model, Model):
-        faults.append(
-            f"model must be a jaxpipe.Model, not {model!r}; write jaxpipe.Model(stage, first=..., "
-            "last=...)"
-        )
-    for name, value, kind in (("sharding", sharding, Sharding), ("memory", memory, Memory)):
-        if not isinstance(value, kind):
-            faults.append(f"{name} must be a jaxpipe.{kind.__name__}, not {value!r}")
-    if not isinstance(schedule, Schedule):
-        name = schedule if isinstance(schedule, str) else "1f1b"
-        faults.append(
-            f"schedule must be a Schedule, not {schedule!r}; write "
-            f"jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)"
-        )
-    if not isinstance(mesh, Mesh):
-        faults.append(
-            f'mesh must be a jax.sharding.Mesh, not {mesh!r}; write jax.make_mesh((P,), ("pipe",))'
-        )
+    name = given["schedule"] if isinstance(given["schedule"], str) else "1f1b"
+    build = f"jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)"
+    wanted = {
+        "model": (Model, "write jaxpipe.Model(stage, first=..., last=...)"),
+        "schedule": (Schedule, f"write {build}"),
+        "mesh": (Mesh, 'write jax.make_mesh((P,), ("pipe",))'),
+        "sharding": (Sharding, "write jaxpipe.Sharding(...)"),
+        "memory": (Memory, "write jaxpipe.Memory(...)"),
+        "costs": (Costs | None, "take what jaxpipe.measure returns"),
+    }
+    faults = [
+        f"{name} must be a {getattr(kind, '__name__', kind)}, not {quoted(given[name])}; {how}"
+        for name, (kind, how) in wanted.items()
+        if not isinstance(given[name], kind)
+    ]
     PipelineError.refuse("", faults)
-
-
-class StagedModel(NamedTuple):
-    """The functions of a model that is cut into stages, and how parameters are laid out."""
-
-    functions: Functions
-    layout: ParamLayout
-    cuts: Cuts
 
 
 def staged(
     model: Model, schedule: Schedule, layout: str | Layout | None, remat: Any = None
-) -> StagedModel:
+) -> tuple[Functions, ParamLayout, Cuts]:
     """Cut a model into the stages of a schedule; PipelineError where they do not fit."""
     placement = schedule.placement
     if model.is_layered:
@@ -196,7 +174,7 @@ def staged(
     _check_copies(stages, params)
     functions = model.functions(rematerialised(stages, remat))
     cuts = Cuts(schedule.num_devices, model.cuts(stages))
-    return StagedModel(replace(functions, slices=schedule.slices), params, cuts)
+    return replace(functions, slices=schedule.slices), params, cuts
 
 
 def _layout(model: Model, placement: Placement, layout: str | Layout | None) -> Layout:
@@ -256,16 +234,12 @@ def param_faults(params: Any, layout: ParamLayout, devices: int) -> list[str]:
 
 def key_faults(rng: Any) -> list[str]:
     """Faults of the step's key."""
-    if rng is None:
-        return []
     dtype, shape = getattr(rng, "dtype", None), np.shape(rng)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if (typed and shape == ()) or (dtype == np.uint32 and len(shape) == 1):
+    if rng is None or (typed and not shape) or (dtype == np.uint32 and len(shape) == 1):
         return []
-    if typed:
-        return [f"rng holds {shape} keys, but a step takes one; give one of them"]
-    what = f"rng={rng}" if isinstance(rng, int) else f"rng is {type(rng).__name__}, and"
-    return [f"{what} is no key; write rng=jax.random.key({rng if isinstance(rng, int) else 0})"]
+    number = rng if isinstance(rng, int) else 0
+    return [f"rng={quoted(rng)} is no key; write rng=jax.random.key({number})"]
 
 
 def state_faults(state: Any, layout: ParamLayout, *, wanted: bool) -> list[str]:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial, wraps
+from textwrap import shorten
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
@@ -166,9 +168,6 @@ def has(tree: PyTree, kind: type) -> bool:
     return any(isinstance(leaf, kind) for leaf in jax.tree.leaves(tree))
 
 
-_MOST_PATHS = 20  # that a message lists
-
-
 @dataclass(frozen=True)
 class Patterns:
     """The filter of frozen parameters that regular expressions of paths make."""
@@ -181,17 +180,12 @@ class Patterns:
 
     def faults(self, paths: Sequence[str]) -> list[str]:
         """Expressions that are found in none of these paths."""
-        known = ", ".join(paths[:_MOST_PATHS])
-        if len(paths) > _MOST_PATHS:
-            known += f" and {len(paths) - _MOST_PATHS} more"
-        found = []
-        for pattern in (
-            pattern.pattern for pattern in self.of if not any(map(pattern.search, paths))
-        ):
-            close = get_close_matches(re.sub(r"[\\^$]", "", pattern), paths, n=2)
+        known, found = shorten(", ".join(paths), 500), []
+        for unused in (one.pattern for one in self.of if not any(map(one.search, paths))):
+            close = get_close_matches(re.sub(r"[\\^$]", "", unused), paths, n=2)
             hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
             found.append(
-                f"frozen: {pattern!r} is found in the path of no parameter; {hint}the paths are "
+                f"frozen: {unused!r} is found in the path of no parameter; {hint}the paths are "
                 f"{known}"
             )
         return found
@@ -202,8 +196,7 @@ def frozen_filter(frozen: Any) -> Callable[[str, Any], bool] | None:
     if frozen is None or callable(frozen):
         function: Callable[[str, Any], bool] | None = frozen
         return function
-    several = isinstance(frozen, Sequence) and not isinstance(frozen, str)
-    patterns = list(frozen) if several else [frozen]
+    patterns = frozen if isinstance(frozen, list | tuple) else [frozen]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise PipelineError(
             "frozen must be a function of a path and a shape, or regular expressions of paths; "
@@ -333,23 +326,27 @@ class Sharding:
                 ]
         faults, named = [], [name for entry in spec for name in names_of(entry)]
         for name in dict.fromkeys(named):
-            why = []
-            if name not in mesh:
-                why = [f"an axis {name!r} that the mesh does not have; its axes are {dict(mesh)}"]
-            elif name == self.pipe:
-                why = [
+            of_rows = name in self.data and name not in self.local
+            reasons = (
+                (
+                    name in mesh,
+                    f"an axis {name!r} that the mesh does not have; its axes are {mesh}",
+                ),
+                (
+                    name != self.pipe,
                     f"the pipe axis {name!r}, over which stages are spread anyway; "
-                    "Sharding(outer=True) splits what is not a stage"
-                ]
-            elif name in self.data and name not in self.local:
-                why = [
+                    "Sharding(outer=True) splits what is not a stage",
+                ),
+                (
+                    not of_rows,
                     f"the data axis {name!r}; fsdp={name!r} splits parameters over it, and "
-                    f"local={name!r} gives each device's functions their own part"
-                ]
-            why += [f"{name!r} more than once"] if named.count(name) > 1 else []
-            faults += [f"{where}: {spec} names {reason}" for reason in why]
+                    f"local={name!r} gives each device's functions their own part",
+                ),
+                (named.count(name) == 1, f"{name!r} more than once"),
+            )
+            faults += [f"{where}: {spec} names {why}" for right, why in reasons if not right]
         for dim, entry in enumerate(spec):
-            if len(names_of(entry)) > 1 and any(name in self.local for name in names_of(entry)):
+            if len(names_of(entry)) > 1 and not set(names_of(entry)).isdisjoint(self.local):
                 faults.append(
                     f"{where}: {spec} splits dim {dim} over {entry!r}, and functions are given "
                     "local parts along some of these; name one axis of local= by itself"
