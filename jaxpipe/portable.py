@@ -106,7 +106,7 @@ class PortableState:
         )
         partition = None if self.pipe is None else self.pipe.partition
         followers = Followers(params, partition, layer_axis=self.layer_axis)
-        faults: list[str] = []
+        unlike, faults = self.pipe is not None and self.pipe.layout.unlike, list[str]()
 
         def of_node(path: Any, node: PyTree) -> PyTree:
             if not is_params(node):
@@ -115,8 +115,11 @@ class PortableState:
             if elsewhere := self._owner_faults(node, name or "parameters"):
                 faults.extend(elsewhere)
                 return None
-            alike = self.pipe is not None and not followers.unlike
-            if alike and len(set(map(jax.tree.structure, node["stages"]))) > 1:
+            if (
+                not unlike
+                and self.pipe is not None
+                and len(set(map(jax.tree.structure, node["stages"]))) > 1
+            ):
                 faults.append(
                     f"{name}: chunks of stages have unlike structures; a mask must treat every "
                     "stage the same"
@@ -130,7 +133,7 @@ class PortableState:
                     faults.append(
                         f"{where} of shape {leaf.shape} fits no axis of its parameter to the stages"
                     )
-                elif followers.unlike and rule.stage and (rule.lead or not rule.follows):
+                elif unlike and rule.stage and (rule.lead or not rule.follows):
                     faults.append(
                         f"{where} does not have its parameter's shape, as every leaf must where "
                         "stages are unlike"

@@ -238,6 +238,8 @@ def key_faults(rng: Any) -> list[str]:
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if rng is None or (typed and not shape) or (dtype == np.uint32 and len(shape) == 1):
         return []
+    if typed:
+        return [f"rng holds {shape} keys, but a step takes one; give one of them"]
     number = rng if isinstance(rng, int) else 0
     return [f"rng={quoted(rng)} is no key; write rng=jax.random.key({number})"]
 

@@ -474,6 +474,19 @@ class Function:
         check_returned(self.name, results)
         return results
 
+    def results(self, names: Mapping[str, str], out: Any) -> dict[str, Any]:
+        """What the function returned by name; PipelineError where it is not a tuple of as many.
+        `names` say why each must be there.
+        """
+        out = (out,) if len(names) == 1 else out
+        if not isinstance(out, tuple) or len(out) != len(names):
+            raise PipelineError(
+                f"`{self.name}` must return ({', '.join(names)}), since "
+                f"{' and '.join(filter(None, names.values()))}; it returns "
+                f"{jax.tree.structure(out)}"
+            )
+        return dict(zip(names, out, strict=True))
+
     def loss_of(self, loss: Any, advice: str = "") -> Any:
         """A loss that the function returned, as a scalar; PipelineError for what is none.  A Python
         number is one.

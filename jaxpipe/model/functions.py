@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..arrays import PyTree, array_faults, by_index, path_text, summable, zeros_of
+from ..arrays import PyTree, array_faults, by_index, described, path_text, summable, zeros_of
 from ..errors import PipelineError
 from .calls import Context, Cuts, Function
 
@@ -206,19 +206,13 @@ class Ledger:
         axis %= rows.ndim
         room = self.room or self.slices * rows.shape[axis]
         shape = (*rows.shape[:axis], room, *rows.shape[axis + 1 :])
-        if self.before is None:
-            buffer: Any = jnp.zeros(shape, rows.dtype)
-        else:
-            buffer = self.before.get(name)
-        lead = buffer.shape[:1] if self.of_cache and buffer is not None else ()
-        if buffer is None or (buffer.shape, buffer.dtype) != ((*lead, *shape), rows.dtype):
-            what = "no buffer"
-            if buffer is not None:
-                what = f"a buffer {buffer.dtype}{list(buffer.shape)}"
+        buffer: Any = jnp.zeros(shape, rows.dtype) if self.before is None else self.before.get(name)
+        own = None if buffer is None else (buffer.shape[int(self.of_cache) :], buffer.dtype)
+        if own != (shape, rows.dtype):
             raise PipelineError(
-                f"ctx.append({name!r}, ...) of rows {rows.dtype}{list(rows.shape)} finds {what}; "
-                "each slice of a sequence appends rows of the same name, shape and dtype, and the "
-                f"buffer has room for {room} of them"
+                f"ctx.append({name!r}, ...) of rows {described(rows)} finds a buffer of "
+                f"{described(buffer)}; each slice of a sequence appends rows of the same name, "
+                f"shape and dtype, and the buffer has room for {room} of them"
             )
         self.rows[name] = rows
         whole, self.buffers[name] = self._written(buffer, rows, axis)
@@ -241,8 +235,8 @@ class Ledger:
         if not self.holds:
             buffer = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
         elif jnp.issubdtype(rows.dtype, jnp.inexact):
-            whole, left = _in_place(buffer, rows, offset, rows.shape[axis], axis)
-            return whole, left
+            both: tuple[Any, Any] = _in_place(buffer, rows, offset, rows.shape[axis], axis)
+            return both
         return buffer, buffer
 
 
@@ -496,20 +490,11 @@ class Functions:
             keywords["carry"] = self._carry(function, own, x, keywords, before)
         out = function.run(own, x, keywords=keywords)
         passes = [name for name in ("state", "carry") if name in function.wants]
-        names = ["x", *(["loss"] if self.stage_loss else []), *passes]
-        if len(names) == 1:
-            out = (out,)
-        elif not isinstance(out, tuple) or len(out) != len(names):
-            why = ["stage_loss=True"] if self.stage_loss else []
-            why += [f"it takes `{name}`" for name in passes]
-            raise PipelineError(
-                f"`{function.name}` must return ({', '.join(names)}), since {' and '.join(why)}; "
-                f"it returns {jax.tree.structure(out)}"
-            )
-        returned = dict(zip(names, out, strict=True))
-        loss: Any = ()
+        why = {"loss": "stage_loss=True"} if self.stage_loss else {}
+        why |= {name: f"it takes `{name}`" for name in passes}
+        returned = function.results({"x": "", **why}, out)
+        loss: Any = returned.get("loss", ())
         if self.stage_loss:
-            loss = returned["loss"]
             loss = jnp.zeros((), jnp.float32) if loss is None else function.loss_of(loss)
         for name in passes:
             returned[name] = _same_form(function, name, keywords[name], returned[name])
@@ -579,9 +564,11 @@ class Functions:
         metrics: PyTree = ()
         count: PyTree = ()
         if self.has_metrics:
-            out, metrics = _pair(out, "(loss, metrics), since has_metrics=True")
+            both = {"loss": "", "metrics": "has_metrics=True"}
+            out, metrics = self.last.results(both, out).values()
         if self.loss is Loss.SUM_OVER_COUNT:
-            out, count = _pair(out, "(sum, count), since loss=Loss.SUM_OVER_COUNT")
+            both = {"sum": "", "count": "loss=Loss.SUM_OVER_COUNT"}
+            out, count = self.last.results(both, out).values()
             count = jnp.asarray(count)
             if count.shape != () or jnp.issubdtype(count.dtype, jnp.complexfloating):
                 raise PipelineError(
@@ -594,13 +581,6 @@ class Functions:
             "metrics), loss=Loss.SUM_OVER_COUNT for (sum, count)"
         )
         return self.last.loss_of(out, advice), {"count": count, "metrics": metrics}
-
-
-def _pair(out: Any, what: str) -> tuple[Any, Any]:
-    """The two results of `last`; PipelineError for anything else."""
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise PipelineError(f"`last` must return {what}; it returns {jax.tree.structure(out)}")
-    return out
 
 
 def _same_form(function: Function, name: str, before: PyTree, after: PyTree) -> PyTree:

@@ -224,12 +224,7 @@ class _Layer(NamedTuple):
         out = function.run(row, x, keywords=own)
         if not self.has_loss:
             return out, None
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise PipelineError(
-                f"`{function.name}` must return (x, loss), since stage_loss=True; it returns "
-                f"{jax.tree.structure(out)}"
-            )
-        x, loss = out
+        x, loss = function.results({"x": "", "loss": "stage_loss=True"}, out).values()
         return x, None if loss is None else function.loss_of(loss)
 
 

@@ -38,16 +38,13 @@ class Place(NamedTuple):
         """The leaf out of the shared buffer's."""
         return Piece(leaf, self.start, self.entry).load() if self.flat else leaf
 
-    def raveled(self, value: Any) -> Any:
-        """The leaf as it is in a buffer."""
-        return self.entry.ravel(self.entry.pack(value))
-
     def put(self, leaf: Any, value: Any) -> Any:
         """The shared buffer's leaf with this value in its place."""
-        value = value.astype(leaf.dtype)
+        value = jnp.asarray(value).astype(leaf.dtype)
         if not self.flat:
             return value
-        return lax.dynamic_update_slice_in_dim(leaf, self.raveled(value), self.start, axis=-1)
+        raveled = self.entry.ravel(self.entry.pack(value))
+        return lax.dynamic_update_slice_in_dim(leaf, raveled, self.start, axis=-1)
 
 
 Places: TypeAlias = "tuple[Place, ...]"
@@ -238,20 +235,16 @@ class ChunkLayout:
         self, form: TreeForm, values: Sequence[Any], *, pinned: bool = False
     ) -> dict[str, Any]:
         """The inverse: those of one device's arrays in which the stage has leaves."""
-        by_array: dict[str, list[tuple[Place, Any]]] = {}
+        found: dict[str, Any] = {}
         for place, value in zip(self.places(form, pinned=pinned), values, strict=True):
-            by_array.setdefault(self.names[place.at], []).append((place, value))
-        return {name: self._row(name, own) for name, own in by_array.items()}
-
-    def _row(self, name: str, own: list[tuple[Place, Any]]) -> Any:
-        """One device's array."""
-        buffer = self.of(name)
-        if buffer is None or is_missing(own[0][1]):
-            return own[0][1]
-        own = sorted(own, key=lambda pair: pair[0].start)
-        row = jnp.concatenate([p.raveled(jnp.asarray(value)) for p, value in own], axis=-1)
-        rest = buffer.size - row.shape[-1]
-        return jnp.pad(row, [*((0, 0) for _ in row.shape[1:]), (0, rest)])
+            name = self.names[place.at]
+            buffer = self.of(name)
+            if buffer is not None and not is_missing(value):
+                shape, dtype = (*place.entry.counts, buffer.size), jax.typeof(value).dtype
+                before = found[name] if name in found else jnp.zeros(shape, dtype)
+                value = place.put(before, value)
+            found[name] = value
+        return found
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -61,6 +61,7 @@ class Followers:
     ) -> None:
         self._partition, self._stage_axes = partition, 2 if layer_axis else 1
         self._layout = None if partition is None else partition.layout
+        self._unlike = self._layout is not None and self._layout.unlike
         self._stages = params["stages"]
         leaves = jax.tree_util.tree_leaves_with_path(dict(params))
         specs: list[tuple[Any, ...]] = [()] * len(leaves)
@@ -73,15 +74,10 @@ class Followers:
             part, name = self._named(path)
             self._known.setdefault(part, {})[name] = tuple(leaf.shape), spec
 
-    @property
-    def unlike(self) -> bool:
-        """Whether each stage has parameters of its own form."""
-        return self._layout is not None and self._layout.unlike
-
     def of(self, node: PyTree) -> PyTree:
         """The node with a `Follow` for each leaf."""
         # as the state of an optimizer that has one for each layer
-        other_forms = self.unlike and any(
+        other_forms = self._unlike and any(
             isinstance(one, Packed) and one.layout.forms != other.layout.forms
             for one, other in zip(node["stages"], self._stages, strict=False)
         )
@@ -98,18 +94,6 @@ class Followers:
 
         return jax.tree_util.tree_map_with_path(of_leaf, node)
 
-    def shardings(self, state: PyTree) -> PyTree:
-        """A sharding for each leaf of an optimizer's state (shapes)."""
-        partition = self._partition
-        assert partition is not None
-
-        def of_node(node: PyTree) -> PyTree:
-            if is_params(node):
-                return shardings(partition, self.of(node), node)
-            return NamedSharding(partition.mesh, PartitionSpec())
-
-        return jax.tree.map(of_node, state, is_leaf=is_params)
-
     def _follow(self, part: str, name: str, shape: tuple[int, ...]) -> Follow:
         stage, known = part.startswith("stages"), self._known.get(part, {})
         one_a_device = (
@@ -118,7 +102,7 @@ class Followers:
         found = known.get(name) or followed(name, shape, known)
         if found is None:
             # an optimizer may have a state for each stage (`per_layer`)
-            fits = not stage or (one_a_device and not self.unlike)
+            fits = not stage or (one_a_device and not self._unlike)
             return Follow(follows=one_a_device, fits=fits)
         parameter, spec = found
         lead = len(shape) - len(parameter)
@@ -138,7 +122,7 @@ class Followers:
         names = [path_text((key,)) for key in path]
         if names[0] != "stages" or self._layout is None:
             return names[0], "/".join(names[1:])
-        return "/".join(names[: 1 + self.unlike]), "/".join(names[2:])
+        return "/".join(names[: 1 + self._unlike]), "/".join(names[2:])
 
 
 def shardings(
@@ -268,21 +252,29 @@ class Placer:
         self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Mapping[str, PyTree]
     ) -> PyTree:
         """The state that an optimizer's `init` makes of trained parameters, sharded as they are."""
-        to = Followers(params, self._partition).shardings
+        followers, whole = Followers(params, self._partition), self._sharding()
+
+        def to(state: PyTree) -> PyTree:
+            def of_node(node: PyTree) -> PyTree:
+                follows = is_params(node)
+                return shardings(self._partition, followers.of(node), node) if follows else whole
+
+            return jax.tree.map(of_node, state, is_leaf=is_params)
+
         # what is compiled for one optimizer is of no use to another
         return Placer(self._partition)._run(lambda _, tree: begin(tree), trained, to)
 
     def place_state(self, state: PyTree) -> PyTree:
         """The stages' own state, canonical to placed; shapes to shapes."""
         PipelineError.refuse("this state does not fit the pipeline", self._layout.faults(state))
-        to = NamedSharding(self._mesh, PartitionSpec(self._axis))
+        to = self._sharding(self._axis)
         return self._run(_placed_state, state, partial(jax.tree.map, lambda _: to))
 
     def place_zeros(self, trees: Sequence[PyTree], *, shapes: bool) -> PyTree:
         """Zeros of these shapes, a tree for each stage, where the stages' own state is; `shapes`:
         shapes with shardings instead.
         """
-        to = NamedSharding(self._mesh, PartitionSpec(self._axis))
+        to = self._sharding(self._axis)
         like = jax.eval_shape(self._layout.place_trees, trees)
         if shapes:
             return jax.tree.map(lambda leaf: with_sharding(leaf, to), like)
@@ -292,6 +284,9 @@ class Placer:
         """The stages' own state, placed to canonical."""
         self._check_owners(placed, "state", "place_state")
         return self.in_model_order({"stages": placed}, None)["stages"]
+
+    def _sharding(self, *spec: Any) -> NamedSharding:
+        return NamedSharding(self._mesh, PartitionSpec(*spec))
 
     def _check_owners(self, stages: PyTree, what: str, again: str) -> None:
         PipelineError.refuse("", owner_faults(stages, self._layout, what, again))
