@@ -115,11 +115,8 @@ class PortableState:
             if elsewhere := self._owner_faults(node, name or "parameters"):
                 faults.extend(elsewhere)
                 return None
-            if (
-                not unlike
-                and self.pipe is not None
-                and len(set(map(jax.tree.structure, node["stages"]))) > 1
-            ):
+            alike = self.pipe is not None and not unlike
+            if alike and len(set(map(jax.tree.structure, node["stages"]))) > 1:
                 faults.append(
                     f"{name}: chunks of stages have unlike structures; a mask must treat every "
                     "stage the same"

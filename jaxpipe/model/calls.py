@@ -287,23 +287,6 @@ def refusing(name: str) -> Iterator[None]:
         raise
 
 
-def check_returned(name: str, found: PyTree) -> None:
-    """PipelineError where a function returns an array of another mesh, or one that varies over a
-    manual axis.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    for leaf in jax.tree.leaves(found) if mesh.manual_axes else ():
-        aval = getattr(leaf, "aval", None)
-        own = getattr(aval, "sharding", None)
-        if varying := getattr(getattr(aval, "manual_axis_type", None), "varying", ()):
-            raise PipelineError(
-                f"`{name}` {_SHARD_MAP} (it returns an array that varies over "
-                f"{', '.join(sorted(varying))})"
-            )
-        if own is not None and not own.mesh.empty and own.mesh != mesh:
-            raise PipelineError(f"`{name}` {_CONSTRAINT} (it returns an array on {own.mesh})")
-
-
 def check_equations(name: str, jaxprs: Sequence[core.Jaxpr]) -> None:
     """PipelineError where an equation names a manual axis in a sharding or in a shard_map."""
     advice = {"sharding_constraint": _CONSTRAINT, "shard_map": _SHARD_MAP}
@@ -453,7 +436,7 @@ class Function:
         """
         try:
             own = {name: keywords[name] for name in sorted(self.wants)}
-            results = self.call(*arguments, **own)
+            return self.call(*arguments, **own)
         except PipelineError:
             raise
         except Exception as error:
@@ -471,8 +454,6 @@ class Function:
                 f"traced with ({shapes})"
             )
             raise
-        check_returned(self.name, results)
-        return results
 
     def results(self, names: Mapping[str, str], out: Any) -> dict[str, Any]:
         """What the function returned by name; PipelineError where it is not a tuple of as many.

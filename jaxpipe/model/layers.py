@@ -63,16 +63,15 @@ class LayerMap:
                 f"with chunks={max(1, layout.num_stages // placement.num_devices)}, or write "
                 f"{placement.num_stages - 1} bars"
             )
-        for letter, where, right in (
-            (EMBEDDING, "the first layer", layout.layers[:1]),
-            (LOSS, "the last layer", layout.layers[-1:]),
+        for letter, end, right in (
+            (EMBEDDING, "first", layout.stages[0][:1]),
+            (LOSS, "last", layout.stages[-1][-1:]),
         ):
             if layout.layers.count(letter) > (right == letter):
-                faults.append(f"{letter} can only be {where} of layout {str(layout)!r}")
-        if layout.stages[0][:1] != EMBEDDING and EMBEDDING in layout.layers:
-            faults.append(f"{EMBEDDING} must be on the first stage of layout {str(layout)!r}")
-        if layout.stages[-1][-1:] != LOSS and LOSS in layout.layers:
-            faults.append(f"{LOSS} must be on the last stage of layout {str(layout)!r}")
+                faults.append(
+                    f"{letter} can only be the {end} layer, and on the {end} stage, of layout "
+                    f"{str(layout)!r}"
+                )
         PipelineError.refuse("the layout does not fit", faults)
         mates_of = {}
         for chunk in zip_longest(*owned):

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -200,6 +200,14 @@ def _summed_by_parts(total: Any, plan: LeafPlan, names: tuple[str, ...]) -> Any:
     return rest(total, (), ())
 
 
+class _Rule(NamedTuple):
+    """How a parameter is to be stored, as its stage has it."""
+
+    spec: tuple[Any, ...]  # empty where it has faults
+    frozen: bool
+    faults: list[str]
+
+
 @dataclass(frozen=True)
 class Partition:
     """How a model's parameters are stored on a mesh of automatic axes: the stages of each device,
@@ -283,18 +291,21 @@ class Partition:
         by_stage = isinstance((self.sharding.specs or {}).get("stages"), list | tuple)
         return name.partition("/")[2] if key == "stages" and numbered and not by_stage else name
 
-    def _spec(self, own: Parameter) -> Any:
-        """The spec that holds for a parameter: one that is given for it, or for all below a path;
-        what no spec names is whole.
+    def _rule(self, own: Parameter, dtype: Any) -> _Rule:
+        """How the user wants a parameter to be stored: by a spec that is given for it, or for all
+        below a path; what no spec names is whole.
         """
-        specs, name = self._specs.get(own.path.partition("/")[0], {}), self._name(own.path)
-        return next((spec for prefix, spec in specs.items() if holds(prefix, name)), None)
-
-    def _spec_of_stack(self, own: Parameter) -> Any:
-        """The spec of a parameter as a stage has it: the layers of a stage are stacked."""
-        spec = self._spec(own)
-        stacked = self._layered and own.path.startswith("stages/")
-        return PartitionSpec(None, *spec) if stacked and isinstance(spec, PartitionSpec) else spec
+        key, shape = own.path.partition("/")[0], own.shape
+        specs, name = self._specs.get(key, {}), self._name(own.path)
+        spec = next((spec for prefix, spec in specs.items() if holds(prefix, name)), None)
+        faults = self.sharding.spec_faults(own.path, shape, spec, dict(self.mesh.shape))
+        entries = () if faults or spec is None else tuple(spec)
+        # a stage has a stack of layers
+        stack = (None,) if self._layered and key == "stages" else ()
+        frozen = self.frozen is not None and self.frozen(
+            own.path, jax.ShapeDtypeStruct(shape, dtype)
+        )
+        return _Rule((*stack, *entries), bool(frozen), faults)
 
     def _unused_specs(self, canonical: Mapping[str, PyTree]) -> list[str]:
         """Specs for which there is neither a canonical parameter nor None in its place."""
@@ -358,30 +369,32 @@ class Partition:
         cut: int | None = None,
     ) -> LeafPlan:
         """The plan of a placed leaf that holds these parameters."""
-        own = parameters[0]
-        if buffer is None:
-            where, spec, pinned = own.path, self._spec_of_stack(own), False
-            frozen = self._is_frozen(own, leaf.dtype)
-        else:
-            where, spec, pinned = "stages", buffer.spec, buffer.kept.pinned
-            frozen = buffer.kept.group is Group.FROZEN
-            for own in parameters:
-                faults += self._spec_faults(own.path, own.shape, self._spec(own))
-        found = self._split(where, leaf.shape[int(stage) :], spec, faults, stage=stage, cut=cut)
-        return replace(found, frozen=frozen, pinned=pinned, parameters=tuple(parameters))
+        rules = [self._rule(own, leaf.dtype) for own in parameters]
+        faults += [fault for rule in rules for fault in rule.faults]
+        spec = rules[0].spec if buffer is None else tuple(buffer.spec)
+        if cut is not None and spec[cut : cut + 1] not in ((), (None,)):
+            faults.append(
+                f"{parameters[0].path}: {PartitionSpec(*spec)} splits dim {cut}, which is cut over "
+                f"the pipe axis {self.axis!r}; split another dim"
+            )
+        return replace(
+            self._split(leaf.shape[int(stage) :], spec, stage=stage, cut=cut),
+            frozen=rules[0].frozen if buffer is None else buffer.kept.group is Group.FROZEN,
+            pinned=buffer is not None and buffer.kept.pinned,
+            parameters=tuple(parameters),
+        )
 
     def kept(self, own: Parameter, dtype: Any) -> InBuffer:
         """Which parameters of unlike stages may share a buffer: frozen ones with each other, and
         trained ones, split over the same axes.
         """
-        spec, frozen = self._spec_of_stack(own), self._is_frozen(own, dtype)
+        spec, frozen, faults = self._rule(own, dtype)
         # `plans` lists these; and a buffer's shape is the same outside and inside of a step
-        faults = self._spec_faults(own.path, own.shape, self._spec(own))
         if faults or self._held(spec) or not (frozen or jnp.issubdtype(dtype, jnp.inexact)):
             return self.in_buffer(Group.ALONE)
         parts = tuple(
             Part(dim, names_of(entry), count)
-            for dim, entry in enumerate(spec or ())
+            for dim, entry in enumerate(spec)
             if (count := math.prod(self.mesh.shape[axis] for axis in names_of(entry))) > 1
         )
         return self.in_buffer(Group.FROZEN if frozen else Group.TRAINED, parts)
@@ -400,10 +413,8 @@ class Partition:
 
     def _split(
         self,
-        where: str,
         shape: tuple[int, ...],
-        spec: Any,
-        faults: list[str],
+        spec: Sequence[Any],
         *,
         stage: bool = True,
         cut: int | None = None,
@@ -411,20 +422,11 @@ class Partition:
         """How a leaf of this shape and spec is split; `cut`: its dim that is cut over the pipe
         axis.
         """
-        own = self._spec_faults(where, shape, spec)
-        faults += own
-        entries = () if own or spec is None else tuple(spec)
-        entries += (None,) * (len(shape) - len(entries))
+        entries = (*spec, *(None,) * (len(shape) - len(spec)))
         held, fsdp = self._held(entries), self.sharding.fsdp
         used = {dim for dim, entry in enumerate(entries) if entry is not None}
-        auto = tuple(
-            None if dim in {dim for _, dim in held} else entry for dim, entry in enumerate(entries)
-        )
-        if cut in used:
-            faults.append(
-                f"{where}: {spec} splits dim {cut}, which is cut over the pipe axis "
-                f"{self.axis!r}; split another dim"
-            )
+        local = {dim for _, dim in held}
+        auto = tuple(None if dim in local else entry for dim, entry in enumerate(entries))
         gathers: list[tuple[str, int]] = []
         wanted = [self.axis] if self.sharding.outer and not stage and cut is None else []
         wanted += [] if fsdp is None or fsdp in dict(held) else [fsdp]
@@ -438,27 +440,18 @@ class Partition:
         held += [] if cut is None else [(self.axis, cut)]
         return LeafPlan(stage, tuple(gathers), auto, held=tuple(held))
 
-    def _held(self, spec: Any) -> list[tuple[str, int]]:
+    def _held(self, spec: Sequence[Any]) -> list[tuple[str, int]]:
         """(data axis, dim) that a spec names."""
         return [
             (name, dim)
-            for dim, entry in enumerate(spec or ())
+            for dim, entry in enumerate(spec)
             for name in names_of(entry)
             if name in self.sharding.local
         ]
 
-    def _is_frozen(self, own: Parameter, dtype: Any) -> bool:
-        """Whether the user's filter takes a parameter."""
-        return self.frozen is not None and bool(
-            self.frozen(own.path, jax.ShapeDtypeStruct(own.shape, dtype))
-        )
-
-    def _spec_faults(self, where: str, shape: tuple[int, ...], spec: Any) -> list[str]:
-        return self.sharding.spec_faults(where, shape, spec, dict(self.mesh.shape))
-
     def buffer_spec(self, buffer: Buffer, shape: tuple[int, ...]) -> PartitionSpec:
         """How a buffer [P, ...] of parameters, or of an optimizer's state, is spread."""
-        return self._split("stages", shape[1:], buffer.spec, []).spec(self.axis)
+        return self._split(shape[1:], tuple(buffer.spec)).spec(self.axis)
 
     def shardings(self, plans: PyTree) -> dict[str, PyTree]:
         """Shardings of placed parameters."""

@@ -94,7 +94,7 @@ def retyped(x: Any) -> Any:
         (of_a_mesh, "Remove the pipe axis and the data axes"),
         (lambda x: jnp.sum(of_a_mesh(x)) * x, "Remove the pipe axis and the data axes"),
         (mapped, "`stage` calls jax.shard_map with a mesh of its own.*Remove mesh="),
-        (mapped_over_a_manual_axis, "over a manual axis.*Remove mesh=.*varies over pipe"),
+        (mapped_over_a_manual_axis, "over a manual axis.*Remove mesh=.*it names 'pipe'"),
         (
             lambda x: lax.with_sharding_constraint(x, PartitionSpec("pipe")),
             "Remove the pipe axis and the data axes.*remove the call",
