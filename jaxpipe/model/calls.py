@@ -94,25 +94,23 @@ def is_padded(node: Any) -> bool:
     return isinstance(node, Padded)
 
 
-def unpadded(tree: PyTree) -> PyTree:
-    """The tree with the padded arrays themselves."""
+def unpadded(tree: PyTree, own: Callable[[Padded], Any] = lambda leaf: leaf.array) -> PyTree:
+    """The tree with the padded arrays themselves, or something else in place of each `Padded`."""
     return jax.tree.map(
-        lambda leaf: leaf.array if is_padded(leaf) else leaf, tree, is_leaf=is_padded
+        lambda leaf: own(leaf) if is_padded(leaf) else leaf, tree, is_leaf=is_padded
     )
 
 
 def cut_off(tree: PyTree) -> PyTree:
     """The tree with arrays of their own size, without padding."""
 
-    def own(leaf: Any) -> Any:
-        if not is_padded(leaf):
-            return leaf
+    def own(leaf: Padded) -> Any:
         if not jax.tree.leaves(leaf) or leaf.array.ndim <= leaf.dim:
             return leaf.array
         size = min(leaf.size, leaf.array.shape[leaf.dim])
         return jax.lax.slice_in_dim(leaf.array, 0, size, axis=leaf.dim)
 
-    return jax.tree.map(own, tree, is_leaf=is_padded)
+    return unpadded(tree, own)
 
 
 def pad_like(like: Any, leaf: Any) -> Any:
@@ -194,9 +192,8 @@ class Cuts:
             dim = self.dim(key, path)
             if dim is None or leaf.shape[dim] % self.parts == 0:
                 return leaf
-            size = leaf.shape[dim]
-            widths = [(0, -size % self.parts if d == dim else 0) for d in range(leaf.ndim)]
-            return Padded(jnp.pad(leaf, widths), dim, size)
+            widths = [(0, -n % self.parts * (d == dim)) for d, n in enumerate(leaf.shape)]
+            return Padded(jnp.pad(leaf, widths), dim, leaf.shape[dim])
 
         return {
             key: jax.tree_util.tree_map_with_path(lambda p, a, k=key: padded(k, p, a), tree)

@@ -197,14 +197,12 @@ class Model:
         """The dims along which parameters of spread functions are cut; those under "shared" only
         where every function that takes them is spread.
         """
-        functions = [f for f in (*stages, *self.outer) if f is not None]
-        ends = {"first": self.outer[0], "last": self.outer[1]}
-        spreads = {key: f.spread for key, f in ends.items() if f is not None and f.spread}
-        dims = {key: spread.dims for key, spread in spreads.items()}
-        takers = [function for function in functions if "shared" in function.wants]
-        if not takers or not all(function.spread for function in takers):
+        ends = dict(zip(("first", "last"), self.outer, strict=True))
+        dims = {key: f.spread.dims for key, f in ends.items() if f is not None and f.spread}
+        takers = [f for f in (*stages, *self.outer) if f is not None and "shared" in f.wants]
+        shared = [f.spread.shared for f in takers if f.spread]
+        if not takers or len(shared) < len(takers):
             return dims
-        shared = [spread.shared for key, spread in spreads.items() if ends[key] in takers]
         if any(one != shared[0] for one in shared):
             raise PipelineError(
                 f"`first` is given jaxpipe.spread(..., shared={shared[0]!r}) and `last` "
