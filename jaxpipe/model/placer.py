@@ -22,7 +22,7 @@ from .calls import cut_off, is_padded, pad_like, unpadded
 from .packed import Packed, is_missing, repacked
 from .param_layout import OUTER, Chunks, State, owner_faults
 from .partition import Partition, leaf_plans
-from .settings import explicit_context, has, jit_on_mesh, names_of, trimmed
+from .settings import explicit_context, has, jit_on_mesh, names_of, trimmed, with_sharding
 
 
 @dataclass(frozen=True)
