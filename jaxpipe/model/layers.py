@@ -16,7 +16,7 @@ from ..arrays import PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
-from .calls import Context, Function
+from .calls import Function
 
 EMBEDDING, LOSS = "E", "L"
 
@@ -219,7 +219,13 @@ class _Layer(NamedTuple):
         function = self.function
         own = {name: self.keywords[name] for name in function.wants}
         if "ctx" in own:
-            own["ctx"] = _context(own["ctx"], number, place)
+            # its key depends on the layer and the microbatch, not on the stage
+            ctx, key = own["ctx"], own["ctx"].microbatch_rng
+            own["ctx"] = ctx._replace(
+                ledger=None if ctx.ledger is None else ctx.ledger.of_layer(place),
+                layer=number,
+                rng=None if key is None else jax.random.fold_in(key, number),
+            )
         out = function.run(row, x, keywords=own)
         if not self.has_loss:
             return out, None
@@ -247,15 +253,3 @@ def _run_layers(
     rows = stack, number + jnp.arange(count, dtype=jnp.int32)
     x, each = jax.lax.scan(lambda x, row: layer.run(x, *row), x, rows)
     return x, [None if each is None else jnp.sum(each)]
-
-
-def _context(ctx: Context, number: Any, place: int) -> Context:
-    """The context of a layer: its key depends on the layer and the microbatch, not on the stage.
-    Each layer appends rows to buffers of its own.
-    """
-    key = ctx.microbatch_rng
-    return ctx._replace(
-        ledger=None if ctx.ledger is None else ctx.ledger.of_layer(place),
-        layer=number,
-        rng=None if key is None else jax.random.fold_in(key, number),
-    )

@@ -245,8 +245,9 @@ class Partition:
         """A `LeafPlan` for each leaf of placed parameters (arrays or shapes).
 
         Raises:
-            PipelineError: specs that do not fit, or, given the canonical parameters, that are for
-                none of these; all are listed.
+            PipelineError: specs that do not fit; given the canonical parameters, also specs and
+                expressions of frozen= that are for none of these, and trained ones that cannot have
+                a gradient.  All are listed.
         """
         faults = [
             f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}"
@@ -254,21 +255,20 @@ class Partition:
             if key not in params
         ]
         found = {key: self._tree(key, tree, faults) for key, tree in params.items()}
-        faults += self._unused_specs(canonical or {})
+        if canonical is not None:
+            faults += [*self._unused_specs(canonical), *self.frozen_faults(found)]
+            leaves = zip(by_path(dict(params)).items(), leaf_plans(found), strict=True)
+            faults += [
+                f"parameter {path!r} is {leaf.dtype}; parameters that are trained must be "
+                "floating: put other arrays in the batch, or name them in frozen="
+                for (path, leaf), plan in leaves
+                if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+            ]
         # chunks whose stages are alike have the same faults
-        PipelineError.refuse("these specs do not fit", list(dict.fromkeys(faults)))
+        PipelineError.refuse(
+            "these parameters do not fit the pipeline", list(dict.fromkeys(faults))
+        )
         return found
-
-    def dtype_faults(self, params: Mapping[str, PyTree], plans: PyTree) -> list[str]:
-        """Placed parameters (shapes) that are trained and have no gradient, by their dtype."""
-        return [
-            f"parameter {path!r} is {leaf.dtype}; parameters that are trained must be "
-            "floating: put other arrays in the batch, or name them in frozen="
-            for (path, leaf), plan in zip(
-                by_path(dict(params)).items(), leaf_plans(plans), strict=True
-            )
-            if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
-        ]
 
     def frozen_faults(self, plans: PyTree) -> list[str]:
         """Expressions of frozen= that are found in the path of none of the parameters."""

@@ -177,9 +177,7 @@ class Placer:
             "these parameters cannot be cut over the devices", partition.cuts.faults(params)
         )
         like = jax.eval_shape(partial(_laid_out, partition), jax.tree.map(_shape, params))
-        plans = partition.plans(like, params)
-        faults = [*partition.frozen_faults(plans), *partition.dtype_faults(like, plans)]
-        PipelineError.refuse("these parameters do not fit the pipeline", faults)
+        partition.plans(like, params)
         follows = Followers(like, partition).of(like)
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
         return self.placed_like(params, like, follows, traced=traced)

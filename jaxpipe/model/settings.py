@@ -396,19 +396,14 @@ class Memory:
             object.__setattr__(self, "offload", offload)
         except ValueError:
             faults.append(f'offload must be "residuals" or None; got {self.offload!r}')
-        if not _is_floating(self.accumulate):
+        try:
+            dtype = jnp.dtype(jnp.float32 if self.accumulate is None else self.accumulate)
+            floating = jnp.issubdtype(dtype, jnp.floating)
+        except TypeError:
+            floating = False
+        if not floating:
             faults.append(
                 "accumulate must be a floating dtype, or None for the parameters' own; got "
                 f"{self.accumulate!r}"
             )
         PipelineError.refuse("", faults)
-
-
-def _is_floating(dtype: Any) -> bool:
-    """Whether it is None or a floating dtype."""
-    if dtype is None:
-        return True
-    try:
-        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-    except TypeError:
-        return False
