@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..arrays import PyTree, array_faults, by_index, described, path_text, summable, zeros_of
+from ..arrays import (
+    PyTree,
+    array_faults,
+    by_index,
+    described,
+    path_text,
+    shapes_of,
+    summable,
+    zeros_of,
+)
 from ..errors import PipelineError
 from .calls import Context, Cuts, Function
 
@@ -79,18 +88,14 @@ def batch_faults(batch: PyTree, count: int, *, data_shards: int = 1) -> list[str
         return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
     if faults := array_faults(batch, "batch"):
         return faults
-    scalars = [name for name, shape in shapes.items() if not shape]
-    if len(scalars) > 3:
-        return [
-            f"{len(scalars)} leaves of the batch are plain numbers, {scalars[0]} the first "
-            "of them: lists are trees to JAX; make "
-            "arrays of them, jax.numpy.asarray([...]), with a leading axis of rows"
+    faults, scalars = [], [name for name, shape in shapes.items() if not shape]
+    if scalars:
+        faults = [
+            f"{len(scalars)} leaves of the batch are plain numbers, {scalars[0]} the first of "
+            "them: lists are trees to JAX; make arrays of them, jax.numpy.asarray([...]), with a "
+            "leading axis of rows (close over values that all rows share, or put them under "
+            '"shared")'
         ]
-    faults = [
-        f"{name} is a scalar; every leaf needs a leading axis of rows "
-        '(close over values that all rows share, or put them under "shared")'
-        for name in scalars
-    ]
     shards = f" x {data_shards} data shards" if data_shards > 1 else ""
     into = f"{count} microbatches{shards}"
     return faults + _cut_faults(shapes, 0, count * data_shards, "rows", into)
@@ -585,14 +590,10 @@ class Functions:
 
 def _same_form(function: Function, name: str, before: PyTree, after: PyTree) -> PyTree:
     """State or carry as a stage returns it; PipelineError where it is not like the one before."""
-    after = jax.tree.map(jnp.asarray, after)
-
-    def form(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
-
-    if form(before) != form(after):
+    before, after = (jax.tree.map(jnp.asarray, tree) for tree in (before, after))
+    if shapes_of(before) != shapes_of(after):
         raise PipelineError(
-            f"`{function.name}` takes {name} of (shape, dtype) {form(before)} but returns "
-            f"{form(after)}; return the same tree"
+            f"`{function.name}` takes {name} as {described(before)} but returns "
+            f"{described(after)}; return the same tree"
         )
     return after

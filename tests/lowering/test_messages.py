@@ -207,7 +207,8 @@ def test_what_is_no_array() -> None:
     assert caught.value.faults == (
         "1200 leaves of the batch are plain numbers, batch['x'][0][0] the first of them: lists "
         "are trees to JAX; make arrays of them, "
-        "jax.numpy.asarray([...]), with a leading axis of rows",
+        "jax.numpy.asarray([...]), with a leading axis of rows (close over values that all rows "
+        'share, or put them under "shared")',
     )
 
 
