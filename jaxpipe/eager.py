@@ -19,7 +19,7 @@ from jax import lax
 from .arrays import Params, PyTree, stacked, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
-from .model.functions import StageOutput, make_extra
+from .model.functions import StageOutput
 from .model.param_layout import OUTER
 from .model.partition import LeafPlan, leaf_plans
 from .program.interpret import Step, interpret
@@ -126,7 +126,7 @@ class _Shard:
 
     def _extra(self, stage: int, microbatch: int, wants: frozenset[str]) -> dict[str, PyTree]:
         numbers = jnp.int32(stage), jnp.int32(microbatch)
-        return make_extra(self.batch, self.rng, *numbers, wants, self.functions.slices)
+        return self.functions.extra(self.batch, self.rng, *numbers, wants)
 
     def run(self, step: Step) -> Mapping[str, Any]:
         """Runs one action and returns the values that it makes."""

@@ -18,7 +18,7 @@ from .arrays import PyTree, path_text, shapes_of
 from .errors import CheckpointError
 from .model.packed import Packed
 from .model.param_layout import Chunks, owner_faults
-from .model.placer import Follow, Followers, Placer, is_params, merged
+from .model.placer import Follow, Followers, Placer, is_params
 from .model.settings import has
 from .pipeline import Pipeline
 
@@ -57,9 +57,11 @@ class PortableState:
             kept = [key for key in node if key == "stages" or jax.tree.leaves(node[key])]
             node, follows = ({key: tree[key] for key in kept} for tree in (node, follows))
             if self._placer is None:
-                return jax.tree.map(self._of_plain, node, follows)
+                return jax.tree.map(
+                    lambda leaf, rule: _reshaped(leaf, rule.merged(leaf.shape)), node, follows
+                )
             _check_single_values(path, node["stages"], follows["stages"])
-            return self._placer.in_model_order(node, follows, layer_axis=self.layer_axis)
+            return self._placer.in_model_order(node, follows)
 
         follows = self._follows(state)
         found = jax.tree_util.tree_map_with_path(outside, state, follows, is_leaf=is_params)
@@ -149,10 +151,6 @@ class PortableState:
     @cached_property
     def _placer(self) -> Placer | None:
         return None if self.pipe is None else Placer(self.pipe.partition)
-
-    def _of_plain(self, leaf: Any, rule: Follow) -> Any:
-        """A leaf of a plain program in the canonical layout."""
-        return _reshaped(leaf, merged(leaf.shape, rule) if self.layer_axis else leaf.shape)
 
     def _from_host(self, value: Any, like: Any) -> Any:
         """The inverse of `_on_host`: a number as it was, an array on the whole mesh."""

@@ -272,29 +272,6 @@ def with_aux(loss: Any, aux: Sequence[PyTree]) -> Any:
     return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
 
 
-def make_extra(
-    batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str], slices: int = 1
-) -> Extra:
-    """The microbatch's rows of the batch and the context, those of them that are wanted."""
-    extra: Extra = {}
-    keys: dict[str, Any] = {}
-    position, fold = None, jax.random.fold_in
-    if isinstance(batch, Positioned):
-        batch, position = batch.batch, batch.position[microbatch // slices]
-    if "microbatch" in wants:
-        extra["microbatch"] = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
-        )
-    if "ctx" in wants:
-        if rng is not None:
-            keys["rng"] = fold(fold(rng, stage), microbatch)
-            keys["microbatch_rng"] = fold(rng, microbatch)
-        if rng is not None and slices > 1:
-            keys["sequence_rng"] = fold(rng, microbatch // slices)
-        extra["ctx"] = Context(stage, microbatch, offset=position, **keys)
-    return extra
-
-
 @dataclass(frozen=True)
 class Functions:
     """The functions that a pipeline runs."""
@@ -342,6 +319,28 @@ class Functions:
         if isinstance(batch, Positioned):
             return replace(batch, batch=self.split(batch.batch, count))
         return split_batch(batch, count, self.slices, self.time)
+
+    def extra(
+        self, batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]
+    ) -> Extra:
+        """The microbatch's rows of the batch and the context, those of them that are wanted."""
+        extra: Extra = {}
+        keys: dict[str, Any] = {}
+        position, fold = None, jax.random.fold_in
+        if isinstance(batch, Positioned):
+            batch, position = batch.batch, batch.position[microbatch // self.slices]
+        if "microbatch" in wants:
+            extra["microbatch"] = jax.tree.map(
+                lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
+            )
+        if "ctx" in wants:
+            if rng is not None:
+                keys["rng"] = fold(fold(rng, stage), microbatch)
+                keys["microbatch_rng"] = fold(rng, microbatch)
+            if rng is not None and self.slices > 1:
+                keys["sequence_rng"] = fold(rng, microbatch // self.slices)
+            extra["ctx"] = Context(stage, microbatch, offset=position, **keys)
+        return extra
 
     def for_batch(self, batch: PyTree) -> Functions:
         """The same functions, for a batch that is cut."""

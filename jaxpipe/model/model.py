@@ -21,7 +21,6 @@ from .functions import (
     Functions,
     Loss,
     batch_faults,
-    make_extra,
     split_batch,
     time_faults,
     with_aux,
@@ -398,8 +397,7 @@ class Plain:
         return x, sum(losses), ([*states], [*carried])
 
     def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> Extra:
-        slices = self.functions.slices
-        return make_extra(self.rows, self.rng, jnp.int32(stage), index, wants, slices)
+        return self.functions.extra(self.rows, self.rng, jnp.int32(stage), index, wants)
 
     def _outer(self, key: str, x: PyTree, stage: int, index: Any) -> Any:
         """`first` or `last`."""

@@ -34,6 +34,14 @@ class Follow:
     spec: tuple[Any, ...] = ()  # of the parameter's dims, without the axis of devices
     fits: bool = True  # False: no axis is known to be that of stages
     stage: bool = True  # False: of first, last or shared
+    merges: bool = False  # in model order its axes of stages and of layers are one
+
+    def merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in model order, of that with an axis of stages."""
+        lead, own = shape[: self.lead], shape[self.lead :]
+        if self.merges and self.follows and len(own) > 1:
+            own = (own[0] * own[1], *own[2:])
+        return (*lead, *own)
 
 
 def is_params(node: PyTree) -> bool:
@@ -59,7 +67,7 @@ class Followers:
         *,
         layer_axis: bool = False,
     ) -> None:
-        self._partition, self._stage_axes = partition, 2 if layer_axis else 1
+        self._partition, self._merges = partition, layer_axis
         self._layout = None if partition is None else partition.layout
         self._unlike = self._layout is not None and self._layout.unlike
         self._stages = params["stages"]
@@ -85,7 +93,8 @@ class Followers:
         def of_leaf(path: Any, leaf: Any) -> Follow:
             stage = path[0].key == "stages"
             if not stage or not other_forms:
-                return replace(self._follow(*self._named(path), leaf.shape), stage=stage)
+                found = self._follow(*self._named(path), leaf.shape)
+                return replace(found, stage=stage, merges=stage and self._merges)
             chunk = node["stages"][path[1].idx]
             buffer = chunk.layout.of(path[2].key) if isinstance(chunk, Packed) else None
             if buffer is None or self._partition is None:
@@ -111,7 +120,7 @@ class Followers:
         if not stage or np.prod(shape) == 1:
             return Follow(follows=False)
         # a factored moment lacks some of the parameter's last axes
-        axes = self._stage_axes
+        axes = 1 + self._merges
         fits = lead < 0 and shape[:axes] == parameter[:axes]
         return Follow(follows=fits or one_a_device, fits=fits)
 
@@ -126,10 +135,10 @@ class Followers:
 
 
 def shardings(
-    partition: Partition, follows: Mapping[str, PyTree], like: Params, *, layer_axis: bool = False
+    partition: Partition, follows: Mapping[str, PyTree], like: Params
 ) -> dict[str, PyTree]:
-    """The shardings of a tree of these shapes, like the placed parameters or canonical ones (of
-    which leaves are [S * layers, ...] with `layer_axis`).  A dim that does not divide is whole.
+    """The shardings of a tree of these shapes, like the placed parameters or canonical ones.  A dim
+    that does not divide is whole.
     """
     mesh = partition.mesh
 
@@ -138,7 +147,7 @@ def shardings(
             return NamedSharding(mesh, PartitionSpec())
         spec = rule.spec
         if rule.stage:
-            spec = (partition.axis, *(spec[1:] if layer_axis else spec))
+            spec = (partition.axis, *spec)
         spec = (*(None,) * rule.lead, *spec)
         sizes = (math.prod(mesh.shape[name] for name in names_of(entry)) for entry in spec)
         own = zip(spec, sizes, leaf.shape, strict=False)
@@ -147,14 +156,6 @@ def shardings(
         )
 
     return dict(jax.tree.map(of, like, follows))
-
-
-def merged(shape: tuple[int, ...], rule: Follow) -> tuple[int, ...]:
-    """The shape of a leaf in model order with its axes of stages and of layers as one."""
-    lead, own = shape[: rule.lead], shape[rule.lead :]
-    if rule.stage and rule.follows and len(own) > 1:
-        own = (own[0] * own[1], *own[2:])
-    return (*lead, *own)
 
 
 class Placer:
@@ -190,16 +191,13 @@ class Placer:
         follows = Followers(placed, self._partition).of(tree) if spread else None
         return self.in_model_order(tree, follows)
 
-    def in_model_order(
-        self, tree: Params, follows: PyTree, *, layer_axis: bool = False
-    ) -> dict[str, PyTree]:
+    def in_model_order(self, tree: Params, follows: PyTree) -> dict[str, PyTree]:
         """A tree like the placed parameters to the canonical layout, stages over the pipe axis
         where they divide.
 
         Args:
             tree: arrays or shapes; what has no leaves may be left out of it.
             follows: a `Follow` for each; None: leaves follow, and may be anywhere afterwards.
-            layer_axis: leaves of stages are [S, layers, ...] and become [S * layers, ...].
         """
 
         def to(like: dict[str, PyTree]) -> dict[str, PyTree]:
@@ -209,11 +207,11 @@ class Placer:
             stages = like["stages"]
             alike = follows["stages"] and not self._layout.unlike
             rules = follows["stages"][0] if alike else jax.tree.map(lambda _: Follow(), stages)
+            rules = jax.tree.map(lambda rule: replace(rule, spec=rule.spec[rule.merges :]), rules)
             own = {**unpadded(_outer(follows)), "stages": rules}
-            return shardings(self._partition, own, like, layer_axis=layer_axis)
+            return shardings(self._partition, own, like)
 
-        static = follows, layer_axis
-        return dict(self._run(_in_model_order, tree, None if follows is None else to, *static))
+        return dict(self._run(_in_model_order, tree, None if follows is None else to, follows))
 
     def placed_like(
         self, tree: Params, like: dict[str, PyTree], follows: PyTree, *, traced: bool = False
@@ -419,9 +417,7 @@ def _placed_in_parts(partition: Partition, like: Chunks, stages: PyTree) -> PyTr
 # Placed to canonical
 
 
-def _in_model_order(
-    partition: Partition, follows: PyTree, layer_axis: bool, tree: Params
-) -> dict[str, PyTree]:
+def _in_model_order(partition: Partition, follows: PyTree, tree: Params) -> dict[str, PyTree]:
     layout, outer, stages = partition.layout, cut_off(_outer(tree)), tree["stages"]
     if not stages:
         return {**outer, "stages": {}}
@@ -433,7 +429,7 @@ def _in_model_order(
         if not rule.follows:
             return chunks[0]
         whole = _behind(rule.lead, lambda *own: layout.canonical_stages(own))(*chunks)
-        return whole.reshape(merged(whole.shape, rule)) if layer_axis else whole
+        return whole.reshape(rule.merged(whole.shape))
 
     return {**outer, "stages": jax.tree.map(joined, follows["stages"][0], *stages)}
 

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 from ..arrays import Leaves, Params, PyTree, Scalar, summable, wider
 from ..jaxprs.slots import Piece, Total, TotalPiece
 from ..model.calls import OUTER_WANTS, unpadded
-from ..model.functions import make_extra
 from ..model.packed import Places
 from ..model.param_layout import OUTER, Chunks
 from ..model.partition import gather, leaf_plans, reduce_gradients, trained, with_frozen
@@ -186,8 +185,8 @@ class DeviceStep:
         self, stage: Scalar, microbatch: Scalar, wants: frozenset[str] = OUTER_WANTS
     ) -> Leaves:
         """Leaves of a function's arguments besides parameters, x and state: "ctx", "microbatch"."""
-        batch, rng, slices = self.inputs.batch, self.inputs.rng, self.code.program.schedule.slices
-        return jax.tree.leaves(make_extra(batch, rng, stage, microbatch, wants, slices))
+        batch, rng, functions = self.inputs.batch, self.inputs.rng, self.job.functions
+        return jax.tree.leaves(functions.extra(batch, rng, stage, microbatch, wants))
 
     def empty_state(self) -> State:
         """Empty pools and accumulators, and the stages' present state."""

@@ -21,7 +21,7 @@ from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import Atom, reads
 from ..jaxprs.flatten import flatten
 from ..model.calls import OUTER_WANTS, check_equations, refusing
-from ..model.functions import Functions, StageOutput, make_extra
+from ..model.functions import Functions, StageOutput
 from ..model.partition import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
@@ -170,7 +170,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
         index = jnp.int32(0)
-        return make_extra(inputs.batch, inputs.rng, index, index, wants, functions.slices)
+        return functions.extra(inputs.batch, inputs.rng, index, index, wants)
 
     def outer(key: str, trace: Callable[..., Any], run: Any, *given: PyTree) -> Any:
         """`first` or `last`."""
