@@ -42,11 +42,10 @@ if TYPE_CHECKING:
     from . import planner as planner
     from . import render as render
     from .measuring import measure
-    from .model.calls import Context
+    from .model.calls import Context, spread
     from .model.functions import Loss
     from .model.model import Model
     from .model.settings import Memory, Sharding
-    from .model.spread import spread
     from .optimizers import per_layer
     from .pipeline import Pipeline
     from .planner.layer_cost import LayerCost
@@ -111,7 +110,7 @@ _ON_FIRST_USE = {
     "measure": "measuring",
     "per_layer": "optimizers",
     "plan": "planner.plan",
-    "spread": "model.spread",
+    "spread": "model.calls",
 }
 _MODULES = ("debug", "inspect", "measuring", "megatron", "modules", "planner", "render")
 

@@ -19,9 +19,9 @@ from jax import lax
 from .arrays import Params, PyTree, stacked, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
-from .model.functions import StageOutput, make_extra
-from .model.leaf_plan import LeafPlan, leaf_plans
+from .model.functions import StageOutput
 from .model.param_layout import OUTER
+from .model.partition import LeafPlan, leaf_plans
 from .program.interpret import Step, interpret
 from .program.verify import verify
 from .spmd.step import accumulator_dtype, merged_state, totals
@@ -89,7 +89,7 @@ class _Shard:
         self.params: dict[Any, PyTree] = {key: params[key] for key in OUTER}
         self.params |= {s: layout.of_stage(s, params["stages"]) for s in self.stages}
         plans: dict[Any, list[LeafPlan]] = {key: leaf_plans(job.plans[key]) for key in OUTER}
-        plans |= {s: layout.leaves_of(s, job.plans["stages"]) for s in self.stages}
+        plans |= {s: layout.held(s, job.plans["stages"]).leaves for s in self.stages}
         self.total = {key: self._zeros(tree, plans[key]) for key, tree in self.params.items()}
         self.like = params["stages"]
         self.state = [layout.of_stage(s, state) if state else () for s in self.stages]
@@ -126,7 +126,7 @@ class _Shard:
 
     def _extra(self, stage: int, microbatch: int, wants: frozenset[str]) -> dict[str, PyTree]:
         numbers = jnp.int32(stage), jnp.int32(microbatch)
-        return make_extra(self.batch, self.rng, *numbers, wants, self.functions.slices)
+        return self.functions.extra(self.batch, self.rng, *numbers, wants)
 
     def run(self, step: Step) -> Mapping[str, Any]:
         """Runs one action and returns the values that it makes."""

@@ -15,23 +15,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree, by_path, followed, path_text, shapes_of
 from .errors import PipelineError
-from .model.mesh import on_mesh
+from .model.calls import cut_off, padded_like
 from .model.own_rules import PROBE, init_as_updated, inputs_of, rules_of
 from .model.packed import (
     ChunkLayout,
     Group,
     InBuffer,
+    Kept,
     Packed,
-    Packing,
     Parameter,
     TreeForm,
+    chunk_layout,
     is_missing,
     masked,
     repacked,
 )
 from .model.param_layout import OUTER, Chunks
 from .model.placer import Followers
-from .model.spread import cut_off, padded_like
+from .model.settings import on_mesh
 from .pipeline import Pipeline
 
 
@@ -332,21 +333,20 @@ class _PerLayer:
         if shapes != {(path, leaf.shape[1:]) for path, leaf in leaves.items()}:
             return tuple(states.values())
         separate = ChunkLayout(tuple(map(TreeForm.of, own)))
-        return self._repacked(
-            Packed(leaves, separate), self._state_packing(part).layout(own, range(len(own)))
-        )
+        shared = chunk_layout(own, range(len(own)), self._kept_state(part))
+        return self._repacked(Packed(leaves, separate), shared)
 
-    def _state_packing(self, part: _Part) -> Packing:
+    def _kept_state(self, part: _Part) -> Kept:
         """Which leaves of such states share a buffer: all of one dtype, those that follow a
         parameter split as it is.
         """
-        numbers, packing = self.pipe.layout.stage_at(part.chunk), self.pipe.partition.packing
+        numbers, partition = self.pipe.layout.stage_at(part.chunk), self.pipe.partition
         inside = part.tree.layout.parameters(numbers, layered=self._layered)
         seats, arrays = self._seats(part), part.tree.leaves
 
         def kept(own: Parameter, dtype: Any) -> InBuffer:
             if jnp.issubdtype(dtype, jax.dtypes.extended):
-                return InBuffer(Group.ALONE)
+                return partition.in_buffer(Group.ALONE)
             path = own.path.split("/", 2)[2]  # below "stages" and a number
             known = {
                 end: (arrays[name].shape[1:], inside[name][0][0])
@@ -354,10 +354,10 @@ class _PerLayer:
                 if not is_missing(arrays[name]) and (not stack or path.startswith(f"{stack}/"))
             }
             found = followed(path, own.shape, known)
-            parts = () if found is None else packing.kept(found[1], dtype).parts
-            return InBuffer(Group.STATE, parts)
+            parts = () if found is None else partition.kept(found[1], dtype).parts
+            return partition.in_buffer(Group.STATE, parts)
 
-        return Packing(kept, packing.multiple, packing.pinned)
+        return kept
 
     def _spread(self, state: PyTree) -> PyTree:
         """The state of a chunk's stages stays with them; left to itself XLA brings constants in it

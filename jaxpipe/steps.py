@@ -22,13 +22,11 @@ from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .lowering.plan import Plan, plan_of
 from .lowering.target import Target
-from .model.arguments import batch_faults, key_faults, param_faults, state_faults
-from .model.functions import Functions
-from .model.mesh import on_mesh
+from .model.arguments import key_faults, param_faults, state_faults
+from .model.functions import Functions, Positioned, batch_faults, time_faults
 from .model.param_layout import with_outer
 from .model.partition import Partition
-from .model.settings import Memory
-from .model.slices import Positioned, time_faults
+from .model.settings import Memory, on_mesh
 from .stage.job import Clock, Executor, Job, Observe
 from .stage.model_code import ModelCode
 from .table.effects import Offload
@@ -171,7 +169,7 @@ class StepRunner:
         )
         run: Callable[..., Any] = partial(self.executor.run, job)
         if self.executor.compiles:
-            run = on_mesh(job.mesh, run, lambda *_: shardings)
+            run = on_mesh(job.mesh, run, shardings)
         results, grads = run(params, batch, *rest)
         if not self.executor.compiles:
             results, grads = jax.tree.map(

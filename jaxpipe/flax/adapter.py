@@ -16,8 +16,8 @@ from ..arrays import Params, PyTree, described
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
 from ..model.layers import EMBEDDING, LOSS
-from ..model.mesh import is_spec
 from ..model.model import Model
+from ..model.settings import is_spec
 from .units import Unit, end_function, layer_function, stage_function, tree_at
 
 _LETTERS = "layout=, the letters of each stage"

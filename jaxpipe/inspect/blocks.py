@@ -20,7 +20,7 @@ from ..jaxprs.equations import nbytes, reads
 from ..jaxprs.eval_in_slots import run_in_slots
 from ..jaxprs.slots import InSlots, Slot, Target, Total
 from ..lowering.target import RunsOn
-from ..model.leaf_plan import leaf_plans
+from ..model.partition import leaf_plans
 from ..spmd.block import empty, while_once, without_weak_types
 from ..spmd.body import TracedStep
 from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs

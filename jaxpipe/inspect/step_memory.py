@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 from ..arrays import Params, PyTree
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..lowering.target import RunsOn
-from ..model.leaf_plan import PART, LeafPlan, leaf_plans
-from ..model.mesh import outside_contexts
 from ..model.param_layout import with_outer
+from ..model.partition import PART, LeafPlan, leaf_plans
+from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes, memory_of
 from ..program.ir import Program

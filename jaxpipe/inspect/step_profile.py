@@ -14,7 +14,7 @@ from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..engine.timeline import Timeline
 from ..errors import PipelineError, quoted
-from ..model.mesh import outside_contexts
+from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
 from ..spmd.body import CANNOT_BE_TIMED, TracedStep
 from ..spmd.entries import on_cpus

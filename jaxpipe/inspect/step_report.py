@@ -86,7 +86,7 @@ from ..lowering.cost_model import cost_parts, program_makespan
 from ..lowering.plan import Plan, plan_of
 from ..lowering.prices import FORWARD, Overheads
 from ..lowering.target import Target
-from ..model.mesh import outside_contexts
+from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes
 from ..program.ir import Program

@@ -29,8 +29,8 @@ from ..inspect.blocks import (
 )
 from ..jaxprs.equations import count_work, nbytes
 from ..lowering.target import CHIPS, Chip
-from ..model.mesh import outside_contexts
 from ..model.param_layout import with_outer
+from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
 from ..spmd.body import look

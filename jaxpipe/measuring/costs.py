@@ -18,8 +18,8 @@ from ..inspect.step_memory import gradient_bytes, hoisted_bytes, local_bytes
 from ..jaxprs.equations import nbytes
 from ..layouts.layout import Layout
 from ..model.arguments import under_policies
-from ..model.leaf_plan import leaf_plans, trained
 from ..model.model import Model
+from ..model.partition import leaf_plans, trained
 from ..model.settings import Memory, Sharding
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..arrays import Leaves, PyTree
 from ..jaxprs.collectives import Reductions
 from ..jaxprs.entry import Entry, Part
-from ..model.leaf_plan import leaf_plans
+from ..model.partition import leaf_plans
 from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, inexact, run
 from ..stage.job import Job
 from ..stage.model_code import ModelCode
@@ -154,7 +154,7 @@ def param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[Partition
     """How the partitioner splits a stage's own parameters and the shared ones."""
     chunk, _ = job.layout.where(stage)
     own = _split_as(job.plans["stages"][chunk])
-    places = job.layout.places(stage, owned)
+    places = job.layout.held(stage, owned).places
     own = [place.entry.spec if place.flat else own[place.at] for place in places]
     return [*own, *_split_as(job.plans["shared"])]
 

@@ -19,12 +19,10 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, Scalar, summable, wider
 from ..jaxprs.slots import Piece, Total, TotalPiece
-from ..model.calls import OUTER_WANTS
-from ..model.functions import make_extra
-from ..model.leaf_plan import gather, leaf_plans, reduce_gradients, trained, with_frozen
-from ..model.packed import Places, on_one_device
+from ..model.calls import OUTER_WANTS, unpadded
+from ..model.packed import Places
 from ..model.param_layout import OUTER, Chunks
-from ..model.spread import unpadded
+from ..model.partition import gather, leaf_plans, reduce_gradients, trained, with_frozen
 from ..stage.code import run
 from ..stage.job import Job
 from ..stage.model_code import Inputs, ModelCode, trace_model
@@ -50,7 +48,7 @@ def prepare(
         batch = job.functions.split(batch, job.num_microbatches)
         rng = shard_key(rng, job.data_axes, job.data_size)
         owned = [
-            on_one_device(gather(tree, plan))
+            gather(tree, plan)
             for tree, plan in zip([*map(mine, params["stages"])], job.plans["stages"], strict=True)
         ]
         kept = tuple(map(mine, kept))
@@ -161,7 +159,7 @@ class DeviceStep:
 
     def _operand(self, chunk: int, stage: int) -> StageOperand:
         layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
-        leaves, places = jax.tree.leaves(self.chunks[chunk]), layout.places(stage, self.chunks)
+        leaves, places = jax.tree.leaves(self.chunks[chunk]), layout.held(stage, self.chunks).places
         params = [Piece(leaves[p.at], p.start, p.entry) if p.flat else leaves[p.at] for p in places]
         params += jax.tree.leaves(self.inputs.shared)
         code = self.code.kinds[self.code.kind_of[stage]]
@@ -169,7 +167,7 @@ class DeviceStep:
         return StageOperand(
             params,
             once=run(code.hoist, *code.consts, *whole),
-            state_places=layout.places(stage, kept) if kept else (),
+            state_places=layout.held(stage, kept).places if kept else (),
             gradient_places=tuple(place for place in places if not plans[place.at].frozen),
             splits=tuple(
                 PartitionSpec(*plan.auto) if self.job.target.on_tpus else None for plan in plans
@@ -187,8 +185,8 @@ class DeviceStep:
         self, stage: Scalar, microbatch: Scalar, wants: frozenset[str] = OUTER_WANTS
     ) -> Leaves:
         """Leaves of a function's arguments besides parameters, x and state: "ctx", "microbatch"."""
-        batch, rng, slices = self.inputs.batch, self.inputs.rng, self.code.program.schedule.slices
-        return jax.tree.leaves(make_extra(batch, rng, stage, microbatch, wants, slices))
+        batch, rng, functions = self.inputs.batch, self.inputs.rng, self.job.functions
+        return jax.tree.leaves(functions.extra(batch, rng, stage, microbatch, wants))
 
     def empty_state(self) -> State:
         """Empty pools and accumulators, and the stages' present state."""

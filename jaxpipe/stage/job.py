@@ -13,10 +13,10 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import Params, PyTree
 from ..lowering.plan import Plan
 from ..lowering.target import Target
+from ..model.calls import Cuts
 from ..model.functions import Functions, Loss
 from ..model.param_layout import ParamLayout
 from ..model.partition import Partition
-from ..model.spread import Cuts
 
 # Called with the job, its trace (a `ModelCode`), and the entries of each kind of stage
 # (`StageEntries`).

@@ -166,10 +166,10 @@ def test_losses_of_layers_may_have_any_floating_form(loss):
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        ((), r"float64\[0\]"),
+        ((), "nothing"),
         (True, r"bool\[\]"),
         (lambda x: jnp.sum(x, -1), r"float64\[2\]"),
-        ({}, r"PyTreeDef\(\{\}\)"),
+        ({}, "nothing"),
     ],
     ids=["tuple", "bool", "vector", "dict"],
 )

@@ -200,11 +200,32 @@ def test_wrong_lists_of_functions_and_parameters():
         jp.PipelineError, match=r"a list with a tree for each of the 2 stages.*got dict"
     ):
         pipe.place({"stages": {"w": np.ones((2, 3))}, "last": {}})
-    mixed = [{"in": {"w": np.ones((3, 4), np.float32)}}, {"in": {"w": np.ones((4, 4), np.float64)}}]
-    with pytest.raises(
-        jp.PipelineError, match="'in/w' of stages that share a chunk are float32 and float64"
-    ):
-        pipe.place({"stages": mixed, "last": {}})
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 6)])
+def test_stages_that_share_a_chunk_may_have_dtypes_of_their_own(sizes):
+    """Of one path and one shape, or of two shapes."""
+    first, second = sizes
+    dtypes = (np.float32, np.float64)
+    drawn = draw([{"in": {"w": (4, first)}}, {"in": {"w": (first, second)}}])
+    stages = [
+        jax.tree.map(lambda leaf, own=dtype: leaf.astype(own), tree)
+        for tree, dtype in zip(drawn, dtypes, strict=True)
+    ]
+    params = {"stages": stages, "last": {}}
+    model = jp.Model([narrow, narrow], last=lambda p, x, microbatch: jnp.mean(x**2))
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=M)
+    pipe = jp.Pipeline(model, schedule, mesh_of(2))
+    placed, batch = pipe.place(params), {"x": draw((M * ROWS, 4), 1)}
+    again = pipe.canonical(placed)
+    assert all(
+        np.array_equal(a, b) and a.dtype == b.dtype
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True)
+    )
+    loss, grads = pipe.value_and_grad(placed, batch)
+    wanted, own = jax.value_and_grad(model.loss)(params, batch, microbatches=M)
+    assert relative(loss, wanted) < FLOAT64
+    assert relative(pipe.canonical(grads), own) < 1e-6  # a gradient is float32
 
 
 def test_a_union_takes_no_more_than_its_largest_kind_and_one_kind_is_itself():
