@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.lowering.assign_ticks import (
+from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.ticks import (
     NO_TRANSFER,
     Ticks,
     assign_ticks,
@@ -19,7 +20,6 @@ from jaxpipe.lowering.assign_ticks import (
     modulo_ticks,
     needs_of,
 )
-from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.program.ir import Program
 from jaxpipe.program.segments import Block, Segment
 from jaxpipe.program.verify import faults as program_faults

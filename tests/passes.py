@@ -8,10 +8,17 @@ from functools import cache
 from itertools import pairwise
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks, collect, joined_ticks, modulo_ticks
-from jaxpipe.lowering.candidates import Span, segments_of, span_candidates
 from jaxpipe.lowering.plan import plan_of, plans_of
-from jaxpipe.lowering.prices import GUESSED
+from jaxpipe.lowering.target import GUESSED
+from jaxpipe.lowering.ticks import (
+    Span,
+    assign_ticks,
+    collect,
+    joined_ticks,
+    modulo_ticks,
+    segments_of,
+    span_candidates,
+)
 from jaxpipe.program.segments import Part, Payload
 from jaxpipe.table.effects import LastUse, Liveness
 from jaxpipe.table.kinds import Action, Kind, parts

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..program.ir import Program
-from ..program.records import POOL_OF, UNDER_WAY, IntTable, Pool, empty_ticks, pairs_of
+from ..program.ir import POOL_OF, UNDER_WAY, IntTable, Pool, Program, empty_ticks, pairs_of
 from ..program.segments import Payload, Segment
 from ..table.activations import LEAST_AWAY
 from ..table.effects import (
@@ -27,7 +26,7 @@ from ..table.effects import (
 )
 from ..table.encoded import IntArray
 from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, Kind, Value, makers
-from .assign_ticks import Ticks
+from .ticks import Ticks
 
 
 class Clock(NamedTuple):

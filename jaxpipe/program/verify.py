@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from ..errors import ProgramError
 from ..table.effects import MOVES, OF_SLICES, Access, Effect, Place, flags_of
 from ..table.kinds import COLLECTIVES, KIND_NAMES
-from .ir import Program
-from .records import NOBODY, POOL_OF, SENT_TO, Pool
+from .ir import NOBODY, POOL_OF, SENT_TO, Pool, Program
 from .segments import FLAGS, BlockUse, Permute, Presence, Segment, room_of
 
 Ints: TypeAlias = NDArray[np.int64]

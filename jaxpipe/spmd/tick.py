@@ -18,8 +18,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
-from ..program.ir import Program
-from ..program.records import NOBODY, POOL_OF, Record, TickRecord
+from ..program.ir import NOBODY, POOL_OF, Program, Record, TickRecord
 from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
 from ..table.kinds import Kind
 from .actions import StageAction, pair_block, share_block

@@ -10,7 +10,6 @@ from dataclasses import replace
 from jax.extend import core
 
 from ..errors import PipelineError
-from ..jaxprs.collectives import collectives
 from ..jaxprs.cut import (
     Assignment,
     Cut,
@@ -18,14 +17,15 @@ from ..jaxprs.cut import (
     cut,
     drop_dead,
     equal_outputs,
+    into_scans,
     is_view,
+    keep_fewer_residuals,
     keep_first,
     known_from,
     needed_for,
 )
 from ..jaxprs.cut import weight as cut_weight
-from ..jaxprs.equations import is_light, reads
-from ..jaxprs.scan_residuals import into_scans, keep_fewer_residuals
+from ..jaxprs.equations import collectives, is_light, reads
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from .code import COTANGENTS, INPUTS, LastCode, StageCode
 

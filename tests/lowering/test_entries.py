@@ -12,10 +12,9 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from jaxpipe.jaxprs.cut import into_scans
 from jaxpipe.jaxprs.entry import Entry, Part
-from jaxpipe.jaxprs.eval_in_slots import run_in_slots
-from jaxpipe.jaxprs.scan_residuals import into_scans
-from jaxpipe.jaxprs.slots import InSlots, Piece, Slot, Total, TotalPiece
+from jaxpipe.jaxprs.slots import InSlots, Piece, Slot, Total, TotalPiece, run_in_slots
 from jaxpipe.stage.trace import trace_stage
 
 SHAPES = [

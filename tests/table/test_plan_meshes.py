@@ -14,10 +14,8 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.cli.main import main
-from jaxpipe.lowering.cost_model import cost_parts, program_makespan
-from jaxpipe.lowering.plan import plan_of
-from jaxpipe.lowering.prices import NO_OVERHEADS, ON_HOST
-from jaxpipe.lowering.target import Awaits, RunsOn
+from jaxpipe.lowering.plan import cost_parts, plan_of, program_makespan
+from jaxpipe.lowering.target import NO_OVERHEADS, ON_HOST, Awaits, RunsOn
 from jaxpipe.planner.transformer import Transformer
 from jaxpipe.program.segments import Payload, Permute, Segment, TickTemplate
 from jaxpipe.transforms.spread import spread_last

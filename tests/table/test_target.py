@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpipe.lowering.prices import GUESSED, ON_HOST
-from jaxpipe.lowering.target import CHIPS, TRANSFER, RunsOn, Target
+from jaxpipe.lowering.target import CHIPS, GUESSED, ON_HOST, TRANSFER, RunsOn, Target
 
 
 def mesh(platform: str, *kinds: str, tensor: int = 1) -> Any:

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks, collect, joined_ticks
-from jaxpipe.lowering.candidates import Span, segments_of
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.ticks import Span, assign_ticks, collect, joined_ticks, segments_of
 from jaxpipe.program.segments import Block, Payload, Presence, TickTemplate
 from jaxpipe.program.verify import ProgramRule, faults, verify
 from jaxpipe.table.kinds import Kind
