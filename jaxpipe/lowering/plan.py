@@ -19,7 +19,7 @@ from ..engine.simulate import simulate
 from ..program.ir import Program
 from ..program.segments import Part, Permute, Point, Segment, TickTemplate
 from ..table.effects import Liveness, Offload
-from ..table.encoded import IntArray
+from ..table.encoded import BoolArray
 from ..table.kinds import COLLECTIVES, Kind
 from ..table.schedule import Schedule
 from .slots import assign_slots
@@ -41,21 +41,106 @@ from .ticks import (
 
 Seconds: TypeAlias = NDArray[np.float64]
 
-# The number of trips that are compared to find a repetition.
-_AHEAD = 8
-
 
 def with_predicates(lengths: Seconds, template: TickTemplate, predicate: float) -> Seconds:
     """`[..., part, device]` with what a tick's predicates take.
 
     Every device evaluates all of them, and where a block runs also those inside it.
     """
-    if not predicate:
-        return lengths
     inside = max((use.num_nested for use in template.blocks), default=0)
     found = lengths + np.where(lengths > 0, predicate * inside, 0.0)
     found[..., 0, :] += predicate * template.num_predicates
     return found
+
+
+class _Issue(NamedTuple):
+    """Permutes that are issued together, and awaited together."""
+
+    from_before: bool
+    meets: BoolArray  # `[device, device]`: whether the one waits for the other
+    lasts: Seconds  # of the permutes of each device
+
+    def over(self, time: Seconds) -> Seconds:
+        """When each device and its partners are ready, and the permutes are over."""
+        latest: Seconds = np.where(self.meets, time, 0.0).max(axis=1) + self.lasts
+        return latest
+
+
+class _Step(NamedTuple):
+    """Transfers at a point of a trip, then what devices run from there to the next one."""
+
+    issues: list[_Issue]
+    awaits: list[_Issue]
+    aligned: bool  # no device begins before the others
+    work: Seconds  # `[trip, device]`
+
+
+def _issues(
+    segment: Segment, devices: int, hop: float, awaits: Awaits
+) -> dict[tuple[Point, Point, bool], _Issue]:
+    """The permutes of a trip by where they are issued and awaited, in parts of ticks."""
+    groups: dict[tuple[Point, Point, bool], list[Permute]] = {}
+    for transit in segment.transits:
+        end = Point(transit.tick, len(Part))
+        ends = end, end, False
+        if awaits is Awaits.LATE:
+            begin = Point(0, 0) if transit.from_before else _in_parts(segment, transit.issued)
+            ends = begin, _in_parts(segment, transit.written), transit.from_before
+        groups.setdefault(ends, []).append(transit.permute)
+    found = {}
+    for ends, permutes in groups.items():
+        meets, lasts = np.eye(devices, dtype=bool), np.zeros(devices)
+        for permute in permutes:
+            pairs = np.array(permute.pairs).T
+            meets[*pairs] = meets[*pairs[::-1]] = True
+            lasts[np.unique(pairs)] += hop
+        if awaits is Awaits.ALL_AT_ONCE:
+            meets[:], lasts[:] = True, hop * len(permutes)
+        found[ends] = _Issue(ends[2], meets, lasts)
+    return found
+
+
+def _in_parts(segment: Segment, point: Point) -> Point:
+    """The same by parts instead of by blocks."""
+    blocks = segment.templates[point.tick].blocks
+    at_end = point.block >= len(blocks)
+    return Point(point.tick, len(Part) if at_end else Part.of(blocks[point.block].block.kind))
+
+
+def _steps(
+    segment: Segment, costs: Seconds, overheads: Overheads, awaits: Awaits
+) -> Iterator[_Step]:
+    """One trip of a segment; `costs` are of [trip, tick, part, device]."""
+    issues = _issues(segment, costs.shape[-1], overheads.hop, awaits)
+    for j, template in enumerate(segment.templates):
+        meets = any(use.block.kind in COLLECTIVES for use in template.blocks)
+        lengths = np.zeros((len(costs), len(Part) + 1, costs.shape[-1]))
+        own = with_predicates(costs[:, j], template, overheads.predicate)
+        lengths[:, : own.shape[1]] = own
+        for part in range(len(Part) + 1):
+            begun, ended = (
+                [issue for ends, issue in issues.items() if ends[end] == (j, part)]
+                for end in (0, 1)
+            )
+            aligned = meets and part == 0
+            if begun or ended or aligned or lengths[:, part].any():
+                yield _Step(begun, ended, aligned, lengths[:, part])
+
+
+def _after_trip(time: Seconds, steps: Sequence[_Step], trip: int) -> Seconds:
+    """Device times after a trip.  Nothing is in flight before the first one."""
+    done: dict[int, Seconds] = {}
+    for step in steps:
+        for issue in step.issues:
+            if trip or not issue.from_before:
+                done[id(issue)] = issue.over(time)
+        for issue in step.awaits:
+            if id(issue) in done:
+                time = np.maximum(time, done.pop(id(issue)))
+        if step.aligned:
+            time = np.full_like(time, time.max())
+        time = time + step.work[trip]
+    return time
 
 
 def after_segment(
@@ -65,28 +150,20 @@ def after_segment(
 
     Each permute of a device lasts a hop; predicates take time too.
     """
-    steps = _steps(segment, len(time), overheads.hop, awaits)
-    ticks = costs[segment.start : segment.stop].reshape(
-        segment.repeats, segment.period, *costs.shape[1:]
-    )
-    # equal numbers for trips of equal costs
-    trips = equal_rows(ticks.reshape(segment.repeats, -1))
-    lengths = [
-        with_predicates(ticks[:, j], template, overheads.predicate)
-        for j, template in enumerate(segment.templates)
-    ]
-    # for each step, how long devices run in each trip
-    work = [lengths[step.tick][:, step.parts].sum(axis=1) for step in steps]
-    unit = max((float(each.max()) for each in work), default=0.0) or 1.0
-    # By device times relative to the last device and some trips ahead: the trip that ended so, and
-    # the times.
+    mine = costs[segment.start : segment.stop]
+    mine = mine.reshape(segment.repeats, segment.period, *costs.shape[1:])
+    trips = equal_rows(mine.reshape(segment.repeats, -1))  # equal numbers for equal costs
+    steps = list(_steps(segment, mine, overheads, awaits))
+    unit = max((float(step.work.max()) for step in steps), default=0.0) or 1.0
+    # By device times relative to the last device and the kind of the next trip: the trip that
+    # ended so, and the times.
     seen: dict[bytes, tuple[int, Seconds]] = {}
     trip = 0
     while trip < len(trips):
-        time = _after_trip(time, steps, [each[trip] for each in work], is_first=trip == 0)
+        time = _after_trip(time, steps, trip)
         trip += 1
         relative = np.round((time - time.max()) / unit, 9) + 0.0
-        key = relative.tobytes() + trips[trip : trip + _AHEAD].tobytes()
+        key = relative.tobytes() + trips[trip : trip + 1].tobytes()
         begun, before = seen.get(key, (trip, time))
         seen[key] = trip, time
         # Trips that brought devices back to where they were, relative to each other, do so again:
@@ -99,117 +176,6 @@ def after_segment(
     flying = [issue.over(time) for step in steps for issue in step.issues if issue.from_before]
     latest: Seconds = np.max([time, *flying], axis=0)
     return latest
-
-
-class _Issue(NamedTuple):
-    """Permutes that are issued together, and awaited together."""
-
-    from_before: bool
-    partners: tuple[IntArray, ...]  # of each device; a device with fewer is its own partner
-    lasts: Seconds  # of the permutes of each device
-
-    @classmethod
-    def of(
-        cls,
-        permutes: Sequence[Permute],
-        devices: int,
-        hop: float,
-        *,
-        from_before: bool,
-        by_all: bool,
-    ) -> _Issue:
-        """Issue some permutes; with `by_all` every device takes part in each."""
-        if by_all:
-            others = tuple(np.roll(np.arange(devices), k) for k in range(1, devices))
-            return cls(from_before, others, np.full(devices, hop * len(permutes)))
-        met: list[list[int]] = [[] for _ in range(devices)]
-        lasts = np.zeros(devices)
-        for permute in permutes:
-            for source, target in permute.pairs:
-                met[source].append(target)
-                met[target].append(source)
-            lasts[sorted({d for pair in permute.pairs for d in pair})] += hop
-        partners = tuple(
-            np.array([m[i] if i < len(m) else d for d, m in enumerate(met)])
-            for i in range(max(map(len, met)))
-        )
-        return cls(from_before, partners, lasts)
-
-    def over(self, time: Seconds) -> Seconds:
-        """When each device and its partners are ready, and the permutes are over."""
-        latest = time
-        for each in self.partners:
-            latest = np.maximum(latest, time[each])
-        return latest + self.lasts
-
-
-class _Step(NamedTuple):
-    """Transfers at a point of a trip, then the parts of a tick that it runs from there on."""
-
-    issues: tuple[_Issue, ...]
-    awaits: tuple[_Issue, ...]
-    tick: int
-    parts: slice  # of that tick
-    aligned: bool  # no device begins before the others
-
-
-def _steps(segment: Segment, devices: int, hop: float, awaits: Awaits) -> list[_Step]:
-    """One trip of a segment."""
-    groups: dict[tuple[Point, Point, bool], list[Permute]] = {}
-    for transit in segment.transits:
-        over = Point(transit.tick, len(Part))
-        ends = over, over, False
-        if awaits is Awaits.LATE:
-            begin = Point(0, 0) if transit.from_before else _point(segment, transit.issued)
-            ends = begin, _point(segment, transit.written), transit.from_before
-        groups.setdefault(ends, []).append(transit.permute)
-    by_all = awaits is Awaits.ALL_AT_ONCE
-    issues = {
-        ends: _Issue.of(permutes, devices, hop, from_before=ends[2], by_all=by_all)
-        for ends, permutes in groups.items()
-    }
-    steps: list[_Step] = []
-    for j, template in enumerate(segment.templates):
-        is_collective = any(use.block.kind in COLLECTIVES for use in template.blocks)
-        busy = {point.block for ends in issues for point in ends[:2] if point.tick == j}
-        marks = sorted({0, *busy, len(Part)})
-        for start, stop in zip(marks, [*marks[1:], len(Part)], strict=True):
-            at = Point(j, start)
-            begun, ended = (
-                tuple(issue for ends, issue in issues.items() if ends[end] == at) for end in (0, 1)
-            )
-            if start < stop or begun or ended:
-                aligned = is_collective and not start
-                steps.append(_Step(begun, ended, j, slice(start, stop), aligned))
-    return steps
-
-
-def _point(segment: Segment, point: Point) -> Point:
-    """The same by parts instead of by blocks."""
-    blocks = segment.templates[point.tick].blocks
-    if point.block >= len(blocks):
-        return Point(point.tick, len(Part))
-    return Point(point.tick, Part.of(blocks[point.block].block.kind))
-
-
-def _after_trip(
-    time: Seconds, steps: Sequence[_Step], work: Sequence[Seconds], *, is_first: bool
-) -> Seconds:
-    """Device times after a trip; `work`: how long devices run in each step.  Nothing is in flight
-    before the first trip.
-    """
-    done: dict[int, Seconds] = {}
-    for step, lasting in zip(steps, work, strict=True):
-        for issue in step.issues:
-            if not (is_first and issue.from_before):
-                done[id(issue)] = issue.over(time)
-        for issue in step.awaits:
-            if id(issue) in done:
-                time = np.maximum(time, done.pop(id(issue)))
-        if step.aligned:
-            time = np.full_like(time, time.max())
-        time = time + lasting
-    return time
 
 
 # Share of a step that one compiled block of stage code is worth, and one permute.  A share, not a
@@ -272,21 +238,6 @@ def program_makespan(
     return float(time.max(initial=0.0))
 
 
-def program_price(
-    makespan: float, segments: Sequence[Segment], num_devices: int, overheads: Overheads
-) -> float:
-    """A makespan with overheads, the compute time that transfers take, and a share of both for the
-    code to compile.
-    """
-    time = sum(
-        overheads.sent * s.num_sends / num_devices
-        + overheads.collective * s.num_collective_predicates
-        for s in segments
-    )
-    code = sum(BLOCK * s.stage_size + PERMUTE * s.permutes for s in segments)
-    return (makespan + time) * (1 + code)
-
-
 # A program this much longer than another is as good.
 KEEPS = 1.005
 
@@ -311,33 +262,35 @@ class Plan:
         """Predicates around collective actions, in a step."""
         return sum(segment.num_collective_predicates for segment in self.segments)
 
-    def makespan_of(self, costs: Costs | None, overheads: Overheads = NO_OVERHEADS) -> float:
+    def makespan_of(
+        self,
+        costs: Costs | None,
+        overheads: Overheads = NO_OVERHEADS,
+        awaits: Awaits = Awaits.LATE,
+    ) -> float:
         """How long the program takes with these costs and the longest of their transfers, in their
         unit.
         """
-        return program_makespan(
-            cost_parts(self.ticks, costs), self.segments, _with_hop(overheads, costs)
-        )
+        own = _with_hop(overheads, costs)
+        return program_makespan(cost_parts(self.ticks, costs), self.segments, own, awaits)
 
     def price(self, costs: Costs | None, overheads: Overheads) -> float:
-        """The makespan with overheads and a little for each block of code.  `costs` are in seconds;
-        without any F = I = W = 1 and B = 2, where 1 is `FORWARD`.
+        """The makespan with overheads, the compute time that transfers take, and a share of both
+        for the code to compile.  `costs` are in seconds; without any F = I = W = 1 and B = 2, where
+        1 is `FORWARD`.
         """
         own = _with_hop(overheads.in_unit(FORWARD) if costs is None else overheads, costs)
-        devices = self.ticks.schedule.num_devices
-        return program_price(self.makespan_of(costs, own), self.segments, devices, own)
+        devices, segments = self.ticks.schedule.num_devices, self.segments
+        sent = sum(own.sent * segment.num_sends / devices for segment in segments)
+        time = self.makespan_of(costs, own) + sent + own.collective * self.collectives
+        return time * (1 + sum(BLOCK * s.stage_size + PERMUTE * s.permutes for s in segments))
 
     def seconds(self, target: Target, costs: Costs) -> float:
         """Seconds of a step: the program simulated for these costs, with a hop's seconds for each
         transfer of a device.  Predicates take time on GPUs and TPUs.
         """
-        overheads = replace(target.overheads if target.overlaps else NO_OVERHEADS, hop=0.0)
-        return program_makespan(
-            cost_parts(self.ticks, costs),
-            self.segments,
-            _with_hop(overheads, costs),
-            target.runs_on.awaits,
-        )
+        overheads = target.overheads if target.overlaps else NO_OVERHEADS
+        return self.makespan_of(costs, replace(overheads, hop=0.0), target.runs_on.awaits)
 
     @cached_property
     def late_transfers(self) -> tuple[int, int]:
