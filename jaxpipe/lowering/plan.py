@@ -107,11 +107,10 @@ def _in_parts(segment: Segment, point: Point) -> Point:
     return Point(point.tick, len(Part) if at_end else Part.of(blocks[point.block].block.kind))
 
 
-def _steps(
-    segment: Segment, costs: Seconds, overheads: Overheads, awaits: Awaits
-) -> Iterator[_Step]:
+def _steps(segment: Segment, costs: Seconds, overheads: Overheads, awaits: Awaits) -> list[_Step]:
     """One trip of a segment; `costs` are of [trip, tick, part, device]."""
     issues = _issues(segment, costs.shape[-1], overheads.hop, awaits)
+    steps: list[_Step] = []
     for j, template in enumerate(segment.templates):
         meets = any(use.block.kind in COLLECTIVES for use in template.blocks)
         lengths = np.zeros((len(costs), len(Part) + 1, costs.shape[-1]))
@@ -122,9 +121,11 @@ def _steps(
                 [issue for ends, issue in issues.items() if ends[end] == (j, part)]
                 for end in (0, 1)
             )
-            aligned = meets and part == 0
-            if begun or ended or aligned or lengths[:, part].any():
-                yield _Step(begun, ended, aligned, lengths[:, part])
+            if part and not begun and not ended:
+                steps[-1].work[:] += lengths[:, part]
+            else:
+                steps.append(_Step(begun, ended, meets and part == 0, lengths[:, part]))
+    return steps
 
 
 def _after_trip(time: Seconds, steps: Sequence[_Step], trip: int) -> Seconds:
@@ -153,7 +154,7 @@ def after_segment(
     mine = costs[segment.start : segment.stop]
     mine = mine.reshape(segment.repeats, segment.period, *costs.shape[1:])
     trips = equal_rows(mine.reshape(segment.repeats, -1))  # equal numbers for equal costs
-    steps = list(_steps(segment, mine, overheads, awaits))
+    steps = _steps(segment, mine, overheads, awaits)
     unit = max((float(step.work.max()) for step in steps), default=0.0) or 1.0
     # By device times relative to the last device and the kind of the next trip: the trip that
     # ended so, and the times.
@@ -351,4 +352,5 @@ def plan_of(
     kept = [plan for makespan, plan in timed if makespan <= enough]
     fewest = min(plan.collectives for plan in kept)
     cheapest = [plan for plan in kept if plan.collectives == fewest]
-    return min(cheapest, key=lambda plan: plan.price(costs, overheads))
+    # The first of those whose prices differ by rounding.
+    return min(cheapest, key=lambda plan: float(f"{plan.price(costs, overheads):.12g}"))
