@@ -106,9 +106,7 @@ def assign_ticks(schedule: Schedule) -> Ticks:
     any lock-step program of this table can have.  Linear in the number of cells.  ScheduleError if
     the table cannot run.
     """
-    return _earliest(
-        schedule, np.zeros(schedule.encoded.num_actions, np.int64), 1, schedule.encoded.last_half
-    )
+    return _earliest(schedule, schedule.encoded.last_half)
 
 
 def joins_weights(schedule: Schedule) -> BoolArray:
@@ -127,14 +125,11 @@ def _followed(schedule: Schedule, one: Kind, other: Kind) -> BoolArray:
     """Per action, whether it is of one kind and the next of its row of the other, neither of them
     half of a pair.
     """
-    table = schedule.encoded
-    alone = np.ones(table.num_actions, bool)
-    alone[table.pairs] = alone[table.pairs + 1] = False
-    first, second = (alone & table.of_kinds((kind,)) for kind in (one, other))
-    return np.append(
-        (first[:-1] & second[1:]) & (np.diff(table.device) == 0),
-        [False] * min(1, table.num_actions),
-    )
+    table, found = schedule.encoded, np.zeros(schedule.encoded.num_actions, bool)
+    kind = table.kind.copy()
+    kind[table.pairs] = kind[table.pairs + 1] = -1
+    found[:-1] = (kind[:-1] == one) & (kind[1:] == other) & (np.diff(table.device) == 0)
+    return found
 
 
 def joined_ticks(schedule: Schedule, *, as_one: bool = False) -> Ticks:
@@ -149,7 +144,7 @@ def joined_ticks(schedule: Schedule, *, as_one: bool = False) -> Ticks:
     joined = joins_weights(schedule)
     joined[1:] |= joins_shares(schedule)[1:] & ~joined[:-1]
     ends = np.where(joined, np.arange(table.num_actions) + 1, table.last_half)
-    ticks = _earliest(schedule, np.zeros(table.num_actions, np.int64), 1, ends)
+    ticks = _earliest(schedule, ends)
     return replace(ticks, joint=(*JOINT, Kind.W)) if as_one else ticks
 
 
@@ -174,55 +169,42 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
     kind[pairs] = kind[pairs + 1] = len(Kind) + table.kind[pairs + 1]  # a pair is a kind of its own
     kinds, turn = np.unique(kind, return_inverse=True)
     # All devices have the turn of a collective action in the same tick.
-    turn = np.where(table.is_collective, turn, (turn + shift * table.device) % max(1, len(kinds)))
-    return _earliest(schedule, turn, max(1, len(kinds)), table.last_half)
+    turn = turn + np.where(table.is_collective, 0, shift * table.device)
+    return _earliest(schedule, table.last_half, turn, period=max(1, len(kinds)))
 
 
-def _earliest(schedule: Schedule, turn: IntArray, period: int, ends: IntArray) -> Ticks:
+def _earliest(
+    schedule: Schedule, ends: IntArray, turn: IntArray | None = None, *, period: int = 1
+) -> Ticks:
     """The first tick that is right for each cell, among those whose number is its turn modulo the
     number of turns.
 
     `ends`: per action the last one of its tick, itself or the next in its row.
     """
     table = schedule.encoded
-    run_order(schedule)  # there is one
-    nothing, unmet = table.num_actions, table.num_actions + 1
-    needs = np.append(ends, nothing)[needs_of(schedule)]
-    # later than any tick, until it is known
-    when = np.full(table.num_actions + 2, table.num_actions * period + 1)
-    when[nothing] = -1
-    last = np.flatnonzero(ends == np.arange(table.num_actions))
-    two, met = ends[last - 1] == last, np.isin(last, list(table.collectives))
-    # After the last cell of a device there is one that can never run.
-    stops = np.searchsorted(last, table.first[1:])
-    cells, turns, are_collective = (
-        np.insert(last, stops, unmet),
-        np.insert(turn[last], stops, 0),
-        np.insert(met, stops, False),
-    )
-    need = np.insert(np.where(met, nothing, needs[last]), stops, unmet)
-    # what the first of two actions needs
-    of_first = np.insert(np.where(two, needs[last - 1], nothing), stops, nothing)
-    # the next cell of each device
-    at = np.searchsorted(last, table.first[:-1]) + np.arange(table.num_devices)
-    left, tick = len(last), 0
-    while left:
-        ready = when[need[at]] < tick
-        if two.any():
-            ready &= when[of_first[at]] < tick
-        if period > 1:
-            ready &= turns[at] == tick % period
-        if table.collectives and not (waiting := are_collective[at]).all():
-            ready &= ~waiting
-        running = at[ready]
-        when[cells[running]] = tick
-        at += ready
-        left -= len(running)
-        tick += 1
-    return Ticks(schedule, when[:nothing][ends], period=period)
+    device, last, needs = table.device.tolist(), ends.tolist(), waits(table, Transfers.ASYNC)
+    turns = [0] * len(last) if turn is None else turn.tolist()
+    need = np.where(table.is_collective, -1, needs).tolist()
+    when, free = [0] * len(last), [0] * table.num_devices
+    for i in _run_order(schedule):
+        together = table.collectives.get(i)
+        members = (i,) if together is None else together.members
+        if i != members[0]:
+            continue  # a collective action has one tick
+        tick = max(free[device[k]] for k in members)
+        if need[i] >= 0:
+            tick = max(tick, when[need[i]] + 1)
+        shares = i > 0 and last[i - 1] == i
+        if shares:
+            tick = max(tick, when[i - 1])
+        tick += (turns[i] - tick) % period
+        for k in (*members, *((i - 1,) if shares else ())):
+            when[k] = tick
+            free[device[k]] = tick + (last[i] == i)
+    return Ticks(schedule, np.array(when, np.int64), period=period)
 
 
-def run_order(schedule: Schedule) -> Sequence[int]:
+def _run_order(schedule: Schedule) -> Sequence[int]:
     """An order of the actions in which each comes after all it needs; ScheduleError where there is
     none.
     """
@@ -238,16 +220,6 @@ def run_order(schedule: Schedule) -> Sequence[int]:
             f"the table deadlocks: {', '.join(stuck)} wait for each other; run jaxpipe.check on it"
         )
     return found.order
-
-
-def needs_of(schedule: Schedule) -> IntArray:
-    """Per action, the last half of the cell on another device that makes its input; the number of
-    actions where none does.
-    """
-    table = schedule.encoded
-    wait = waits(table, Transfers.ASYNC)
-    needs: IntArray = np.where(wait >= 0, wait, table.num_actions)
-    return needs
 
 
 NO_TRANSFER = np.iinfo(np.int32).max  # in `Requirements.slack`
@@ -372,31 +344,20 @@ def permutes_of(
     sources and targets of a permute are distinct. Wrap-around edges of a ring point against their
     payload's direction, so they come out as a permute of their own.
     """
-    groups: dict[tuple[Payload, int, bool], list[_Colour]] = {}
+    groups: dict[tuple[Payload, int, bool], list[dict[int, int]]] = {}
     for i in np.flatnonzero(slack < NO_TRANSFER).tolist():  # edges are in order
         (payload, source, target), delay = requirements.edges[i], min(int(slack[i]), room)
         colours = groups.setdefault((payload, delay, source > target), [])
-        for colour in colours:
-            if source not in colour.sources and target not in colour.targets:
-                break
-        else:
-            colours.append(colour := _Colour([], set(), set()))
-        colour.pairs.append((source, target))
-        colour.sources.add(source)
-        colour.targets.add(target)
+        free = (pairs for pairs in colours if source not in pairs and target not in pairs.values())
+        pairs = next(free, None)
+        if pairs is None:
+            colours.append(pairs := {})
+        pairs[source] = target
     return tuple(
-        Permute(payload, tuple(c.pairs), delay)
-        for (payload, delay, _), colours in sorted(groups.items())
-        for c in colours
+        Permute(payload, tuple(pairs.items()), delay)
+        for (payload, delay, _), colours in sorted(groups.items(), key=lambda item: item[0])
+        for pairs in colours
     )
-
-
-class _Colour(NamedTuple):
-    """The pairs of one permute, and which devices they have at each end."""
-
-    pairs: list[tuple[int, int]]
-    sources: set[int]
-    targets: set[int]
 
 
 class Span(NamedTuple):
