@@ -18,12 +18,12 @@ from jaxpipe.lowering.ticks import (
     collect,
     joined_ticks,
     modulo_ticks,
-    needs_of,
 )
 from jaxpipe.program.ir import Program
 from jaxpipe.program.segments import Block, Segment
 from jaxpipe.program.verify import faults as program_faults
 from jaxpipe.table.kinds import Kind
+from jaxpipe.table.run_order import Transfers, waits
 from jaxpipe.table.schedule import Schedule
 from tests.contract import Contract
 from tests.passes import cut
@@ -62,8 +62,8 @@ def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
             found.append(
                 f"devices do {table.text(meeting.members[0])} and its like in different ticks"
             )
-    for i, need in enumerate(needs_of(schedule).tolist()):
-        if need < len(when) and when[need] >= when[i]:
+    for i, need in enumerate(waits(table, Transfers.ASYNC).tolist()):
+        if need >= 0 and when[need] >= when[i]:
             found.append(
                 f"{table.text(i)} runs in tick {when[i]}, what it needs of another device in "
                 f"tick {when[need]}"

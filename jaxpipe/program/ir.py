@@ -8,7 +8,7 @@ and permutes.  It is slow, in one process, with devices in a loop and slots in l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -150,31 +150,6 @@ def pairs_of(
     return paired
 
 
-def empty_ticks(
-    num_ticks: int,
-    num_devices: int,
-    lanes: int,
-    *,
-    collective: bool = False,
-    moves: bool = False,
-    slices: bool = False,
-) -> TickRecord[IntTable]:
-    """Ticks in which nobody does anything.  The passes of lowering fill them."""
-
-    def record(names: Iterable[str], nobody: Collection[str] = ("kind", "chunk")) -> Any:
-        """Columns of NOBODY under the names in `nobody`, and of 0 under the others."""
-        shape = (num_ticks, num_devices)
-        return Record({n: np.full(shape, NOBODY if n in nobody else 0, np.int32) for n in names})
-
-    return TickRecord(
-        record(columns_of(RUNS_FORWARD, slices=slices)),
-        record(columns_of({Kind.B, Kind.I, Kind.W}, slices=slices)),
-        tuple(record(ARRIVAL) for _ in range(lanes)),
-        (record(columns_of(SHARES, slices=slices)),) if collective else (),
-        (record(MOVE, MOVE),) if moves else (),
-    )
-
-
 # Where a transfer's payload arrives.
 POOL_OF = {Payload.ACTIVATION: Place.X, Payload.COTANGENT: Place.COTANGENT}
 # By the pool where a transfer arrives, the place that it is sent from.
@@ -195,18 +170,6 @@ class Slots(SimpleNamespace):
         super().__init__(**{place.value: 0 for place in Place if place.is_pool} | sizes)
 
 
-@dataclass(frozen=True)
-class Pool:
-    """Buffers of one shape."""
-
-    name: Place
-    slots: int
-
-    def __str__(self) -> str:
-        plural = "s" if self.slots > 1 else ""
-        return f"{self.name.letter} {self.name.value}: {self.slots} slot{plural}"
-
-
 # Ticks that are printed; the steady state is in the segments anyway.
 MOST_TICKS = 64
 
@@ -224,7 +187,10 @@ def show(program: Program) -> str:
     shape = f"{schedule.num_devices} devices, {schedule.num_stages} stages"
     times = f"{schedule.num_microbatches} microbatches, {num_ticks} ticks"
     lines = [f"program of {name}: {shape}, {times}"]
-    lines += [f"pool {pool}" for pool in program.pools]
+    lines += [
+        f"pool {pool.letter} {pool.value}: {slots} slot{'s' if slots > 1 else ''}"
+        for pool, slots in program.pools.items()
+    ]
     lines += map(str, program.segments)
     shown = min(num_ticks, MOST_TICKS)
     devices = range(schedule.num_devices)
@@ -296,7 +262,7 @@ class Program:
     schedule: Schedule
     segments: tuple[Segment, ...]
     ticks: TickRecord[IntTable]
-    pools: tuple[Pool, ...]
+    pools: Mapping[Place, int]  # how many slots each has
     liveness: Liveness
     joint: tuple[Kind, ...] = JOINT  # backwards that a forward of their tick runs with
 
@@ -331,7 +297,7 @@ class Program:
     @cached_property
     def slots(self) -> Slots:
         """The number of slots of each pool."""
-        return Slots(**{pool.name.value: pool.slots for pool in self.pools})
+        return Slots(**{pool.value: slots for pool, slots in self.pools.items()})
 
     def __str__(self) -> str:
         return show(self)
@@ -370,7 +336,7 @@ def interpret(program: Program, model: Model) -> None:
     """
 
     def device() -> _Device:
-        return {pool.name: [None] * pool.slots for pool in program.pools}
+        return {pool: [None] * slots for pool, slots in program.pools.items()}
 
     devices = [device() for _ in program.schedule.rows]
     for segment in program.segments:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..errors import ProgramError
 from ..table.effects import MOVES, OF_SLICES, Access, Effect, Place, flags_of
 from ..table.kinds import COLLECTIVES, KIND_NAMES
-from .ir import NOBODY, POOL_OF, SENT_TO, Pool, Program
+from .ir import NOBODY, POOL_OF, SENT_TO, Program
 from .segments import FLAGS, BlockUse, Permute, Presence, Segment, room_of
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -110,7 +110,10 @@ def faults(program: Program) -> tuple[Fault, ...]:
     blocks = tuple(_running(program))
     if found := list(_code_faults(program, blocks)):
         return tuple(found)
-    flows = (_flow_faults(p, _accesses(program, p.name, blocks)) for p in program.pools)
+    flows = (
+        _flow_faults(pool, size, _accesses(program, pool, blocks))
+        for pool, size in program.pools.items()
+    )
     return tuple(chain.from_iterable(flows))
 
 
@@ -429,12 +432,12 @@ def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
                 yield Accesses.of(at, slots, place, order, value[at], when)
 
 
-def _flow_faults(pool: Pool, found: Accesses) -> Iterator[Fault]:
+def _flow_faults(pool: Place, size: int, found: Accesses) -> Iterator[Fault]:
     """Broken rules of one pool."""
-    outside = np.flatnonzero((found.slot < 0) | (found.slot >= pool.slots))
+    outside = np.flatnonzero((found.slot < 0) | (found.slot >= size))
     for i in outside[:_MOST_LISTED].tolist():
-        what = f"slot {found.slot[i]} of pool {pool.name.value}"
-        message = f"{what}, which has {pool.slots}"
+        what = f"slot {found.slot[i]} of pool {pool.value}"
+        message = f"{what}, which has {size}"
         yield Fault(ProgramRule.SLOT, message, int(found.tick[i]), int(found.device[i]))
     if len(outside):
         return
@@ -447,9 +450,9 @@ def _flow_faults(pool: Pool, found: Accesses) -> Iterator[Fault]:
     yield from _wrong_reads(pool, found, held, wrong)
     if len(wrong):
         return
-    if pool.name in OF_SLICES:
+    if pool in OF_SLICES:
         found = found._replace(is_read=found.is_read | _updates(found, last))
-    yield from _size_faults(pool, found, _last_write(found))
+    yield from _size_faults(pool, size, found, _last_write(found))
 
 
 def _updates(found: Accesses, last: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -474,20 +477,22 @@ def _last_write(found: Accesses) -> NDArray[np.int64]:
 
 
 def _wrong_reads(
-    pool: Pool, found: Accesses, held: NDArray[np.int64], wrong: NDArray[np.int64]
+    pool: Place, found: Accesses, held: NDArray[np.int64], wrong: NDArray[np.int64]
 ) -> Iterator[Fault]:
     """A missing value was overwritten if it was in the slot before; else it never arrived."""
     for i in wrong[:_MOST_LISTED].tolist():
         same = (found.device == found.device[i]) & (found.slot == found.slot[i])
         was_here = (same & ~found.is_read & (found.value == found.value[i]))[:i].any()
-        what = f"slot {found.slot[i]} of pool {pool.name.value}"
+        what = f"slot {found.slot[i]} of pool {pool.value}"
         rule = ProgramRule.OVERWRITTEN if was_here else ProgramRule.VALUE
         message = f"{what} holds value {held[i]}, not {found.value[i]} (stage x M + microbatch)"
         message += ", which was overwritten" if was_here else ""
         yield Fault(rule, message, int(found.tick[i]), int(found.device[i]))
 
 
-def _size_faults(pool: Pool, found: Accesses, last: NDArray[np.int64]) -> Iterator[Fault]:
+def _size_faults(
+    pool: Place, size: int, found: Accesses, last: NDArray[np.int64]
+) -> Iterator[Fault]:
     """The pool has as many slots as values are alive at once, from their writing to their last
     reading, on the device with most.
     """
@@ -504,7 +509,7 @@ def _size_faults(pool: Pool, found: Accesses, last: NDArray[np.int64]) -> Iterat
     order = np.lexsort((times, device))
     # Each device's steps sum to nothing, so one running sum serves all.
     peak = max(1, int(np.cumsum(steps[order]).max(initial=0)))
-    if peak != pool.slots:
+    if peak != size:
         alive_at_once = f"{peak} values are alive at its peak"
-        message = f"pool {pool.name.value} has {pool.slots} slots; {alive_at_once}"
+        message = f"pool {pool.value} has {size} slots; {alive_at_once}"
         yield Fault(ProgramRule.POOL, message)

@@ -108,8 +108,8 @@ def test_the_error_lists_the_faults():
 
 def test_a_pool_that_is_too_large_is_found():
     program = sound_program()
-    for i, pool in enumerate(program.pools):
-        pools = (*program.pools[:i], replace(pool, slots=pool.slots + 1), *program.pools[i + 1 :])
+    for pool, slots in program.pools.items():
+        pools = {**program.pools, pool: slots + 1}
         assert rules_broken(replace(program, pools=pools)) == {ProgramRule.POOL}
 
 
