@@ -175,7 +175,7 @@ def report(
     held, sizes = placed_shapes(pipe, params), step_sizes(pipe, traced, params, batch)
     plan = traced.job.plan
     joint = (f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.dx_avals)))
-    times = step_time(plan, target.overheads, pipe.costs) if target.overlaps else None
+    times = None if target.on_cpus else step_time(plan, target.overheads, pipe.costs)
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,

@@ -23,7 +23,7 @@ from ..table.encoded import BoolArray
 from ..table.kinds import COLLECTIVES, Kind
 from ..table.schedule import Schedule
 from .slots import assign_slots
-from .target import FORWARD, GUESSED, NO_OVERHEADS, Awaits, Overheads, Target
+from .target import FORWARD, GUESSED, NO_OVERHEADS, Overheads, RunsOn, Target
 from .ticks import (
     NO_TRANSFER,
     Edge,
@@ -76,14 +76,14 @@ class _Step(NamedTuple):
 
 
 def _issues(
-    segment: Segment, devices: int, hop: float, awaits: Awaits
+    segment: Segment, devices: int, hop: float, runs_on: RunsOn
 ) -> dict[tuple[Point, Point, bool], _Issue]:
     """The permutes of a trip by where they are issued and awaited, in parts of ticks."""
     groups: dict[tuple[Point, Point, bool], list[Permute]] = {}
     for transit in segment.transits:
         end = Point(transit.tick, len(Part))
         ends = end, end, False
-        if awaits is Awaits.LATE:
+        if runs_on in (RunsOn.GPUS, RunsOn.TPUS):
             begin = Point(0, 0) if transit.from_before else _in_parts(segment, transit.issued)
             ends = begin, _in_parts(segment, transit.written), transit.from_before
         groups.setdefault(ends, []).append(transit.permute)
@@ -94,7 +94,7 @@ def _issues(
             pairs = np.array(permute.pairs).T
             meets[*pairs] = meets[*pairs[::-1]] = True
             lasts[np.unique(pairs)] += hop
-        if awaits is Awaits.ALL_AT_ONCE:
+        if runs_on is RunsOn.ONE_CPU_PROCESS:
             meets[:], lasts[:] = True, hop * len(permutes)
         found[ends] = _Issue(ends[2], meets, lasts)
     return found
@@ -107,9 +107,9 @@ def _in_parts(segment: Segment, point: Point) -> Point:
     return Point(point.tick, len(Part) if at_end else Part.of(blocks[point.block].block.kind))
 
 
-def _steps(segment: Segment, costs: Seconds, overheads: Overheads, awaits: Awaits) -> list[_Step]:
+def _steps(segment: Segment, costs: Seconds, overheads: Overheads, runs_on: RunsOn) -> list[_Step]:
     """One trip of a segment; `costs` are of [trip, tick, part, device]."""
-    issues = _issues(segment, costs.shape[-1], overheads.hop, awaits)
+    issues = _issues(segment, costs.shape[-1], overheads.hop, runs_on)
     steps: list[_Step] = []
     for j, template in enumerate(segment.templates):
         meets = any(use.block.kind in COLLECTIVES for use in template.blocks)
@@ -145,7 +145,7 @@ def _after_trip(time: Seconds, steps: Sequence[_Step], trip: int) -> Seconds:
 
 
 def after_segment(
-    time: Seconds, segment: Segment, costs: Seconds, overheads: Overheads, awaits: Awaits
+    time: Seconds, segment: Segment, costs: Seconds, overheads: Overheads, runs_on: RunsOn
 ) -> Seconds:
     """Device times after a segment, from device times before it.
 
@@ -154,7 +154,7 @@ def after_segment(
     mine = costs[segment.start : segment.stop]
     mine = mine.reshape(segment.repeats, segment.period, *costs.shape[1:])
     trips = equal_rows(mine.reshape(segment.repeats, -1))  # equal numbers for equal costs
-    steps = _steps(segment, mine, overheads, awaits)
+    steps = _steps(segment, mine, overheads, runs_on)
     unit = max((float(step.work.max()) for step in steps), default=0.0) or 1.0
     # By device times relative to the last device and the kind of the next trip: the trip that
     # ended so, and the times.
@@ -225,7 +225,7 @@ def program_makespan(
     costs: Seconds,
     segments: Sequence[Segment],
     overheads: Overheads = NO_OVERHEADS,
-    awaits: Awaits = Awaits.LATE,
+    runs_on: RunsOn = RunsOn.GPUS,
 ) -> float:
     """Simulate the program.
 
@@ -235,7 +235,7 @@ def program_makespan(
     """
     time = np.zeros(costs.shape[-1])
     for segment in segments:
-        time = after_segment(time, segment, costs, overheads, awaits)
+        time = after_segment(time, segment, costs, overheads, runs_on)
     return float(time.max(initial=0.0))
 
 
@@ -267,13 +267,13 @@ class Plan:
         self,
         costs: Costs | None,
         overheads: Overheads = NO_OVERHEADS,
-        awaits: Awaits = Awaits.LATE,
+        runs_on: RunsOn = RunsOn.GPUS,
     ) -> float:
         """How long the program takes with these costs and the longest of their transfers, in their
         unit.
         """
         own = _with_hop(overheads, costs)
-        return program_makespan(cost_parts(self.ticks, costs), self.segments, own, awaits)
+        return program_makespan(cost_parts(self.ticks, costs), self.segments, own, runs_on)
 
     def price(self, costs: Costs | None, overheads: Overheads) -> float:
         """The makespan with overheads, the compute time that transfers take, and a share of both
@@ -290,8 +290,8 @@ class Plan:
         """Seconds of a step: the program simulated for these costs, with a hop's seconds for each
         transfer of a device.  Predicates take time on GPUs and TPUs.
         """
-        overheads = target.overheads if target.overlaps else NO_OVERHEADS
-        return self.makespan_of(costs, replace(overheads, hop=0.0), target.runs_on.awaits)
+        overheads = NO_OVERHEADS if target.on_cpus else target.overheads
+        return self.makespan_of(costs, replace(overheads, hop=0.0), target.runs_on)
 
     @cached_property
     def late_transfers(self) -> tuple[int, int]:

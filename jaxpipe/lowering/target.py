@@ -68,8 +68,6 @@ GUESSED = Overheads()
 # Blocks that hold collectives (tensor parallelism) are in no CUDA graph, so the host decides: 10 to
 # 20 us.
 ON_HOST = Overheads(predicate=15e-6)
-# A TPU decides by itself, between two operations of its own sequence: a guess.
-TPU_PREDICATE = 1e-6
 NO_OVERHEADS = Overheads(predicate=0.0, hop=0.0, sent=0.0)
 
 
@@ -231,16 +229,13 @@ CHIPS = (
 )
 
 
-class Awaits(Enum):
-    """Where devices wait for a transfer, and those that wait."""
-
-    LATE = "where it is needed, its two ends"
-    AT_ONCE = "where it is issued, its two ends"
-    ALL_AT_ONCE = "where it is issued, all devices"
-
-
 class RunsOn(Enum):
-    """Kinds of devices."""
+    """Kinds of devices, and where they wait for a transfer.
+
+    On GPUs and TPUs its two ends wait where it is needed.  XLA:CPU blocks in a permute, and no
+    block of the device runs meanwhile (`spmd.exchange.permuted`): its two ends wait where it is
+    issued, and of virtual devices of one process all.
+    """
 
     GPUS = "NVIDIA GPUs"
     TPUS = "TPUs"
@@ -252,15 +247,6 @@ class RunsOn(Enum):
         """The tiles of memory over the last dims of an array; () where memory keeps rows."""
         return (8, 128) if self is RunsOn.TPUS else ()
 
-    @property
-    def awaits(self) -> Awaits:
-        """XLA:CPU blocks in a permute, and no block of the device runs meanwhile
-        (`spmd.exchange.permuted`); virtual devices of one process all wait.
-        """
-        if self is RunsOn.ONE_CPU_PROCESS:
-            return Awaits.ALL_AT_ONCE
-        return Awaits.AT_ONCE if self is RunsOn.CPU_PROCESSES else Awaits.LATE
-
     @classmethod
     def of(cls, mesh: Any) -> RunsOn:
         """The kind of the devices of a `jax.sharding.Mesh`."""
@@ -270,11 +256,8 @@ class RunsOn(Enum):
             return cls.GPUS
         if platforms == {"tpu"}:
             return cls.TPUS
-        return (
-            cls.CPU_PROCESSES
-            if len({device.process_index for device in devices}) == len(devices)
-            else cls.ONE_CPU_PROCESS
-        )
+        processes = {device.process_index for device in devices}
+        return cls.CPU_PROCESSES if len(processes) == len(devices) else cls.ONE_CPU_PROCESS
 
 
 @dataclass(frozen=True)
@@ -310,8 +293,9 @@ class Target:
         if self.prices is not None:
             return self.prices
         if self.on_tpus:
+            # A TPU decides by itself, between two operations of its own sequence: a guess.
             hop = GUESSED.hop if self.chip is None else self.chip.hop
-            return Overheads(predicate=TPU_PREDICATE, hop=hop)
+            return Overheads(predicate=1e-6, hop=hop)
         return ON_HOST if self.communicates else GUESSED
 
     @property
@@ -325,13 +309,8 @@ class Target:
         return self.runs_on.tile
 
     @property
-    def overlaps(self) -> bool:
-        """Whether transfers overlap compute and predicates cost time, as on GPUs and TPUs."""
-        return self.runs_on.awaits is Awaits.LATE
-
-    @property
     def on_cpus(self) -> bool:
-        """Whether the devices are CPUs."""
+        """Whether the devices are CPUs: transfers do not overlap compute, predicates cost nothing."""
         return self.runs_on in (RunsOn.CPU_PROCESSES, RunsOn.ONE_CPU_PROCESS)
 
     @property
