@@ -310,7 +310,7 @@ class Target:
 
     @property
     def on_cpus(self) -> bool:
-        """Whether the devices are CPUs: transfers do not overlap compute, predicates cost nothing."""
+        """Whether the devices are CPUs, where no transfer overlaps compute."""
         return self.runs_on in (RunsOn.CPU_PROCESSES, RunsOn.ONE_CPU_PROCESS)
 
     @property
