@@ -109,11 +109,12 @@ def cheapest(
     needed = [v for v in dict.fromkeys(needed) if not at_hand(v)]
     maker = {v: e for e in eqns for v in e.outvars}
     numbers = numbers_of(eqns)
+    # A value is two nodes, (value, False) and (value, True), with its weight between them.
     capacity: _Graph = defaultdict(lambda: defaultdict(float))
     seen: set[core.Var] = set()
     todo = list(needed)
     for var in needed:
-        capacity[_out(var)][_SINK] = inf
+        capacity[var, True][_SINK] = inf
     while todo:
         var = todo.pop()
         if var in seen or at_hand(var):
@@ -121,16 +122,16 @@ def cheapest(
         seen.add(var)
         eqn = maker.get(var)
         # Of equal choices an input is the better one: it is in memory, and need not be written.
-        capacity[_in(var)][_out(var)] = weight(var, eqn) - (eqn is None)
+        capacity[var, False][var, True] = weight(var, eqn) - (eqn is None)
         if eqn is None or not (repeat(eqn) or var in numbers):
-            capacity[_SOURCE][_in(var)] = inf
+            capacity[_SOURCE][var, False] = inf
             continue
         operands = [v for v in variables(eqn.invars) if not at_hand(v)]
         for operand in operands:
-            capacity[_out(operand)][_in(var)] = inf
+            capacity[operand, True][var, False] = inf
         todo += operands
     late = _sink_side(capacity)
-    stored = {v for v in seen if _out(v) in late and _in(v) not in late}
+    stored = {v for v in seen if (v, True) in late and (v, False) not in late}
     # Inputs first, then values in the order in which they are made.
     computed = [v for e in eqns for v in e.outvars if v in stored]
     return Keep(
@@ -148,18 +149,9 @@ def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
     return max(1, nbytes(var.aval)) * (2 if maker is not None and is_gather(maker) else 1)
 
 
-_Node: TypeAlias = "tuple[str, core.Var | None]"
+_Node: TypeAlias = "tuple[core.Var | None, bool]"
 _Graph: TypeAlias = "defaultdict[_Node, defaultdict[_Node, float]]"
-_SOURCE: _Node = ("source", None)
-_SINK: _Node = ("sink", None)
-
-
-def _in(var: core.Var) -> _Node:
-    return "in", var
-
-
-def _out(var: core.Var) -> _Node:
-    return "out", var
+_SOURCE, _SINK = (None, False), (None, True)
 
 
 def _sink_side(capacity: _Graph) -> set[_Node]:
@@ -640,15 +632,12 @@ def _remake(
     }
     extra_consts = [(consts[v], inner) for v, inner in env.items() if v in consts]
     extra_xs = [(xs[v], inner) for v, inner in env.items() if v not in consts]
-    eqns = copied(head, env, newvar)
+    made = copied(head, env, newvar)
     body = renamed(eqn.params["jaxpr"].jaxpr, {v: env[value] for v, value in values.items()})
-    outs = list(zip(body.outvars, eqn.outvars, strict=True))
-    return Scan(
-        eqn,
-        [*eqns, *body.eqns],
+    scan = Scan.of(eqn.replace(params=eqn.params | {"jaxpr": core.ClosedJaxpr(body, [])}))
+    return replace(
+        scan,
+        eqns=[*made, *scan.eqns],
         consts=[*extra_consts, *(pair for pair in scan.consts if not is_moved(pair[0]))],
-        carry=scan.carry,
         xs=[*(pair for pair in scan.xs if not is_moved(pair[0])), *extra_xs],
-        carry_out=outs[: len(scan.carry)],
-        ys=outs[len(scan.carry) :],
     ).equation()
