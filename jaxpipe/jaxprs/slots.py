@@ -102,9 +102,10 @@ class Slot(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A value that is kept raveled in a long array, from `start` on.
+    """A value that is kept raveled in a long array, from `start` on; as a target an accumulator:
+    values are added there, in place.
 
-    A scan reads it row by row, without a copy of the whole value.
+    A scan reads it and adds to it row by row, without a copy of the whole value.
 
     The array is [parts, ..., numbers]: where the partitioner splits the value, a device's part of
     it is a piece of that device's numbers.
@@ -121,13 +122,51 @@ class Piece(NamedTuple):
 
     def load_row(self, row: Any) -> Any:
         """`[row]` of the value."""
-        if any(part.dim == 0 for part in self.entry.parts):
+        if self._is_cut:
             return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
-        size = self.entry.length // self.entry.shape[0]
-        own = lax.dynamic_slice_in_dim(self.pool, jnp.int32(self.start) + row * size, size, axis=-1)
+        start, size = self._row(row)
+        own = lax.dynamic_slice_in_dim(self.pool, start, size, axis=-1)
         if not self.entry.by_row:  # the rows are single numbers
             return own.reshape(())
         return self.entry.unpack(own.reshape(self.entry.kept[1:]), 1)
+
+    def store(self, value: Any) -> Any:
+        """The array with a whole value added."""
+        return self._add(self.start, self._raveled(value))
+
+    def store_row(self, row: Any, value: Any) -> Any:
+        """The array with `[row]` of the piece added to."""
+        if self._is_cut:
+            whole = jnp.zeros(self.entry.shape, value.dtype)
+            return self.store(lax.dynamic_update_index_in_dim(whole, value, row, 0))
+        start, size = self._row(row)
+        return self._add(start, self.entry.pack(value, 1).reshape(*self.entry.counts, size))
+
+    def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
+        """The array with the updates of a scatter-add into zeros added where they belong in the
+        piece.
+        """
+        own = Total(self.load()).scatter(eqn, indices, updates)
+        return lax.dynamic_update_slice_in_dim(self.pool, self._raveled(own), self.start, axis=-1)
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the partitioner splits its rows."""
+        return any(part.dim == 0 for part in self.entry.parts)
+
+    def _row(self, row: Any) -> tuple[Any, int]:
+        """Where a row begins, and its size."""
+        size = self.entry.length // self.entry.shape[0]
+        return jnp.int32(self.start) + row * size, size
+
+    def _raveled(self, value: Any) -> Any:
+        return self.entry.ravel(self.entry.pack(jnp.asarray(value)))
+
+    def _add(self, start: Any, value: Any) -> Any:
+        old = lax.dynamic_slice_in_dim(self.pool, start, value.shape[-1], axis=-1)
+        return lax.dynamic_update_slice_in_dim(
+            self.pool, old + value.astype(self.pool.dtype), start, axis=-1
+        )
 
 
 class Total(NamedTuple):
@@ -183,47 +222,7 @@ class Total(NamedTuple):
         )
 
 
-class TotalPiece(NamedTuple):
-    """An accumulator that is a piece of a long array (see `Piece`): values are added there, in
-    place.
-    """
-
-    pool: Any
-    start: int
-    entry: Entry
-
-    def store(self, value: Any) -> Any:
-        """The array with a whole value added."""
-        return self._add(self.start, self.entry.ravel(self.entry.pack(jnp.asarray(value))))
-
-    def store_row(self, row: Any, value: Any) -> Any:
-        """The array with `[row]` of the piece added to."""
-        if any(part.dim == 0 for part in self.entry.parts):
-            whole = jnp.zeros(self.entry.shape, value.dtype)
-            return self.store(lax.dynamic_update_index_in_dim(whole, value, row, 0))
-        size = self.entry.length // self.entry.shape[0]
-        own = self.entry.pack(value, 1).reshape(*self.entry.counts, size)
-        return self._add(jnp.int32(self.start) + row * size, own)
-
-    def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
-        """The array with the updates of a scatter-add into zeros added where they belong in the
-        piece.
-        """
-        piece = Total(Piece(self.pool, self.start, self.entry).load()).scatter(
-            eqn, indices, updates
-        )
-        return lax.dynamic_update_slice_in_dim(
-            self.pool, self.entry.ravel(self.entry.pack(piece)), self.start, axis=-1
-        )
-
-    def _add(self, start: Any, value: Any) -> Any:
-        old = lax.dynamic_slice_in_dim(self.pool, start, value.shape[-1], axis=-1)
-        return lax.dynamic_update_slice_in_dim(
-            self.pool, old + value.astype(self.pool.dtype), start, axis=-1
-        )
-
-
-Target: TypeAlias = "Slot | Total | TotalPiece"
+Target: TypeAlias = "Slot | Total | Piece"
 
 
 class InSlots(NamedTuple):
@@ -597,7 +596,7 @@ def _with_rows(slot: Slot, rows: Any, *starts: Any) -> Any:
     return slot.store_rows(rows, starts)
 
 
-def _scattered(eqn: core.JaxprEqn, total: Total | TotalPiece, indices: Any, updates: Any) -> Any:
+def _scattered(eqn: core.JaxprEqn, total: Total | Piece, indices: Any, updates: Any) -> Any:
     return total.scatter(eqn, indices, updates)
 
 

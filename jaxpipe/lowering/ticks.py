@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,8 +74,12 @@ class Ticks:
         for device, _, action in self.schedule.actions():
             tick = next(when)
             other = rows[device][tick]
-            rows[device][tick] = action if other is None else _pair(action, other)
-        return tuple(tuple(row) for row in rows)
+            if other is None:
+                rows[device][tick] = action
+            else:  # a forward and a backward, whichever comes first in the row
+                assert isinstance(other, Action), "three actions in one tick"
+                rows[device][tick] = Overlap(*sorted((action, other), key=lambda a: a.kind))
+        return tuple(map(tuple, rows))
 
     @cached_property
     def pairs(self) -> BoolArray:
@@ -89,13 +93,6 @@ class Ticks:
 
     def __str__(self) -> str:
         return grid(self.cells)
-
-
-def _pair(one: Action, other: Cell) -> Overlap:
-    """A forward and a backward, whichever comes first in the row."""
-    assert isinstance(other, Action), "three actions in one tick"
-    forward, backward = sorted((one, other), key=lambda action: action.kind)
-    return Overlap(forward, backward)
 
 
 def assign_ticks(schedule: Schedule) -> Ticks:
@@ -307,31 +304,17 @@ def collect(ticks: Ticks) -> Requirements:
 def uses_of(requirements: Requirements, counts: IntArray, num_ticks: int) -> tuple[BlockUse, ...]:
     """The union of the blocks of some ticks, which are counted together, in the order in which code
     that serves them all has them.
-    """
-    everyone = requirements.num_devices * num_ticks
-    return tuple(
-        BlockUse(
-            block,
-            Presence.of(active, everyone),
-            Presence.of(first, active),
-            Presence.of(last, active),
-            Presence.of(local, active),
-        )
-        for block, (active, first, last, local) in sorted(
-            zip(requirements.blocks, counts.tolist(), strict=True),
-            key=lambda item: _place(item[0]),
-        )
-        if active
-    )
-
-
-def _place(block: Block) -> tuple[int, Block]:
-    """The place of a block in its tick.
 
     Backward blocks are first, so that the forward of the same tick may write what they free.  Of
     them those that need no transfer are first, so that transfers run beside them.
     """
-    return Part.of(block.kind), block
+    everyone = requirements.num_devices * num_ticks
+    uses = [
+        BlockUse(block, Presence.of(active, everyone), *(Presence.of(n, active) for n in some))
+        for block, (active, *some) in zip(requirements.blocks, counts.tolist(), strict=True)
+        if active
+    ]
+    return tuple(sorted(uses, key=lambda use: (Part.of(use.block.kind), use.block)))
 
 
 def permutes_of(
@@ -443,30 +426,21 @@ def _cut_at_collectives(marks: IntArray, start: int, stop: int) -> list[Span]:
         return []
     best = _equal_intervals(marks, start, stop, longest=LONG_TRIP)
     if best is not None:
-        return [
-            *_cut_at_collectives(marks, start, best.start),
-            best,
-            *_cut_at_collectives(marks, best.stop, stop),
-        ]
-    return [
-        Span(start, stop, stop - start, loops=_loops(marks[start:stop]))
-        if marks[start:stop].any()
-        else Span(start, stop, 1)
-    ]
+        before = _cut_at_collectives(marks, start, best.start)
+        return [*before, best, *_cut_at_collectives(marks, best.stop, stop)]
+    if not marks[start:stop].any():
+        return [Span(start, stop, 1)]
+    return [Span(start, stop, stop - start, _loops(marks[start:stop]))]
 
 
 def _few_pieces(spans: list[Span]) -> list[Span]:
     """The spans; of those that come once, the ones with the most pieces share one code instead,
     where all have too many.
     """
-    left, uncut = MOST_PIECES, set()
-    for span in sorted(
-        (span for span in spans if span.loops and span.period == span.stop - span.start),
-        key=_num_pieces,
-    ):
-        left -= _num_pieces(span)
-        if left < 0:
-            uncut.add(span)
+    once = [span for span in spans if span.loops and span.period == span.stop - span.start]
+    once.sort(key=_num_pieces)
+    pieces = accumulate(map(_num_pieces, once))
+    uncut = {span for span, number in zip(once, pieces, strict=True) if number > MOST_PIECES}
     return [Span(span.start, span.stop, 1) if span in uncut else span for span in spans]
 
 
