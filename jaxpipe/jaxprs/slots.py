@@ -139,8 +139,8 @@ class Piece(NamedTuple):
         if self._is_cut:
             whole = jnp.zeros(self.entry.shape, value.dtype)
             return self.store(lax.dynamic_update_index_in_dim(whole, value, row, 0))
-        start, size = self._row(row)
-        return self._add(start, self.entry.pack(value, 1).reshape(*self.entry.counts, size))
+        own = self.entry.pack(value, 1).reshape(*self.entry.counts, -1)
+        return self._add(self._row(row)[0], own)
 
     def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
         """The array with the updates of a scatter-add into zeros added where they belong in the
