@@ -298,18 +298,16 @@ class Plan:
         """Of the transfers that the table gives a tick or more, those that the program awaits later
         than it issues them; and all.
         """
-        requirements = collect(self.ticks)
+        requirements, late = collect(self.ticks), 0
         having = (requirements.slack > 0) & (requirements.slack < NO_TRANSFER)
-        late = np.zeros_like(having)
         for segment in self.segments:
             for transit in (t for t in segment.transits if t.is_late):
-                ticks = np.arange(segment.start + transit.tick, segment.stop, segment.period)
                 # Transfers in flight after the last trip are awaited at once.
-                ticks = ticks[: segment.repeats - transit.from_before]
+                ticks = segment.ticks(transit.tick)[: segment.repeats - transit.from_before]
                 ends = {Edge(transit.permute.payload, *pair) for pair in transit.permute.pairs}
                 edges = np.flatnonzero([edge in ends for edge in requirements.edges])
-                late[np.ix_(ticks, edges)] = True
-        return int((late & having).sum()), int(having.sum())
+                late += int(having[np.ix_(ticks, edges)].sum())
+        return late, int(having.sum())
 
     def program(self, liveness: Liveness | None = None) -> Program:
         """Assign slots; the longest liveness where none is given."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def _is_seconds(value: Any) -> bool:
 TRANSFER = 2**25
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Chip:
     """One kind of device.
 
@@ -198,35 +199,14 @@ class Chip:
 
 
 # Austin et al., How to Scale Your Model (2025), the table of TPUs.
-CHIPS = (
-    Chip(
-        name="v5e",
-        kind="TPU v5 lite",
-        flops=1.97e14,
-        bandwidth=8.1e11,
-        memory=16e9,
-        link=4.5e10,
-        clock=1.5e9,  # 4 units of 128 x 128
-    ),
-    Chip(
-        name="v5p",
-        kind="TPU v5",
-        flops=4.59e14,
-        bandwidth=2.8e12,
-        memory=96e9,
-        link=9e10,
-        clock=1.75e9,  # 8 units of 128 x 128
-    ),
-    Chip(
-        name="v6e",
-        kind="TPU v6 lite",
-        flops=9.2e14,
-        bandwidth=1.6e12,
-        memory=32e9,
-        link=9e10,
-        clock=1.75e9,  # 4 units of 256 x 256
-    ),
+# The clocks are of 4 matrix units of 128 x 128, 8 of these, and 4 of 256 x 256.
+_PUBLISHED = (
+    # name, kind, flops, bandwidth, memory, link, clock
+    ("v5e", "TPU v5 lite", 1.97e14, 8.1e11, 16e9, 4.5e10, 1.5e9),
+    ("v5p", "TPU v5", 4.59e14, 2.8e12, 96e9, 9e10, 1.75e9),
+    ("v6e", "TPU v6 lite", 9.2e14, 1.6e12, 32e9, 9e10, 1.75e9),
 )
+CHIPS = tuple(starmap(Chip, _PUBLISHED))
 
 
 class RunsOn(Enum):

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import product
+from operator import or_
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -89,6 +90,10 @@ def columns_of(kinds: Collection[Kind], *, slices: bool = True) -> tuple[str, ..
     return tuple(dict.fromkeys(n for n in (*head, *names) if n not in absent))
 
 
+# Backwards that executors may run as one block with a forward of their tick.
+JOINT = (Kind.B,)
+
+
 @dataclass(frozen=True)
 class TickRecord(Generic[A]):
     """All that varies of a tick.
@@ -110,6 +115,17 @@ class TickRecord(Generic[A]):
             return self.collectives[0]
         return self.forward if kind in RUNS_FORWARD else self.backward
 
+    def pairs(self: TickRecord[Any], joint: Sequence[Kind] = JOINT) -> Any:
+        """Whether executors may run the forward and a `joint` backward as one.
+
+        So are overlapped pairs, and cells that lowering puts side by side; but not where the
+        backward is that very forward's, and needs it.
+        """
+        one, two = self.forward, self.backward
+        other = (one.stage != two.stage) | (one.microbatch != two.microbatch)
+        kind = reduce(or_, [two.kind == int(kind) for kind in joint])
+        return (one.chunk != NOBODY) & (two.chunk != NOBODY) & kind & other
+
     def map(self, function: Callable[[A], Any]) -> TickRecord[Any]:
         """A function of every column."""
         several = (self.arrivals, self.collectives, self.moves)
@@ -128,26 +144,6 @@ class TickRecord(Generic[A]):
         records = [self.forward, self.backward]
         records += (*self.arrivals, *self.collectives, *self.moves)
         return [column for record in records for column in record.columns.values()]
-
-
-# Backwards that executors may run as one block with a forward of their tick.
-JOINT = (Kind.B,)
-
-
-def pairs_of(
-    forward: Record[IntTable], backward: Record[IntTable], joint: Sequence[Kind] = JOINT
-) -> NDArray[np.bool_]:
-    """`[tick, device]`: a forward and a `joint` backward in one tick, which executors may run as
-    one.
-
-    So are overlapped pairs, and cells that lowering puts side by side; but not where the backward
-    is that very forward's, and needs it.
-    """
-    other = forward.stage != backward.stage
-    distinct = other | (forward.microbatch != backward.microbatch)
-    both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY)
-    paired: NDArray[np.bool_] = distinct & both & np.isin(backward.kind, joint)
-    return paired
 
 
 # Where a transfer's payload arrives.
@@ -292,7 +288,8 @@ class Program:
     @cached_property
     def pairs(self) -> NDArray[np.bool_]:
         """`[tick, device]`: a forward and a backward that run as one."""
-        return pairs_of(self.ticks.forward, self.ticks.backward, self.joint)
+        paired: NDArray[np.bool_] = self.ticks.pairs(self.joint)
+        return paired
 
     @cached_property
     def slots(self) -> Slots:
