@@ -13,7 +13,6 @@ from jaxpipe.lowering.target import GUESSED
 from jaxpipe.lowering.ticks import (
     Span,
     assign_ticks,
-    collect,
     joined_ticks,
     modulo_ticks,
     segments_of,
@@ -45,7 +44,7 @@ def random_segments(rng, ticks):
     stop = ticks.num_ticks
     marks = sorted({0, stop, *(rng.randint(0, stop) for _ in range(rng.randint(0, 2)))})
     spans = [Span(a, b, min(b - a, rng.randint(1, 5))) for a, b in pairwise(marks)]
-    return segments_of(spans, collect(ticks))
+    return segments_of(spans, ticks)
 
 
 def cut(ticks):
@@ -55,7 +54,7 @@ def cut(ticks):
 
 def cuts(ticks):
     """Every list of segments to choose from."""
-    return [segments_of(spans, collect(ticks)) for spans in span_candidates(ticks)]
+    return [segments_of(spans, ticks) for spans in span_candidates(ticks)]
 
 
 def exchanges(segments):

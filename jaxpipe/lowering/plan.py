@@ -29,7 +29,6 @@ from .ticks import (
     Edge,
     Ticks,
     assign_ticks,
-    collect,
     equal_rows,
     joined_ticks,
     joins_shares,
@@ -298,14 +297,14 @@ class Plan:
         """Of the transfers that the table gives a tick or more, those that the program awaits later
         than it issues them; and all.
         """
-        requirements, late = collect(self.ticks), 0
-        having = (requirements.slack > 0) & (requirements.slack < NO_TRANSFER)
+        (every, slack), late = self.ticks.transfers, 0
+        having = (slack > 0) & (slack < NO_TRANSFER)
         for segment in self.segments:
             for transit in (t for t in segment.transits if t.is_late):
                 # Transfers in flight after the last trip are awaited at once.
                 ticks = segment.ticks(transit.tick)[: segment.repeats - transit.from_before]
                 ends = {Edge(transit.permute.payload, *pair) for pair in transit.permute.pairs}
-                edges = np.flatnonzero([edge in ends for edge in requirements.edges])
+                edges = np.flatnonzero([edge in ends for edge in every])
                 late += int(having[np.ix_(ticks, edges)].sum())
         return late, int(having.sum())
 
@@ -323,7 +322,7 @@ def _with_hop(overheads: Overheads, costs: Costs | None) -> Overheads:
 def plans_of(ticks: Ticks) -> Iterator[Plan]:
     """The plans of one way to assign ticks."""
     for spans in span_candidates(ticks):
-        yield Plan(ticks, segments_of(spans, collect(ticks)))
+        yield Plan(ticks, segments_of(spans, ticks))
 
 
 @lru_cache(maxsize=64)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
@@ -39,6 +39,23 @@ from ..table.grid import grid
 from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap
 from ..table.run_order import Transfers, waits
 from ..table.schedule import Schedule
+
+NO_TRANSFER = np.iinfo(np.int32).max  # in `Ticks.transfers`
+
+
+class Edge(NamedTuple):
+    """A transfer from one device to another at the end of a tick."""
+
+    payload: Payload
+    source: int
+    target: int
+
+
+def equal_rows(rows: NDArray[Any]) -> IntArray:
+    """Per row, a number that equal rows share, the first of them 0."""
+    numbers: dict[bytes, int] = {}
+    found = [numbers.setdefault(r.tobytes(), len(numbers)) for r in np.ascontiguousarray(rows)]
+    return np.array(found, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +107,51 @@ class Ticks:
             found[self.when[runs], table.device[runs]] = True
             halves.append(found)
         return halves[0] & halves[1]
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[Block, ...], IntArray]:
+        """The blocks that occur; and `[tick, block]`: how many devices run it, and how many of them
+        for the first, the last, a locally consumed stage.
+        """
+        table = self.schedule.encoded
+        kinds = np.stack([table.kind, self.schedule.chunks, ~table.recomputed], 1)
+        blocks, block = np.unique(kinds, axis=0, return_inverse=True)
+        shape, flags = (self.num_ticks, len(blocks)), flags_of(table)
+        cells = np.ravel_multi_index((self.when, block.reshape(-1)), shape)
+        some = (None, *(flags[name] for name in ("is_first", "is_last", "is_local")))
+        counts = np.stack([np.bincount(cells, each, math.prod(shape)) for each in some], -1)
+        found = tuple(Block(Kind(k), chunk, bool(keeps)) for k, chunk, keeps in blocks.tolist())
+        return found, counts.astype(np.int64).reshape(*shape, len(some))
+
+    @cached_property
+    def transfers(self) -> tuple[tuple[Edge, ...], NDArray[np.int32]]:
+        """The transfers that occur, in order; and `[tick, edge]` the slack of each, `NO_TRANSFER`
+        where it does not occur.
+        """
+        table, when = self.schedule.encoded, self.when
+        sent = np.flatnonzero((table.consumer >= 0) & ~flags_of(table)["is_local"])
+        user = table.consumer[sent]
+        payload = np.where(table.kind[sent] == Kind.F, Payload.ACTIVATION, Payload.COTANGENT)
+        ends = np.stack([payload, table.device[sent], table.device[user]], 1)
+        edges, edge = np.unique(ends, axis=0, return_inverse=True)
+        slack = np.full((self.num_ticks, len(edges)), NO_TRANSFER, np.int32)
+        slack[when[sent], edge.reshape(-1)] = when[user] - when[sent] - 1
+        return tuple(Edge(Payload(p), d, e) for p, d, e in edges.tolist()), slack
+
+    @cached_property
+    def collective(self) -> IntArray:
+        """Per tick, a number that ticks with equal collective actions share; else 0."""
+        blocks, counts = self.blocks
+        shares = counts[:, np.array([block.is_collective for block in blocks], bool), 0] > 0
+        return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:]
+
+    @cached_property
+    def signatures(self) -> IntArray:
+        """Per tick, a number that ticks of equal blocks and transfers share, which can share their
+        code.
+        """
+        needs = [self.blocks[1][:, :, 0] > 0, self.transfers[1] < NO_TRANSFER]
+        return equal_rows(np.concatenate(needs, axis=1))
 
     def __str__(self) -> str:
         return grid(self.cells)
@@ -219,107 +281,22 @@ def _run_order(schedule: Schedule) -> Sequence[int]:
     return found.order
 
 
-NO_TRANSFER = np.iinfo(np.int32).max  # in `Requirements.slack`
-
-
-class Edge(NamedTuple):
-    """A transfer from one device to another at the end of a tick."""
-
-    payload: Payload
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, eq=False)
-class Requirements:
-    """The requirements of every tick."""
-
-    blocks: tuple[Block, ...]  # that occur
-    # `[tick, block]`: how many devices run it, and how many of them for the first, the last, a
-    # locally consumed stage
-    counts: IntArray
-    edges: tuple[Edge, ...]  # the transfers that occur, in order
-    # `[tick, edge]` is the slack of `edges[edge]`; NO_TRANSFER where it does not occur
-    slack: NDArray[np.int32]
-    # per tick, whether some device runs a forward and a backward that may be one block
-    paired: BoolArray
-    num_devices: int
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-    @cached_property
-    def collective(self) -> IntArray:
-        """Per tick, a number that ticks with equal collective actions share; else 0."""
-        mine = [block.is_collective for block in self.blocks]
-        shares = self.counts[:, np.array(mine, bool), 0] > 0
-        return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:]
-
-    @cached_property
-    def signatures(self) -> IntArray:
-        """Per tick, a number that ticks of equal blocks and transfers share, which can share their
-        code.
-        """
-        needs = [self.counts[:, :, 0] > 0, self.slack < NO_TRANSFER]
-        return equal_rows(np.concatenate(needs, axis=1))
-
-
-def equal_rows(rows: NDArray[Any]) -> IntArray:
-    """Per row, a number that equal rows share, the first of them 0."""
-    numbers: dict[bytes, int] = {}
-    return np.array(
-        [numbers.setdefault(row.tobytes(), len(numbers)) for row in np.ascontiguousarray(rows)],
-        np.int64,
-    )
-
-
-@lru_cache(maxsize=4)  # called for each list of spans
-def collect(ticks: Ticks) -> Requirements:
-    """The requirements of every tick."""
-    table, when = ticks.schedule.encoded, ticks.when
-    kinds = np.stack([table.kind, ticks.schedule.chunks, ~table.recomputed], 1)
-    blocks, block = np.unique(kinds, axis=0, return_inverse=True)
-    shape = (ticks.num_ticks, len(blocks))
-    cells = np.ravel_multi_index((when, block.reshape(-1)), shape)
-    flags = flags_of(table)
-    some = (None, *(flags[name] for name in ("is_first", "is_last", "is_local")))
-    sums = [np.bincount(cells, each, math.prod(shape)) for each in some]
-    sent = np.flatnonzero((table.consumer >= 0) & ~flags["is_local"])
-    user = table.consumer[sent]
-    payload = np.where(table.kind == Kind.F, Payload.ACTIVATION, Payload.COTANGENT)
-    ends = np.stack([payload[sent], table.device[sent], table.device[user]], 1)
-    edges, edge = np.unique(ends, axis=0, return_inverse=True)
-    slack = np.full((ticks.num_ticks, len(edges)), NO_TRANSFER, np.int32)
-    slack[when[sent], edge.reshape(-1)] = when[user] - when[sent] - 1
-    return Requirements(
-        blocks=tuple(Block(Kind(k), chunk, bool(kept)) for k, chunk, kept in blocks.tolist()),
-        counts=np.stack(sums, -1).astype(np.int64).reshape(*shape, len(sums)),
-        edges=tuple(Edge(Payload(p), d, e) for p, d, e in edges.tolist()),
-        slack=slack,
-        paired=np.any(ticks.pairs, axis=1),
-        num_devices=table.num_devices,
-    )
-
-
-def uses_of(requirements: Requirements, counts: IntArray, num_ticks: int) -> tuple[BlockUse, ...]:
+def uses_of(ticks: Ticks, counts: IntArray, num_ticks: int) -> tuple[BlockUse, ...]:
     """The union of the blocks of some ticks, which are counted together, in the order in which code
     that serves them all has them.
 
     Backward blocks are first, so that the forward of the same tick may write what they free.  Of
     them those that need no transfer are first, so that transfers run beside them.
     """
-    everyone = requirements.num_devices * num_ticks
-    uses = [
-        BlockUse(block, Presence.of(active, everyone), *(Presence.of(n, active) for n in some))
-        for block, (active, *some) in zip(requirements.blocks, counts.tolist(), strict=True)
-        if active
-    ]
+    everyone, uses = ticks.schedule.num_devices * num_ticks, []
+    for block, (active, *some) in zip(ticks.blocks[0], counts.tolist(), strict=True):
+        if active:
+            parts = [Presence.of(active, everyone), *(Presence.of(n, active) for n in some)]
+            uses.append(BlockUse(block, *parts))
     return tuple(sorted(uses, key=lambda use: (Part.of(use.block.kind), use.block)))
 
 
-def permutes_of(
-    requirements: Requirements, slack: IntArray, *, room: int = 0
-) -> tuple[Permute, ...]:
+def permutes_of(ticks: Ticks, slack: IntArray, *, room: int = 0) -> tuple[Permute, ...]:
     """The permutes that serve ticks: every transfer that any of them makes, with its least slack.
 
     A transfer with slack is awaited later, at most `room` ticks: the longest delay that the trip
@@ -329,17 +306,19 @@ def permutes_of(
     """
     groups: dict[tuple[Payload, int, bool], list[dict[int, int]]] = {}
     for i in np.flatnonzero(slack < NO_TRANSFER).tolist():  # edges are in order
-        (payload, source, target), delay = requirements.edges[i], min(int(slack[i]), room)
+        payload, source, target = ticks.transfers[0][i]
+        delay = min(int(slack[i]), room)
         colours = groups.setdefault((payload, delay, source > target), [])
-        free = (pairs for pairs in colours if source not in pairs and target not in pairs.values())
-        pairs = next(free, None)
-        if pairs is None:
+        for pairs in colours:
+            if source not in pairs and target not in pairs.values():
+                break
+        else:
             colours.append(pairs := {})
         pairs[source] = target
     return tuple(
         Permute(payload, tuple(pairs.items()), delay)
-        for (payload, delay, _), colours in sorted(groups.items(), key=lambda item: item[0])
-        for pairs in colours
+        for payload, delay, up in sorted(groups)
+        for pairs in groups[payload, delay, up]
     )
 
 
@@ -351,12 +330,13 @@ class Span(NamedTuple):
     start: int
     stop: int
     period: int
-    loops: tuple[Loop, ...] = ()  # ticks of a trip that share their code (`Segment.loops`)
+    # ticks of a trip that share their code (`Segment.loops`)
+    loops: tuple[Loop, ...] = ()
 
 
-def segments_of(spans: Iterable[Span], requirements: Requirements) -> tuple[Segment, ...]:
+def segments_of(spans: Iterable[Span], ticks: Ticks) -> tuple[Segment, ...]:
     """The segments of spans that follow each other."""
-    return tuple(_segment(part, requirements) for span in spans for part in _even(span))
+    return tuple(_segment(part, ticks) for span in spans for part in _even(span))
 
 
 def _even(span: Span) -> list[Span]:
@@ -369,7 +349,7 @@ def _even(span: Span) -> list[Span]:
     return [part for part in parts if part.start < part.stop]
 
 
-def _segment(span: Span, requirements: Requirements) -> Segment:
+def _segment(span: Span, ticks: Ticks) -> Segment:
     """The segment of a span whose length is a multiple of its period: each template has what any of
     its ticks needs.
     """
@@ -380,16 +360,16 @@ def _segment(span: Span, requirements: Requirements) -> Segment:
         return own.reshape(repeats, span.period, *values.shape[1:])
 
     # of the ticks of a trip, over all trips
-    counts = by_trip(requirements.counts).sum(axis=0)
-    slack = by_trip(requirements.slack).min(axis=0)
-    paired = np.logical_or.reduce(by_trip(requirements.paired))
+    counts = by_trip(ticks.blocks[1]).sum(axis=0)
+    slack = by_trip(ticks.transfers[1]).min(axis=0)
+    paired = np.logical_or.reduce(by_trip(ticks.pairs), axis=(0, 2))
     templates: dict[int, TickTemplate] = {}
     for mine in map(list, ticks_of(span.loops or (Loop(1),) * span.period)):
         j = mine[0]
         room = 0 if span.loops else room_of(span.period, j) if repeats > 1 else span.period - 1 - j
         template = TickTemplate(
-            uses_of(requirements, counts[mine].sum(axis=0), repeats * len(mine)),
-            permutes_of(requirements, slack[mine].min(axis=0), room=room),
+            uses_of(ticks, counts[mine].sum(axis=0), repeats * len(mine)),
+            permutes_of(ticks, slack[mine].min(axis=0), room=room),
             bool(paired[mine].any()),
         )
         templates |= dict.fromkeys(mine, template)
@@ -403,7 +383,7 @@ MOST_PIECES = 24
 SHORT_TRIP, LONG_TRIP = 12, 512
 
 
-def between_collectives(requirements: Requirements) -> Iterator[list[Span]]:
+def between_collectives(ticks: Ticks) -> Iterator[list[Span]]:
     """Cut at collective actions, where there are any.
 
     Ticks between two collective actions share their code.  The longest stretch of equal intervals
@@ -411,7 +391,7 @@ def between_collectives(requirements: Requirements) -> Iterator[list[Span]]:
     pieces that run once where they are few.  In interleaved tables the intervals repeat after P V
     actions of each direction.  Equal intervals within such a trip are a loop.
     """
-    marks = requirements.collective
+    marks = ticks.collective
     if marks.any():
         pieces = _few_pieces(_cut_at_collectives(marks, 0, len(marks)))
         yield pieces
@@ -520,17 +500,11 @@ def span_candidates(ticks: Ticks) -> tuple[tuple[Span, ...], ...]:
     """Every list of spans to choose from.  Ticks that take turns are one span with the period that
     they were made for.
     """
-    requirements = collect(ticks)
-    if not len(requirements):
-        return ((),)
-    if ticks.period > 1:
-        return ((Span(0, len(requirements), ticks.period),),)
+    stop = ticks.num_ticks
+    if not stop or ticks.period > 1:
+        return ((Span(0, stop, ticks.period),) if stop else (),)
     edges = _edges(ticks)
-    found = [
-        *_phases(len(requirements), *edges),
-        *_repeats(requirements, edges),
-        *between_collectives(requirements),
-    ]
+    found = [*_phases(stop, *edges), *_repeats(ticks, edges), *between_collectives(ticks)]
     return tuple(dict.fromkeys(map(tuple, found)))
 
 
@@ -567,13 +541,13 @@ def _phases(stop: int, *edges: int) -> Iterator[list[Span]]:
             ]
 
 
-def _repeats(requirements: Requirements, edges: Sequence[int]) -> Iterator[list[Span]]:
+def _repeats(ticks: Ticks, edges: Sequence[int]) -> Iterator[list[Span]]:
     """The longest exact repeat of each period, between a warmup and a cooldown of period 1; and the
     longest of all between ramps of period 2 that are cut at the edges.
 
     Where a transfer takes long, the cuts make fewer of them: each piece makes its own alone.
     """
-    codes, stop = requirements.signatures, len(requirements)
+    codes, stop = ticks.signatures, ticks.num_ticks
     longest = Span(0, 0, 1)
     for period in range(1, min(LONGEST_PERIOD, stop // 2) + 1):
         runs = runs_of_true(codes[period:] == codes[:-period])
