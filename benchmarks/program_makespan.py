@@ -17,8 +17,7 @@ import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.output import Result, add_output
 from benchmarks.stage_costs import Sizes, StageCosts, measure
-from jaxpipe.lowering.cost_model import cost_parts, program_makespan
-from jaxpipe.lowering.plan import Plan, plan_of
+from jaxpipe.lowering.plan import Plan, cost_parts, plan_of, program_makespan
 from jaxpipe.schedules.registry import describe as describe_schedule
 
 UNIT = StageCosts(backward=2, input_grad=1, weight_grad=1)

@@ -1,5 +1,5 @@
-"""The eager executor: a program run by `program.interpret` in one process, with plain `jax.vjp` for
-the stages.
+"""The eager executor: a program run by `program.ir.interpret` in one process, with plain `jax.vjp`
+for the stages.
 
 No shard_map, no compilation, no cut of the backward: an oracle for the SPMD executor, and a step
 that a debugger can walk through.
@@ -22,7 +22,7 @@ from .model.calls import OUTER_WANTS
 from .model.functions import StageOutput
 from .model.param_layout import OUTER
 from .model.partition import LeafPlan, leaf_plans
-from .program.interpret import Step, interpret
+from .program.ir import Step, interpret
 from .program.verify import verify
 from .spmd.step import accumulator_dtype, merged_state, totals
 from .stage.job import Job
@@ -76,7 +76,7 @@ class EagerExecutor:
 
 
 class _Shard:
-    """The model on one data shard (a `program.interpret.Model`): residuals are `jax.vjp` functions,
+    """The model on one data shard (a `program.ir.Model`): residuals are `jax.vjp` functions,
     a stash is the gradient itself.
     """
 

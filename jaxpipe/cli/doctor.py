@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..lowering.prices import read_prices, write_prices
+from ..lowering.target import read_prices, write_prices
 from .arguments import UsageError, file_path
 from .terminal import complain, counting, print_table, save, write
 

@@ -13,8 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
-from ..lowering.prices import GUESSED, ON_HOST, ON_THE_HOST
-from ..lowering.target import TRANSFER, Target
+from ..lowering.target import GUESSED, ON_HOST, ON_THE_HOST, TRANSFER, Target
 from ..measuring.blocks import exchange, timed
 from ..spmd.compiler_options import NO_GRAPHS, Options, options_for
 from .machine import TICKS, loop_inputs, loop_of_blocks

@@ -17,8 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import Leaves
 from ..jaxprs.entry import Entry
 from ..jaxprs.equations import nbytes, reads
-from ..jaxprs.eval_in_slots import run_in_slots
-from ..jaxprs.slots import InSlots, Slot, Target, Total
+from ..jaxprs.slots import InSlots, Slot, Target, Total, run_in_slots
 from ..lowering.target import RunsOn
 from ..model.partition import leaf_plans
 from ..spmd.block import empty, while_once, without_weak_types

@@ -21,8 +21,7 @@ from ..model.partition import PART, LeafPlan, leaf_plans
 from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes, memory_of
-from ..program.ir import Program
-from ..program.records import POOL_OF
+from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
 from ..spmd.body import TracedStep
 from ..spmd.entries import compiled_alone, on_cpus, outer_specs

@@ -82,15 +82,12 @@ from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import nbytes, scan_counts, variables
-from ..lowering.cost_model import cost_parts, program_makespan
-from ..lowering.plan import Plan, plan_of
-from ..lowering.prices import FORWARD, Overheads
-from ..lowering.target import Target
+from ..lowering.plan import Plan, cost_parts, plan_of, program_makespan
+from ..lowering.target import FORWARD, Overheads, Target
 from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
 from ..planner.memory import Sizes
-from ..program.ir import Program
-from ..program.records import POOL_OF
+from ..program.ir import POOL_OF, Program
 from ..schedules.registry import build
 from ..spmd.shared_buffers import shared_buffers
 from ..spmd.tick import WITH_SLACK
@@ -178,7 +175,7 @@ def report(
     held, sizes = placed_shapes(pipe, params), step_sizes(pipe, traced, params, batch)
     plan = traced.job.plan
     joint = (f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.dx_avals)))
-    times = step_time(plan, target.overheads, pipe.costs) if target.overlaps else None
+    times = None if target.on_cpus else step_time(plan, target.overheads, pipe.costs)
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,

@@ -18,7 +18,7 @@ from ..engine.timeline import Timeline
 from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout
 from ..lowering.plan import plan_of
-from ..program.records import UNDER_WAY, Slots
+from ..program.ir import UNDER_WAY, Slots
 from ..schedules import build
 from ..schedules.registry import describe
 from ..table.certificate import Certificate, Objective, Proof

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..engine.timeline import Timeline
 from ..layouts.layout import Layout
-from ..program.records import UNDER_WAY, Slots
+from ..program.ir import UNDER_WAY, Slots
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .layer_cost import FIRST, LAST, LayerCost, Remat, spread_letters, total

@@ -18,8 +18,8 @@ from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
-from ..jaxprs.collectives import Reductions
 from ..jaxprs.entry import Entry, Part
+from ..jaxprs.equations import Reductions
 from ..model.partition import leaf_plans
 from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, inexact, run
 from ..stage.job import Job

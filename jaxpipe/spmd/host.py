@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from ..arrays import Leaves, Scalar
 from ..jaxprs.entry import Entry
-from ..program.ir import Program
-from ..program.records import NOBODY, TickRecord
+from ..program.ir import NOBODY, Program, TickRecord
 from ..table.effects import Place
 from .block import State, zeros
 from .shared_buffers import Buffers

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, Scalar, summable, wider
-from ..jaxprs.slots import Piece, Total, TotalPiece
+from ..jaxprs.slots import Piece, Total
 from ..model.calls import OUTER_WANTS, unpadded
 from ..model.packed import Places
 from ..model.param_layout import OUTER, Chunks
@@ -81,10 +81,10 @@ class StageOperand:
     gradient_places: Places  # of the leaves that have a gradient
     splits: tuple[PartitionSpec | None, ...]  # of the chunk's accumulators, see `Total`
 
-    def totals(self, chunk: Leaves) -> list[Total | TotalPiece]:
+    def totals(self, chunk: Leaves) -> list[Total | Piece]:
         """The accumulators of the stage's own gradients, among those of its chunk."""
         return [
-            TotalPiece(chunk[p.at], p.start, p.entry)
+            Piece(chunk[p.at], p.start, p.entry)
             if p.flat
             else Total(chunk[p.at], self.splits[p.at])
             for p in self.gradient_places

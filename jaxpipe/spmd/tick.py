@@ -18,8 +18,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
-from ..program.ir import Program
-from ..program.records import NOBODY, POOL_OF, Record, TickRecord
+from ..program.ir import NOBODY, POOL_OF, Program, Record, TickRecord
 from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
 from ..table.kinds import Kind
 from .actions import StageAction, pair_block, share_block
@@ -74,19 +73,6 @@ class _Run(NamedTuple):
     active: Presence
     tests_kind: bool = False  # stages of other kinds may run the block too
     unpaired: bool = False  # its pairs are in other runs
-
-
-def _is_pair(row: TickRecord[Scalar], joint: Sequence[Kind]) -> Any:
-    """Whether this device has a forward and a backward in this tick that are one block (see
-    `pairs_of`).
-    """
-    forward, backward = row.forward, row.backward
-    other = jnp.logical_or(
-        forward.stage != backward.stage, forward.microbatch != backward.microbatch
-    )
-    kind = reduce(jnp.logical_or, [backward.kind == int(kind) for kind in joint])
-    flags = [forward.chunk != NOBODY, backward.chunk != NOBODY, kind, other]
-    return reduce(jnp.logical_and, flags)
 
 
 def _scanned(body: Callable[[State, Any], State], state: State, lines: Any) -> State:
@@ -282,7 +268,8 @@ class TickEmitter:
                 for each, kind in zip(run.uses, run.kinds, strict=True)
             ]
             block = pair_block(*actions) if others else actions[0].block()
-            stage, flags = record.stage, [_is_pair(row, self._program.joint)] if others else []
+            stage = record.stage
+            flags = [row.pairs(self._program.joint)] if others else []
             for each in actions:
                 flags += self._flags(each, run, row)
         flag = reduce(jnp.logical_and, flags)
@@ -310,7 +297,7 @@ class TickEmitter:
             if block.kind is Kind.F and self._program.schedule.encoded.recomputes:
                 flags.append((record.keeps != 0) == block.keeps)
             if run.unpaired:
-                flags.append(jnp.logical_not(_is_pair(row, self._program.joint)))
+                flags.append(jnp.logical_not(row.pairs(self._program.joint)))
         if run.tests_kind:
             flags.append(jnp.array(self.step.code.kind_of)[record.stage] == action.stage_kind)
         return flags

@@ -16,10 +16,8 @@ from jax.extend import core
 
 from ..arrays import Leaves, PyTree
 from ..errors import PipelineError
-from ..jaxprs.collectives import collectives
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import Atom, reads
-from ..jaxprs.flatten import flatten
+from ..jaxprs.equations import Atom, collectives, flatten, reads
 from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Functions, StageOutput
 from ..model.partition import LeafPlan, leaf_plans

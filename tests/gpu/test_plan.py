@@ -9,7 +9,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.inspect.step_report import step_time
-from jaxpipe.lowering.prices import GUESSED
+from jaxpipe.lowering.target import GUESSED
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
 LAYERS = {"t": lambda w, x: jnp.tanh(x @ w), "L": lambda p, x, mb: jnp.mean(x**2)}

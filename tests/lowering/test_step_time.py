@@ -9,9 +9,8 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.inspect.step_report import merged, step_time
-from jaxpipe.lowering.cost_model import cost_parts, program_makespan, with_predicates
-from jaxpipe.lowering.plan import plan_of
-from jaxpipe.lowering.prices import ON_HOST, Overheads
+from jaxpipe.lowering.plan import cost_parts, plan_of, program_makespan, with_predicates
+from jaxpipe.lowering.target import ON_HOST, Overheads
 
 
 def seconds(stage, chunks):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
-from jaxpipe.lowering.cost_model import cost_parts, program_makespan
-from jaxpipe.lowering.plan import plan_of
+from jaxpipe.lowering.plan import cost_parts, plan_of, program_makespan
 from jaxpipe.program.verify import ProgramRule, faults
 from tests.shares import changed, put
 from tests.strategies import random_schedule
