@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 from ..engine.bounds import (
+    JobShop,
     bound_of,
     is_cheapest_in_parts,
     least_activations,
@@ -18,7 +19,6 @@ from ..engine.bounds import (
     lower_bound,
 )
 from ..engine.costs import Costs
-from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
 from ..errors import ScheduleError
 from ..table.certificate import Certificate, Objective, Proof
