@@ -26,7 +26,7 @@ from ..table.limits import MAX_COUNT
 from ..table.placement import Placement
 from ..table.typed import typed
 from .costs import Costs, StageCosts
-from .timeline import Timeline
+from .simulate import Timeline
 
 # Pairs of stage and microbatch, and stages, up to which every action has a head and a tail of its
 # own.
@@ -218,7 +218,8 @@ def lower_bound(
     For each device it solves the preemptive one-machine problem in which every action has a head
     (what must come before it) and a tail (what must come after it) (Carlier 1982, "The one-machine
     sequencing problem"); the bound is the largest of these, and of the periods of all microbatches.
-    Heads and tails count the releases that a cap demands.  Backwards may be whole, split or in overlapped pairs, whichever is cheaper.
+    Heads and tails count the releases that a cap demands.  Backwards may be whole, split or in
+    overlapped pairs, whichever is cheaper.
 
     Tables with R (`add_recompute`) compute more and hold less.  Where `Costs.recompute` is given
     the bound holds for them too, and so for any memory: a cap then changes nothing.  Where it is

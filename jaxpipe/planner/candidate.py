@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..engine.bounds import lower_bound, timeline_bound
 from ..engine.costs import Costs
-from ..engine.simulate import simulate
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline, simulate
 from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout
 from ..lowering.plan import plan_of

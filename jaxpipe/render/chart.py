@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline
 from ..errors import JaxpipeError, quoted
 from ..table.grid import microbatch_label
 from ..table.kinds import KINDS, Action

@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline
 from ..errors import JaxpipeError
 from ..table.kinds import KINDS, Kind, Shades, parse_cell, parts
 from ..table.typed import typed

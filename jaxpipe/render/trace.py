@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline
 from ..errors import JaxpipeError, quoted
 from ..table.limits import MAX_COST
 from ..table.typed import typed

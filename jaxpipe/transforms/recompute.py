@@ -14,8 +14,7 @@ from typing import TypeAlias
 
 from ..engine.costs import Costs
 from ..engine.loop import Insertion
-from ..engine.simulate import simulate
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError, quoted
 from ..table.kinds import Action, Cell, Kind, Value, parts, readers
 from ..table.schedule import Schedule, check
