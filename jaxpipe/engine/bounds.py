@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ScheduleError, quoted
-from ..table.certificate import Objective
-from ..table.kinds import COLLECTIVES, Kind, Release
-from ..table.limits import MAX_COUNT
+from ..table.kinds import COLLECTIVES, Kind, Release, Value, makers
 from ..table.placement import Placement
-from ..table.typed import typed
+from ..table.schedule import Objective
+from ..table.typed import MAX_COUNT, typed
 from .costs import Costs, StageCosts
 from .simulate import Timeline
 
@@ -33,6 +32,9 @@ from .simulate import Timeline
 _MOST_PAIRS, _MOST_STAGES = 1 << 13, 128
 _ALMOST = 1 - 1e-12  # of sums of floats
 _FAR = 1 << 30
+# The halves of a backward: what makes one gradient and not the other.
+(_DGRAD,) = set(makers(Value.INPUT_GRAD)) - set(makers(Value.WEIGHT_GRAD))
+(_WGRAD,) = set(makers(Value.WEIGHT_GRAD)) - set(makers(Value.INPUT_GRAD))
 
 
 class Node(NamedTuple):
@@ -85,8 +87,8 @@ class JobShop(NamedTuple):
             nodes.append(Node(s, Kind.F, homes[s][0], length, True, False))
         for s in reversed(range(count)):
             first, rest, device = times.input_grad[s], times.weight_grad[s], homes[s][0]
-            nodes.append(Node(s, Kind.I, device, first, False, early))
-            nodes.append(Node(s, Kind.W, device, rest, False, not early))
+            nodes.append(Node(s, _DGRAD, device, first, False, early))
+            nodes.append(Node(s, _WGRAD, device, rest, False, not early))
         # The numbers of a stage's nodes: that of its F is the stage's.
         dgrad = [3 * count - 2 * s - 2 for s in range(count)]
         wgrad = [number + 1 for number in dgrad]

@@ -13,8 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import ScheduleError, Violation, listed, quoted
-from ..table.activations import Split, activation_changes, live_activations, split_peaks
-from ..table.encoded import Encoded, IntArray
+from ..table.encoded import (
+    Encoded,
+    IntArray,
+    Split,
+    activation_changes,
+    live_activations,
+    split_peaks,
+)
 from ..table.kinds import RECEIVES, Action, Cell, Kind, Overlap, Value, makers
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule, check

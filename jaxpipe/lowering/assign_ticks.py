@@ -18,10 +18,10 @@ from ..program.records import JOINT
 from ..program.segments import Block, Payload
 from ..table.effects import flags_of
 from ..table.encoded import BoolArray, IntArray
-from ..table.grid import grid
 from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap
 from ..table.run_order import Transfers, waits
 from ..table.schedule import Schedule
+from ..table.text import grid
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,6 @@ import numpy as np
 from ..program.ir import Program
 from ..program.records import POOL_OF, UNDER_WAY, IntTable, Pool, empty_ticks, pairs_of
 from ..program.segments import Payload, Segment
-from ..table.activations import LEAST_AWAY
 from ..table.effects import (
     ALWAYS,
     MOVES,
@@ -25,7 +24,7 @@ from ..table.effects import (
     effects_of,
     flags_of,
 )
-from ..table.encoded import IntArray
+from ..table.encoded import LEAST_AWAY, IntArray
 from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, Kind, Value, makers
 from .assign_ticks import Ticks
 

@@ -10,8 +10,7 @@ from typing import Any
 from ..engine.costs import Costs
 from ..engine.simulate import Timeline, simulate
 from ..layouts.layout import in_columns
-from ..table.certificate import Certificate
-from ..table.schedule import Schedule
+from ..table.schedule import Certificate, Schedule
 from .memory import Memory
 
 

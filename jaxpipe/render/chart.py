@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 
 from ..engine.simulate import Timeline
 from ..errors import JaxpipeError, quoted
-from ..table.grid import microbatch_label
 from ..table.kinds import KINDS, Action
+from ..table.text import microbatch_label
 
 
 class Part(enum.Enum):

@@ -14,7 +14,8 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from ..engine.simulate import Timeline
 from ..errors import JaxpipeError
-from ..table.kinds import KINDS, Kind, Shades, parse_cell, parts
+from ..table.kinds import KINDS, Kind, Shades, parts
+from ..table.text import parse_cell
 from ..table.typed import typed
 from .chart import COLUMNS, PAD, Bar, Chart, Part, costs_of, number, title_of
 

@@ -21,10 +21,9 @@ from ..engine.bounds import (
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..table.certificate import Certificate, Objective, Proof
 from ..table.kinds import Action, Cell, Kind
 from ..table.placement import Placement
-from ..table.schedule import Schedule
+from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..transforms.rewrites import merge_backward, sliced_rows
 from ._beam import improved, rows_of
 from ._list_scheduling import Instance, ListSchedule

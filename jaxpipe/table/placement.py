@@ -8,8 +8,7 @@ from functools import cached_property
 from itertools import chain
 
 from ..errors import ScheduleError, quoted
-from .limits import MAX_DEVICES, MAX_STAGES, is_flat, is_whole
-from .typed import set_typed, typed
+from .typed import MAX_DEVICES, MAX_STAGES, is_flat, is_whole, set_typed, typed
 
 
 @dataclass(frozen=True)

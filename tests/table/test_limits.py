@@ -18,7 +18,7 @@ from jaxpipe.errors import listed, quoted
 from jaxpipe.layouts.balance import balanced_layout, even_layout, split_layers
 from jaxpipe.layouts.layout import Layout, check_layout, parse_layout
 from jaxpipe.table.kinds import parts
-from jaxpipe.table.limits import MAX_PAIRS, MAX_TEXT
+from jaxpipe.table.typed import MAX_PAIRS, MAX_TEXT
 from tests.excess import CSV, DIGITS, FULL_WIDTH, HUGE, JSON, refused
 
 
