@@ -122,6 +122,7 @@ def _run(
     head, stop = list(table.first[:-1]), table.first[1:]
     done, stopped = bytearray(total) + b"\1", [False] * len(head)
     parked: dict[int, list[int]] = {}  # by action, the devices that wait for it
+    present: dict[int, int] = {}  # by the first of those together, how many are there in turn
     order: list[int] = []
     cycles: list[tuple[Wait, ...]] = []
 
@@ -129,7 +130,14 @@ def _run(
         """What the next action of a device waits for: of those together, the first missing one."""
         if not done[need[number]]:
             return need[number]
-        return next((k for k in together.get(number, ()) if head[owner[k]] != k), total)
+        members = together.get(number)
+        if members is None:
+            return total
+        place = present.get(members[0], 0)
+        while place < len(members) and head[owner[members[place]]] == members[place]:
+            place += 1
+        present[members[0]] = place
+        return members[place] if place < len(members) else total
 
     def advance(devices: Iterable[int]) -> None:
         """Run devices, and those that wait for them, until none can go on."""
@@ -153,15 +161,7 @@ def _run(
 
     advance(range(table.num_devices))
     while (device := next((d for d, i in enumerate(head) if i < stop[d]), -1)) >= 0:
-        trail: dict[int, int] = {}
-        while device not in trail:
-            trail[device] = blocker(head[device])
-            device = owner[trail[device]]
-        found = list(trail)[list(trail).index(device) :]
-        first = found.index(min(found))
-        cycle = tuple(
-            Wait(d, head[d], trail[d], owner[trail[d]]) for d in found[first:] + found[:first]
-        )
+        cycle = _cycle_from(device, head, blocker, owner)
         cycles.append(cycle)
         at = cycle[choose(order, cycle)].at
         need[at] = total
@@ -170,6 +170,20 @@ def _run(
             together.pop(k, None)
         advance(owner[k] for k in members if head[owner[k]] == k)
     return RunOrder(tuple(order), tuple(cycles))
+
+
+def _cycle_from(
+    device: int, head: Sequence[int], blocker: Callable[[int], int], owner: Sequence[int]
+) -> tuple[Wait, ...]:
+    """The cycle to which the waits of a device that has stopped lead, where all have."""
+    trail: dict[int, int] = {}
+    while device not in trail:
+        trail[device] = blocker(head[device])
+        device = owner[trail[device]]
+    found = list(trail)[list(trail).index(device) :]
+    first = found.index(min(found))
+    devices = found[first:] + found[:first]
+    return tuple(Wait(d, head[d], trail[d], owner[trail[d]]) for d in devices)
 
 
 def mates(table: Encoded) -> IntArray:
