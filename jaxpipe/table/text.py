@@ -36,6 +36,7 @@ _ACTION = re.compile(rf"{_NUMBER}({_KIND}){_NUMBER}")
 _NEARLY = re.compile(rf"([0-9]*)((?:{_KIND})?)([0-9]*)")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 MARK = "<-- ERROR HERE"
+_REACH = 8  # columns that are drawn on each side of marks
 _CELL_TYPES = {Action, Overlap, type(None)}
 _LARGEST = 2**63  # of numpy's whole numbers
 JSON_FORMAT, JSON_VERSION = "jaxpipe.schedule", 1
@@ -316,21 +317,18 @@ def as_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
 
 def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     """The rows, whole numbers as Python's own; ScheduleError where they hold anything but cells."""
-    return tuple(_plain_row(device, row) for device, row in enumerate(rows))
-
-
-def _plain_row(device: int, row: Row) -> Row:
-    if _is_plain(row):
-        return row
+    odd = {device: row for device, row in enumerate(rows) if not _is_plain(row)}
     bad = tuple(
         Violation("cell", f"{quoted(cell)} {why}", device, position)
+        for device, row in odd.items()
         for position, cell in enumerate(row)
         if (why := _fault(cell))
     )
     if bad:
-        head = "the table holds things that are not actions"
-        raise ScheduleError(listed(head, bad), bad)
-    return tuple(map(_plain_cell, row))
+        raise ScheduleError(listed("the table holds things that are not actions", bad), bad)
+    return tuple(
+        tuple(map(_plain_cell, row)) if device in odd else row for device, row in enumerate(rows)
+    )
 
 
 def _is_plain(row: Row) -> bool:
@@ -375,8 +373,8 @@ def grid(
 
     `marked` holds (device, position) of cells to point at: they are bracketed and their line ends
     in `<-- ERROR HERE`. A table that cannot run (a deadlock) or that has transfers
-    is drawn by position instead of by time. Of more than `most_columns` columns, those
-    around the first marks are drawn, or the first ones where nothing is marked.
+    is drawn by position instead of by time. Of more than `most_columns` columns, those from around
+    the first mark on are drawn, or the first ones where nothing is marked.
 
     With several slices a sequence, `2F1.3` is slice 3 of sequence 1.
     """
@@ -384,7 +382,7 @@ def grid(
     column_of = {(d, p): c for d, row in enumerate(columns) for p, c in enumerate(row)}
     marks = {(cell[0], column_of[cell]) for cell in marked if cell in column_of}
     steps = 1 + max((c for row in columns for c in row), default=-1)
-    shown = _shown(steps, sorted({column for _, column in marks}), most_columns)
+    shown = _shown(steps, [column for _, column in marks], most_columns)
     texts: list[list[str]] = []
     for row, numbers_of_row in zip(rows, columns, strict=True):
         cells = {-1: "..."}
@@ -443,24 +441,16 @@ def cell_label(cell: Cell, slices: int) -> str:
 
 
 def _shown(steps: int, marks: Sequence[int], most: int | None) -> list[int]:
-    """The columns to draw: all, or as many as allowed around the first marks; -1 where some are
-    left out.
+    """The columns to draw: all, or those from around the first mark on, as many as allowed; -1
+    where some are left out.
     """
     if most is None or steps <= most:
         return list(range(steps))
-    reach = 8  # columns drawn on each side of a mark
-    chosen: set[int] = set() if marks else set(range(most))
-    for mark in marks:
-        around = set(range(max(0, mark - reach), min(steps, mark + reach + 1))) - chosen
-        if chosen and len(chosen) + len(around) > most:
-            break
-        chosen |= around
-    shown: list[int] = []
-    for column in sorted(chosen):
-        if column > 0 and column - 1 not in chosen:
-            shown.append(-1)
-        shown.append(column)
-    return shown if shown[-1] == steps - 1 else [*shown, -1]
+    start = max(0, min(marks, default=0) - _REACH)
+    stop = min(steps, start + most)
+    if marks:
+        stop = min(stop, 1 + _REACH + max(m for m in marks if m + _REACH < start + most))
+    return [*[-1][:start], *range(start, stop), *[-1][: steps - stop]]
 
 
 def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
