@@ -32,7 +32,7 @@ from .stage.model_code import ModelCode
 from .table.effects import Offload
 from .table.kinds import Kind
 from .table.schedule import Schedule
-from .transforms.rewrites import for_evaluation, without_kinds
+from .transforms.rewrites import forward_only, without_kinds
 
 T = TypeVar("T")
 
@@ -186,7 +186,7 @@ class StepRunner:
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self.partition.data_size
         sequences = range(1, self.sequences + 1)
         count = table.slices * max(count for count in sequences if rows % count == 0)
-        return plan_of(for_evaluation(table, count), overheads=self.target.overheads)
+        return plan_of(forward_only(table, count), overheads=self.target.overheads)
 
     def _comparing(self, *arguments: Any) -> Observe:
         """Compares this step with those of the other processes, the first time, as soon as it is

@@ -16,14 +16,12 @@ from ..engine.costs import Cost, Costs
 from ..errors import JaxpipeError, ScheduleError, quoted
 from ..schedules import build, names
 from ..schedules.registry import describe
-from ..table.activations import Release
-from ..table.certificate import Objective
-from ..table.grid import drawn
-from ..table.limits import MAX_TEXT
+from ..table.kinds import Release
 from ..table.placement import Placement
 from ..table.run_order import Transfers
-from ..table.schedule import MOST_COLUMNS, Schedule, check, report
-from ..table.text import csv_lines, csv_place, json_place, json_value
+from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, report
+from ..table.text import csv_lines, csv_place, drawn, json_place, json_value
+from ..table.typed import MAX_TEXT
 
 _MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
 _MOST_DIGITS = 18  # of a whole number; whether it is too large is checked where it is used

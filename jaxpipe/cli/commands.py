@@ -13,8 +13,7 @@ from typing import Any
 
 from ..engine.bounds import timeline_bound
 from ..engine.costs import Costs
-from ..engine.simulate import simulate
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError
 from ..render import Theme, to_html, to_svg, to_trace
 from ..render.chart import DEVICE_COLUMNS, costs_of, device_rows, number, title_of

@@ -20,7 +20,7 @@ from ..errors import JaxpipeError
 from ..planner.request import SCHEDULES
 from ..planner.transformer import Transformer
 from ..render import Theme
-from ..table.activations import Release
+from ..table.kinds import Release
 from ..table.run_order import Transfers
 from ..version import __version__
 from .arguments import OTHER_COSTS, InvalidScheduleError, flag, number, size, whole

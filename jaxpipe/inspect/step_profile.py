@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import Params, PyTree
 from ..engine.costs import Costs
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline
 from ..errors import PipelineError, quoted
 from ..model.settings import outside_contexts
 from ..pipeline import Pipeline

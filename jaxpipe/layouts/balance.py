@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import quoted
-from ..table.limits import MAX_STAGES, is_flat, is_number, is_whole
-from ..table.typed import is_cost, plain, typed
+from ..table.typed import MAX_STAGES, is_cost, is_flat, is_number, is_whole, plain, typed
 from .layout import LETTERS, MAX_SYMBOLS, Layout, LayoutError, parse_layout
 
 # Layers and stages; the search keeps the cost of every contiguous run of layers, a matrix of this

@@ -11,9 +11,8 @@ from functools import cached_property
 from itertools import groupby
 
 from ..errors import ParseError, listed, quoted
-from ..table.limits import MAX_STAGES, is_whole
 from ..table.placement import Placement
-from ..table.typed import set_typed, typed
+from ..table.typed import MAX_STAGES, is_whole, set_typed, typed
 
 LETTERS = "EtmL"
 # A typed-in repeat such as ((t*999)*999)*999 must not take the machine's memory; no model has a

@@ -23,7 +23,6 @@ from ..program.ir import (
     columns_of,
 )
 from ..program.segments import Payload, Segment
-from ..table.activations import LEAST_AWAY
 from ..table.effects import (
     ALWAYS,
     MOVES,
@@ -35,8 +34,9 @@ from ..table.effects import (
     effects_of,
     flags_of,
 )
-from ..table.encoded import IntArray
+from ..table.encoded import LEAST_AWAY, IntArray
 from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, SHARES, Kind, Value, makers
+from .assign_ticks import Ticks
 from .ticks import Ticks
 
 

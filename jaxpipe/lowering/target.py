@@ -18,7 +18,7 @@ from typing import Any
 from platformdirs import user_config_path
 
 from ..errors import CostError, quoted
-from ..table.limits import is_number
+from ..table.typed import is_number
 
 # Assumed seconds of a stage's forward: one layer of a model of some billion parameters.
 FORWARD = 5e-3

@@ -35,10 +35,10 @@ from ..program.segments import (
 )
 from ..table.effects import flags_of
 from ..table.encoded import BoolArray, IntArray
-from ..table.grid import grid
 from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap
 from ..table.run_order import Transfers, waits
 from ..table.schedule import Schedule
+from ..table.text import grid
 
 NO_TRANSFER = np.iinfo(np.int32).max  # in `Ticks.transfers`
 

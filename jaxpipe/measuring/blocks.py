@@ -37,7 +37,7 @@ from ..spmd.body import look
 from ..spmd.entries import mapped, split_entries
 from ..stage.job import Job
 from ..stage.model_code import Inputs, ModelCode, trace_model
-from ..table.limits import is_whole
+from ..table.typed import is_whole
 
 
 @dataclass(frozen=True, kw_only=True)

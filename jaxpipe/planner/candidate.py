@@ -13,19 +13,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..engine.bounds import lower_bound, timeline_bound
 from ..engine.costs import Costs
-from ..engine.simulate import simulate
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline, simulate
 from ..errors import PlanError, ScheduleError, quoted
 from ..layouts.layout import Layout
 from ..lowering.plan import plan_of
 from ..program.ir import UNDER_WAY, Slots
 from ..schedules import build
 from ..schedules.registry import describe
-from ..table.certificate import Certificate, Objective, Proof
 from ..table.effects import LastUse, Liveness, Offload
 from ..table.kinds import Kind
-from ..table.limits import is_number
-from ..table.schedule import Schedule
+from ..table.schedule import Certificate, Objective, Proof, Schedule
+from ..table.typed import is_number
 from ..transforms.recompute import add_recompute
 from ..transforms.rewrites import split_backward
 from ..transforms.spread import spread_first, spread_last

@@ -9,7 +9,7 @@ from itertools import groupby, zip_longest
 
 import numpy as np
 
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline
 from ..layouts.layout import Layout
 from ..program.ir import UNDER_WAY, Slots
 from ..table.kinds import Kind

@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 from ..errors import PlanError, quoted
 from ..layouts.layout import parse_layout
 from ..lowering.target import RunsOn, Target
-from ..table.limits import is_number, is_whole
-from ..table.typed import plain
+from ..table.typed import is_number, is_whole, plain
 from .layer_cost import FIRST, LAST, LayerCost, Remat
 
 # Schedules that are tried where none are named, the more promising ones first.  `dualpipe` keeps

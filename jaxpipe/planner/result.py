@@ -8,11 +8,9 @@ from importlib import import_module
 from typing import Any
 
 from ..engine.costs import Costs
-from ..engine.simulate import simulate
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline, simulate
 from ..layouts.layout import in_columns
-from ..table.certificate import Certificate
-from ..table.schedule import Schedule
+from ..table.schedule import Certificate, Schedule
 from .memory import Memory
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ..errors import CostError, listed, quoted
-from ..table.limits import is_number
+from ..table.typed import is_number
 from .layer_cost import Ends, Kept, LayerCost
 
 HOST = 8  # devices of a host, which share its fast links

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline
 from ..errors import JaxpipeError, quoted
-from ..table.grid import microbatch_label
 from ..table.kinds import KINDS, Action
+from ..table.text import microbatch_label
 
 
 class Part(enum.Enum):

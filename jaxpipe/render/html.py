@@ -10,7 +10,7 @@ from importlib.resources import files
 from string import Template
 from xml.etree import ElementTree
 
-from ..engine.timeline import COLUMNS, Timeline
+from ..engine.simulate import COLUMNS, Timeline
 from ..errors import JaxpipeError
 from ..table.kinds import KIND_NAMES, KINDS
 from ..table.typed import typed

@@ -12,9 +12,10 @@ from string import Template
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline
 from ..errors import JaxpipeError
-from ..table.kinds import KINDS, Kind, Shades, parse_cell, parts
+from ..table.kinds import KINDS, Kind, Shades, parts
+from ..table.text import parse_cell
 from ..table.typed import typed
 from .chart import COLUMNS, PAD, Bar, Chart, Part, costs_of, number, title_of
 

@@ -11,10 +11,9 @@ import json
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline
 from ..errors import JaxpipeError, quoted
-from ..table.limits import MAX_COST
-from ..table.typed import typed
+from ..table.typed import MAX_COST, typed
 from .chart import Part, bars_of, title_of
 
 Event: TypeAlias = dict[str, Any]

@@ -22,9 +22,8 @@ import numpy as np
 
 from ..engine.costs import StageCosts
 from ..engine.loop import NEVER, Loop
-from ..table.activations import Release
 from ..table.encoded import encode
-from ..table.kinds import Action, Kind
+from ..table.kinds import Action, Kind, Release
 from ..table.placement import Placement
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741

@@ -11,8 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from ..engine.costs import Costs, StageCosts
 from ..engine.simulate import simulate
-from ..table.activations import Release
-from ..table.kinds import Action, Kind
+from ..table.kinds import Action, Kind, Release
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import Instance, ListSchedule, least_peak, list_schedule

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 from ..engine.bounds import (
+    JobShop,
     bound_of,
     is_cheapest_in_parts,
     least_activations,
@@ -18,14 +19,12 @@ from ..engine.bounds import (
     lower_bound,
 )
 from ..engine.costs import Costs
-from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..table.certificate import Certificate, Objective, Proof
-from ..table.kinds import Action, Cell, Kind
+from ..table.kinds import Action, Kind
 from ..table.placement import Placement
-from ..table.schedule import Schedule
-from ..transforms.rewrites import merge_backward, sliced_rows
+from ..table.schedule import Certificate, Objective, Proof, Schedule
+from ..transforms.rewrites import flipped, merge_backward, sliced_rows
 from ._beam import improved, rows_of
 from ._list_scheduling import Instance, ListSchedule
 from ._orders import (
@@ -374,27 +373,10 @@ def mixed(schedule: Schedule, costs: Costs) -> Schedule:
     best, changed, makespan = schedule, set[_Pass](), timeline.makespan
     while groups and tries > 0:
         group, tries = groups.popleft(), tries - 1
-        table = _changed(schedule, changed ^ set(group))
+        table = flipped(schedule, changed ^ set(group))
         found = simulate(table, costs).makespan
         if found < makespan * _SHORTER:
             best, changed, makespan = table, changed ^ set(group), found
         if len(group) > 1:
             groups += [group[: len(group) // 2], group[len(group) // 2 :]]
     return best
-
-
-def _changed(schedule: Schedule, passes: Collection[_Pass]) -> Schedule:
-    """The table with these backwards the other way."""
-
-    def cells(cell: Cell) -> tuple[Cell, ...]:
-        if not isinstance(cell, Action) or cell[::2] not in passes:
-            return (cell,)
-        if cell.kind is Kind.B:
-            return (cell._replace(kind=Kind.I), cell._replace(kind=Kind.W))
-        if cell.kind is Kind.I:
-            return (cell._replace(kind=Kind.B),)
-        return () if cell.kind is Kind.W else (cell,)
-
-    return schedule.with_rows(
-        [[each for cell in row for each in cells(cell)] for row in schedule.rows]
-    )

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from ..engine.costs import Costs
 from ..errors import ScheduleError, quoted
-from ..table.certificate import Objective
-from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
 from ..table.placement import Placement
-from ..table.schedule import Schedule
+from ..table.schedule import Objective, Schedule
+from ..table.typed import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
 from ..transforms.rewrites import forward_only as only_forwards
 from ..transforms.rewrites import sliced
 from ._orders import forward_order, shortest

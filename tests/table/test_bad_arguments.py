@@ -28,7 +28,7 @@ from jaxpipe.cli.main import main
 from jaxpipe.errors import quoted
 from jaxpipe.layouts import Layout
 from jaxpipe.schedules.registry import describe
-from jaxpipe.table.limits import is_number
+from jaxpipe.table.typed import is_number
 from tests.odd_values import BROKEN, GOOD, LAYOUT, SPREAD, TIMELINE, draw_value
 
 SECONDS = 10  # of the processor, for one call
