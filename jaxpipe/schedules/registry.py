@@ -16,10 +16,11 @@ from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.rewrites import forward_only as only_forwards
 from ..transforms.rewrites import sliced
-from ._orders import forward_order, shortest
+from ._list_scheduling import forward_order, shortest
 from .auto import auto
-from .dualpipe import dualpipe, dualpipev
 from .loop import (
+    dualpipe,
+    dualpipev,
     gpipe,
     interleaved_1f1b,
     interleaved_1f1b_overlap,
