@@ -129,7 +129,7 @@ def even_layout(
     LayoutError.refuse("cannot lay the layers out", faults)
     stages = range(devices * chunks)
     slots = num_layers - sum(fixed.values()) + count_embedding + count_loss
-    shares = [(stages[d::devices], held) for d, held in fixed.items()]
+    shares = [([*stages[d::devices]], held) for d, held in fixed.items()]
     shares.append(([s for s in stages if s % devices not in fixed], slots))
     number = {s: n for places, held in shares for s, n in _spread(held, places).items()}
     number[0] -= count_embedding

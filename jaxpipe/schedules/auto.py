@@ -92,8 +92,8 @@ def auto(
     most = chunks * (2 * devices + slices - 1) if max_activations is None else max_activations
     wanted = _Wanted(places, microbatches, costs, max_activations, most)
     if slices > 1:
-        factors = costs.slice_factors or (1,) * slices
-        return _listed(wanted, replace(costs, slice_factors=factors))
+        factors = (1,) * slices if costs.slice_factors is None else costs.slice_factors
+        return _listed(wanted, replace(costs, slice_factors=factors), slices)
     if objective is Objective.PERIOD:
         return _steady(wanted, search, seed)
     if search:
@@ -111,7 +111,7 @@ class _Wanted(NamedTuple):
     cap: int
 
 
-def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
+def _listed(wanted: _Wanted, costs: Costs, slices: int = 1) -> Schedule:
     """The best of list scheduling along waves."""
     caps = (wanted.cap // 2, wanted.cap) if wanted.requested_cap is None else (wanted.cap,)
     found: list[tuple[float, int, int, Schedule]] = []
@@ -121,11 +121,11 @@ def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
             continue
         timeline = simulate(table, costs)
         found.append((timeline.makespan, max(timeline.peak_activations), len(found), table))
-        if table.slices == 1 and timeline.makespan <= bound_of(_shop(wanted, place, costs)):
+        if slices == 1 and timeline.makespan <= bound_of(_shop(wanted, place, costs)):
             break
     if not found:
         raise ScheduleError(
-            f"auto cannot be built:\n  no order of {len(costs.slice_factors or ())} slices keeps "
+            f"auto cannot be built:\n  no order of {slices} slices keeps "
             f"max_activations={wanted.cap}; a device holds those of all slices of a sequence"
         )
     return min(found)[-1]

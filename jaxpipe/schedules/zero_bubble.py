@@ -130,7 +130,7 @@ def _in_order(
     for stages, forwards_ahead, turns in zip(placement.stages_of, ahead, delay, strict=True):
         grad, weight = (in_groups(stages[::-1], kind, groups) for kind in (I, W))
         forward = in_groups(stages, F, groups)
-        rows.append(in_turns(forwards_ahead, forward, grad, [None] * turns + weight))
+        rows.append(in_turns(forwards_ahead, forward, grad, [*[None] * turns, *weight]))
     return schedule_of(rows, placement, microbatches)
 
 
