@@ -24,7 +24,7 @@ from ..table.certificate import Certificate, Objective, Proof
 from ..table.kinds import Action, Cell, Kind
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ..transforms.rewrites import merge_backward
+from ..transforms.rewrites import merge_backward, sliced
 from ._beam import improved, rows_of
 from ._list_scheduling import fitted, shortest
 from ._orders import schedule_of
@@ -93,7 +93,8 @@ def auto(
     wanted = _Wanted(places, microbatches, costs, max_activations, most)
     if slices > 1:
         factors = (1,) * slices if costs.slice_factors is None else costs.slice_factors
-        return _listed(wanted, replace(costs, slice_factors=factors), slices)
+        listed = _listed(wanted, replace(costs, slice_factors=factors), slices)
+        return shortest((listed, *_named(wanted, slices)), costs)
     if objective is Objective.PERIOD:
         return _steady(wanted, search, seed)
     if search:
@@ -181,20 +182,21 @@ def _shortest(wanted: _Wanted, split: Schedule) -> Schedule:
     return replace(mixed(shortest(starts, costs), costs), name="auto", certificate=None)
 
 
-def _named(wanted: _Wanted) -> Iterator[Schedule]:
+def _named(wanted: _Wanted, slices: int = 1) -> Iterator[Schedule]:
     """The named tables of these placements that hold no more than the cap."""
     shape: dict[str, Any] = {
         "devices": wanted.places[0].num_devices,
-        "microbatches": wanted.microbatches,
+        "microbatches": wanted.microbatches + slices - 1,
         "chunks": wanted.places[0].num_chunks,
     }
+    costs = replace(wanted.costs, slice_factors=None)
     for make in _NAMED:
         tables = [make(**shape)]
         if tables[0].placement not in wanted.places:
             continue
         if "costs" in inspect.signature(make).parameters:
-            tables.append(make(**shape, costs=wanted.costs))
-        for table in tables:
+            tables.append(make(**shape, costs=costs))
+        for table in tables if slices == 1 else (sliced(each, slices) for each in tables):
             if max(simulate(table, wanted.costs).peak_activations) <= wanted.cap:
                 yield table
 
