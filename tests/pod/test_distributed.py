@@ -17,6 +17,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.distributed import (
+    ExitMessage,
     Watchdog,
     check_same,
     crossings,
@@ -24,9 +25,9 @@ from jaxpipe.distributed import (
     global_batch,
     local_rows,
     make_mesh,
+    roll_text,
 )
 from jaxpipe.fingerprint import differences
-from jaxpipe.watchdog import ExitMessage, roll_text
 
 from .jobs import free_port, start
 
