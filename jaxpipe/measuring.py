@@ -41,8 +41,8 @@ from .model.model import Model
 from .model.param_layout import with_outer
 from .model.settings import Memory, Sharding
 from .pipeline import Pipeline
+from .planner.candidate import PipelinePlan
 from .planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs
-from .planner.result import PipelinePlan
 from .schedules import build
 from .spmd.body import look
 from .spmd.entries import mapped, split_entries

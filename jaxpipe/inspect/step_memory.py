@@ -20,7 +20,7 @@ from ..model.leaf_plan import PART, LeafPlan, leaf_plans
 from ..model.mesh import outside_contexts
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
-from ..planner.memory import Sizes, memory_of
+from ..planner.layer_cost import Sizes, memory_of
 from ..program.ir import Program
 from ..program.records import POOL_OF
 from ..program.segments import Payload

@@ -88,7 +88,7 @@ from ..lowering.prices import FORWARD, Overheads
 from ..lowering.target import Target
 from ..model.mesh import outside_contexts
 from ..pipeline import Pipeline
-from ..planner.memory import Sizes
+from ..planner.layer_cost import Sizes
 from ..program.ir import Program
 from ..program.records import POOL_OF
 from ..schedules.registry import build

@@ -1,17 +1,31 @@
-"""The arguments of `plan`, checked."""
+"""The arguments of `plan`, checked, and the choices that they leave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
 
+from ..engine.bounds import lower_bound
+from ..engine.costs import Costs
 from ..errors import PlanError, quoted
-from ..layouts.layout import parse_layout
+from ..layouts.layout import Layout, parse_layout
 from ..lowering.target import RunsOn, Target
+from ..schedules.registry import describe
 from ..table.limits import is_number, is_whole
 from ..table.typed import plain
-from .layer_cost import FIRST, LAST, LayerCost, Remat
+from .layer_cost import (
+    FIRST,
+    LAST,
+    Ends,
+    LayerCost,
+    Remat,
+    balanced,
+    device_work,
+    least_bytes,
+    stage_costs,
+)
 
 # Schedules that are tried where none are named, the more promising ones first.  `dualpipe` keeps
 # every stage's parameters twice.
@@ -43,8 +57,7 @@ class Request:
     transfer: float = 0.0
     schedules: tuple[str, ...] = SCHEDULES
     chunks: tuple[int, ...] = (1, 2, 4)
-    remat: tuple[Remat, ...] = (Remat.NONE,)
-    policies: tuple[str, ...] = ()  # names of `jax.checkpoint` policies that may be chosen
+    remat: tuple[Remat | str, ...] = (Remat.NONE,)  # texts are `jax.checkpoint` policies
     offloads: bool = False  # residuals may be kept in the host's memory
     host_bandwidth: float = 2.5e10
     axis: str = "pipe"
@@ -58,61 +71,51 @@ class Request:
     mesh: Mapping[str, int] = field(default_factory=dict)  # where the mesh was chosen
     slices: int = 1  # of a sequence; costs and microbatches are of slices
 
-    @property
-    def text(self) -> str:
-        """As the reason for rejecting all of its choices names it."""
-        rows = (f"rows {self.mesh['rows']}",) if self.mesh else ()
-        return ", ".join((*(self.label or (f"M {self.microbatches}",)), *rows))
-
 
 def requests(arguments: Mapping[str, Any]) -> list[Request]:
     """Requests from the arguments of `plan` by name, one for each number of microbatches and of
     slices of a sequence; PlanError lists all faults.
     """
     refuse_kinds(arguments)
-    numbers = (arguments[name] for name in ("microbatches", "costs", "transfer"))
-    counts, costs, hops = _by_number(*numbers)
+    by_number = _by_number(*(arguments[name] for name in ("microbatches", "costs", "transfer")))
     return [
-        _request(arguments, costs[m], m, plain(hops[m]), slices, one_of_many=len(counts) > 1)
-        for m in counts
+        _request(arguments, costs, m, plain(hop), slices, one_of_many=len(by_number) > 1)
+        for m, (costs, hop) in by_number.items()
         for slices in dict.fromkeys(arguments["slices"])
     ]
 
 
 def _by_number(
     microbatches: Any, costs: Mapping[Any, Any], transfer: Any
-) -> tuple[tuple[int, ...], Mapping[Any, Any], Mapping[Any, Any]]:
-    """Numbers of microbatches; and for each of them the costs, and the seconds of a hop."""
+) -> dict[int, tuple[Mapping[Any, Any], Any]]:
+    """For each number of microbatches the costs, and the seconds of a hop."""
     if is_whole(microbatches):
-        if any(map(is_whole, costs)):
-            raise PlanError(
-                "costs are given by number of microbatches, but microbatches is one number; "
-                f"write microbatches={tuple(costs)} or give the costs of that number alone"
+        wrong = ["costs are"] * any(map(is_whole, costs))
+        wrong += ["transfer is"] * isinstance(transfer, Mapping)
+        _refuse(
+            *(
+                f"{name} given by number of microbatches, but microbatches is one number; give "
+                "what holds for that number alone, or several numbers of microbatches"
+                for name in wrong
             )
-        if isinstance(transfer, Mapping):
-            raise PlanError(
-                "transfer is given by number of microbatches, but microbatches is one number; "
-                "give its seconds alone"
-            )
-        return (microbatches,), {microbatches: costs}, {microbatches: transfer}
-    counts = tuple(dict.fromkeys(microbatches))
-    if not counts:
-        raise PlanError(
-            "microbatches is empty; give one number or a few to choose among, such as (8, 16)"
         )
-    if missing := [str(m) for m in counts if not isinstance(costs.get(m), Mapping)]:
-        raise PlanError(
-            f"costs are missing for {', '.join(missing)} microbatches: a microbatch of "
-            "another size costs something else; give "
-            "costs={8: {...}, 16: {...}}, each measured for the microbatch of that number"
-        )
+        return {microbatches: (costs, transfer)}
+    counts = dict.fromkeys(microbatches)
     hops = transfer if isinstance(transfer, Mapping) else dict.fromkeys(counts, transfer)
-    if missing := [str(m) for m in counts if m not in hops]:
-        raise PlanError(
-            f"transfer is missing for {', '.join(missing)} microbatches; give the "
-            "seconds of a hop for each number, or one number for all"
+    faults = [] if counts else ["microbatches is empty; give one number or a few, such as (8, 16)"]
+    if missing := [str(m) for m in counts if not isinstance(costs.get(m), Mapping)]:
+        faults.append(
+            f"costs are missing for {', '.join(missing)} microbatches: a microbatch of another "
+            "size costs something else; give costs={8: {...}, 16: {...}}, each measured for the "
+            "microbatch of that number"
         )
-    return counts, costs, hops
+    if missing := [str(m) for m in counts if m not in hops]:
+        faults.append(
+            f"transfer is missing for {', '.join(missing)} microbatches; give the seconds of a hop "
+            "for each number, or one number for all"
+        )
+    _refuse(*faults)
+    return {m: (costs[m], hops[m]) for m in counts}
 
 
 def _request(
@@ -141,11 +144,10 @@ def _request(
         ),
         *_mesh_faults(mesh, axis, data_axes, devices),
     )
-    remat, policies = ways(arguments["remat"], costs, stages=memory is not None)
+    remat = allowed_remat(arguments["remat"], costs, stages=memory is not None)
     letters = _letters(arguments["model"], costs, devices, min(chunks, default=1))
     _refuse(*_unit_faults({c: costs[c] for c in letters}, memory, transfer))
     target = _target(mesh, (axis, *data_axes))
-    offloads = memory is not None and "residuals" in arguments["offload"] and target.on_gpus
     return Request(
         layers=letters,
         costs=costs if slices == 1 else {c: cost.sliced(slices) for c, cost in costs.items()},
@@ -156,8 +158,7 @@ def _request(
         schedules=_names(arguments["schedules"]) or SCHEDULES,
         chunks=tuple(dict.fromkeys(chunks)),
         remat=remat,
-        policies=policies,
-        offloads=offloads,
+        offloads=memory is not None and "residuals" in arguments["offload"] and target.on_gpus,
         host_bandwidth=plain(arguments["host_bandwidth"]),
         axis=axis,
         data_axes=data_axes,
@@ -167,25 +168,24 @@ def _request(
     )
 
 
-def ways(
+def allowed_remat(
     names: Sequence[str | None] | None, costs: Mapping[str, LayerCost], *, stages: bool
-) -> tuple[tuple[Remat, ...], tuple[str, ...]]:
-    """The kinds of recomputation and the policies that are named, or all of them; without a limit
-    of memory, `stages` recompute nothing to make room.
+) -> tuple[Remat | str, ...]:
+    """What may be computed again: what is named, or else everything; without a limit of memory,
+    `stages` recompute nothing to make room.
     """
     known = sorted({name for cost in costs.values() for name in cost.policies})
     if names is None:
-        names = (None, *known, "full", *(("stages",) if stages else ()))
+        return (Remat.NONE, *known, Remat.FULL, *([Remat.STAGES] if stages else []))
     _refuse(
         *(
             f"remat holds {quoted(name)}; it is None, 'full', 'stages' or a policy of which some "
             f"layer has costs ({', '.join(known) or 'none has'})"
             for name in names
-            if name not in [kind.value for kind in Remat] and name not in known
+            if name not in known and name not in [kind.value for kind in Remat]
         )
     )
-    kinds = tuple(dict.fromkeys(Remat(name) for name in names if name not in known))
-    return kinds, tuple(dict.fromkeys(name for name in names if name in known))
+    return tuple(dict.fromkeys(name if name in known else Remat(name) for name in names))
 
 
 def _letters(text: str, costs: Mapping[str, LayerCost], devices: int, chunks: int) -> str:
@@ -329,18 +329,21 @@ def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int)
     if not (hasattr(mesh, "devices") and hasattr(mesh, "shape")):
         return [f"mesh must be a jax.sharding.Mesh, or None for NVIDIA GPUs, not {quoted(mesh)}"]
     sizes = dict(mesh.shape)
-    own = sizes.get(axis)
-    if own is None:
-        faults = [f"the mesh has no axis {axis!r}; its axes are {sizes}: write axis= one of them"]
-    elif own != devices:
-        faults = [f"devices is {devices}, but mesh axis {axis!r} has {own}; write devices={own}"]
-    else:
-        faults = []
-    return faults + [
-        f"the mesh has no data axis {name!r}; its axes are {sizes}"
-        for name in data_axes
+    faults = [
+        f"the mesh has no {kind} {name!r}; its axes are {sizes}: write {option}= one of them"
+        for kind, option, names in (
+            ("axis", "axis", (axis,)),
+            ("data axis", "data_axes", data_axes),
+        )
+        for name in names
         if name not in sizes
     ]
+    own = sizes.get(axis, devices)
+    if own != devices:
+        faults.append(
+            f"devices is {devices}, but mesh axis {axis!r} has {own}; write devices={own}"
+        )
+    return faults
 
 
 def _unit_faults(
@@ -375,3 +378,155 @@ def _unit_faults(
         if 0 < getattr(cost, name) < 1
     ]
     return faults
+
+
+_PLAINER = {"interleaved_1f1b": "1f1b", "interleaved_zb": "zb_h1"}
+
+
+class Choice(NamedTuple):
+    """A schedule, its chunks, its recomputation and its spread ends."""
+
+    request: Request
+    name: str
+    chunks: int
+    remat: Remat
+    policies: tuple[tuple[str, str], ...]  # a letter and its `jax.checkpoint` policy
+    spread: str  # the collective ends among "E" and "L"
+    costs: Mapping[str, LayerCost]  # of its policies and shares
+    cap: int | None = None  # of `auto`, on activations: at first twice as many as 1F1B has
+
+    @property
+    def blocks(self) -> tuple[object, ...]:
+        """What its stages run: its mesh, chunks, ends and remat."""
+        spread = self.spread.replace(FIRST, "")
+        return (id(self.request), self.chunks, self.remat, self.policies, spread)
+
+    @property
+    def seconds(self) -> float:
+        """A lower bound of its tables: a device's work, and the reduction of gradients."""
+        request, again = self.request, self.remat is Remat.FULL
+        work = device_work(request.layers, self.costs, request.devices, again=again)
+        return request.microbatches * work + request.reduction
+
+    @property
+    def bytes(self) -> float:
+        """A lower bound of its programs' memory: parameters, and, without recomputation by stages
+        and offload, the residuals of one microbatch.
+        """
+        request = self.request
+        held = least_bytes(request.layers, self.costs, request.devices)
+        if self.remat is Remat.FULL or Remat.STAGES in request.remat or request.offloads:
+            return held
+        inner = [self.costs[c] for c in request.layers if c not in (FIRST, LAST)]
+        return held + sum(c.residuals for c in inner) / request.devices
+
+    @property
+    def label(self) -> str:
+        """Its name in a printed table."""
+        request, names = self.request, dict.fromkeys(name for _, name in self.policies)
+        letters = {n: "".join(c for c, name in self.policies if name == n) for n in names}
+        parts = {
+            f"cap {self.cap}": self.cap,
+            f"M {request.microbatches}": request.one_of_many,
+            f"K {request.slices}": request.slices > 1,
+            f"spread {self.spread}": self.spread,
+            "remat full": self.remat is Remat.FULL,
+            **{f"remat {n}" + (f" of {letters[n]}" if len(names) > 1 else ""): n for n in names},
+        }
+        shown = [text for text, is_shown in parts.items() if is_shown]
+        return ", ".join([*request.label, self.name, f"V {self.chunks}", *shown])
+
+    def layout(self) -> Layout:
+        """Its layers in stages."""
+        request = self.request
+        return balanced(
+            request.layers,
+            self.costs,
+            devices=request.devices,
+            chunks=self.chunks,
+            remat=self.remat,
+        )
+
+    def stage_costs(self, layout: Layout, *, recomputing: bool = False) -> Costs:
+        """The times of a layout's stages."""
+        remat = Remat.STAGES if recomputing else self.remat
+        request = self.request
+        return stage_costs(
+            layout, self.costs, remat=remat, transfer=request.transfer, slices=request.slices
+        )
+
+    def with_first(self) -> Choice | None:
+        """The same choice with a spread `first`, of which a device holds a share; None where it
+        cannot be spread.
+        """
+        end = self.request.costs.get(FIRST)
+        if self.spread != LAST or end is None or end.ends is not Ends.EITHER:
+            return None
+        share = end.share(self.request.devices)
+        return self._replace(spread=FIRST + LAST, costs={**self.costs, FIRST: share})
+
+    def bound(self, layout: Layout) -> float:
+        """A lower bound of the step's seconds, by `lower_bound`."""
+        request = self.request
+        if request.slices > 1:
+            return self.seconds
+        found = lower_bound(
+            self.stage_costs(layout),
+            microbatches=request.microbatches,
+            devices=request.devices,
+            chunks=self.chunks,
+            max_activations=self.cap,
+        )
+        return max(found + request.reduction, self.seconds)
+
+
+def choices(request: Request) -> Iterator[Choice]:
+    """All choices of a request: schedules, with the chunks that they take and that the layers
+    suffice for.
+    """
+    shapes = [
+        (name, chunks)
+        for name in request.schedules
+        for chunks in request.chunks
+        if describe(name).chunks.nearest(chunks) == chunks
+        and not (request.slices > 1 and describe(name).one_slice)
+        and request.devices * chunks <= len(request.layers)
+        # With one stage a device they equal 1F1B with more activations, and ZB-H1.
+        and not (chunks == 1 and _PLAINER.get(name) in request.schedules)
+    ]
+    for spread, (remat, policies) in product(_spreads(request), _ways(request)):
+        costs = dict(request.costs)
+        for letter, policy in policies:
+            costs[letter] = costs[letter].under(policy)
+        for letter in (FIRST, LAST):
+            if letter in spread:
+                costs[letter] = costs[letter].share(request.devices)
+            elif letter in costs:
+                costs[letter] = replace(costs[letter], ends=Ends.ONE)
+        for name, chunks in shapes:
+            cap = 2 * chunks * request.devices if name == "auto" else None
+            yield Choice(request, name, chunks, remat, policies, spread, costs, cap)
+
+
+def _spreads(request: Request) -> list[str]:
+    """The ends that may be spread.  Where both may be, `first` is spread only if memory is short
+    (`Choice.with_first`).
+    """
+    ends = {c: request.costs[c].ends if c in request.layers else Ends.ONE for c in (FIRST, LAST)}
+    always = "".join(c for c in (FIRST, LAST) if ends[c] is Ends.ALL)
+    if ends[LAST] is Ends.EITHER:
+        return [always, (FIRST if ends[FIRST] is Ends.WITH_LAST else always) + LAST]
+    return [always, always + FIRST] if ends[FIRST] is Ends.EITHER else [always]
+
+
+def _ways(request: Request) -> Iterator[tuple[Remat, tuple[tuple[str, str], ...]]]:
+    """The kinds of recomputation: nothing, a policy for each kind of layer, or everything."""
+    layers = dict.fromkeys(request.layers)
+    wanted = [name for name in request.remat if isinstance(name, str)]
+    names = [("", *(name for name in wanted if name in request.costs[c].policies)) for c in layers]
+    for chosen in product(*names):
+        policies = tuple((c, name) for c, name in zip(layers, chosen, strict=True) if name)
+        if policies or Remat.NONE in request.remat or Remat.STAGES in request.remat:
+            yield Remat.NONE, policies
+    if Remat.FULL in request.remat:
+        yield Remat.FULL, ()
