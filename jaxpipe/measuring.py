@@ -183,11 +183,14 @@ def measure(
         )
     refuse_layers(model, params)
     settings["mesh"] = mesh or _mesh(1, sharding.pipe)
+    letters = [letter for letter in model.stages if letter not in (FIRST, LAST)]
 
     def costs(own: Model) -> dict[str, LayerCost]:
-        return _layer_costs(own, params, rows, repeats, peak, **settings)
+        pipe, placed = _of_letters(own, letters, params, **settings)
+        step = traced(pipe, placed, rows, None, ())
+        return Measured.of(pipe, step, repeats, peak).costs(letters, placed, rows)
 
-    found, letters = costs(model), _inner(model)
+    found = costs(model)
     for name in policies:
         under = costs(under_policies(model, dict.fromkeys(letters, name)))
         for letter in letters:
@@ -227,9 +230,21 @@ def _mesh(devices: int, axis: str) -> Mesh:
     return jax.make_mesh((devices,), (axis,), devices=jax.devices()[:devices])
 
 
-def _inner(model: Model) -> str:
-    """The letters of the layers that are neither `first` nor `last`."""
-    return "".join(letter for letter in model.stages if letter not in (FIRST, LAST))
+def _of_letters(
+    model: Model, letters: Sequence[str], params: Mapping[str, PyTree], **options: Any
+) -> tuple[Pipeline, dict[str, PyTree]]:
+    """A pipeline in which a layer of each letter is a stage of its own, and its placed shapes."""
+    first, last = (letter if letter in model.stages else "" for letter in (FIRST, LAST))
+    pipe = Pipeline(
+        model.changed(layers=first + "".join(letters) + last),
+        build("no_pipelining", devices=1, microbatches=1, chunks=len(letters)),
+        layout=first + "|".join(letters) + last,
+        **options,
+    )
+    one = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), params["stages"]
+    )
+    return pipe, pipe.place(jax.tree.map(shape_of, {**params, "stages": one}))
 
 
 def _microbatches(rows: PyTree, count: int, sharding: NamedSharding | None = None) -> PyTree:
@@ -266,8 +281,8 @@ def measure_stages(
     """
     is_pipe = isinstance(pipe, Pipeline)
     _refuse(repeats, peak, (is_pipe, f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"))
-    measured = _measured(pipe, params, batch, rng, state, repeats, peak)
-    step, kinds = measured.step, measured.step.code.kind_of
+    step = traced(pipe, params, batch, rng, state)
+    measured, kinds = Measured.of(pipe, step, repeats, peak), step.code.kind_of
     letters = [chr(256 + kind) for kind in kinds]
     costs = {
         letter: LayerCost(**measured.stage_times(kind))
@@ -288,43 +303,6 @@ def measure_stages(
     )
 
 
-def _layer_costs(
-    model: Model,
-    params: Mapping[str, PyTree],
-    microbatch: PyTree,
-    repeats: int,
-    peak: Peak | None,
-    **options: Any,
-) -> dict[str, LayerCost]:
-    """The cost of a layer of each letter, by a pipeline in which each is a stage of its own.
-
-    Options are those of `Pipeline`.
-    """
-    letters = _inner(model)
-    first, last = (letter if letter in model.stages else "" for letter in (FIRST, LAST))
-    pipe = Pipeline(
-        model.changed(layers=first + letters + last),
-        build("no_pipelining", devices=1, microbatches=1, chunks=len(letters)),
-        layout=first + "|".join(letters) + last,
-        **options,
-    )
-    one = {
-        letter: jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), tree
-        )
-        for letter, tree in params["stages"].items()
-    }
-    placed = pipe.place(jax.tree.map(shape_of, {**params, "stages": one}))
-    measured = _measured(pipe, placed, microbatch, None, (), repeats, peak)
-    found = {letter: measured.stage_cost(stage, placed) for stage, letter in enumerate(letters)}
-    rows = sum(map(nbytes, jax.tree.leaves(microbatch)))
-    reader = LAST if model.last is not None else FIRST
-    for end in measured.ends:
-        if end in model.stages:
-            found[end] = measured.end_cost(end, placed, rows, shared=end == reader)
-    return found
-
-
 @dataclass(frozen=True)
 class Measured:
     """Seconds of each block by name ("F 0" of kind 0, "first", "first gradient", "last", "hop"),
@@ -336,12 +314,45 @@ class Measured:
     temp: Mapping[str, int]
     unit: str
 
+    @classmethod
+    def of(cls, pipe: Pipeline, step: Step, repeats: int, peak: Peak | None) -> Measured:
+        """Every block of a step, compiled alone, and timed or estimated."""
+        blocks = blocks_of(step)
+        compiled = {name: step.compiled(block) for name, block in blocks.items()}
+        temp = {name: temp_bytes(each, step.job.mesh) for name, each in compiled.items()}
+        largest = max(range(len(step.code.kinds)), key=step.boundary)
+        hops = pipe.schedule.num_devices > 1
+        if peak is None:
+            seconds = timed({name: call_of(each) for name, each in compiled.items()}, repeats)
+            hop = hop_seconds(pipe, step, largest, repeats) if hops else 0.0
+            unit = f"seconds, measured on {pipe.mesh.devices.flat[0].device_kind}"
+        else:
+            size = step.job.mesh.size
+            seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}
+            hop = peak.hop(step.boundary(largest)) if hops else 0.0
+            rates = f"{peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
+            unit = f"seconds, estimated for {rates}"
+        return cls(step, {**seconds, "hop": hop}, temp, unit)
+
     @property
     def ends(self) -> dict[str, bool]:
         """The ends of the model that have blocks, and whether they are spread."""
         functions = self.step.job.functions
         last = {} if self.step.code.last is None else {LAST: functions.spreads_last}
         return {FIRST: functions.spreads_first} | last
+
+    def costs(
+        self, letters: Sequence[str], placed: Mapping[str, PyTree], microbatch: PyTree
+    ) -> dict[str, LayerCost]:
+        """The cost of a layer of each letter, each of them a stage."""
+        found = {letter: self.stage_cost(stage, placed) for stage, letter in enumerate(letters)}
+        rows = sum(map(nbytes, jax.tree.leaves(microbatch)))
+        has = self.step.job.functions
+        reader = FIRST if has.last is None else LAST
+        for end, function in ((FIRST, has.first), (LAST, has.last)):
+            if function is not None:
+                found[end] = self.end_cost(end, placed, rows, shared=end == reader)
+        return found
 
     def stage_times(self, kind: int) -> dict[str, Any]:
         """Seconds of a kind of stage."""
@@ -619,36 +630,3 @@ def shape_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(
         np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     )
-
-
-def _measured(
-    pipe: Pipeline,
-    params: Params,
-    batch: PyTree,
-    rng: Any,
-    state: Any,
-    repeats: int,
-    peak: Peak | None,
-) -> Measured:
-    """Trace the step, compile every block of it alone, and time or estimate each."""
-    step = traced(pipe, params, batch, rng, state)
-    blocks = blocks_of(step)
-    compiled = {name: step.compiled(block) for name, block in blocks.items()}
-    temp = {name: temp_bytes(each, step.job.mesh) for name, each in compiled.items()}
-    largest = max(range(len(step.code.kinds)), key=step.boundary)
-    if peak is None:
-        seconds = timed({name: call_of(each) for name, each in compiled.items()}, repeats)
-        unit = f"seconds, measured on {pipe.mesh.devices.flat[0].device_kind}"
-    else:
-        size = step.job.mesh.size
-        seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}
-        unit = (
-            f"seconds, estimated for {peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
-        )
-    if pipe.schedule.num_devices == 1:
-        hop = 0.0
-    elif peak is None:
-        hop = hop_seconds(pipe, step, largest, repeats)
-    else:
-        hop = peak.hop(step.boundary(largest))
-    return Measured(step, {**seconds, "hop": hop}, temp, unit)

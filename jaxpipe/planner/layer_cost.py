@@ -355,12 +355,6 @@ def memory_of(slots: Slots, sizes: Sizes) -> Memory:
     )
 
 
-def least_bytes(layers: str, costs: Mapping[str, LayerCost], devices: int) -> float:
-    """A lower bound over all splits: parameters, gradients and optimizer state of some device."""
-    inner = sum(costs[c].held_bytes for c in layers if c not in (FIRST, LAST))
-    return inner / devices + sum(costs[c].held_bytes for c in {*layers} & {FIRST, LAST})
-
-
 def device_work(layers: str, costs: Mapping[str, LayerCost], devices: int, *, again: bool) -> float:
     """A lower bound over all splits: seconds that some device computes for each microbatch.
     Forwards count twice where they run `again`.

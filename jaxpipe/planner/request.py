@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from ..engine.bounds import lower_bound
 from ..engine.costs import Costs
@@ -13,7 +13,7 @@ from ..errors import PlanError, quoted
 from ..layouts.layout import Layout, parse_layout
 from ..lowering.target import RunsOn, Target
 from ..schedules.registry import describe
-from ..table.limits import is_number, is_whole
+from ..table.limits import is_flat, is_number, is_whole
 from ..table.typed import plain
 from .layer_cost import (
     FIRST,
@@ -23,7 +23,6 @@ from .layer_cost import (
     Remat,
     balanced,
     device_work,
-    least_bytes,
     stage_costs,
 )
 
@@ -145,7 +144,7 @@ def _request(
         *_mesh_faults(mesh, axis, data_axes, devices),
     )
     remat = allowed_remat(arguments["remat"], costs, stages=memory is not None)
-    letters = _letters(arguments["model"], costs, devices, min(chunks, default=1))
+    letters = _letters(arguments["model"], costs, devices, min(chunks))
     _refuse(*_unit_faults({c: costs[c] for c in letters}, memory, transfer))
     target = _target(mesh, (axis, *data_axes))
     return Request(
@@ -214,8 +213,8 @@ def refuse_kinds(arguments: Mapping[str, Any]) -> None:
     _refuse(
         *(
             f"{name} must be {text}, not {quoted(arguments[name])}"
-            for name, (accepts, text) in _ACCEPTED.items()
-            if name in arguments and not accepts(arguments[name])
+            for name, (kind, text) in _KINDS.items()
+            if name in arguments and not _is_of(arguments[name], kind)
         )
     )
 
@@ -230,88 +229,64 @@ def _names(names: Any) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(() if names is None else names)
 
 
-_Test: TypeAlias = "Callable[[Any], bool]"
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind: None, a type, a test, a list of another kind, or any of several
+    kinds.
+    """
+    if isinstance(kind, tuple):
+        return any(_is_of(value, each) for each in kind)
+    if isinstance(kind, list):
+        return is_flat(value) and all(_is_of(each, kind[0]) for each in value)
+    if isinstance(kind, type):
+        return isinstance(value, kind)
+    return value is None if kind is None else bool(kind(value))
 
 
-def _is_count(value: object) -> bool:
+def _count(value: Any) -> bool:
     return is_whole(value) and value >= 1
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+def _counts(value: Any) -> bool:
+    return _is_of(value, [_count]) and len(value) > 0
 
 
-def _is_hop(value: object) -> bool:
-    return is_number(value) and 0 <= value < float("inf")
-
-
-def _is_above_0(value: object) -> bool:
+def _above_0(value: Any) -> bool:
     return is_number(value) and value > 0
 
 
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, Mapping)
+def _seconds(value: Any) -> bool:
+    return is_number(value) and 0 <= value < float("inf")
 
 
-def _maybe(accepts: _Test) -> _Test:
-    """A test that accepts None too."""
-    return lambda value: value is None or accepts(value)
-
-
-def _some(accepts: _Test) -> _Test:
-    """A test for a sequence of accepted values.  NumPy scalars are not sequences."""
-    return lambda value: (
-        isinstance(value, Collection)
-        and not isinstance(value, str | bytes | Mapping)
-        and getattr(value, "ndim", 1) == 1
-        and all(map(accepts, value))
-    )
-
-
-def _one_or_some(accepts: _Test) -> _Test:
-    return lambda value: accepts(value) or _some(accepts)(value)
-
-
-# For each argument, the test of its values and the text of an error.
-_ACCEPTED: dict[str, tuple[_Test, str]] = {
-    "model": (
-        _is_text,
-        "a text with a letter for each layer, such as 'Et*80,L', or a Model of letters",
-    ),
-    "costs": (_is_mapping, "a mapping, {'t': jaxpipe.LayerCost(...)}"),
-    "devices": (_is_count, "a whole number of at least 1"),
-    "microbatches": (_one_or_some(_is_count), "a whole number of at least 1, or a few of them"),
-    "memory": (_maybe(_is_above_0), "bytes that a device has, or None"),
+_SOME = "one or a few whole numbers of at least 1, such as (1, 2)"
+# For each argument, the kind of its values and the text of an error.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "model": (str, "a text with a letter for each layer, such as 'Et*80,L', or a Model of letters"),
+    "costs": (Mapping, "a mapping, {'t': jaxpipe.LayerCost(...)}"),
+    "devices": (_count, "a whole number of at least 1"),
+    "microbatches": ((_count, [_count]), "a whole number of at least 1, or a few of them"),
+    "memory": ((None, _above_0), "bytes that a device has, or None"),
     "transfer": (
-        lambda v: _some(_is_hop)([*v.values()]) if _is_mapping(v) else _is_hop(v),
+        lambda v: all(map(_seconds, v.values() if isinstance(v, Mapping) else [v])),
         "seconds, 0 or more",
     ),
-    "schedules": (
-        _maybe(_one_or_some(_is_text)),
-        "names of schedules, such as ('1f1b', 'zb_h1')",
-    ),
-    "chunks": (_some(_is_count), "a few whole numbers of at least 1, such as (1, 2)"),
-    "slices": (
-        lambda v: _some(_is_count)(v) and len(v) > 0,
-        "one or a few whole numbers of at least 1, such as (1, 4, 16)",
-    ),
-    "remat": (
-        _maybe(_some(_maybe(_is_text))),
-        "some of (None, 'full', 'stages') and of the names of policies",
-    ),
-    "offload": (_some((None, "residuals").__contains__), "(None,) or (None, 'residuals')"),
-    "host_bandwidth": (_is_above_0, "bytes a second, above 0"),
-    "within": (_maybe(_is_above_0), "seconds, above 0, or None"),
-    "search": (_is_hop, "seconds, 0 or more"),
+    "schedules": ((None, str, [str]), "names of schedules, such as ('1f1b', 'zb_h1')"),
+    "chunks": (_counts, _SOME),
+    "slices": (_counts, _SOME),
+    "remat": ((None, [(None, str)]), "some of (None, 'full', 'stages') and names of policies"),
+    "offload": ([(None, "residuals".__eq__)], "(None,) or (None, 'residuals')"),
+    "host_bandwidth": (_above_0, "bytes a second, above 0"),
+    "within": ((None, _above_0), "seconds, above 0, or None"),
+    "search": (_seconds, "seconds, 0 or more"),
     "seed": (lambda v: is_whole(v) and 0 <= v < 2**31, "a whole number of at least 0"),
-    "most": (_is_count, "a whole number of at least 1"),
-    "progress": (_maybe(callable), "a function of (done, of), or None"),
+    "most": (_count, "a whole number of at least 1"),
+    "progress": ((None, callable), "a function of (done, of), or None"),
     "traced": (
-        _maybe(callable),
+        (None, callable),
         "a function of a plan, as jaxpipe.traced_memory makes it, or None",
     ),
-    "axis": (_is_text, "the name of a mesh axis"),
-    "data_axes": (_one_or_some(_is_text), "names of mesh axes"),
+    "axis": (str, "the name of a mesh axis"),
+    "data_axes": ((str, [str]), "names of mesh axes"),
 }
 
 
@@ -410,15 +385,10 @@ class Choice(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """A lower bound of its programs' memory: parameters, and, without recomputation by stages
-        and offload, the residuals of one microbatch.
-        """
-        request = self.request
-        held = least_bytes(request.layers, self.costs, request.devices)
-        if self.remat is Remat.FULL or Remat.STAGES in request.remat or request.offloads:
-            return held
-        inner = [self.costs[c] for c in request.layers if c not in (FIRST, LAST)]
-        return held + sum(c.residuals for c in inner) / request.devices
+        """A lower bound of what a device holds: parameters, gradients and optimizer state."""
+        held = {c: self.costs[c].held_bytes for c in self.request.layers}
+        inner = sum(held[c] for c in self.request.layers if c not in (FIRST, LAST))
+        return inner / self.request.devices + sum(held[c] for c in {FIRST, LAST} & held.keys())
 
     @property
     def label(self) -> str:

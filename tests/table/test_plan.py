@@ -435,7 +435,7 @@ def test_auto_uses_the_memory_that_there_is():
             {"microbatches": b"48", "costs": {52: COSTS, 56: COSTS}},
             "microbatches must be a whole number of at least 1",
         ),
-        ({"chunks": np.array(1)}, "chunks must be a few whole numbers"),
+        ({"chunks": np.array(1)}, "chunks must be one or a few whole numbers"),
         ({"memory": Fraction(80)}, "for gigabytes write 80e9"),
         ({"schedules": np.array(["zbv", "v_min"]), "chunks": (1,)}, "no schedule can be built"),
         (
