@@ -36,7 +36,7 @@ from .layouts.layout import Layout
 from .lowering.target import CHIPS, Chip
 from .model.arguments import under_policies
 from .model.leaf_plan import leaf_plans, trained
-from .model.mesh import automatic
+from .model.mesh import automatic, outside_contexts
 from .model.model import Model
 from .model.param_layout import with_outer
 from .model.settings import Memory, Sharding
@@ -187,8 +187,8 @@ def measure(
 
     def costs(own: Model) -> dict[str, LayerCost]:
         pipe, placed = _of_letters(own, letters, params, **settings)
-        step = traced(pipe, placed, rows, None, ())
-        return Measured.of(pipe, step, repeats, peak).costs(letters, placed, rows)
+        measured = measured_blocks(pipe, placed, rows, None, (), repeats=repeats, peak=peak)
+        return measured.costs(letters, placed, rows)
 
     found = costs(model)
     for name in policies:
@@ -281,8 +281,8 @@ def measure_stages(
     """
     is_pipe = isinstance(pipe, Pipeline)
     _refuse(repeats, peak, (is_pipe, f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"))
-    step = traced(pipe, params, batch, rng, state)
-    measured, kinds = Measured.of(pipe, step, repeats, peak), step.code.kind_of
+    measured = measured_blocks(pipe, params, batch, rng, state, repeats=repeats, peak=peak)
+    step, kinds = measured.step, measured.step.code.kind_of
     letters = [chr(256 + kind) for kind in kinds]
     costs = {
         letter: LayerCost(**measured.stage_times(kind))
@@ -313,26 +313,6 @@ class Measured:
     seconds: Mapping[str, float]
     temp: Mapping[str, int]
     unit: str
-
-    @classmethod
-    def of(cls, pipe: Pipeline, step: Step, repeats: int, peak: Peak | None) -> Measured:
-        """Every block of a step, compiled alone, and timed or estimated."""
-        blocks = blocks_of(step)
-        compiled = {name: step.compiled(block) for name, block in blocks.items()}
-        temp = {name: temp_bytes(each, step.job.mesh) for name, each in compiled.items()}
-        largest = max(range(len(step.code.kinds)), key=step.boundary)
-        hops = pipe.schedule.num_devices > 1
-        if peak is None:
-            seconds = timed({name: call_of(each) for name, each in compiled.items()}, repeats)
-            hop = hop_seconds(pipe, step, largest, repeats) if hops else 0.0
-            unit = f"seconds, measured on {pipe.mesh.devices.flat[0].device_kind}"
-        else:
-            size = step.job.mesh.size
-            seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}
-            hop = peak.hop(step.boundary(largest)) if hops else 0.0
-            rates = f"{peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
-            unit = f"seconds, estimated for {rates}"
-        return cls(step, {**seconds, "hop": hop}, temp, unit)
 
     @property
     def ends(self) -> dict[str, bool]:
@@ -630,3 +610,27 @@ def shape_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(
         np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     )
+
+
+@outside_contexts
+def measured_blocks(
+    pipe: Pipeline, *arguments: PyTree, repeats: int, peak: Peak | None
+) -> Measured:
+    """Every block of a step of these arguments, compiled alone, and timed or estimated."""
+    step = traced(pipe, *arguments)
+    blocks = blocks_of(step)
+    compiled = {name: step.compiled(block) for name, block in blocks.items()}
+    temp = {name: temp_bytes(each, step.job.mesh) for name, each in compiled.items()}
+    largest = max(range(len(step.code.kinds)), key=step.boundary)
+    hops = pipe.schedule.num_devices > 1
+    if peak is None:
+        seconds = timed({name: call_of(each) for name, each in compiled.items()}, repeats)
+        hop = hop_seconds(pipe, step, largest, repeats) if hops else 0.0
+        unit = f"seconds, measured on {pipe.mesh.devices.flat[0].device_kind}"
+    else:
+        size = step.job.mesh.size
+        seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}
+        hop = peak.hop(step.boundary(largest)) if hops else 0.0
+        rates = f"{peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
+        unit = f"seconds, estimated for {rates}"
+    return Measured(step, {**seconds, "hop": hop}, temp, unit)
