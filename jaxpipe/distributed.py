@@ -242,7 +242,7 @@ class Watchdog:
         self.seconds = seconds
         self._next = seconds if first is None else first
         self._where = "its beginning"
-        self._last: ExitMessage | None = None  # in a job of several processes
+        self._last: _ExitMessage | None = None  # in a job of several processes
 
     @contextmanager
     def step(self, what: int | str, *, seconds: float | None = None) -> Iterator[None]:
@@ -292,7 +292,7 @@ class Watchdog:
             texts = self._ask()
         except jax.errors.JaxRuntimeError:
             return _NO_SERVICE
-        others = roll_text(texts, jax.process_index(), jax.process_count())
+        others = _roll_text(texts, jax.process_index(), jax.process_count())
         return f"Of the other processes: {others}"
 
     def _say(self, when: str) -> None:
@@ -307,7 +307,7 @@ class Watchdog:
         runs well sends nothing.
         """
         address = str(distributed.global_state.coordinator_address)
-        self._last = ExitMessage(jax.process_index(), jax.process_count(), address)
+        self._last = _ExitMessage(jax.process_index(), jax.process_count(), address)
         thread = threading.Thread(target=self._answer, name="jaxpipe roll call", daemon=True)
         thread.start()
 
@@ -361,10 +361,10 @@ def _here() -> str:
     return f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()}"
 
 
-def roll_text(texts: Mapping[int, str], me: int, count: int) -> str:
+def _roll_text(texts: Mapping[int, str], me: int, count: int) -> str:
     """Which of the other processes do not answer, and where those are that do.
 
-    >>> roll_text({0: "step 7", 2: "step 6"}, 0, 4)
+    >>> _roll_text({0: "step 7", 2: "step 6"}, 0, 4)
     'processes 1, 3 are gone or stopped (no answer in 2 s); process 2 is in step 6'
     """
     others = {process: where for process, where in texts.items() if process != me}
@@ -398,7 +398,7 @@ def _causes(me: int, count: int) -> tuple[str, str]:
     return f"{unknown}. Process 0 still answers", silent
 
 
-class ExitMessage:
+class _ExitMessage:
     """Prints the last action of a process that dies without a message of its own: killed, or ended
     by JAX or the system.
 

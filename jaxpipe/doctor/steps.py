@@ -19,7 +19,8 @@ from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..errors import PipelineError
 from ..lowering.target import Target
-from ..measuring import measure_stages, timed
+from ..measuring import measure_stages
+from ..measuring.blocks import timed
 from ..model.functions import split_batch
 from ..model.model import Model
 from ..model.settings import Memory

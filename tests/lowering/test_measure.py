@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.lowering.target import Target
-from jaxpipe.measuring import blocks_of, measure_stages, traced
+from jaxpipe.measuring import measure_stages
+from jaxpipe.measuring.blocks import blocks_of, traced
 from tests.flat import flat_pipeline
 
 WIDTH, ROWS, M = 64, 16, 4
