@@ -265,21 +265,15 @@ def read_layer_costs(costs: Mapping[str, Any]) -> dict[str, LayerCost]:
     """
     known, faults = _numbers(), []
     for letter, values in costs.items():
-        if not isinstance(values, Mapping):
-            faults.append(
-                f"layer {quoted(letter)}: give its costs as an object, not {quoted(values)}"
-            )
-            continue
-        faults += [
-            f"layer {quoted(letter)}: there is no cost {quoted(name)}; they are {', '.join(known)}"
-            for name in values
+        given = values if isinstance(values, Mapping) else {}
+        wrong = [
+            f"there is no cost {quoted(name)}; they are {', '.join(known)}"
+            for name in given
             if name not in known
         ]
-        faults += [
-            f"layer {quoted(letter)}: {name} is missing"
-            for name in ("forward", "input_grad", "weight_grad")
-            if name not in values
-        ]
+        needed = ("forward", "input_grad", "weight_grad")
+        wrong += [f"{name} is missing" for name in needed if name not in given]
+        faults += [f"layer {quoted(letter)}: {each}" for each in wrong]
     CostError.refuse("these are not costs of layers", faults)
     return {letter: LayerCost(**values) for letter, values in costs.items()}
 
@@ -414,11 +408,8 @@ def layer_sizes(
     kept = _slot_bytes([_kept(letters, costs, "residuals") for letters in inner])
     left = _slot_bytes([_kept(letters, costs, "stash") for letters in inner])
     outer = [costs[letter] for letter in (FIRST, LAST) if letter in layout.layers]
-    # Every stage takes the output of the previous stage's last layer.
-    boundary = max(
-        (costs[letters[-1]].boundary for letters in layout.stages[:-1] if letters), default=0.0
-    )
-    boundary = max(boundary, costs[FIRST].boundary if FIRST in layout.layers else 0.0)
+    # Every stage takes the output of a layer.
+    boundary = max((costs[c].boundary for c in layout.layers if c != LAST), default=0.0)
     full = remat is Remat.FULL
     # Recomputed residuals are arrays of the block that uses them.  The work space of a layer does
     # not include them.
@@ -451,12 +442,7 @@ def layer_sizes(
             "buffer_gradient": rows,
         },
         sent=2 * boundary,
-        work=max(
-            total(outer[:1], "workspace"),
-            total(outer[1:], "workspace"),
-            *(costs[c].workspace for letters in inner for c in letters),
-        )
-        + again,
+        work=max(costs[c].workspace for c in layout.layers) + again,
         summed=0.0 if in_place else total(outer, "gradient_bytes"),
     )
 
