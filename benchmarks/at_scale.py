@@ -34,8 +34,8 @@ from benchmarks.machine import describe
 from benchmarks.output import Result, add_output, write_all
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import Target
+from jaxpipe.planner.candidate import PipelinePlan, gib
 from jaxpipe.planner.layer_cost import Ends
-from jaxpipe.planner.result import PipelinePlan, gib
 from jaxpipe.planner.transformer import Transformer
 
 Row = tuple[str, ...]

@@ -27,8 +27,8 @@ from benchmarks.output import Result, add_output, write_all
 from jaxpipe.lowering.target import Target
 from jaxpipe.planner.candidate import Candidate
 from jaxpipe.planner.layer_cost import Ends, LayerCost
-from jaxpipe.planner.request import Request, ways
-from jaxpipe.planner.search import Search
+from jaxpipe.planner.plan import Search
+from jaxpipe.planner.request import Request, allowed_remat
 from jaxpipe.planner.transformer import Transformer
 
 _MOST = 40  # devices of pipelines for which more schedules than 1F1B are tried, to bound the time
@@ -91,7 +91,6 @@ class Run:
         costs = self.costs(model)
         if not free or self.pipe == 1:
             costs = {c: replace(cost, ends=Ends.ONE) for c, cost in costs.items()}
-        remat, policies = ways(None if free else (self.remat,), costs, stages=free)
         request = Request(
             layers="E" + "t" * self.layers + "L",
             costs=costs,
@@ -100,8 +99,7 @@ class Run:
             transfer=model.transfer,
             schedules=self._schedules(free=free),
             chunks=tuple(v for v in (1, 2, 3, 4) if 1 < self.pipe <= self.layers // v or v == 1),
-            remat=remat,
-            policies=policies,
+            remat=allowed_remat(None if free else (self.remat,), costs, stages=free),
             memory=_MEMORY if free else None,
             offloads=free,
             target=Target().measured(None),

@@ -10,11 +10,10 @@ from dataclasses import fields
 from typing import Any
 
 from ..lowering.target import Target
+from ..planner.candidate import COLUMNS, Plans
 from ..planner.layer_cost import LayerCost, read_layer_costs
-from ..planner.mesh import command_of, plan_mesh
 from ..planner.plan import plan
-from ..planner.result import COLUMNS, Plans
-from ..planner.transformer import Transformer
+from ..planner.transformer import Transformer, command_of, plan_mesh
 from ..render import to_html, to_svg
 from .arguments import UsageError, file_path, flag, missing_flags, read_text
 from .terminal import BEST, counting, print_table, save, write

@@ -20,7 +20,7 @@ from ..model.param_layout import with_outer
 from ..model.partition import PART, LeafPlan, leaf_plans
 from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
-from ..planner.memory import Sizes, memory_of
+from ..planner.layer_cost import Sizes, memory_of
 from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
 from ..spmd.body import TracedStep

@@ -86,7 +86,7 @@ from ..lowering.plan import Plan, cost_parts, plan_of, program_makespan
 from ..lowering.target import FORWARD, Overheads, Target
 from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
-from ..planner.memory import Sizes
+from ..planner.layer_cost import Sizes
 from ..program.ir import POOL_OF, Program
 from ..schedules.registry import build
 from ..spmd.shared_buffers import shared_buffers

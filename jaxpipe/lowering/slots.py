@@ -36,7 +36,6 @@ from ..table.effects import (
 )
 from ..table.encoded import LEAST_AWAY, IntArray
 from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, SHARES, Kind, Value, makers
-from .assign_ticks import Ticks
 from .ticks import Ticks
 
 

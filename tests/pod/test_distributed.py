@@ -18,6 +18,8 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.distributed import (
     Watchdog,
+    _ExitMessage,
+    _roll_text,
     check_same,
     crossings,
     fingerprint,
@@ -26,7 +28,6 @@ from jaxpipe.distributed import (
     make_mesh,
 )
 from jaxpipe.fingerprint import differences
-from jaxpipe.watchdog import ExitMessage, roll_text
 
 from .jobs import free_port, start
 
@@ -202,8 +203,8 @@ def test_a_fingerprint_differs_where_what_is_computed_does():
 
 
 def test_a_roll_call_names_who_is_silent_and_who_is_elsewhere():
-    assert roll_text({0: "step 7", 1: "step 6"}, 0, 2) == "process 1 is in step 6"
-    assert roll_text({}, 0, 2) == "process 1 is gone or stopped (no answer in 2 s)"
+    assert _roll_text({0: "step 7", 1: "step 6"}, 0, 2) == "process 1 is in step 6"
+    assert _roll_text({}, 0, 2) == "process 1 is gone or stopped (no answer in 2 s)"
 
 
 @pytest.mark.parametrize(("count", "answers"), [(2, True), (2, False), (3, True), (3, False)])
@@ -212,7 +213,7 @@ def test_last_words_name_process_0_where_it_is_the_one_that_is_gone(count, answe
         service.bind(("127.0.0.1", 0))
         if answers:
             service.listen()
-        message = ExitMessage(1, count, f"127.0.0.1:{service.getsockname()[1]}")
+        message = _ExitMessage(1, count, f"127.0.0.1:{service.getsockname()[1]}")
         message.say("died before")
         message.say("died in step 7. {}. Again")
         message._reader.communicate()  # the pipe ends without a word
@@ -227,7 +228,7 @@ def test_last_words_name_process_0_where_it_is_the_one_that_is_gone(count, answe
 
 
 def test_last_words_are_not_said_at_a_good_end(capfd):
-    message = ExitMessage(0, 2, "127.0.0.1:1")
+    message = _ExitMessage(0, 2, "127.0.0.1:1")
     message.say("died in step 7. {}")
     message.close()
     assert not capfd.readouterr().err
