@@ -31,7 +31,7 @@ from .model.packed import (
     repacked,
 )
 from .model.param_layout import OUTER, Chunks
-from .model.placer import Followers
+from .model.placer import Followers, shardings
 from .model.settings import on_mesh
 from .pipeline import Pipeline
 
@@ -167,12 +167,14 @@ class _PerLayer:
         if PROBE in grads:
             return dict(grads), state
 
-        def shardings(grads: Mapping[str, PyTree], state: PyTree, *_: Any) -> tuple[PyTree, PyTree]:
-            partition = self.pipe.partition
-            own = partition.shardings(partition.plans(grads))
-            return own, Followers(grads, partition).shardings(state)
+        def to(grads: Mapping[str, PyTree], state: PyTree, *_: Any) -> tuple[PyTree, PyTree]:
+            followers = Followers(grads, self.pipe.partition)
+            own, of_state = (
+                shardings(self.pipe.partition, followers.of(tree), tree) for tree in (grads, state)
+            )
+            return own, of_state
 
-        run = on_mesh(self.pipe.mesh, self._updated, shardings)
+        run = on_mesh(self.pipe.mesh, self._updated, to)
         updates: tuple[PyTree, PyTree] = run(grads, state, params, extra)
         return updates
 
