@@ -16,12 +16,12 @@ from ..engine.timeline import Timeline
 from ..errors import PipelineError, quoted
 from ..model.mesh import outside_contexts
 from ..pipeline import Pipeline
-from ..spmd.body import CANNOT_BE_TIMED, TracedStep
+from ..spmd.body import CANNOT_BE_TIMED
 from ..spmd.entries import on_cpus
 from ..table.kinds import KINDS, SHARES
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
-from .blocks import Step
+from .programs import CompiledProgram, differs
 
 
 @outside_contexts
@@ -55,8 +55,13 @@ def profile(
         raise PipelineError(f"repeats must be at least 1, not {quoted(repeats)}")
     clock = Clock([])
     traced = pipe.trace(params, batch, rng=rng, state=state, clock=clock)
-    _refuse_permutes(pipe, traced)
     compiled = traced.function.lower().compile()
+    if on_cpus(pipe.mesh) and any(
+        each.is_permute and differs(each.place.frames)
+        for each in CompiledProgram(compiled).collectives
+    ):
+        # All devices would then run every block at once, and no block has a time of its own.
+        raise PipelineError(CANNOT_BE_TIMED)
     optional = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
     runs = []
     for _ in range(repeats + 1):
@@ -69,16 +74,6 @@ def profile(
     schedule = traced.job.plan.ticks.schedule
     timelines = [timeline_of(schedule, events, kind) for events in runs[1:]]  # the first warms up
     return sorted(timelines, key=lambda timeline: timeline.makespan)[repeats // 2]
-
-
-def _refuse_permutes(pipe: Pipeline, traced: TracedStep) -> None:
-    """PipelineError where the partitioner permutes in blocks on CPU devices.  All devices then run
-    every block at once, and no block has a time of its own.
-    """
-    step = Step.of(traced)
-    waits = on_cpus(pipe.mesh) and pipe.schedule.num_devices > 1
-    if step.is_shared and waits and step.permutes():
-        raise PipelineError(CANNOT_BE_TIMED)
 
 
 class Event(NamedTuple):

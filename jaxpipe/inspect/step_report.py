@@ -71,7 +71,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -99,31 +99,27 @@ from ..stage.model_code import ModelCode
 from ..table.effects import Place
 from ..table.kinds import parts
 from ..table.schedule import Schedule
-from .collectives import steady
-from .programs import CompiledProgram, GpuProgram, TpuProgram, compile_and_read, most_waits
+from .programs import (
+    CompiledProgram,
+    GpuProgram,
+    TpuProgram,
+    compile_and_read,
+    most_waits,
+    program_of,
+    steady,
+)
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes
 
 
-class StepTime(NamedTuple):
-    """Seconds of a step, simulated from the plan."""
-
-    seconds: float  # with all overheads
-    predicates: float  # the part of predicates
-    one_f_one_b: float  # seconds of 1F1B with the same layers on as many devices
-
-    @property
-    def loses(self) -> bool:
-        """Whether 1F1B is faster, and would be slower if predicates took no time."""
-        return self.seconds - self.predicates <= self.one_f_one_b < self.seconds
-
-
-def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> StepTime:
+def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> dict[str, Any]:
     """Simulate a plan and the plan of 1F1B; `costs` in seconds, without any F = I = W = `FORWARD`.
+
+    It loses to 1F1B where that is faster, and would be slower if predicates took no time.
 
     >>> import jaxpipe as jp
     >>> overheads = Overheads()
     >>> plan = plan_of(jp.schedules.build("zb_h1", devices=4, microbatches=8))
-    >>> step_time(plan, overheads).loses
+    >>> step_time(plan, overheads)["loses_to_1f1b"]
     False
     """
     schedule = plan.ticks.schedule
@@ -137,9 +133,13 @@ def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> S
     def makespan(plan: Plan, overheads: Overheads, costs: Costs) -> float:
         return program_makespan(cost_parts(plan.ticks, costs), plan.segments, overheads)
 
-    mine = makespan(plan, overheads, seconds)
+    mine, other = makespan(plan, overheads, seconds), makespan(plain, overheads, whole)
     unpredicated = makespan(plan, replace(overheads, predicate=0.0), seconds)
-    return StepTime(mine, mine - unpredicated, makespan(plain, overheads, whole))
+    return {
+        "seconds": mine,
+        "predicate_seconds": mine - unpredicated,
+        "loses_to_1f1b": unpredicated <= other < mine,
+    }
 
 
 def merged(schedule: Schedule, costs: Costs) -> Costs:
@@ -178,16 +178,16 @@ def report(
     held, sizes = placed_shapes(pipe, params), step_sizes(pipe, traced, params, batch)
     plan = traced.job.plan
     joint = (f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.dx_avals)))
-    times = step_time(plan, target.overheads, pipe.costs) if target.overlaps else None
+    times = dict.fromkeys(("seconds", "predicate_seconds", "loses_to_1f1b"))
+    if target.overlaps:
+        times = step_time(plan, target.overheads, pipe.costs)
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
         **_program(plan, code.program),
-        "seconds": times and times.seconds,
-        "predicate_seconds": times and times.predicates,
-        "loses_to_1f1b": times and times.loses,
+        **times,
         "prices": str(target.overheads),
         **_pools(code, sizes),
         "parameter_bytes": {
@@ -262,8 +262,7 @@ def _compiled(lowered: Any, target: Target) -> CompiledProgram:
     if target.on_gpus:
         with suppress(ValueError):  # a compilation cache has answered, and answers again
             return compile_and_read(lowered)
-    compiled = lowered.compile()
-    return TpuProgram(compiled, target.chip) if target.on_tpus else CompiledProgram(compiled)
+    return program_of(lowered.compile(), target)
 
 
 def _read(program: CompiledProgram, schedule: Schedule) -> dict[str, Any]:

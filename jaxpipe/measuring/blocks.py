@@ -19,13 +19,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree
 from ..errors import PipelineError, quoted
-from ..inspect.blocks import (
+from ..inspect.step_memory import (
     Block,
     Step,
     outer_blocks,
     output_entries,
     stage_blocks,
-    temp_bytes,
 )
 from ..jaxprs.equations import count_work, nbytes
 from ..lowering.target import CHIPS, Chip
@@ -309,7 +308,7 @@ def measure_blocks(
     step = traced(pipe, params, batch, rng, state)
     blocks = blocks_of(step)
     compiled = {name: step.compiled(block) for name, block in blocks.items()}
-    temp = {name: temp_bytes(each, step.job.mesh) for name, each in compiled.items()}
+    temp = {name: step.temp_of(each) for name, each in compiled.items()}
     if peak is not None:
         size = step.job.mesh.size
         seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}

@@ -13,8 +13,7 @@ from .. import inspect
 from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..errors import PipelineError, quoted
-from ..inspect.blocks import Step
-from ..inspect.step_memory import gradient_bytes, hoisted_bytes, local_bytes
+from ..inspect.step_memory import Step, gradient_bytes, hoisted_bytes, local_bytes
 from ..jaxprs.equations import nbytes
 from ..layouts.layout import Layout
 from ..model.arguments import under_policies
@@ -295,7 +294,7 @@ def _stage_cost(measured: Measured, stage: int, placed: Mapping[str, PyTree]) ->
         boundary=step.boundary(number),
         stash=entry["stash"],
         workspace=max(measured.temp[f"{name} {number}"] for name in BLOCKS),
-        hoisted=hoisted_bytes(step, len(kind.consts), kind.hoist, entries.parameters),
+        hoisted=hoisted_bytes(step, kind, entries.parameters),
     )
 
 
