@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -14,17 +15,19 @@ from ..engine.timeline import COLUMNS, Timeline
 from ..errors import JaxpipeError
 from ..table.kinds import KIND_NAMES, KINDS
 from ..table.typed import typed
-from .chart import (
+from .svg import (
+    DARK,
     DEVICE_COLUMNS,
+    LIGHT,
     MAX_WIDTH,
+    SCOPE,
     Chart,
     costs_of,
     device_rows,
+    draw,
     number,
-    require_printable,
-    title_of,
+    style,
 )
-from .svg import DARK, LIGHT, SCOPE, draw, style
 
 # Characters of the table that a page shows; a longer one would slow the page down, and `--format
 # csv` writes it too.
@@ -58,14 +61,12 @@ def to_html(
     >>> to_html(jp.simulate(jp.schedules.build("1f1b", devices=2, microbatches=2)))[:15]
     '<!DOCTYPE html>'
     """
-    chart = Chart(timeline, width, memory=True, heading="")
-    heading = title or title_of(timeline)
-    require_printable(heading)
+    chart = Chart(timeline, width, memory=True, given_title=title, has_heading=False)
     csv = timeline.schedule.to_csv()
     left_out = f"The table has {len(csv):,} characters; write it with --format csv."
     page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return Template(page).substitute(
-        title=escape(heading),
+        title=escape(chart.title),
         style=_styles(chart.shades),
         chart=ElementTree.tostring(draw(chart, critical_path=True), encoding="unicode"),
         **_numbers(timeline),
@@ -83,9 +84,9 @@ def _over(ran: Timeline, planned: Timeline, chart: Chart) -> str:
     tables that compare them.
     """
     compared = ran.over(planned)
-    free = Chart(planned, None, memory=True, heading="")
+    free = Chart(planned, memory=True, has_heading=False)
     wanted = free.left + max(free.span * chart.unit, _LEAST_WIDTH) + free.right
-    below = Chart(planned, min(wanted, MAX_WIDTH), memory=True, heading="")
+    below = replace(free, fixed_width=min(wanted, MAX_WIDTH))
     scale = "" if math.isclose(below.unit, chart.unit) else " (at another scale)"
     svg = ElementTree.tostring(draw(below, critical_path=False), encoding="unicode")
     losses = [(escape(cause), number(time)) for cause, time in compared.losses]
