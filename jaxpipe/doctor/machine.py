@@ -1,18 +1,23 @@
-"""Check the installed versions, XLA's options, and the times of a pipeline's work besides its
-stages: predicates, hops, copies to the host.
+"""Start JAX and run one check; check the installed versions, XLA's options, and the times of a
+pipeline's work besides its stages: predicates, hops, copies to the host.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -25,8 +30,10 @@ from ..measuring.blocks import exchange, timed
 from ..spmd.block import while_once
 from ..spmd.compiler_options import NO_GRAPHS, Options, features_of, options_for
 from ..table.effects import Offload
-from .run import Findings, Line, Scope, Verdict, at, judged, not_tried
+from .run import MARK, Findings, Line, Scope, Verdict, at, judged, not_tried
 
+_AXIS = "pipe"
+_COUNT = "xla_force_host_platform_device_count"
 _JAX_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _PACKAGES = {
     "jax": ("jax",),
@@ -37,6 +44,39 @@ _PACKAGES = {
     "NCCL": ("nccl",),
 }
 TICKS = 64
+
+
+def main(check: str, settings: str, options: str) -> None:
+    """Start JAX for the scope, run the check and print its findings as a line of JSON, after
+    `MARK`.
+    """
+    scope = Scope(**json.loads(settings))
+    at("the start of JAX")
+    mesh = make_mesh(scope)
+    module, function = check.split(":")
+    at(function)
+    name = module if "." in module else f"jaxpipe.doctor.{module}"
+    findings: Findings = getattr(import_module(name), function)(scope, mesh, **json.loads(options))
+    findings = replace(findings, kind=str(mesh.devices.flat[0].device_kind))
+    print(MARK + json.dumps(asdict(findings)), flush=True)
+
+
+def make_mesh(scope: Scope) -> Mesh:
+    """The devices in a row; virtual ones where there are only CPUs."""
+    each = None if scope.devices is None else -(-scope.devices // scope.processes)
+    if each is not None and _COUNT not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", each)
+    if scope.coordinator is not None:
+        jax.distributed.initialize(scope.coordinator, scope.processes, scope.process)
+    devices = [
+        device for process in range(scope.processes) for device in jax.local_devices(process)[:each]
+    ]
+    count = scope.devices or len(devices)
+    if count > len(devices):
+        raise SystemExit(
+            f"there are {len(devices)} devices; give --devices {len(devices)} or fewer"
+        )
+    return Mesh(np.array(devices[:count]), (_AXIS,))
 
 
 def installed() -> dict[str, str]:

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 MARK, AT = "doctor-found: ", "doctor-at: "
 _LAST = 300  # characters of a failure
+_CHILD = "import sys; from jaxpipe.doctor.machine import main; main(*sys.argv[1:])"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,7 @@ def run_one(check: Check, scope: Scope, limit: float) -> Findings:
     arguments = [check.function, json.dumps(asdict(scope)), json.dumps(dict(check.options))]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "jaxpipe.doctor", *arguments],
+            [sys.executable, "-c", _CHILD, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=limit,
