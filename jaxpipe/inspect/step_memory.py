@@ -150,32 +150,27 @@ class Step:
         split = output_entries(code, self.entries[kind])
         return sum(nbytes(a) // e.local_share for a, e in zip(code.y_avals, split, strict=True))
 
-    @property
-    def runs(self) -> list[tuple[Block, ...]]:
-        """The blocks of the step's table, in groups that run as one."""
-        table = self.code.program.schedule.encoded
-        program = self.code.program
-        own = {k.name: (k,) for k in (Kind.F, Kind.B, Kind.I, Kind.W)} | {"R": RECOMPUTE}
-        kinds = {name for name, those in own.items() if table.of_kinds(those).any()}
-        joined = bool((program.pairs & (program.ticks.backward.kind == Kind.W)).any())
-        found: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
-        for kind, entries in zip(self.code.kinds, self.entries, strict=True):
-            blocks = stage_blocks(kind, entries)
-            found += [(block,) for name, block in blocks.items() if name in kinds]
-            found += [(blocks["B"], blocks["F"])] if len(table.pairs) and "B" in kinds else []
-            found += [(blocks["W"], blocks["F"])] if joined else []
-        return found
-
     def work_space(self) -> dict[str, int]:
         """Bytes on one device of each block's own arrays, by block.
 
-        The blocks are "F", "B", "I", "W", "R", and "B with F" of overlapped pairs, each of the kind
-        of stage that needs most; "first", "first gradient" and "last".
+        The blocks are those of the step's table: "F", "B", "I", "W", "R", and "B with F" of
+        overlapped pairs, which run as one, each of the kind of stage that needs most; "first",
+        "first gradient" and "last".
 
         One block runs at a time, so the step needs the largest of these.  Each block is compiled.
         """
+        program, table = self.code.program, self.code.program.schedule.encoded
+        own = {k.name: (k,) for k in (Kind.F, Kind.B, Kind.I, Kind.W)} | {"R": RECOMPUTE}
+        kinds = {name for name, those in own.items() if table.of_kinds(those).any()}
+        joined = (program.pairs & (program.ticks.backward.kind == Kind.W)).any()
+        runs: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
+        for kind, entries in zip(self.code.kinds, self.entries, strict=True):
+            of_kind = stage_blocks(kind, entries)
+            runs += [(block,) for name, block in of_kind.items() if name in kinds]
+            runs += [(of_kind["B"], of_kind["F"])] if len(table.pairs) and "B" in kinds else []
+            runs += [(of_kind["W"], of_kind["F"])] if joined else []
         found: dict[str, int] = {}
-        for blocks in self.runs:
+        for blocks in runs:
             name = " with ".join(block.name for block in blocks)
             passed = sum(block.passed for block in blocks)
             found[name] = max(found.get(name, 0), self.temp(*blocks) + passed)
