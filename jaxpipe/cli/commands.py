@@ -279,19 +279,23 @@ def _written(schedule: Schedule, form: str, arguments: argparse.Namespace, costs
     )
 
 
+# The format of a file by the end of its name; the grid where it has no suffix.
+_FORMATS = {".trace.json": "trace", ".htm": "html", ".txt": "grid"}
+_FORMATS |= {f".{form}": form for form in ("csv", "svg", "html", "json")}
+
+
 def _format_of(output: str | None) -> str:
-    """The format of a file's suffix; the grid where there is none."""
-    suffix = Path(output or "-").suffix.lower().removeprefix(".")
-    if suffix in ("", "txt"):
+    """The format of a file."""
+    name = str(output).lower()
+    if not Path(output or "-").suffix:
         return "grid"
-    if str(output).lower().endswith(".trace.json"):
-        return "trace"
-    if suffix not in ("csv", "svg", "html", "htm", "json"):
+    form = next((form for end, form in _FORMATS.items() if name.endswith(end)), None)
+    if form is None:
         raise terminal.UsageError(
-            f"no format is known for {output}; give --format, or a file that ends in .trace.json, "
-            ".csv, .svg, .html, .htm, .json or .txt"
+            f"no format is known for {output}; give --format, or a file that ends in "
+            f"{', '.join(_FORMATS)}"
         )
-    return "html" if suffix == "htm" else suffix
+    return form
 
 
 def _schedule_facts(schedule: Schedule) -> dict[str, Any]:

@@ -23,15 +23,7 @@ from ..render import Theme
 from ..table.activations import Release
 from ..table.run_order import Transfers
 from ..version import __version__
-from . import terminal
-from .commands import (
-    check_command,
-    compare_command,
-    list_command,
-    plan_command,
-    show_command,
-    simulate_command,
-)
+from . import commands, terminal
 from .doctor import doctor_command
 
 SUCCESS, INVALID, USAGE = 0, 1, 2
@@ -43,6 +35,8 @@ _KINDS: dict[str, dict[str, Any]] = {
     **{name: {"type": terminal.whole, "metavar": name} for name in _WHOLE},
     **{name: {"type": terminal.number, "metavar": name} for name in _NUMBER},
     "SIZE": {"type": terminal.size, "metavar": "SIZE"},
+    "COST": {"type": terminal.cost, "metavar": "COST"},
+    "F,I,W,T": {"type": terminal.costs, "metavar": "F,I,W,T"},
     "KEY=VALUE": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
     "FORMAT": {"choices": ("grid", "csv", "svg", "html", "trace", "json")},
     "THEME": {"choices": [each.value for each in Theme]},
@@ -160,12 +154,12 @@ _SIZES = f"""model by its sizes
 {_fields(Transformer, "NUMBER")}"""
 # Each command and its groups of arguments.
 COMMANDS: dict[Callable[[argparse.Namespace], bool], tuple[str, ...]] = {
-    list_command: ("\nnames NAME ...", _JSON),
-    show_command: (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
-    simulate_command: (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
-    check_command: (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
-    compare_command: (_SOURCES, _SHAPE, _COSTS, _JSON),
-    plan_command: (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
+    commands.list_command: ("\nnames NAME ...", _JSON),
+    commands.show_command: (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
+    commands.simulate_command: (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
+    commands.check_command: (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
+    commands.compare_command: (_SOURCES, _SHAPE, _COSTS, _JSON),
+    commands.plan_command: (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
     doctor_command: (_DOCTOR, _PROCESSES, _JSON),
 }
 

@@ -87,6 +87,23 @@ def size(text: str) -> float:
     return float(match[1]) * (2.0**10 if match[3] else 1e3) ** power
 
 
+def cost(text: str) -> Cost:
+    """An argument that is a number, or numbers joined by colons, one per stage, for argparse."""
+    numbers = [number(part) for part in text.split(":")]
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def costs(text: str) -> dict[str, Cost]:
+    """An argument that is F,I,W,T, for argparse."""
+    fields = text.split(",")
+    if len(fields) not in (3, 4):
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} must be F,I,W,T: three or four numbers joined by commas, e.g. "
+            "1,1,1,0.1"
+        )
+    return dict(zip(_COSTS, map(cost, fields), strict=False))
+
+
 def flag(name: str) -> str:
     """The flag of an argument."""
     return f"--{name.replace('_', '-')}"
@@ -195,22 +212,10 @@ def checked(
 
 
 def read_costs(arguments: argparse.Namespace) -> Costs:
-    """The costs that the command line gives; UsageError names the part that cannot be read."""
-    costs: dict[str, Any] = {}
-    if arguments.costs is not None:
-        fields = arguments.costs.split(",")
-        if len(fields) not in (3, 4):
-            raise UsageError(
-                f"--costs {quoted(arguments.costs)} must be F,I,W,T: three or four numbers "
-                "joined by commas, e.g. 1,1,1,0.1"
-            )
-        costs = {kind: _cost("costs", text) for kind, text in zip(_COSTS, fields, strict=False)}
-    costs |= {
-        name: _cost(name, text)
-        for name in OTHER_COSTS
-        if (text := getattr(arguments, name)) is not None
-    }
-    return Costs(**costs, release=Release(arguments.release))
+    """The costs that the command line gives."""
+    own = {name: getattr(arguments, name) for name in OTHER_COSTS}
+    own = {name: value for name, value in own.items() if value is not None}
+    return Costs(**(arguments.costs or {}), **own, release=Release(arguments.release))
 
 
 def _gives_costs(arguments: argparse.Namespace) -> bool:
@@ -279,15 +284,6 @@ def _value(text: str) -> object:
     if not all(_WHOLE.fullmatch(field.strip()) for field in fields):
         return text
     return int(text) if len(fields) == 1 else tuple(map(int, fields))
-
-
-def _cost(name: str, text: str) -> Cost:
-    """A number, or numbers joined by colons, one per stage."""
-    try:
-        numbers = [number(part) for part in text.split(":")]
-    except argparse.ArgumentTypeError as error:
-        raise UsageError(f"{flag(name)}: {error} (numbers joined by : are one per stage)") from None
-    return numbers[0] if len(numbers) == 1 else numbers
 
 
 def file_path(text: str) -> Path:

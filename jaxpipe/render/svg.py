@@ -375,13 +375,10 @@ def to_svg(
     '<svg'
     """
     chart = Chart(timeline, width, memory, title)
-    root = draw(chart, critical_path=critical_path)
-    light, dark = (style(p, chunks=chart.shades, scope=SCOPE) for p in (LIGHT, DARK))
+    light, dark = (style(palette, chunks=chart.shades) for palette in (LIGHT, DARK))
     both = f"{light}@media(prefers-color-scheme:dark){{{dark}}}"
-    sheet = Element("style")
-    sheet.text = {Theme.LIGHT: light, Theme.DARK: dark, Theme.AUTO: both}[theme]
-    root.insert(0, sheet)
-    return tostring(root, encoding="unicode")
+    sheet = {Theme.LIGHT: light, Theme.DARK: dark, Theme.AUTO: both}[theme]
+    return draw(chart, critical_path=critical_path, sheet=sheet)
 
 
 def shade(palette: Palette, kind: Kind, *, chunk: int, chunks: int) -> str:
@@ -404,8 +401,8 @@ def _rgb(colour: str) -> bytes:
     return bytes.fromhex(colour[1:])
 
 
-def style(palette: Palette, *, chunks: int, scope: str) -> str:
-    """CSS for the classes that the drawing uses, each selector under `scope`."""
+def style(palette: Palette, *, chunks: int, within: str = "") -> str:
+    """CSS for the classes that the drawing uses, each selector of drawings `within` another."""
     sheet = Template(_STYLE.strip("\n")).substitute(palette.colours)
     rules = [line.split(" ", 1) for line in sheet.splitlines()]
     for kind in palette.shades:
@@ -413,15 +410,17 @@ def style(palette: Palette, *, chunks: int, scope: str) -> str:
             colour = shade(palette, kind, chunk=chunk, chunks=chunks)
             rules.append([f".{kind.name}{chunk}", f"fill:{colour}"])
             rules.append([f".on{kind.name}{chunk}", f"fill:{ink_on(colour)}"])
-    return "".join(f"{scope} {name}".rstrip() + f"{{{body}}}" for name, body in rules)
+    return "".join(f"{within}{SCOPE} {name}".rstrip() + f"{{{body}}}" for name, body in rules)
 
 
-def draw(chart: Chart, *, critical_path: bool) -> Element:
-    """The whole picture."""
+def draw(chart: Chart, *, critical_path: bool = False, sheet: str = "") -> str:
+    """The text of the whole picture, with a style sheet of its own or that of its page."""
     width, height = _px(chart.width), _px(chart.height)
     root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": SCOPE[1:]})
     root.attrib |= {"role": "img", "aria-label": chart.title}
     root.attrib |= {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
+    if sheet:
+        SubElement(root, "style").text = sheet
     _add_hatch(root)
     _add(root, "rect", "page", width=chart.width, height=chart.height, rx=8)
     _draw_heading(root, chart)
@@ -434,7 +433,7 @@ def draw(chart: Chart, *, critical_path: bool) -> Element:
         _draw_critical_path(root, chart)
     _draw_axis(root, chart)
     _draw_legend(root, chart)
-    return root
+    return tostring(root, encoding="unicode")
 
 
 def _draw_heading(root: Element, chart: Chart) -> None:
