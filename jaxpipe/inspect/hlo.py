@@ -218,6 +218,10 @@ class Place:
         """Whether it is under a predicate."""
         return any(frame.trips is None for frame in self.frames)
 
+    def is_inside(self, instruction: Instruction) -> bool:
+        """Whether a loop or conditional is around it."""
+        return any(frame.instruction is instruction for frame in self.frames)
+
     @property
     def in_loop(self) -> bool:
         """Whether it is run more than once a step."""

@@ -265,22 +265,20 @@ def most_waits(
 
     Each action takes one predicate.
     """
-    gains: list[tuple[float, int, str]] = []
-    for each in predicates:
-        if each.place.guarded:
-            continue
-        inside = [
-            other
-            for other in predicates
-            if any(frame.instruction is each.instruction for frame in other.place.frames)
-        ]
+
+    def gain(each: Predicate) -> float:
+        """The waits that it adds each time that it is taken, with all predicates inside."""
+        inside = [other for other in predicates if other.place.is_inside(each.instruction)]
         more = count_waits([each, *inside], taken=True) - count_waits([each], taken=False)
-        gains.append((more / max(1, each.times), each.times, each.kind or ""))
+        return more / max(1, each.times)
+
     total: float = count_waits(predicates, taken=False)
     left, of_kind = actions, dict(by_kind or {})
-    for gain, times, kind in sorted(gains, reverse=True):
-        taken = min(left, times, of_kind.get(kind, times))
-        total += gain * taken
+    outer = [each for each in predicates if not each.place.guarded]
+    for each in sorted(outer, key=gain, reverse=True):
+        kind = each.kind or ""
+        taken = min(left, each.times, of_kind.get(kind, each.times))
+        total += gain(each) * taken
         left -= taken
         if kind in of_kind:
             of_kind[kind] -= taken
