@@ -28,8 +28,7 @@ from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.moves import Move, large_moves_on_tpus
 from benchmarks.output import Result, add_output
-from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.programs import Purpose, TpuProgram
+from jaxpipe.inspect.programs import Purpose, TpuProgram, steady
 from jaxpipe.lowering.target import Chip
 from tests.tpu.programs import tpu_fault, tpu_mesh
 

@@ -19,15 +19,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree
 from ..errors import PipelineError
-from ..inspect.blocks import (
+from ..inspect.step_memory import (
     Block,
     Step,
+    gradient_bytes,
+    hoisted_bytes,
+    local_bytes,
     outer_blocks,
     output_entries,
     stage_blocks,
-    temp_bytes,
 )
-from ..inspect.step_memory import gradient_bytes, hoisted_bytes, local_bytes
 from ..jaxprs.equations import count_work, nbytes
 from ..lowering.target import CHIPS, Chip
 from ..model.param_layout import with_outer
@@ -145,7 +146,7 @@ class Measured:
             boundary=step.boundary(number),
             stash=entry["stash"],
             workspace=max(self.temp[f"{name} {number}"] for name in BLOCKS),
-            hoisted=hoisted_bytes(step, len(kind.consts), kind.hoist, entries.parameters),
+            hoisted=hoisted_bytes(step, kind, entries.parameters),
         )
 
     def end_cost(
@@ -188,7 +189,7 @@ def measured_blocks(
     step = traced(pipe, *arguments)
     blocks = blocks_of(step)
     compiled = {name: step.compiled(block) for name, block in blocks.items()}
-    temp = {name: temp_bytes(each, step.job.mesh) for name, each in compiled.items()}
+    temp = {name: step.temp_of(each) for name, each in compiled.items()}
     largest = max(range(len(step.code.kinds)), key=step.boundary)
     hops = pipe.schedule.num_devices > 1
     if peak is None:

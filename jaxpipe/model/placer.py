@@ -135,7 +135,7 @@ class Followers:
 
 
 def shardings(
-    partition: Partition, follows: Mapping[str, PyTree], like: Params
+    partition: Partition, follows: Mapping[str, PyTree], like: Mapping[str, PyTree]
 ) -> dict[str, PyTree]:
     """The shardings of a tree of these shapes, like the placed parameters or canonical ones.  A dim
     that does not divide is whole.

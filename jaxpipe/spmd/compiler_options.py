@@ -63,24 +63,8 @@ _BLOCKS_COMMUNICATE: Options = {
 }
 
 
-# Options for programs that are compiled only to read the partitioner's decisions: the fastest code
-# generation.
-_UNOPTIMISED: Options = {
-    "xla_backend_optimization_level": "0",
-    "xla_llvm_disable_expensive_passes": True,
-}
-
-
 # The host decides every predicate.
 NO_GRAPHS: Options = {"xla_gpu_enable_command_buffer": ""}
-
-
-def options_unrun(target: Target) -> Options:
-    """The options for a program that is neither run nor measured."""
-    if target.on_cpus:
-        return _UNOPTIMISED
-    # Calls of cuBLAS need no code generation.
-    return _UNOPTIMISED | {"xla_gpu_enable_triton_gemm": False} if target.on_gpus else {}
 
 
 def options_for(target: Target) -> Options:

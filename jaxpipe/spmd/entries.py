@@ -26,7 +26,7 @@ from ..stage.job import Job
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
 from ..table.kinds import Kind
-from .compiler_options import options_for, options_unrun
+from .compiler_options import options_for
 
 
 def mapped(
@@ -201,16 +201,15 @@ def compiled_alone(
     function: Callable[..., Leaves],
     *groups: Group,
     donated: Sequence[int] = (),
-    unrun: bool = False,
 ) -> Any:
     """A piece of a device's program compiled by itself for the job's mesh: it takes a list for each
     group and returns one.
 
     Outputs take the room of the `donated` groups, as pools and accumulators are updated in place in
-    the step.  An `unrun` program is only read: it is neither run nor measured.
+    the step.
     """
-    options = options_for(job.target) | (options_unrun(job.target) if unrun else {})
-    return _lowered_alone(job, function, groups, donated).compile(compiler_options=options)
+    lowered = _lowered_alone(job, function, groups, donated)
+    return lowered.compile(compiler_options=options_for(job.target))
 
 
 def _lowered_alone(

@@ -10,8 +10,7 @@ import pytest
 
 import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
-from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.programs import compile_and_read
+from jaxpipe.inspect.programs import compile_and_read, steady
 from jaxpipe.lowering.plan import plan_of
 from tests.gpu.programs import compile_step, gpu_fault
 from tests.tiers import slow

@@ -14,9 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
-from jaxpipe.inspect.collectives import Compute, steady
-from jaxpipe.inspect.programs import Purpose, TpuProgram, heap_bytes
-from jaxpipe.inspect.step_profile import Clock
+from jaxpipe.inspect.programs import Compute, Purpose, TpuProgram, heap_bytes, steady
+from jaxpipe.inspect.step_report import Clock
 from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.spmd.tick import WITH_SLACK
 from tests.gpu import test_slices as gpu_slices
