@@ -21,7 +21,6 @@ Megatron's 1T run: 502 petaFLOP/s on 3,072 A100s, 52 % of the peak (abstract).
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from typing import Any
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output, write_all
+from benchmarks.output import Result, command, write_all
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import Target
 from jaxpipe.planner.layer_cost import Ends
@@ -336,7 +335,7 @@ LARGEST = (
     "zb_h1:1",
     "1f1b:1",
 )
-BUBBLES = ("model", "P", "M", "schedule", "simulated", "published", "difference")
+BUBBLES = "model  P  M  schedule  simulated  published  difference"
 PLANS = (
     "run",
     "P x T",
@@ -350,7 +349,7 @@ PLANS = (
     "memory",
     "published",
 )
-DUALPIPE = ("schedule", "P", "M", "bubble", "published", "formula", "activations", "published")
+DUALPIPE = "schedule  P  M  bubble  published  formula  activations  published"
 _SECONDS = ("build", "check", "simulate", "plan", "program", "seconds")
 TABLES = ("table", "P", "V", "M", "actions", "ticks", "blocks", *_SECONDS, "memory")
 TITLES = (
@@ -390,9 +389,7 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument(
         "--runs",
         nargs="*",
@@ -406,7 +403,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--only-tables", action="store_true", help="only the processor seconds of large tables"
     )
     parser.add_argument("--size", default="128,2048", metavar="P,M", help="of the tables")
-    add_output(parser)
     args = parser.parse_args(argv)
     machine = describe()
     devices, microbatches = map(int, args.size.split(","))

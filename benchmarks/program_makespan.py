@@ -10,19 +10,18 @@ ends of a transfer wait for each other.  Transfers take no time.  The program is
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Result, command
 from benchmarks.stage_costs import Sizes, StageCosts, measure
 from jaxpipe.lowering.cost_model import cost_parts, program_makespan
 from jaxpipe.lowering.plan import Plan, plan_of
 from jaxpipe.schedules.registry import describe as describe_schedule
 
 UNIT = StageCosts(backward=2, input_grad=1, weight_grad=1)
-COLUMNS = ("schedule", "P", "V", "M", "unit", "measured", "blocks", "why")
+COLUMNS = "schedule  P  V  M  unit  measured  blocks  why"
 
 
 def ratio(plan: Plan, stage_costs: StageCosts) -> float:
@@ -67,9 +66,7 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command(__doc__)
     parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
     parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], metavar="M")
     parser.add_argument(
@@ -78,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="in units of F, instead of measuring a stage; the last three: what first adds to F "
         "and to B, and last to F",
     )
-    add_output(parser)
     args = parser.parse_args(argv)
     machine = describe()
     measured = (

@@ -15,7 +15,6 @@ section 4).
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output, write_all
+from benchmarks.output import Result, command, write_all
 from jaxpipe.lowering.target import Target
 from jaxpipe.planner.candidate import Candidate
 from jaxpipe.planner.layer_cost import Ends, LayerCost
@@ -186,8 +185,7 @@ def _share(runs: Sequence[Run]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_output(parser)
+    parser = command(__doc__)
     args = parser.parse_args(argv)
     given = json.loads(Path(__file__).with_suffix(".json").read_text())
     runs = megatron(given["megatron_2021_table_1"]["rows"])
@@ -208,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 better,
             )
         )
-    columns = ("run", "published", "predicted", "difference", "as", "own", "planner's own")
+    columns = "run  published  predicted  difference  as  own  planner's own"
     notes = (
         f"TFLOP/s of a device, at {share:.1%} of the peak in matmuls, the same for all rows.",
         "as: the shortest of 1F1B and its interleaving with the published remat, in any memory.",
