@@ -19,7 +19,7 @@ from jaxpipe.checkpoint import Checkpoints
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
-from tests.tolerance import relative
+from tests.tolerance import relative, same
 from tests.unlike.test_unlike import draw
 
 M, D, V = 4, 4, 5
@@ -246,10 +246,7 @@ def test_a_checkpoint_keeps_what_is_frozen_and_moments_of_the_rest(
         checkpoints.save(1, state)
         _, found = checkpoints.restore(jax.tree.map(jnp.zeros_like, state))
     assert jax.tree.structure(found) == jax.tree.structure(state)
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True)
-    )
+    assert same(found, state)
 
 
 def test_specs_are_a_tree_like_the_parameters() -> None:

@@ -7,8 +7,6 @@ process of its own.
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -32,6 +30,7 @@ from tests.axes.model import (
     pipeline,
     worst_error,
 )
+from tests.environment import python
 from tests.oracle import oracle_outputs, oracle_value_and_grad
 from tests.parity.tolerance import FLOAT64
 from tests.tiers import slow
@@ -175,10 +174,7 @@ def forwards() -> None:
 
 def run(call: str) -> None:
     code = f"from tests import conftest; from tests.axes import test_permutes; test_permutes.{call}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    python("-c", code, timeout=SECONDS)
 
 
 @pytest.mark.parametrize(

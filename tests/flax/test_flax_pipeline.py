@@ -22,6 +22,7 @@ from tests.flax.test_linen import taken_apart as linen_apart
 from tests.flax.test_nnx import taken_apart
 from tests.flax.walk import through
 from tests.parity.tolerance import FLOAT64
+from tests.tolerance import same
 
 M, ROWS = 2, 3
 
@@ -204,7 +205,4 @@ def test_a_layout_of_letters_of_linen_blocks() -> None:
     back = uneven.to_linen(uneven.params)
     for i, found in enumerate(back):
         wanted = variables["params"][f"block_{i}"]
-        assert all(
-            np.array_equal(a, b)
-            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-        )
+        assert same(found, wanted)

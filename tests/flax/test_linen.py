@@ -27,7 +27,7 @@ from tests.flax.models import (
     rows,
 )
 from tests.flax.walk import Key, through
-from tests.tolerance import FLOAT64, relative
+from tests.tolerance import FLOAT64, relative, same
 
 FLOAT32_ULP = 1.2e-7  # a value on the border of two float32 may be rounded either way
 EMBED, HEAD = nn.Embed(VOCAB, WIDTH, param_dtype=F64), nn.Dense(VOCAB, param_dtype=F64)
@@ -95,10 +95,7 @@ def test_numbered_blocks_give_the_model_s_loss_gradients_and_statistics() -> Non
     assert found == pytest.approx(
         float(net.apply({**variables, **after}, rows(), train=False)), rel=1e-6
     )
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(state), strict=True)
-    )
+    assert same(left, state)
 
 
 class Scanned(nn.Module):
@@ -125,10 +122,7 @@ def test_blocks_stacked_by_scan_are_blocks() -> None:
     assert np.max(np.abs(found - wanted)) <= FLOAT64 * np.max(np.abs(wanted))
     back = model.to_linen(model.params)
     assert jax.tree.structure(back) == jax.tree.structure(dict(stacked))
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(stacked), strict=True)
-    )
+    assert same(back, stacked)
 
 
 def test_a_pattern_of_unlike_blocks_that_stages_repeat() -> None:
@@ -142,10 +136,7 @@ def test_a_pattern_of_unlike_blocks_that_stages_repeat() -> None:
     found, _ = through(model, model.params, x)
     assert np.max(np.abs(found - y)) <= FLOAT64 * np.max(np.abs(y))
     back = model.to_linen(model.params)
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(variables), strict=True)
-    )
+    assert same(back, variables)
 
 
 @pytest.mark.exhaustive

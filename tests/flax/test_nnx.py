@@ -30,7 +30,7 @@ from tests.flax.models import (
 )
 from tests.flax.walk import Key, through
 from tests.parity.engines import mesh_of
-from tests.tolerance import FLOAT64, relative
+from tests.tolerance import FLOAT64, relative, same
 
 
 def head_loss(modules: Any, x: jax.Array, microbatch: Any) -> jax.Array:
@@ -92,12 +92,7 @@ def test_leaves_of_stages_are_stage_then_block() -> None:
 def test_to_nnx_writes_parameters_back() -> None:
     net, other = Net(), Net(seed=5)
     taken_apart(other, 3).to_nnx(taken_apart(net, 3).params)
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(
-            jax.tree.leaves(nnx.state(other)), jax.tree.leaves(nnx.state(net)), strict=True
-        )
-    )
+    assert same(nnx.state(other), nnx.state(net))
 
 
 @nnx.vmap(in_axes=0, out_axes=0)
@@ -171,10 +166,7 @@ def test_batch_statistics_are_state() -> None:
     found, after = through(model, model.params, rows(), state=state, training=False)
     net.eval()
     assert relative(found, net.loss(rows())) <= FLOAT64
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(state), strict=True)
-    )
+    assert same(after, state)
 
 
 def test_parameters_that_are_not_trained_are_state() -> None:

@@ -25,7 +25,7 @@ from tests.flat import flat_pipeline, is_defined
 from tests.parity.engines import mesh_of
 from tests.shares import changed, put
 from tests.tiers import by_actions, exhaustive, slow
-from tests.tolerance import relative
+from tests.tolerance import relative, same
 
 WIDTH, TOKENS, ROWS = 4, 3, 2
 # Sums of some dozens of terms of order one in float64, in another order: some 1e-15.
@@ -248,12 +248,7 @@ def test_what_is_placed_comes_back_and_shapes_are_placed_too():
     placed = pipe.place(whole)
     assert jax.tree.leaves(placed["last"])[0].shape == (12, WIDTH)
     back = pipe.canonical(placed)
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(
-            jax.tree.leaves({**back, "shared": {}}), jax.tree.leaves(whole), strict=True
-        )
-    )
+    assert same({**back, "shared": {}}, whole)
     shapes = pipe.place(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), whole))
     assert jax.tree.map(lambda s, a: (s.shape, s.sharding) == (a.shape, a.sharding), shapes, placed)
     assert pipe.outputs(placed, rows(8, 10)).shape == (8, TOKENS, WIDTH)
@@ -278,17 +273,11 @@ def test_a_checkpoint_holds_no_padding_and_fits_another_number_of_devices():
     # As from a file: the devices are others.
     back = PortableState(pipe_on(2)).placed(jax.tree.map(np.asarray, stored), states[2])
     assert jax.tree.structure(back) == jax.tree.structure(states[2])
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[2]), strict=True)
-    )
+    assert same(back, states[2])
     again = PortableState(pipe_on(4)).placed(
         jax.tree.map(np.asarray, PortableState(pipe_on(2)).of(states[2])), states[4]
     )
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(states[4]), strict=True)
-    )
+    assert same(again, states[4])
     pipe, params = pipe_on(4), states[4]["params"]
     spread = pipe.canonical(params, spread=True)
     assert np.array_equal(spread["last"]["w"], whole["last"]["w"])
