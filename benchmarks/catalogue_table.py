@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 import jaxpipe as jp
-from benchmarks.output import Result, command
+from benchmarks.output import Command, Result
 from benchmarks.torch_tables import CLASSES, torch_table
 
 SIZES = ((4, 2), (4, 4), (4, 8), (4, 32), (8, 4), (8, 8), (8, 11), (8, 16), (8, 64), (16, 64))
@@ -111,7 +111,7 @@ NOTES = (
 
 def main() -> None:
     """Print the table."""
-    parser = command(__doc__)
+    parser = Command(__doc__)
     options = parser.parse_args()
     rows = [_row(name, p, v, m, extra) for name, v, extra in CASES for p, m in SIZES]
     title = "The catalogue, with F = I = W = 1"

@@ -27,7 +27,7 @@ from typing import Any
 import jaxpipe as jp
 from benchmarks.emulated_worker import MARK, Case, Group
 from benchmarks.machine import describe
-from benchmarks.output import Result, Row, command, told
+from benchmarks.output import Command, Result, Row, told
 from jaxpipe.lowering.plan import Plan, plan_of
 
 SCHEDULES = (
@@ -68,16 +68,10 @@ NOTES = (
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__)
-    parser.add_argument(
-        "--schedules",
-        nargs="+",
-        default=SCHEDULES,
-        metavar="NAME:V",
-        help="schedules with their chunks a device",
-    )
-    parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], metavar="M")
+    parser = Command(__doc__)
+    parser.option("--schedules", SCHEDULES, "NAME:V", "schedules with their chunks a device")
+    parser.option("--devices", [4, 8], "P")
+    parser.option("--microbatches", [8, 32], "M")
     parser.add_argument(
         "--processes",
         nargs="+",
@@ -85,14 +79,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="process counts (default: 1 and P, and 2 for P = 4)",
     )
-    parser.add_argument(
-        "--unit",
-        type=float,
-        default=0.01,
-        metavar="SECONDS",
-        help="how long F, I and W hold a device",
-    )
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="steps that are timed")
+    parser.option("--unit", 0.01, "SECONDS", "how long F, I and W hold a device")
+    parser.option("--repeats", 5, "N", "steps that are timed")
     return parser.parse_args(argv)
 
 

@@ -28,7 +28,7 @@ import jaxpipe as jp
 from benchmarks.emulated_worker import ROW, layer_of, stage_of
 from benchmarks.hold import counts
 from benchmarks.machine import describe
-from benchmarks.output import Result, Row, command, told
+from benchmarks.output import Command, Result, Row, told
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.table.kinds import Kind
 
@@ -146,30 +146,14 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
-    parser.add_argument(
-        "--schedules", nargs="+", default=["1f1b", "zb_h1", "gpipe"], metavar="NAME"
-    )
-    parser.add_argument("--devices", type=int, default=4, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=16, metavar="M")
-    parser.add_argument(
-        "--head",
-        type=float,
-        default=2.0,
-        metavar="UNITS",
-        help="of the head and its gradient, a microbatch (2)",
-    )
-    parser.add_argument(
-        "--unit", type=float, default=0.02, metavar="SECONDS", help="of F, I and W (0.02)"
-    )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N")
-    parser.add_argument(
-        "--heads",
-        nargs="+",
-        default=["NOWHERE", "LAST", "SPREAD"],
-        choices=[h.name for h in Head],
-        metavar="WHERE",
-    )
+    parser = Command(__doc__)
+    parser.option("--schedules", ["1f1b", "zb_h1", "gpipe"], "NAME")
+    parser.option("--devices", 4, "P")
+    parser.option("--microbatches", 16, "M")
+    parser.option("--head", 2.0, "UNITS", "of the head and its gradient, a microbatch (2)")
+    parser.option("--unit", 0.02, "SECONDS", "of F, I and W (0.02)")
+    parser.option("--repeats", 3, "N")
+    parser.option("--heads", ["NOWHERE", "LAST", "SPREAD"], "WHERE", choices=[h.name for h in Head])
     args = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", args.devices)
     rows = told(_rows(args))

@@ -18,7 +18,7 @@ import numpy as np
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, command
+from benchmarks.output import Command, Result
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.schedules.registry import describe as describe_schedule
 from tests.gpu.programs import compile_step, operations, require_gpu_compiler
@@ -121,9 +121,9 @@ def line(table: Table, *, compile_it: bool) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     catalogue = [name for name in jp.schedules.names() if name != "no_pipelining"]
-    parser = command(__doc__)
-    parser.add_argument("--schedules", nargs="+", default=catalogue, metavar="NAME")
-    parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
+    parser = Command(__doc__)
+    parser.option("--schedules", catalogue, "NAME")
+    parser.option("--devices", [4, 8], "P")
     parser.add_argument(
         "--compile",
         nargs="*",

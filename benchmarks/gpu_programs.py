@@ -30,7 +30,7 @@ import jaxpipe as jp
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.moves import LargeMove, Move, large_moves
-from benchmarks.output import Result, command
+from benchmarks.output import Command, Result
 from jaxpipe.inspect.collectives import steady
 from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits, most_waits
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
@@ -209,23 +209,15 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     catalogue = [name for name in jp.schedules.names() if name != "no_pipelining"]
-    parser = command(__doc__)
-    parser.add_argument("--schedules", nargs="+", default=catalogue, metavar="NAME")
-    parser.add_argument(
-        "--grid",
-        nargs="*",
-        default=["1f1b", "zb_h1"],
-        metavar="NAME",
-        help="those compiled for all meshes and choices of remat",
+    parser = Command(__doc__)
+    parser.option("--schedules", catalogue, "NAME")
+    parser.option(
+        "--grid", ["1f1b", "zb_h1"], "NAME", "those compiled for all meshes and choices of remat"
     )
-    parser.add_argument(
-        "--axes", nargs="+", type=Axes, choices=list(Axes), default=list(Axes), metavar="AXES"
-    )
-    parser.add_argument(
-        "--remat", nargs="+", type=Remat, choices=list(Remat), default=list(Remat), metavar="REMAT"
-    )
-    parser.add_argument("--devices", type=int, default=8, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=32, metavar="M")
+    parser.option("--axes", list(Axes), "AXES", choices=list(Axes))
+    parser.option("--remat", list(Remat), "REMAT", choices=list(Remat))
+    parser.option("--devices", 8, "P")
+    parser.option("--microbatches", 32, "M")
     parser.add_argument(
         "--options", nargs="*", default=[], metavar="NAME=VALUE", help="XLA options to compile with"
     )

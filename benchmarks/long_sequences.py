@@ -35,7 +35,7 @@ from benchmarks.llama import (
     parameters,
 )
 from benchmarks.machine import describe
-from benchmarks.output import Result, command, told, write_all
+from benchmarks.output import Command, Result, told, write_all
 from jaxpipe.model.arguments import under_policies
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
@@ -323,7 +323,7 @@ def notes(fused: str) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
+    parser = Command(__doc__)
     parser.add_argument("--only", nargs="+", type=int, help="numbers of cases to compile, from 0")
     args = parser.parse_args(argv)
     require_gpu_compiler(parser)

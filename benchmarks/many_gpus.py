@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
-from benchmarks.output import Result, command
+from benchmarks.output import Command, Result
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 MIB = 2**20
@@ -101,7 +101,7 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
+    parser = Command(__doc__)
     parser.add_argument(
         "--cases",
         nargs="+",
@@ -116,13 +116,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ] or CASES
     machine = describe()
     rows = [case.line() for case in chosen]
-    Result(
-        "One step of a narrow Llama compiled for many described H100s",
-        machine,
-        COLUMNS,
-        rows,
-        NOTES,
-    ).write(args.output)
+    title = "One step of a narrow Llama compiled for many described H100s"
+    Result(title, machine, COLUMNS, rows, NOTES).write(args.output)
 
 
 if __name__ == "__main__":

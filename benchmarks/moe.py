@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.moves import large_moves
-from benchmarks.output import Result, command, write_all
+from benchmarks.output import Command, Result, write_all
 from jaxpipe.inspect.collectives import Compute
 from jaxpipe.inspect.programs import GpuProgram, compile_and_read, most_waits
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
@@ -323,7 +323,7 @@ TITLES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
+    parser = Command(__doc__)
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=DEFAULT)
     parser.add_argument(
         "--hidden", type=float, help="predict alone, with this share of the sends beside matmuls"
@@ -342,10 +342,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines.append(line)
         predictions.append(case.predicted(hidden))
     tables = zip(TITLES, (COMPILED, PREDICTED), (lines, predictions), NOTES, strict=True)
-    write_all(
-        [Result(title, machine, columns, rows, notes) for title, columns, rows, notes in tables],
-        args.output,
-    )
+    write_all([Result(title, machine, *rest) for title, *rest in tables], args.output)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -66,17 +66,25 @@ def write_all(results: Sequence[Result], path: Path | None) -> None:
         path.write_text("\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n")
 
 
-def command(text: str | None) -> argparse.ArgumentParser:
+class Command(argparse.ArgumentParser):
     """The command of a benchmark, described by its module's docstring, with the option that every
     one has.
     """
-    parser = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the table here too"
-    )
-    return parser
+
+    def __init__(self, text: str | None) -> None:
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument(
+            "-o", "--output", type=Path, metavar="FILE", help="write the table here too"
+        )
+
+    def option(
+        self, name: str, default: Any, metavar: str, text: str | None = None, **more: Any
+    ) -> None:
+        """Add an option of the type of its default; one of several values has a list of them."""
+        several = isinstance(default, list | tuple)
+        one = default[0] if several and default else "" if several else default
+        more |= {"nargs": "*"} if several else {}
+        self.add_argument(name, default=default, type=type(one), metavar=metavar, help=text, **more)
 
 
 def told(rows: Iterable[Row]) -> list[Row]:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, Row, command, told
+from benchmarks.output import Command, Result, Row, told
 from benchmarks.planned_models import Planned, llama, mixed
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
@@ -113,9 +113,9 @@ COLUMNS = "model  plan  layout  layers  traced  XLA  layers / XLA  traced / XLA"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
-    parser.add_argument("--devices", type=int, default=4, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M")
+    parser = Command(__doc__)
+    parser.option("--devices", 4, "P")
+    parser.option("--microbatches", 8, "M")
     parser.add_argument("--tiny", action="store_true", help="one small model and one plan")
     args = parser.parse_args(argv)
     require_gpu_compiler(parser)
@@ -135,13 +135,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"Within 5 % of XLA's figure: {within[1]} of {len(rows)} traced, {within[0]} of "
         f"{len(rows)} by the layers' sizes.",
     )
-    Result(
-        f"Memory of plans on {args.devices} described H100s, {args.microbatches} microbatches",
-        machine,
-        COLUMNS,
-        rows,
-        notes,
-    ).write(args.output)
+    title = f"Memory of plans on {args.devices} described H100s, {args.microbatches} microbatches"
+    Result(title, machine, COLUMNS, rows, notes).write(args.output)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, command
+from benchmarks.output import Command, Result
 from benchmarks.stage_costs import Sizes, StageCosts, measure
 from jaxpipe.lowering.cost_model import cost_parts, program_makespan
 from jaxpipe.lowering.plan import Plan, plan_of
@@ -66,9 +66,9 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
-    parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], metavar="M")
+    parser = Command(__doc__)
+    parser.option("--devices", [4, 8], "P")
+    parser.option("--microbatches", [8, 32], "M")
     parser.add_argument(
         "--costs",
         metavar="B,I,W[,F,B,L]",
@@ -103,13 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         )
     costs = f"{'given' if args.costs else 'measured'}, in units of F: {measured.describe()}"
-    Result(
-        "Makespan of the lowered program / makespan of its table",
-        machine,
-        COLUMNS,
-        rows,
-        (costs, *NOTES),
-    ).write(args.output)
+    title = "Makespan of the lowered program / makespan of its table"
+    Result(title, machine, COLUMNS, rows, (costs, *NOTES)).write(args.output)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.machine import describe
-from benchmarks.output import Result, command, write_all
+from benchmarks.output import Command, Result
 from jaxpipe.lowering.target import Target
 from jaxpipe.planner.candidate import Candidate
 from jaxpipe.planner.layer_cost import Ends, LayerCost
@@ -185,7 +185,7 @@ def _share(runs: Sequence[Run]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
+    parser = Command(__doc__)
     args = parser.parse_args(argv)
     given = json.loads(Path(__file__).with_suffix(".json").read_text())
     runs = megatron(given["megatron_2021_table_1"]["rows"])
@@ -220,10 +220,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "By its sizes the published Llama 3 holds 85 to 100 GB without offload or remat; its "
         "authors freed tensors early (section 3.3.2).",
     )
-    write_all(
-        [Result("Published runs, predicted from their sizes", describe(), columns, rows, notes)],
-        args.output,
-    )
+    title = "Published runs, predicted from their sizes"
+    Result(title, describe(), columns, rows, notes).write(args.output)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.llama import TENSOR, Model, Shape, batch, layered, layered_specs, parameters, specs
 from benchmarks.machine import describe
-from benchmarks.output import Result, command, told
+from benchmarks.output import Command, Result, told
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 GIB = 2**30
@@ -119,22 +119,18 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
-    parser.add_argument("--pipe", type=int, default=8, metavar="P")
-    parser.add_argument("--tensor", type=int, default=8, metavar="T")
+    parser = Command(__doc__)
+    parser.option("--pipe", 8, "P")
+    parser.option("--tensor", 8, "T")
     parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[16, 32], metavar="M")
+    parser.option("--microbatches", [16, 32], "M")
     parser.add_argument(
         "--layout",
         metavar="TEXT",
         help="one case instead: the layers of each stage, as in Et*9|t*10|...|t*10L",
     )
-    parser.add_argument(
-        "--schedule", default="interleaved_1f1b", metavar="NAME", help="with --layout: its table"
-    )
-    parser.add_argument(
-        "--chunks", type=int, default=2, metavar="V", help="with --layout: stages on a device"
-    )
+    parser.option("--schedule", "interleaved_1f1b", "NAME", "with --layout: its table")
+    parser.option("--chunks", 2, "V", "with --layout: stages on a device")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these schedules of the list")
     args = parser.parse_args(argv)
     require_gpu_compiler(parser)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jaxpipe as jp
-from benchmarks.output import Result, command
+from benchmarks.output import Command, Result
 
 BEST = Path(__file__).parent / "results" / "search_best.json"
 # a GPT stage (benchmarks/results/stage_costs.txt)
@@ -93,8 +93,8 @@ INSTANCES = tuple(Instance(costs, *shape) for shape in SHAPES for costs in COSTS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
-    parser.add_argument("--search", type=float, default=60, metavar="SECONDS")
+    parser = Command(__doc__)
+    parser.option("--search", 60.0, "SECONDS")
     parser.add_argument(
         "--instances", type=int, nargs=2, default=(0, len(INSTANCES)), metavar=("FIRST", "END")
     )
@@ -153,13 +153,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "instance  relaxed  list  search  best  proven  by  list/best  search/best  "
         "search/proven  cpu s  cpu s"
     )
-    Result(
-        f"auto against the best known and what is proven (search = {args.search:g})",
-        (),
-        columns,
-        rows,
-        notes,
-    ).write(args.output)
+    title = f"auto against the best known and what is proven (search = {args.search:g})"
+    Result(title, (), columns, rows, notes).write(args.output)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.llama import Model, Shape, batch, parameters
 from benchmarks.machine import describe
-from benchmarks.output import Result, command, told
+from benchmarks.output import Command, Result, told
 from jaxpipe.inspect.programs import GpuProgram, compile_and_read, most_waits
 from jaxpipe.lowering.plan import plan_of
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
@@ -267,33 +267,24 @@ def line(case: Case) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
-    parser.add_argument(
-        "--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="NAME"
-    )
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"], metavar="NAME")
-    parser.add_argument("--devices", type=int, default=8, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=32, metavar="M")
-    parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="of a microbatch")
-    parser.add_argument(
-        "--block",
-        type=int,
-        default=512,
-        metavar="B",
-        help="queries whose scores are there at a time; 0 for all (512)",
-    )
-    parser.add_argument(
+    parser = Command(__doc__)
+    parser.option("--models", list(MODELS), "NAME", choices=list(MODELS))
+    parser.option("--schedules", ["1f1b", "zb_h1"], "NAME")
+    parser.option("--devices", 8, "P")
+    parser.option("--microbatches", 32, "M")
+    parser.option("--tokens", 4096, "T", "of a microbatch")
+    parser.option("--block", 512, "B", "queries whose scores are there at a time; 0 for all (512)")
+    parser.option(
         "--ends",
-        nargs="+",
-        default=[e.name for e in Ends if e is not Ends.DEFERRED],
+        [e.name for e in Ends if e is not Ends.DEFERRED],
+        "WHAT",
         choices=[e.name for e in Ends],
-        metavar="WHAT",
     )
     args = parser.parse_args(argv)
     require_gpu_compiler(parser)
     sizes = (args.devices, args.microbatches, args.tokens, args.block)
-    every = product(args.models, args.schedules, (Ends[name] for name in args.ends))
-    cases = [Case(*what, *sizes) for what in every]
+    of = product(args.models, args.schedules, (Ends[name] for name in args.ends))
+    cases = [Case(*what, *sizes) for what in of]
     rows = told(line(case) for case in cases if not case.repeats_another)
     scores = f"of {args.block} queries at a time" if args.block else "whole"
     title = (

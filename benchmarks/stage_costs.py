@@ -23,7 +23,7 @@ import numpy as np
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, command
+from benchmarks.output import Command, Result
 from examples.gpt.model import GPT
 from jaxpipe.stage.code import run
 from jaxpipe.stage.trace import trace_stage
@@ -134,8 +134,8 @@ def _calls(sizes: Sizes) -> Mapping[str, Callable[[], Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
-    parser.add_argument("--repeats", type=int, default=50, metavar="N")
+    parser = Command(__doc__)
+    parser.option("--repeats", 50, "N")
     parser.add_argument(
         "--tiny",
         action="store_true",

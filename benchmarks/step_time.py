@@ -32,7 +32,7 @@ from benchmarks.baselines.circular import circular, place_circular
 from benchmarks.baselines.model import Model, PyTree
 from benchmarks.baselines.scan_permute import place_stages, scan_permute
 from benchmarks.machine import describe
-from benchmarks.output import Result, Row, command, told
+from benchmarks.output import Command, Result, Row, told
 from examples.gpt.model import GPT
 
 DEVICES = 4
@@ -114,9 +114,9 @@ NOTES = (
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__)
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="turns that are timed")
+    parser = Command(__doc__)
+    parser.option("--microbatches", [8, 16], "M")
+    parser.option("--repeats", 9, "N", "turns that are timed")
     parser.add_argument(
         "--tiny",
         action="store_true",

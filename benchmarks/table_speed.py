@@ -20,7 +20,7 @@ import torch.distributed.pipelining.schedules as peer
 import jaxpipe as jp
 
 from .machine import describe
-from .output import Result, command
+from .output import Command, Result
 from .torch_tables import torch_rows
 
 STEPS = (
@@ -111,10 +111,8 @@ def rows_of(size: tuple[int, int, int], repeats: int, peer_repeats: int) -> list
 
 def main() -> None:
     """Run and print."""
-    parser = command(__doc__)
-    parser.add_argument(
-        "--sizes", nargs="+", default=["8,2,64", "32,4,512", "64,2,1024"], metavar="P,V,M"
-    )
+    parser = Command(__doc__)
+    parser.option("--sizes", ["8,2,64", "32,4,512", "64,2,1024"], "P,V,M")
     parser.add_argument(
         "--repeats", type=int, default=5, help="runs of ours, of which the median is shown"
     )

@@ -26,7 +26,7 @@ from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat, _layer_policy
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.moves import Move, large_moves_on_tpus
-from benchmarks.output import Result, command, told
+from benchmarks.output import Command, Result, told
 from jaxpipe.inspect.collectives import steady
 from jaxpipe.inspect.programs import Purpose, TpuProgram
 from jaxpipe.lowering.target import Chip
@@ -228,7 +228,7 @@ def plain_model(case: Case, topology: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command(__doc__)
+    parser = Command(__doc__)
     names = [name for name in jp.schedules.names() if name != "no_pipelining"]
     models = ("small", "grid", "8b", "70b", "moe")
     parser.add_argument(
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=models,
         help="grid: the small one on other axes, with other remats, and on v6e",
     )
-    parser.add_argument("--schedules", nargs="+", default=names, metavar="NAME")
+    parser.option("--schedules", names, "NAME")
     parser.add_argument(
         "--predict", action="store_true", help="predict memory too: compiles each block alone"
     )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.machine import commit, describe
-from benchmarks.output import Result, Row, command, told
+from benchmarks.output import Command, Result, Row, told
 
 ROOT = Path(__file__).resolve().parent.parent
 # Runs in either checkout.  Says what it has, then runs the contender whose number it reads and
@@ -120,15 +120,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command(__doc__)
+    parser = Command(__doc__)
     parser.add_argument("other", type=Path, help="the root of the other checkout")
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
-    parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="turns of each start that are timed"
-    )
-    parser.add_argument(
-        "--starts", type=int, default=3, metavar="N", help="how often processes start again"
-    )
+    parser.option("--microbatches", [8, 16], "M")
+    parser.option("--repeats", 5, "N", "turns of each start that are timed")
+    parser.option("--starts", 3, "N", "how often processes start again")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these contenders")
     parser.add_argument(
         "--tiny",

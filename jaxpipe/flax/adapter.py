@@ -178,10 +178,9 @@ def end_units(
     ends = {name: end for name, end in every.items() if end is not None}
     faults = []
     for name, end in ends.items():
-        takes = ", ".join(("module", *TAKES[name]))
-        is_function = inspect.isfunction(end)
-        kind, module = ("function", "None") if is_function else (type(end).__name__, "module")
         if not isinstance(end, End):
+            kind, takes = type(end).__name__, ", ".join(("module", *TAKES[name]))
+            module = "None" if kind == "function" else "module"
             faults.append(
                 f"{name}= is a {kind}; write {name}=End({module}, lambda {takes}: ...), the module "
                 "and how it is called"
@@ -304,9 +303,10 @@ def _with_keywords(
     function: Callable[..., Any], positional: Sequence[str], keywords: frozenset[str], name: str
 ) -> Callable[..., Any]:
     """The function, with a signature that says which keywords it takes."""
-    fixed = [inspect.Parameter(p, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in positional]
-    named = [inspect.Parameter(k, inspect.Parameter.KEYWORD_ONLY) for k in sorted(keywords)]
-    function.__signature__ = inspect.Signature([*fixed, *named])  # type: ignore[attr-defined]
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    names = zip(kinds, (positional, sorted(keywords)), strict=True)
+    parameters = [inspect.Parameter(name, kind) for kind, own in names for name in own]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__name__ = name
     return function
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import core, errors, nnx
 from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..arrays import Params, PyTree, by_path
 from ..errors import PipelineError
@@ -263,15 +264,33 @@ def submodules(variables: Variables, pattern: str) -> list[dict[str, PyTree]]:
     """The variables of submodules with numbered names, in order: "Block_{}" finds Block_0, Block_1,
     ...
     """
-    names = {name for tree in variables.values() for name in tree}
-    found: list[dict[str, PyTree]] = []
-    while pattern.format(len(found)) in names and "{" in pattern:
-        found.append(submodule(variables, pattern.format(len(found))))
+    found, others = split_variables(variables, pattern)
     if not found:
         raise PipelineError(
-            f"no submodule is called {pattern.format(0)!r}; the names are {sorted(names)}"
+            f"no submodule is called {pattern.format(0)!r}; the names are "
+            f"{sorted({name for tree in others.values() for name in tree})}"
         )
     return found
+
+
+def names_of(pattern: str, number: int) -> tuple[str, ...]:
+    """The path of a block with this number: "decoder/layers_{}"."""
+    return tuple(pattern.format(number).split("/"))
+
+
+def split_variables(variables: Variables, pattern: str) -> tuple[list[Any], Any]:
+    """The variables of each numbered submodule, and those of the rest, with their metadata."""
+    trees = flatten_dict(core.unfreeze(variables))
+    own: list[Any] = []
+    while found := {
+        path: leaf
+        for path, leaf in trees.items()
+        if path[1 : len(names := names_of(pattern, len(own))) + 1] == names
+    }:
+        cut = {(path[0], *path[len(names) + 1 :]): leaf for path, leaf in found.items()}
+        own.append(unflatten_dict(cut))
+        trees = {path: leaf for path, leaf in trees.items() if path not in found}
+    return own, unflatten_dict(trees)
 
 
 # nnx

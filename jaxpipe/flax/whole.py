@@ -21,7 +21,15 @@ from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..model.own_rules import inputs_of
 from .adapter import TAKES, Call, Form, Unit, adapt
-from .front_ends import LinenModel, NnxModel, check_distinct, linen_unit, nnx_unit
+from .front_ends import (
+    LinenModel,
+    NnxModel,
+    check_distinct,
+    linen_unit,
+    names_of,
+    nnx_unit,
+    split_variables,
+)
 
 _FAULTY = "the model cannot be split at its blocks"
 
@@ -279,7 +287,7 @@ class WholeLinenModel(LinenModel):
         for key in self._ends:
             variables |= flatten_dict({"params": params[key]})
         for i, own in enumerate(super().to_linen(params, state)):
-            names = _names(whole.pattern, i)
+            names = names_of(whole.pattern, i)
             variables |= {
                 (path[0], *names, *path[1:]): leaf for path, leaf in flatten_dict(own).items()
             }
@@ -383,8 +391,10 @@ def _linen_blocks(
     model: nn.Module, pattern: str, loss: Callable[..., Any], variables: Any, rngs: tuple[str, ...]
 ) -> Whole:
     """The model without the variables of its blocks."""
-    own, outer = _split_variables(variables, pattern)
-    numbers = {_names(pattern, i): i for i in range(len(own))}
+    own, outer = split_variables(variables, pattern)
+    if not own:
+        raise _none(pattern, {name for tree in outer.values() for name in tree})
+    numbers = {names_of(pattern, i): i for i in range(len(own))}
 
     def watch(on_block: OnBlock) -> AbstractContextManager[Any]:
         def intercept(method: Any, arguments: Any, keywords: Any, context: Any) -> Any:
@@ -413,7 +423,7 @@ def _nnx_blocks(
     """The model with functions in the place of its blocks."""
     own: list[Any] = []
     # Blocks of an `nnx.List` are its attributes "0", "1", ...
-    while (block := _at(model, _names(pattern, len(own)))) is not None:
+    while (block := _at(model, names_of(pattern, len(own)))) is not None:
         own.append(block)
     if not own:
         raise _none(pattern, vars(model))
@@ -425,7 +435,7 @@ def _nnx_blocks(
 
     hollow = nnx.clone(model)
     for i in range(len(own)):
-        *path, name = _names(pattern, i)
+        *path, name = names_of(pattern, i)
         setattr(_at(hollow, path), name, stub(i))
 
     @contextmanager
@@ -447,32 +457,11 @@ def _nnx_blocks(
     return Whole(whole, pattern, len(own), watch, unit)
 
 
-def _names(pattern: str, number: int) -> tuple[str, ...]:
-    return tuple(pattern.format(number).split("/"))
-
-
 def _none(pattern: str, names: Any) -> PipelineError:
     return PipelineError(
         f"the model has no block {pattern.format(0)!r}; give blocks= its path with {{}} for the "
         f"number, the names are {sorted(map(str, names))}"
     )
-
-
-def _split_variables(variables: Any, pattern: str) -> tuple[list[Any], Any]:
-    """The variables of each block, and those of the rest, with their metadata."""
-    trees = flatten_dict(core.unfreeze(variables))
-    own: list[Any] = []
-    while found := {
-        path: leaf
-        for path, leaf in trees.items()
-        if path[1 : len(names := _names(pattern, len(own))) + 1] == names
-    }:
-        cut = {(path[0], *path[len(names) + 1 :]): leaf for path, leaf in found.items()}
-        own.append(unflatten_dict(cut))
-        trees = {path: leaf for path, leaf in trees.items() if path not in found}
-    if not own:
-        raise _none(pattern, {path[1] for path in trees})
-    return own, unflatten_dict(trees)
 
 
 def _transformed(pattern: str, number: int, block: str) -> PipelineError:
