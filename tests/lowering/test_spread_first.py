@@ -89,12 +89,7 @@ def agrees(
     """A step and an evaluation against plain JAX; the placed parameters and the gradients."""
     if name == "dualpipe":
         microbatches = max(microbatches, 2 * devices)
-    schedule = jp.schedules.build(
-        name,
-        devices=devices,
-        microbatches=microbatches,
-        chunks=jp.schedules.describe(name).chunks.natural,
-    )
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
     stages, count = schedule.num_stages, ROWS * microbatches
     options = {
         "mesh": mesh_of(devices),
@@ -287,9 +282,7 @@ def test_a_token_that_is_no_word_gives_no_number():
 )
 def test_what_waits_for_meetings_takes_few_slots(name):
     """Against the same table without meetings, so that a split of its backwards does not count."""
-    plain = jp.schedules.build(
-        name, devices=4, microbatches=16, chunks=jp.schedules.describe(name).chunks.natural
-    )
+    plain = jp.schedules.build(name, devices=4, microbatches=16)
     costs = jp.Costs(last=0.2, first=0, first_grad=0)
     spread = jp.spread_first(jp.spread_last(plain, costs=costs), costs=costs)
     mine, bare = (
