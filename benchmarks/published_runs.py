@@ -15,7 +15,6 @@ section 4).
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output, write_all
+from benchmarks.output import Command, Result
 from jaxpipe.lowering.target import Target
 from jaxpipe.planner.candidate import Candidate
 from jaxpipe.planner.layer_cost import Ends, LayerCost
@@ -184,8 +183,7 @@ def _share(runs: Sequence[Run]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_output(parser)
+    parser = Command(__doc__)
     args = parser.parse_args(argv)
     given = json.loads(Path(__file__).with_suffix(".json").read_text())
     runs = megatron(given["megatron_2021_table_1"]["rows"])
@@ -206,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 better,
             )
         )
-    columns = ("run", "published", "predicted", "difference", "as", "own", "planner's own")
+    columns = "run  published  predicted  difference  as  own  planner's own"
     notes = (
         f"TFLOP/s of a device, at {share:.1%} of the peak in matmuls, the same for all rows.",
         "as: the shortest of 1F1B and its interleaving with the published remat, in any memory.",
@@ -220,10 +218,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "By its sizes the published Llama 3 holds 85 to 100 GB without offload or remat; its "
         "authors freed tensors early (section 3.3.2).",
     )
-    write_all(
-        [Result("Published runs, predicted from their sizes", describe(), columns, rows, notes)],
-        args.output,
-    )
+    title = "Published runs, predicted from their sizes"
+    Result(title, describe(), columns, rows, notes).write(args.output)
 
 
 if __name__ == "__main__":

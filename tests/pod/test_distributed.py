@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +26,7 @@ from jaxpipe.distributed import (
     make_mesh,
 )
 from jaxpipe.fingerprint import differences
+from tests.environment import python
 
 from .jobs import free_port, start
 
@@ -135,15 +134,7 @@ with watchdog.step(1):
 def test_a_step_past_its_limit_ends_the_process_and_says_where_it_stood():
     """The first step takes longer than the limit of the others, which is no fault."""
     code = STUCK.format(seconds=0.5, first=50)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env=os.environ,
-        check=False,
-    )
-    assert done.returncode == 75, done.stderr
+    done = python("-c", code, timeout=90, status=75)
     assert done.stdout == "the first step is done\n"
     assert re.search(
         r"jaxpipe: process 0 of 1 on \S+: step 1 has not ended within its limit of 0.5 s",
@@ -164,15 +155,7 @@ with Watchdog(seconds=50).step(7):
 
 
 def test_a_failing_step_of_a_job_ends_the_process_without_waiting_for_the_others():
-    done = subprocess.run(
-        [sys.executable, "-c", FAILS],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env=os.environ,
-        check=False,
-    )
-    assert done.returncode == 1
+    done = python("-c", FAILS, timeout=90, status=1)
     assert "RuntimeError: connection reset by peer" in done.stderr
     assert re.search(
         r"jaxpipe: process 3 of 4 on \S+: step 7 failed, see the error above", done.stderr
