@@ -32,7 +32,7 @@ from .model.packed import (
 )
 from .model.param_layout import OUTER, Chunks
 from .model.placer import Followers, shardings
-from .model.settings import on_mesh
+from .model.settings import explicit_context, on_mesh
 from .pipeline import Pipeline
 
 
@@ -167,13 +167,10 @@ class _PerLayer:
         if PROBE in grads:
             return dict(grads), state
 
-        def to(grads: Mapping[str, PyTree], state: PyTree, *_: Any) -> tuple[PyTree, PyTree]:
-            followers = Followers(grads, self.pipe.partition)
-            own, of_state = (
-                shardings(self.pipe.partition, followers.of(tree), tree) for tree in (grads, state)
-            )
-            return own, of_state
-
+        partition, to = self.pipe.partition, None
+        if explicit_context(self.pipe.mesh):
+            followers = Followers(grads, partition)
+            to = tuple(shardings(partition, followers.of(tree), tree) for tree in (grads, state))
         run = on_mesh(self.pipe.mesh, self._updated, to)
         updates: tuple[PyTree, PyTree] = run(grads, state, params, extra)
         return updates

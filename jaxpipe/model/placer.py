@@ -177,7 +177,7 @@ class Placer:
         PipelineError.refuse(
             "these parameters cannot be cut over the devices", partition.cuts.faults(params)
         )
-        like = jax.eval_shape(partial(_laid_out, partition), jax.tree.map(_shape, params))
+        like = self._shapes_of(partial(_laid_out, partition), params)
         partition.plans(like, params)
         follows = Followers(like, partition).of(like)
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
@@ -271,7 +271,7 @@ class Placer:
         shapes with shardings instead.
         """
         to = self._sharding(self._axis)
-        like = jax.eval_shape(self._layout.place_trees, trees)
+        like = self._shapes_of(self._layout.place_trees, trees)
         if shapes:
             return jax.tree.map(lambda leaf: with_sharding(leaf, to), like)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=to), like)
@@ -280,6 +280,11 @@ class Placer:
         """The stages' own state, placed to canonical."""
         self._check_owners(placed, "state", "place_state")
         return self.in_model_order({"stages": placed}, None)["stages"]
+
+    def _shapes_of(self, function: Callable[..., PyTree], tree: PyTree) -> PyTree:
+        """The shapes of what a function makes of a tree, whatever axes the context has."""
+        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            return jax.eval_shape(function, jax.tree.map(_shape, tree))
 
     def _sharding(self, *spec: Any) -> NamedSharding:
         return NamedSharding(self._mesh, PartitionSpec(*spec))
@@ -304,7 +309,7 @@ class Placer:
         """
         # Compiled functions do not hold the placer: a dropped one is freed at once.
         function = partial(arrange, self._partition, *static)
-        like = jax.eval_shape(function, jax.tree.map(_shape, tree))
+        like = self._shapes_of(function, tree)
         shardings = None if to is None else to(like)
         if has(tree, jax.ShapeDtypeStruct):
             return like if shardings is None else jax.tree.map(with_sharding, like, shardings)
