@@ -13,7 +13,6 @@ from ..table.typed import MAX_COST, MAX_STAGES, is_cost, is_number, plain, typed
 
 Cost: TypeAlias = float | Sequence[float]
 _NO_COSTS = ("release", "unit")  # fields that are no times and no sizes
-_BY_STAGE = (*_NO_COSTS, "slice_factors")  # fields that have no entry for each stage
 MAX_WHOLE = 2**40  # of a whole cost: a table's sum is a 64-bit integer
 
 
@@ -138,11 +137,6 @@ class Costs:
             values["release"] = named[0] if named else values["release"]
         return cls(**values)
 
-    def _values(self) -> list[tuple[str, Cost]]:
-        """(name, value) of each cost that is not None."""
-        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _BY_STAGE]
-        return [(name, value) for name, value in values if value is not None]
-
     @typed(CostError)
     def for_stages(self, num_stages: int) -> StageCosts:
         """Every cost as a tuple with one entry per stage; CostError lists each sequence of another
@@ -150,15 +144,20 @@ class Costs:
         """
         if not 0 <= num_stages <= MAX_STAGES:
             raise CostError(f"num_stages must be 0 to {MAX_STAGES:,}, not {quoted(num_stages)}")
+        names = [field.name for field in fields(StageCosts) if field.name != "slice_factors"]
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         wrong = [
             f"Costs.{name} has {len(value)} entries, but the schedule has {num_stages} stages; "
             "give one number, or one per stage"
-            for name, value in self._values()
+            for name, value in given.items()
             if isinstance(value, tuple) and len(value) != num_stages
         ]
         if wrong:
             raise CostError("\n".join(wrong))
-        every = {name: _spread(value, num_stages) for name, value in self._values()}
+        every = {
+            name: value if isinstance(value, tuple) else (value,) * num_stages
+            for name, value in given.items()
+        }
         split = tuple(i + w for i, w in zip(every["input_grad"], every["weight_grad"], strict=True))
         ones = (1,) * num_stages
         last = every.get("last", ones)
@@ -225,10 +224,6 @@ class StageCosts:
                 pairs = zip(whole or (), found.of(spec.kind) or (), strict=True)
                 found = replace(found, **{str(name): tuple(max(0, w - p) for w, p in pairs)})
         return found
-
-
-def _spread(value: Cost, num_stages: int) -> tuple[float, ...]:
-    return tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
 
 
 def _entries(value: object) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ from ..table.encoded import (
     Split,
     activation_changes,
     live_activations,
+    row_peaks,
     split_peaks,
 )
 from ..table.kinds import RECEIVES, Action, Cell, Kind, Overlap, Value, makers
@@ -156,8 +157,7 @@ class Timeline:
         as `costs.release` says.  In a forward-only table they live while F runs, so the peak is 1.
         """
         table = self.schedule.encoded
-        live = live_activations(table, self.costs.release)
-        return tuple(int(live[a:b].max(initial=0)) for a, b in pairwise(table.first))
+        return row_peaks(table, live_activations(table, self.costs.release))
 
     @property
     def peak_offloaded(self) -> Split:

@@ -390,28 +390,24 @@ def split_peaks(table: Encoded, release: Release) -> Split:
     does, where that is at least `LEAST_AWAY` actions later.
     """
     begins, dies, _ = activation_changes(table, release)
-    changes = np.zeros((2, table.num_actions + 1), np.int64)
-    begin = np.flatnonzero(begins)
-    if table.forward_only:
-        read = end = begin
-    else:
-        at = (table.stage[begin], table.microbatch[begin])
-        read = table.backward_at[at]
-        enders = np.flatnonzero(dies)
-        end = np.zeros_like(table.backward_at)
-        end[table.stage[enders], table.microbatch[enders]] = enders
-        end = end[at]
+    begin, enders = np.flatnonzero(begins), np.flatnonzero(dies)
+    at = table.stage[begin], table.microbatch[begin]
+    last = np.zeros_like(table.backward_at)
+    last[table.stage[enders], table.microbatch[enders]] = enders
+    read = begin if table.forward_only else table.backward_at[at]
     away = read - begin >= LEAST_AWAY
+    since, until = begin[away], read[away]
 
-    def add(memory: int, since: IntArray, until: IntArray) -> None:
-        np.add.at(changes[memory], since, 1)
-        np.add.at(changes[memory], until + 1, -1)
+    def held(first: IntArray, last: IntArray) -> IntArray:
+        changes = np.zeros(table.num_actions + 1, np.int64)
+        np.add.at(changes, first, 1)
+        np.add.at(changes, last + 1, -1)
+        return np.cumsum(changes)
 
-    add(0, begin[~away], end[~away])
-    add(0, begin[away], begin[away] + 1)
-    add(0, read[away] - 1, end[away])
-    add(1, begin[away] + 1, read[away] - 1)
-    live = np.cumsum(changes, axis=1)
-    rows = [live[:, a:b].max(axis=1, initial=0) for a, b in pairwise(table.first)]
-    device, host = np.array(rows, np.int64).reshape(-1, 2).T.tolist()
-    return Split(tuple(device), tuple(host))
+    device = row_peaks(table, held(begin, last[at]) - held(since + 2, until - 2))
+    return Split(device, row_peaks(table, held(since + 1, until - 1)))
+
+
+def row_peaks(table: Encoded, live: IntArray) -> tuple[int, ...]:
+    """Per device, the most of what is held while its actions run."""
+    return tuple(int(live[a:b].max(initial=0)) for a, b in pairwise(table.first))
