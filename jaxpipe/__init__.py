@@ -22,9 +22,9 @@ from .errors import (
 )
 from .layouts.layout import parse_layout
 from .table.effects import Offload
+from .table.encoded import Transfers
 from .table.kinds import Action, Kind, Overlap
 from .table.placement import Placement
-from .table.run_order import Transfers
 from .table.schedule import Schedule, check
 from .transforms.add_transfers import add_transfers
 from .transforms.recompute import add_recompute

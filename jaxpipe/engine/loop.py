@@ -12,9 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..table.encoded import Encoded
+from ..table.encoded import Encoded, Transfers, senders, waits
 from ..table.kinds import KINDS, Action, Cell
-from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
 from .costs import StageCosts
 

@@ -17,13 +17,13 @@ from ..table.encoded import (
     Encoded,
     IntArray,
     Split,
+    Transfers,
     activation_changes,
     live_activations,
     row_peaks,
     split_peaks,
 )
 from ..table.kinds import RECEIVES, Action, Cell, Kind, Overlap, Value, makers
-from ..table.run_order import Transfers
 from ..table.schedule import Schedule, check
 from ..table.typed import typed
 from .costs import Costs, StageCosts

@@ -36,7 +36,7 @@ from ..program.segments import (
 from ..table.effects import flags_of
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap
-from ..table.run_order import Transfers, waits
+from ..table.encoded import Transfers, waits
 from ..table.schedule import Schedule
 from ..table.text import grid
 
