@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -78,35 +78,27 @@ class Costs:
     unit: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.unit, str):
-            raise CostError(f"unit is {quoted(self.unit)}; it is a text, such as 'seconds'")
-        faults = (
-            []
-            if isinstance(self.release, Release)
-            else [f"release is {quoted(self.release)}; it is a jaxpipe.table.Release"]
-        )
+        unit: object = self.unit
+        release: object = self.release
+        faults = []
+        if not isinstance(unit, str):
+            faults.append(f"unit is {quoted(unit)}; it is a text, such as 'seconds'")
+        if not isinstance(release, Release):
+            faults.append(f"release is {quoted(release)}; it is a jaxpipe.table.Release")
+        must = f"a cost is a finite number >= 0, of {MAX_COST:g} at most"
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if name in _NO_COSTS or (value is None and field.default is None):
                 continue
             entries = _entries(value)
             if len(entries) > MAX_STAGES:
-                faults.append(
-                    f"{name} has {len(entries):,} entries; {MAX_STAGES:,} stages are the most"
-                )
-                continue
-            bad = [
-                f"{name} holds {quoted(e)}; a cost is a finite number >= 0, of {MAX_COST:g} at most"
-                for e in entries
-                if not is_cost(e)
-            ]
-            if not bad:
-                object.__setattr__(
-                    self,
-                    name,
-                    _summable(value) if is_number(value) else tuple(map(_summable, entries)),
-                )
-            faults += bad
+                most = f"{MAX_STAGES:,} stages are the most"
+                faults.append(f"{name} has {len(entries):,} entries; {most}")
+            elif bad := [each for each in entries if not is_cost(each)]:
+                faults += [f"{name} holds {quoted(each)}; {must}" for each in bad]
+            else:
+                plain = tuple(map(_summable, entries))
+                object.__setattr__(self, name, plain[0] if is_number(value) else plain)
         CostError.refuse("these are not costs", faults)
 
     def to_json(self) -> str:
@@ -172,7 +164,7 @@ class Costs:
             "buffer": (0,) * num_stages,
         }
         factors = () if self.slice_factors is None else _entries(self.slice_factors)
-        return StageCosts(**defaults | every, slice_factors=factors)  # type: ignore[arg-type]
+        return StageCosts(**defaults | every, slice_factors=factors)
 
 
 @dataclass(frozen=True)
@@ -226,17 +218,13 @@ class StageCosts:
         return found
 
 
-def _entries(value: object) -> tuple[object, ...]:
+def _entries(value: Any) -> tuple[Any, ...]:
     """The entries of a cost; a number, or anything that is not a sequence, is one entry."""
-    if (
-        is_number(value)
-        or isinstance(value, str | bytes | Mapping)
-        or not isinstance(value, Iterable)
-    ):
+    if is_number(value) or isinstance(value, str | bytes | Mapping):
         return (value,)
     try:
         return tuple(value)
-    except TypeError:  # an array without dimensions
+    except TypeError:  # not iterable, as an array without dimensions
         return (value,)
 
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from ..engine.costs import Costs, StageCosts
 from ..engine.loop import NEVER, Insertion
@@ -254,16 +255,10 @@ def _rhythms(costs: Costs, stages: int) -> list[Costs]:
     """The costs, the same without transfers, and with F, I and W that all take the mean."""
     by_stage = costs.for_stages(stages)
     mean = sum((*by_stage.forward, *by_stage.input_grad, *by_stage.weight_grad)) / (3 * stages)
+    times: dict[str, Any] = dict.fromkeys(("forward", "input_grad", "weight_grad"), mean)
+    times |= dict.fromkeys(("backward", "overlap", "recompute"))
     at_once = replace(costs, transfer=0)
-    equal = replace(
-        at_once,
-        forward=mean,
-        input_grad=mean,
-        weight_grad=mean,
-        backward=None,
-        overlap=None,
-        recompute=None,
-    )
+    equal = replace(at_once, **times)
     return list({each.for_stages(stages): each for each in (equal, at_once, costs)}.values())
 
 
