@@ -97,8 +97,8 @@ class Costs:
             elif bad := [each for each in entries if not is_cost(each)]:
                 faults += [f"{name} holds {quoted(each)}; {must}" for each in bad]
             else:
-                plain = tuple(map(_summable, entries))
-                object.__setattr__(self, name, plain[0] if is_number(value) else plain)
+                read = tuple(map(_summable, entries))
+                object.__setattr__(self, name, read[0] if is_number(value) else read)
         CostError.refuse("these are not costs", faults)
 
     def to_json(self) -> str:
