@@ -143,7 +143,6 @@ def _with_recompute(
     by_stage = costs.for_stages(table.num_stages)
     insertion = Insertion(plain, by_stage)
     loop = insertion.loop
-    cells = [plain.rows[d][p] for d, p in map(table.cell_of, range(table.num_actions))]
     # Per device, the R that are still to be placed, in the order of their use.
     pending = [
         deque(r for cell in row if (r := _recompute_of(cell)) is not None and r in wanted)
@@ -158,7 +157,7 @@ def _with_recompute(
         return insertion.add(device, recompute, by_stage.recompute[recompute.stage])
 
     def before(number: int, devices: Sequence[int]) -> Iterator[int]:
-        own, begin = _recompute_of(cells[number]), loop.begin(number)
+        own, begin = _recompute_of(insertion.cells[number]), loop.begin(number)
         for d in devices:
             if pending[d] and pending[d][0] == own:
                 yield place(d)
