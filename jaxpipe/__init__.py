@@ -22,15 +22,14 @@ from .errors import (
 )
 from .layouts.layout import parse_layout
 from .table.effects import Offload
+from .table.encoded import Transfers
 from .table.kinds import Action, Kind, Overlap
 from .table.placement import Placement
-from .table.run_order import Transfers
 from .table.schedule import Schedule, check
 from .transforms.add_transfers import add_transfers
-from .transforms.defer_last import defer_last
 from .transforms.recompute import add_recompute
 from .transforms.rewrites import merge_backward, split_backward
-from .transforms.spread import spread_first, spread_last
+from .transforms.spread import defer_last, spread_first, spread_last
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:

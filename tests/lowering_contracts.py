@@ -21,8 +21,8 @@ from jaxpipe.lowering.ticks import (
 from jaxpipe.program.ir import Program
 from jaxpipe.program.segments import Block, Segment
 from jaxpipe.program.verify import faults as program_faults
+from jaxpipe.table.encoded import Transfers, waits
 from jaxpipe.table.kinds import Kind
-from jaxpipe.table.run_order import Transfers, waits
 from jaxpipe.table.schedule import Schedule
 from tests.contract import Contract
 from tests.passes import cut

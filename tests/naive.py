@@ -7,8 +7,8 @@ the package but its value types.
 
 from __future__ import annotations
 
+from jaxpipe.table.encoded import Transfers
 from jaxpipe.table.kinds import Action, Kind, Overlap, parts
-from jaxpipe.table.run_order import Transfers
 from jaxpipe.table.schedule import Schedule
 
 SENDS = {Kind.SEND_F, Kind.SEND_B}

@@ -12,9 +12,9 @@ from itertools import product
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from jaxpipe.table.encoded import Transfers
 from jaxpipe.table.kinds import COMPUTE, SHARES, Action, Cell, Kind, Overlap
 from jaxpipe.table.placement import Placement
-from jaxpipe.table.run_order import Transfers
 from jaxpipe.table.schedule import Schedule
 
 

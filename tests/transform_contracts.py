@@ -20,7 +20,6 @@ from jaxpipe.table.kinds import (
 )
 from jaxpipe.table.schedule import Schedule
 from jaxpipe.transforms.add_transfers import add_transfers
-from jaxpipe.transforms.defer_last import defer_last
 from jaxpipe.transforms.recompute import add_recompute
 from jaxpipe.transforms.rewrites import (
     forward_only,
@@ -30,7 +29,7 @@ from jaxpipe.transforms.rewrites import (
     remove_transfers,
     split_backward,
 )
-from jaxpipe.transforms.spread import spread_first, spread_last
+from jaxpipe.transforms.spread import defer_last, spread_first, spread_last
 from tests.contract import Contract
 
 Faults = tuple[str, ...]

@@ -24,8 +24,8 @@ from ..render import Theme, to_html, to_svg, to_trace
 from ..render.svg import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
 from ..schedules import names
 from ..schedules.registry import describe
+from ..table.encoded import Transfers
 from ..table.kinds import KINDS
-from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ..transforms.add_transfers import add_transfers
 from . import terminal

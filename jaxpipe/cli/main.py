@@ -20,8 +20,8 @@ from ..errors import JaxpipeError
 from ..planner.request import SCHEDULES
 from ..planner.transformer import Transformer
 from ..render import Theme
+from ..table.encoded import Transfers
 from ..table.kinds import Release
-from ..table.run_order import Transfers
 from ..version import __version__
 from . import commands, terminal
 from .doctor import doctor_command

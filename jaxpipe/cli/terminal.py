@@ -23,9 +23,9 @@ from ..engine.costs import Cost, Costs
 from ..errors import JaxpipeError, ScheduleError, quoted
 from ..schedules import build, names
 from ..schedules.registry import describe
+from ..table.encoded import Transfers
 from ..table.kinds import Release
 from ..table.placement import Placement
-from ..table.run_order import Transfers
 from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, report
 from ..table.text import csv_lines, csv_place, drawn, json_place, json_value
 from ..table.typed import MAX_TEXT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -13,7 +13,6 @@ from ..table.typed import MAX_COST, MAX_STAGES, is_cost, is_number, plain, typed
 
 Cost: TypeAlias = float | Sequence[float]
 _NO_COSTS = ("release", "unit")  # fields that are no times and no sizes
-_BY_STAGE = (*_NO_COSTS, "slice_factors")  # fields that have no entry for each stage
 MAX_WHOLE = 2**40  # of a whole cost: a table's sum is a 64-bit integer
 
 
@@ -79,35 +78,27 @@ class Costs:
     unit: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.unit, str):
-            raise CostError(f"unit is {quoted(self.unit)}; it is a text, such as 'seconds'")
-        faults = (
-            []
-            if isinstance(self.release, Release)
-            else [f"release is {quoted(self.release)}; it is a jaxpipe.table.Release"]
-        )
+        unit: object = self.unit
+        release: object = self.release
+        faults = []
+        if not isinstance(unit, str):
+            faults.append(f"unit is {quoted(unit)}; it is a text, such as 'seconds'")
+        if not isinstance(release, Release):
+            faults.append(f"release is {quoted(release)}; it is a jaxpipe.table.Release")
+        must = f"a cost is a finite number >= 0, of {MAX_COST:g} at most"
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if name in _NO_COSTS or (value is None and field.default is None):
                 continue
             entries = _entries(value)
             if len(entries) > MAX_STAGES:
-                faults.append(
-                    f"{name} has {len(entries):,} entries; {MAX_STAGES:,} stages are the most"
-                )
-                continue
-            bad = [
-                f"{name} holds {quoted(e)}; a cost is a finite number >= 0, of {MAX_COST:g} at most"
-                for e in entries
-                if not is_cost(e)
-            ]
-            if not bad:
-                object.__setattr__(
-                    self,
-                    name,
-                    _summable(value) if is_number(value) else tuple(map(_summable, entries)),
-                )
-            faults += bad
+                most = f"{MAX_STAGES:,} stages are the most"
+                faults.append(f"{name} has {len(entries):,} entries; {most}")
+            elif bad := [each for each in entries if not is_cost(each)]:
+                faults += [f"{name} holds {quoted(each)}; {must}" for each in bad]
+            else:
+                read = tuple(map(_summable, entries))
+                object.__setattr__(self, name, read[0] if is_number(value) else read)
         CostError.refuse("these are not costs", faults)
 
     def to_json(self) -> str:
@@ -138,11 +129,6 @@ class Costs:
             values["release"] = named[0] if named else values["release"]
         return cls(**values)
 
-    def _values(self) -> list[tuple[str, Cost]]:
-        """(name, value) of each cost that is not None."""
-        values = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _BY_STAGE]
-        return [(name, value) for name, value in values if value is not None]
-
     @typed(CostError)
     def for_stages(self, num_stages: int) -> StageCosts:
         """Every cost as a tuple with one entry per stage; CostError lists each sequence of another
@@ -150,15 +136,20 @@ class Costs:
         """
         if not 0 <= num_stages <= MAX_STAGES:
             raise CostError(f"num_stages must be 0 to {MAX_STAGES:,}, not {quoted(num_stages)}")
+        names = [field.name for field in fields(StageCosts) if field.name != "slice_factors"]
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         wrong = [
             f"Costs.{name} has {len(value)} entries, but the schedule has {num_stages} stages; "
             "give one number, or one per stage"
-            for name, value in self._values()
+            for name, value in given.items()
             if isinstance(value, tuple) and len(value) != num_stages
         ]
         if wrong:
             raise CostError("\n".join(wrong))
-        every = {name: _spread(value, num_stages) for name, value in self._values()}
+        every = {
+            name: value if isinstance(value, tuple) else (value,) * num_stages
+            for name, value in given.items()
+        }
         split = tuple(i + w for i, w in zip(every["input_grad"], every["weight_grad"], strict=True))
         ones = (1,) * num_stages
         last = every.get("last", ones)
@@ -173,7 +164,7 @@ class Costs:
             "buffer": (0,) * num_stages,
         }
         factors = () if self.slice_factors is None else _entries(self.slice_factors)
-        return StageCosts(**defaults | every, slice_factors=factors)  # type: ignore[arg-type]
+        return StageCosts(**defaults | every, slice_factors=factors)
 
 
 @dataclass(frozen=True)
@@ -227,21 +218,13 @@ class StageCosts:
         return found
 
 
-def _spread(value: Cost, num_stages: int) -> tuple[float, ...]:
-    return tuple(value) if isinstance(value, Sequence) else (value,) * num_stages
-
-
-def _entries(value: object) -> tuple[object, ...]:
+def _entries(value: Any) -> tuple[Any, ...]:
     """The entries of a cost; a number, or anything that is not a sequence, is one entry."""
-    if (
-        is_number(value)
-        or isinstance(value, str | bytes | Mapping)
-        or not isinstance(value, Iterable)
-    ):
+    if is_number(value) or isinstance(value, str | bytes | Mapping):
         return (value,)
     try:
         return tuple(value)
-    except TypeError:  # an array without dimensions
+    except TypeError:  # not iterable, as an array without dimensions
         return (value,)
 
 

@@ -12,9 +12,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..table.encoded import Encoded
+from ..table.encoded import Encoded, Transfers, senders, waits
 from ..table.kinds import KINDS, Action, Cell
-from ..table.run_order import Transfers, senders, waits
 from ..table.schedule import Schedule
 from .costs import StageCosts
 
@@ -145,16 +144,16 @@ class Insertion:
         self._schedule = schedule
         self.loop = Loop.of(table, costs)
         # Per action of the table, its cell; None for the second half of a pair.
-        self._cells = [
+        self.cells = [
             schedule.rows[d][p]
             for d, p in zip(table.device.tolist(), table.position.tolist(), strict=True)
         ]
         for i in self.loop.second_half.values():
-            self._cells[i] = None
+            self.cells[i] = None
 
     def add(self, device: int, action: Action, duration: float) -> int:
         """The number of a further action of a device."""
-        self._cells.append(action)
+        self.cells.append(action)
         return self.loop.add(device, duration)
 
     def filled(self, before: Callable[[int, Sequence[int]], Iterable[int]]) -> Iterator[int]:
@@ -179,7 +178,7 @@ class Insertion:
     def _recorded(self, policy: Policy, rows: list[list[Cell]]) -> Iterator[int]:
         for number in policy:
             for i in self.loop.groups.get(number, (number,)):
-                if (cell := self._cells[i]) is not None:
+                if (cell := self.cells[i]) is not None:
                     rows[self.loop.device[i]].append(cell)
             yield number
 

@@ -17,18 +17,21 @@ from ..table.encoded import (
     Encoded,
     IntArray,
     Split,
+    Transfers,
     activation_changes,
     live_activations,
+    row_peaks,
     split_peaks,
 )
 from ..table.kinds import RECEIVES, Action, Cell, Kind, Overlap, Value, makers
-from ..table.run_order import Transfers
 from ..table.schedule import Schedule, check
 from ..table.typed import typed
 from .costs import Costs, StageCosts
 from .loop import Loop, action_durations
 
 _NOTHING = 0.005  # of the planned makespan: less is not worth a word in the sentence
+_LONGEST_TURN = 32  # microbatches after which a steady state repeats
+_EQUAL = 1e-9  # of the last start: sums of the same times in another order
 COLUMNS = ("device", "busy", "planned", "ratio", "idle", "planned")
 
 
@@ -108,10 +111,37 @@ class Timeline:
 
     @cached_property
     def period(self) -> float | None:
-        """The time of a microbatch in the steady state; None where the step is too short, or too
-        irregular, to have one.
+        """The time of a microbatch in the steady state, where the table repeats: all stages and
+        kinds start the same time later, K microbatches on.
+
+        Of the least K for which two turns of K microbatches or more, and at least half of all
+        microbatches, are alike, the longest repeat counts.  None where nothing repeats so long.
+        What repeats faster than the busiest device works is a group of microbatches in one chunk.
         """
-        return steady_period(self.schedule.encoded, self.starts, self.busy)
+        table = self.schedule.encoded
+        microbatches = table.num_microbatches
+        chosen = np.flatnonzero(table.is_compute & table.in_range)
+        when = np.array(self.starts)[chosen]
+        group = table.kind[chosen] * table.num_stages + table.stage[chosen]
+        _, counts = np.unique(group, return_counts=True)
+        if not len(chosen) or (counts != microbatches).any():
+            return None
+        # Per stage and kind, the starts in order.
+        times = when[np.lexsort((when, group))].reshape(-1, microbatches)
+        near = _EQUAL * max(1.0, float(times.max()))
+        for turn in range(1, min(_LONGEST_TURN, microbatches // 2) + 1):
+            later = times[:, turn:] - times[:, :-turn]
+            same = np.ptp(later, axis=0) <= near
+            # The longest run of one value where all agree.
+            changes = ~same[1:] | ~same[:-1] | (np.abs(np.diff(later[0])) > near)
+            edges = np.array([0, *np.flatnonzero(changes) + 1, len(same)])
+            lengths = np.where(same[edges[:-1]], np.diff(edges), 0)
+            longest = int(lengths.argmax())
+            period = float(later[0, edges[longest + 1] - 1]) / turn
+            enough = max(2, turn, microbatches / 2 - turn)
+            if lengths[longest] >= enough and period >= max(self.busy) / microbatches - near:
+                return period
+        return None
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -156,8 +186,7 @@ class Timeline:
         as `costs.release` says.  In a forward-only table they live while F runs, so the peak is 1.
         """
         table = self.schedule.encoded
-        live = live_activations(table, self.costs.release)
-        return tuple(int(live[a:b].max(initial=0)) for a, b in pairwise(table.first))
+        return row_peaks(table, live_activations(table, self.costs.release))
 
     @property
     def peak_offloaded(self) -> Split:
@@ -342,10 +371,6 @@ class Comparison:
         return "\n".join([self.sentence, *table])
 
 
-_LONGEST_TURN = 32  # microbatches after which a steady state repeats
-_EQUAL = 1e-9  # of the last start: sums of the same times in another order
-
-
 def critical_chain(
     table: Encoded, transfers: Transfers, ends: Sequence[float], costs: StageCosts
 ) -> list[int]:
@@ -381,39 +406,6 @@ def critical_chain(
             return chain[::-1]
         released = max(found)[2]
         chain.append(first_half.get(released, released))
-
-
-def steady_period(table: Encoded, starts: Sequence[float], busy: Sequence[float]) -> float | None:
-    """The time of a microbatch where the table repeats: all stages and kinds start the same time
-    later, K microbatches on.
-
-    Of the least K for which two turns of K microbatches or more, and at least half of all
-    microbatches, are alike, the longest repeat counts.  None where nothing repeats so long. What
-    repeats faster than the busiest device works (`busy` is the time of all microbatches) is a group
-    of microbatches in one chunk.
-    """
-    microbatches = table.num_microbatches
-    chosen = np.flatnonzero(table.is_compute & table.in_range)
-    when, group = np.array(starts)[chosen], (table.kind * table.num_stages + table.stage)[chosen]
-    _, counts = np.unique(group, return_counts=True)
-    if not len(chosen) or (counts != microbatches).any():
-        return None
-    # Per stage and kind, the starts in order.
-    times = when[np.lexsort((when, group))].reshape(-1, microbatches)
-    near = _EQUAL * max(1.0, float(times.max()))
-    for turn in range(1, min(_LONGEST_TURN, microbatches // 2) + 1):
-        later = times[:, turn:] - times[:, :-turn]
-        same = np.ptp(later, axis=0) <= near
-        # The longest run of one value where all agree.
-        changes = ~same[1:] | ~same[:-1] | (np.abs(np.diff(later[0])) > near)
-        edges = np.array([0, *np.flatnonzero(changes) + 1, len(same)])
-        lengths = np.where(same[edges[:-1]], np.diff(edges), 0)
-        longest = int(lengths.argmax())
-        period = float(later[0, edges[longest + 1] - 1]) / turn
-        enough = max(2, turn, microbatches / 2 - turn)
-        if lengths[longest] >= enough and period >= max(busy) / microbatches - near:
-            return period
-    return None
 
 
 @typed()

@@ -98,8 +98,8 @@ from ..spmd.tick import WITH_SLACK
 from ..stage.code import RESIDUALS
 from ..stage.model_code import ModelCode
 from ..table.effects import Place
+from ..table.encoded import Transfers
 from ..table.kinds import KINDS, SHARES, parts
-from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from . import programs
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes

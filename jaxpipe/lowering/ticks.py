@@ -34,9 +34,8 @@ from ..program.segments import (
     ticks_of,
 )
 from ..table.effects import flags_of
-from ..table.encoded import BoolArray, IntArray
+from ..table.encoded import BoolArray, IntArray, Transfers, waits
 from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap
-from ..table.run_order import Transfers, waits
 from ..table.schedule import Schedule
 from ..table.text import grid
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import Violation, quoted
-from .encoded import BoolArray, Encoded, IntArray, live_activations
+from .encoded import BoolArray, Encoded, IntArray, RunOrder, Transfers, Wait, live_activations
 from .kinds import (
     BACKWARD_HALVES,
     COLLECTIVES,
@@ -27,7 +27,6 @@ from .kinds import (
     readers,
 )
 from .placement import Placement
-from .run_order import RunOrder, Transfers, Wait
 
 
 class Broken(NamedTuple):

@@ -13,11 +13,10 @@ from functools import cached_property
 import numpy as np
 
 from ..errors import ScheduleError, Violation, quoted
-from .encoded import Encoded, IntArray, encode
+from .encoded import Encoded, IntArray, RunOrder, Transfers, encode, run_order
 from .kinds import SHARES, Action, Cell, Release, Row, parts
 from .placement import Placement
 from .rules import broken_rules, deadlocks, over_cap
-from .run_order import RunOrder, Transfers, run_order
 from .text import (
     as_rows,
     grid,

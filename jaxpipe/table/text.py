@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from ..errors import ParseError, ScheduleError, Violation, listed, quoted
-from .encoded import NUM_KINDS, Encoded, encode
+from .encoded import NUM_KINDS, Encoded, Transfers, encode, run_order, waits
 from .kinds import (
     BACKWARD_HALVES,
     COMPUTE,
@@ -27,7 +27,6 @@ from .kinds import (
     Row,
     parts,
 )
-from .run_order import Transfers, run_order, waits
 from .typed import MAX_COUNT, MAX_DEVICES, MAX_DIGITS, MAX_FAULTS, MAX_TEXT, is_whole
 
 _NUMBER = f"([0-9]{{1,{MAX_DIGITS}}})"

@@ -24,9 +24,8 @@ from ..engine.costs import Costs
 from ..engine.loop import NEVER, Loop
 from ..engine.simulate import Timeline, in_steps, simulate
 from ..errors import ScheduleError
-from ..table.encoded import Encoded
+from ..table.encoded import Encoded, Transfers, Wait, buffered_order, mates, rendezvous_order, waits
 from ..table.kinds import MESSAGES, SENDS, Action, Cell, parts
-from ..table.run_order import Transfers, Wait, buffered_order, mates, rendezvous_order, waits
 from ..table.schedule import Schedule
 from ..table.typed import typed
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import TypeAlias
 
 from ..engine.costs import Costs
 from ..engine.loop import Insertion
@@ -144,7 +143,6 @@ def _with_recompute(
     by_stage = costs.for_stages(table.num_stages)
     insertion = Insertion(plain, by_stage)
     loop = insertion.loop
-    cells = [plain.rows[d][p] for d, p in map(table.cell_of, range(table.num_actions))]
     # Per device, the R that are still to be placed, in the order of their use.
     pending = [
         deque(r for cell in row if (r := _recompute_of(cell)) is not None and r in wanted)
@@ -159,7 +157,7 @@ def _with_recompute(
         return insertion.add(device, recompute, by_stage.recompute[recompute.stage])
 
     def before(number: int, devices: Sequence[int]) -> Iterator[int]:
-        own, begin = _recompute_of(cells[number]), loop.begin(number)
+        own, begin = _recompute_of(insertion.cells[number]), loop.begin(number)
         for d in devices:
             if pending[d] and pending[d][0] == own:
                 yield place(d)
@@ -175,7 +173,6 @@ def _with_recompute(
 
 
 _USES, _RELEASES = (Kind.B, Kind.I), (Kind.B, Kind.W)
-_Pass: TypeAlias = tuple[int, int]  # (stage, microbatch)
 
 
 def fewest_recomputed(
@@ -199,38 +196,23 @@ def fewest_recomputed(
     ['0R3', '0R6']
     """
     kept = {action[::2] for action in again}
-    found = (
-        number
-        for row in schedule.rows
-        for number in _of_row(row, set(stages), max_activations, kept)
-    )
+    found: list[tuple[int, int]] = []  # stages and microbatches
+    for row in schedule.rows:
+        cells = [[a for a in parts(cell) if a.kind in (Kind.F, *_USES, Kind.W)] for cell in row]
+        used, released = (
+            {a[::2]: now for now, cell in enumerate(cells) for a in cell if a.kind in kinds}
+            for kinds in (_USES, _RELEASES)
+        )
+        held: set[tuple[int, int]] = set()
+        for now, cell in enumerate(cells):
+            # The backward of a recomputed one finds it not held.
+            held.update(a[::2] for a in cell if a.kind is not Kind.F or a[::2] not in kept)
+            while len(held) > max_activations:
+                waiting = [each for each in held if used[each] > now and each[0] in stages]
+                if not waiting:
+                    break
+                latest = max(waiting, key=used.__getitem__)
+                held.remove(latest)
+                found.append(latest)
+            held -= {a[::2] for a in cell if released[a[::2]] == now}
     return frozenset(Action(stage, Kind.R, microbatch) for stage, microbatch in found)
-
-
-def _of_row(
-    row: Sequence[Cell], stages: Collection[int], most: int, kept: Collection[_Pass]
-) -> Iterator[_Pass]:
-    used, released = _last(row, _USES), _last(row, _RELEASES)
-    held: set[_Pass] = set()
-    for now, cell in enumerate(row):
-        acts = [action for action in parts(cell) if action.kind in (Kind.F, *_USES, Kind.W)]
-        # The backward of a recomputed one finds it not held.
-        held.update(a[::2] for a in acts if a.kind is not Kind.F or a[::2] not in kept)
-        while len(held) > most:
-            waiting = [each for each in held if used[each] > now and each[0] in stages]
-            if not waiting:
-                break
-            latest = max(waiting, key=lambda each: used[each])
-            held.remove(latest)
-            yield latest
-        held -= {a[::2] for a in acts if released[a[::2]] == now}
-
-
-def _last(row: Sequence[Cell], kinds: Collection[Kind]) -> dict[_Pass, int]:
-    """The last cell of a row that has one of these kinds of a stage and microbatch."""
-    return {
-        action[::2]: at
-        for at, cell in enumerate(row)
-        for action in parts(cell)
-        if action.kind in kinds
-    }

@@ -1,4 +1,4 @@
-"""Puts the collective actions L, E and G into the rows of a table.
+"""Puts the collective actions L, E and G into the rows of a table, and the late part H of L.
 
 Vocabulary parallelism (Yeung et al. 2024, Balancing Pipeline Parallelism with Vocabulary
 Parallelism, arXiv 2411.05288) cuts the embedding and the head of a language model over the
@@ -14,12 +14,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from ..engine.costs import Costs, StageCosts
 from ..engine.loop import NEVER, Insertion
 from ..engine.simulate import simulate
-from ..errors import ScheduleError
-from ..table.kinds import KINDS, Action, Kind
+from ..errors import ScheduleError, quoted
+from ..table.kinds import KINDS, Action, Kind, Value, readers
 from ..table.schedule import Schedule, check
 from ..table.typed import typed
 from .rewrites import refuse_transfers, split_backward, without_kinds
@@ -30,6 +31,10 @@ _WORTH_A_SPLIT = 0.01
 # The same for a table of overlapped pairs: with separate W neighbours run unlike ticks, and the
 # program is up to 15 % longer than the table.
 _WORTH_A_SPLIT_OF_PAIRS = 0.03
+
+_LATE = readers(Value.SHARE_STASH)
+# Times whose relative difference is smaller are equal: three thirds of an L are not always an L.
+_ROUNDING = 1e-9
 
 
 @typed()
@@ -112,6 +117,96 @@ def spread_first(
     return _placed(schedule, frozenset(kinds), costs, split)
 
 
+@typed()
+def defer_last(
+    schedule: Schedule, *, max_deferred: int = 1, costs: Costs | None = None
+) -> Schedule:
+    """Move the gradient of `last`'s parameters from L to an H in idle time, where that shortens
+    the step.
+
+    An L is a collective action, and an H is done by one device alone for its part of the
+    parameters.  An H is placed where its device waits.  If the device never waits, the H comes
+    before the L that would exceed `max_deferred`, or at the end of the row.  All other actions keep
+    their places.
+
+    For each deferred H, a device keeps the gradient of its logits and the hidden state of a
+    microbatch.  1F1B with whole backwards has much idle time.  Zero-bubble tables have none, since
+    their W fill it.  The zero-bubble schedules (Qi et al. 2023, arXiv 2401.10241) defer W in the
+    same way, and Megatron-LM's `defer_embedding_wgrad_compute` defers the head's gradient.
+
+    Args:
+        schedule: a table with L that `check` accepts, without SEND and RECV.  Its own H are
+            dropped.
+        max_deferred: the most H that a device may defer at once, at least 1.
+        costs: the times by which waits are found (`Costs.last` of a whole L,
+            `Costs.last_weight_grad` of an H); if None, all are 1, and an H takes a third.
+
+    Returns:
+        The table with an H for every L; or the table without H, where H does not shorten the step.
+
+    Raises:
+        ScheduleError: the table breaks a rule, has SEND and RECV, or no L; `max_deferred` is no
+            whole number of at least 1.
+        CostError: a sequence of costs does not have one entry per stage.
+
+    >>> import jaxpipe as jp
+    >>> table = jp.spread_last(jp.schedules.build("gpipe", devices=2, microbatches=2), split=False)
+    >>> print(defer_last(table).to_csv(), end="")
+    0F0,0F1,0L0,0H0,0L1,0H1,0B0,0B1
+    1F0,1L0,1F1,1H0,1L1,1B0,1B1,1H1
+    """
+    if max_deferred < 1:
+        raise ScheduleError(
+            f"max_deferred is {quoted(max_deferred)}; it is a whole number of at least 1, of "
+            "microbatches"
+        )
+    plain = without_kinds(schedule, set(_LATE))
+    check(plain)
+    refuse_transfers(plain, "defer what L does without them")
+    if not plain.encoded.spreads_last:
+        raise ScheduleError(
+            "the table has no L, whose work could be deferred; jaxpipe.spread_last puts L into it"
+        )
+    costs = costs or Costs()
+    if plain.encoded.forward_only:
+        return plain
+    later = _with_late_parts(plain, costs, max_deferred)
+    shorter = simulate(later, costs).makespan < (1 - _ROUNDING) * simulate(plain, costs).makespan
+    return later if shorter else plain
+
+
+def _with_late_parts(plain: Schedule, costs: Costs, most: int) -> Schedule:
+    """The table with an H wherever one fits before an action that has to wait."""
+    table = plain.encoded
+    by_stage = costs.for_stages(table.num_stages)
+    late = by_stage.last_weight_grad
+    insertion = Insertion(plain, by_stage.shortened(_LATE))
+    loop = insertion.loop
+    # Per device, the H that are left to do.
+    left: list[deque[int]] = [deque() for _ in plain.rows]
+    (kind,) = _LATE
+
+    def before(number: int, devices: Sequence[int]) -> Iterator[int]:
+        is_last = table.kind[number] == Kind.L
+        for d in devices:
+            if is_last and len(left[d]) == most:
+                yield left[d].popleft()
+        begin = loop.begin(number)
+        for d in devices:
+            while left[d] and loop.free[d] + (1 - _ROUNDING) * late[d] <= begin:
+                yield left[d].popleft()
+            if is_last:
+                action = Action(d, kind, int(table.microbatch[number]))
+                left[d].append(insertion.add(d, action, late[d]))
+
+    def policy() -> Iterator[int]:
+        yield from insertion.filled(before)
+        for waiting in left:
+            yield from waiting
+
+    return insertion.run(policy())
+
+
 def _placed(
     schedule: Schedule, kinds: frozenset[Kind], costs: Costs | None, split: bool | None
 ) -> Schedule:
@@ -160,16 +255,10 @@ def _rhythms(costs: Costs, stages: int) -> list[Costs]:
     """The costs, the same without transfers, and with F, I and W that all take the mean."""
     by_stage = costs.for_stages(stages)
     mean = sum((*by_stage.forward, *by_stage.input_grad, *by_stage.weight_grad)) / (3 * stages)
+    times: dict[str, Any] = dict.fromkeys(("forward", "input_grad", "weight_grad"), mean)
+    times |= dict.fromkeys(("backward", "overlap", "recompute"))
     at_once = replace(costs, transfer=0)
-    equal = replace(
-        at_once,
-        forward=mean,
-        input_grad=mean,
-        weight_grad=mean,
-        backward=None,
-        overlap=None,
-        recompute=None,
-    )
+    equal = replace(at_once, **times)
     return list({each.for_stages(stages): each for each in (equal, at_once, costs)}.values())
 
 
@@ -210,7 +299,6 @@ class _Run:
         self._kind = {
             c.members[0]: Kind(int(table.kind[c.members[0]])) for c in table.collectives.values()
         }
-        self._own = set(self._kind)
         # By action: the new collective that reads its result, and the one that it waits for.
         self._source: dict[int, int] = {}
         self._input: dict[int, int] = {}
@@ -223,7 +311,7 @@ class _Run:
         starts = simulate(schedule, costs).starts
         self._enter(sorted(range(table.num_actions), key=starts.__getitem__))
         # The sets that are still to come, with which a G may come.
-        self._sets = sum(map(self._opens_set, self._kind))
+        self._sets = sum(kind is not Kind.G for kind in self._kind.values())
         self._waiting: deque[int] = deque()  # each G whose B has run
         self._entered = 0  # E that are done, and whose F is not
         self._queue: list[tuple[float, bool, int]] = []  # time, whether it is a cell, and number
@@ -277,9 +365,6 @@ class _Run:
             return 0
         return 2 + len(self._left) // 2 if self._with_input else 1
 
-    def _opens_set(self, number: int) -> bool:
-        return self._kind[number] is not Kind.G or number in self._own
-
     def _is_left(self, number: int) -> bool:
         return self._loop.ends[number] == NEVER
 
@@ -305,7 +390,7 @@ class _Run:
                     self._offer(self._loop.device[number])
                 else:
                     yield from self._run(number)
-            elif self._opens_set(number):
+            elif number not in self._waiting:
                 yield from self._collective(number)
             while len(self._waiting) > self._most() and self._loop.ready(self._waiting[0]) <= time:
                 yield from self._collective(self._waiting[0])
@@ -358,7 +443,7 @@ class _Run:
                     moved = True
         for each in self._set(number):
             yield each
-            self._sets -= self._opens_set(each)
+            self._sets -= self._kind[each] is not Kind.G
             self._entered += self._kind[each] is Kind.E
             for row, member in zip(self._left, loop.groups[each], strict=True):
                 if row and row[0] == member:  # one that the table has already
