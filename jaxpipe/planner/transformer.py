@@ -466,7 +466,7 @@ def _requests(
             microbatches=shape.microbatches,
             memory=memory,
             transfer=model.transfer,
-            schedules=tuple(schedules or (n for n in SCHEDULES if n != "auto")),
+            schedules=tuple(schedules or SCHEDULES),
             chunks=tuple(chunks) if shape.pipe > 1 else (1,),
             remat=allowed_remat(remat or None, whole, stages=False),
             data_axes=("data",),
