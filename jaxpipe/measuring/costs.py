@@ -79,19 +79,18 @@ def measure(
         (256, 128, True)
     """
     named = [name for name in policies if not hasattr(jax.checkpoint_policies, name)]
+    is_model = isinstance(model, Model)
     _refuse(
         repeats,
         peak,
-        (isinstance(model, Model), f"model must be a jaxpipe.Model, not {quoted(model)}"),
-        (
-            not named,
+        {
+            f"model must be a jaxpipe.Model, not {quoted(model)}": is_model,
             f"policies holds {', '.join(map(quoted, named))}; give names of "
-            "jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'",
-        ),
-        (
-            not policies or not isinstance(model, Model) or model.is_layered,
-            "policies are of the letters of layers; the model is given by stages",
-        ),
+            "jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'": not named,
+            "policies are of the letters of layers; the model is given by stages": not policies
+            or not is_model
+            or model.is_layered,
+        },
     )
     rows = jax.tree.map(shape_of, microbatch)
     settings: dict[str, Any] = {"sharding": sharding, "memory": memory}
@@ -205,7 +204,7 @@ def measure_stages(
         PipelineError: as `value_and_grad` does, and for repeats below 1.
     """
     is_pipe = isinstance(pipe, Pipeline)
-    _refuse(repeats, peak, (is_pipe, f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"))
+    _refuse(repeats, peak, {f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}": is_pipe})
     measured = measured_blocks(pipe, params, batch, rng, state, repeats=repeats, peak=peak)
     step, kinds = measured.step, measured.step.code.kind_of
     letters = [chr(256 + kind) for kind in kinds]
@@ -281,17 +280,12 @@ def refuse_layers(model: Model, params: Any) -> None:
         )
 
 
-def _refuse(repeats: Any, peak: Any, *checks: tuple[bool, str]) -> None:
-    """PipelineError that lists each argument that is not right."""
-    own = (
-        (
-            is_whole(repeats) and repeats >= 1,
-            f"repeats must be at least 1, not {quoted(repeats)}",
-        ),
-        (
-            peak is None or isinstance(peak, Peak),
-            f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}",
-        ),
-    )
-    faults = [fault for is_right, fault in (*checks, *own) if not is_right]
+def _refuse(repeats: Any, peak: Any, checks: Mapping[str, bool]) -> None:
+    """PipelineError that lists each fault whose check fails."""
+    is_peak, is_count = peak is None or isinstance(peak, Peak), is_whole(repeats) and repeats >= 1
+    own = {
+        f"repeats must be at least 1, not {quoted(repeats)}": is_count,
+        f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}": is_peak,
+    }
+    faults = [fault for fault, is_right in {**checks, **own}.items() if not is_right]
     PipelineError.refuse("this cannot be measured", faults)

@@ -268,20 +268,20 @@ class Search:
                 "no schedule can be built for this model",
                 [f"{r.what}: {r.why}" for r in self._rejected] or ["no schedule was named"],
             )
+        limit = self._wanted[0].memory
+        assert limit is not None
         if self._beyond:
             near = min(self._beyond, key=lambda c: c.needs)
-            name, needs = f"{near.label}, layout {near.layout}", near.needs
-            parts = _parts(near.memory)
+            part, (held, helps) = max(_parts(near.memory).items(), key=lambda item: item[1])
+            name = f"{near.label}, layout {near.layout}, which needs at least {gib(near.needs)}"
+            lack, most = near.needs - limit, f" (most of it, {gib(held)}, {part})"
         else:  # no table was built
-            needs = min(choice.bytes for choice in self._large)
-            name, parts = "an even split of the layers", {_HELD: (needs, _HELPS)}
-        limit = self._wanted[0].memory
-        part, (held, helps) = max(parts.items(), key=lambda item: item[1])
-        assert limit is not None
+            least, helps = min(choice.bytes for choice in self._large), _HELPS
+            name = f"an even split of the layers, which needs {gib(least)} for {_HELD} alone"
+            lack, most = least - limit, ""
         return PlanError(
-            f"nothing fits into {gib(limit)} a device: the nearest is {name}, which needs at least "
-            f"{gib(needs)}, {gib(needs - limit)} more (most of it, {gib(held)}, {part}); "
-            f"what would help most: {helps}; or {_ADVICE}"
+            f"nothing fits into {gib(limit)} a device: the nearest is {name}, "
+            f"{gib(lack)} more{most}; what would help most: {helps}; or {_ADVICE}"
         )
 
     def _solved(self, best: Candidate, seconds: float, seed: int) -> list[Candidate]:
