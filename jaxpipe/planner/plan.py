@@ -219,19 +219,12 @@ class Search:
 
     def _sort(self, built: Candidate) -> None:
         """Keep a candidate that fits by its sizes, or candidates with less memory."""
-        fitting = [built]
-        if not self._fits(built):
-            self._beyond.append(built)
-            near = built.seconds < self._worst(self._fitting)
-            fitting = list(filter(self._fits, built.smaller())) if near else []
-        for candidate in fitting:
-            # Another may have as short a table with as few activations.
-            same = next((c for c in self._fitting if c.same == candidate.same), None)
-            if same is None:
-                self._fitting.append(candidate)
-            else:
-                why = f"takes as long as {same.label}"
-                self._reject(candidate.choice, why, candidate.seconds)
+        if self._fits(built):
+            self._fitting.append(built)
+            return
+        self._beyond.append(built)
+        if built.seconds < self._worst(self._fitting):
+            self._fitting += filter(self._fits, built.smaller())
 
     def _fits(self, candidate: Candidate) -> bool:
         # Sums of layers' sizes are no measure of a traced model.

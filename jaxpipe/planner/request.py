@@ -410,16 +410,6 @@ class Choice(NamedTuple):
             layout, self.costs, remat=remat, transfer=request.transfer, slices=request.slices
         )
 
-    def with_first(self) -> Choice | None:
-        """The same choice with a spread `first`, of which a device holds a share; None where it
-        cannot be spread.
-        """
-        end = self.request.costs.get(FIRST)
-        if self.spread != LAST or end is None or end.ends is not Ends.EITHER:
-            return None
-        share = end.share(self.request.devices)
-        return self._replace(spread=FIRST + LAST, costs={**self.costs, FIRST: share})
-
 
 def choices(request: Request) -> Iterator[Choice]:
     """All choices of a request: schedules, with the chunks that they take and that the layers
@@ -451,7 +441,7 @@ def choices(request: Request) -> Iterator[Choice]:
 
 def _spreads(request: Request) -> list[str]:
     """The ends that may be spread.  Where both may be, `first` is spread only if memory is short
-    (`Choice.with_first`).
+    (`Candidate.smaller`).
     """
     ends = {c: request.costs[c].ends if c in request.layers else Ends.ONE for c in (FIRST, LAST)}
     always = "".join(c for c in (FIRST, LAST) if ends[c] is Ends.ALL)
