@@ -16,7 +16,7 @@ from ..errors import PipelineError, quoted
 from ..layouts.layout import Layout
 from ..model.arguments import under_policies
 from ..model.model import Model
-from ..model.settings import Memory, Sharding
+from ..model.settings import Memory, Sharding, outside_contexts
 from ..pipeline import Pipeline
 from ..planner.candidate import PipelinePlan
 from ..planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs
@@ -98,7 +98,7 @@ def measure(
         pipe = _of_stages(model, params, mesh, **settings)
         return measure_stages(
             pipe,
-            pipe.place(jax.tree.map(shape_of, dict(params))),
+            _placed(pipe, params),
             _microbatches(rows, pipe.schedule.num_microbatches * pipe.partition.data_size),
             rng=rng,
             state=pipe.place_state(state) if state else state,
@@ -168,7 +168,13 @@ def _of_letters(
     one = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), params["stages"]
     )
-    return pipe, pipe.place(jax.tree.map(shape_of, {**params, "stages": one}))
+    return pipe, _placed(pipe, {**params, "stages": one})
+
+
+@outside_contexts
+def _placed(pipe: Pipeline, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """The placed shapes of parameters: the pipeline's mesh may be another than the caller's."""
+    return pipe.place(jax.tree.map(shape_of, dict(params)))
 
 
 def _microbatches(rows: PyTree, count: int, sharding: NamedSharding | None = None) -> PyTree:
