@@ -16,7 +16,7 @@ from ..errors import PipelineError, quoted
 from ..layouts.layout import Layout
 from ..model.arguments import under_policies
 from ..model.model import Model
-from ..model.settings import Memory, Sharding
+from ..model.settings import Memory, Sharding, outside_contexts
 from ..pipeline import Pipeline
 from ..planner.candidate import PipelinePlan
 from ..planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs
@@ -79,19 +79,18 @@ def measure(
         (256, 128, True)
     """
     named = [name for name in policies if not hasattr(jax.checkpoint_policies, name)]
+    is_model = isinstance(model, Model)
     _refuse(
         repeats,
         peak,
-        (isinstance(model, Model), f"model must be a jaxpipe.Model, not {quoted(model)}"),
-        (
-            not named,
+        {
+            f"model must be a jaxpipe.Model, not {quoted(model)}": is_model,
             f"policies holds {', '.join(map(quoted, named))}; give names of "
-            "jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'",
-        ),
-        (
-            not policies or not isinstance(model, Model) or model.is_layered,
-            "policies are of the letters of layers; the model is given by stages",
-        ),
+            "jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'": not named,
+            "policies are of the letters of layers; the model is given by stages": not policies
+            or not is_model
+            or model.is_layered,
+        },
     )
     rows = jax.tree.map(shape_of, microbatch)
     settings: dict[str, Any] = {"sharding": sharding, "memory": memory}
@@ -99,7 +98,7 @@ def measure(
         pipe = _of_stages(model, params, mesh, **settings)
         return measure_stages(
             pipe,
-            pipe.place(jax.tree.map(shape_of, dict(params))),
+            _placed(pipe, params),
             _microbatches(rows, pipe.schedule.num_microbatches * pipe.partition.data_size),
             rng=rng,
             state=pipe.place_state(state) if state else state,
@@ -169,7 +168,13 @@ def _of_letters(
     one = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), params["stages"]
     )
-    return pipe, pipe.place(jax.tree.map(shape_of, {**params, "stages": one}))
+    return pipe, _placed(pipe, {**params, "stages": one})
+
+
+@outside_contexts
+def _placed(pipe: Pipeline, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """The placed shapes of parameters: the pipeline's mesh may be another than the caller's."""
+    return pipe.place(jax.tree.map(shape_of, dict(params)))
 
 
 def _microbatches(rows: PyTree, count: int, sharding: NamedSharding | None = None) -> PyTree:
@@ -205,7 +210,7 @@ def measure_stages(
         PipelineError: as `value_and_grad` does, and for repeats below 1.
     """
     is_pipe = isinstance(pipe, Pipeline)
-    _refuse(repeats, peak, (is_pipe, f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"))
+    _refuse(repeats, peak, {f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}": is_pipe})
     measured = measured_blocks(pipe, params, batch, rng, state, repeats=repeats, peak=peak)
     step, kinds = measured.step, measured.step.code.kind_of
     letters = [chr(256 + kind) for kind in kinds]
@@ -281,17 +286,12 @@ def refuse_layers(model: Model, params: Any) -> None:
         )
 
 
-def _refuse(repeats: Any, peak: Any, *checks: tuple[bool, str]) -> None:
-    """PipelineError that lists each argument that is not right."""
-    own = (
-        (
-            is_whole(repeats) and repeats >= 1,
-            f"repeats must be at least 1, not {quoted(repeats)}",
-        ),
-        (
-            peak is None or isinstance(peak, Peak),
-            f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}",
-        ),
-    )
-    faults = [fault for is_right, fault in (*checks, *own) if not is_right]
+def _refuse(repeats: Any, peak: Any, checks: Mapping[str, bool]) -> None:
+    """PipelineError that lists each fault whose check fails."""
+    is_peak, is_count = peak is None or isinstance(peak, Peak), is_whole(repeats) and repeats >= 1
+    own = {
+        f"repeats must be at least 1, not {quoted(repeats)}": is_count,
+        f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}": is_peak,
+    }
+    faults = [fault for fault, is_right in {**checks, **own}.items() if not is_right]
     PipelineError.refuse("this cannot be measured", faults)

@@ -26,7 +26,7 @@ from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..table.typed import is_number
 from ..transforms.recompute import add_recompute
 from ..transforms.spread import spread_first, spread_last
-from .layer_cost import FIRST, LAST, Memory, Remat, Sizes, layer_sizes, least_slots, memory_of
+from .layer_cost import FIRST, LAST, Ends, Memory, Remat, Sizes, layer_sizes, least_slots, memory_of
 from .request import Choice, Request
 
 
@@ -252,13 +252,6 @@ class Candidate:
         moved = self.request.microbatches * self.choice.chunks * self.sizes.entry["residual_weight"]
         return moved / self.request.host_bandwidth
 
-    @property
-    def same(self) -> tuple[object, ...]:
-        """A key that equal tables of different names share."""
-        choice, peak = self.choice, max(self.timeline.peak_activations)
-        costs = (choice.chunks, choice.remat, choice.policies, choice.spread, self.offload)
-        return (id(self.request), *costs, peak, f"{self.seconds:.9g}")
-
     @cached_property
     def sizes(self) -> Sizes:
         """Sums of layers' sizes."""
@@ -311,7 +304,10 @@ class Candidate:
         assert request.memory is not None, "without a limit of memory, nothing makes room"
         if self.recomputing or self.offload is not Offload.NOTHING:
             return
-        if (both := choice.with_first()) is not None:
+        end = request.costs.get(FIRST)
+        if choice.spread == LAST and end is not None and end.ends is Ends.EITHER:
+            own = {**choice.costs, FIRST: end.share(request.devices)}
+            both = choice._replace(spread=FIRST + LAST, costs=own)
             # The first stage's times without `first` hardly differ, so the table keeps its order.
             costs = both.stage_costs(self.layout)
             table = spread_first(table, costs=costs)

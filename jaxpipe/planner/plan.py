@@ -64,7 +64,8 @@ def plan(
             with costs of its own.
         memory: bytes that a device has; no limit where it is None.
         transfer: seconds of a hop to another device, where M may vary by its number.
-        schedules: names of `schedules.names()` to choose among.
+        schedules: names of `schedules.names()` to choose among; where it is None, those that are
+            quick to build and keep parameters once.
         chunks: stages per device to choose among.
         slices: slices of a sequence to choose among; a microbatch is then a sequence, and the model
             appends rows (`LayerCost.attention` and `LayerCost.rows` say what that costs).
@@ -134,7 +135,6 @@ _Progress: TypeAlias = "Callable[[int, int], None]"
 _MOVES = 60  # layouts that are simulated for each of the best candidates
 _REFINED = 4  # candidates whose layout is improved
 _MORE = 2  # programs that are lowered beyond the number of plans
-_NEAR = 1.08  # of a bound: `auto` is not tried where another table is as short
 _EVEN = 1e-9  # relative: stages that differ by less are equal
 _WORTH = 1e-6  # relative: a makespan that is shorter by less is rounded
 
@@ -191,62 +191,40 @@ class Search:
     def candidates(self) -> list[Candidate]:
         """Those that fit, of every choice that could be among the best, without programs."""
         todo = [choice for request in self._wanted for choice in choices(request)]
-        # A table of `auto` takes longest to build, so the others come first; of equal bounds those
-        # with spread ends, which are usually shorter.
-        todo.sort(key=lambda c: (c.name == "auto", c.seconds, -len(c.spread)))
+        # Of equal bounds, those with spread ends are usually shorter.
+        todo.sort(key=lambda c: (c.seconds, -len(c.spread)))
         for done, choice in enumerate(todo):
             if self._late(0.5):
                 self._reject(choice, "not tried: the time was over")
-            elif self._passes(choice, choice.seconds):
+            elif self._passes(choice):
                 try:
-                    layout = choice.layout()
-                    if choice.name != "auto" or self._may_be_shorter(choice, layout):
-                        self._sort(Candidate.of(choice, layout))
+                    self._sort(Candidate.of(choice, choice.layout()))
                 except (ScheduleError, LayoutError) as error:
                     self._reject(choice, str(error).splitlines()[-1].strip())
             self._progress(done + 1, len(todo))
         return self._fitting
 
-    def _passes(self, choice: Choice, seconds: float) -> bool:
+    def _passes(self, choice: Choice) -> bool:
         """Whether a choice may fit and be among the best; else it is rejected."""
         limit = choice.request.memory
         if limit is not None and choice.bytes > limit:
             self._large.append(choice)
             self._reject(choice, lacks(choice.bytes, choice.request))
-        elif seconds >= self._worst(self._fitting):
-            why = f"takes {seconds:.4g} s or more, and {self._most} plans take less"
-            self._reject(choice, why, seconds)
+        elif choice.seconds >= self._worst(self._fitting):
+            why = f"takes {choice.seconds:.4g} s or more, and {self._most} plans take less"
+            self._reject(choice, why, choice.seconds)
         else:
             return True
         return False
 
-    def _may_be_shorter(self, choice: Choice, layout: Layout) -> bool:
-        """Whether a table of a choice of `auto` can be much shorter than another one of the same
-        stages; else the choice is rejected.
-        """
-        bound, own = choice.bound(layout), choice.blocks
-        same = [c for c in self._fitting if c.choice.blocks == own]
-        near = min(same, key=lambda c: c.seconds, default=None)
-        if near is None or near.seconds > _NEAR * bound:
-            return self._passes(choice, bound)
-        self._reject(choice, f"takes {bound:.4g} s or more, {near.label} {near.seconds:.4g}")
-        return False
-
     def _sort(self, built: Candidate) -> None:
         """Keep a candidate that fits by its sizes, or candidates with less memory."""
-        fitting = [built]
-        if not self._fits(built):
-            self._beyond.append(built)
-            near = built.seconds < self._worst(self._fitting)
-            fitting = list(filter(self._fits, built.smaller())) if near else []
-        for candidate in fitting:
-            # Another may have as short a table with as few activations.
-            same = next((c for c in self._fitting if c.same == candidate.same), None)
-            if same is None:
-                self._fitting.append(candidate)
-            else:
-                why = f"takes as long as {same.label}"
-                self._reject(candidate.choice, why, candidate.seconds)
+        if self._fits(built):
+            self._fitting.append(built)
+            return
+        self._beyond.append(built)
+        if built.seconds < self._worst(self._fitting):
+            self._fitting += filter(self._fits, built.smaller())
 
     def _fits(self, candidate: Candidate) -> bool:
         # Sums of layers' sizes are no measure of a traced model.
@@ -283,20 +261,20 @@ class Search:
                 "no schedule can be built for this model",
                 [f"{r.what}: {r.why}" for r in self._rejected] or ["no schedule was named"],
             )
+        limit = self._wanted[0].memory
+        assert limit is not None
         if self._beyond:
             near = min(self._beyond, key=lambda c: c.needs)
-            name, needs = f"{near.label}, layout {near.layout}", near.needs
-            parts = _parts(near.memory)
+            part, (held, helps) = max(_parts(near.memory).items(), key=lambda item: item[1])
+            name = f"{near.label}, layout {near.layout}, which needs at least {gib(near.needs)}"
+            lack, most = near.needs - limit, f" (most of it, {gib(held)}, {part})"
         else:  # no table was built
-            needs = min(choice.bytes for choice in self._large)
-            name, parts = "an even split of the layers", {_HELD: (needs, _HELPS)}
-        limit = self._wanted[0].memory
-        part, (held, helps) = max(parts.items(), key=lambda item: item[1])
-        assert limit is not None
+            least, helps = min(choice.bytes for choice in self._large), _HELPS
+            name = f"an even split of the layers, which needs {gib(least)} for {_HELD} alone"
+            lack, most = least - limit, ""
         return PlanError(
-            f"nothing fits into {gib(limit)} a device: the nearest is {name}, which needs at least "
-            f"{gib(needs)}, {gib(needs - limit)} more (most of it, {gib(held)}, {part}); "
-            f"what would help most: {helps}; or {_ADVICE}"
+            f"nothing fits into {gib(limit)} a device: the nearest is {name}, "
+            f"{gib(lack)} more{most}; what would help most: {helps}; or {_ADVICE}"
         )
 
     def _solved(self, best: Candidate, seconds: float, seed: int) -> list[Candidate]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..engine.bounds import lower_bound
 from ..engine.costs import Costs
 from ..errors import PlanError, quoted
 from ..layouts.layout import Layout, parse_layout
@@ -26,7 +25,7 @@ from .layer_cost import (
 )
 
 # Schedules that are tried where none are named, the more promising ones first.  `dualpipe` keeps
-# every stage's parameters twice.
+# every stage's parameters twice, and `auto`, which takes longest to build, is hardly ever shorter.
 SCHEDULES = (
     "1f1b",
     "zb_h1",
@@ -37,7 +36,6 @@ SCHEDULES = (
     "v_half",
     "v_min",
     "gpipe",
-    "auto",
 )
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
 _LEAST_MEMORY, _MOST_SECONDS = 1e6, 3600.0
@@ -364,12 +362,6 @@ class Choice(NamedTuple):
     cap: int | None = None  # of `auto`, on activations: at first twice as many as 1F1B has
 
     @property
-    def blocks(self) -> tuple[object, ...]:
-        """What its stages run: its mesh, chunks, ends and remat."""
-        spread = self.spread.replace(FIRST, "")
-        return (id(self.request), self.chunks, self.remat, self.policies, spread)
-
-    @property
     def seconds(self) -> float:
         """A lower bound of its tables: a device's work, and the reduction of gradients."""
         request, again = self.request, self.remat is Remat.FULL
@@ -418,30 +410,6 @@ class Choice(NamedTuple):
             layout, self.costs, remat=remat, transfer=request.transfer, slices=request.slices
         )
 
-    def with_first(self) -> Choice | None:
-        """The same choice with a spread `first`, of which a device holds a share; None where it
-        cannot be spread.
-        """
-        end = self.request.costs.get(FIRST)
-        if self.spread != LAST or end is None or end.ends is not Ends.EITHER:
-            return None
-        share = end.share(self.request.devices)
-        return self._replace(spread=FIRST + LAST, costs={**self.costs, FIRST: share})
-
-    def bound(self, layout: Layout) -> float:
-        """A lower bound of the step's seconds, by `lower_bound`."""
-        request = self.request
-        if request.slices > 1:
-            return self.seconds
-        found = lower_bound(
-            self.stage_costs(layout),
-            microbatches=request.microbatches,
-            devices=request.devices,
-            chunks=self.chunks,
-            max_activations=self.cap,
-        )
-        return max(found + request.reduction, self.seconds)
-
 
 def choices(request: Request) -> Iterator[Choice]:
     """All choices of a request: schedules, with the chunks that they take and that the layers
@@ -473,7 +441,7 @@ def choices(request: Request) -> Iterator[Choice]:
 
 def _spreads(request: Request) -> list[str]:
     """The ends that may be spread.  Where both may be, `first` is spread only if memory is short
-    (`Choice.with_first`).
+    (`Candidate.smaller`).
     """
     ends = {c: request.costs[c].ends if c in request.layers else Ends.ONE for c in (FIRST, LAST)}
     always = "".join(c for c in (FIRST, LAST) if ends[c] is Ends.ALL)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from ..errors import CostError, PlanError, quoted
@@ -366,9 +367,9 @@ def plan_mesh(
     model = replace(model, context=context, flops=flops, loss_tokens=min(context, 1024))
     wanted = [
         request
-        for shape in _shapes(layers, model, gpus, batch, tensor)
-        if shape.pipe == 1 or shape.pipe * min(chunks) <= layers + len("EL")
-        for request in _requests(layers, model, shape, **choices)
+        for mesh, own in _meshes(model, gpus, batch, tensor, layers)
+        if mesh["pipe"] == 1 or mesh["pipe"] * min(chunks) <= layers + len("EL")
+        for request in _requests(layers, own, mesh, batch, **choices)
     ]
     if not wanted:
         raise PlanError(
@@ -416,34 +417,26 @@ def _promise(request: Request) -> float:
     return request.microbatches * work + ramp + request.reduction
 
 
-class _Shape(NamedTuple):
-    pipe: int
-    data: int
-    tensor: int
-    rows: int  # of a microbatch
-    microbatches: int
-
-
-def _shapes(
-    layers: int, model: Transformer, gpus: int, batch: int, tensor: Sequence[int]
-) -> Iterator[_Shape]:
+def _meshes(
+    model: Transformer, gpus: int, batch: int, tensor: Sequence[int], layers: int
+) -> Iterator[tuple[dict[str, int], Transformer]]:
+    """Sizes of axes, with the rows of a microbatch, and the model on such a mesh."""
     heads = round(model.width * model.kv_share / model.head)  # of keys and values
-    for shared in tensor:
-        if shared > min(HOST, heads) or gpus % shared:
+    for shared, pipe, rows in product(tensor, range(1, layers + 1), _ROWS):
+        data, left = divmod(gpus, shared * pipe)
+        if left or shared > min(HOST, heads) or batch % (data * rows):
             continue
-        for pipe in range(1, layers + 1):
-            if gpus // shared % pipe:
-                continue
-            data = gpus // shared // pipe
-            for rows in _ROWS:
-                if batch % (data * rows) == 0 and batch // (data * rows) >= pipe:
-                    yield _Shape(pipe, data, shared, rows, batch // (data * rows))
+        if batch // (data * rows) >= pipe:
+            own = replace(model, tensor=shared, rows=rows, sequence=shared > 1)
+            mesh = {"pipe": pipe, "data": data, "tensor": shared, "rows": rows}
+            yield mesh, own.on(pipe * data)
 
 
 def _requests(
     layers: int,
     model: Transformer,
-    shape: _Shape,
+    mesh: Mapping[str, int],
+    batch: int,
     *,
     schedules: Sequence[str] | None,
     chunks: Sequence[int],
@@ -451,30 +444,31 @@ def _requests(
     memory: float,
 ) -> Iterator[Request]:
     """With parameters and optimizer state split over replicas (fsdp), and without."""
-    model = replace(model, tensor=shape.tensor, rows=shape.rows, sequence=shape.tensor > 1)
-    model = model.on(shape.pipe * shape.data)
     whole, letters = model.costs(), "E" + "t" * layers + "L"
-    held = sum(whole[c].gradient_bytes for c in letters) / shape.pipe
-    mesh = {"pipe": shape.pipe, "data": shape.data, "tensor": shape.tensor}
-    text = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-    for fsdp in (0, 1) if shape.data > 1 else (0,):
-        costs = {c: _split(cost, shape.data if fsdp else 1) for c, cost in whole.items()}
+    pipe, data, tensor, rows = mesh.values()
+    text, count = f"pipe {pipe} x data {data} x tensor {tensor}", batch // (data * rows)
+    # Replicas sum gradients once a step, and under fsdp gather parameters of half the bytes.
+    # Nothing of it is hidden.
+    link = model.tensor_bandwidth if data * tensor <= HOST else model.bandwidth
+    summed = sum(whole[c].gradient_bytes for c in letters) / pipe * (data - 1) / data / link
+    for fsdp in (0, 1) if data > 1 else (0,):
+        costs = {c: _split(cost, data if fsdp else 1) for c, cost in whole.items()}
         yield Request(
             layers=letters,
             costs=costs | {FIRST: replace(costs[FIRST], ends=Ends.ONE)},
-            devices=shape.pipe,
-            microbatches=shape.microbatches,
+            devices=pipe,
+            microbatches=count,
             memory=memory,
             transfer=model.transfer,
-            schedules=tuple(schedules or (n for n in SCHEDULES if n != "auto")),
-            chunks=tuple(chunks) if shape.pipe > 1 else (1,),
+            schedules=tuple(schedules or SCHEDULES),
+            chunks=tuple(chunks) if pipe > 1 else (1,),
             remat=allowed_remat(remat or None, whole, stages=False),
             data_axes=("data",),
-            target=Target(communicates=shape.tensor > 1).measured(None),
-            reduction=_reduction(held, shape, fsdp, model),
-            gathered=shape.data if fsdp else 0,
-            label=(text + (" fsdp" if fsdp else ""), f"M {shape.microbatches}"),
-            mesh={**mesh, "fsdp": fsdp, "rows": shape.rows},
+            target=Target(communicates=tensor > 1).measured(None),
+            reduction=(1.5 if fsdp else 2) * summed,
+            gathered=data if fsdp else 0,
+            label=(text + (" fsdp" if fsdp else ""), f"M {count}"),
+            mesh={**mesh, "fsdp": fsdp},
             by_name=True,
         )
 
@@ -487,15 +481,6 @@ def _split(cost: LayerCost, devices: int) -> LayerCost:
         gradients=cost.gradient_bytes / devices,
         optimizer=cost.optimizer_bytes / devices,
     )
-
-
-def _reduction(gradients: float, shape: _Shape, fsdp: int, model: Transformer) -> float:
-    """Seconds in which replicas sum gradients once a step, and under fsdp gather parameters of half
-    the bytes.  Nothing of it is hidden.
-    """
-    inside = shape.data * shape.tensor <= HOST
-    link = model.tensor_bandwidth if inside else model.bandwidth
-    return (1.5 if fsdp else 2) * (shape.data - 1) / shape.data * gradients / link
 
 
 _REMAT = {"dots_with_no_batch_dims_saveable": "dots", "nothing_saveable": "layer"}

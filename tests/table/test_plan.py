@@ -218,8 +218,7 @@ def test_what_cannot_fit_is_not_lowered(monkeypatch):
     monkeypatch.setattr(candidate, "build", refused)
     with pytest.raises(
         jp.PlanError,
-        match=r"an even split of the layers, which needs at least 6\.0 GiB, 1\.3 GiB more "
-        r"\(most of it, 6\.0 GiB, parameters, gradients and optimizer state\)",
+        match=r"an even split of the layers, which needs 6\.0 GiB for parameters, .* 1\.3 GiB more",
     ):
         jp.plan(MODEL, COSTS, **SHAPE, memory=5e9)
 

@@ -77,6 +77,13 @@ def test_slices_are_chosen_where_whole_sequences_do_not_fit():
         plans((1,), memory=limit)
 
 
+@pytest.mark.parametrize("name", ["zbv", "v_half", "interleaved_zb"])
+def test_tables_that_are_fitted_to_costs_take_slices(name):
+    found = plans((4,), schedules=(name,), chunks=(2,), devices=2).best
+    assert found.schedule.slices == 4
+    assert len(found.costs.slice_factors) == 4
+
+
 def test_bad_slices():
     for slices in ((), (0,), 4, (1.5,)):
         with pytest.raises(jp.PlanError, match="slices must be one or a few whole numbers"):
