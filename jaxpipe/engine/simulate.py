@@ -24,6 +24,7 @@ from ..table.encoded import (
 from ..table.kinds import RECEIVES, Action, Cell, Kind, Overlap, Value, makers
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule, check
+from ..table.text import in_columns
 from ..table.typed import typed
 from .costs import Costs, StageCosts
 from .loop import Loop, action_durations
@@ -333,13 +334,7 @@ class Comparison:
         return rows
 
     def __str__(self) -> str:
-        lines = [COLUMNS, *self.rows()]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-        table = [
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            for line in lines
-        ]
-        return "\n".join([self.sentence, *table])
+        return f"{self.sentence}\n{in_columns([COLUMNS, *self.rows()], left=0)}"
 
 
 _LONGEST_TURN = 32  # microbatches after which a steady state repeats
