@@ -46,8 +46,8 @@ class ParseError(JaxpipeError):
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken rule: its name, a sentence, and the cell (device, position in its row) if there is
-    one.
+    """One broken rule: its name, a sentence, and the cell (device, position in its row, or in its
+    line of a file) if there is one.
 
     `others` are further cells that are involved (a deadlock's cycle, the first of two duplicates).
     """

@@ -26,7 +26,7 @@ from ..schedules import names
 from ..schedules.registry import describe
 from ..table.encoded import Transfers
 from ..table.kinds import KINDS
-from ..table.schedule import Schedule
+from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..transforms.add_transfers import add_transfers
 from . import terminal
 
@@ -36,7 +36,6 @@ _WHERE = {
     Transfers.BUFFERED: " where a SEND returns at once (buffered)",
     Transfers.RENDEZVOUS: "",
 }
-_NO_GAP = 1e-9
 
 
 def list_command(arguments: argparse.Namespace) -> bool:
@@ -91,28 +90,21 @@ def simulate_command(arguments: argparse.Namespace) -> bool:
     with terminal.counting(f"simulating {arguments.source}"):
         schedule = terminal.load(arguments, costs, transfers=transfers)
         t = simulate(schedule, costs, transfers=transfers)
+    found = None
+    if not t.schedule.forward_only:
+        bound, cap = timeline_bound(t)
+        found = Certificate(Objective.MAKESPAN, t.makespan, bound, Proof.RELAXATION, cap)
     if arguments.json:
-        bound = {} if t.schedule.forward_only else {"lower_bound": timeline_bound(t)[0]}
-        terminal.write(json.dumps(_timeline_facts(t) | bound))
+        facts = _timeline_facts(t) | ({"lower_bound": found.bound} if found else {})
+        terminal.write(json.dumps(facts))
         return True
     terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
     head = {"makespan": number(t.makespan), "span": number(t.span), "bubble": f"{t.bubble:.2%}"}
     terminal.write("\n".join(f"{name:<9} {value}" for name, value in head.items()) + "\n")
     terminal.print_table(DEVICE_COLUMNS, device_rows(t))
-    if not t.schedule.forward_only:
-        terminal.write(_gap_text(t))
+    if found is not None:
+        terminal.write(f"of this placement: {found}")
     return True
-
-
-def _gap_text(t: Timeline) -> str:
-    """How far from optimal a schedule can be."""
-    bound, held = timeline_bound(t)
-    gap = t.makespan / bound - 1 if bound else 0.0
-    memory = "" if held is None else f" and at most {held} activations a device without R"
-    within = (
-        "none is shorter" if gap < _NO_GAP else f"it is at most {gap:.2%} longer than the shortest"
-    )
-    return f"lower bound {number(bound)} for this placement{memory}: {within}"
 
 
 def check_command(arguments: argparse.Namespace) -> bool:

@@ -27,7 +27,7 @@ from ..table.encoded import Transfers
 from ..table.kinds import Release
 from ..table.placement import Placement
 from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, report
-from ..table.text import csv_lines, csv_place, drawn, json_place, json_value
+from ..table.text import csv_lines, drawn, in_columns, json_value
 from ..table.typed import MAX_TEXT
 
 _MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
@@ -321,26 +321,14 @@ def _with_raw_grid(text: str, suffix: str, error: ScheduleError) -> str:
     """The error and, where it is about cells, a grid of the cells as they are written, the faulty
     ones marked.
     """
-    faulty = {
-        v.message.partition(": ")[0]: v.device for v in error.violations if v.device is not None
-    }
-    if not faulty:
+    cells = ((v.device, v.position) for v in error.violations)
+    marked = {(d, p) for d, p in cells if d is not None and p is not None}
+    if not marked:
         return str(error)
-    is_json = suffix == ".json"
-    place = json_place if is_json else csv_place
-    data: Any = json_value(text) if is_json else {"rows": list(csv_lines(text))}
-    rows = [[_cut(cell or "") for cell in row] for row in data["rows"]]
-    marked = {
-        (d, p) for d in set(faulty.values()) for p in range(len(rows[d])) if place(d, p) in faulty
-    }
-    lines, most, start = [str(error)], max(map(len, rows)), 0
-    if most > MOST_COLUMNS:
-        half = MOST_COLUMNS // 2
-        middle = min(p for _, p in marked)
-        start, stop = max(0, middle - half), min(most, middle + half)
-        lines.append(f"columns {start + 1} to {stop}:")
-        rows = [row[start:stop] for row in rows]
-    return "\n".join([*lines, *drawn(rows, {(d, p - start) for d, p in marked})])
+    data: Any = json_value(text) if suffix == ".json" else {"rows": csv_lines(text)}
+    rows = [dict(enumerate(_cut(cell or "") for cell in row)) for row in data["rows"]]
+    picture = drawn(rows, marked, most_columns=MOST_COLUMNS, has_numbers=False)
+    return f"{error}\n{picture}"
 
 
 def _cut(cell: str) -> str:
@@ -349,8 +337,6 @@ def _cut(cell: str) -> str:
     return cell if len(cell) <= _MOST_WIDTH else f"{cell[: _MOST_WIDTH - 3]}..."
 
 
-# Wide enough that no line of plain output is wrapped.
-_NEVER_FOLD = 1_000_000
 BEST = "bold green"  # the style of a best row
 
 
@@ -387,26 +373,18 @@ def print_table(
         styles: of some rows, by number, on a terminal.
         console: where to print; stdout where it is None.
     """
-    console = console or Console(highlight=False)
-    person = console.is_terminal
-    table = Table(
-        box=box.SIMPLE_HEAD if person else None,
-        pad_edge=person,
-        header_style="bold" if person else "",
-    )
+    console, lines = console or Console(highlight=False), list(rows)
+    if not console.is_terminal:
+        write(in_columns([header, *lines], left=left))
+        return
+    table = Table(box=box.SIMPLE_HEAD)
     for i, name in enumerate(header):
-        folds = person and (0 < i < left or i == len(header) - 1)
+        folds = 0 < i < left or i == len(header) - 1
         justify: Literal["left", "right"] = "left" if i < left else "right"
         table.add_column(Text(name), justify=justify, no_wrap=not folds)
-    for i, row in enumerate(rows):
+    for i, row in enumerate(lines):
         table.add_row(*map(Text, row), style=(styles or {}).get(i, ""))
-    if person:
-        console.print(table)
-        return
-    plain = Console(highlight=False, width=_NEVER_FOLD, color_system=None)
-    with plain.capture() as capture:
-        plain.print(table)
-    write("\n".join(line.rstrip() for line in capture.get().splitlines()))
+    console.print(table)
 
 
 @contextmanager

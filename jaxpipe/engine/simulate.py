@@ -25,6 +25,7 @@ from ..table.encoded import (
 )
 from ..table.kinds import RECEIVES, Action, Cell, Kind, Overlap, Value, makers
 from ..table.schedule import Schedule, check
+from ..table.text import in_columns
 from ..table.typed import typed
 from .costs import Costs, StageCosts
 from .loop import Loop, action_durations
@@ -362,13 +363,7 @@ class Comparison:
         return rows
 
     def __str__(self) -> str:
-        lines = [COLUMNS, *self.rows()]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-        table = [
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-            for line in lines
-        ]
-        return "\n".join([self.sentence, *table])
+        return f"{self.sentence}\n{in_columns([COLUMNS, *self.rows()], left=0)}"
 
 
 def critical_chain(

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree
 from ..jaxprs.entry import Entry
-from ..jaxprs.equations import nbytes, reads, tiled_bytes
+from ..jaxprs.equations import nbytes, tiled_bytes
 from ..jaxprs.slots import InSlots, Slot, Target, Total, run_in_slots
 from ..lowering.target import RunsOn
 from ..model.param_layout import with_outer
@@ -41,7 +41,6 @@ from ..table.kinds import RECOMPUTE, Kind
 from .programs import heap_bytes
 
 _WHOLE = PartitionSpec()
-_COPIED = (Place.CARRY, Place.CARRY_GRADIENT)  # out of a slot, or into it
 _READ = (*RESIDUALS, Place.STASH, Place.BUFFER)  # inputs that stay in their slots
 _WRITTEN = (*_READ, Place.BUFFER_GRADIENT)
 
@@ -80,22 +79,6 @@ class Block:
         """Inputs that are in one slot before and after the block, with that output."""
         after = {self.outputs[i]: i for i in self.changes}
         return {i: after[v] for i, v in enumerate(self.inputs) if v in after}
-
-    @property
-    def passed(self) -> int:
-        """Bytes on one device of what passes between slices and is copied out of its slot, or into
-        it.
-        """
-        pairs = zip(self.jaxpr.invars, self.inputs, strict=True)
-        copied: list[tuple[Any, Value]] = [
-            pair for pair, read in zip(pairs, reads(self.jaxpr), strict=True) if read
-        ]
-        copied += zip(self.jaxpr.outvars, self.outputs, strict=True)
-        return sum(
-            nbytes(atom.aval) // value.entry.local_share
-            for atom, value in copied
-            if value.place in _COPIED
-        )
 
     def dropping(self, outputs: Sequence[int]) -> Block:
         """The block without some of its results."""
@@ -170,8 +153,7 @@ class Step:
         found: dict[str, int] = {}
         for blocks in runs:
             name = " with ".join(block.name for block in blocks)
-            passed = sum(block.passed for block in blocks)
-            found[name] = max(found.get(name, 0), self.temp(*blocks) + passed)
+            found[name] = max(found.get(name, 0), self.temp(*blocks))
         return found
 
     def work_without_gradients(self) -> dict[str, int]:

@@ -5,13 +5,14 @@ and written.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
 from ..errors import ParseError, listed, quoted
 from ..table.placement import Placement
+from ..table.text import in_columns
 from ..table.typed import MAX_STAGES, is_whole, set_typed, typed
 
 LETTERS = "EtmL"
@@ -121,15 +122,6 @@ class Layout:
 
     def __str__(self) -> str:
         return _canonical(self.stages)
-
-
-def in_columns(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as text, in columns."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
 
 
 @typed(LayoutError)

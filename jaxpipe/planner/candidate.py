@@ -15,7 +15,7 @@ from ..engine.bounds import timeline_bound
 from ..engine.costs import Costs
 from ..engine.simulate import Timeline, simulate
 from ..errors import PlanError, ScheduleError, quoted
-from ..layouts.layout import Layout, in_columns
+from ..layouts.layout import Layout
 from ..lowering.plan import plan_of
 from ..program.ir import UNDER_WAY, Slots
 from ..schedules import build
@@ -23,6 +23,7 @@ from ..schedules.registry import describe
 from ..table.effects import LastUse, Liveness, Offload
 from ..table.kinds import Kind
 from ..table.schedule import Certificate, Objective, Proof, Schedule
+from ..table.text import in_columns
 from ..table.typed import is_number
 from ..transforms.recompute import add_recompute
 from ..transforms.spread import spread_first, spread_last

@@ -121,7 +121,7 @@ def rows_from_csv(text: str) -> list[list[Cell]]:
         [(i, cell) for i, cell in enumerate(line) if not _OF_PARAMETERS.fullmatch(cell)]
         for line in csv_lines(text)
     )
-    rows = _rows(lines, bad, csv_place)
+    rows = _rows(lines, bad, lambda d, c: f"line {d + 1}, column {c + 1}")
     _raise_if(bad, f"the CSV is not a schedule{_hint(text, rows, bad)}")
     if not any(map(any, rows)):
         write = "write one line per device and one action per cell, e.g. 0F0,0B0"
@@ -199,7 +199,7 @@ def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
     bad = _field_faults(data)
     cells = [] if bad else data["rows"]
     lines = ([(i, cell or "") for i, cell in enumerate(row)] for row in cells)
-    rows = _rows(lines, bad, json_place)
+    rows = _rows(lines, bad, lambda d, c: f'"rows"[{d}][{c}]')
     _raise_if(bad, "the JSON is not a schedule")
     return data, rows
 
@@ -230,16 +230,6 @@ def _readable(text: str, what: str) -> str:
     return text
 
 
-def csv_place(device: int, column: int) -> str:
-    """The name of a cell of a CSV in errors."""
-    return f"line {device + 1}, column {column + 1}"
-
-
-def json_place(device: int, column: int) -> str:
-    """The name of a cell of a JSON table in errors."""
-    return f'"rows"[{device}][{column}]'
-
-
 def _rows(
     lines: Iterable[Sequence[tuple[int, str]]],
     bad: list[Violation],
@@ -251,12 +241,12 @@ def _rows(
     rows: list[list[Cell]] = []
     for device, texts in enumerate(lines):
         rows.append([])
-        for position, (column, text) in enumerate(texts):
+        for column, text in texts:
             try:
                 rows[-1].append(parse_cell(text) if text else None)
             except ParseError as error:
                 message = f"{place(device, column)}: {error}"
-                bad.append(Violation("parse", message, device, position))
+                bad.append(Violation("parse", message, device, column))
             if len(bad) >= MAX_FAULTS:
                 return rows
     return rows
@@ -380,42 +370,35 @@ def grid(
     columns = _columns(rows)
     column_of = {(d, p): c for d, row in enumerate(columns) for p, c in enumerate(row)}
     marks = {(cell[0], column_of[cell]) for cell in marked if cell in column_of}
-    steps = 1 + max((c for row in columns for c in row), default=-1)
-    shown = _shown(steps, [column for _, column in marks], most_columns)
-    texts: list[list[str]] = []
-    for row, numbers_of_row in zip(rows, columns, strict=True):
-        cells = {-1: "..."}
-        for cell, c in zip(row, numbers_of_row, strict=True):
-            cells[c] = "" if cell is None else cell_label(cell, slices)
-        texts.append([cells.get(c, "") for c in shown])
-    places = {(device, shown.index(c)) for device, c in marks if c in shown}
-    numbers = [str(c) if c >= 0 else "..." for c in shown]
-    bad = {device for device, _ in marks}
-    return "\n".join(drawn(texts, places, numbers, bad=bad))
+    labels = ([cell_label(cell, slices) if cell else "" for cell in row] for row in rows)
+    cells = [dict(zip(*pair, strict=True)) for pair in zip(columns, labels, strict=True)]
+    return drawn(cells, marks, most_columns=most_columns)
 
 
 def drawn(
-    texts: Sequence[Sequence[str]],
-    marked: Collection[tuple[int, int]],
-    numbers: Sequence[str] | None = None,
+    cells: Sequence[Mapping[int, str]],
+    marks: Collection[tuple[int, int]],
     *,
-    bad: Collection[int] | None = None,
-) -> list[str]:
-    """A line for each device, after one of numbers: marked cells are bracketed, and the lines of
-    `bad` devices (all that have a mark) end in `MARK`.
+    most_columns: int | None = None,
+    has_numbers: bool = True,
+) -> str:
+    """A line for each device, after one of the numbers of columns: the cells at `marks` (device,
+    column) are bracketed, and their lines end in `MARK`.
     """
-    bad = {device for device, _ in marked} if bad is None else bad
-    cells = [
-        [f"[{text}]" if (d, p) in marked else text for p, text in enumerate(row)]
-        for d, row in enumerate(texts)
-    ]
-    rows = (numbers or (), *cells)
-    width = max((len(text) for row in rows for text in row), default=1)
-    label = len(f"device {len(texts) - 1}")
-    bodies = ["".join(f" {text:<{width}}" for text in row).rstrip() for row in rows]
-    lines = [f"{f'device {d}':<{label}} |{body}" for d, body in enumerate(bodies[1:])]
-    lines = [f"{line}  {MARK}" if d in bad else line for d, line in enumerate(lines)]
-    return lines if numbers is None else [" " * label + " |" + bodies[0], *lines]
+    steps = 1 + max((column for row in cells for column in row), default=-1)
+    shown = _shown(steps, [column for _, column in marks], most_columns)
+    texts = {"": [str(c) if c >= 0 else "..." for c in shown]} if has_numbers else {}
+    for device, row in enumerate(cells):
+        own = [(c, row.get(c, "") if c >= 0 else "...") for c in shown]
+        bracketed = [f"[{text}]" if (device, c) in marks else text for c, text in own]
+        texts[f"device {device}"] = bracketed
+    width = max((len(text) for row in texts.values() for text in row), default=1)
+    label, bad = max(map(len, texts)), {f"device {device}" for device, _ in marks}
+    lines = []
+    for name, line in texts.items():
+        body = "".join(f" {text:<{width}}" for text in line).rstrip()
+        lines.append(f"{name:<{label}} |{body}" + f"  {MARK}" * (name in bad))
+    return "\n".join(lines)
 
 
 def microbatch_label(microbatch: int, slices: int) -> str:
@@ -491,3 +474,22 @@ def _in_time(rows: tuple[Row, ...], table: Encoded, order: Sequence[int]) -> lis
         for p in (p for p, place in enumerate(row) if place < 0):  # idle
             row[p] = row[p - 1] + 1 if p else 0
     return places
+
+
+def in_columns(lines: Sequence[Sequence[str]], *, left: int | None = None) -> str:
+    """Lines of cells as text, in columns, of which the first `left` (all without it) are flush
+    left.
+
+    >>> print(in_columns([("name", "size"), ("a", "10")], left=1))
+    name  size
+    a       10
+    """
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    most = len(widths) if left is None else left
+
+    def placed(line: Sequence[str]) -> str:
+        cells = enumerate(zip(line, widths, strict=True))
+        texts = [cell.ljust(w) if i < most else cell.rjust(w) for i, (cell, w) in cells]
+        return "  ".join(texts).rstrip()
+
+    return "\n".join(map(placed, lines))

@@ -67,9 +67,9 @@ def test_check_marks_what_is_no_action_in_json_and_wide_tables(run, tmp_path):
     assert result.out.splitlines()[-1] == "device 1 | 1F0   1B0   [1Q1] 1B1  <-- ERROR HERE"
     wide = jp.schedules.build("gpipe", devices=2, microbatches=100).to_csv().replace("1F80", "1Q80")
     lines = run("check", table(tmp_path, wide)).out.splitlines()
-    assert lines[2] == "columns 51 to 110:"
-    assert lines[4].count("1F") == 49
-    assert "[1Q80]" in lines[4]
+    assert lines[-1].startswith("device 1 | ...    1F72")
+    assert lines[-1].count("1F") == 16, "eight on each side"
+    assert "[1Q80]" in lines[-1]
     torchs = "0UNSHARD,0F0,0Q0\n"
     assert (
         run("check", table(tmp_path, torchs)).out.splitlines()[-1]

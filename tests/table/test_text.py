@@ -92,7 +92,7 @@ def test_every_bad_cell_of_a_csv_is_named():
         Schedule.from_csv("0F0,1F0junk\n0UNSHARD,x\n")
     assert [(v.rule, v.device, v.position) for v in caught.value.violations] == [
         ("parse", 0, 1),
-        ("parse", 1, 0),
+        ("parse", 1, 1),
     ]
     assert "line 1, column 2: '1F0junk' is not an action" in str(caught.value)
     assert "line 2, column 2: 'x' is not an action" in str(caught.value)
