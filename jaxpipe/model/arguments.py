@@ -156,9 +156,7 @@ def staged(
     """Cut a model into the stages of a schedule; PipelineError where they do not fit."""
     placement = schedule.placement
     if model.is_layered:
-        layers = LayerMap.of(
-            _layout(model, placement, layout), placement, ParamLayout(placement).owned
-        )
+        layers = LayerMap.of(_layout(model, placement, layout), placement)
         stages = layers.functions(model.stages, has_loss=model.stage_loss)
         params = ParamLayout(placement, unlike=True, layers=layers)
     elif layout is not None:

@@ -366,6 +366,8 @@ class Context(NamedTuple):
 
 
 STAGE_KEYWORDS = ("carry", "ctx", "microbatch", "shared", "state", "training")
+# of layers, which do not keep what whole stages keep
+LAYER_KEYWORDS = ("ctx", "microbatch", "shared", "training")
 # of `first` and `last`, which are given the microbatch anyway
 OUTER_KEYWORDS = ("ctx", "shared", "training")
 # the inputs of both that differ by microbatch

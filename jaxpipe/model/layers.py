@@ -16,9 +16,17 @@ from ..arrays import PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
-from .calls import Function
+from .calls import LAYER_KEYWORDS, Function
 
 EMBEDDING, LOSS = "E", "L"
+
+
+def owned_stages(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """Per device, the stages whose parameters it holds, in chunk order."""
+    table: list[list[int]] = [[] for _ in range(placement.num_devices)]
+    for stage, devices in enumerate(placement.devices_of):
+        table[devices[0]].append(stage)
+    return tuple(map(tuple, table))
 
 
 class _Run(NamedTuple):
@@ -49,11 +57,9 @@ class LayerMap:
     chunk_mates: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, layout: Layout, placement: Placement, owned: Sequence[Sequence[int]]) -> LayerMap:
+    def of(cls, layout: Layout, placement: Placement) -> LayerMap:
         """Take E off the first stage and L off the last; PipelineError where the layout has them
         elsewhere, or another number of stages.
-
-        `owned[device]` lists the stages whose parameters the device holds, in chunk order.
         """
         faults = []
         if layout.num_stages != placement.num_stages:
@@ -74,7 +80,7 @@ class LayerMap:
                 )
         PipelineError.refuse("the layout does not fit", faults)
         mates_of = {}
-        for chunk in zip_longest(*owned):
+        for chunk in zip_longest(*owned_stages(placement)):
             mates = tuple(stage for stage in chunk if stage is not None)
             mates_of.update(dict.fromkeys(mates, mates))
         letters = (stage.replace(EMBEDDING, "").replace(LOSS, "") for stage in layout.stages)
@@ -119,13 +125,11 @@ class LayerMap:
 
     def faults(self, by_letter: Any) -> list[str]:
         """Faults of canonical parameters of the stages."""
-        if not isinstance(by_letter, Mapping) or set(by_letter) != set(self.letters):
-            found = (
-                sorted(by_letter) if isinstance(by_letter, Mapping) else type(by_letter).__name__
-            )
+        keys = sorted(by_letter) if isinstance(by_letter, Mapping) else type(by_letter).__name__
+        if keys != list(self.letters):
             return [
                 f'"stages" must be a dict with the letters {list(self.letters)}, each a tree of '
-                f"leaves [layers, ...]; got {found}"
+                f"leaves [layers, ...]; got {keys}"
             ]
         faults = []
         for letter in self.letters:
@@ -141,15 +145,9 @@ class LayerMap:
         code, share one.
         """
         known = {
-            letter: Function.of(layers[letter], f"layers[{letter!r}]") for letter in self.letters
+            letter: Function.of(layers[letter], f"layers[{letter!r}]", LAYER_KEYWORDS)
+            for letter in self.letters
         }
-        for keyword in ("state", "carry"):
-            takers = [letter for letter, function in known.items() if keyword in function.wants]
-            if takers:
-                raise PipelineError(
-                    f"layers {takers} take `{keyword}`, which only whole stages can; give Pipeline "
-                    "a stage function instead"
-                )
         offsets = tuple(accumulate(map(len, self.stages), initial=0))[:-1]
         runs = [tuple(self._runs(stage)) for stage in range(len(self.stages))]
         functions = {

@@ -260,8 +260,8 @@ class Model:
         params = with_outer(params)
         stacked = not self.is_layered and callable(self.stages)
         if self.layers is not None:
-            layout = Layout((self.layers,), 1)
-            by_letter = LayerMap.of(layout, Placement.loop(devices=1, chunks=1), [[0]])
+            one = Placement.loop(devices=1, chunks=1)
+            by_letter = LayerMap.of(Layout((self.layers,), 1), one)
             functions = list(by_letter.functions(self.stages, has_loss=self.stage_loss))
             params["stages"] = by_letter.split(params["stages"])
         else:
