@@ -304,11 +304,9 @@ class Caching:
         def carried(params: Params, batch: PyTree) -> list[PyTree]:
             rows = functions.split(batch, self.schedule.num_microbatches)
             trees = [layout.of_stage(stage, params["stages"]) for stage in range(count)]
-            own, number = {**params, "stages": trees}, jnp.int32(0)
+            own = {**params, "stages": trees}
             plain = Plain(functions.for_batch(rows), cuts, own, rows, None, stacked=False)
-            nothing = [()] * count
-            _, _, after = plain.stages(plain.first(number), number, (nothing, nothing))
-            return list(after[1])
+            return list(plain.begin([()] * count)[1])
 
         return [
             jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.sequences, *a.shape), a.dtype), tree)

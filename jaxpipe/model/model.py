@@ -244,7 +244,7 @@ class Model:
         functions = replace(plain.functions, training=training, slices=slices)
         plain = replace(plain, functions=functions.for_batch(plain.rows))
         passed, numbers = plain.begin(state), jnp.arange(microbatches, dtype=jnp.int32)
-        if microbatches == 1:
+        if microbatches == 1:  # XLA leaves a loop of one trip in the program
             passed, out = plain.microbatch(passed, numbers[0])
             out = jax.tree.map(lambda leaf: leaf[None], out)
         else:
@@ -349,10 +349,13 @@ class Plain:
         """State and what passes between slices, of each stage, before the first microbatch."""
         nothing: PyTree = () if self.stacked else [()] * self.num_stages
         state = state if self.functions.has_state else nothing
-        if self.functions.slices == 1:
+        if not self.functions.passes:
             return state, nothing
-        (_, carried), _ = jax.eval_shape(self.microbatch, (state, nothing), jnp.int32(0))
-        return state, zeros_of(carried)
+        number = jnp.int32(0)
+        *_, after = jax.eval_shape(
+            lambda: self.stages(self.first(number), number, (state, nothing))
+        )
+        return state, zeros_of(after[1])
 
     def first(self, index: Any) -> PyTree:
         """The input of the first stage."""
