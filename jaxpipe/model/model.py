@@ -147,10 +147,10 @@ class Model:
             names = (f"layers[{EMBEDDING!r}]", f"layers[{LOSS!r}]")
         first = _outer(self.first, names[0], ("params", "microbatch"))
         last = _outer(self.last, names[1], ("params", "x", "microbatch"))
-        returning = None if last is None else getattr(last.call, "returning", None)
-        if last is not None and returning is not None:
+        if last is not None and hasattr(last.call, "returning"):
             # A ready-made head returns what the loss contract asks for.
-            last = replace(last, call=returning(self.contract, has_metrics=self.has_metrics))
+            own = last.call.returning(self.contract, has_metrics=self.has_metrics)
+            last = replace(last, call=own)
         return first, last
 
     def changed(self, **fields: Any) -> Model:
