@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..arrays import Params, PyTree, array_faults, axis_faults
+from ..arrays import Params, PyTree, array_faults, axis_faults, described
 from ..engine.costs import Costs
 from ..errors import PipelineError, ScheduleError, quoted
 from ..layouts.balance import split_layers
@@ -244,11 +244,11 @@ def key_faults(rng: Any) -> list[str]:
 
 def state_faults(state: Any, layout: ParamLayout, *, wanted: bool) -> list[str]:
     """Faults of the stages' own state; `wanted`: some stage takes it."""
-    if bool(state) is wanted:
-        return owner_faults(state, layout, "state", "place_state") if state else []
-    if wanted:
+    if not wanted:
+        return ["no stage takes `state` by keyword; leave state= out"] if state else []
+    if not state:
         return ["a stage takes `state`, but the step got none; give state=pipe.place_state(...)"]
-    return ["no stage takes `state` by keyword; leave state= out"]
+    return owner_faults(state, layout, "state", "place_state")
 
 
 @partial(
@@ -354,11 +354,10 @@ class Caching:
 
 
 def _position_faults(cache: Cache, position: Any, more: int) -> list[str]:
-    shape = np.shape(position)
-    if shape not in ((), (cache.sequences,)):
-        return [f"position has shape {list(shape)}; give a number, or {cache.sequences} of them"]
-    if not jnp.issubdtype(jnp.result_type(position), jnp.integer):
-        return [f"position is {jnp.result_type(position)}; give whole numbers"]
+    whole = jnp.issubdtype(jnp.result_type(position), jnp.integer)
+    if not whole or np.shape(position) not in ((), (cache.sequences,)):
+        what = described(position)
+        return [f"position is {what}; give a whole number, or {cache.sequences} of them"]
     if isinstance(position, jax.core.Tracer):
         return []
     least, most = int(np.min(position)), int(np.max(position))
