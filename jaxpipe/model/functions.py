@@ -288,7 +288,7 @@ class Functions:
     length: int = 0  # of a slice, once the batch is known
     # (stage's parameters, x) -> the first carry
     carry: Callable[..., Any] | None = None
-    # buffers have a slice's rows before the stage reads them (`model.slices.Ledger`)
+    # buffers have a slice's rows before the stage reads them (`Ledger`)
     in_place: bool = False
     room: int = 0  # positions of the buffers of a cache; 0 where a call has none
 
