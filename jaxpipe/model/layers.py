@@ -191,12 +191,7 @@ def _stage_function(
         losses: list[Any] = []
         for run in runs:
             layer = _Layer(layers[run.letter], keywords, has_loss)
-            ctx: Any = keywords.get("ctx")
-            takes = "ctx" in layer.function.wants
-            before = jnp.array(offsets, jnp.int32)[ctx.stage] if takes else 0
-            appends = takes and ctx.ledger is not None
-            stack = params[run.letter][run.group]
-            x, more = _run_layers(layer, run, stack, x, before + run.layer, appends=appends)
+            x, more = layer.run_each(run, params[run.letter][run.group], x, offsets)
             losses += [loss for loss in more if loss is not None]
         return (x, sum(losses[1:], losses[0]) if losses else None) if has_loss else x
 
@@ -230,24 +225,27 @@ class _Layer(NamedTuple):
         x, loss = function.results({"x": "", "loss": "stage_loss=True"}, out).values()
         return x, None if loss is None else function.loss_of(loss)
 
+    def run_each(
+        self, run: _Run, stack: PyTree, x: PyTree, offsets: tuple[int, ...]
+    ) -> tuple[PyTree, list[Any]]:
+        """Apply some rows of a stack one after the other; returns their losses too, or the sum.
 
-def _run_layers(
-    layer: _Layer, run: _Run, stack: PyTree, x: PyTree, number: Any, *, appends: bool
-) -> tuple[PyTree, list[Any]]:
-    """Apply some rows of a stack one after the other; returns their losses too, or the sum.
-
-    `appends`: no scan, since each layer appends rows to a buffer of its own.
-    """
-    count = run.stop - run.start
-    if appends or run.size == 1:
-        losses = []
-        for i in range(count):
-            row = jax.tree.map(lambda leaf, at=run.start + i: leaf[at], stack)
-            x, loss = layer.run(x, row, number + i if i else number, run.layer + i)
-            losses.append(loss)
-        return x, losses
-    if count < run.size:
-        stack = jax.tree.map(lambda leaf: leaf[run.start : run.stop], stack)
-    rows = stack, number + jnp.arange(count, dtype=jnp.int32)
-    x, each = jax.lax.scan(lambda x, row: layer.run(x, *row), x, rows)
-    return x, [None if each is None else jnp.sum(each)]
+        Layers that append rows are no scan, since each has buffers of its own.
+        """
+        count = run.stop - run.start
+        number: Any = run.layer
+        ctx: Any = self.keywords["ctx"] if "ctx" in self.function.wants else None
+        if ctx is not None:
+            number = jnp.array(offsets, jnp.int32)[ctx.stage] + run.layer
+        if run.size == 1 or (ctx is not None and ctx.ledger is not None):
+            losses = []
+            for i in range(count):
+                row = jax.tree.map(lambda leaf, at=run.start + i: leaf[at], stack)
+                x, loss = self.run(x, row, number + i if i else number, run.layer + i)
+                losses.append(loss)
+            return x, losses
+        if count < run.size:
+            stack = jax.tree.map(lambda leaf: leaf[run.start : run.stop], stack)
+        rows = stack, number + jnp.arange(count, dtype=jnp.int32)
+        x, each = jax.lax.scan(lambda x, row: self.run(x, *row), x, rows)
+        return x, [None if each is None else jnp.sum(each)]
