@@ -148,13 +148,27 @@ class LayerMap:
             letter: Function.of(layers[letter], f"layers[{letter!r}]", LAYER_KEYWORDS)
             for letter in self.letters
         }
-        offsets = tuple(accumulate(map(len, self.stages), initial=0))[:-1]
         runs = [tuple(self._runs(stage)) for stage in range(len(self.stages))]
-        functions = {
-            own: _stage_function(letters, own, known, offsets, has_loss=has_loss)
-            for letters, own in zip(self.stages, runs, strict=True)
-        }
+        functions = {own: self._function(own, known, has_loss=has_loss) for own in {*runs}}
         return tuple(functions[own] for own in runs)
+
+    def _function(
+        self, runs: tuple[_Run, ...], layers: Mapping[str, Function], *, has_loss: bool
+    ) -> Function:
+        """The function of a stage that is made of these runs of layers."""
+        offsets = tuple(accumulate(map(len, self.stages), initial=0))[:-1]
+        letters = "".join(run.letter * (run.stop - run.start) for run in runs)
+        wants = frozenset(keyword for run in runs for keyword in layers[run.letter].wants)
+
+        def stage(params: PyTree, x: PyTree, **keywords: Any) -> PyTree:
+            losses: list[Any] = []
+            for run in runs:
+                layer = _Layer(layers[run.letter], keywords, has_loss)
+                x, more = layer.run_each(run, params[run.letter][run.group], x, offsets)
+                losses += [loss for loss in more if loss is not None]
+            return (x, sum(losses[1:], losses[0]) if losses else None) if has_loss else x
+
+        return Function(stage, f"stage of layers {letters!r}", wants)
 
     def _runs(self, stage: int) -> Iterator[_Run]:
         """A stage's layers in order, as parts of its stacks; layers count from the stage's first of
@@ -172,30 +186,6 @@ class LayerMap:
                     yield _Run(letter, g, start - begin, stop - begin, size, place + start - first)
                 begin += size
             place += seen[letter] - first
-
-
-def _stage_function(
-    letters: str,
-    runs: tuple[_Run, ...],
-    layers: Mapping[str, Function],
-    offsets: tuple[int, ...],
-    *,
-    has_loss: bool,
-) -> Function:
-    """The function of a stage that is made of these runs of layers; `offsets[stage]` layers come
-    before it.
-    """
-    wants = frozenset(keyword for run in runs for keyword in layers[run.letter].wants)
-
-    def stage(params: PyTree, x: PyTree, **keywords: Any) -> PyTree:
-        losses: list[Any] = []
-        for run in runs:
-            layer = _Layer(layers[run.letter], keywords, has_loss)
-            x, more = layer.run_each(run, params[run.letter][run.group], x, offsets)
-            losses += [loss for loss in more if loss is not None]
-        return (x, sum(losses[1:], losses[0]) if losses else None) if has_loss else x
-
-    return Function(stage, f"stage of layers {letters!r}", wants)
 
 
 class _Layer(NamedTuple):
@@ -229,6 +219,7 @@ class _Layer(NamedTuple):
         self, run: _Run, stack: PyTree, x: PyTree, offsets: tuple[int, ...]
     ) -> tuple[PyTree, list[Any]]:
         """Apply some rows of a stack one after the other; returns their losses too, or the sum.
+        `offsets[stage]` layers come before a stage.
 
         Layers that append rows are no scan, since each has buffers of its own.
         """
