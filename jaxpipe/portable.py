@@ -108,7 +108,8 @@ class PortableState:
         )
         partition = None if self.pipe is None else self.pipe.partition
         followers = Followers(params, partition, layer_axis=self.layer_axis)
-        unlike, faults = self.pipe is not None and self.pipe.layout.unlike, list[str]()
+        alike = self.pipe is not None and not self.pipe.layout.unlike
+        faults: list[str] = []
 
         def of_node(path: Any, node: PyTree) -> PyTree:
             if not is_params(node):
@@ -117,7 +118,6 @@ class PortableState:
             if elsewhere := self._owner_faults(node, name or "parameters"):
                 faults.extend(elsewhere)
                 return None
-            alike = self.pipe is not None and not unlike
             if alike and len(set(map(jax.tree.structure, node["stages"]))) > 1:
                 faults.append(
                     f"{name}: chunks of stages have unlike structures; a mask must treat every "
@@ -127,15 +127,10 @@ class PortableState:
             found = jax.tree.map(lambda _: Follow(), node) if of_stages else followers.of(node)
             leaves = jax.tree_util.tree_leaves_with_path(node)
             for (p, leaf), rule in zip(leaves, jax.tree.leaves(found), strict=True):
-                where = path_text((*path, *p))
                 if not rule.fits:
                     faults.append(
-                        f"{where} of shape {leaf.shape} fits no axis of its parameter to the stages"
-                    )
-                elif unlike and rule.stage and (rule.lead or not rule.follows):
-                    faults.append(
-                        f"{where} does not have its parameter's shape, as every leaf must where "
-                        "stages are unlike"
+                        f"{path_text((*path, *p))} of shape {leaf.shape} fits no axis of its "
+                        "parameter to the stages; unlike ones take leaves of its shape alone"
                     )
             return found
 

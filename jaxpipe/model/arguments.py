@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..arrays import Params, PyTree, array_faults, axis_faults
+from ..arrays import Params, PyTree, array_faults, axis_faults, described
 from ..engine.costs import Costs
 from ..errors import PipelineError, ScheduleError, quoted
 from ..layouts.balance import split_layers
@@ -156,9 +156,7 @@ def staged(
     """Cut a model into the stages of a schedule; PipelineError where they do not fit."""
     placement = schedule.placement
     if model.is_layered:
-        layers = LayerMap.of(
-            _layout(model, placement, layout), placement, ParamLayout(placement).owned
-        )
+        layers = LayerMap.of(_layout(model, placement, layout), placement)
         stages = layers.functions(model.stages, has_loss=model.stage_loss)
         params = ParamLayout(placement, unlike=True, layers=layers)
     elif layout is not None:
@@ -246,11 +244,11 @@ def key_faults(rng: Any) -> list[str]:
 
 def state_faults(state: Any, layout: ParamLayout, *, wanted: bool) -> list[str]:
     """Faults of the stages' own state; `wanted`: some stage takes it."""
-    if bool(state) is wanted:
-        return owner_faults(state, layout, "state", "place_state") if state else []
-    if wanted:
+    if not wanted:
+        return ["no stage takes `state` by keyword; leave state= out"] if state else []
+    if not state:
         return ["a stage takes `state`, but the step got none; give state=pipe.place_state(...)"]
-    return ["no stage takes `state` by keyword; leave state= out"]
+    return owner_faults(state, layout, "state", "place_state")
 
 
 @partial(
@@ -306,11 +304,9 @@ class Caching:
         def carried(params: Params, batch: PyTree) -> list[PyTree]:
             rows = functions.split(batch, self.schedule.num_microbatches)
             trees = [layout.of_stage(stage, params["stages"]) for stage in range(count)]
-            own, number = {**params, "stages": trees}, jnp.int32(0)
+            own = {**params, "stages": trees}
             plain = Plain(functions.for_batch(rows), cuts, own, rows, None, stacked=False)
-            nothing = [()] * count
-            _, _, after = plain.stages(plain.first(number), number, (nothing, nothing))
-            return list(after[1])
+            return list(plain.begin([()] * count)[1])
 
         return [
             jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.sequences, *a.shape), a.dtype), tree)
@@ -358,11 +354,10 @@ class Caching:
 
 
 def _position_faults(cache: Cache, position: Any, more: int) -> list[str]:
-    shape = np.shape(position)
-    if shape not in ((), (cache.sequences,)):
-        return [f"position has shape {list(shape)}; give a number, or {cache.sequences} of them"]
-    if not jnp.issubdtype(jnp.result_type(position), jnp.integer):
-        return [f"position is {jnp.result_type(position)}; give whole numbers"]
+    whole = jnp.issubdtype(jnp.result_type(position), jnp.integer)
+    if not whole or np.shape(position) not in ((), (cache.sequences,)):
+        what = described(position)
+        return [f"position is {what}; give a whole number, or {cache.sequences} of them"]
     if isinstance(position, jax.core.Tracer):
         return []
     least, most = int(np.min(position)), int(np.max(position))

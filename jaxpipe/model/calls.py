@@ -167,21 +167,15 @@ class Cuts:
     def faults(self, params: Mapping[str, PyTree]) -> list[str]:
         """Canonical parameters that cannot be cut."""
         found = []
-        for key, dims in self.dims.items():
-            wrong = [d for d in jax.tree.leaves(dims) if type(d) is not int]
-            if wrong:
-                found.append(
-                    f"jaxpipe.spread was given {wrong[0]!r} for {key}; a dim is a whole number, "
-                    "or None"
-                )
+        for key in self.dims:
             for path, leaf in jax.tree_util.tree_leaves_with_path(params.get(key, {})):
                 dim, shape = self.dim(key, path), jnp.shape(leaf)
-                if type(dim) is int and not 0 <= dim < len(shape):
+                if dim is not None and (type(dim) is not int or not 0 <= dim < len(shape)):
                     where = f"{key}{jax.tree_util.keystr(path)}"
                     found.append(
-                        f"{where} of shape {shape} has no dim {dim} to cut over {self.parts} "
-                        "devices; give jaxpipe.spread(..., dims=) "
-                        "the dim of each parameter, None for those that are whole on every device"
+                        f"{where} of shape {shape} has no dim {dim!r} to cut over {self.parts} "
+                        "devices; give jaxpipe.spread(..., dims=) the number of a dim for each "
+                        "parameter, None for those that are whole on every device"
                     )
         return found
 
@@ -366,6 +360,8 @@ class Context(NamedTuple):
 
 
 STAGE_KEYWORDS = ("carry", "ctx", "microbatch", "shared", "state", "training")
+# of layers, which do not keep what whole stages keep
+LAYER_KEYWORDS = ("ctx", "microbatch", "shared", "training")
 # of `first` and `last`, which are given the microbatch anyway
 OUTER_KEYWORDS = ("ctx", "shared", "training")
 # the inputs of both that differ by microbatch

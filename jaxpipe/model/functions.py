@@ -288,7 +288,7 @@ class Functions:
     length: int = 0  # of a slice, once the batch is known
     # (stage's parameters, x) -> the first carry
     carry: Callable[..., Any] | None = None
-    # buffers have a slice's rows before the stage reads them (`model.slices.Ledger`)
+    # buffers have a slice's rows before the stage reads them (`Ledger`)
     in_place: bool = False
     room: int = 0  # positions of the buffers of a cache; 0 where a call has none
 
@@ -518,42 +518,34 @@ class Functions:
         return returned["x"], StageOutput(loss, (carries, buffers))
 
     def _carry(
-        self,
-        function: Function,
-        own: PyTree,
-        x: PyTree,
-        keywords: Extra,
-        before: PyTree,
+        self, function: Function, own: PyTree, x: PyTree, keywords: Extra, before: PyTree
     ) -> PyTree:
-        """The carry of a slice: that of the slice before, or the first one of a sequence."""
-        first, ctx = self._first_carry(function, own, x, keywords), keywords["ctx"]
+        """The carry of a slice: that of the slice before, or the first one of a sequence.
+
+        The first one is what the model says, or zeros of the shapes that the stage returns for a
+        carry that is the number 0.
+        """
+        ctx = keywords["ctx"]
+        if self.carry is not None:
+            first = jax.tree.map(jnp.asarray, self.carry(own, x))
+        else:
+            ledger = None if ctx.ledger is None else ctx.ledger.again()
+            zero = jnp.zeros((), jax.tree.leaves(x)[0].dtype)
+            asked = {**keywords, "ctx": ctx._replace(ledger=ledger), "carry": zero}
+            try:
+                first = zeros_of(jax.eval_shape(lambda: function.run(own, x, keywords=asked)[-1]))
+            except Exception as error:
+                raise PipelineError(
+                    f"`{function.name}` takes `carry`, but the shapes of the first one cannot be "
+                    "inferred from the number 0; give jaxpipe.Model(..., "
+                    "carry=function(stage_params, x) -> the first carry)"
+                ) from error
         if not before:
             return first
         carry = before[0]
         if self.room:
             carry = jax.tree.map(lambda leaf: leaf[ctx.microbatch // self.slices], carry)
         return jax.tree.map(lambda a, b: jnp.where(ctx.offset == 0, a, b), first, carry)
-
-    def _first_carry(self, function: Function, own: PyTree, x: PyTree, keywords: Extra) -> PyTree:
-        """The carry of the first slice of a sequence: zeros where the model says nothing, of the
-        shapes that the stage returns for a carry that is the number 0.
-        """
-        if self.carry is not None:
-            return jax.tree.map(jnp.asarray, self.carry(own, x))
-        ctx = keywords["ctx"]
-        ctx = ctx._replace(ledger=None if ctx.ledger is None else ctx.ledger.again())
-        zero = jnp.zeros((), jax.tree.leaves(x)[0].dtype)
-        try:
-            shapes = jax.eval_shape(
-                lambda: function.run(own, x, keywords={**keywords, "ctx": ctx, "carry": zero})[-1]
-            )
-        except Exception as error:
-            raise PipelineError(
-                f"`{function.name}` takes `carry`, but the shapes of the first one cannot be "
-                "inferred from the number 0; give jaxpipe.Model(..., "
-                "carry=function(stage_params, x) -> the first carry)"
-            ) from error
-        return zeros_of(shapes)
 
     def run_last(self, params: PyTree, y: PyTree, extra: Extra) -> tuple[Any, PyTree]:
         """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""

@@ -16,9 +16,17 @@ from ..arrays import PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
-from .calls import Function
+from .calls import LAYER_KEYWORDS, Function
 
 EMBEDDING, LOSS = "E", "L"
+
+
+def owned_stages(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """Per device, the stages whose parameters it holds, in chunk order."""
+    table: list[list[int]] = [[] for _ in range(placement.num_devices)]
+    for stage, devices in enumerate(placement.devices_of):
+        table[devices[0]].append(stage)
+    return tuple(map(tuple, table))
 
 
 class _Run(NamedTuple):
@@ -49,11 +57,9 @@ class LayerMap:
     chunk_mates: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, layout: Layout, placement: Placement, owned: Sequence[Sequence[int]]) -> LayerMap:
+    def of(cls, layout: Layout, placement: Placement) -> LayerMap:
         """Take E off the first stage and L off the last; PipelineError where the layout has them
         elsewhere, or another number of stages.
-
-        `owned[device]` lists the stages whose parameters the device holds, in chunk order.
         """
         faults = []
         if layout.num_stages != placement.num_stages:
@@ -74,7 +80,7 @@ class LayerMap:
                 )
         PipelineError.refuse("the layout does not fit", faults)
         mates_of = {}
-        for chunk in zip_longest(*owned):
+        for chunk in zip_longest(*owned_stages(placement)):
             mates = tuple(stage for stage in chunk if stage is not None)
             mates_of.update(dict.fromkeys(mates, mates))
         letters = (stage.replace(EMBEDDING, "").replace(LOSS, "") for stage in layout.stages)
@@ -119,13 +125,11 @@ class LayerMap:
 
     def faults(self, by_letter: Any) -> list[str]:
         """Faults of canonical parameters of the stages."""
-        if not isinstance(by_letter, Mapping) or set(by_letter) != set(self.letters):
-            found = (
-                sorted(by_letter) if isinstance(by_letter, Mapping) else type(by_letter).__name__
-            )
+        keys = sorted(by_letter) if isinstance(by_letter, Mapping) else type(by_letter).__name__
+        if keys != list(self.letters):
             return [
                 f'"stages" must be a dict with the letters {list(self.letters)}, each a tree of '
-                f"leaves [layers, ...]; got {found}"
+                f"leaves [layers, ...]; got {keys}"
             ]
         faults = []
         for letter in self.letters:
@@ -141,22 +145,30 @@ class LayerMap:
         code, share one.
         """
         known = {
-            letter: Function.of(layers[letter], f"layers[{letter!r}]") for letter in self.letters
+            letter: Function.of(layers[letter], f"layers[{letter!r}]", LAYER_KEYWORDS)
+            for letter in self.letters
         }
-        for keyword in ("state", "carry"):
-            takers = [letter for letter, function in known.items() if keyword in function.wants]
-            if takers:
-                raise PipelineError(
-                    f"layers {takers} take `{keyword}`, which only whole stages can; give Pipeline "
-                    "a stage function instead"
-                )
-        offsets = tuple(accumulate(map(len, self.stages), initial=0))[:-1]
         runs = [tuple(self._runs(stage)) for stage in range(len(self.stages))]
-        functions = {
-            own: _stage_function(letters, own, known, offsets, has_loss=has_loss)
-            for letters, own in zip(self.stages, runs, strict=True)
-        }
+        functions = {own: self._function(own, known, has_loss=has_loss) for own in {*runs}}
         return tuple(functions[own] for own in runs)
+
+    def _function(
+        self, runs: tuple[_Run, ...], layers: Mapping[str, Function], *, has_loss: bool
+    ) -> Function:
+        """The function of a stage that is made of these runs of layers."""
+        offsets = tuple(accumulate(map(len, self.stages), initial=0))[:-1]
+        letters = "".join(run.letter * (run.stop - run.start) for run in runs)
+        wants = frozenset(keyword for run in runs for keyword in layers[run.letter].wants)
+
+        def stage(params: PyTree, x: PyTree, **keywords: Any) -> PyTree:
+            losses: list[Any] = []
+            for run in runs:
+                layer = _Layer(layers[run.letter], keywords, has_loss)
+                x, more = layer.run_each(run, params[run.letter][run.group], x, offsets)
+                losses += [loss for loss in more if loss is not None]
+            return (x, sum(losses[1:], losses[0]) if losses else None) if has_loss else x
+
+        return Function(stage, f"stage of layers {letters!r}", wants)
 
     def _runs(self, stage: int) -> Iterator[_Run]:
         """A stage's layers in order, as parts of its stacks; layers count from the stage's first of
@@ -174,35 +186,6 @@ class LayerMap:
                     yield _Run(letter, g, start - begin, stop - begin, size, place + start - first)
                 begin += size
             place += seen[letter] - first
-
-
-def _stage_function(
-    letters: str,
-    runs: tuple[_Run, ...],
-    layers: Mapping[str, Function],
-    offsets: tuple[int, ...],
-    *,
-    has_loss: bool,
-) -> Function:
-    """The function of a stage that is made of these runs of layers; `offsets[stage]` layers come
-    before it.
-    """
-    wants = frozenset(keyword for run in runs for keyword in layers[run.letter].wants)
-
-    def stage(params: PyTree, x: PyTree, **keywords: Any) -> PyTree:
-        losses: list[Any] = []
-        for run in runs:
-            layer = _Layer(layers[run.letter], keywords, has_loss)
-            ctx: Any = keywords.get("ctx")
-            takes = "ctx" in layer.function.wants
-            before = jnp.array(offsets, jnp.int32)[ctx.stage] if takes else 0
-            appends = takes and ctx.ledger is not None
-            stack = params[run.letter][run.group]
-            x, more = _run_layers(layer, run, stack, x, before + run.layer, appends=appends)
-            losses += [loss for loss in more if loss is not None]
-        return (x, sum(losses[1:], losses[0]) if losses else None) if has_loss else x
-
-    return Function(stage, f"stage of layers {letters!r}", wants)
 
 
 class _Layer(NamedTuple):
@@ -232,24 +215,28 @@ class _Layer(NamedTuple):
         x, loss = function.results({"x": "", "loss": "stage_loss=True"}, out).values()
         return x, None if loss is None else function.loss_of(loss)
 
+    def run_each(
+        self, run: _Run, stack: PyTree, x: PyTree, offsets: tuple[int, ...]
+    ) -> tuple[PyTree, list[Any]]:
+        """Apply some rows of a stack one after the other; returns their losses too, or the sum.
+        `offsets[stage]` layers come before a stage.
 
-def _run_layers(
-    layer: _Layer, run: _Run, stack: PyTree, x: PyTree, number: Any, *, appends: bool
-) -> tuple[PyTree, list[Any]]:
-    """Apply some rows of a stack one after the other; returns their losses too, or the sum.
-
-    `appends`: no scan, since each layer appends rows to a buffer of its own.
-    """
-    count = run.stop - run.start
-    if appends or run.size == 1:
-        losses = []
-        for i in range(count):
-            row = jax.tree.map(lambda leaf, at=run.start + i: leaf[at], stack)
-            x, loss = layer.run(x, row, number + i if i else number, run.layer + i)
-            losses.append(loss)
-        return x, losses
-    if count < run.size:
-        stack = jax.tree.map(lambda leaf: leaf[run.start : run.stop], stack)
-    rows = stack, number + jnp.arange(count, dtype=jnp.int32)
-    x, each = jax.lax.scan(lambda x, row: layer.run(x, *row), x, rows)
-    return x, [None if each is None else jnp.sum(each)]
+        Layers that append rows are no scan, since each has buffers of its own.
+        """
+        count = run.stop - run.start
+        number: Any = run.layer
+        ctx: Any = self.keywords["ctx"] if "ctx" in self.function.wants else None
+        if ctx is not None:
+            number = jnp.array(offsets, jnp.int32)[ctx.stage] + run.layer
+        if run.size == 1 or (ctx is not None and ctx.ledger is not None):
+            losses = []
+            for i in range(count):
+                row = jax.tree.map(lambda leaf, at=run.start + i: leaf[at], stack)
+                x, loss = self.run(x, row, number + i if i else number, run.layer + i)
+                losses.append(loss)
+            return x, losses
+        if count < run.size:
+            stack = jax.tree.map(lambda leaf: leaf[run.start : run.stop], stack)
+        rows = stack, number + jnp.arange(count, dtype=jnp.int32)
+        x, each = jax.lax.scan(lambda x, row: self.run(x, *row), x, rows)
+        return x, [None if each is None else jnp.sum(each)]

@@ -147,10 +147,10 @@ class Model:
             names = (f"layers[{EMBEDDING!r}]", f"layers[{LOSS!r}]")
         first = _outer(self.first, names[0], ("params", "microbatch"))
         last = _outer(self.last, names[1], ("params", "x", "microbatch"))
-        returning = None if last is None else getattr(last.call, "returning", None)
-        if last is not None and returning is not None:
+        if last is not None and hasattr(last.call, "returning"):
             # A ready-made head returns what the loss contract asks for.
-            last = replace(last, call=returning(self.contract, has_metrics=self.has_metrics))
+            own = last.call.returning(self.contract, has_metrics=self.has_metrics)
+            last = replace(last, call=own)
         return first, last
 
     def changed(self, **fields: Any) -> Model:
@@ -244,7 +244,7 @@ class Model:
         functions = replace(plain.functions, training=training, slices=slices)
         plain = replace(plain, functions=functions.for_batch(plain.rows))
         passed, numbers = plain.begin(state), jnp.arange(microbatches, dtype=jnp.int32)
-        if microbatches == 1:
+        if microbatches == 1:  # XLA leaves a loop of one trip in the program
             passed, out = plain.microbatch(passed, numbers[0])
             out = jax.tree.map(lambda leaf: leaf[None], out)
         else:
@@ -260,8 +260,8 @@ class Model:
         params = with_outer(params)
         stacked = not self.is_layered and callable(self.stages)
         if self.layers is not None:
-            layout = Layout((self.layers,), 1)
-            by_letter = LayerMap.of(layout, Placement.loop(devices=1, chunks=1), [[0]])
+            one = Placement.loop(devices=1, chunks=1)
+            by_letter = LayerMap.of(Layout((self.layers,), 1), one)
             functions = list(by_letter.functions(self.stages, has_loss=self.stage_loss))
             params["stages"] = by_letter.split(params["stages"])
         else:
@@ -349,10 +349,13 @@ class Plain:
         """State and what passes between slices, of each stage, before the first microbatch."""
         nothing: PyTree = () if self.stacked else [()] * self.num_stages
         state = state if self.functions.has_state else nothing
-        if self.functions.slices == 1:
+        if not self.functions.passes:
             return state, nothing
-        (_, carried), _ = jax.eval_shape(self.microbatch, (state, nothing), jnp.int32(0))
-        return state, zeros_of(carried)
+        number = jnp.int32(0)
+        *_, after = jax.eval_shape(
+            lambda: self.stages(self.first(number), number, (state, nothing))
+        )
+        return state, zeros_of(after[1])
 
     def first(self, index: Any) -> PyTree:
         """The input of the first stage."""

@@ -43,12 +43,10 @@ def check_rules(
     rules = rules_of(optimizer, placed, own)
     if rules is None:
         return
-    shapes = {path: leaf.shape for path, leaf in by_path(dict(own)).items()}
     leaves = zip(by_path(dict(placed)).items(), leaf_plans(plans), strict=True)
     faults = {
-        parameter.path: f"{parameter.path!r} of shape {shapes[parameter.path]} is stored in "
-        f"{path!r} of shape {leaf.shape}, with "
-        "which the optimizer does something else"
+        parameter.path: f"{parameter.path!r} of shape {parameter.shape} is stored in {path!r} of "
+        f"shape {leaf.shape}, with which the optimizer does something else"
         for (path, leaf), plan in leaves
         for parameter in plan.parameters
         if rules[0][path] != rules[1][parameter.path]

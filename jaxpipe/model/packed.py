@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
+from textwrap import shorten
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -411,15 +412,13 @@ def storage_faults(
     parameters that are in it, and how, where it is a buffer.
     """
     alike = kept(inside[0][0], dtype)
-    odd = [own for own, how in inside if kept(own, dtype) != (how or alike)]
-    if not odd:
+    if all(kept(own, dtype) == (how or alike) for own, how in inside):
         return []
-    first, *others = dict.fromkeys([inside[0][0], *odd, *(own for own, _ in inside)])
-    where = f"with {others[0].path!r}" if others else "as it is not split here"
+    paths = ", ".join(dict.fromkeys(repr(own.path) for own, _ in inside))
     return [
-        f"{first.path!r} is stored in one array {where}, but frozen=, specs= or the mesh axes "
-        "of this pipeline keep it apart; bring them over with the pipeline that placed them as "
-        "`old`: new.place(old.canonical(...))"
+        f"one array stores {shorten(paths, 300)}, but frozen=, specs= or the mesh axes of this "
+        "pipeline keep it apart; bring them over with the pipeline that placed them as `old`: "
+        "new.place(old.canonical(...))"
     ]
 
 
@@ -441,12 +440,8 @@ def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -
         return layout.rows(new, before.values(old, own, pinned=True), pinned=True)
 
     def split(rows: dict[str, Any], specs: dict[str, PartitionSpec]) -> dict[str, Any]:
-        return {
-            name: lax.with_sharding_constraint(row, specs[name])
-            if name in specs and not is_missing(row)
-            else row
-            for name, row in rows.items()
-        }
+        there = {name: spec for name, spec in specs.items() if not is_missing(rows.get(name))}
+        return rows | {n: lax.with_sharding_constraint(rows[n], there[n]) for n in there}
 
     def one(leaves: PyTree) -> PyTree:
         own = split(jax.tree.map(lambda leaf: leaf[0], leaves), _splits(before, layout))

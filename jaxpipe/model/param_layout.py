@@ -18,7 +18,7 @@ from ..arrays import PyTree, array_faults, axis_faults, stacked
 from ..errors import PipelineError
 from ..jaxprs.entry import Entry
 from ..table.placement import Placement
-from .layers import LayerMap
+from .layers import LayerMap, owned_stages
 from .packed import Kept, Packed, Place, Places, TreeForm, alone, chunk_layout, masked
 
 
@@ -125,10 +125,7 @@ class ParamLayout:
     owned: tuple[tuple[int, ...], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        table: list[list[int]] = [[] for _ in range(self.placement.num_devices)]
-        for stage, devices in enumerate(self.placement.devices_of):
-            table[devices[0]].append(stage)
-        object.__setattr__(self, "owned", tuple(map(tuple, table)))
+        object.__setattr__(self, "owned", owned_stages(self.placement))
 
     def __str__(self) -> str:
         rows = [f"{d}: {', '.join(map(str, row))}" for d, row in enumerate(self.owned[:4])]

@@ -94,7 +94,9 @@ class Followers:
             stage = path[0].key == "stages"
             if not stage or not other_forms:
                 found = self._follow(*self._named(path), leaf.shape)
-                return replace(found, stage=stage, merges=stage and self._merges)
+                odd = stage and self._unlike and (found.lead or not found.follows)
+                fits, merges = found.fits and not odd, stage and self._merges
+                return replace(found, stage=stage, fits=fits, merges=merges)
             chunk = node["stages"][path[1].idx]
             buffer = chunk.layout.of(path[2].key) if isinstance(chunk, Packed) else None
             if buffer is None or self._partition is None:

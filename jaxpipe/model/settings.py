@@ -275,11 +275,13 @@ class Sharding:
                 f"{sizes[pipe]}; build the schedule with devices={sizes[pipe]}, or a mesh with "
                 f"{devices} along {pipe!r}"
             )
-        for name in data:
-            if name not in sizes:
-                faults.append(f"the mesh has no data axis {name!r}; its axes are {sizes}")
-            if name == pipe:
-                faults.append(f"{name!r} is the pipe axis and cannot be a data axis too")
+        faults += [
+            f"the mesh has no data axis {name!r}; its axes are {sizes}"
+            for name in data
+            if name not in sizes
+        ]
+        if pipe in data:
+            faults.append(f"{pipe!r} is the pipe axis and cannot be a data axis too")
         of_rows = [("fsdp", self.fsdp)] if self.fsdp is not None else []
         of_rows += [("local", name) for name in self.local]
         for argument, name in of_rows:

@@ -222,7 +222,7 @@ def test_what_was_placed_for_other_patterns_is_refused() -> None:
     """Where one stage's parameter is frozen alone, it lies in an array of its own."""
     params = pipe_of("a list", frozen=None).place(CASES["a list"][1])
     with refused(
-        r"'stages/0/w' is stored in one array with 'stages/1/w'.*new.place\(old.canonical"
+        r"one array stores 'stages/0/w', 'stages/1/w', but frozen=.*new.place\(old.canonical"
     ):
         pipe_of("a list").value_and_grad(params, batch())
 

@@ -357,7 +357,7 @@ def test_every_parameter_that_cannot_be_cut_is_listed():
         text in str(caught.value)
         for text in (
             "last['a'] of shape (3, 3) has no dim 2",
-            "'x' for last",
+            "last['b'] of shape (3,) has no dim 'x'",
             "last['c'] of shape ()",
         )
     )

@@ -170,7 +170,9 @@ def test_what_does_not_fit_a_cache_is_refused():
     assert "8 rows at position 1 are beyond the buffers of the cache, which have room for 8" in text
     assert "make it with length=9" in text
     assert "rows at position -1 are beyond" in call(position=-1)
-    assert "position has shape [3]; give a number, or 2 of them" in call(position=np.zeros(3, int))
+    assert "position is int64[3]; give a whole number, or 2 of them" in call(
+        position=np.zeros(3, int)
+    )
     assert "does not combine with state=; leave it out" in call(state=cache.stages)
     assert "position is float" in call(position=0.5)
     assert "cache= takes what `empty_cache` or `outputs` returned" in call(cache={})

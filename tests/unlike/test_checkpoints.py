@@ -210,6 +210,8 @@ def test_what_does_not_follow_the_parameters_is_refused(tmp_path):
     history = jax.tree.map(lambda a: jax.numpy.stack([a, a]), params)
     with (
         Checkpoints(tmp_path, pipe) as checkpoints,
-        pytest.raises(CheckpointError, match="t/0/scale does not have its parameter's shape"),
+        pytest.raises(
+            CheckpointError, match=r"t/0/scale of shape .* fits no axis of its parameter"
+        ),
     ):
         checkpoints.save(0, {"params": params, "history": history})
