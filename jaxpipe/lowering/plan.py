@@ -283,7 +283,7 @@ class Plan:
         devices, segments = self.ticks.schedule.num_devices, self.segments
         sent = sum(own.sent * segment.num_sends / devices for segment in segments)
         time = self.makespan_of(costs, own) + sent + own.collective * self.collectives
-        return time * (1 + sum(BLOCK * s.stage_size + PERMUTE * s.permutes for s in segments))
+        return time * (1 + sum(BLOCK * s.size + PERMUTE * s.permutes for s in segments))
 
     def seconds(self, target: Target, costs: Costs) -> float:
         """Seconds of a step: the program simulated for these costs, with a hop's seconds for each
