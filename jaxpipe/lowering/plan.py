@@ -55,6 +55,9 @@ def with_predicates(lengths: Seconds, template: TickTemplate, predicate: float) 
 class _Issue(NamedTuple):
     """Permutes that are issued together, and awaited together."""
 
+    # in parts of the ticks of a trip
+    issued: Point
+    awaited: Point
     from_before: bool
     meets: BoolArray  # `[device, device]`: whether the one waits for the other
     lasts: Seconds  # of the permutes of each device
@@ -74,10 +77,8 @@ class _Step(NamedTuple):
     work: Seconds  # `[trip, device]`
 
 
-def _issues(
-    segment: Segment, devices: int, hop: float, runs_on: RunsOn
-) -> dict[tuple[Point, Point, bool], _Issue]:
-    """The permutes of a trip by where they are issued and awaited, in parts of ticks."""
+def _issues(segment: Segment, devices: int, hop: float, runs_on: RunsOn) -> list[_Issue]:
+    """The permutes of a trip."""
     groups: dict[tuple[Point, Point, bool], list[Permute]] = {}
     for transit in segment.transits:
         end = Point(transit.tick, len(Part))
@@ -86,7 +87,7 @@ def _issues(
             begin = Point(0, 0) if transit.from_before else _in_parts(segment, transit.issued)
             ends = begin, _in_parts(segment, transit.written), transit.from_before
         groups.setdefault(ends, []).append(transit.permute)
-    found = {}
+    found = []
     for ends, permutes in groups.items():
         meets, lasts = np.eye(devices, dtype=bool), np.zeros(devices)
         for permute in permutes:
@@ -95,7 +96,7 @@ def _issues(
             lasts[np.unique(pairs)] += hop
         if runs_on is RunsOn.ONE_CPU_PROCESS:
             meets[:], lasts[:] = True, hop * len(permutes)
-        found[ends] = _Issue(ends[2], meets, lasts)
+        found.append(_Issue(*ends, meets, lasts))
     return found
 
 
@@ -116,10 +117,8 @@ def _steps(segment: Segment, costs: Seconds, overheads: Overheads, runs_on: Runs
         own = with_predicates(costs[:, j], template, overheads.predicate)
         lengths[:, : own.shape[1]] = own
         for part in range(len(Part) + 1):
-            begun, ended = (
-                [issue for ends, issue in issues.items() if ends[end] == (j, part)]
-                for end in (0, 1)
-            )
+            begun = [issue for issue in issues if issue.issued == (j, part)]
+            ended = [issue for issue in issues if issue.awaited == (j, part)]
             if part and not begun and not ended:
                 steps[-1].work[:] += lengths[:, part]
             else:

@@ -163,11 +163,9 @@ def _action_faults(program: Program) -> Iterator[Fault]:
             yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
         np.add.at(done, number[right], 1)
         for name in (name for name in expected if name in columns):
-            entry = columns[name] if name == "chunk" else columns[name] != 0
-            for i in np.flatnonzero(right & (entry != expected[name][number])).tolist():
-                message = f"{table.text(int(number[i]))} is marked wrongly: {name}"
-                if name == "chunk":
-                    message = f"runs stage {stage[i]} as chunk {entry[i]}"
+            for i in np.flatnonzero(right & (columns[name] != expected[name][number])).tolist():
+                action = table.text(int(number[i]))
+                message = f"{action} is marked wrongly: {name} is {columns[name][i]}"
                 yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
     for i in np.flatnonzero(done != 1).tolist():
         message = f"{table.text(i)} runs {done[i]} times"
