@@ -25,14 +25,15 @@ from ..table.schedule import Schedule
 from .slots import assign_slots
 from .target import FORWARD, GUESSED, NO_OVERHEADS, Overheads, RunsOn, Target
 from .ticks import (
+    F_THEN_H,
     NO_TRANSFER,
+    W_THEN_F,
     Edge,
     Ticks,
     assign_ticks,
     equal_rows,
+    followed,
     joined_ticks,
-    joins_shares,
-    joins_weights,
     modulo_ticks,
     segments_of,
     span_candidates,
@@ -207,7 +208,7 @@ def _less_hidden(ticks: Ticks, durations: Seconds, costs: Costs | None) -> Secon
     Those of a forward take half of what an overlapped pair saves.  Without any costs they take
     `COMMUNICATION` of its time.
     """
-    weights = np.flatnonzero(joins_weights(ticks.schedule))
+    weights = np.flatnonzero(followed(ticks.schedule, W_THEN_F))
     hidden = COMMUNICATION * durations[weights + 1]
     if costs is not None:
         each = costs.for_stages(ticks.schedule.num_stages)
@@ -340,7 +341,7 @@ def plan_of(
     graph holds a collective, so the host waits.
     """
     ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)]
-    if joins_weights(schedule).any() or joins_shares(schedule).any():
+    if any(followed(schedule, kinds).any() for kinds in (W_THEN_F, F_THEN_H)):
         ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
     timed = [(plan.makespan_of(costs), plan) for ticks in ways for plan in plans_of(ticks)]
     table = simulate(schedule, Costs() if costs is None else costs).makespan
