@@ -449,18 +449,10 @@ def collectives(jaxpr: core.Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
     calls.
     """
     for eqn in every_equation(jaxpr):
-        axes = (*_names(eqn.params.get("axes")), *_names(eqn.params.get("axis_name")))
+        named = jax.tree.leaves([eqn.params.get("axes"), eqn.params.get("axis_name")])
+        axes = tuple(name for name in named if isinstance(name, str))  # not axes of arrays
         if axes and eqn.primitive.name != "axis_index":
             yield eqn.primitive.name, axes
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    """Names of mesh axes; numbers are axes of arrays."""
-    return tuple(
-        name
-        for name in (value if isinstance(value, tuple | list) else (value,))
-        if isinstance(name, str)
-    )
 
 
 @dataclass(frozen=True)

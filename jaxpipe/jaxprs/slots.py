@@ -403,12 +403,10 @@ def _read_before_writing(
 def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
     """A row of a scanned operand; of a slot, in its pool as it is by now."""
     if isinstance(scanned, Slot):
-        return scanned._replace(pool=now.get(id(scanned.pool), scanned.pool)).load_row(row)
-    return (
-        scanned.load_row(row)
-        if isinstance(scanned, Piece)
-        else lax.dynamic_index_in_dim(scanned, row, 0, keepdims=False)
-    )
+        scanned = scanned._replace(pool=now.get(id(scanned.pool), scanned.pool))
+    if isinstance(scanned, _LAZY):
+        return scanned.load_row(row)
+    return lax.dynamic_index_in_dim(scanned, row, 0, keepdims=False)
 
 
 def _is_split_further() -> bool:

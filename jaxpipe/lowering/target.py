@@ -283,11 +283,6 @@ class Target:
         return "cpu" if self.on_cpus else "gpu" if self.on_gpus else "tpu"
 
     @property
-    def tile(self) -> tuple[int, ...]:
-        """The tiles of the devices' memory."""
-        return self.runs_on.tile
-
-    @property
     def on_cpus(self) -> bool:
         """Whether the devices are CPUs, where no transfer overlaps compute."""
         return self.runs_on in (RunsOn.CPU_PROCESSES, RunsOn.ONE_CPU_PROCESS)
