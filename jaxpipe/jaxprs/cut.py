@@ -183,9 +183,11 @@ class Split:
 
 # One entry an equation: True = first part, False = second part, Split = some of each.
 Assignment: TypeAlias = "tuple[bool | Split, ...]"
+# With the variables that the first part has.
+Slice: TypeAlias = "tuple[Assignment, set[core.Var]]"
 
 
-def needed_for(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> tuple[Assignment, set[core.Var]]:
+def needed_for(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> Slice:
     """First = the equations that the marked outputs need (a backward slice), through the bodies of
     scans; and the variables that the first part has.
     """
@@ -234,7 +236,7 @@ def _made(eqn: core.JaxprEqn, choice: bool | Split) -> list[core.Var]:
     return _marked(eqn.outvars, firsts)
 
 
-def known_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[Assignment, set[core.Var]]:
+def known_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> Slice:
     """First = the equations that read the marked inputs alone (a forward slice), through the bodies
     of scans; and the values that these inputs determine, the inputs among them.
     """

@@ -275,17 +275,13 @@ def count_work(jaxpr: core.Jaxpr) -> Work:
     """
     flops = moved = 0.0
     for eqn in jaxpr.eqns:
-        bodies = list(core.jaxprs_in_params(eqn.params))
-        if bodies:
-            times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-            parts = [count_work(body) for body in bodies]
+        parts = [count_work(body) for body in core.jaxprs_in_params(eqn.params)]
+        if parts:
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             # Of branches the most expensive one.
-            part = (
-                max(parts)
-                if eqn.primitive.name == "cond"
-                else Work(sum(p.flops for p in parts), sum(p.bytes for p in parts))
-            )
-            flops, moved = flops + times * part.flops, moved + times * part.bytes
+            taken = [max(parts)] if eqn.primitive.name == "cond" else parts
+            flops += times * sum(part.flops for part in taken)
+            moved += times * sum(part.bytes for part in taken)
         elif eqn.primitive.name in _MATMULS:
             flops += 2 * _multiplications(eqn)
             moved += sum(nbytes(v.aval) for v in (*eqn.invars, *eqn.outvars))
@@ -453,18 +449,10 @@ def collectives(jaxpr: core.Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
     calls.
     """
     for eqn in every_equation(jaxpr):
-        axes = (*_names(eqn.params.get("axes")), *_names(eqn.params.get("axis_name")))
+        named = jax.tree.leaves([eqn.params.get("axes"), eqn.params.get("axis_name")])
+        axes = tuple(name for name in named if isinstance(name, str))  # not axes of arrays
         if axes and eqn.primitive.name != "axis_index":
             yield eqn.primitive.name, axes
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    """Names of mesh axes; numbers are axes of arrays."""
-    return tuple(
-        name
-        for name in (value if isinstance(value, tuple | list) else (value,))
-        if isinstance(name, str)
-    )
 
 
 @dataclass(frozen=True)

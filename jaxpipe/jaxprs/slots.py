@@ -87,7 +87,7 @@ class Slot(NamedTuple):
         start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
 
-    def store_rows(self, rows: Any, starts: Sequence[Any]) -> Any:
+    def store_rows(self, rows: Any, *starts: Any) -> Any:
         """The pool with equal rows along dim 1 of the entry replaced, from a multiple of their
         number on: in place where they are one piece of memory in each row of the entry.
         """
@@ -403,12 +403,10 @@ def _read_before_writing(
 def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
     """A row of a scanned operand; of a slot, in its pool as it is by now."""
     if isinstance(scanned, Slot):
-        return scanned._replace(pool=now.get(id(scanned.pool), scanned.pool)).load_row(row)
-    return (
-        scanned.load_row(row)
-        if isinstance(scanned, Piece)
-        else lax.dynamic_index_in_dim(scanned, row, 0, keepdims=False)
-    )
+        scanned = scanned._replace(pool=now.get(id(scanned.pool), scanned.pool))
+    if isinstance(scanned, _LAZY):
+        return scanned.load_row(row)
+    return lax.dynamic_index_in_dim(scanned, row, 0, keepdims=False)
 
 
 def _is_split_further() -> bool:
@@ -480,7 +478,7 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
             values = [_load(env, v) for v in update.operands]
             now[id(before.pool)] = update.change(current(before), *values)
             target = current(update.target)
-            env[result] = target.load() if update.change is _with_rows else target
+            env[result] = target.load() if update.change is Slot.store_rows else target
             written.add(result)
             continue
         if _is_loop(eqn):
@@ -581,7 +579,7 @@ def _updates(
             ]
             if name == "dynamic_update_slice" and held[0]:
                 own, *rest = eqn.invars
-                found[result] = _Update(target, own, rest, _with_rows)
+                found[result] = _Update(target, own, rest, Slot.store_rows)
             for own, other, is_held in zip(eqn.invars, eqn.invars[1::-1], held, strict=False):
                 if name in ("add", "add_any") and is_held and uses[own] == 1:
                     found[result] = _Update(target, own, [other], Slot.add)
@@ -590,10 +588,6 @@ def _updates(
             change = partial(_scattered, eqn)
             found[result] = _Update(targets[result], None, eqn.invars[1:], change)
     return found
-
-
-def _with_rows(slot: Slot, rows: Any, *starts: Any) -> Any:
-    return slot.store_rows(rows, starts)
 
 
 def _scattered(eqn: core.JaxprEqn, total: Total | Piece, indices: Any, updates: Any) -> Any:

@@ -25,14 +25,15 @@ from ..table.schedule import Schedule
 from .slots import assign_slots
 from .target import FORWARD, GUESSED, NO_OVERHEADS, Overheads, RunsOn, Target
 from .ticks import (
+    F_THEN_H,
     NO_TRANSFER,
+    W_THEN_F,
     Edge,
     Ticks,
     assign_ticks,
     equal_rows,
+    followed,
     joined_ticks,
-    joins_shares,
-    joins_weights,
     modulo_ticks,
     segments_of,
     span_candidates,
@@ -55,6 +56,9 @@ def with_predicates(lengths: Seconds, template: TickTemplate, predicate: float) 
 class _Issue(NamedTuple):
     """Permutes that are issued together, and awaited together."""
 
+    # in parts of the ticks of a trip
+    issued: Point
+    awaited: Point
     from_before: bool
     meets: BoolArray  # `[device, device]`: whether the one waits for the other
     lasts: Seconds  # of the permutes of each device
@@ -74,10 +78,8 @@ class _Step(NamedTuple):
     work: Seconds  # `[trip, device]`
 
 
-def _issues(
-    segment: Segment, devices: int, hop: float, runs_on: RunsOn
-) -> dict[tuple[Point, Point, bool], _Issue]:
-    """The permutes of a trip by where they are issued and awaited, in parts of ticks."""
+def _issues(segment: Segment, devices: int, hop: float, runs_on: RunsOn) -> list[_Issue]:
+    """The permutes of a trip."""
     groups: dict[tuple[Point, Point, bool], list[Permute]] = {}
     for transit in segment.transits:
         end = Point(transit.tick, len(Part))
@@ -86,7 +88,7 @@ def _issues(
             begin = Point(0, 0) if transit.from_before else _in_parts(segment, transit.issued)
             ends = begin, _in_parts(segment, transit.written), transit.from_before
         groups.setdefault(ends, []).append(transit.permute)
-    found = {}
+    found = []
     for ends, permutes in groups.items():
         meets, lasts = np.eye(devices, dtype=bool), np.zeros(devices)
         for permute in permutes:
@@ -95,7 +97,7 @@ def _issues(
             lasts[np.unique(pairs)] += hop
         if runs_on is RunsOn.ONE_CPU_PROCESS:
             meets[:], lasts[:] = True, hop * len(permutes)
-        found[ends] = _Issue(ends[2], meets, lasts)
+        found.append(_Issue(*ends, meets, lasts))
     return found
 
 
@@ -116,10 +118,8 @@ def _steps(segment: Segment, costs: Seconds, overheads: Overheads, runs_on: Runs
         own = with_predicates(costs[:, j], template, overheads.predicate)
         lengths[:, : own.shape[1]] = own
         for part in range(len(Part) + 1):
-            begun, ended = (
-                [issue for ends, issue in issues.items() if ends[end] == (j, part)]
-                for end in (0, 1)
-            )
+            begun = [issue for issue in issues if issue.issued == (j, part)]
+            ended = [issue for issue in issues if issue.awaited == (j, part)]
             if part and not begun and not ended:
                 steps[-1].work[:] += lengths[:, part]
             else:
@@ -208,7 +208,7 @@ def _less_hidden(ticks: Ticks, durations: Seconds, costs: Costs | None) -> Secon
     Those of a forward take half of what an overlapped pair saves.  Without any costs they take
     `COMMUNICATION` of its time.
     """
-    weights = np.flatnonzero(joins_weights(ticks.schedule))
+    weights = np.flatnonzero(followed(ticks.schedule, W_THEN_F))
     hidden = COMMUNICATION * durations[weights + 1]
     if costs is not None:
         each = costs.for_stages(ticks.schedule.num_stages)
@@ -283,7 +283,7 @@ class Plan:
         devices, segments = self.ticks.schedule.num_devices, self.segments
         sent = sum(own.sent * segment.num_sends / devices for segment in segments)
         time = self.makespan_of(costs, own) + sent + own.collective * self.collectives
-        return time * (1 + sum(BLOCK * s.stage_size + PERMUTE * s.permutes for s in segments))
+        return time * (1 + sum(BLOCK * s.size + PERMUTE * s.permutes for s in segments))
 
     def seconds(self, target: Target, costs: Costs) -> float:
         """Seconds of a step: the program simulated for these costs, with a hop's seconds for each
@@ -341,7 +341,7 @@ def plan_of(
     graph holds a collective, so the host waits.
     """
     ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)]
-    if joins_weights(schedule).any() or joins_shares(schedule).any():
+    if any(followed(schedule, kinds).any() for kinds in (W_THEN_F, F_THEN_H)):
         ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
     timed = [(plan.makespan_of(costs), plan) for ticks in ways for plan in plans_of(ticks)]
     table = simulate(schedule, Costs() if costs is None else costs).makespan

@@ -72,7 +72,6 @@ ON_HOST = Overheads(predicate=15e-6)
 NO_OVERHEADS = Overheads(predicate=0.0, hop=0.0, sent=0.0)
 
 
-VARIABLE = "JAXPIPE_PRICES"
 # The price of a predicate that the host decides.  The other prices have the names of `Overheads`.
 ON_THE_HOST = "predicate_on_host"
 NAMES = (*TIMES, ON_THE_HOST)
@@ -80,7 +79,7 @@ NAMES = (*TIMES, ON_THE_HOST)
 
 def prices_path() -> Path:
     """The file: `JAXPIPE_PRICES`, or prices.json in the user's folder of settings."""
-    named = os.environ.get(VARIABLE)
+    named = os.environ.get("JAXPIPE_PRICES")
     if named:
         return Path(named)
     return user_config_path("jaxpipe", appauthor=False, roaming=True) / "prices.json"
@@ -282,11 +281,6 @@ class Target:
     def platform(self) -> str:
         """JAX's name of the platform."""
         return "cpu" if self.on_cpus else "gpu" if self.on_gpus else "tpu"
-
-    @property
-    def tile(self) -> tuple[int, ...]:
-        """The tiles of the devices' memory."""
-        return self.runs_on.tile
 
     @property
     def on_cpus(self) -> bool:

@@ -167,26 +167,18 @@ def assign_ticks(schedule: Schedule) -> Ticks:
     return _earliest(schedule, schedule.encoded.last_half)
 
 
-def joins_weights(schedule: Schedule) -> BoolArray:
-    """Per action, whether it is a W with an F right after it in its row, neither of them half of a
-    pair.
-    """
-    return _followed(schedule, Kind.W, Kind.F)
+# What `joined_ticks` puts in one tick: an action, and the next of its row.
+W_THEN_F, F_THEN_H = (Kind.W, Kind.F), (Kind.F, Kind.H)
 
 
-def joins_shares(schedule: Schedule) -> BoolArray:
-    """Per action, whether it is an F with an H right after it in its row."""
-    return _followed(schedule, Kind.F, Kind.H)
-
-
-def _followed(schedule: Schedule, one: Kind, other: Kind) -> BoolArray:
+def followed(schedule: Schedule, kinds: tuple[Kind, Kind]) -> BoolArray:
     """Per action, whether it is of one kind and the next of its row of the other, neither of them
     half of a pair.
     """
     table, found = schedule.encoded, np.zeros(schedule.encoded.num_actions, bool)
     kind = table.kind.copy()
     kind[table.pairs] = kind[table.pairs + 1] = -1
-    found[:-1] = (kind[:-1] == one) & (kind[1:] == other) & (np.diff(table.device) == 0)
+    found[:-1] = (kind[:-1] == kinds[0]) & (kind[1:] == kinds[1]) & (np.diff(table.device) == 0)
     return found
 
 
@@ -199,8 +191,8 @@ def joined_ticks(schedule: Schedule, *, as_one: bool = False) -> Ticks:
     communicate, matmuls of the W run beside collectives of the F.
     """
     table = schedule.encoded
-    joined = joins_weights(schedule)
-    joined[1:] |= joins_shares(schedule)[1:] & ~joined[:-1]
+    joined = followed(schedule, W_THEN_F)
+    joined[1:] |= followed(schedule, F_THEN_H)[1:] & ~joined[:-1]
     ends = np.where(joined, np.arange(table.num_actions) + 1, table.last_half)
     ticks = _earliest(schedule, ends)
     return replace(ticks, joint=(*JOINT, Kind.W)) if as_one else ticks

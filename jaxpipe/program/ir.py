@@ -331,11 +331,10 @@ def interpret(program: Program, model: Model) -> None:
     """Run every tick: each device its blocks in the template's order, then the exchange; the model
     collects the results.
     """
-
-    def device() -> _Device:
-        return {pool: [None] * slots for pool, slots in program.pools.items()}
-
-    devices = [device() for _ in program.schedule.rows]
+    devices: list[_Device] = [
+        {pool: [None] * slots for pool, slots in program.pools.items()}
+        for _ in program.schedule.rows
+    ]
     for segment in program.segments:
         _Interpreter(program, model, devices).segment(segment)
 
@@ -413,7 +412,8 @@ class _Interpreter:
         prepares = any(e.access is Access.PREPARE for e in happening)
         stage = getattr(record, "stage", source if len(members) == 1 else 0)
         step = Step(kind, stage, record.microbatch, held, makes, prepares)
-        results, writes = self.model.run(step), [e for e in effects if e.access is not Access.READ]
+        results = self.model.run(step)
+        writes = [e for e in effects if e.access is not Access.READ]
         for number in members:
             device = self.devices[number]
             for effect in (effect for effect in writes if happens(effect, number)):

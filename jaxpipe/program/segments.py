@@ -313,13 +313,6 @@ class Segment:
         return sum(len(self.templates[j].blocks) for j, *_ in self.emitted)
 
     @property
-    def stage_size(self) -> int:
-        """Those of them that are worth counting: an E or a G is a lookup and a sum."""
-        light = (Kind.E, Kind.G)
-        templates = (self.templates[j] for j, *_ in self.emitted)
-        return sum(use.block.kind not in light for t in templates for use in t.blocks)
-
-    @property
     def permutes(self) -> int:
         """Permutes that are compiled for it."""
         return sum(len(self.templates[j].permutes) for j, *_ in self.emitted)

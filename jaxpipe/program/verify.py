@@ -66,6 +66,8 @@ class Fault:
         return f"{self.rule.value}{f' [{where}]' if where else ''}: {self.message}"
 
 
+# The place of what is done when a tick is over, after all that its blocks do.
+_AFTER = 2**20
 # Of one kind of fault, so many are listed.
 _MOST_LISTED = 10
 
@@ -163,11 +165,9 @@ def _action_faults(program: Program) -> Iterator[Fault]:
             yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
         np.add.at(done, number[right], 1)
         for name in (name for name in expected if name in columns):
-            entry = columns[name] if name == "chunk" else columns[name] != 0
-            for i in np.flatnonzero(right & (entry != expected[name][number])).tolist():
-                message = f"{table.text(int(number[i]))} is marked wrongly: {name}"
-                if name == "chunk":
-                    message = f"runs stage {stage[i]} as chunk {entry[i]}"
+            for i in np.flatnonzero(right & (columns[name] != expected[name][number])).tolist():
+                action = table.text(int(number[i]))
+                message = f"{action} is marked wrongly: {name} is {columns[name][i]}"
                 yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
     for i in np.flatnonzero(done != 1).tolist():
         message = f"{table.text(i)} runs {done[i]} times"
@@ -296,9 +296,7 @@ class Accesses(NamedTuple):
     device: Ints
     slot: Ints
     tick: Ints
-    # within the tick: 2 n before block n, one more in it; after all blocks the numbers of more
-    # blocks than there are
-    place: Ints
+    place: Ints  # within the tick: 2 n before block n, one more in it; `_AFTER` all of them
     order: Ints  # within the block
     value: Ints
     is_read: NDArray[np.bool_]
@@ -354,7 +352,7 @@ def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iter
         for effect, at, record, value in _happening(program, pool, block):
             # A pair runs as one: the backward may read until the forward has written.
             late = program.pairs[at] & (effect.access is Access.READ) & (not is_forward)
-            place = np.where(late, _during(block.among), _during(block.place))
+            place = 1 + 2 * np.where(late, block.among, block.place)
             slots = getattr(record, effect.field)
             yield Accesses.of(at, slots, place, effect.access, value)
 
@@ -378,22 +376,9 @@ def _of_exchanges(program: Program, pool: Place, blocks: Sequence[Running]) -> I
             value[:, target] = sent[ticks, source]
         k, device = np.nonzero(arrival.takes[ticks] != 0)
         tick, before = segment.written(transit)
-        place = np.where(before < segment.num_blocks(tick), 2 * before, _after(program))
+        place = np.where(before < segment.num_blocks(tick), 2 * before, _AFTER)
         order, at = Access.WRITE + transit.lane, (ticks[k], device)
         yield Accesses.of(at, arrival.slot, place[k], order, value[k, device], tick[k])
-
-
-def _during(block: int) -> int:
-    """The place of what a block of this number does; what is written before it has the number
-    before.
-    """
-    return 2 * block + 1
-
-
-def _after(program: Program) -> int:
-    """The place of what is done when a tick is over, after all that its blocks do."""
-    most = max(len(t.blocks) for segment in program.segments for t in segment.templates)
-    return 2 + _during(most)
 
 
 def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
@@ -401,7 +386,7 @@ def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
     the host between them.
     """
     on_host = pool is Place.HOST
-    place = 0 if on_host else _after(program)
+    place = 0 if on_host else _AFTER
     for record, move in product(program.ticks.moves, MOVES):
         value: Any = getattr(record, move.value)
         tick, device = np.nonzero(value != NOBODY)

@@ -234,7 +234,7 @@ def _lowered_alone(
 def _entry(job: Job, aval: Any, spec: PartitionSpec | None) -> Entry:
     """The entry of a leaf, whole without a split.  Keys of random numbers have no tiles."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    whole = Entry(tuple(aval.shape), tile=() if is_key else job.target.tile)
+    whole = Entry(tuple(aval.shape), tile=() if is_key else job.target.runs_on.tile)
     parts = []
     for dim, entry in enumerate(spec or ()):
         names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)

@@ -520,7 +520,7 @@ def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(nam
         schedule = jp.schedules.build(name, devices=4, microbatches=microbatches)
         plan = plan_of(jp.spread_first(jp.spread_last(schedule, costs=costs), costs=costs))
         asked.append(sum(segment.num_collective_predicates for segment in plan.segments))
-        sizes.append(sum(segment.stage_size for segment in plan.segments))
+        sizes.append(sum(segment.size for segment in plan.segments))
     assert asked[0] == asked[1]
     assert sizes[1] <= sizes[0]
 

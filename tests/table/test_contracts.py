@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxpipe as jp
-from jaxpipe.lowering.ticks import joins_weights
+from jaxpipe.lowering.ticks import W_THEN_F, followed
 from jaxpipe.table.kinds import RECOMPUTE
 from tests.lowering_contracts import SEGMENTS, SLOTS, TICKS, Cut
 from tests.strategies import random_schedule
@@ -91,7 +91,7 @@ def test_wrong_ticks_are_found():
     assert any(
         "of one row" in fault for fault in TICKS[0].faults(schedule, replace(ticks, when=late))
     )
-    weight = int(np.flatnonzero(joins_weights(schedule))[0])
+    weight = int(np.flatnonzero(followed(schedule, W_THEN_F))[0])
     at_once = ticks.when.copy()
     at_once[weight] = at_once[weight + 1]
     assert not TICKS[0].faults(schedule, replace(ticks, when=at_once)), "W, then F"

@@ -66,7 +66,7 @@ def test_short_stages_are_not_worth_much_code():
     """
     costs = jp.Costs(forward=5e-5, input_grad=5.5e-5, weight_grad=4.5e-5, unit="seconds, estimated")
     segments = emitted("zbv", 2, 8, 32, costs=costs).segments
-    assert sum(segment.stage_size for segment in segments) <= 48
+    assert sum(segment.size for segment in segments) <= 48
 
 
 # DualPipe of 4 devices and 32 microbatches is one span of 8 blocks. With 6 or more devices its

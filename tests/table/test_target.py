@@ -27,7 +27,7 @@ def test_tpus_of_one_host_are_no_cpu_devices(chip: Any) -> None:
     assert (target.runs_on, target.chip) == (RunsOn.TPUS, chip)
     assert not target.on_cpus
     assert not target.on_gpus
-    assert target.tile == (8, 128)
+    assert target.runs_on.tile == (8, 128)
     assert target.overheads.hop == TRANSFER / chip.link
     assert target.overheads.predicate < GUESSED.predicate
 
@@ -52,5 +52,5 @@ def test_an_unknown_tpu_has_guessed_hops() -> None:
 def test_gpus_and_cpus_keep_rows() -> None:
     for platform, runs_on in (("cuda", RunsOn.GPUS), ("cpu", RunsOn.ONE_CPU_PROCESS)):
         target = Target.of(mesh(platform, "a", "a"), ("pipe",))
-        assert (target.runs_on, target.tile) == (runs_on, ())
+        assert (target.runs_on, target.runs_on.tile) == (runs_on, ())
         assert target.on_cpus == (platform == "cpu")

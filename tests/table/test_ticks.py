@@ -13,7 +13,7 @@ from jaxpipe.engine.costs import Costs
 from jaxpipe.engine.simulate import simulate
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import NO_OVERHEADS
-from jaxpipe.lowering.ticks import assign_ticks, joined_ticks, joins_weights, modulo_ticks
+from jaxpipe.lowering.ticks import W_THEN_F, assign_ticks, followed, joined_ticks, modulo_ticks
 from jaxpipe.table.kinds import Kind, parts
 from tests.passes import KEEP_ORDER, every_ticks, inputs, places
 from tests.strategies import schedules
@@ -119,5 +119,5 @@ def test_where_nothing_is_hidden_a_weight_gradient_is_a_block_of_its_own():
 
 def test_without_weight_gradients_nothing_shares_a_tick():
     schedule = jp.schedules.build("interleaved_1f1b", devices=4, microbatches=8, chunks=2)
-    assert not joins_weights(schedule).any()
+    assert not followed(schedule, W_THEN_F).any()
     assert np.array_equal(joined_ticks(schedule).when, assign_ticks(schedule).when)
