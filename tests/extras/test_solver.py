@@ -101,13 +101,13 @@ def test_windows_alone_never_lengthen(monkeypatch):
     numbers.
     """
     pytest.importorskip("ortools")
-    from jaxpipe.solver import improve, shorten
+    from jaxpipe import solver
 
-    monkeypatch.setattr(shorten, "_MOST_WHOLE", 10)
+    monkeypatch.setattr(solver, "_MOST_WHOLE", 10)
     costs = jp.Costs(forward=1.2345678, input_grad=0.9876543, weight_grad=0.333333333, transfer=0.1)
     start = jp.schedules.build("1f1b", devices=2, microbatches=6)
     start = jp.split_backward(start)
-    found = improve(start, costs, cap=2, seconds=1).schedule
+    found = solver.improve(start, costs, cap=2, seconds=1).schedule
     jp.check(found, max_activations=2)
     assert jp.simulate(found, costs).makespan < jp.simulate(start, costs).makespan
 
