@@ -24,13 +24,13 @@ from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..transforms.rewrites import flipped, merge_backward, sliced
 from ._beam import improved, rows_of
 from ._list_scheduling import fitted, shortest
-from ._orders import schedule_of
 from .loop import (
     dualpipev,
     interleaved_1f1b,
     interleaved_1f1b_overlap,
     looped_bfs,
     one_f_one_b,
+    schedule_of,
 )
 from .zero_bubble import interleaved_zb, v_half, v_min, zb_h2, zbv
 

@@ -10,8 +10,13 @@ import random
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.schedules._list_scheduling import Instance, least_peak, list_schedule
-from jaxpipe.schedules._orders import Wave, wave_order
+from jaxpipe.schedules._list_scheduling import (
+    Instance,
+    Wave,
+    least_peak,
+    list_schedule,
+    wave_order,
+)
 from jaxpipe.table.kinds import Release
 from tests.tiers import exhaustive, slow
 
