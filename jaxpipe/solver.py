@@ -1,13 +1,6 @@
 """What needs OR-tools' CP-SAT, the extra `jaxpipe[solver]`: shorter tables, proofs that none is
 shorter, and steady states of least period.
 
-<<<<<<< HEAD:jaxpipe/solver/shorten.py
-The model is the job shop of `engine.bounds`: every stage works in the order of microbatches,
-which costs nothing.  A small table is ordered as a whole, which may prove it optimal; of a larger
-one, windows are put into a better order.  Which activations live is a matter of order alone, so the
-cap is written as sums over "this W comes before that F"; as intervals that overlap it propagates
-far less.
-=======
 Both models are the job shop of `engine.bounds`: every stage works in the order of microbatches,
 which costs nothing.
 
@@ -19,7 +12,6 @@ In a steady state a turn of some microbatches repeats (modulo scheduling, Rau 19
 Modulo Scheduling").  An action of a turn starts at `r + q T`, where T is the length of a turn,
 0 <= r < T and q is a whole number of turns.  A device's actions may not overlap modulo T, and the
 activations that live at any time modulo T may not exceed the cap.
->>>>>>> bbaef5b (solver: one file; auto: backwards are whole or split a stage at a time):jaxpipe/solver.py
 """
 
 from __future__ import annotations
@@ -31,20 +23,12 @@ from math import ceil, floor, lcm
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
-<<<<<<< HEAD:jaxpipe/solver/shorten.py
-from ..engine.bounds import JobShop, lower_bound
-from ..engine.costs import Costs, StageCosts
-from ..engine.simulate import simulate
-from ..table.kinds import Action
-from ..table.schedule import Schedule
-=======
 from .engine.bounds import JobShop, lower_bound, period_bound_of
 from .engine.costs import Costs, StageCosts
 from .engine.simulate import simulate
 from .table.kinds import Action
 from .table.placement import Placement
 from .table.schedule import Schedule
->>>>>>> bbaef5b (solver: one file; auto: backwards are whole or split a stage at a time):jaxpipe/solver.py
 
 try:
     from ortools.sat.python import cp_model

@@ -1,4 +1,4 @@
-"""List scheduling along reference orders, for the schedules that take costs and a memory cap.
+"""List scheduling along waves, for the schedules that take costs and a memory cap.
 
 An order gives, for each device, its F and I.  `list_schedule` simulates it.  A
 device runs the next action of its order when the inputs have arrived.  Where it would wait, it
