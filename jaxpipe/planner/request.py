@@ -420,7 +420,7 @@ def choices(request: Request) -> Iterator[Choice]:
         for name in request.schedules
         for chunks in request.chunks
         if describe(name).chunks.nearest(chunks) == chunks
-        and not (request.slices > 1 and describe(name).one_slice)
+        and not (request.slices > 1 and describe(name).both_ways)
         and request.devices * chunks <= len(request.layers)
         # With one stage a device they equal 1F1B with more activations, and ZB-H1.
         and not (chunks == 1 and _PLAINER.get(name) in request.schedules)

@@ -1,4 +1,4 @@
-"""List scheduling along reference orders, for the schedules that take costs and a memory cap.
+"""List scheduling along waves, for the schedules that take costs and a memory cap.
 
 An order gives, for each device, its F and I.  `list_schedule` simulates it.  A
 device runs the next action of its order when the inputs have arrived.  Where it would wait, it
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
-from typing import NamedTuple
+from functools import partial
+from itertools import accumulate, islice, pairwise, product
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -29,9 +30,12 @@ from ..table.kinds import Action, Kind, Release
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.rewrites import sliced_rows
-from ._orders import Order, OrderMaker, even_groups, even_waves, in_groups, schedule_of
+from .loop import even_groups, in_groups, schedule_of
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
+Order: TypeAlias = list[list[Action]]
+# microbatches -> the reference order of F and I of each device
+OrderMaker: TypeAlias = Callable[[int], Order]
 
 
 class ListSchedule(NamedTuple):
@@ -229,6 +233,88 @@ class _Run:
             ):
                 return number
         return None
+
+
+class Wave(NamedTuple):
+    """The pace of a wave, in units of the time of an action.
+
+    Args:
+        out: time of a hop to another device, in chunks 0, 2, ... (of backwards: the last chunk,
+            ...).
+        back: the same for the other chunks, which in a V lead back to device 0.
+        pause: time between the last stage's F and its I.
+        period: time from one microbatch to the next.
+    """
+
+    out: float
+    back: float
+    pause: float
+    period: float
+
+
+def wave_order(placement: Placement, wave: Wave, microbatches: int) -> Order:
+    """Each device's F and I in the order in which the wave reaches them."""
+    last = placement.num_stages - 1
+    times = []
+    for (kind, stage), (_, following) in pairwise(path_of(placement)):
+        chunk = (stage if kind is F else last - stage) // placement.num_devices
+        if stage == following:
+            times.append(1 + wave.pause)
+        elif placement.devices_of[following] == placement.devices_of[stage]:
+            times.append(1.0)
+        else:
+            times.append(wave.back if chunk % 2 else wave.out)
+    return repeated(placement, [0.0, *accumulate(times)], wave.period, microbatches)
+
+
+def repeated(
+    placement: Placement, starts: Sequence[float], period: float, microbatches: int
+) -> Order:
+    """Each device's F and I in the order in which microbatches reach them, one every period; of
+    the first one, `starts` has the time at each place of its path.
+    """
+    path = path_of(placement)
+    timed: list[list[tuple[float, int, int]]] = [[] for _ in range(placement.num_devices)]
+    for place, ((_, stage), start) in enumerate(zip(path, starts, strict=True)):
+        timed[placement.devices_of[stage][0]] += [
+            (start + m * period, place, m) for m in range(microbatches)
+        ]
+    # Equal times are settled by the place on the path, so that no action comes before one that it
+    # needs.
+    return [
+        [Action(path[place][1], path[place][0], m) for _, place, m in sorted(row)] for row in timed
+    ]
+
+
+def path_of(placement: Placement) -> list[tuple[Kind, int]]:
+    """A microbatch's path through all stages and back."""
+    stages = range(placement.num_stages)
+    return [(F, s) for s in stages] + [(I, s) for s in reversed(stages)]
+
+
+# Of the period with which lives fill the cap, the shortest and the longest that are tried, and how
+# many there are.
+_DENSEST, _SPARSEST, _DENSITIES = 0.7, 1.4, 20
+
+
+def even_waves(placement: Placement, costs: StageCosts, cap: int) -> Iterator[OrderMaker]:
+    """Waves of many densities in which all forwards take the same time, and all backwards; at last
+    one microbatch after the other, which keeps any cap.
+
+    A backward takes as long as a forward, or the geometric mean of that and its own time.  With
+    like times, microbatches meet in a like order on every device and wait less, and a tight cap is
+    kept with a shorter period.
+    """
+    ratio = sum(costs.input_grad) / (sum(costs.forward) or 1)
+    path = path_of(placement)
+    for pace in sorted({1.0, ratio**0.5}):
+        *starts, end = accumulate((1.0 if kind is F else pace for kind, _ in path), initial=0.0)
+        lives = [[*starts, end][-1 - s] - starts[s] for s in range(placement.num_stages)]
+        dense = max(sum(lives[s] for s in stages) for stages in placement.stages_of) / cap
+        for step in range(_DENSITIES):
+            factor = _DENSEST + (_SPARSEST - _DENSEST) * step / (_DENSITIES - 1)
+            yield partial(repeated, placement, starts, dense * factor)
+    yield partial(repeated, placement, starts, end)
 
 
 # By what fraction of its length a W may delay the next action: which is best depends on the costs.

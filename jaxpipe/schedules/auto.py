@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from itertools import islice, product
+from typing import Any, NamedTuple
 
 from ..engine.bounds import (
     JobShop,
@@ -20,19 +19,18 @@ from ..engine.bounds import (
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..table.kinds import Action, Kind
 from ..table.placement import Placement
 from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..transforms.rewrites import flipped, merge_backward, sliced
 from ._beam import improved, rows_of
 from ._list_scheduling import fitted, shortest
-from ._orders import schedule_of
 from .loop import (
     dualpipev,
     interleaved_1f1b,
     interleaved_1f1b_overlap,
     looped_bfs,
     one_f_one_b,
+    schedule_of,
 )
 from .zero_bubble import interleaved_zb, v_half, v_min, zb_h2, zbv
 
@@ -178,7 +176,7 @@ def _shortest(wanted: _Wanted, split: Schedule) -> Schedule:
         stages = costs.for_stages(split.num_stages)
         whole = replace(costs, input_grad=stages.backward, weight_grad=0, backward=None)
         starts.append(merge_backward(_listed(wanted, whole), delayed=True))
-    return replace(mixed(shortest(starts, costs), costs), name="auto", certificate=None)
+    return replace(_mixed(shortest(starts, costs), costs), name="auto", certificate=None)
 
 
 def _named(wanted: _Wanted, slices: int = 1) -> Iterator[Schedule]:
@@ -219,7 +217,7 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
             seed=seed,
         )
         if steady is not None:
-            table = schedule_of(rows_of(shop, steady.order(shop)), place, wanted.microbatches)
+            table = schedule_of(rows_of(shop, steady.order), place, wanted.microbatches)
             makespan = simulate(table, costs).makespan
             found.append((steady.period, makespan, len(found), table))
     if not found:
@@ -289,41 +287,20 @@ def _misfits(
     return faults
 
 
-_Pass: TypeAlias = tuple[int, int]  # (stage, microbatch)
 _MOST_ACTIONS = 60_000  # of all tables that are simulated together: about half a second
 _SHORTER = 1 - 1e-9
 
 
-def mixed(schedule: Schedule, costs: Costs) -> Schedule:
-    """The table with those backwards whole, or split, with which it is shorter: all of them, then
-    halves of them by time, and halves of these.
-
-    A B is where the I was, and an I with its W where the B was; backwards in overlapped pairs stay.
+def _mixed(schedule: Schedule, costs: Costs) -> Schedule:
+    """The table with the backwards of those stages whole, or split, with which it is shorter: of
+    all stages, then of one stage after the other.
     """
-    timeline = simulate(schedule, costs)
-    stages = costs.for_stages(schedule.num_stages)
-    # Parts are always worth trying, and a whole backward where it takes less than they do.
-    cheaper = [
-        whole < first + rest
-        for whole, first, rest in zip(
-            stages.backward, stages.input_grad, stages.weight_grad, strict=True
-        )
-    ]
-    passes = sorted(
-        (timeline.start[a], a[::2])
-        for row in schedule.rows
-        for a in row
-        if isinstance(a, Action) and (a.kind is Kind.B or (a.kind is Kind.I and cheaper[a.stage]))
-    )
-    groups = deque([[each for _, each in passes]] if passes else [])
-    tries = _MOST_ACTIONS // max(1, schedule.encoded.num_actions)
-    best, changed, makespan = schedule, set[_Pass](), timeline.makespan
-    while groups and tries > 0:
-        group, tries = groups.popleft(), tries - 1
-        table = flipped(schedule, changed ^ set(group))
+    best, makespan = schedule, simulate(schedule, costs).makespan
+    stages, every = range(schedule.num_stages), range(schedule.num_microbatches)
+    tries = max(1, _MOST_ACTIONS // max(1, schedule.encoded.num_actions))
+    for changed in islice([stages, *([stage] for stage in stages)], tries):
+        table = flipped(best, {(stage, m) for stage in changed for m in every})
         found = simulate(table, costs).makespan
         if found < makespan * _SHORTER:
-            best, changed, makespan = table, changed ^ set(group), found
-        if len(group) > 1:
-            groups += [group[: len(group) // 2], group[len(group) // 2 :]]
+            best, makespan = table, found
     return best

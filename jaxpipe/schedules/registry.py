@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -69,16 +69,16 @@ class Entry:
     """A named schedule; `summary` is one line, and `doc` states source, constraints, bubble and
     peak.
 
-    `memory_bound` is True where the forwards are ordered so to save memory: an evaluation, which
-    keeps nothing, uses another order.
+    `both_ways` is True where two pipelines run in opposite directions: the number of devices is
+    even, and there are no slices of sequences.  `memory_bound` is True where the forwards are
+    ordered so to save memory: an evaluation, which keeps nothing, uses another order.
     """
 
     name: str
     generator: Callable[..., Schedule]
     chunks: Chunks
     why_chunks: str = ""
-    even_devices: bool = False
-    one_slice: str = ""  # why it knows no slices of sequences
+    both_ways: bool = False
     memory_bound: bool = False
 
     @property
@@ -107,13 +107,9 @@ _SHAPE = ("devices", "microbatches", "chunks", "slices")
 class _OptionKind(NamedTuple):
     """Which values an option takes, and what it means."""
 
-    type: type | None  # None where `accepts` says it
     wants: str
     summary: str
-    accepts: Callable[[Any], bool] = lambda value: True
-
-    def takes(self, value: object) -> bool:
-        return self.accepts(value) if self.type is None else isinstance(value, self.type)
+    accepts: Callable[[Any], bool]
 
 
 _MOST_SEARCH = 86_400
@@ -124,56 +120,56 @@ def _is_count(value: Any, *, most: int | None = MAX_COUNT) -> bool:
     return is_whole(value) and value >= 1 and (most is None or value <= most)
 
 
+def _is_a(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
+
+
 _KINDS = {
     "costs": _OptionKind(
-        Costs,
         "a jaxpipe.Costs",
         "the times of the actions (a jaxpipe.Costs), to which the order is fitted",
+        _is_a(Costs),
     ),
-    "forward_only": _OptionKind(bool, "True or False", "leave out all backwards, for evaluation"),
+    "forward_only": _OptionKind(
+        "True or False", "leave out all backwards, for evaluation", _is_a(bool)
+    ),
     "group_size": _OptionKind(
-        None,
         _COUNT,
         "microbatches that go through a chunk before the next chunk starts (P or more); "
         "without it, equal groups of P or more",
         _is_count,
     ),
     "lean": _OptionKind(
-        bool,
         "True or False",
         "warm up with one forward per hop instead of two: fewer activations, and the same "
         "makespan where transfers take no time",
+        _is_a(bool),
     ),
     "max_activations": _OptionKind(
-        None,
-        _COUNT,
-        "the most activations that a device may hold, if they are released at W",
-        _is_count,
+        _COUNT, "the most activations that a device may hold, if they are released at W", _is_count
     ),
     "objective": _OptionKind(
-        Objective,
         "a jaxpipe.table.Objective",
         "what is made short (a jaxpipe.table.Objective): the whole step, or the time of a "
         "microbatch in its steady state",
+        _is_a(Objective),
     ),
     "search": _OptionKind(
-        None,
         f"a number of seconds from 0 to {_MOST_SEARCH:,}",
         "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the "
         "same on any machine",
         lambda v: is_number(v) and 0 <= v <= _MOST_SEARCH,
     ),
     "seed": _OptionKind(
-        None,
         "a whole number of at least 0",
         "of the random choices of `search`",
         lambda v: is_whole(v) and 0 <= v < 2**31,
     ),
     "placement": _OptionKind(
-        Placement,
         "a jaxpipe.Placement",
         "the devices of the stages (a jaxpipe.Placement); without it a loop or a V, "
         "whichever gives the shorter schedule",
+        _is_a(Placement),
     ),
 }
 _V = "a V goes down the devices and up again"
@@ -204,8 +200,7 @@ _ENTRIES = {
             dualpipe,
             Chunks(natural=2, least=1, most=2),
             "the stages per device, or S / P",
-            even_devices=True,
-            one_slice="a stage is on two devices, and keeps a sequence on one",
+            both_ways=True,
         ),
         Entry("dualpipev", dualpipev, _VEE, _V),
         Entry("auto", auto, Chunks(most=None), memory_bound=True),
@@ -276,9 +271,10 @@ def build(
     device 1 |     1F0 1F1
     """
     entry = describe(name)
-    faults = _faults(
-        entry, devices, microbatches, chunks, {**options, "forward_only": forward_only}
-    ) + _slice_faults(entry, microbatches, slices)
+    faults = [
+        *_faults(entry, devices, microbatches, chunks, slices),
+        *_option_faults(entry, {**options, "forward_only": forward_only}),
+    ]
     ScheduleError.refuse(f"{name} cannot be built", faults)
     if chunks is None:
         chunks = entry.chunks.natural
@@ -318,82 +314,77 @@ def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
     return only_forwards(schedule)
 
 
-def _slice_faults(entry: Entry, microbatches: Any, slices: Any) -> list[str]:
-    """What is wrong with the number of slices of a sequence."""
-    if not _is_count(slices):
-        return [f"slices must be {_COUNT}, not {quoted(slices)}"]
-    if slices > 1 and entry.one_slice:
-        return [f"slices={slices} is not possible: {entry.one_slice}; 1f1b and zbv take slices"]
-    if _is_count(microbatches) and microbatches % slices:
-        near = max(1, round(microbatches / slices)) * slices
-        return [
-            f"microbatches={microbatches} are no whole sequences of slices={slices}; the nearest "
-            f"that works is microbatches={near}"
-        ]
-    return []
-
-
 def _faults(
-    entry: Entry, devices: Any, microbatches: Any, chunks: Any, options: Mapping[str, object]
-) -> list[str]:
-    """Everything that is wrong with the arguments of `build`, each with what to write instead."""
+    entry: Entry, devices: Any, microbatches: Any, chunks: Any, slices: Any
+) -> Iterator[str]:
+    """Everything that is wrong with the shape that `build` is given, each with what to write
+    instead.
+    """
     allowed = entry.chunks
     nearest = allowed.nearest(int(chunks)) if is_whole(chunks) else allowed.natural
-    faults = [
-        f"{name} must be {_COUNT}, not {quoted(value)}; the nearest that works is {name}=1"
-        for name, value in (("devices", devices), ("microbatches", microbatches))
-        if not _is_count(value, most=None)
-    ]
     fits = _is_count(chunks, most=None) and nearest == chunks
-    faults = faults or _size_faults(devices, microbatches, chunks if fits else allowed.natural)
-    if entry.even_devices and is_whole(devices) and devices % 2:
-        faults.append(
+    numbers = (("devices", devices), ("microbatches", microbatches))
+    if bad := [(name, value) for name, value in numbers if not _is_count(value, most=None)]:
+        for name, value in bad:
+            want = f"{name} must be {_COUNT}, not {quoted(value)}"
+            yield f"{want}; the nearest that works is {name}=1"
+    else:
+        yield from _size_faults(devices, microbatches, chunks if fits else allowed.natural)
+    if entry.both_ways and is_whole(devices) and devices % 2:
+        yield (
             "devices must be even, since two pipelines run in opposite directions; not "
             f"{quoted(devices)}: write {quoted(int(devices) + 1)}"
         )
     if chunks is not None and not fits:
         why = f" ({entry.why_chunks})" if entry.why_chunks else ""
-        faults.append(
+        yield (
             f"chunks (stages per device) must be {allowed}{why}, not {quoted(chunks)}; the "
             f"nearest that works is chunks={nearest}"
         )
-    return faults + _option_faults(entry, options)
+    if not _is_count(slices):
+        yield f"slices must be {_COUNT}, not {quoted(slices)}"
+    elif slices > 1 and entry.both_ways:
+        yield (
+            f"slices={slices} is not possible: a stage is on two devices, and keeps a sequence on "
+            "one; 1f1b and zbv take slices"
+        )
+    elif _is_count(microbatches) and microbatches % slices:
+        near = max(1, round(microbatches / slices)) * slices
+        yield (
+            f"microbatches={microbatches} are no whole sequences of slices={slices}; the nearest "
+            f"that works is microbatches={near}"
+        )
 
 
-def _option_faults(entry: Entry, options: Mapping[str, object]) -> list[str]:
+def _option_faults(entry: Entry, options: Mapping[str, object]) -> Iterator[str]:
     """Options that the schedule does not have, and values of the wrong kind; None always means "not
     given".
     """
-    faults = []
     known = [option.name for option in entry.options]
     for name, value in options.items():
         if name not in known:
             close = get_close_matches(name[:_LONGEST_NAME], known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
-            faults.append(f"there is no option {quoted(name)}; {hint}")
-        elif value is not None and not _KINDS[name].takes(value):
+            yield f"there is no option {quoted(name)}; {hint}"
+        elif value is not None and not _KINDS[name].accepts(value):
             kind = _KINDS[name]
-            faults.append(f"{name} must be {kind.wants}, not {quoted(value)} ({kind.summary})")
-    return faults
+            yield f"{name} must be {kind.wants}, not {quoted(value)} ({kind.summary})"
 
 
-def _size_faults(devices: Any, microbatches: Any, chunks: Any) -> list[str]:
+def _size_faults(devices: Any, microbatches: Any, chunks: Any) -> Iterator[str]:
     """A table that is too large: its size, and how much is allowed."""
-    if devices > MAX_DEVICES:
-        return [
-            f"devices={quoted(devices)} is too many; a table has at most {MAX_DEVICES:,} devices"
-        ]
     stages = int(devices) * int(chunks)
     pairs = stages * int(microbatches)
-    if pairs <= MAX_PAIRS:
-        return []
-    most = MAX_PAIRS // stages
-    hint = f"the nearest that works is microbatches={most}" if most else "ask for fewer chunks"
-    return [
-        f"devices={quoted(devices)}, chunks={quoted(chunks)} and "
-        f"microbatches={quoted(microbatches)} make {quoted(pairs)} pairs of stage and microbatch; "
-        f"a table holds at most {MAX_PAIRS:,}: {hint}"
-    ]
+    if devices > MAX_DEVICES:
+        yield f"devices={quoted(devices)} is too many; a table has at most {MAX_DEVICES:,} devices"
+    elif pairs > MAX_PAIRS:
+        most = MAX_PAIRS // stages
+        hint = f"the nearest that works is microbatches={most}" if most else "ask for fewer chunks"
+        yield (
+            f"devices={quoted(devices)}, chunks={quoted(chunks)} and "
+            f"microbatches={quoted(microbatches)} make {quoted(pairs)} pairs of stage and "
+            f"microbatch; a table holds at most {MAX_PAIRS:,}: {hint}"
+        )
 
 
 def _plain(name: str) -> str:

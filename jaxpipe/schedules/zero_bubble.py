@@ -14,9 +14,16 @@ from ..engine.simulate import simulate
 from ..table.kinds import Action, Kind
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._list_scheduling import Instance, fitted, least_peak, list_schedule, shortest
-from ._orders import (
+from ._list_scheduling import (
+    Instance,
     Wave,
+    fitted,
+    least_peak,
+    list_schedule,
+    shortest,
+    wave_order,
+)
+from .loop import (
     actions,
     alternate,
     drop_phantoms,
@@ -24,7 +31,6 @@ from ._orders import (
     in_groups,
     in_turns,
     schedule_of,
-    wave_order,
 )
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741

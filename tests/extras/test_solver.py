@@ -52,7 +52,7 @@ def test_what_is_proven_is_said_with_where_it_comes_from():
 
 @pytest.mark.exhaustive
 def test_four_chunks_under_a_tight_cap_are_near_what_the_solver_finds():
-    """The table is 34 % above the relaxed bound here, and no table is less than 21 % above it."""
+    """The table is 36 % above the relaxed bound here, and no table is less than 21 % above it."""
     pytest.importorskip("ortools")
     costs = jp.Costs(forward=1, input_grad=1.2, weight_grad=0.9, transfer=0.02)
     shape = {"devices": 3, "chunks": 4, "microbatches": 6, "max_activations": 5, "costs": costs}
@@ -101,13 +101,13 @@ def test_windows_alone_never_lengthen(monkeypatch):
     numbers.
     """
     pytest.importorskip("ortools")
-    from jaxpipe.solver import improve, shorten
+    from jaxpipe import solver
 
-    monkeypatch.setattr(shorten, "_MOST_WHOLE", 10)
+    monkeypatch.setattr(solver, "_MOST_WHOLE", 10)
     costs = jp.Costs(forward=1.2345678, input_grad=0.9876543, weight_grad=0.333333333, transfer=0.1)
     start = jp.schedules.build("1f1b", devices=2, microbatches=6)
     start = jp.split_backward(start)
-    found = improve(start, costs, cap=2, seconds=1).schedule
+    found = solver.improve(start, costs, cap=2, seconds=1).schedule
     jp.check(found, max_activations=2)
     assert jp.simulate(found, costs).makespan < jp.simulate(start, costs).makespan
 

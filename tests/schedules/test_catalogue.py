@@ -10,7 +10,7 @@ import random
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.schedules._orders import even_groups
+from jaxpipe.schedules.loop import even_groups
 from jaxpipe.schedules.registry import describe
 from tests.tiers import slow
 
@@ -37,7 +37,7 @@ def chunk_counts(name):
 
 
 def device_counts(name, size):
-    found = [p for p in DEVICES if p % 2 == 0 or not describe(name).even_devices]
+    found = [p for p in DEVICES if p % 2 == 0 or not describe(name).both_ways]
     if name == "auto":
         found = [1, 2, 3]  # it tries dozens of orders: it has tests of its own
     return found[:2] if size == "small" else found[2:]

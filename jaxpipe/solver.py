@@ -1,11 +1,17 @@
-"""Shortens a schedule, and proves how short it can be, with OR-tools' CP-SAT, the extra
-`jaxpipe[solver]`.
+"""What needs OR-tools' CP-SAT, the extra `jaxpipe[solver]`: shorter tables, proofs that none is
+shorter, and steady states of least period.
 
-The model is the job shop of `engine.bounds`: every stage works in the order of microbatches,
-which costs nothing.  A small table is ordered as a whole, which may prove it optimal; of a larger
-one, windows are put into a better order.  Which activations live is a matter of order alone, so the
-cap is written as sums over "this W comes before that F"; as intervals that overlap it propagates
-far less.
+Both models are the job shop of `engine.bounds`: every stage works in the order of microbatches,
+which costs nothing.
+
+A small table is ordered as a whole, which may prove it optimal; of a larger one, windows are put
+into a better order.  Which activations live is a matter of order alone, so the cap is written as
+sums over "this W comes before that F"; as intervals that overlap it propagates far less.
+
+In a steady state a turn of some microbatches repeats (modulo scheduling, Rau 1994, "Iterative
+Modulo Scheduling").  An action of a turn starts at `r + q T`, where T is the length of a turn,
+0 <= r < T and q is a whole number of turns.  A device's actions may not overlap modulo T, and the
+activations that live at any time modulo T may not exceed the cap.
 """
 
 from __future__ import annotations
@@ -17,14 +23,15 @@ from math import ceil, floor, lcm
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
-from ..engine.bounds import JobShop, lower_bound
-from ..engine.costs import Costs, StageCosts
-from ..engine.simulate import simulate
-from ..table.kinds import Action
-from ..table.schedule import Schedule
+from .engine.bounds import JobShop, lower_bound, period_bound_of
+from .engine.costs import Costs, StageCosts
+from .engine.simulate import simulate
+from .table.kinds import Action
+from .table.placement import Placement
+from .table.schedule import Schedule
 
 try:
-    from ortools.sat.python import cp_model as cp_model
+    from ortools.sat.python import cp_model
 except ImportError as error:
     raise ImportError(
         "search= needs OR-tools, which is not installed: pip install 'jaxpipe[solver]'"
@@ -35,10 +42,10 @@ Slot: TypeAlias = tuple[int, int]  # a node of the job shop, and a microbatch
 _MOST_FREE, _MOST_WHOLE = 160, 800
 _MOST_ACTIONS = 20_000  # of a table; a model of more takes longer to build than to solve
 _EQUAL = 1e-9  # relative: sums of the same times in another order
-# In the solver's deterministic seconds: the least time that a window gets, and what a turn counts
-# at the least, for building its model.
+# In the solver's deterministic seconds: the least time that a window gets, and what a model counts
+# at the least, for building it.
 _LEAST_TURN, _LEAST_SPENT = 0.3, 0.05
-_WINDOWS = 10  # windows between two turns of the whole table
+_WINDOWS = 10  # windows between two orders of the whole table
 
 
 class Improved(NamedTuple):
@@ -78,52 +85,43 @@ def improve(
     shop = JobShop.of(**shape, times=times, release=costs.release, cap=cap)
     problem = _Problem(shop, ticks, scale, exact)
     spent, dice = 0.0, Random(seed)
-    for turn in _turns(actions, dice):
+    for window, share in _windows(actions, dice):
+        is_whole = len(window) == actions
         if spent >= seconds or makespan <= max(at_least, proven) * (1 + _EQUAL):
             break
-        share = max(_LEAST_TURN, turn.share * seconds)
         found = problem.solve(
             best,
-            turn.window,
-            min(share, seconds - spent),
+            window,
+            min(max(_LEAST_TURN, share * seconds), seconds - spent),
             dice.randrange(1 << 30),
-            max(at_least, proven) if turn.is_whole else at_least,
+            max(at_least, proven) if is_whole else at_least,
         )
         spent += max(found.spent, _LEAST_SPENT)
         shorter = simulate(found.schedule, costs).makespan
         # One of equal length is taken too: it may be the way to a shorter one.
         if shorter <= makespan:
             best, makespan = found.schedule, shorter
-        if turn.is_whole:
+        if is_whole:
             proven = max(proven, min(found.proven, makespan))
             if found.is_optimal:
                 break
     return Improved(best, proven)
 
 
-class _Turn(NamedTuple):
-    """Which actions, in order of their starts, may move, and for what part of the time at most."""
-
-    window: range
-    share: float
-    is_whole: bool = False
-
-
-def _turns(actions: int, dice: Random) -> Iterator[_Turn]:
-    """All actions where the table is small; then windows here and there, and all again from the
-    better table.
+def _windows(actions: int, dice: Random) -> Iterator[tuple[range, float]]:
+    """Which actions, in order of their starts, may move, and for what part of the time at most: all
+    where the table is small; then windows here and there, and all again from the better table.
     """
     most = min(actions, _MOST_FREE)
-    small = actions <= _MOST_WHOLE
-    share = 0.5
+    share: float = 0.5
     while True:
-        if small:
-            yield _Turn(range(actions), share, True)
+        if actions <= _MOST_WHOLE:
+            yield range(actions), share
         share = 1
         for _ in range(_WINDOWS):
             size = max(1, min(most, round(most * dice.choice((0.25, 0.4, 0.7)))))
             begin = dice.randrange(actions - size + 1)
-            yield _Turn(range(begin, begin + size), 1 / 40)
+            yield range(begin, begin + size), 1 / 40
 
 
 class _Found(NamedTuple):
@@ -302,3 +300,204 @@ def solved(model: Any, *, seconds: float, seed: int) -> tuple[Any, Any]:
     solver.parameters.random_seed = seed
     solver.parameters.max_deterministic_time = seconds
     return solver, solver.solve(model)
+
+
+_TURNS = (1, 2, 3, 4)  # microbatches of a turn
+_MOST_NODES = 400  # stages and kinds, times microbatches of a turn
+
+
+class Steady(NamedTuple):
+    """A steady state: the period of a microbatch in costs, and all actions of a whole step, by
+    their nodes, in the order in which the turns run them.
+    """
+
+    period: float
+    order: list[int]
+
+
+def least_period(
+    placement: Placement,
+    costs: Costs,
+    *,
+    microbatches: int,
+    cap: int,
+    seconds: float,
+    seed: int = 0,
+) -> Steady | None:
+    """The steady state of least period that is found, of those with the least time of a microbatch;
+    None where there was no time for one.
+
+    Args:
+        placement, costs, microbatches: the instance.
+        cap: the most activations on a device.
+        seconds: of the solver's deterministic time.
+        seed: which random choices the solver makes.
+    """
+    ticks, scale, _ = in_ticks(costs.for_stages(placement.num_stages))
+    times = ticks.for_stages(placement.num_stages)
+    shop = JobShop.of(placement, times, costs.release, microbatches, cap)
+    bound = period_bound_of(shop)
+    best: _Turn | None = None
+    for each in _TURNS:
+        least, most = max(1, ceil(each * bound - 1e-6)), _serial(shop) * each
+        if best is not None:
+            most = min(most, ceil(best.period * each) - 1)
+        if each * len(shop.nodes) > _MOST_NODES:
+            break
+        if least > most:
+            continue
+        turn = _Turn(shop, each, least, most)
+        turn.model.minimize(turn.length)
+        if turn.solve(seconds / (2 * len(_TURNS)), seed):
+            best = turn
+    if best is None:
+        return None
+    quicker = best.again()
+    if quicker.solve(seconds / 2, seed):
+        best = quicker
+    return Steady(best.period / scale, best.order())
+
+
+def _serial(shop: JobShop) -> int:
+    """The time of one microbatch alone, on any device."""
+    delays = sum(arc.delay for arc in shop.arcs if not arc.lag)
+    return max(1, int(sum(node.length for node in shop.nodes) + delays))
+
+
+class _Turn:
+    """The model of a turn of `each` microbatches, `least` to `most` ticks long; microbatch 0 enters
+    at 0.
+
+    Attributes:
+        length: how long it is: a variable.
+        rest, later: likewise, per node and microbatch, the time in the turn and the number of the
+            turn.
+        starts, ticks: once it is solved, when actions start, and how long it is.
+    """
+
+    def __init__(self, shop: JobShop, each: int, least: int, most: int) -> None:
+        self.shop, self.each, self.least, self.most = shop, each, least, most
+        self.lengths = [int(node.length) for node in shop.nodes]
+        held = 2 * shop.chunks * shop.devices if shop.cap is None else shop.cap
+        self.late = -(-held // each) + 2  # turns that an action may start after the first
+        self.model: Any = cp_model.CpModel()
+        self.length = self._integer(most, least)
+        self.rest = [[self._integer(most) for _ in range(each)] for _ in self.lengths]
+        self.later = [[self._integer(self.late) for _ in range(each)] for _ in self.lengths]
+        self.starts: list[list[int]] = []
+        self.ticks = 0
+        for time in (time for row in self.rest for time in row):
+            self.model.add(time < self.length)
+        self.model.add(self.rest[0][0] == 0)
+        self.model.add(self.later[0][0] == 0)
+        self._precedences()
+        for device in range(shop.devices):
+            self._one_at_a_time(device)
+        # of one stage a device, the cap is a lag between its W and F
+        if shop.cap is not None and shop.chunks > 1:
+            for device in range(shop.devices):
+                self._places(device, shop.cap)
+
+    @property
+    def period(self) -> float:
+        """The time of a microbatch in the solution, in ticks."""
+        return self.ticks / self.each
+
+    def solve(self, seconds: float, seed: int) -> bool:
+        """Whether there is a solution, which is kept."""
+        solver, status = solved(self.model, seconds=seconds, seed=seed)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return False
+        self.ticks = int(solver.value(self.length))
+        self.starts = [
+            [solver.value(r) + self.ticks * solver.value(q) for r, q in zip(rs, qs, strict=True)]
+            for rs, qs in zip(self.rest, self.later, strict=True)
+        ]
+        return True
+
+    def again(self) -> _Turn:
+        """The model of as long a turn in which microbatches take the least time, with the solution
+        as a hint.
+        """
+        turn = _Turn(self.shop, self.each, self.ticks, self.ticks)
+        last = turn._integer((self.late + 1) * self.ticks)
+        for n, starts in enumerate(self.starts):
+            for i, start in enumerate(starts):
+                turn.model.add_hint(turn.rest[n][i], start % self.ticks)
+                turn.model.add_hint(turn.later[n][i], start // self.ticks)
+                end = turn.rest[n][i] + self.ticks * turn.later[n][i] + self.lengths[n]
+                turn.model.add(last >= end)
+        turn.model.minimize(last)
+        return turn
+
+    def order(self) -> list[int]:
+        """All actions of a whole step by their nodes."""
+        # At equal times those that take none come first, in an order in which none needs a later
+        # one.
+        timed = [
+            (starts[k % self.each] + (k // self.each) * self.ticks, self.lengths[n], k, n)
+            for n, starts in enumerate(self.starts)
+            for k in range(self.shop.microbatches)
+        ]
+        return [n for *_, n in sorted(timed)]
+
+    def _integer(self, most: int, least: int = 0) -> Any:
+        return self.model.new_int_var(least, most, "")
+
+    def _precedences(self) -> None:
+        """What an action needs is there, some whole number of turns before it or in the
+        same one.
+        """
+        model, rest, later = self.model, self.rest, self.later
+        for source, target, lag, delay in self.shop.arcs:
+            wait = self.lengths[source] + int(delay)
+            for i in range(self.each):
+                ago, j = divmod(i - lag, self.each)
+                turns = later[target][i] - later[source][j] - ago
+                model.add(turns >= 0)
+                for between in range(2 + wait // self.least):
+                    more = model.new_bool_var("")
+                    model.add(turns >= between + 1).only_enforce_if(more)
+                    model.add(
+                        rest[target][i] + between * self.length >= rest[source][j] + wait
+                    ).only_enforce_if(~more)
+
+    def _one_at_a_time(self, device: int) -> None:
+        """Modulo a turn: with a copy of each action a turn later, those that reach into the next
+        turn count too.
+        """
+        intervals = []
+        for n in self.shop.on(device):
+            for time in self.rest[n]:
+                again = self._integer(2 * self.most)
+                self.model.add(again == time + self.length)
+                intervals += [
+                    self.model.new_fixed_size_interval_var(at, self.lengths[n], "")
+                    for at in (time, again)
+                ]
+        self.model.add_no_overlap(intervals)
+
+    def _places(self, device: int, cap: int) -> None:
+        """A life is some whole turns, in which it takes a place all the time, and a rest."""
+        model, shop, rest, later = self.model, self.shop, self.rest, self.later
+        release = {node.stage: n for n, node in enumerate(shop.nodes) if node.releases}
+        intervals, whole = [], []
+        for n in shop.on(device):
+            end = release[shop.nodes[n].stage]
+            for i in range(self.each) if shop.nodes[n].begins else ():
+                size = rest[end][i] + self.lengths[end] - rest[n][i]
+                full, part = self._integer(self.late + 1), self._integer(self.most)
+                cases = [model.new_bool_var("") for _ in range(3)]
+                model.add_exactly_one(cases)
+                for case, more in zip(cases, (-1, 0, 1), strict=True):
+                    model.add(part == size - more * self.length).only_enforce_if(case)
+                    model.add(full == later[end][i] - later[n][i] + more).only_enforce_if(case)
+                model.add(part <= self.length)
+                for offset in (0, 1):
+                    begin, stop = self._integer(2 * self.most), self._integer(3 * self.most)
+                    model.add(begin == rest[n][i] + offset * self.length)
+                    intervals.append(model.new_interval_var(begin, part, stop, ""))
+                whole.append(full)
+        room = self._integer(cap)
+        model.add(room == cap - sum(whole))
+        model.add_cumulative(intervals, [1] * len(intervals), room)
