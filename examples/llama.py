@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 
 import jaxpipe as jp
 from gpt.devices import find
+from gpt.flags import flag, switch
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.distributed import Watchdog, global_batch, local_rows, make_mesh
 from llama_parts import initial, weights
@@ -43,7 +44,7 @@ def parser(
     p = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--model", default="tiny", choices=published, help="a published size (tiny)")
+    flag(p, "--model", "tiny", "a published size (tiny)", choices=published)
     p.add_argument(
         "--load",
         type=Path,
@@ -53,106 +54,56 @@ def parser(
     p.add_argument(
         "--export", type=Path, help="where to write safetensors and config.json at the end"
     )
-    p.add_argument(
-        "--cluster",
-        action="store_true",
-        help="one of several processes, which the launcher's environment tells JAX of",
+    switch(
+        p, "--cluster", "one of several processes, which the launcher's environment tells JAX of"
     )
-    p.add_argument("--pipe", type=int, default=4, help="devices along the pipeline (4)")
-    p.add_argument("--data", type=int, default=1, help="data-parallel replicas (1)")
-    p.add_argument("--tensor", type=int, default=1, help="devices that share each layer (1)")
-    p.add_argument(
-        "--sequence",
-        action="store_true",
-        help="split what lies between layers over them too, by time",
-    )
-    p.add_argument(
-        "--fsdp",
-        action="store_true",
-        help="split parameters and optimizer state over the replicas too",
-    )
-    p.add_argument(
-        "--schedule", default="1f1b", help=f"one of {', '.join(jp.schedules.names())} (1f1b)"
-    )
+    flag(p, "--pipe", 4, "devices along the pipeline (4)")
+    flag(p, "--data", 1, "data-parallel replicas (1)")
+    flag(p, "--tensor", 1, "devices that share each layer (1)")
+    switch(p, "--sequence", "split what lies between layers over them too, by time")
+    switch(p, "--fsdp", "split parameters and optimizer state over the replicas too")
+    flag(p, "--schedule", "1f1b", f"one of {', '.join(jp.schedules.names())} (1f1b)")
     p.add_argument("--chunks", type=int, help="stages a device (what the schedule has by nature)")
-    p.add_argument(
+    switch(
+        p,
         "--merge-backward",
-        action="store_true",
-        help="no W of its own: a delayed W keeps all activations of its layers in memory",
+        "no W of its own: a delayed W keeps all activations of its layers in memory",
     )
     p.add_argument(
         "--layout",
         help="layers of each stage, as jaxpipe.parse_layout reads them (balanced by what they "
         "cost)",
     )
-    p.add_argument("--microbatches", type=int, default=8, help="microbatches a step (8)")
-    p.add_argument("--rows", type=int, default=8, help="rows a step, over all replicas (8)")
-    p.add_argument("--context", type=int, default=256, help="tokens a row (256)")
-    p.add_argument(
-        "--remat",
-        type=Remat,
-        default=Remat.NONE,
-        choices=Remat,
-        help="what backwards compute again (none)",
+    flag(p, "--microbatches", 8, "microbatches a step (8)")
+    flag(p, "--rows", 8, "rows a step, over all replicas (8)")
+    flag(p, "--context", 256, "tokens a row (256)")
+    flag(p, "--remat", Remat.NONE, "what backwards compute again (none)", choices=Remat)
+    flag(p, "--attention", Attention.PLAIN, "how it is computed (plain)", choices=Attention)
+    flag(p, "--loss-tokens", 0, "tokens of a row whose logits are there at a time (0: all)")
+    switch(
+        p, "--spread-head", "the head on all devices of the pipeline, a part each; a tied table too"
     )
-    p.add_argument(
-        "--attention",
-        type=Attention,
-        default=Attention.PLAIN,
-        choices=Attention,
-        help="how it is computed (plain)",
-    )
-    p.add_argument(
-        "--loss-tokens",
-        type=int,
-        default=0,
-        help="tokens of a row whose logits are there at a time (0: all)",
-    )
-    p.add_argument(
-        "--spread-head",
-        action="store_true",
-        help="the head on all devices of the pipeline, a part each; a tied table too",
-    )
-    p.add_argument(
+    flag(
+        p,
         "--dtype",
-        default="bfloat16",
+        "bfloat16",
+        "of the compute (bfloat16)",
         choices=("bfloat16", "float32", "float64"),
-        help="of the compute (bfloat16)",
     )
     p.add_argument(
         "--tokens",
         type=Path,
         help="an .npy of tokens, documents one after the other (the standard library's bytes)",
     )
-    p.add_argument(
-        "--end",
-        type=int,
-        default=2,
-        help="the token that ends a document of --tokens (2, as in Llama 2)",
+    flag(p, "--end", 2, "the token that ends a document of --tokens (2, as in Llama 2)")
+    flag(p, "--steps", 100, "steps in all (100)")
+    flag(p, "--rate", 3e-4, "learning rate at its highest (3e-4)")
+    flag(
+        p, "--warmup", 20, "steps until it is reached (20); a cosine takes it to a tenth at the end"
     )
-    p.add_argument("--steps", type=int, default=100, help="steps in all (100)")
-    p.add_argument("--rate", type=float, default=3e-4, help="learning rate at its highest (3e-4)")
-    p.add_argument(
-        "--warmup",
-        type=int,
-        default=20,
-        help="steps until it is reached (20); a cosine takes it to a tenth at the end",
-    )
-    p.add_argument(
-        "--seed", type=int, default=0, help="of the weights and of the order of the data (0)"
-    )
-    p.add_argument(
-        "--out",
-        type=Path,
-        default=Path(out),
-        help=f"where checkpoints are, a folder that all processes see ({out})",
-    )
-    p.add_argument(
-        "--save-every",
-        type=int,
-        default=50,
-        help="steps between checkpoints, and one at the end (50)",
-    )
+    flag(p, "--seed", 0, "of the weights and of the order of the data (0)")
+    flag(p, "--out", Path(out), f"where checkpoints are, a folder that all processes see ({out})")
+    flag(p, "--save-every", 50, "steps between checkpoints, and one at the end (50)")
     p.add_argument(
         "--peak",
         type=float,

@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 import jaxpipe as jp
 import llama
 from gpt.devices import find
+from gpt.flags import flag
 from jaxpipe.distributed import make_mesh
 from llama_parts import initial, weights
 from llama_parts.model import Remat
@@ -38,29 +39,30 @@ from moe_parts.sizes import PUBLISHED, Scores, from_config
 def parser() -> argparse.ArgumentParser:
     """The flags of examples/llama.py, and those of experts."""
     p = llama.parser(__doc__, tuple(PUBLISHED), "out/moe")
-    p.add_argument("--expert", type=int, default=2, help="devices that share the experts (2)")
+    flag(p, "--expert", 2, "devices that share the experts (2)")
     p.add_argument(
         "--capacity",
         type=float,
         default=0,
         help="how many times the tokens of an even load an expert takes of a row (0: all tokens)",
     )
-    p.add_argument(
+    flag(
+        p,
         "--bias-rate",
-        type=float,
-        default=1e-3,
-        help="how far the bias of an expert moves in a step (1e-3), where scores are sigmoids",
+        1e-3,
+        "how far the bias of an expert moves in a step (1e-3), where scores are sigmoids",
     )
     p.add_argument(
         "--plain",
         action=argparse.BooleanOptionalAction,
         help="the same training in plain JAX beside it (with the tiny models)",
     )
-    p.add_argument(
+    flag(
+        p,
         "--fsdp-axis",
+        "data",
+        "the axis of --fsdp (data); experts are split over the expert axis anyway",
         choices=("data", "expert"),
-        default="data",
-        help="the axis of --fsdp (data); experts are split over the expert axis anyway",
     )
     p.set_defaults(pipe=2, data=2, rows=32, context=64, dtype=None)
     return p

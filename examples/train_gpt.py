@@ -24,6 +24,7 @@ import jaxpipe as jp
 from gpt import devices, report, verify
 from gpt.checkpoint import RunFolder
 from gpt.data import Corpus, standard_library
+from gpt.flags import flag, switch
 from gpt.model import GPT
 from gpt.optimizer import adamw
 from jaxpipe.checkpoint import Checkpoints
@@ -37,68 +38,45 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--pipe", type=int, default=4, help="devices along the pipeline (4)")
-    p.add_argument("--data", type=int, default=1, help="data-parallel replicas of the pipeline (1)")
-    p.add_argument(
-        "--schedule", default="1f1b", help=f"one of {', '.join(jp.schedules.names())} (1f1b)"
-    )
-    p.add_argument("--microbatches", type=int, default=8, help="microbatches a step (8)")
+    flag(p, "--pipe", 4, "devices along the pipeline (4)")
+    flag(p, "--data", 1, "data-parallel replicas of the pipeline (1)")
+    flag(p, "--schedule", "1f1b", f"one of {', '.join(jp.schedules.names())} (1f1b)")
+    flag(p, "--microbatches", 8, "microbatches a step (8)")
     p.add_argument("--chunks", type=int, help="stages a device (what the schedule has by nature)")
-    p.add_argument(
-        "--layers", type=int, default=4, help="transformer layers, a multiple of the stages (4)"
-    )
-    p.add_argument("--width", type=int, default=128, help="features of the residual stream (128)")
-    p.add_argument("--heads", type=int, default=4, help="attention heads (4)")
-    p.add_argument("--context", type=int, default=64, help="tokens a row (64)")
-    p.add_argument(
-        "--vocab", type=int, default=1024, help="tokens in the vocabulary, at least 128 (1024)"
-    )
+    flag(p, "--layers", 4, "transformer layers, a multiple of the stages (4)")
+    flag(p, "--width", 128, "features of the residual stream (128)")
+    flag(p, "--heads", 4, "attention heads (4)")
+    flag(p, "--context", 64, "tokens a row (64)")
+    flag(p, "--vocab", 1024, "tokens in the vocabulary, at least 128 (1024)")
     p.add_argument(
         "--tied",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="the head is the token embedding",
     )
-    p.add_argument(
-        "--spread-head",
-        action="store_true",
-        help="the head on all devices, 1/P of the vocabulary each; a tied table too",
+    switch(
+        p, "--spread-head", "the head on all devices, 1/P of the vocabulary each; a tied table too"
     )
     p.add_argument(
         "--dtype",
         choices=("float32", "float64", "bfloat16"),
         help="type of the compute (float32; float64 with --verify)",
     )
-    p.add_argument("--batch", type=int, default=16, help="rows a step, over all replicas (16)")
+    flag(p, "--batch", 16, "rows a step, over all replicas (16)")
     p.add_argument("--steps", type=int, help="steps in all (1500; 20 with --verify)")
-    p.add_argument(
-        "--rate", type=float, default=4e-3, help="learning rate after the warm-up (4e-3)"
-    )
-    p.add_argument("--warmup", type=int, default=50, help="steps of warm-up (50)")
-    p.add_argument("--decay", type=float, default=0.1, help="weight decay of the kernels (0.1)")
-    p.add_argument(
-        "--clip", type=float, default=1.0, help="largest global norm of the gradients (1.0)"
-    )
-    p.add_argument(
-        "--seed", type=int, default=0, help="of the weights and of the order of the data (0)"
-    )
-    p.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (100)")
-    p.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out/train_gpt"),
-        help="where run folders are made (out/train_gpt)",
-    )
+    flag(p, "--rate", 4e-3, "learning rate after the warm-up (4e-3)")
+    flag(p, "--warmup", 50, "steps of warm-up (50)")
+    flag(p, "--decay", 0.1, "weight decay of the kernels (0.1)")
+    flag(p, "--clip", 1.0, "largest global norm of the gradients (1.0)")
+    flag(p, "--seed", 0, "of the weights and of the order of the data (0)")
+    flag(p, "--save-every", 100, "steps between checkpoints (100)")
+    flag(p, "--out", Path("out/train_gpt"), "where run folders are made (out/train_gpt)")
     p.add_argument(
         "--resume",
         type=Path,
         help="the folder of a run: take its settings (flags override) and go on",
     )
-    p.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare with plain JAX and with torch_ref instead of training",
-    )
+    switch(p, "--verify", "compare with plain JAX and with torch_ref instead of training")
     return p
 
 

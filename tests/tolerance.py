@@ -71,6 +71,17 @@ def relative(found: Any, wanted: Any) -> float:
     return max((_relative(np.asarray(f), np.asarray(w)) for f, w in pairs), default=0.0)
 
 
+def step_error(pipe: Any, canonical: Any, batch: Any, wanted: Any, **how: Any) -> float:
+    """How far the loss and the gradients of a pipeline's step are from the wanted ones, which may
+    be of some of the parameters.
+    """
+    loss, grads = pipe.value_and_grad(pipe.place(canonical), batch, **how)
+    found = pipe.canonical(grads)
+    wanted_loss, wanted_grads = wanted
+    own = {key: found[key] for key in wanted_grads}
+    return relative((np.asarray(loss), own), (np.asarray(wanted_loss), wanted_grads))
+
+
 def _relative(found: Any, wanted: Any) -> float:
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     difference = float(np.max(np.abs(found - wanted), initial=0.0))
