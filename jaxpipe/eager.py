@@ -25,8 +25,7 @@ from .model.param_layout import OUTER
 from .program.interpret import Step, interpret
 from .program.verify import verify
 from .spmd.step import accumulator_dtype, merged_state, totals
-from .stage.job import Job
-from .stage.model_code import check_state_gradient
+from .stage.model_code import Job, check_state_gradient
 from .stage.trace import no_gradient
 from .table.effects import Liveness, Place
 from .table.kinds import Kind

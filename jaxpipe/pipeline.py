@@ -34,10 +34,9 @@ from .model.param_layout import State, check_canonical
 from .model.partition import Partition
 from .model.placer import Placer
 from .model.settings import Memory, Sharding, frozen_filter
-from .spmd.body import SpmdExecutor, TracedStep
-from .spmd.compiler_options import features_of, options_for
-from .stage.job import Clock, Executor, Job
-from .stage.model_code import ModelCode
+from .spmd.executor import SpmdExecutor, TracedStep
+from .spmd.xla import features_of, options_for
+from .stage.model_code import Clock, Executor, Job, ModelCode
 from .steps import Compiled, StepRunner, key_of
 from .table.effects import Offload
 from .table.schedule import Schedule, check

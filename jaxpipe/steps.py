@@ -29,8 +29,7 @@ from .model.param_layout import with_outer
 from .model.partition import Partition
 from .model.settings import Memory
 from .model.slices import Positioned, time_faults
-from .stage.job import Clock, Executor, Job, Observe
-from .stage.model_code import ModelCode
+from .stage.model_code import Clock, Executor, Job, ModelCode, Observe
 from .table.effects import Offload
 from .table.kinds import Kind
 from .table.schedule import Schedule

@@ -16,7 +16,7 @@ from ..inspect.programs import compile_and_read
 from ..known_faults import TESTED, Effect, Fault, faults_for, installed_version, is_in
 from ..lowering.target import Target
 from ..spmd.block import while_once
-from ..spmd.compiler_options import Options, features_of, options_for
+from ..spmd.xla import Options, features_of, options_for
 from ..table.effects import Offload
 from .run import Findings, Line, Scope, Verdict, at, judged, not_tried
 

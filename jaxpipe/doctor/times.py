@@ -16,7 +16,7 @@ from ..arrays import PyTree
 from ..lowering.prices import GUESSED, ON_HOST, ON_THE_HOST
 from ..lowering.target import TRANSFER, Target
 from ..measuring.blocks import exchange, timed
-from ..spmd.compiler_options import NO_GRAPHS, Options, options_for
+from ..spmd.xla import NO_GRAPHS, Options, options_for
 from .machine import TICKS, loop_inputs, loop_of_blocks
 from .run import Findings, Line, Scope, at, judged, not_tried, timed_line
 

@@ -22,13 +22,12 @@ from ..jaxprs.slots import InSlots, Slot, Target, Total
 from ..lowering.target import RunsOn
 from ..model.leaf_plan import leaf_plans
 from ..spmd.block import empty, while_once, without_weak_types
-from ..spmd.body import TracedStep
-from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
-from ..spmd.shared_buffers import shared_buffers
+from ..spmd.executor import TracedStep
+from ..spmd.pools import shared_buffers
 from ..spmd.step import accumulator_dtype
+from ..spmd.xla import Group, StageEntries, compiled_alone, outer_specs
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode
-from ..stage.job import Job
-from ..stage.model_code import ModelCode
+from ..stage.model_code import Job, ModelCode
 from ..table.effects import Place
 from ..table.kinds import RECOMPUTE, Kind
 from .programs import heap_bytes

@@ -24,13 +24,12 @@ from ..planner.memory import Sizes, memory_of
 from ..program.ir import Program
 from ..program.records import POOL_OF
 from ..program.segments import Payload
-from ..spmd.body import TracedStep
-from ..spmd.entries import compiled_alone, on_cpus, outer_specs
-from ..spmd.shared_buffers import Buffers, shared_buffers
+from ..spmd.executor import TracedStep
+from ..spmd.pools import Buffers, shared_buffers
 from ..spmd.step import accumulator_dtype
+from ..spmd.xla import compiled_alone, on_cpus, outer_specs
 from ..stage.code import RESIDUALS, run
-from ..stage.job import Job
-from ..stage.model_code import ModelCode
+from ..stage.model_code import Job, ModelCode
 from ..table.effects import Place
 from ..table.kinds import Kind
 from .blocks import Step

@@ -16,8 +16,8 @@ from ..engine.timeline import Timeline
 from ..errors import PipelineError, quoted
 from ..model.mesh import outside_contexts
 from ..pipeline import Pipeline
-from ..spmd.body import CANNOT_BE_TIMED, TracedStep
-from ..spmd.entries import on_cpus
+from ..spmd.executor import CANNOT_BE_TIMED, TracedStep
+from ..spmd.xla import on_cpus
 from ..table.kinds import KINDS, SHARES
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule

@@ -92,8 +92,8 @@ from ..planner.memory import Sizes
 from ..program.ir import Program
 from ..program.records import POOL_OF
 from ..schedules.registry import build
-from ..spmd.shared_buffers import shared_buffers
-from ..spmd.tick import WITH_SLACK
+from ..spmd.executor import WITH_SLACK
+from ..spmd.pools import shared_buffers
 from ..stage.code import RESIDUALS
 from ..stage.model_code import ModelCode
 from ..table.effects import Place

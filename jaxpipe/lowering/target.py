@@ -107,7 +107,7 @@ class RunsOn(Enum):
     @property
     def awaits(self) -> Awaits:
         """XLA:CPU blocks in a permute, and no block of the device runs meanwhile
-        (`spmd.exchange.permuted`); virtual devices of one process all wait.
+        (`spmd.executor`); virtual devices of one process all wait.
         """
         if self is RunsOn.ONE_CPU_PROCESS:
             return Awaits.ALL_AT_ONCE

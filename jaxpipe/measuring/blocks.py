@@ -33,10 +33,9 @@ from ..model.mesh import outside_contexts
 from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
-from ..spmd.body import look
-from ..spmd.entries import mapped, split_entries
-from ..stage.job import Job
-from ..stage.model_code import Inputs, ModelCode, trace_model
+from ..spmd.executor import look
+from ..spmd.xla import mapped, split_entries
+from ..stage.model_code import Inputs, Job, ModelCode, trace_model
 from ..table.limits import is_whole
 
 

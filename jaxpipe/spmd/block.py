@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import Flag, Leaves, Scalar
 from ..program.segments import Presence
-from ..stage.job import Clock, Job
+from ..stage.model_code import Clock, Job
 from ..table.effects import Place
 
 # Leaves by the name of their place ([slots, ...] of pools); `of_chunk` names places that each chunk

@@ -26,12 +26,10 @@ from ..model.packed import Places, on_one_device
 from ..model.param_layout import OUTER, Chunks
 from ..model.spread import unpadded
 from ..stage.code import run
-from ..stage.job import Job
-from ..stage.model_code import Inputs, ModelCode, trace_model
+from ..stage.model_code import Inputs, Job, ModelCode, trace_model
 from ..table.effects import OF_SLICES, Place
 from .block import State, chunks_of, empty, false, of_chunk
-from .host import Packing
-from .shared_buffers import Buffers
+from .pools import Buffers, Packing
 
 
 def prepare(

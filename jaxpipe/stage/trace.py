@@ -27,8 +27,7 @@ from ..jaxprs.equations import copied, renamed, variables, with_equations
 from ..jaxprs.flatten import flatten, stores_on_host
 from ..model.functions import StageOutput
 from ..table.effects import Place
-from .code import INPUTS, LastCode, ParamUse, StageCode, inexact
-from .split import hoist, pieces
+from .code import INPUTS, LastCode, ParamUse, StageCode, hoist, inexact, pieces
 
 
 def writing_rows(code: StageCode, count: int) -> StageCode:

@@ -18,7 +18,7 @@ from jaxpipe.inspect.collectives import Compute, steady
 from jaxpipe.inspect.programs import Purpose, TpuProgram, heap_bytes
 from jaxpipe.inspect.step_profile import Clock
 from jaxpipe.lowering.target import RunsOn, Target
-from jaxpipe.spmd.tick import WITH_SLACK
+from jaxpipe.spmd.executor import WITH_SLACK
 from tests.gpu import test_slices as gpu_slices
 from tests.gpu.programs import first, last, shapes, stage
 from tests.tiers import exhaustive, slow
