@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
 from functools import cached_property, partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -36,6 +37,16 @@ from .table.schedule import Schedule
 from .transforms.rewrites import for_evaluation, without_kinds
 
 T = TypeVar("T")
+
+
+class Call(Enum):
+    """What a pipeline runs, by the method that runs it."""
+
+    STEP = "value_and_grad"
+    LOSS = "loss"  # forwards of a training step
+    EVALUATE = "evaluate"  # forwards with `training=False`
+    # the same, of what the last stage returns, without `last`; with a cache, that is the state
+    OUTPUTS = "outputs"
 
 
 @dataclass(eq=False)
@@ -79,40 +90,62 @@ class StepRunner:
         names = [function.name for function in ends if function is not None]
         return [*parts, f"with {' and '.join(names) or 'neither first nor last'}"]
 
-    def step(
-        self, *arguments: PyTree, observe: Observe | None = None, clock: Clock | None = None
+    def run(
+        self,
+        call: Call,
+        *arguments: PyTree,
+        observe: Observe | None = None,
+        clock: Clock | None = None,
     ) -> tuple[dict[str, Any], Params]:
-        """Losses and gradients."""
-        self.check_last("a training step")
-        if self.schedule.forward_only:
+        """The results of a call, and the gradients of a step.  `observe`: a tool traces it, which
+        one process may do by itself.
+        """
+        functions = replace(self.functions, training=call in (Call.STEP, Call.LOSS))
+        if call is Call.OUTPUTS:
+            functions = functions.returning_outputs()
+            if isinstance(arguments[1], Positioned):
+                functions = functions.with_cache(arguments[1].room)
+        else:
+            self.check_last(call.value)
+        training = call is Call.STEP
+        if training and self.schedule.forward_only:
             raise PipelineError(
                 f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a "
                 "schedule with backwards"
             )
-        return self._run(arguments, self.functions, training=True, observe=observe, clock=clock)
-
-    def forwards(self, *arguments: PyTree) -> dict[str, Any]:
-        """The results of a step, without its gradients."""
-        self.check_last("`loss`")
-        return self._run(arguments, self.functions)[0]
-
-    def evaluate(self, *arguments: PyTree) -> dict[str, Any]:
-        """The results of forwards with `training=False`."""
-        self.check_last("`evaluate`")
-        return self._run(arguments, replace(self.functions, training=False))[0]
-
-    def outputs(self, *arguments: PyTree) -> dict[str, Any]:
-        """What the last stage returns, without `last`; with a cache, that is the state."""
-        functions = replace(self.functions, training=False).returning_outputs()
-        if isinstance(arguments[1], Positioned):
-            functions = functions.with_cache(arguments[1].room)
-        return self._run(arguments, functions, outputs=True)[0]
+        plans = self.check(*arguments, whole=training)
+        params, batch, *rest = with_outer(arguments[0]), *arguments[1:]
+        job = Job(
+            plan=self.plan if training else self._forward_plan(call, batch),
+            functions=functions,
+            partition=self.partition,
+            accumulate=self.memory.accumulate,
+            plans=plans,
+            training=training,
+            target=self.target,
+            outputs=call is Call.OUTPUTS,
+            observe=observe or self._comparing(params, batch, *rest),
+            clock=clock,
+        )
+        shardings = (
+            {key: NamedSharding(job.mesh, spec) for key, spec in job.result_specs.items()},
+            self.partition.shardings(plans) if training else {},
+        )
+        run: Callable[..., Any] = partial(self.executor.run, job)
+        if self.executor.compiles:
+            run = on_mesh(job.mesh, run, lambda *_: shardings)
+        results, grads = run(params, batch, *rest)
+        if not self.executor.compiles:
+            results, grads = jax.tree.map(
+                lambda to, tree: jax.device_put(tree, to), shardings, (results, grads)
+            )
+        return results, {key: grads[key] for key in arguments[0] if key in grads}
 
     def check_last(self, what: str) -> None:
         """PipelineError without a `last`."""
         if self.functions.last is None:
             raise PipelineError(
-                f"{what} needs a loss; give Model(..., last=function(last_params, x, "
+                f"`{what}` needs a loss; give Model(..., last=function(last_params, x, "
                 "microbatch) -> scalar)"
             )
 
@@ -139,50 +172,11 @@ class StepRunner:
         PipelineError.refuse(_REFUSED, self.partition.frozen_faults(plans))
         return plans
 
-    def _run(
-        self,
-        arguments: tuple[PyTree, ...],
-        functions: Functions,
-        *,
-        training: bool = False,
-        outputs: bool = False,
-        observe: Observe | None = None,
-        clock: Clock | None = None,
-    ) -> tuple[dict[str, Any], Params]:
-        """Do a job; `observe`: a tool traces it, which one process may do by itself."""
-        plans = self.check(*arguments, whole=training)
-        params, batch, *rest = with_outer(arguments[0]), *arguments[1:]
-        job = Job(
-            plan=self.plan if training else self._forward_plan(batch, outputs=outputs),
-            functions=functions,
-            partition=self.partition,
-            accumulate=self.memory.accumulate,
-            plans=plans,
-            training=training,
-            target=self.target,
-            outputs=outputs,
-            observe=observe or self._comparing(params, batch, *rest),
-            clock=clock,
-        )
-        shardings = (
-            {key: NamedSharding(job.mesh, spec) for key, spec in job.result_specs.items()},
-            self.partition.shardings(plans) if training else {},
-        )
-        run: Callable[..., Any] = partial(self.executor.run, job)
-        if self.executor.compiles:
-            run = on_mesh(job.mesh, run, lambda *_: shardings)
-        results, grads = run(params, batch, *rest)
-        if not self.executor.compiles:
-            results, grads = jax.tree.map(
-                lambda to, tree: jax.device_put(tree, to), shardings, (results, grads)
-            )
-        return results, {key: grads[key] for key in arguments[0] if key in grads}
-
-    def _forward_plan(self, batch: PyTree, *, outputs: bool) -> Plan:
+    def _forward_plan(self, call: Call, batch: PyTree) -> Plan:
         """The plan of forwards of a batch: as many microbatches of whole sequences, up to those of
         the schedule, as its rows divide into.  What the last stage returns needs no `last`.
         """
-        table = without_kinds(self.schedule, {Kind.L}) if outputs else self.schedule
+        table = without_kinds(self.schedule, {Kind.L}) if call is Call.OUTPUTS else self.schedule
         batch = batch.batch if isinstance(batch, Positioned) else batch
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self.partition.data_size
         sequences = range(1, self.sequences + 1)
@@ -241,18 +235,18 @@ class Compiled:
     """The steps of a `StepRunner` as they are called: compiled, with their derivatives."""
 
     def __init__(self, steps: StepRunner, options: Mapping[str, Any]) -> None:
-        functions: list[Callable[..., Any]]
-        functions = [steps.step, steps.forwards, steps.evaluate, steps.outputs]
-        if steps.executor.compiles:
-            functions = [_compiled(function, options) for function in functions]
-        step, forwards, evaluate, outputs = functions
-        self.step = without_gradient(step, "value_and_grad")
-        self.evaluate = without_gradient(evaluate, "evaluate")
-        self.outputs = without_gradient(outputs, "outputs")
+        def of(call: Call) -> Callable[..., Any]:
+            def run(*arguments: PyTree) -> Any:
+                return steps.run(call, *arguments)
+
+            run.__name__ = call.value  # in profiles
+            return _compiled(run, options) if steps.executor.compiles else run
+
+        runs = {call: of(call) for call in Call}
         # What stages hand from microbatch to microbatch is known after a step alone.
-        has_state = steps.functions.has_state
-        value = (lambda *arguments: step(*arguments)[0]) if has_state else forwards
-        self.loss = differentiable_loss(value, step)
+        value = runs[Call.STEP if steps.functions.has_state else Call.LOSS]
+        self.calls = {call: without_gradient(run, call.value) for call, run in runs.items()}
+        self.calls[Call.LOSS] = differentiable_loss(value, runs[Call.STEP])
 
     @classmethod
     def of(cls, key: Any, steps: StepRunner, options: Mapping[str, Any]) -> Compiled:
@@ -283,20 +277,20 @@ def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Calla
 
 
 def differentiable_loss(
-    value: Callable[..., dict[str, Any]],
+    value: Callable[..., tuple[dict[str, Any], PyTree]],
     value_and_grad: Callable[..., tuple[dict[str, Any], PyTree]],
-) -> Callable[..., dict[str, Any]]:
-    """`f(params, *rest) -> {"loss", ...}`, whose loss is differentiable by `params`: the step's
+) -> Callable[..., tuple[dict[str, Any], PyTree]]:
+    """`f(params, *rest) -> {"loss", ...}, {}`, whose loss is differentiable by `params`: the step's
     gradients, scaled by the cotangent.
 
-    `value` is called where nothing is differentiated, `value_and_grad`, which returns (the same,
-    gradients), where something is.  Other results are constants, and `rest` may not depend on what
-    is differentiated.
+    `value` is called where nothing is differentiated, `value_and_grad` where something is; both
+    return results and gradients.  Other results are constants, and `rest` may not depend on what is
+    differentiated.
     """
 
     @jax.custom_vjp
     def results(params: PyTree, *rest: PyTree) -> Any:
-        return value(params, *rest)
+        return value(params, *rest)[0]
 
     def forward(params: PyTree, *rest: PyTree) -> tuple[dict[str, Any], PyTree]:
         others = by_path(dict(zip(("batch", "rng", "state"), rest, strict=True)), _is_primal)
@@ -324,12 +318,12 @@ def differentiable_loss(
 
     results.defvjp(forward, backward, symbolic_zeros=True)
 
-    def call(*arguments: PyTree) -> dict[str, Any]:
+    def call(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
         found = results(*arguments)
         return {
             key: leaf if key == "loss" else jax.lax.stop_gradient(leaf)
             for key, leaf in found.items()
-        }
+        }, {}
 
     return call
 
