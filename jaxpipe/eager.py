@@ -197,23 +197,23 @@ class _Shard:
         dy, grads = self._last(step.microbatch, step.held["y"])
         if self.job.training and Place.SHARE not in step.makes:
             self._add("last", grads)
-        return {"out": dy, "stash": [grads] * self.job.cuts.parts}
+        return {"out": dy, "stash": [grads] * self.job.partition.cuts.parts}
 
     def last_weight_grad(self, step: Step) -> Mapping[str, Any]:
         """H: one device's part of the gradient."""
-        self._add("last", step.held["stash"], 1 / self.job.cuts.parts)
+        self._add("last", step.held["stash"], 1 / self.job.partition.cuts.parts)
         return {}
 
     def _first(self, microbatch: int) -> tuple[Any, Any]:
         """`first`, and its vjp."""
-        extra, cuts = self._extra(0, microbatch, OUTER_WANTS), self.job.cuts
+        extra, cuts = self._extra(0, microbatch, OUTER_WANTS), self.job.partition.cuts
         run = partial(self.functions.run_whole, "first")
         return jax.vjp(lambda params: run(params, (), extra, cuts), self._of("first"))
 
     def _last(self, microbatch: int, y: Any) -> tuple[Any, Any]:
         """Note the loss; the cotangent of y, and the gradients of the parameters."""
         extra = self._extra(len(self.stages) - 1, microbatch, OUTER_WANTS)
-        run, cuts = partial(self.functions.run_whole, "last"), self.job.cuts
+        run, cuts = partial(self.functions.run_whole, "last"), self.job.partition.cuts
         loss, vjp, self.aux[microbatch] = jax.vjp(
             lambda params, y: run(params, y, extra, cuts), self._of("last"), y, has_aux=True
         )

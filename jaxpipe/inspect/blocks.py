@@ -26,7 +26,7 @@ from ..spmd.executor import TracedStep
 from ..spmd.pools import shared_buffers
 from ..spmd.step import accumulator_dtype
 from ..spmd.xla import Group, StageEntries, compiled_alone, outer_specs
-from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode
+from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact
 from ..stage.model_code import Job, ModelCode
 from ..table.effects import Place
 from ..table.kinds import RECOMPUTE, Kind
@@ -143,7 +143,9 @@ class Step:
         """Bytes on one device of a kind of stage's output."""
         code = self.code.kinds[kind]
         split = output_entries(code, self.entries[kind])
-        return sum(nbytes(a) // e.local_share for a, e in zip(code.y_avals, split, strict=True))
+        return sum(
+            nbytes(a) // e.local_share for a, e in zip(code.avals[Place.SENT_X], split, strict=True)
+        )
 
     @property
     def runs(self) -> list[tuple[Block, ...]]:
@@ -281,8 +283,8 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
         place: [Value(entry.spec, place, number, entry) for number, entry in enumerate(own)]
         for place, own in entries.stored.items()
     }
-    trained = zip(entries.parameters, code.trained, strict=True)
-    values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, has in trained if has)
+    trained = zip(entries.parameters, code.uses, strict=True)
+    values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in trained if use.trained)
 
     def at(*places: Place) -> list[Value]:
         return [value for place in places for value in values[place]]
@@ -290,15 +292,19 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     start = [Value(_WHOLE) for _ in code.consts] + [Value(spec) for spec in entries.parameters]
     start += at(*INPUTS)
     start += _free(len(code.forward.invars) - len(start))  # extra and once
-    late = [*start, *at(*RESIDUALS, *COTANGENTS), *([] if code.loss is None else [Value(_WHOLE)])]
+    late = [
+        *start,
+        *at(*RESIDUALS, *COTANGENTS),
+        *([Value(_WHOLE)] if code.avals[Place.LOSSES] else []),
+    ]
     blocks = {}
     for kind, places in RESULTS.items():
         inputs = start if kind in (Kind.F, Kind.R) else late
         stash = at(Place.STASH) if kind is Kind.W else []
         outputs = [
             value
-            for place, span in code.spans(places).items()
-            for value in values.get(place) or _free(len(span))
+            for place in places
+            for value in values.get(place) or _free(len(code.avals[place]))
         ]
         blocks[kind.name] = Block(kind.name, code.of(kind), (*inputs, *stash), tuple(outputs))
     return blocks
@@ -331,16 +337,16 @@ def outer_blocks(step: Step) -> list[Block]:
 
     first, last = step.code.first, step.code.last
     found = [block("first", first.forward, first)]
-    if first.num_trained:
+    if first.avals[Place.STAGE_GRADIENTS]:
         found.append(block("first gradient", first.backward, first, 0))
     if last is not None:
         # The loss and what comes with it are before the gradients.
-        found.append(block("last", last.train, last, 1 + len(last.aux_avals)))
+        found.append(block("last", last.backward, last, 1 + len(last.avals[Place.AUX])))
     return found
 
 
 def output_entries(code: StageCode, entries: StageEntries) -> Iterator[Entry]:
     """The split of each leaf of a stage's output: that of its cotangent, where it has one."""
     cotangents = iter(entries.stored[Place.COTANGENT])
-    for aval, wanted in zip(code.y_avals, code.y_wanted, strict=True):
-        yield next(cotangents) if wanted else Entry(tuple(aval.shape))
+    for aval in code.avals[Place.SENT_X]:
+        yield next(cotangents) if inexact(aval) else Entry(tuple(aval.shape))

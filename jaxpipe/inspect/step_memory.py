@@ -167,15 +167,15 @@ def _raveled(buffers: Buffers, code: ModelCode, *, splits: bool) -> int:
 
     kept = (*RESIDUALS, *((Place.STASH,) if splits else ()))
 
-    def copies(stored: Mapping[Place, Sequence[Any]]) -> int:
+    def copies(avals: Mapping[Place, Sequence[Any]]) -> int:
         return sum(
             nbytes(aval)
             for pool in kept
-            for aval, place in zip(stored[pool], buffers[pool].of_kind(stored[pool]), strict=True)
+            for aval, place in zip(avals[pool], buffers[pool].of_kind(avals[pool]), strict=True)
             if place.flat
         )
 
-    return max(copies(kind.stored) for kind in code.kinds)
+    return max(copies(kind.avals) for kind in code.kinds)
 
 
 def local_bytes(leaf: Any) -> int:

@@ -177,7 +177,9 @@ def report(
     schedule, code = pipe.schedule, traced.code
     held, sizes = placed_shapes(pipe, params), step_sizes(pipe, traced, params, batch)
     plan = traced.job.plan
-    joint = (f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.dx_avals)))
+    joint = (
+        f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.avals[Place.SENT_DX]))
+    )
     times = step_time(plan, target.overheads, pipe.costs) if target.overlaps else None
     return {
         "schedule": schedule.name,

@@ -138,7 +138,7 @@ def hop_seconds(pipe: Pipeline, step: Step, repeats: int) -> float:
         return 0.0
     number = max(
         range(len(step.code.kinds)),
-        key=lambda kind: sum(map(nbytes, step.code.kinds[kind].y_avals)),
+        key=lambda kind: sum(map(nbytes, jax.tree.leaves(step.code.kinds[kind].y))),
     )
     kind, entries = step.code.kinds[number], step.entries[number]
     specs = [PartitionSpec(pipe.axis, *entry.spec) for entry in output_entries(kind, entries)]
@@ -150,7 +150,7 @@ def hop_seconds(pipe: Pipeline, step: Step, repeats: int) -> float:
     # Two devices exchange, as neighbours do; the others take no part.
     pairs = ((0, 1), (1, 0))
     calls = {
-        name: exchange(mesh, pipe.axis, those, kind.y_avals, specs)
+        name: exchange(mesh, pipe.axis, those, jax.tree.leaves(kind.y), specs)
         for name, those in (("hop", pairs), ("nothing", ()))
     }
     found = timed(calls, repeats)

@@ -27,7 +27,7 @@ from ..model.packed import Place as Home
 from ..model.packed import Places
 from ..program.ir import Program
 from ..program.records import NOBODY, TickRecord
-from ..stage.code import StageCode
+from ..stage.code import STORED, StageCode
 from ..table.effects import Place
 from .block import State, zeros
 from .xla import StageEntries
@@ -254,10 +254,10 @@ def shared_buffers(
     """The buffers of several kinds of stages, with the entries of each."""
     return {
         place: SharedBuffer.of(
-            [kind.stored[place] for kind in kinds],
+            [kind.avals[place] for kind in kinds],
             None if entries is None else [each.stored[place] for each in entries],
         )
-        for place in kinds[0].stored
+        for place in STORED
     }
 
 

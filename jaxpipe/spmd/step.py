@@ -121,8 +121,7 @@ class DeviceStep:
     chunks: Sequence[PyTree]  # the parameters of the device's stages, with copies of others'
     # by chunk and kind of stage
     stages: Mapping[tuple[int, int], StageOperand] = field(default_factory=dict)
-    first_once: Leaves = field(default_factory=list)
-    last_once: Leaves = field(default_factory=list)
+    once: Mapping[str, Leaves] = field(default_factory=dict)  # of `first` and `last`
     seed: Any = None  # the cotangent of one microbatch's loss
 
     @property
@@ -131,14 +130,20 @@ class DeviceStep:
         return self.job.target.on_cpus
 
     @property
-    def first(self) -> Leaves:
-        """The parameters of `first`, and the shared ones."""
-        return jax.tree.leaves((self.inputs.first, self.inputs.shared))
+    def num_devices(self) -> int:
+        """The number of devices of the pipe axis."""
+        return lax.axis_size(self.job.axis)
 
-    @property
-    def last(self) -> Leaves:
-        """The parameters of `last`, and the shared ones."""
-        return jax.tree.leaves((self.inputs.last, self.inputs.shared))
+    def _known(self, key: str) -> Leaves:
+        """(consts, parameters, the shared ones) of `first` or `last`."""
+        own = getattr(self.inputs, key), self.inputs.shared
+        return [*getattr(self.code, key).consts, *jax.tree.leaves(own)]
+
+    def end_inputs(self, key: str, microbatch: Scalar, y: Leaves | tuple[()] = ()) -> Leaves:
+        """(consts, parameters, y, extra, once) of `first` or `last`."""
+        stage = 0 if key == "first" else len(self.code.kind_of) - 1
+        extra = self.extra(jnp.full_like(microbatch, stage), microbatch)
+        return [*self._known(key), *y, *extra, *self.once[key]]
 
     def with_once(self) -> DeviceStep:
         """The step with values of parameters alone, which are computed here."""
@@ -148,12 +153,11 @@ class DeviceStep:
                 key = chunk, self.code.kind_of[stage]
                 if key not in stages:
                     stages[key] = self._operand(chunk, stage)
-        first, last = self.code.first, self.code.last
+        ends = {"first": self.code.first, "last": self.code.last}
         return replace(
             self,
             stages=stages,
-            first_once=run(first.hoist, *first.consts, *self.first),
-            last_once=[] if last is None else run(last.hoist, *last.consts, *self.last),
+            once={key: run(end.hoist, *self._known(key)) for key, end in ends.items() if end},
             seed=jnp.asarray(self.job.seed, jnp.result_type(float)),
         )
 
@@ -192,13 +196,13 @@ class DeviceStep:
         """Empty pools and accumulators, and the stages' present state."""
         job, code, kept = self.job, self.code, self.inputs.kept
         slots, count = code.program.slots, job.num_microbatches
-        losses = [kind.loss.dtype for kind in code.kinds if kind.loss is not None]
-        losses += [] if code.last is None else [code.last.loss_dtype]
+        codes = [*code.kinds, *([] if code.last is None else [code.last])]
+        losses = [loss.dtype for each in codes for loss in each.avals[Place.LOSSES]]
         state: State = {
             "token": false(),
             "sent_x": empty(self.buffers[Place.X].avals),
             "losses": jnp.zeros(count, wider(*losses) if losses else jnp.float32),
-            "aux": None if code.last is None else empty(code.last.aux_avals, count),
+            "aux": None if code.last is None else empty(code.last.avals[Place.AUX], count),
         }
         for v in range(len(self.chunks)):
             state[of_chunk(Place.STAGE_STATE, v)] = jax.tree.leaves(kept[v]) if kept else []
@@ -296,7 +300,7 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     data shards.
     """
     job, code = step.job, step.code
-    aux = None if code.last is None else jax.tree.unflatten(code.last.aux_tree, state["aux"])
+    aux = None if code.last is None else jax.tree.unflatten(code.last.y_tree, state["aux"])
     results, scale = totals(job, state["losses"], aux, (job.axis,), job.data_axes)
     held = [
         jax.tree.unflatten(jax.tree.structure(tree), leaves)

@@ -24,7 +24,16 @@ from ..jaxprs.entry import Entry, Part
 from ..known_faults import Feature, faults_for
 from ..lowering.target import Target
 from ..model.leaf_plan import leaf_plans
-from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, inexact, run
+from ..stage.code import (
+    COTANGENTS,
+    GRADIENT_OF,
+    RESIDUALS,
+    RESULTS,
+    STORED,
+    StageCode,
+    inexact,
+    run,
+)
 from ..stage.model_code import Job, ModelCode
 from ..table.effects import Offload, Place
 from ..table.kinds import Kind
@@ -194,7 +203,7 @@ def _stored(
             _entry(job, aval, spec)
             for aval, spec in zip(avals, specs.get(place, [None] * len(avals)), strict=True)
         )
-        for place, avals in code.stored.items()
+        for place, avals in ((place, code.avals[place]) for place in STORED)
     }
 
 
@@ -229,30 +238,24 @@ def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> Stage
     def input_grad(parameters: Leaves, free: Leaves, late: Leaves) -> Leaves:
         return run(code.input_grad, *parameters, *free, *run(code.hoist, *parameters), *late)
 
-    results = _output_specs(job, forward, parameters, free)
-    spans = code.spans(RESULTS[Kind.F])
-    specs_of = {place: results[span.start : span.stop] for place, span in spans.items()}
-    y = specs_of[Place.SENT_X]
-    for place, gradient in (
-        (Place.SENT_X, Place.COTANGENT),
-        (Place.CARRY, Place.CARRY_GRADIENT),
-        (Place.BUFFER, Place.BUFFER_GRADIENT),
-    ):
-        values = code.y_avals if place is Place.SENT_X else code.stored[place]
-        pairs = zip(values, specs_of[place], strict=True)
+    specs_of = code.results(RESULTS[Kind.F], _output_specs(job, forward, parameters, free))
+    for gradient, place in GRADIENT_OF.items():
+        pairs = zip(code.avals[place], specs_of.get(place, ()), strict=False)
         specs_of[gradient] = [spec for aval, spec in pairs if inexact(aval)]
     late: Group = [
         pair
         for place in (*RESIDUALS, *COTANGENTS)
-        for pair in zip(code.stored[place], specs_of[place], strict=True)
+        for pair in zip(code.avals[place], specs_of[place], strict=True)
     ]
-    late = [*late, *([] if code.loss is None else [(code.loss, _WHOLE)])]
-    begin = code.spans(RESULTS[Kind.I])[Place.STASH].start
-    specs_of[Place.STASH] = _output_specs(job, input_grad, parameters, free, late)[begin:]
-    if [(a.shape, a.dtype) for a in code.x_avals] == [(a.shape, a.dtype) for a in code.y_avals]:
+    late = [*late, *((loss, _WHOLE) for loss in code.avals[Place.LOSSES])]
+    places = RESULTS[Kind.I]
+    found = code.results(places, _output_specs(job, input_grad, parameters, free, late))
+    specs_of[Place.STASH] = found[Place.STASH]
+    x, y = ([(a.shape, a.dtype) for a in code.avals[p]] for p in (Place.X, Place.SENT_X))
+    if x == y:
         # An arriving value is split as the previous stage left it.  A stage that returns the form
         # of its input leaves it alike.
-        specs_of[Place.X] = y
+        specs_of[Place.X] = specs_of[Place.SENT_X]
     return StageEntries(tuple(specs), _stored(job, code, specs_of))
 
 

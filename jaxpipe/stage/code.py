@@ -84,6 +84,24 @@ RESULTS = {
 # `once`.
 INPUTS = (Place.X, Place.CARRY, Place.BUFFER)
 COTANGENTS = (Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
+# What pools keep of a microbatch, or of a slice, in a stage.
+STORED = (
+    *(Place.X, Place.COTANGENT, *RESIDUALS, Place.STASH),
+    *(Place.CARRY, Place.CARRY_GRADIENT, Place.BUFFER, Place.BUFFER_GRADIENT),
+)
+# The places of gradients, and of what they are gradients.
+GRADIENT_OF = {
+    Place.SENT_DX: Place.X,
+    Place.COTANGENT: Place.SENT_X,
+    Place.CARRY_GRADIENT: Place.CARRY,
+    Place.BUFFER_GRADIENT: Place.BUFFER,
+}
+
+
+def by_place(trees: Mapping[Place, Any]) -> dict[Place, tuple[Any, ...]]:
+    """The leaves of each place, with those of gradients: floating leaves have one."""
+    avals = {place: tuple(jax.tree.leaves(trees.get(place, ()))) for place in Place}
+    return avals | {place: tuple(filter(inexact, avals[of])) for place, of in GRADIENT_OF.items()}
 
 
 _NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
@@ -91,26 +109,21 @@ _NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 
 @dataclass(frozen=True, kw_only=True)
 class StageCode:
-    """The pieces of one stage function, and their inputs and results by leaf.
+    """The pieces of the function of a stage, or of `first` or `last`, and their inputs and results
+    by leaf.
 
-    Floating leaves of x and y have a gradient.  dx and dy hold only these.
+    In the jaxprs carries follow x and y, and buffers follow the carries.  `last` has its loss and
+    its gradient at once: `evaluate` returns its loss and further results, and so do `backward` and
+    `input_grad` before gradients.
     """
 
     consts: tuple[Any, ...]  # arrays that the function closes over
     uses: tuple[ParamUse, ...]  # of each parameter
-    x_avals: tuple[Any, ...] = ()
     num_extra: int = 0  # the context, the rows of the microbatch, the state before it
-    y_tree: Any
-    y_avals: tuple[Any, ...]
-    loss: Any = None  # aval of the auxiliary loss
-    state: tuple[Any, ...] = ()  # avals of the state after it
-    # avals of values that pass between slices of a sequence; in the jaxprs carries follow x and y,
-    # and buffers follow the carries
-    carry: tuple[Any, ...] = ()
-    buffers: tuple[Any, ...] = ()
-    residual_input: tuple[Any, ...] = ()  # avals of what only I (and B) needs
-    residual_weight: tuple[Any, ...] = ()  # avals of what W needs
-    stash: tuple[Any, ...] = ()
+    y_tree: Any = None  # of what it returns for the next stage, or besides a loss
+    # by place: inputs, SENT_X what a stage returns, LOSSES its loss, STAGE_STATE the state after
+    # it, AUX what `last` returns besides its loss, and gradients
+    avals: Mapping[Place, tuple[Any, ...]]
     hoist: core.Jaxpr = _NOTHING
     forward: core.Jaxpr = _NOTHING
     evaluate: core.Jaxpr = _NOTHING
@@ -129,44 +142,9 @@ class StageCode:
         return (*(True for _ in self.consts), *(use.once for use in self.uses))
 
     @property
-    def trained(self) -> tuple[bool, ...]:
-        """Which parameters have a gradient."""
-        return tuple(use.trained for use in self.uses)
-
-    @property
-    def y_wanted(self) -> tuple[bool, ...]:
-        """Which leaves of y have a gradient."""
-        return tuple(map(inexact, self.y_avals))
-
-    @property
-    def stored(self) -> dict[Place, tuple[Any, ...]]:
-        """Avals of what pools keep of a microbatch, or of a slice."""
-        return {
-            Place.X: self.x_avals,
-            Place.COTANGENT: tuple(filter(inexact, self.y_avals)),
-            Place.RESIDUAL_INPUT: self.residual_input,
-            Place.RESIDUAL_WEIGHT: self.residual_weight,
-            Place.STASH: self.stash,
-            Place.CARRY: self.carry,
-            Place.CARRY_GRADIENT: tuple(filter(inexact, self.carry)),
-            Place.BUFFER: self.buffers,
-            Place.BUFFER_GRADIENT: tuple(filter(inexact, self.buffers)),
-        }
-
-    @property
-    def dx_avals(self) -> tuple[Any, ...]:
-        """Avals of the gradient of x."""
-        return tuple(filter(inexact, self.x_avals))
-
-    @property
-    def dy_avals(self) -> tuple[Any, ...]:
-        """Avals of the cotangent of y."""
-        return self.stored[Place.COTANGENT]
-
-    @property
-    def num_trained(self) -> int:
-        """The number of parameters that have a gradient."""
-        return sum(self.trained)
+    def y(self) -> Any:
+        """Shapes of what it returns for the next stage."""
+        return jax.tree.unflatten(self.y_tree, self.avals[Place.SENT_X])
 
     @property
     def num_inputs(self) -> int:
@@ -178,17 +156,14 @@ class StageCode:
         """Outputs of the forward before its residuals."""
         return self.spans(_RETURNED)[Place.STAGE_STATE].stop
 
-    def spans(self, places: Sequence[Place], start: int = 0) -> dict[Place, range]:
+    def spans(self, places: Sequence[Place], start: int = 0) -> dict[Place, slice]:
         """The numbers of the inputs or results for consecutive places, from a number on."""
-        counts = {place: len(avals) for place, avals in self.stored.items()} | {
-            Place.SENT_X: len(self.y_avals),
-            Place.SENT_DX: len(self.dx_avals),
-            Place.LOSSES: int(self.loss is not None),
-            Place.STAGE_STATE: len(self.state),
-            Place.STAGE_GRADIENTS: self.num_trained,
-        }
-        ends = accumulate((counts[place] for place in places), initial=start)
-        return {place: range(*ends) for place, ends in zip(places, pairwise(ends), strict=True)}
+        ends = accumulate((len(self.avals[place]) for place in places), initial=start)
+        return {place: slice(*ends) for place, ends in zip(places, pairwise(ends), strict=True)}
+
+    def results(self, places: Sequence[Place], values: Sequence[Any]) -> dict[Place, Leaves]:
+        """The results for consecutive places, of the first of these values."""
+        return {place: list(values[span]) for place, span in self.spans(places).items()}
 
     def of(self, kind: Kind, *, keeps: bool = True) -> core.Jaxpr:
         """The code of a kind of action; `keeps`: the forward's residuals."""
@@ -199,28 +174,6 @@ class StageCode:
             Kind.I: self.input_grad,
             Kind.W: self.weight_grad,
         }[kind]
-
-
-@dataclass(frozen=True)
-class LastCode:
-    """The loss of one microbatch with its gradients: `train(params, once, y, extra, seed) -> loss,
-    aux, dparams, dy`.
-
-    `evaluate(params, once, y, extra) -> loss, aux`.
-    """
-
-    consts: tuple[Any, ...]
-    hoist: core.Jaxpr
-    train: core.Jaxpr
-    evaluate: core.Jaxpr
-    aux_tree: Any
-    aux_avals: tuple[Any, ...]
-    loss_dtype: Any
-    num_trained: int
-    # `train` in two, where H computes the gradient of the parameters: L, then H from its stash
-    input_grad: core.Jaxpr | None = None
-    weight_grad: core.Jaxpr | None = None
-    stash: tuple[Any, ...] = ()
 
 
 def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
@@ -351,7 +304,7 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
     inputs = code.spans(INPUTS, len(known))
     cotangents = code.spans(COTANGENTS, dys.start)
     priced = [*range(len(known), inputs[Place.BUFFER].stop), *residuals, *dys]
-    gradients = cut_weights(backward, params=code.num_trained, priced=priced)
+    gradients = cut_weights(backward, params=len(code.avals[Place.STAGE_GRADIENTS]), priced=priced)
     assert gradients is not None, "any cut fits"
 
     # Residuals that only I needs come before those that W needs.
@@ -374,26 +327,29 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
         backward=reorder(backward),
         input_grad=reorder(gradients.first),
         weight_grad=reorder(gradients.second),
-        residual_input=tuple(v.aval for v in kept[: len(early)]),
-        residual_weight=tuple(v.aval for v in kept[len(early) :]),
-        stash=gradients.crossing,
+        avals={
+            **code.avals,
+            Place.RESIDUAL_INPUT: tuple(v.aval for v in kept[: len(early)]),
+            Place.RESIDUAL_WEIGHT: tuple(v.aval for v in kept[len(early) :]),
+            Place.STASH: gradients.crossing,
+        },
         liveness=_liveness(inputs | cotangents, reads(backward), gradients.second_reads),
     )
 
 
 def _liveness(
-    spans: Mapping[Place, range], by_any: Sequence[bool], by_second: Sequence[bool]
+    spans: Mapping[Place, slice], by_any: Sequence[bool], by_second: Sequence[bool]
 ) -> Liveness:
     """The last reader of the inputs at each place, from those that I or W reads, and that W
     reads.
     """
 
-    def last_use(place: Place, span: range) -> LastUse:
-        if not span and place in OF_SLICES:
+    def last_use(place: Place, span: slice) -> LastUse:
+        if span.start == span.stop and place in OF_SLICES:
             return LastUse.NONE
-        if any(by_second[i] for i in span):
+        if any(by_second[span]):
             return LastUse.WEIGHT_GRAD
-        is_read = place in COTANGENTS or any(by_any[i] for i in span)
+        is_read = place in COTANGENTS or any(by_any[span])
         return LastUse.INPUT_GRAD if is_read else LastUse.FORWARD
 
     found = Liveness(**{place.value: last_use(place, span) for place, span in spans.items()})
@@ -402,20 +358,20 @@ def _liveness(
     return found
 
 
-def cut_last(last: LastCode, num_y: int, axis: str) -> LastCode:
-    """Cut `train(parameters, once, y, extra, seed) -> loss, aux, dparams, dy` into L and H by the
-    smallest cut, as B is cut into I and W.  H computes the gradient of parameters.
+def cut_last(last: StageCode, axis: str) -> StageCode:
+    """Cut `backward(parameters, y, extra, once, seed) -> loss, aux, dparams, dy` into L and H by
+    the smallest cut, as B is cut into I and W.  H computes the gradient of parameters.
 
     One device runs H alone, at any time after its L, so H has no collective over the pipe axis.
     Devices have y only during L, so the leaves of y that H reads are in the stash too.
     """
-    train, before = last.train, 1 + len(last.aux_avals)
-    start = len(last.hoist.invars) + len(last.hoist.outvars)
-    y = range(start, start + num_y)
-    outs, end = train.outvars, before + last.num_trained
+    whole, places = last.backward, (Place.LOSSES, Place.AUX, Place.STAGE_GRADIENTS)
+    own = last.spans(places)[Place.STAGE_GRADIENTS]
+    y = range(len(last.known), len(last.known) + len(last.avals[Place.X]))
+    outs = whole.outvars
     halves = cut_weights(
-        train.replace(outvars=[*outs[before:end], *outs[:before], *outs[end:]]),
-        params=last.num_trained,
+        whole.replace(outvars=[*outs[own], *outs[: own.start], *outs[own.stop :]]),
+        params=len(last.avals[Place.STAGE_GRADIENTS]),
         priced=y,
         fits=lambda halves: all(axis not in axes for _, axes in collectives(halves.second)),
     )
@@ -428,12 +384,12 @@ def cut_last(last: LastCode, num_y: int, axis: str) -> LastCode:
     first, second = halves.first, halves.second
     read = [i for i in y if halves.second_reads[i]]
     crossing = len(halves.crossing)
-    own, left = second.invars[: len(second.invars) - crossing], len(first.outvars) - crossing
-    kept = [*(second.invars[i] for i in read), *second.invars[len(own) :]]
+    inputs, left = second.invars[: len(second.invars) - crossing], len(first.outvars) - crossing
+    kept = [*(second.invars[i] for i in read), *second.invars[len(inputs) :]]
     crossed = [*(first.invars[i] for i in read), *first.outvars[left:]]
     return replace(
         last,
         input_grad=first.replace(outvars=[*first.outvars[:left], *crossed]),
-        weight_grad=second.replace(invars=[*own[: y.start], *own[y.stop :], *kept]),
-        stash=tuple(var.aval for var in kept),
+        weight_grad=second.replace(invars=[*inputs[: y.start], *inputs[y.stop :], *kept]),
+        avals={**last.avals, Place.STASH: tuple(var.aval for var in kept)},
     )

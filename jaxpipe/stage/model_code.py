@@ -30,12 +30,11 @@ from ..model.functions import Functions, Loss, StageOutput, make_extra
 from ..model.leaf_plan import LeafPlan, leaf_plans
 from ..model.param_layout import ParamLayout
 from ..model.partition import Partition
-from ..model.spread import Cuts
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Offload, Place, longest
 from ..table.kinds import Kind
-from .code import LastCode, ParamUse, StageCode, cut_last, inexact
+from .code import ParamUse, StageCode, cut_last, inexact
 from .trace import by_leaves, trace_last, trace_spread_first, trace_stage
 
 # Called with the job, its trace (a `ModelCode`), and the entries of each kind of stage
@@ -95,11 +94,6 @@ class Job:
         return self.partition.layout
 
     @property
-    def cuts(self) -> Cuts:
-        """Parameters that are cut over the pipe axis."""
-        return self.partition.cuts
-
-    @property
     def seed(self) -> float:
         """The cotangent of one microbatch's loss."""
         summed = self.functions.loss is Loss.SUM_OVER_COUNT
@@ -117,7 +111,7 @@ class Job:
         """The job whose functions know the batch, cut into microbatches; and for spread functions
         the axis and the whole sizes of cut parameters.
         """
-        functions = self.functions.over(self.axis, self.cuts, params, parts=parts)
+        functions = self.functions.over(self.axis, self.partition.cuts, params, parts=parts)
         return replace(self, functions=functions.for_batch(batch))
 
     @property
@@ -219,19 +213,19 @@ class ModelCode:
     # per kind, the keywords whose values differ by microbatch or stage
     wants: tuple[frozenset[str], ...]
     first: StageCode
-    last: LastCode | None
+    last: StageCode | None
     program: Program
 
     @property
     def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
         """The values that pools keep for `first` and `last`."""
-        first = self.first
-        kept = (*first.residual_input, *first.residual_weight)
+        first = self.first.avals
+        kept = (*first[Place.RESIDUAL_INPUT], *first[Place.RESIDUAL_WEIGHT])
         return {
             # what the gradient needs: what `first` keeps, or of all devices the input's gradient
-            Place.FIRST: first.dy_avals if self.spreads_first else kept,
-            Place.LAST: self.kinds[self.kind_of[-1]].y_avals if self.spreads_last else (),
-            Place.SHARE: () if self.last is None else self.last.stash,
+            Place.FIRST: first[Place.COTANGENT] if self.spreads_first else kept,
+            Place.LAST: self.y_avals if self.spreads_last else (),
+            Place.SHARE: () if self.last is None else self.last.avals[Place.STASH],
         }
 
     @property
@@ -244,13 +238,22 @@ class ModelCode:
         """Whether `last` is a share on every device, and a block of its own."""
         return self.program.schedule.encoded.spreads_last
 
-    def fits_first(self, code: StageCode) -> bool:
-        """Whether the first stage may be of this kind: it takes the output of `first`."""
-        return self.kinds[self.kind_of[0]].x_avals == code.x_avals
+    @property
+    def defers_last(self) -> bool:
+        """Whether H computes the gradients of the parameters of `last`."""
+        return Kind.H in self.program.schedule.encoded.kinds
 
-    def fits_last(self, code: StageCode) -> bool:
-        """Whether the last stage may be of this kind: `last` takes its output."""
-        return self.kinds[self.kind_of[-1]].y_avals == code.y_avals
+    @property
+    def y_avals(self) -> tuple[Any, ...]:
+        """The output of the last stage."""
+        return self.kinds[self.kind_of[-1]].avals[Place.SENT_X]
+
+    def fits(self, code: StageCode, place: Place) -> bool:
+        """Whether the stage at an end of the model may be of this kind: X the first stage, which
+        takes the output of `first`, SENT_X the last one, whose output `last` takes.
+        """
+        end = self.kinds[self.kind_of[0 if place is Place.X else -1]]
+        return end.avals[place] == code.avals[place]
 
     @property
     def permutes(self) -> bool:
@@ -258,7 +261,7 @@ class ModelCode:
         codes = [*self.kinds, *([] if self.spreads_first else [self.first])]
         jaxprs = [jaxpr for code in codes for jaxpr in (code.forward, code.backward)]
         if self.last is not None and not self.spreads_last:
-            jaxprs.append(self.last.train)
+            jaxprs.append(self.last.backward)
         return any("ppermute" in (name for name, _ in collectives(jaxpr)) for jaxpr in jaxprs)
 
 
@@ -295,7 +298,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     else:
         first = outer("first", trace_stage, functions.run_first, ())
         _check_collectives("first", (first.hoist, first.forward, first.backward), job.axis)
-    x: PyTree = jax.tree.unflatten(first.y_tree, first.y_avals)
+    x: PyTree = first.y
     kinds: dict[tuple[Any, ...], StageCode] = {}
     kind_of, wants = [], []
     for stage, function in enumerate(functions.stages):
@@ -311,16 +314,16 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
             _check_collectives(function.name, (code.hoist, code.forward, code.backward), job.axis)
             wants.append(function.wants_arrays)
         kind_of.append(list(kinds).index(key))
-        x = jax.tree.unflatten(kinds[key].y_tree, kinds[key].y_avals)
+        x = kinds[key].y
     last = None
     if functions.last is not None:
         last = outer("last", trace_last, functions.run_last, x)
         if not functions.last.spread:
-            _check_collectives("last", (last.hoist, last.train), job.axis)
+            _check_collectives("last", (last.hoist, last.backward), job.axis)
     codes = tuple(kinds.values())
     program = _program(job, codes)
     if last is not None and Kind.H in program.schedule.encoded.kinds:
-        last = cut_last(last, len(codes[kind_of[-1]].y_avals), job.axis)
+        last = cut_last(last, job.axis)
     return ModelCode(codes, tuple(kind_of), tuple(wants), first, last, program)
 
 
