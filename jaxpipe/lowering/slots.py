@@ -281,7 +281,7 @@ class _Writer:
         if effect.access is Access.READ and kind not in RUNS_FORWARD:
             # Both actions of a pair run as one: the backward has read no sooner than the forward
             # has written.
-            pairs = pairs_of(self._ticks.forward, self._ticks.backward, self._joint)
+            pairs = pairs_of(self._ticks, self._joint)
             moment = np.where(pairs[tick, device], self._clock.blocks_done(tick), moment)
             if effect.place in _STORES.reads.values():
                 value = value + np.where(np.isin(value, self.moved[0]), self._back, 0)

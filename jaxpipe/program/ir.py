@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import and_
 from typing import Any
 
 import numpy as np
@@ -125,19 +126,22 @@ class Program:
         return self.ticks.map(lambda table: int(table[tick, device]))
 
     def asks(self, record: TickRecord[Any], block: Block) -> Any:
-        """Whether a record asks for a block."""
+        """Whether a record asks for a block.  What all records of the program have is not asked."""
         own: Any = record.of(block.kind)
-        asks = own.kind == int(block.kind)
+        recomputes, asks = self.schedule.encoded.recomputes, []
         if not block.is_share:
-            asks = asks & (own.chunk == block.chunk)
-        if block.kind is Kind.F and not self.schedule.forward_only:
-            asks = asks & ((own.keeps != 0) == block.keeps)
-        return asks
+            asks.append(own.chunk == block.chunk)
+        if block.is_share or recomputes or not block.runs_forward:
+            asks.append(own.kind == int(block.kind))
+        if block.kind is Kind.F and recomputes:
+            asks.append((own.keeps != 0) == block.keeps)
+        return reduce(and_, asks)
 
     @cached_property
     def pairs(self) -> NDArray[np.bool_]:
         """`[tick, device]`: a forward and a backward that run as one."""
-        return pairs_of(self.ticks.forward, self.ticks.backward, self.joint)
+        found: NDArray[np.bool_] = pairs_of(self.ticks, self.joint)
+        return found
 
     @cached_property
     def slots(self) -> Slots:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from types import SimpleNamespace
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -117,20 +119,21 @@ class TickRecord(Generic[A]):
 JOINT = (Kind.B,)
 
 
-def pairs_of(
-    forward: Record[IntTable], backward: Record[IntTable], joint: Sequence[Kind] = JOINT
-) -> NDArray[np.bool_]:
-    """`[tick, device]`: a forward and a `joint` backward in one tick, which executors may run as
+def distinct(ticks: TickRecord[Any]) -> Any:
+    """Where the backward is not that very forward's, and needs it."""
+    forward, backward = ticks.forward, ticks.backward
+    return (forward.stage != backward.stage) | (forward.microbatch != backward.microbatch)
+
+
+def pairs_of(ticks: TickRecord[Any], joint: Sequence[Kind] = JOINT) -> Any:
+    """Where a device has a forward and a `joint` backward in one tick, which executors may run as
     one.
 
-    So are overlapped pairs, and cells that lowering puts side by side; but not where the backward
-    is that very forward's, and needs it.
+    So are overlapped pairs, and cells that lowering puts side by side.
     """
-    other = forward.stage != backward.stage
-    distinct = other | (forward.microbatch != backward.microbatch)
-    both = (forward.chunk != NOBODY) & (backward.chunk != NOBODY)
-    paired: NDArray[np.bool_] = distinct & both & np.isin(backward.kind, joint)
-    return paired
+    kind = reduce(or_, [ticks.backward.kind == int(kind) for kind in joint])
+    both = (ticks.forward.chunk != NOBODY) & (ticks.backward.chunk != NOBODY)
+    return both & kind & distinct(ticks)
 
 
 def empty_ticks(

@@ -21,10 +21,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
-from ..arrays import Flag, Leaves, Params, PyTree, Scalar
+from ..arrays import Leaves, Params, PyTree, Scalar
 from ..errors import PipelineError
 from ..program.ir import Program
-from ..program.records import NOBODY, POOL_OF, Record, TickRecord
+from ..program.records import NOBODY, POOL_OF, Record, TickRecord, distinct, pairs_of
 from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
 from ..stage.model_code import Inputs, Job, ModelCode
 from ..table.kinds import Kind
@@ -80,20 +80,8 @@ class _Run(NamedTuple):
     kinds: tuple[int, ...]
     active: Presence
     tests_kind: bool = False  # stages of other kinds may run the block too
-    unpaired: bool = False  # its pairs are in other runs
-
-
-def _is_pair(row: TickRecord[Scalar], joint: Sequence[Kind]) -> Any:
-    """Whether this device has a forward and a backward in this tick that are one block (see
-    `pairs_of`).
-    """
-    forward, backward = row.forward, row.backward
-    other = jnp.logical_or(
-        forward.stage != backward.stage, forward.microbatch != backward.microbatch
-    )
-    kind = reduce(jnp.logical_or, [backward.kind == int(kind) for kind in joint])
-    flags = [forward.chunk != NOBODY, backward.chunk != NOBODY, kind, other]
-    return reduce(jnp.logical_and, flags)
+    # whether it is of a pair: None where the template has none
+    paired: bool | None = None
 
 
 def _scanned(body: Callable[[State, Any], State], state: State, lines: Any) -> State:
@@ -209,13 +197,14 @@ class TickEmitter:
                 continue
             paired |= {f, b}
             uses, pairs, several = (forward, backward), sorted(counts.items()), len(counts) > 1
-            yield 0, [_Run(uses, kind, Presence.of(n, both.size), several) for kind, n in pairs]
+            runs = [_Run(uses, kind, Presence.of(n, both.size), several, True) for kind, n in pairs]
+            yield 0, runs
         for place, (use, of) in enumerate(zip(template.blocks, kinds, strict=True)):
-            unpaired = place in paired
-            runs = (of != NOBODY) & ~ahead if unpaired else of != NOBODY
-            those, active = np.unique(of[runs]).tolist(), Presence.of(int(runs.sum()), runs.size)
+            apart = False if place in paired else None
+            own = (of != NOBODY) & ~ahead if place in paired else of != NOBODY
+            those, active = np.unique(of[own]).tolist(), Presence.of(int(own.sum()), own.size)
             several = len(those) > 1
-            yield place, [_Run((use,), (kind,), active, several, unpaired) for kind in those]
+            yield place, [_Run((use,), (kind,), active, several, apart) for kind in those]
 
     def _transfers(
         self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought
@@ -278,20 +267,24 @@ class TickEmitter:
 
     def _run(self, run: _Run, row: TickRecord[Scalar], state: State) -> State:
         """Run a block, or a pair, under its predicate."""
-        step, (use, *others) = self.step, run.uses
+        step, (use, *others), program = self.step, run.uses, self._program
         action, record = use.block.kind, row.of(use.block.kind)
+        records = [row.of(each.block.kind) for each in run.uses]
+        flags = [program.asks(row, each.block) for each in run.uses]
+        if run.paired:
+            flags.append(distinct(row))
+        elif run.paired is not None:
+            flags.append(jnp.logical_not(pairs_of(row, program.joint)))
+        if run.tests_kind:
+            kinds = jnp.array(step.code.kind_of)
+            flags += [kinds[r.stage] == kind for r, kind in zip(records, run.kinds, strict=True)]
         if use.block.is_share:
-            block = share_block(step, action, record)
-            flags, stage = [record.kind == int(action)], lax.axis_index(step.job.axis)
+            block, stage = share_block(step, action, record), lax.axis_index(step.job.axis)
         else:
-            actions = [
-                StageAction(step, each, kind, row.of(each.block.kind))
-                for each, kind in zip(run.uses, run.kinds, strict=True)
-            ]
+            parts = zip(run.uses, run.kinds, records, strict=True)
+            actions = [StageAction(step, *part) for part in parts]
             block = pair_block(*actions) if others else actions[0].block()
-            stage, flags = record.stage, [_is_pair(row, self._program.joint)] if others else []
-            for each in actions:
-                flags += self._flags(each, run, row)
+            stage = record.stage
         flag = reduce(jnp.logical_and, flags)
         active, how = Presence.SOMETIMES if run.tests_kind else run.active, run_in_order
         if others:
@@ -306,21 +299,6 @@ class TickEmitter:
         state = how(active, flag, block, state)
         waits = step.blocking and use.block.is_collective
         return settled(jax.tree.leaves(block.part(state)), state) if waits else state
-
-    def _flags(self, action: StageAction, run: _Run, row: TickRecord[Scalar]) -> list[Flag]:
-        """Whether this device does a stage's action in this tick, as several flags."""
-        record, block = action.row, action.use.block
-        of_kind, flags = record.kind == int(block.kind), [record.chunk == block.chunk]
-        if len(run.uses) == 1:
-            if self._program.schedule.encoded.recomputes or not block.runs_forward:
-                flags.append(of_kind)
-            if block.kind is Kind.F and self._program.schedule.encoded.recomputes:
-                flags.append((record.keeps != 0) == block.keeps)
-            if run.unpaired:
-                flags.append(jnp.logical_not(_is_pair(row, self._program.joint)))
-        if run.tests_kind:
-            flags.append(jnp.array(self.step.code.kind_of)[record.stage] == action.stage_kind)
-        return flags
 
     def _scope(self, run: _Run) -> str:
         """The name under which a profile shows a block: "F stage 3" where no other stage runs this
@@ -340,10 +318,9 @@ class TickEmitter:
         """`[tick, device]`: the stage of which a device runs a block, 0 of a share; NOBODY where
         it runs none.
         """
-        block, ticks = use.block, self._program.ticks
-        runs = self._program.asks(ticks, block)
+        ticks, block = self._program.ticks, use.block
         stages = 0 if block.is_share else ticks.of(block.kind).stage
-        return np.where(runs, stages, NOBODY)
+        return np.where(self._program.asks(ticks, block), stages, NOBODY)
 
     def _kinds(self, use: BlockUse, ticks: NDArray[np.int64]) -> NDArray[np.int64]:
         """`[tick, device]`: the kind of the stage of which a device runs a block; NOBODY where it

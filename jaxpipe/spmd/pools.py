@@ -5,10 +5,10 @@ and residuals in the host's memory, which are stored and fetched around the bloc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +40,9 @@ _Key: TypeAlias = "tuple[tuple[int, ...], Any]"
 KEEP_SHAPES = 1.1
 
 
-class _Leaf(NamedTuple):
-    """A leaf of the buffer, and by number of a kind which leaf of it is there."""
-
-    aval: Any
-    members: dict[int, int]
+# The leaves of several kinds that share a leaf of the buffer: by number of a kind, which of its
+# leaves.
+_Members: TypeAlias = dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -70,23 +68,22 @@ class SharedBuffer:
         """The buffer of these kinds; one kind alone is its own buffer.  `entries` has the entry of
         each leaf of each kind.
         """
-        keyed = list(dict.fromkeys(_keys(kind) for kind in kinds))
+        keyed = [_keys(kind) for kind in kinds]
         wanted = entries or [[Entry(tuple(aval.shape)) for aval in kind] for kind in kinds]
-        shaped = cls._laid_out(kinds, wanted, keyed, _by_shape(keyed))
+        shaped = cls._laid_out(keyed, wanted, _groups(keyed, by_size=False))
         largest = max(map(_nbytes, wanted, kinds))
-        if len(keyed) < 2 or shaped.nbytes <= KEEP_SHAPES * largest:
+        if len(set(keyed)) < 2 or shaped.nbytes <= KEEP_SHAPES * largest:
             return shaped
-        raveled = cls._laid_out(kinds, wanted, keyed, _by_size(keyed))
+        raveled = cls._laid_out(keyed, wanted, _groups(keyed, by_size=True))
         # A raveled leaf is whole on all devices, also where the partitioner would split it.
         return min((raveled, shaped), key=lambda buffer: buffer.nbytes)
 
     @classmethod
     def _laid_out(
         cls,
-        kinds: Sequence[Avals],
-        wanted: Sequence[Sequence[Entry]],
         keyed: Sequence[tuple[_Key, ...]],
-        leaves: Sequence[_Leaf],
+        wanted: Sequence[Sequence[Entry]],
+        groups: Sequence[_Members],
     ) -> SharedBuffer:
         """The buffer of these leaves.
 
@@ -95,20 +92,22 @@ class SharedBuffer:
         leaf wants it, and permute.
         """
         pinned = any(entry.pinned for own in wanted for entry in own)
-        avals = tuple(leaf.aval for leaf in leaves)
-        at = {member: i for i, leaf in enumerate(leaves) for member in leaf.members.items()}
-        places = {
-            kind: tuple(
-                Home(i, Entry(shape, pinned=pinned), shape != avals[i].shape)
-                for i, (shape, _) in ((at[number, n], key) for n, key in enumerate(kind))
-            )
+        avals, entries = [], []
+        places: dict[tuple[int, int], Home] = {}
+        for at, group in enumerate(groups):
+            members = sorted(group.items())
+            shapes, dtypes = zip(*(keyed[number][n] for number, n in members), strict=True)
+            shape = shapes[0] if len(set(shapes)) == 1 else (max(map(prod, shapes)),)
+            for member, own in zip(members, shapes, strict=True):
+                places[member] = Home(at, Entry(own, pinned=pinned), own != shape)
+            avals.append(jax.ShapeDtypeStruct(shape, dtypes[0]))
+            fits = [wanted[number][n] for number, n in members]
+            entries.append(_agreed(shape, fits, raveled=any(own != shape for own in shapes)))
+        by_kind = {
+            kind: tuple(places[number, n] for n in range(len(kind)))
             for number, kind in enumerate(keyed)
         }
-        by_leaf: list[list[tuple[bool, Entry]]] = [[] for _ in avals]
-        for kind, own in zip(kinds, wanted, strict=True):
-            for place, entry in zip(places[_keys(kind)], own, strict=True):
-                by_leaf[place.at].append((place.flat, entry))
-        return cls(avals, places, tuple(map(_agreed, avals, by_leaf)))
+        return cls(tuple(avals), by_kind, tuple(entries))
 
     @property
     def nbytes(self) -> int:
@@ -192,56 +191,46 @@ def _nbytes(entries: Sequence[Entry], avals: Avals) -> int:
     return sum(entry.nbytes(aval) for entry, aval in zip(entries, avals, strict=True))
 
 
-def _agreed(aval: Any, wanted: Sequence[tuple[bool, Entry]]) -> Entry:
+def _agreed(shape: tuple[int, ...], wanted: Sequence[Entry], *, raveled: bool) -> Entry:
     """How a pool keeps a leaf: the entry with the most parts that a kind wants.  Kinds that want
     fewer parts, such as a stage without layers, use it too.
 
     A leaf that some kind ravels is whole.
     """
-    entries = [entry for _, entry in wanted]
-    if not any(is_raveled for is_raveled, _ in wanted):
-        return max(entries, key=lambda entry: (entry.local_share, entries.count(entry)))
-    pinned = any(entry.pinned for entry in entries)
-    return Entry(tuple(aval.shape), pinned=pinned, tile=entries[0].tile)
+    if not raveled:
+        return max(wanted, key=lambda entry: (entry.local_share, wanted.count(entry)))
+    return Entry(shape, pinned=any(entry.pinned for entry in wanted), tile=wanted[0].tile)
 
 
 def _keys(avals: Avals) -> tuple[_Key, ...]:
     return tuple((tuple(a.shape), a.dtype) for a in avals)
 
 
-def _by_shape(keyed: Sequence[tuple[_Key, ...]]) -> list[_Leaf]:
-    """Leaves by shape and dtype, as many of each as the kind with the most."""
-    found: dict[tuple[_Key, int], dict[int, int]] = {}
-    for number in sorted(range(len(keyed)), key=lambda number: -len(keyed[number])):
-        seen: Counter[_Key] = Counter()
-        for n, key in enumerate(keyed[number]):
+def _groups(keyed: Sequence[tuple[_Key, ...]], *, by_size: bool) -> list[_Members]:
+    """Leaves that share one: those of a shape and dtype, as many of each as the kind with the most.
+
+    `by_size`: of these only leaves that all kinds have.  For the others, by dtype, one leaf for the
+    largest of each kind, one for the second largest, and so on.
+    """
+    found: dict[tuple[Any, int], _Members] = {}
+
+    def add(number: int, leaves: Iterable[tuple[int, Any]]) -> None:
+        """Leaves of a kind, each to the first group of its key that has none of this kind."""
+        seen: Counter[Any] = Counter()
+        for n, key in leaves:
             found.setdefault((key, seen[key]), {})[number] = n
             seen[key] += 1
-    return [_Leaf(jax.ShapeDtypeStruct(*key), members) for (key, _), members in found.items()]
 
-
-def _by_size(keyed: Sequence[tuple[_Key, ...]]) -> list[_Leaf]:
-    """The leaves that all kinds have.  For the others, by dtype, one leaf for the largest of each
-    kind, one for the second largest, and so on.
-    """
-    found = [leaf for leaf in _by_shape(keyed) if len(leaf.members) == len(keyed)]
-    placed = {member for leaf in found for member in leaf.members.items()}
-    rest = [
-        [(*key, n) for n, key in enumerate(kind) if (number, n) not in placed]
-        for number, kind in enumerate(keyed)
-    ]
-    for dtype in dict.fromkeys(dtype for leaves in rest for _, dtype, _ in leaves):
-        ranked = [
-            sorted((leaf for leaf in leaves if leaf[1] == dtype), key=lambda leaf: -prod(leaf[0]))
-            for leaves in rest
-        ]
-        for rank in range(max(map(len, ranked))):
-            ranks = {number: own[rank] for number, own in enumerate(ranked) if rank < len(own)}
-            shapes = {shape for shape, *_ in ranks.values()}
-            shape = shapes.pop() if len(shapes) == 1 else (max(map(prod, shapes)),)
-            members = {number: n for number, (*_, n) in ranks.items()}
-            found.append(_Leaf(jax.ShapeDtypeStruct(shape, dtype), members))
-    return found
+    for number in sorted(range(len(keyed)), key=lambda number: -len(keyed[number])):
+        add(number, enumerate(keyed[number]))
+    if by_size:
+        found = {key: group for key, group in found.items() if len(group) == len(keyed)}
+        placed = {member for group in found.values() for member in group.items()}
+        for number, kind in enumerate(keyed):
+            rest = [n for n in range(len(kind)) if (number, n) not in placed]
+            rest.sort(key=lambda n: -prod(kind[n][0]))
+            add(number, ((n, kind[n][1]) for n in rest))
+    return list(found.values())
 
 
 # The buffers of pools and transfers.

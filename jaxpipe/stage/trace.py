@@ -8,10 +8,8 @@ all pieces of a stage, and never a residual.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from graphlib import CycleError, TopologicalSorter
 from itertools import compress
 from typing import Any
 
@@ -69,23 +67,18 @@ def _write(buffer: Any, rows: Any, number: Any) -> core.Jaxpr:
 
 def _in_order(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
     """Sort the equations so that each follows its inputs; the order is kept where inputs allow."""
-    producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    graph = TopologicalSorter(
-        {i: {producer[v] for v in variables(e.invars) if v in producer} for i, e in enumerate(eqns)}
-    )
-    try:
-        graph.prepare()
-    except CycleError as error:
-        raise PipelineError(
-            "a stage appends rows that depend on their own buffer; append rows that do not depend "
-            "on the result of the same ctx.append"
-        ) from error
-    ordered, ready = [], list[int]()
-    while graph.is_active():
-        for i in graph.get_ready():
-            heapq.heappush(ready, i)
-        ordered.append(eqns[i := heapq.heappop(ready)])
-        graph.done(i)
+    left, ordered = list(eqns), list[core.JaxprEqn]()
+    missing = {v for eqn in eqns for v in eqn.outvars}
+    while left:
+        ready = (i for i, e in enumerate(left) if missing.isdisjoint(variables(e.invars)))
+        first = next(ready, None)
+        if first is None:
+            raise PipelineError(
+                "a stage appends rows that depend on their own buffer; append rows that do not "
+                "depend on the result of the same ctx.append"
+            )
+        ordered.append(left.pop(first))
+        missing.difference_update(ordered[-1].outvars)
     return ordered
 
 
