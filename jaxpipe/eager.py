@@ -128,19 +128,35 @@ class _Shard:
         return make_extra(self.batch, self.rng, *numbers, wants, self.functions.slices)
 
     def run(self, step: Step) -> Mapping[str, Any]:
-        """Runs one action and returns the values that it makes."""
-        actions = {
-            Kind.F: self.forward,
-            Kind.R: self.recompute,
-            Kind.B: self.backward,
-            Kind.I: self.backward,
-            Kind.W: self.weight_grad,
-            Kind.E: self.first_share,
-            Kind.G: self.first_share_gradient,
-            Kind.L: self.last_share,
-            Kind.H: self.last_weight_grad,
-        }
-        return actions[step.kind](step)
+        """Runs one action and returns the values that it makes.
+
+        B and I are alike: the gradient of the parameters, which comes with that of the input, is
+        the stash of I.  Where H follows, L leaves that gradient on every device, and H is one
+        device's part of it.
+        """
+        held, microbatch, parts = step.held, step.microbatch, self.job.partition.cuts.parts
+        match step.kind:
+            case Kind.F:
+                return self.forward(step)
+            case Kind.R:
+                vjp = self._stage(step, held["x"])[-1]
+                return {"residual_input": None, "residual_weight": vjp}
+            case Kind.B | Kind.I:
+                return self.backward(step)
+            case Kind.W:
+                self._add(step.stage, held["stash"])
+            case Kind.E:
+                return {"out": self._first(microbatch)[0]}
+            case Kind.G:
+                self._add("first", *self._first(microbatch)[1](held["y"]))
+            case Kind.L:
+                dy, grads = self._last(microbatch, held["y"])
+                if self.job.training and Place.SHARE not in step.makes:
+                    self._add("last", grads)
+                return {"out": dy, "stash": [grads] * parts}
+            case Kind.H:
+                self._add("last", held["stash"], 1 / parts)
+        return {}
 
     def forward(self, step: Step) -> Mapping[str, Any]:
         """F: [first,] stage[, last]; its residuals are its vjp."""
@@ -161,13 +177,8 @@ class _Shard:
         found["carry_out"], found["buffer"] = returned.carried or (None, None)
         return found | {"sent": y, "residual_input": None, "residual_weight": vjp}
 
-    def recompute(self, step: Step) -> Mapping[str, Any]:
-        """R: the vjp alone."""
-        vjp = self._stage(step, step.held["x"])[-1]
-        return {"residual_input": None, "residual_weight": vjp}
-
     def backward(self, step: Step) -> Mapping[str, Any]:
-        """B; or I, where the gradient of the parameters, which comes with it, is the stash."""
+        """B, or I."""
         later = tuple(step.held.get(f"{name}_gradient") for name in ("carry", "buffer"))
         grads, dx, before = step.held["residual_weight"](step.held["cotangent"], later)
         if Place.STAGE_GRADIENTS in step.makes:
@@ -177,32 +188,6 @@ class _Shard:
         carry, rows = before or (None, None)
         found = {"sent": dx, "out": dx, "stash": grads}
         return found | {"carry_gradient_out": carry, "buffer_gradient": rows}
-
-    def weight_grad(self, step: Step) -> Mapping[str, Any]:
-        """W: the gradients of the stage's parameters."""
-        self._add(step.stage, step.held["stash"])
-        return {}
-
-    def first_share(self, step: Step) -> Mapping[str, Any]:
-        """E: a device's share of `first`."""
-        return {"out": self._first(step.microbatch)[0]}
-
-    def first_share_gradient(self, step: Step) -> Mapping[str, Any]:
-        """G: the gradient of a device's share of `first`."""
-        self._add("first", *self._first(step.microbatch)[1](step.held["y"]))
-        return {}
-
-    def last_share(self, step: Step) -> Mapping[str, Any]:
-        """L; where H follows, the gradient of the parameters is left on every device."""
-        dy, grads = self._last(step.microbatch, step.held["y"])
-        if self.job.training and Place.SHARE not in step.makes:
-            self._add("last", grads)
-        return {"out": dy, "stash": [grads] * self.job.partition.cuts.parts}
-
-    def last_weight_grad(self, step: Step) -> Mapping[str, Any]:
-        """H: one device's part of the gradient."""
-        self._add("last", step.held["stash"], 1 / self.job.partition.cuts.parts)
-        return {}
 
     def _first(self, microbatch: int) -> tuple[Any, Any]:
         """`first`, and its vjp."""

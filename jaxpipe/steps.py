@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import jax
@@ -36,7 +36,8 @@ from .table.kinds import Kind
 from .table.schedule import Schedule
 from .transforms.rewrites import for_evaluation, without_kinds
 
-T = TypeVar("T")
+# Of parameters, batch, key and state: results and gradients.
+_Run: TypeAlias = Callable[..., tuple[dict[str, Any], Params]]
 
 
 class Call(Enum):
@@ -245,7 +246,7 @@ class Compiled:
         runs = {call: of(call) for call in Call}
         # What stages hand from microbatch to microbatch is known after a step alone.
         value = runs[Call.STEP if steps.functions.has_state else Call.LOSS]
-        self.calls = {call: without_gradient(run, call.value) for call, run in runs.items()}
+        self.calls = {call: without_gradient(run, call) for call, run in runs.items()}
         self.calls[Call.LOSS] = differentiable_loss(value, runs[Call.STEP])
 
     @classmethod
@@ -276,32 +277,28 @@ def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Calla
     return call
 
 
-def differentiable_loss(
-    value: Callable[..., tuple[dict[str, Any], PyTree]],
-    value_and_grad: Callable[..., tuple[dict[str, Any], PyTree]],
-) -> Callable[..., tuple[dict[str, Any], PyTree]]:
-    """`f(params, *rest) -> {"loss", ...}, {}`, whose loss is differentiable by `params`: the step's
-    gradients, scaled by the cotangent.
+def differentiable_loss(value: _Run, step: _Run) -> _Run:
+    """A call whose loss is differentiable by the parameters: the step's gradients, scaled by the
+    cotangent.
 
-    `value` is called where nothing is differentiated, `value_and_grad` where something is; both
-    return results and gradients.  Other results are constants, and `rest` may not depend on what is
-    differentiated.
+    `value` runs where nothing is differentiated, `step` where something is.  Other results are
+    constants, and batch, key and state may not depend on what is differentiated.
     """
 
     @jax.custom_vjp
-    def results(params: PyTree, *rest: PyTree) -> Any:
-        return value(params, *rest)[0]
+    def results(*arguments: PyTree) -> Any:
+        return value(*arguments)[0]
 
-    def forward(params: PyTree, *rest: PyTree) -> tuple[dict[str, Any], PyTree]:
-        others = by_path(dict(zip(("batch", "rng", "state"), rest, strict=True)), _is_primal)
+    def forward(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
+        rest = dict(zip(("batch", "rng", "state"), arguments[1:], strict=True))
         PipelineError.refuse(
             "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
             "differentiated (compute them in `first`, from its parameters, or put "
             "jax.lax.stop_gradient around them)",
-            [path for path, leaf in others.items() if _moves(leaf)],
+            _moving(rest),
         )
-        params, rest = jax.tree.map(_plain, (params, rest), is_leaf=_is_primal)
-        found, grads = value_and_grad(params, *rest)
+        params, *others = _plain(arguments)
+        found, grads = step(params, *others)
         return found, (params, grads)
 
     def backward(kept: tuple[PyTree, PyTree], cotangents: Any) -> tuple[PyTree, ...]:
@@ -310,7 +307,7 @@ def differentiable_loss(
 
         def scaled(param: Any, grad: Any) -> Any:
             if grad is None or isinstance(scale, SymbolicZero):
-                return _nothing(param)
+                return None  # zeros
             return (grad * scale.astype(grad.dtype)).astype(param.dtype)
 
         nothing = (None, None, None)  # for batch, rng and state
@@ -318,27 +315,24 @@ def differentiable_loss(
 
     results.defvjp(forward, backward, symbolic_zeros=True)
 
-    def call(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
+    def run(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
         found = results(*arguments)
-        return {
-            key: leaf if key == "loss" else jax.lax.stop_gradient(leaf)
-            for key, leaf in found.items()
-        }, {}
+        return {**jax.lax.stop_gradient(found), "loss": found["loss"]}, {}
 
-    return call
+    return run
 
 
-def without_gradient(function: Callable[..., T], method: str) -> Callable[..., T]:
-    """The function of this method, which raises PipelineError where JAX differentiates it."""
+def without_gradient(run: _Run, call: Call) -> _Run:
+    """The run of a call, which raises PipelineError where JAX differentiates it."""
 
     @jax.custom_vjp
-    def guarded(*arguments: PyTree) -> T:
-        return function(*arguments)
+    def guarded(*arguments: PyTree) -> Any:
+        return run(*arguments)
 
-    def forward(*arguments: PyTree) -> tuple[T, None]:
-        if any(_moves(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_is_primal)):
-            raise PipelineError(_NO_GRADIENT.format(method))
-        return function(*jax.tree.map(_plain, arguments, is_leaf=_is_primal)), None
+    def forward(*arguments: PyTree) -> tuple[Any, None]:
+        if _moving(arguments):
+            raise PipelineError(_NO_GRADIENT.format(call.value))
+        return run(*_plain(arguments)), None
 
     def backward(_kept: None, _cotangents: Any) -> Any:
         raise AssertionError("nothing that moves went in")
@@ -347,23 +341,24 @@ def without_gradient(function: Callable[..., T], method: str) -> Callable[..., T
     return guarded
 
 
-def _nothing(leaf: Any) -> Any:
-    """The cotangent of a parameter that has no gradient."""
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return jnp.zeros_like(leaf)
-    return np.zeros(leaf.shape, jax.dtypes.float0)
-
-
 def _is_primal(node: Any) -> bool:
     return isinstance(node, CustomVJPPrimal)
 
 
-def _plain(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, CustomVJPPrimal) else leaf
+def _plain(arguments: PyTree) -> PyTree:
+    """The values of arguments of a forward under differentiation."""
+    return jax.tree.map(
+        lambda leaf: leaf.value if _is_primal(leaf) else leaf, arguments, is_leaf=_is_primal
+    )
+
+
+def _moving(arguments: PyTree) -> list[str]:
+    """The paths of leaves that depend on the differentiated values, and can have a gradient."""
+    leaves = by_path(arguments, _is_primal)
+    return [path for path, leaf in leaves.items() if _moves(leaf)]
 
 
 def _moves(leaf: Any) -> bool:
-    """Whether a leaf depends on the differentiated values, and can have a gradient."""
     return (
         isinstance(leaf, CustomVJPPrimal)
         and leaf.perturbed

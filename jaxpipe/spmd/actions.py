@@ -27,12 +27,6 @@ from .step import DeviceStep, StageOperand
 _IN_SLOTS = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
 # By what is sent, the pool where it arrives.
 _SENT = {Place.SENT_X: Place.X, Place.SENT_DX: Place.COTANGENT}
-# The order in which results are written.
-_ORDER = (
-    *(*RESIDUALS, Place.STASH, Place.CARRY, Place.CARRY_GRADIENT),
-    *(Place.BUFFER, Place.BUFFER_GRADIENT, Place.LOSSES, Place.STAGE_STATE),
-    *(Place.STAGE_GRADIENTS, Place.SENT_X, Place.SENT_DX),
-)
 
 
 @dataclass(frozen=True)
@@ -107,9 +101,11 @@ class StageAction:
         return InSlots(jaxpr, arguments, slots, self._targets(state)), state
 
     def end(self, outs: Leaves, state: State) -> State:
-        """The state after the stage's code, from its results."""
+        """The state after the stage's code, from its results, which are written in the order of
+        their places.
+        """
         found = self.code.results(self._places, outs)
-        for place in sorted(found, key=_ORDER.index):
+        for place in filter(found.__contains__, Place):
             state = self._write(place, found[place], state)
         return state
 
@@ -123,9 +119,8 @@ class StageAction:
         """(consts, parameters, x, carry, buffers, extra, once)."""
         step, code, row, operand = self.step, self.code, self.row, self.operand
         x = step.buffers[Place.X].read(state["x"], row.x, code.avals[Place.X])
-        wants = step.code.wants[self.stage_kind]
-        extra = step.extra(row.stage, row.microbatch, wants)
-        if "state" in wants:
+        extra = step.extra(row.stage, row.microbatch, code.wants)
+        if "state" in code.wants:
             extra += operand.read_state(state[self.name(Place.STAGE_STATE)])
         passed = self._read(Place.CARRY, state) + self._read(Place.BUFFER, state)
         return [*code.consts, *operand.params, *x, *passed, *extra, *operand.once]

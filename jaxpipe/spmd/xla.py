@@ -45,20 +45,12 @@ Options: TypeAlias = dict[str, str | bool]
 # out: CUDA allows no communication in a conditional node's body.  The list has all other types that
 # this XLA accepts, because a block is a node only if all of its operations may be in a graph.
 _IN_GRAPHS = (
-    "FUSION",
-    "CUBLAS",
-    "CUBLASLT",
-    "CUSTOM_CALL",
-    "CUDNN",
-    "CONVOLUTION",
-    "DYNAMIC_SLICE_FUSION",
-    "CONDITIONAL",
-    "WHILE",
+    "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONVOLUTION,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 )
 _ZERO_INIT = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
 _COMPONENTS = "xla_gpu_collective_permute_connected_components"
 _GPU: Options = {
-    "xla_gpu_enable_command_buffer": ",".join(_IN_GRAPHS),
+    "xla_gpu_enable_command_buffer": _IN_GRAPHS,
     "xla_gpu_graph_min_graph_size": "1",  # a predicate is one operation of its own
     # Stacks that a scan fills from zero are not filled with zeros first.
     _ZERO_INIT: True,

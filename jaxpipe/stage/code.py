@@ -47,6 +47,7 @@ from ..jaxprs.cut import (
 from ..jaxprs.cut import weight as cut_weight
 from ..jaxprs.equations import is_light, reads, results_of
 from ..jaxprs.scan_residuals import into_scans, keep_fewer_residuals
+from ..model.calls import OUTER_WANTS
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from ..table.kinds import Kind
 
@@ -131,6 +132,7 @@ class StageCode:
     backward: core.Jaxpr = _NOTHING
     input_grad: core.Jaxpr = _NOTHING
     weight_grad: core.Jaxpr = _NOTHING
+    wants: frozenset[str] = OUTER_WANTS  # keywords whose values differ by microbatch or stage
     liveness: Liveness = field(default_factory=Liveness)
     offloads: bool = False  # a policy of `jax.checkpoint` in it uses the host's memory
 

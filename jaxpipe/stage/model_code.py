@@ -210,8 +210,6 @@ class ModelCode:
 
     kinds: tuple[StageCode, ...]  # of stages that differ in function, parameters or what they take
     kind_of: tuple[int, ...]  # per stage
-    # per kind, the keywords whose values differ by microbatch or stage
-    wants: tuple[frozenset[str], ...]
     first: StageCode
     last: StageCode | None
     program: Program
@@ -300,7 +298,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         _check_collectives("first", (first.hoist, first.forward, first.backward), job.axis)
     x: PyTree = first.y
     kinds: dict[tuple[Any, ...], StageCode] = {}
-    kind_of, wants = [], []
+    kind_of: list[int] = []
     for stage, function in enumerate(functions.stages):
         params, state = (layout.avals_of(stage, tree) for tree in (inputs.owned, inputs.kept))
         uses = _uses(params, layout.leaves_of(stage, job.plans["stages"])) + shared_uses
@@ -310,9 +308,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
             extra = extra_of(function.wants_arrays)
             extra |= {"state": state} if "state" in function.wants_arrays else {}
             arguments = (params, shared), x, extra
-            kinds[key] = code = _trace_one(job, functions, stage, arguments, uses)
-            _check_collectives(function.name, (code.hoist, code.forward, code.backward), job.axis)
-            wants.append(function.wants_arrays)
+            kinds[key] = _trace_one(job, functions, stage, arguments, uses)
         kind_of.append(list(kinds).index(key))
         x = kinds[key].y
     last = None
@@ -324,7 +320,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     program = _program(job, codes)
     if last is not None and Kind.H in program.schedule.encoded.kinds:
         last = cut_last(last, job.axis)
-    return ModelCode(codes, tuple(kind_of), tuple(wants), first, last, program)
+    return ModelCode(codes, tuple(kind_of), first, last, program)
 
 
 def _program(job: Job, codes: Sequence[StageCode]) -> Program:
@@ -359,19 +355,31 @@ def _uses(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
 def _trace_one(
     job: Job, functions: Functions, stage: int, inputs: _Arguments, uses: Sequence[ParamUse]
 ) -> StageCode:
-    """Trace one stage and check what it returns."""
-    call, name = partial(functions.run_stage, stage), functions.stages[stage].name
-    _check_forms(call, name, stage, inputs, unlike=job.layout.unlike)
-    passed, extra = functions.carried(stage, *inputs), inputs[2]
+    """Trace one stage and check what it takes and returns."""
+    call, function = partial(functions.run_stage, stage), functions.stages[stage]
+    name, extra = function.name, inputs[2]
     keeps_state = job.training and "state" in extra
+    try:
+        with refusing(name):
+            passed = functions.carried(stage, *inputs)
+            if keeps_state:
+                check_state_gradient(name, call, inputs, [use.trained for use in uses])
+            code = trace_stage(call, *inputs, uses, passed)
+    except (TypeError, ValueError) as error:
+        if not job.layout.unlike or isinstance(error, PipelineError):
+            raise
+        before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
+        shapes = ", ".join(f"{path} {a.dtype}{list(a.shape)}" for path, a in _by_path(inputs[1]))
+        raise PipelineError(
+            f"stage {stage} cannot take what {before} returns ({shapes}): {error}"
+        ) from error
+    _check_collectives(name, (code.hoist, code.forward, code.backward), job.axis)
+    if not job.layout.unlike:
+        _check_forms(inputs[1], code.y)
     if keeps_state:
-        check_state_gradient(name, call, inputs, [use.trained for use in uses])
-    code = trace_stage(call, *inputs, uses, passed)
-    if keeps_state:
-        _check_reads_of_state(
-            name, code, extra, recomputes=job.plan.ticks.schedule.encoded.recomputes
-        )
-    return code
+        recomputes = job.plan.ticks.schedule.encoded.recomputes
+        _check_reads_of_state(name, code, extra, recomputes=recomputes)
+    return replace(code, wants=function.wants_arrays)
 
 
 def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
@@ -417,28 +425,15 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
         )
 
 
-def _check_forms(call: _Stage, name: str, stage: int, inputs: _Arguments, *, unlike: bool) -> None:
-    """PipelineError where a stage cannot take the output of the stage before it, or where stages
-    are alike and it returns another tree, shape or dtype than x has.
-    """
-    x = jax.tree_util.tree_leaves_with_path(inputs[1])
-    try:
-        closed, (y, _) = jax.make_jaxpr(call, return_shape=True)(*inputs)
-    except (TypeError, ValueError) as error:
-        if not unlike or isinstance(error, PipelineError):
-            raise
-        before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
-        shapes = ", ".join(
-            f"{jax.tree_util.keystr(path) or 'x'} {a.dtype}{list(a.shape)}" for path, a in x
-        )
-        raise PipelineError(
-            f"stage {stage} cannot take what {before} returns ({shapes}): {error}"
-        ) from error
-    # A result has another shape where a constraint names a manual axis.
-    check_equations(name, [closed.jaxpr])
-    if unlike:
-        return
-    x_tree: Any = jax.tree.structure(inputs[1])
+def _by_path(x: PyTree) -> list[tuple[str, Any]]:
+    """The leaves of x as a message names them."""
+    leaves = jax.tree_util.tree_leaves_with_path(x)
+    return [(jax.tree_util.keystr(path) or "x", leaf) for path, leaf in leaves]
+
+
+def _check_forms(x: PyTree, y: PyTree) -> None:
+    """PipelineError where a stage returns another tree, shape or dtype than x has."""
+    x_tree: Any = jax.tree.structure(x)
     y_tree: Any = jax.tree.structure(y)
     if x_tree != y_tree:
         raise PipelineError(
@@ -446,10 +441,10 @@ def _check_forms(call: _Stage, name: str, stage: int, inputs: _Arguments, *, unl
             "stage's input, so return the same tree"
         )
     faults = [
-        f"`stage` takes {jax.tree_util.keystr(path) or 'x'} as {a.dtype}{list(a.shape)} but "
+        f"`stage` takes {path} as {a.dtype}{list(a.shape)} but "
         f"returns {b.dtype}{list(b.shape)}; a stage's output is the next stage's input, so return "
         "the same shape and dtype (or cast in `first`)"
-        for (path, a), b in zip(x, jax.tree.leaves(y), strict=True)
+        for (path, a), b in zip(_by_path(x), jax.tree.leaves(y), strict=True)
         if a.shape != b.shape or a.dtype != b.dtype
     ]
     PipelineError.refuse("", faults)
