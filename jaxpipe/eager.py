@@ -89,23 +89,22 @@ class _Shard:
         self.params |= {s: layout.of_stage(s, params["stages"]) for s in self.stages}
         plans: dict[Any, list[LeafPlan]] = {key: leaf_plans(job.plans[key]) for key in OUTER}
         plans |= {s: layout.leaves_of(s, job.plans["stages"]) for s in self.stages}
-        self.total = {key: self._zeros(tree, plans[key]) for key, tree in self.params.items()}
+
+        def empty(leaf: Any, plan: LeafPlan) -> Any:
+            dtype = accumulator_dtype(leaf.dtype, job.accumulate)
+            return None if plan.frozen else jnp.zeros(leaf.shape, dtype)
+
+        # accumulators; None for frozen parameters
+        self.total: dict[Any, PyTree] = {}
+        for key, tree in self.params.items():
+            like = jax.tree.unflatten(jax.tree.structure(tree), plans[key])
+            self.total[key] = jax.tree.map(empty, tree, like)
         self.like = params["stages"]
         self.state = [layout.of_stage(s, state) if state else () for s in self.stages]
         # the state before a forward: stage, microbatch
         self.before: dict[tuple[int, int], PyTree] = {}
         self.losses: list[Any] = [0.0] * job.num_microbatches
         self.aux: list[Any] = [None] * job.num_microbatches
-
-    def _zeros(self, tree: PyTree, plans: list[LeafPlan]) -> PyTree:
-        """Accumulators; None for frozen parameters."""
-        found = [
-            None
-            if plan.frozen
-            else jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, self.job.accumulate))
-            for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(tree), found)
 
     def _of(self, key: Any) -> tuple[PyTree, PyTree]:
         """The parameters of a function, and the shared ones."""

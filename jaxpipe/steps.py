@@ -5,7 +5,7 @@ their derivatives.  Pipelines of equal arguments share what JAX has compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -206,30 +206,22 @@ _NO_GRADIENT = (
 )
 
 
-def key_of(settings: Mapping[str, Any]) -> Any:
+def key_of(settings: Any) -> Any:
     """Settings as a key: equal for equal settings, functions being equal only to themselves; unique
     where one cannot be compared.
     """
-    key = _hashable(settings)
     try:
-        hash(key)
+        hash(settings)
     except TypeError:
+        if isinstance(settings, Mapping):
+            pairs = sorted(settings.items(), key=lambda pair: str(pair[0]))
+            return tuple((name, key_of(item)) for name, item in pairs)
+        if isinstance(settings, list | tuple):
+            return tuple(map(key_of, settings))
+        if is_dataclass(settings):
+            return type(settings), key_of(vars(settings))
         return object()
-    return key
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        pairs = sorted(value.items(), key=lambda pair: str(pair[0]))
-        return tuple((name, _hashable(item)) for name, item in pairs)
-    if type(value) in (list, tuple):
-        return tuple(map(_hashable, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        try:
-            hash(value)
-        except TypeError:  # it holds a list or a mapping
-            return type(value), _hashable({f.name: getattr(value, f.name) for f in fields(value)})
-    return value
+    return settings
 
 
 class Compiled:

@@ -34,8 +34,8 @@ from ..model.param_layout import with_outer
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST
 from ..spmd.executor import look
-from ..spmd.xla import mapped, split_entries
-from ..stage.model_code import Inputs, Job, ModelCode, trace_model
+from ..spmd.xla import inside, split_entries
+from ..stage.model_code import trace_model
 from ..table.limits import is_whole
 
 
@@ -191,7 +191,6 @@ def exchange(
     return lambda: jax.block_until_ready(mapped(values))
 
 
-_WHOLE = PartitionSpec()
 BLOCKS = ("F", "B", "I", "W")
 
 
@@ -203,22 +202,9 @@ def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) 
     job_of_batch, inputs, _ = look(job, with_outer(params), batch, rng, state)
     shapes = jax.tree.map(shape_of, inputs)
     job = replace(job_of_batch, partition=replace(job.partition, mesh=one_coordinate(pipe)))
-    code = _retraced(job, shapes)
+    # A traced program remembers the size of its mesh.
+    code = inside(job, lambda inputs: trace_model(job, inputs), PartitionSpec(), shapes)
     return Step(job, code, split_entries(job, code, shapes.owned))
-
-
-def _retraced(job: Job, shapes: Inputs) -> ModelCode:
-    """The model's code for a mesh of one coordinate: a traced program remembers the size of its
-    mesh.
-    """
-    found: list[ModelCode] = []
-
-    def trace(inputs: Inputs) -> tuple[()]:
-        found.append(trace_model(job, inputs))
-        return ()
-
-    jax.eval_shape(mapped(trace, job.mesh, job.axes, _WHOLE, _WHOLE), shapes)
-    return found[0]
 
 
 def blocks_of(step: Step) -> dict[str, Block]:

@@ -21,7 +21,8 @@ from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, run
 from ..table.effects import OF_SLICES, Access, Effect, Place
 from ..table.kinds import COLLECTIVES, Kind
 from .block import Block, State, add, add_at, of_chunk, read, run_where, without_weak_types, write
-from .step import DeviceStep, StageOperand
+from .pools import put, taken
+from .step import DeviceStep, Operand
 
 # The results that a stage's code writes to slots itself.
 _IN_SLOTS = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
@@ -44,14 +45,14 @@ class StageAction:
         return self.use.block.kind
 
     @property
-    def code(self) -> StageCode:
-        """The code of the stage."""
-        return self.step.code.kinds[self.stage_kind]
+    def operand(self) -> Operand:
+        """The stage's code and parameters on this device."""
+        return self.step.operands[self.use.block.chunk, self.stage_kind]
 
     @property
-    def operand(self) -> StageOperand:
-        """The inputs of the stage's code on this device."""
-        return self.step.stages[self.use.block.chunk, self.stage_kind]
+    def code(self) -> StageCode:
+        """The code of the stage."""
+        return self.operand.code
 
     @property
     def keeps(self) -> bool:
@@ -121,9 +122,9 @@ class StageAction:
         x = step.buffers[Place.X].read(state["x"], row.x, code.avals[Place.X])
         extra = step.extra(row.stage, row.microbatch, code.wants)
         if "state" in code.wants:
-            extra += operand.read_state(state[self.name(Place.STAGE_STATE)])
+            extra += taken(operand.state_places, state[self.name(Place.STAGE_STATE)])
         passed = self._read(Place.CARRY, state) + self._read(Place.BUFFER, state)
-        return [*code.consts, *operand.params, *x, *passed, *extra, *operand.once]
+        return operand.inputs([*x, *passed], extra)
 
     def _kept(self, state: State) -> Leaves:
         """(residuals, dy, stash) of a backward action."""
@@ -176,17 +177,16 @@ class StageAction:
             return self._hand_on(place, values, state)
         if place is Place.STAGE_GRADIENTS:
             common = state["shared_gradients"]
-            own = len(values) - len(common)
-            return state | {
-                name: self.operand.with_totals(state[name], values[:own]),
-                "shared_gradients": add(common, values[own:]),
-            }
+            own, after = len(values) - len(common), list(state[name])
+            for home, total in zip(self.operand.gradient_places, values[:own], strict=True):
+                after[home.at] = total
+            return state | {name: after, "shared_gradients": add(common, values[own:])}
         if not values:
             return state
         if place is Place.LOSSES:
             return state | {name: add_at(state[name], row.microbatch, values[0])}
         if place is Place.STAGE_STATE:
-            return state | {name: self.operand.write_state(state[name], values)}
+            return state | {name: put(self.operand.state_places, state[name], values)}
         buffer, avals, pool = self.step.buffers[place], self.code.avals[place], state[name]
         if place in _IN_SLOTS:
             return state | {name: buffer.stored(pool, getattr(row, name), avals, values)}

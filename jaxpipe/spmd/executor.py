@@ -32,16 +32,11 @@ from .actions import StageAction, pair_block, share_block
 from .block import State, clocked, run_in_order, run_where
 from .pools import HostMoves, Packing, shared_buffers
 from .step import DeviceStep, finish, prepare, with_replicas
-from .xla import StageEntries, mapped, split_entries, whole_entries
+from .xla import StageEntries, inside, mapped, split_entries, whole_entries
 
 # The scopes of transfers in a profile and in a compiled program.  The second is of transfers that
 # are awaited in a later tick.
 EXCHANGE, WITH_SLACK = "exchange", "exchange_with_slack"
-
-
-def scope_of(transit: Transit) -> str:
-    """The scope of a permute."""
-    return WITH_SLACK if transit.is_late else EXCHANGE
 
 
 def _after(leaf: Any, state: State) -> Any:
@@ -183,7 +178,9 @@ class TickEmitter:
     def _runs(self, segment: Segment, j: int) -> Iterator[tuple[int, list[_Run]]]:
         """(block before which it is, what is run there): pairs, then the blocks of a template."""
         template, ticks = segment.templates[j], segment.sharing(j)
-        kinds = [self._kinds(use, ticks) for use in template.blocks]
+        # NOBODY, the last stage, has the kind NOBODY
+        kind_of = np.array([*self.step.code.kind_of, NOBODY])
+        kinds = [kind_of[self._stages(use)[ticks]] for use in template.blocks]
         fuses = self.step.job.clock is None and not self._program.schedule.encoded.recomputes
         ahead = self._program.pairs[ticks] & fuses
         assert template.paired or not ahead.any(), "a pair that its template does not know of"
@@ -216,7 +213,7 @@ class TickEmitter:
                 # It would delay the blocks of its tick, so it follows them.
                 point = Point(point.tick, len(segment.templates[point.tick].blocks))
             if point == at and (-1 in rows or not transit.from_before):
-                with jax.named_scope(scope_of(transit)):
+                with jax.named_scope(WITH_SLACK if transit.is_late else EXCHANGE):
                     brought[transit], state = self._permuted(transit, state)
         # A transfer with slack is written to its slot some ticks later, so that nothing before
         # depends on it.  Readers of the pool must end before that write (see `run_in_order`), or
@@ -322,13 +319,6 @@ class TickEmitter:
         stages = 0 if block.is_share else ticks.of(block.kind).stage
         return np.where(self._program.asks(ticks, block), stages, NOBODY)
 
-    def _kinds(self, use: BlockUse, ticks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`[tick, device]`: the kind of the stage of which a device runs a block; NOBODY where it
-        runs none.
-        """
-        stages = self._stages(use)[ticks]
-        return np.where(stages == NOBODY, NOBODY, np.array(self.step.code.kind_of)[stages])
-
 
 CANNOT_BE_TIMED = (
     "this step cannot be profiled on CPU devices: its functions permute over a mesh axis, so all "
@@ -342,15 +332,10 @@ def look(
     job: Job, params: Params, batch: PyTree, rng: Any, state: PyTree
 ) -> tuple[Job, Inputs, ModelCode]:
     """Trace `prepare` alone: what one device starts from, as tracers."""
-    found: list[tuple[Job, Inputs, ModelCode]] = []
-
-    def trace(*arguments: Any) -> tuple[()]:
-        found.append(prepare(job, *arguments))
-        return ()
-
-    run = mapped(trace, job.mesh, job.axes, _in_specs(job), PartitionSpec())
-    jax.eval_shape(run, params, batch, rng, state)
-    return found[0]
+    found: tuple[Job, Inputs, ModelCode] = inside(
+        job, partial(prepare, job), _in_specs(job), *(params, batch, rng, state)
+    )
+    return found
 
 
 def _in_specs(job: Job) -> tuple[Any, ...]:
@@ -413,12 +398,8 @@ def _narrow(table: Any) -> Any:
     """The table in the smallest signed integers that hold it.  It is a constant of the program, and
     grows with M.
     """
-    for dtype in (np.int8, np.int16):
-        if table.size == 0 or (
-            table.min() >= np.iinfo(dtype).min and table.max() <= np.iinfo(dtype).max
-        ):
-            return table.astype(dtype)
-    return table
+    narrower = (table.astype(dtype) for dtype in (np.int8, np.int16))
+    return next((small for small in narrower if (small == table).all()), table)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,19 @@ _Key: TypeAlias = "tuple[tuple[int, ...], Any]"
 KEEP_SHAPES = 1.1
 
 
+def taken(places: Places, leaves: Sequence[Any]) -> Leaves:
+    """The values in these places of shared leaves."""
+    return [place.take(leaves[place.at]) for place in places]
+
+
+def put(places: Places, leaves: Sequence[Any], values: Iterable[Any]) -> Leaves:
+    """The shared leaves with these values in the places."""
+    after = list(leaves)
+    for place, value in zip(places, values, strict=True):
+        after[place.at] = place.put(after[place.at], value)
+    return after
+
+
 # The leaves of several kinds that share a leaf of the buffer: by number of a kind, which of its
 # leaves.
 _Members: TypeAlias = dict[int, int]
@@ -169,10 +182,7 @@ class SharedBuffer:
 
     def put(self, leaves: Sequence[Any], avals: Avals, values: Sequence[Any]) -> Leaves:
         """A buffer's leaves, in which a kind's values replace the old ones."""
-        after = list(leaves)
-        for place, value in zip(self.of_kind(avals), values, strict=True):
-            after[place.at] = place.put(after[place.at], jnp.asarray(value))
-        return after
+        return put(self.of_kind(avals), leaves, map(jnp.asarray, values))
 
     def whole(self, pool: Sequence[Any], slot: Scalar) -> list[Slot]:
         """One slot of every leaf of the buffer."""

@@ -25,7 +25,7 @@ from ..model.leaf_plan import gather, leaf_plans, reduce_gradients, trained, wit
 from ..model.packed import Places, on_one_device
 from ..model.param_layout import OUTER, Chunks
 from ..model.spread import unpadded
-from ..stage.code import run
+from ..stage.code import StageCode, run
 from ..stage.model_code import Inputs, Job, ModelCode, trace_model
 from ..table.effects import OF_SLICES, Place
 from .block import State, chunks_of, empty, false, of_chunk
@@ -70,16 +70,23 @@ def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
 
 
 @dataclass(frozen=True)
-class StageOperand:
-    """The places of one kind of stage's parameters and state in its chunk."""
+class Operand:
+    """The code of a kind of stage in a chunk, or of `first` or `last`, with its parameters on this
+    device, and the places of its state.
+    """
 
-    # the stage's parameters, then the shared ones; those inside a longer array as `Piece`s, since
-    # every device would otherwise hold copies of the parameters of every kind
+    code: StageCode
+    # its parameters, then the shared ones; those inside a longer array as `Piece`s, since every
+    # device would otherwise hold copies of the parameters of every kind
     params: Leaves
     once: Leaves  # what was hoisted
-    state_places: Places
-    gradient_places: Places  # of the leaves that have a gradient
-    splits: tuple[PartitionSpec | None, ...]  # of the chunk's accumulators, see `Total`
+    state_places: Places = ()
+    gradient_places: Places = ()  # of the leaves that have a gradient
+    splits: tuple[PartitionSpec | None, ...] = ()  # of the chunk's accumulators, see `Total`
+
+    def inputs(self, x: Leaves, extra: Leaves) -> Leaves:
+        """The inputs of its code; x with what comes from other slices."""
+        return [*self.code.consts, *self.params, *x, *extra, *self.once]
 
     def totals(self, chunk: Leaves) -> list[Total | TotalPiece]:
         """The accumulators of the stage's own gradients, among those of its chunk."""
@@ -89,24 +96,6 @@ class StageOperand:
             else Total(chunk[p.at], self.splits[p.at])
             for p in self.gradient_places
         ]
-
-    def with_totals(self, chunk: Leaves, new: Leaves) -> Leaves:
-        """The chunk's accumulators with the new totals of the stage's own parameters."""
-        after = list(chunk)
-        for place, total in zip(self.gradient_places, new, strict=True):
-            after[place.at] = total
-        return after
-
-    def read_state(self, state: Leaves) -> Leaves:
-        """The stage's state, from its chunk's."""
-        return [p.take(state[p.at]) for p in self.state_places]
-
-    def write_state(self, state: Leaves, new: Leaves) -> Leaves:
-        """The chunk's state with that of the stage replaced."""
-        after = list(state)
-        for place, value in zip(self.state_places, new, strict=True):
-            after[place.at] = place.put(after[place.at], value)
-        return after
 
 
 @dataclass(frozen=True)
@@ -119,9 +108,8 @@ class DeviceStep:
     buffers: Buffers
     everywhere: bool  # blocks permute, so all devices run each: see `ModelCode.permutes`
     chunks: Sequence[PyTree]  # the parameters of the device's stages, with copies of others'
-    # by chunk and kind of stage
-    stages: Mapping[tuple[int, int], StageOperand] = field(default_factory=dict)
-    once: Mapping[str, Leaves] = field(default_factory=dict)  # of `first` and `last`
+    # by chunk and kind of stage, and of "first" and "last"
+    operands: Mapping[Any, Operand] = field(default_factory=dict)
     seed: Any = None  # the cotangent of one microbatch's loss
 
     @property
@@ -134,41 +122,37 @@ class DeviceStep:
         """The number of devices of the pipe axis."""
         return lax.axis_size(self.job.axis)
 
-    def _known(self, key: str) -> Leaves:
-        """(consts, parameters, the shared ones) of `first` or `last`."""
-        own = getattr(self.inputs, key), self.inputs.shared
-        return [*getattr(self.code, key).consts, *jax.tree.leaves(own)]
-
-    def end_inputs(self, key: str, microbatch: Scalar, y: Leaves | tuple[()] = ()) -> Leaves:
-        """(consts, parameters, y, extra, once) of `first` or `last`."""
+    def end_inputs(self, key: str, microbatch: Scalar, y: Leaves | None = None) -> Leaves:
+        """The inputs of `first` or `last`."""
         stage = 0 if key == "first" else len(self.code.kind_of) - 1
         extra = self.extra(jnp.full_like(microbatch, stage), microbatch)
-        return [*self._known(key), *y, *extra, *self.once[key]]
+        return self.operands[key].inputs(y or [], extra)
 
     def with_once(self) -> DeviceStep:
         """The step with values of parameters alone, which are computed here."""
-        stages: dict[tuple[int, int], StageOperand] = {}
+        operands: dict[Any, Operand] = {}
         for held in self.job.layout.placement.stages_of:
             for chunk, stage in enumerate(held):
                 key = chunk, self.code.kind_of[stage]
-                if key not in stages:
-                    stages[key] = self._operand(chunk, stage)
-        ends = {"first": self.code.first, "last": self.code.last}
-        return replace(
-            self,
-            stages=stages,
-            once={key: run(end.hoist, *self._known(key)) for key, end in ends.items() if end},
-            seed=jnp.asarray(self.job.seed, jnp.result_type(float)),
-        )
+                if key not in operands:
+                    operands[key] = self._operand(chunk, stage)
+        for name, code in (("first", self.code.first), ("last", self.code.last)):
+            if code is not None:
+                params = jax.tree.leaves((getattr(self.inputs, name), self.inputs.shared))
+                once = run(code.hoist, *code.consts, *params)
+                operands[name] = Operand(code, params, once)
+        seed = jnp.asarray(self.job.seed, jnp.result_type(float))
+        return replace(self, operands=operands, seed=seed)
 
-    def _operand(self, chunk: int, stage: int) -> StageOperand:
+    def _operand(self, chunk: int, stage: int) -> Operand:
         layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
         leaves, places = jax.tree.leaves(self.chunks[chunk]), layout.places(stage, self.chunks)
         params = [Piece(leaves[p.at], p.start, p.entry) if p.flat else leaves[p.at] for p in places]
         params += jax.tree.leaves(self.inputs.shared)
         code = self.code.kinds[self.code.kind_of[stage]]
         whole = [p.load() if isinstance(p, Piece) else p for p in params]
-        return StageOperand(
+        return Operand(
+            code,
             params,
             once=run(code.hoist, *code.consts, *whole),
             state_places=layout.places(stage, kept) if kept else (),

@@ -161,6 +161,18 @@ def mapped(
     )
 
 
+def inside(job: Job, function: Callable[..., Any], in_specs: PyTree, *arguments: PyTree) -> Any:
+    """What a function of one device returns, as tracers."""
+    found: list[Any] = []
+
+    def trace(*arguments: PyTree) -> tuple[()]:
+        found.append(function(*arguments))
+        return ()
+
+    jax.eval_shape(mapped(trace, job.mesh, job.axes, in_specs, PartitionSpec()), *arguments)
+    return found[0]
+
+
 def on_cpus(mesh: Mesh) -> bool:
     """Whether the devices are CPUs."""
     return any(device.platform == "cpu" for device in mesh.devices.flat)

@@ -217,12 +217,12 @@ class ModelCode:
     @property
     def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
         """The values that pools keep for `first` and `last`."""
-        first = self.first.avals
+        first, y = self.first.avals, self.kinds[self.kind_of[-1]].avals[Place.SENT_X]
         kept = (*first[Place.RESIDUAL_INPUT], *first[Place.RESIDUAL_WEIGHT])
         return {
             # what the gradient needs: what `first` keeps, or of all devices the input's gradient
             Place.FIRST: first[Place.COTANGENT] if self.spreads_first else kept,
-            Place.LAST: self.y_avals if self.spreads_last else (),
+            Place.LAST: y if self.spreads_last else (),
             Place.SHARE: () if self.last is None else self.last.avals[Place.STASH],
         }
 
@@ -240,11 +240,6 @@ class ModelCode:
     def defers_last(self) -> bool:
         """Whether H computes the gradients of the parameters of `last`."""
         return Kind.H in self.program.schedule.encoded.kinds
-
-    @property
-    def y_avals(self) -> tuple[Any, ...]:
-        """The output of the last stage."""
-        return self.kinds[self.kind_of[-1]].avals[Place.SENT_X]
 
     def fits(self, code: StageCode, place: Place) -> bool:
         """Whether the stage at an end of the model may be of this kind: X the first stage, which
