@@ -27,7 +27,7 @@ from ..program.segments import Payload
 from ..spmd.executor import TracedStep
 from ..spmd.pools import Buffers, shared_buffers
 from ..spmd.step import accumulator_dtype
-from ..spmd.xla import compiled_alone, on_cpus, outer_specs
+from ..spmd.xla import compiled_alone, outer_specs
 from ..stage.code import RESIDUALS, run
 from ..stage.model_code import Job, ModelCode
 from ..table.effects import Place
@@ -117,7 +117,7 @@ def step_sizes(
         raveled=_raveled(buffers, code, splits=splits),
         work=most,
     )
-    if on_cpus(job.mesh):
+    if job.target.on_cpus:
         return replace(found, **_summed(step, params, most))
     if RunsOn.of(job.mesh) is RunsOn.TPUS:
         # The accumulators of the ticks and the results both have room.

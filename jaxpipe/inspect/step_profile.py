@@ -17,7 +17,6 @@ from ..errors import PipelineError, quoted
 from ..model.mesh import outside_contexts
 from ..pipeline import Pipeline
 from ..spmd.executor import CANNOT_BE_TIMED, TracedStep
-from ..spmd.xla import on_cpus
 from ..table.kinds import KINDS, SHARES
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
@@ -76,7 +75,7 @@ def _refuse_permutes(pipe: Pipeline, traced: TracedStep) -> None:
     every block at once, and no block has a time of its own.
     """
     step = Step.of(traced)
-    waits = on_cpus(pipe.mesh) and pipe.schedule.num_devices > 1
+    waits = pipe._target.on_cpus and pipe.schedule.num_devices > 1
     if step.is_shared and waits and step.permutes():
         raise PipelineError(CANNOT_BE_TIMED)
 

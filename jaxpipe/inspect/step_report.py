@@ -92,10 +92,9 @@ from ..planner.memory import Sizes
 from ..program.ir import Program
 from ..program.records import POOL_OF
 from ..schedules.registry import build
-from ..spmd.executor import WITH_SLACK
+from ..spmd.executor import WITH_SLACK, TracedStep
 from ..spmd.pools import shared_buffers
 from ..stage.code import RESIDUALS
-from ..stage.model_code import ModelCode
 from ..table.effects import Place
 from ..table.kinds import parts
 from ..table.schedule import Schedule
@@ -191,7 +190,7 @@ def report(
         "predicate_seconds": times and times.predicates,
         "loses_to_1f1b": times and times.loses,
         "prices": str(target.overheads),
-        **_pools(code, sizes),
+        **_pools(traced, sizes),
         "parameter_bytes": {
             key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in held.items()
         },
@@ -222,9 +221,10 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
     }
 
 
-def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
+def _pools(traced: TracedStep, sizes: Sizes) -> dict[str, Any]:
     """Pools, residuals and transfers."""
-    program, buffers = code.program, shared_buffers(code.kinds)
+    code = traced.code
+    program, buffers = code.program, shared_buffers(code.kinds, traced.entries)
     kept = {place.value: buffers[place].avals for place in (*RESIDUALS, Place.STASH)}
     kept |= {"first": code.outer_pools[Place.FIRST]}
     sent: Counter[int] = Counter()

@@ -25,6 +25,15 @@ from .settings import Patterns, Sharding
 from .spread import Cuts, is_padded, own_shape, unpadded
 
 
+def parts_of(spec: PartitionSpec | None, mesh: Mesh) -> tuple[Part, ...]:
+    """The dims of a value that a spec splits, over more than one device."""
+    return tuple(
+        Part(dim, names_of(entry), count)
+        for dim, entry in enumerate(spec or ())
+        if (count := math.prod(mesh.shape[axis] for axis in names_of(entry))) > 1
+    )
+
+
 @dataclass(frozen=True)
 class Partition:
     """How a model's parameters are stored on a mesh of automatic axes: the stages of each device,
@@ -210,12 +219,8 @@ class Partition:
             faults = self._spec_faults(own.path, own.shape, self._spec(own))
             if faults or self._held(spec) or not (frozen or jnp.issubdtype(dtype, jnp.inexact)):
                 return InBuffer(Group.ALONE)
-            parts = tuple(
-                Part(dim, names_of(entry), count)
-                for dim, entry in enumerate(spec or ())
-                if (count := math.prod(self.mesh.shape[axis] for axis in names_of(entry))) > 1
-            )
-            return InBuffer(Group.FROZEN if frozen else Group.TRAINED, parts)
+            group = Group.FROZEN if frozen else Group.TRAINED
+            return InBuffer(group, parts_of(spec, self.mesh))
 
         fsdp = self.sharding.fsdp
         multiple = 1 if fsdp is None else self.mesh.shape[fsdp]

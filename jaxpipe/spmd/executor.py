@@ -29,7 +29,7 @@ from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment
 from ..stage.model_code import Inputs, Job, ModelCode
 from ..table.kinds import Kind
 from .actions import StageAction, pair_block, share_block
-from .block import State, clocked, run_in_order, run_where
+from .block import State, clocked, is_ordered, run_in_order, run_where, settled
 from .pools import HostMoves, Packing, shared_buffers
 from .step import DeviceStep, finish, prepare, with_replicas
 from .xla import StageEntries, inside, mapped, split_entries, whole_entries
@@ -43,21 +43,7 @@ def _after(leaf: Any, state: State) -> Any:
     """The leaf, with a dependence on the end of earlier blocks of the tick (the token is False
     after every block).
     """
-    return jnp.where(state["token"], jnp.zeros_like(leaf), leaf) if _is_ordered(leaf) else leaf
-
-
-def _is_ordered(leaf: Any) -> bool:
-    """Whether a token can depend on it; keys cannot give one."""
-    return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
-
-
-def settled(brought: Leaves, state: State) -> State:
-    """The state, whose token depends on the end of a permute."""
-    token = state["token"]
-    for leaf in brought:
-        if leaf.size and _is_ordered(leaf):
-            token = jnp.logical_and(token, leaf.ravel()[0] == 0)
-    return state | {"token": token}
+    return jnp.where(state["token"], jnp.zeros_like(leaf), leaf) if is_ordered(leaf) else leaf
 
 
 # The records of this device in the ticks of a trip; -1 is the last tick of the previous trip.

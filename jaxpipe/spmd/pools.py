@@ -247,14 +247,12 @@ def _groups(keyed: Sequence[tuple[_Key, ...]], *, by_size: bool) -> list[_Member
 Buffers: TypeAlias = "Mapping[Place, SharedBuffer]"
 
 
-def shared_buffers(
-    kinds: Sequence[StageCode], entries: Sequence[StageEntries] | None = None
-) -> Buffers:
+def shared_buffers(kinds: Sequence[StageCode], entries: Sequence[StageEntries]) -> Buffers:
     """The buffers of several kinds of stages, with the entries of each."""
     return {
         place: SharedBuffer.of(
             [kind.avals[place] for kind in kinds],
-            None if entries is None else [each.stored[place] for each in entries],
+            [each.stored[place] for each in entries],
         )
         for place in STORED
     }

@@ -4,7 +4,6 @@ to its partitioner, and how the partitioner splits values that pools keep.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -20,10 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs.collectives import Reductions
-from ..jaxprs.entry import Entry, Part
+from ..jaxprs.entry import Entry
 from ..known_faults import Feature, faults_for
 from ..lowering.target import Target
 from ..model.leaf_plan import leaf_plans
+from ..model.partition import parts_of
 from ..stage.code import (
     COTANGENTS,
     GRADIENT_OF,
@@ -93,23 +93,19 @@ _UNOPTIMISED: Options = {
 NO_GRAPHS: Options = {"xla_gpu_enable_command_buffer": ""}
 
 
-def options_unrun(target: Target) -> Options:
-    """The options for a program that is neither run nor measured."""
-    if target.on_cpus:
-        return _UNOPTIMISED
-    # Calls of cuBLAS need no code generation.
-    return _UNOPTIMISED | {"xla_gpu_enable_triton_gemm": False} if target.on_gpus else {}
-
-
-def options_for(target: Target) -> Options:
-    """The options for a target; none except on NVIDIA GPUs.
+def options_for(target: Target, *, unrun: bool = False) -> Options:
+    """The options for a target; none except on NVIDIA GPUs, or for a program that is neither run
+    nor measured.
 
     The list of commands is explicit: this interface refuses the form with "+", though XLA_FLAGS
     takes it (jaxlib 0.10).
     """
+    options: Options = dict(_UNOPTIMISED) if unrun and not target.on_tpus else {}
     if not target.on_gpus:
-        return {}
-    options = _GPU | _BLOCKS_COMMUNICATE if target.communicates else dict(_GPU)
+        return options
+    options = _GPU | (_BLOCKS_COMMUNICATE if target.communicates else {}) | options
+    if unrun:
+        options["xla_gpu_enable_triton_gemm"] = False  # calls of cuBLAS need no code generation
     if faults_for(target.platform, {Feature.ZERO_INIT}):
         del options[_ZERO_INIT]
     return options
@@ -141,7 +137,8 @@ def mapped(
 ) -> Callable[..., Any]:
     """`jax.shard_map` of the function, with reductions in a form that XLA compiles."""
     single = {name for name, size in mesh.shape.items() if size == 1}
-    changes = Reductions(single, widen=on_cpus(mesh))
+    on_cpus = any(device.platform == "cpu" for device in mesh.devices.flat)
+    changes = Reductions(single, widen=on_cpus)
 
     def call(*arguments: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -171,11 +168,6 @@ def inside(job: Job, function: Callable[..., Any], in_specs: PyTree, *arguments:
 
     jax.eval_shape(mapped(trace, job.mesh, job.axes, in_specs, PartitionSpec()), *arguments)
     return found[0]
-
-
-def on_cpus(mesh: Mesh) -> bool:
-    """Whether the devices are CPUs."""
-    return any(device.platform == "cpu" for device in mesh.devices.flat)
 
 
 # Values, and the split of each; None leaves it to the partitioner.
@@ -322,7 +314,7 @@ def compiled_alone(
     Outputs take the room of the `donated` groups, as pools and accumulators are updated in place in
     the step.  An `unrun` program is only read: it is neither run nor measured.
     """
-    options = options_for(job.target) | (options_unrun(job.target) if unrun else {})
+    options = options_for(job.target, unrun=unrun)
     return _lowered_alone(job, function, groups, donated).compile(compiler_options=options)
 
 
@@ -349,12 +341,7 @@ def _entry(job: Job, aval: Any, spec: PartitionSpec | None) -> Entry:
     """The entry of a leaf, whole without a split.  Keys of random numbers have no tiles."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     whole = Entry(tuple(aval.shape), tile=() if is_key else job.target.tile)
-    parts = []
-    for dim, entry in enumerate(spec or ()):
-        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        count = math.prod(job.mesh.shape[name] for name in names)
-        if whole.shape[dim] % count:
-            return whole  # padded parts: left to the partitioner
-        if count > 1:
-            parts.append(Part(dim, names, count))
-    return whole if spec is None else replace(whole, parts=tuple(parts), pinned=True)
+    parts = parts_of(spec, job.mesh)
+    if any(whole.shape[part.dim] % part.count for part in parts):
+        return whole  # padded parts: left to the partitioner
+    return whole if spec is None else replace(whole, parts=parts, pinned=True)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.spmd.executor import settled
+from jaxpipe.spmd.block import settled
 from tests.axes.model import (
     SPECS,
     batch,

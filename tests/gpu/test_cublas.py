@@ -47,6 +47,6 @@ def test_matmuls_of_either_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved(compile_and_read(step, CUBLAS | MERGED)) > 1.8 * moved(cublas)
     # Blocks that are compiled with calls of cuBLAS have its workspaces.
     chosen = xla.options_for
-    monkeypatch.setattr(xla, "options_for", lambda target: chosen(target) | CUBLAS)
+    monkeypatch.setattr(xla, "options_for", lambda target, **how: chosen(target, **how) | CUBLAS)
     predicted = jp.inspect.memory(pipe, params, rows)["total"]
     assert predicted == pytest.approx(cublas.total_bytes, rel=0.02)
