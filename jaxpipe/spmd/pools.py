@@ -29,7 +29,7 @@ from ..program.ir import Program
 from ..program.records import NOBODY, TickRecord
 from ..stage.code import STORED, StageCode
 from ..table.effects import Place
-from .block import State, zeros
+from .block import State, write, zeros
 from .xla import StageEntries
 
 Avals: TypeAlias = "Sequence[Any]"
@@ -405,10 +405,7 @@ class HostMoves:
             takes = self.move.fetches != NOBODY
             pairs = zip(pool, values, strict=True)
             values = [jnp.where(takes, new, _at(leaf, slot)) for leaf, new in pairs]
-        return [
-            lax.dynamic_update_index_in_dim(leaf, value, slot, 0)
-            for leaf, value in zip(pool, values, strict=True)
-        ]
+        return write(pool, slot, values)
 
 
 def _after_fetch(state: State) -> State:

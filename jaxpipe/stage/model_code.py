@@ -279,18 +279,19 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         index = jnp.int32(0)
         return make_extra(inputs.batch, inputs.rng, index, index, wants, functions.slices)
 
-    def outer(key: str, trace: Callable[..., Any], run: Any, *given: PyTree) -> Any:
+    def outer(key: str, trace: Callable[..., StageCode], x: PyTree, *, is_share: bool) -> StageCode:
         """`first` or `last`."""
-        own = getattr(inputs, key)
+        own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
         uses = _uses(own, leaf_plans(job.plans[key])) + shared_uses
         with refusing(key):
-            return trace(run, (own, shared), *given, extra_of(OUTER_WANTS), uses)
+            code = trace(run, (own, shared), x, extra_of(OUTER_WANTS), uses)
+        if not is_share:
+            _check_collectives(key, code, job.axis)
+        return code
 
-    if functions.spreads_first:
-        first = outer("first", trace_spread_first, functions.run_first)
-    else:
-        first = outer("first", trace_stage, functions.run_first, ())
-        _check_collectives("first", (first.hoist, first.forward, first.backward), job.axis)
+    is_share = functions.spreads_first
+    trace_first = trace_spread_first if is_share else trace_stage
+    first = outer("first", trace_first, (), is_share=is_share)
     x: PyTree = first.y
     kinds: dict[tuple[Any, ...], StageCode] = {}
     kind_of: list[int] = []
@@ -308,9 +309,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         x = kinds[key].y
     last = None
     if functions.last is not None:
-        last = outer("last", trace_last, functions.run_last, x)
-        if not functions.last.spread:
-            _check_collectives("last", (last.hoist, last.backward), job.axis)
+        last = outer("last", trace_last, x, is_share=functions.spreads_last)
     codes = tuple(kinds.values())
     program = _program(job, codes)
     if last is not None and Kind.H in program.schedule.encoded.kinds:
@@ -368,7 +367,7 @@ def _trace_one(
         raise PipelineError(
             f"stage {stage} cannot take what {before} returns ({shapes}): {error}"
         ) from error
-    _check_collectives(name, (code.hoist, code.forward, code.backward), job.axis)
+    _check_collectives(name, code, job.axis)
     if not job.layout.unlike:
         _check_forms(inputs[1], code.y)
     if keeps_state:
@@ -377,11 +376,12 @@ def _trace_one(
     return replace(code, wants=function.wants_arrays)
 
 
-def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
+def _check_collectives(name: str, code: StageCode, axis: str) -> None:
     """PipelineError for communication over the pipe axis, and for constraints by manual axes.
 
     Devices run different stages at the same time, so such communication would wait for ever.
     """
+    jaxprs = code.hoist, code.forward, code.backward
     found = sorted(
         {primitive for jaxpr in jaxprs for primitive, axes in collectives(jaxpr) if axis in axes}
     )

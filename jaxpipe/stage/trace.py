@@ -267,10 +267,14 @@ def trace_last(
 
 
 def trace_spread_first(
-    function: Callable[..., PyTree], params: PyTree, extra: PyTree, uses: Sequence[ParamUse]
+    function: Callable[..., PyTree],
+    params: PyTree,
+    x: tuple[()],
+    extra: PyTree,
+    uses: Sequence[ParamUse],
 ) -> StageCode:
-    """Trace `function(params, (), extra) -> x` and its gradient.  The forward leaves no residuals:
-    the gradient of a lookup needs none.
+    """Trace `function(params, x, extra) -> y`, where x is (), and its gradient.  The forward leaves
+    no residuals: the gradient of a lookup needs none.
 
     Another function is run again for its gradient.  The code has no input, residuals, I or W.
     """
@@ -279,8 +283,8 @@ def trace_spread_first(
         y = jax.tree.map(jnp.asarray, function(params, x, extra))
         return list(filter(inexact, jax.tree.leaves(y))), y
 
-    dy, y = jax.eval_shape(call, params, (), extra)
-    code, _ = _trace_at_once(call, params, (), extra, uses, dy)
+    dy, y = jax.eval_shape(call, params, x, extra)
+    code, _ = _trace_at_once(call, params, x, extra, uses, dy)
     gradients = code.backward.outvars[len(jax.tree.leaves(y)) :]
     return replace(
         code,
