@@ -21,7 +21,6 @@ Megatron's 1T run: 502 petaFLOP/s on 3,072 A100s, 52 % of the peak (abstract).
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,11 +30,11 @@ from typing import Any
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output, write_all
+from benchmarks.output import Command, Result, write_all
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import Target
+from jaxpipe.planner.candidate import PipelinePlan, gib
 from jaxpipe.planner.layer_cost import Ends
-from jaxpipe.planner.result import PipelinePlan, gib
 from jaxpipe.planner.transformer import Transformer
 
 Row = tuple[str, ...]
@@ -336,7 +335,7 @@ LARGEST = (
     "zb_h1:1",
     "1f1b:1",
 )
-BUBBLES = ("model", "P", "M", "schedule", "simulated", "published", "difference")
+BUBBLES = "model  P  M  schedule  simulated  published  difference"
 PLANS = (
     "run",
     "P x T",
@@ -350,7 +349,7 @@ PLANS = (
     "memory",
     "published",
 )
-DUALPIPE = ("schedule", "P", "M", "bubble", "published", "formula", "activations", "published")
+DUALPIPE = "schedule  P  M  bubble  published  formula  activations  published"
 _SECONDS = ("build", "check", "simulate", "plan", "program", "seconds")
 TABLES = ("table", "P", "V", "M", "actions", "ticks", "blocks", *_SECONDS, "memory")
 TITLES = (
@@ -390,23 +389,13 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--runs",
-        nargs="*",
-        choices=tuple(RUNS),
-        default=tuple(RUNS),
-        metavar="NAME",
-        help=f"of {', '.join(RUNS)}",
-    )
-    parser.add_argument("--tables", nargs="*", default=LARGEST, metavar="NAME:V")
+    parser = Command(__doc__)
+    parser.option("--runs", tuple(RUNS), "NAME", f"of {', '.join(RUNS)}", choices=tuple(RUNS))
+    parser.option("--tables", LARGEST, "NAME:V")
     parser.add_argument(
         "--only-tables", action="store_true", help="only the processor seconds of large tables"
     )
-    parser.add_argument("--size", default="128,2048", metavar="P,M", help="of the tables")
-    add_output(parser)
+    parser.option("--size", "128,2048", "P,M", "of the tables")
     args = parser.parse_args(argv)
     machine = describe()
     devices, microbatches = map(int, args.size.split(","))
@@ -416,21 +405,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = [row for name in args.runs for row in RUNS[name]().rows()] if whole else []
     bubbles = [row for model in ZERO_BUBBLE for row in model.rows()] if whole else []
     formulas = [*deepseek()] if whole else []
-    every = zip(
-        TITLES,
-        (BUBBLES, PLANS, DUALPIPE, TABLES),
-        (bubbles, runs, formulas, tables),
-        NOTES,
-        strict=True,
-    )
-    write_all(
-        [
-            Result(title, machine, columns, rows, notes)
-            for title, columns, rows, notes in every
-            if rows
-        ],
-        args.output,
-    )
+    columns, rows = (BUBBLES, PLANS, DUALPIPE, TABLES), (bubbles, runs, formulas, tables)
+    every = zip(TITLES, columns, rows, NOTES, strict=True)
+    results = [Result(title, machine, *rest) for title, *rest in every]
+    write_all([result for result in results if result.rows], args.output)
 
 
 if __name__ == "__main__":

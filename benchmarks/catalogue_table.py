@@ -9,30 +9,19 @@ units of one chunk's F, so only equal V compare directly.  Run from the reposito
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 import jaxpipe as jp
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result
 from benchmarks.torch_tables import CLASSES, torch_table
 
 SIZES = ((4, 2), (4, 4), (4, 8), (4, 32), (8, 4), (8, 8), (8, 11), (8, 16), (8, 64), (16, 64))
 COLUMNS = (
-    "schedule",
-    "P",
-    "V",
-    "M",
-    "makespan",
-    "bubble",
-    "peak",
-    "torch: makespan",
-    "bubble",
-    "peak",
-    "published: makespan",
-    "peak",
+    "schedule  P  V  M  makespan  bubble  peak  torch: makespan  bubble  peak  "
+    "published: makespan  peak"
 )
 
 
@@ -122,10 +111,7 @@ NOTES = (
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_output(parser)
+    parser = Command(__doc__)
     options = parser.parse_args()
     rows = [_row(name, p, v, m, extra) for name, v, extra in CASES for p, m in SIZES]
     title = "The catalogue, with F = I = W = 1"

@@ -27,7 +27,7 @@ from typing import Any
 import jaxpipe as jp
 from benchmarks.emulated_worker import MARK, Case, Group
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result, Row, told
 from jaxpipe.lowering.plan import Plan, plan_of
 
 SCHEDULES = (
@@ -43,31 +43,13 @@ SCHEDULES = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
-    rows = []
     machine = describe()
-    for devices in args.devices:
-        for processes in _process_counts(args.processes, devices):
-            cases = tuple(_cases(args, devices, processes))
-            for result in run_group(Group(0, processes, 0, args.unit, args.repeats, cases)):
-                rows.append(_row(result, processes, args.unit))
-                print("  ".join(rows[-1]), file=sys.stderr, flush=True)
-    rows.sort(key=lambda row: row[-1])
+    rows = sorted(told(_rows(args)), key=lambda row: row[-1])
     Result(
         "Emulated devices: wall time of a step / makespan of its table (medians of "
         f"{args.repeats}; F, I, W = {args.unit * 1e3:g} ms)",
         machine,
-        (
-            "schedule",
-            "P",
-            "V",
-            "M",
-            "processes",
-            "ideal s",
-            "wall/ideal",
-            "(least)",
-            "program",
-            "empty ms/mb",
-        ),
+        "schedule  P  V  M  processes  ideal s  wall/ideal  (least)  program  empty ms/mb",
         [row[:-1] for row in rows],
         NOTES,
     ).write(args.output)
@@ -86,18 +68,10 @@ NOTES = (
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--schedules",
-        nargs="+",
-        default=SCHEDULES,
-        metavar="NAME:V",
-        help="schedules with their chunks a device",
-    )
-    parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], metavar="M")
+    parser = Command(__doc__)
+    parser.option("--schedules", SCHEDULES, "NAME:V", "schedules with their chunks a device")
+    parser.option("--devices", [4, 8], "P")
+    parser.option("--microbatches", [8, 32], "M")
     parser.add_argument(
         "--processes",
         nargs="+",
@@ -105,23 +79,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="process counts (default: 1 and P, and 2 for P = 4)",
     )
-    parser.add_argument(
-        "--unit",
-        type=float,
-        default=0.01,
-        metavar="SECONDS",
-        help="how long F, I and W hold a device",
-    )
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="steps that are timed")
-    add_output(parser)
+    parser.option("--unit", 0.01, "SECONDS", "how long F, I and W hold a device")
+    parser.option("--repeats", 5, "N", "steps that are timed")
     return parser.parse_args(argv)
 
 
-def _cases(args: argparse.Namespace, devices: int, processes: int) -> Iterator[Case]:
-    """The cases of a group of processes."""
-    for text, count in product(args.schedules, args.microbatches):
-        name, _, chunks = text.partition(":")
-        yield Case(name, devices, int(chunks or 1), count)
+def _rows(args: argparse.Namespace) -> Iterator[Row]:
+    """The rows of all groups of processes, with keys to sort them by."""
+    for devices in args.devices:
+        named = [text.partition(":") for text in args.schedules]
+        cases = tuple(
+            Case(name, devices, int(chunks or 1), count)
+            for (name, _, chunks), count in product(named, args.microbatches)
+        )
+        for processes in _process_counts(args.processes, devices):
+            for result in run_group(Group(0, processes, 0, args.unit, args.repeats, cases)):
+                yield _row(result, processes, args.unit)
 
 
 def plan_for(case: Case) -> Plan:

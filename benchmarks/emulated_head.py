@@ -15,9 +15,8 @@ from __future__ import annotations
 import argparse
 import enum
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ import jaxpipe as jp
 from benchmarks.emulated_worker import ROW, layer_of, stage_of
 from benchmarks.hold import counts
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result, Row, told
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.table.kinds import Kind
 
@@ -133,15 +132,7 @@ def _held(args: argparse.Namespace) -> float:
     return sum(seconds for _, seconds in counts(args.devices))
 
 
-COLUMNS = (
-    "schedule",
-    "head",
-    "wall s",
-    "ideal s",
-    "wall/ideal",
-    "wall/(none + 1/P)",
-    "program/table",
-)
+COLUMNS = "schedule  head  wall s  ideal s  wall/ideal  wall/(none + 1/P)  program/table"
 NOTES = (
     "ideal: the makespan of the table.  none + 1/P: that of the table without a head, and 1/P of "
     "the head's time for each microbatch,",
@@ -155,68 +146,35 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--schedules", nargs="+", default=["1f1b", "zb_h1", "gpipe"], metavar="NAME"
-    )
-    parser.add_argument("--devices", type=int, default=4, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=16, metavar="M")
-    parser.add_argument(
-        "--head",
-        type=float,
-        default=2.0,
-        metavar="UNITS",
-        help="of the head and its gradient, a microbatch (2)",
-    )
-    parser.add_argument(
-        "--unit", type=float, default=0.02, metavar="SECONDS", help="of F, I and W (0.02)"
-    )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N")
-    parser.add_argument(
-        "--heads",
-        nargs="+",
-        default=["NOWHERE", "LAST", "SPREAD"],
-        choices=[h.name for h in Head],
-        metavar="WHERE",
-    )
-    add_output(parser)
+    parser = Command(__doc__)
+    parser.option("--schedules", ["1f1b", "zb_h1", "gpipe"], "NAME")
+    parser.option("--devices", 4, "P")
+    parser.option("--microbatches", 16, "M")
+    parser.option("--head", 2.0, "UNITS", "of the head and its gradient, a microbatch (2)")
+    parser.option("--unit", 0.02, "SECONDS", "of F, I and W (0.02)")
+    parser.option("--repeats", 3, "N")
+    parser.option("--heads", ["NOWHERE", "LAST", "SPREAD"], "WHERE", choices=[h.name for h in Head])
     args = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", args.devices)
-    rows = []
+    rows = told(_rows(args))
+    sizes = (
+        f"P = {args.devices}, M = {args.microbatches}; F, I, W = {args.unit * 1e3:g} ms, "
+        f"head {args.head:g} of that a microbatch"
+    )
+    title = f"Emulated devices, a head on one of them and on all ({sizes})"
+    Result(title, describe(), COLUMNS, rows, NOTES).write(args.output)
+
+
+def _rows(args: argparse.Namespace) -> Iterator[Row]:
     for name in args.schedules:
         bare = 0.0
         for head in (Head[name] for name in args.heads):
             wall, ideal, program = measure(args, name, head)
             bare = ideal if head is Head.NOWHERE else bare
-            least = bare + (
-                0
-                if head is Head.NOWHERE
-                else args.microbatches * args.head * args.unit / args.devices
-            )
-            rows.append(
-                (
-                    name,
-                    head.value,
-                    *(
-                        f"{number:.3f}"
-                        for number in (wall, ideal, wall / ideal, wall / least, program)
-                    ),
-                )
-            )
-            print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
-    sizes = (
-        f"P = {args.devices}, M = {args.microbatches}; F, I, W = {args.unit * 1e3:g} ms, "
-        f"head {args.head:g} of that a microbatch"
-    )
-    Result(
-        f"Emulated devices, a head on one of them and on all ({sizes})",
-        describe(),
-        COLUMNS,
-        rows,
-        NOTES,
-    ).write(args.output)
+            of_head = 0 if head is Head.NOWHERE else args.microbatches * args.head * args.unit
+            least = bare + of_head / args.devices
+            numbers = (wall, ideal, wall / ideal, wall / least, program)
+            yield (name, head.value, *(f"{number:.3f}" for number in numbers))
 
 
 if __name__ == "__main__":

@@ -30,11 +30,10 @@ import jaxpipe as jp
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.moves import LargeMove, Move, large_moves
-from benchmarks.output import Result, add_output
-from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits, most_waits
+from benchmarks.output import Command, Result
+from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits, most_waits, steady
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
-from tests.gpu.programs import gpu_fault, gpu_mesh
+from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 GIB = 2**30
 DATA = "data"
@@ -97,7 +96,7 @@ class Case:
         mesh = described((self.devices, *(self.other for _ in second)), ("pipe", *second))
         model = Model(shape, remat_layer=_layer_policy(self.remat), sequence=tensor, tensor=tensor)
         pipe = jp.Pipeline(
-            jp.Model(model.stage, first=model.first, last=model.last),
+            model.by_stages(),
             schedule,
             mesh,
             sharding=jp.Sharding(
@@ -122,24 +121,8 @@ def _layer_policy(remat: Remat) -> Callable[..., bool] | bool:
 
 
 COLUMNS = (
-    "schedule",
-    "axes",
-    "remat",
-    "predicates",
-    "on host",
-    "waits",
-    "copies",
-    "transposes",
-    "fills",
-    "others",
-    "in blocks",
-    "slices",
-    "GiB moved",
-    "permutes",
-    "collectives",
-    "temp",
-    "total",
-    "CPU s",
+    "schedule  axes  remat  predicates  on host  waits  copies  transposes  fills  others  "
+    "in blocks  slices  GiB moved  permutes  collectives  temp  total  CPU s"
 )
 NOTES = (
     "predicates: loops of unknown trip count and conditionals; on host: those that are no nodes "
@@ -225,25 +208,15 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     catalogue = [name for name in jp.schedules.names() if name != "no_pipelining"]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Command(__doc__)
+    parser.option("--schedules", catalogue, "NAME")
+    parser.option(
+        "--grid", ["1f1b", "zb_h1"], "NAME", "those compiled for all meshes and choices of remat"
     )
-    parser.add_argument("--schedules", nargs="+", default=catalogue, metavar="NAME")
-    parser.add_argument(
-        "--grid",
-        nargs="*",
-        default=["1f1b", "zb_h1"],
-        metavar="NAME",
-        help="those compiled for all meshes and choices of remat",
-    )
-    parser.add_argument(
-        "--axes", nargs="+", type=Axes, choices=list(Axes), default=list(Axes), metavar="AXES"
-    )
-    parser.add_argument(
-        "--remat", nargs="+", type=Remat, choices=list(Remat), default=list(Remat), metavar="REMAT"
-    )
-    parser.add_argument("--devices", type=int, default=8, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=32, metavar="M")
+    parser.option("--axes", list(Axes), "AXES", choices=list(Axes))
+    parser.option("--remat", list(Remat), "REMAT", choices=list(Remat))
+    parser.option("--devices", 8, "P")
+    parser.option("--microbatches", 32, "M")
     parser.add_argument(
         "--options", nargs="*", default=[], metavar="NAME=VALUE", help="XLA options to compile with"
     )
@@ -252,14 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         action="store_true",
         help="print every predicate, copy and collective to the error output",
     )
-    add_output(parser)
     args = parser.parse_args(argv)
-    fault = gpu_fault()
-    if fault is not None:
-        parser.error(
-            f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
-            "jax-cuda13-pjrt of jaxlib's version"
-        )
+    require_gpu_compiler(parser)
     flags = {"true": True, "false": False}  # JAX takes no text for these
     given = dict(option.split("=", 1) for option in args.options)
     options = {name: flags.get(value, value) for name, value in given.items()}

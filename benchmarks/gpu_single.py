@@ -39,7 +39,7 @@ import jaxpipe as jp
 from benchmarks.baselines.accumulate import accumulate
 from benchmarks.baselines.model import Model
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result
 from examples.gpt.model import GPT
 from jaxpipe.lowering.plan import Plan
 from jaxpipe.program.segments import Presence
@@ -119,15 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Result(
         f"One device, {LAYERS} layers of a GPT ({SIZES[size]}) (medians of {args.repeats} turns)",
         [*machine, f"device: {device}"],
-        (
-            "contender",
-            "command buffers",
-            "step ms",
-            "/ plain",
-            "throughput",
-            "predicates",
-            "us a predicate",
-        ),
+        "contender  command buffers  step ms  / plain  throughput  predicates  us a predicate",
         rows,
         NOTES,
     ).write(args.output)
@@ -142,17 +134,12 @@ NOTES = (
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Command(__doc__)
     parser.add_argument("--size", choices=SIZES, help="default: gpu where there is one, else cpu")
-    parser.add_argument(
-        "--chunks", nargs="+", type=int, choices=(1, 2, 4, 8), default=(1, 2, 4, 8), metavar="V"
-    )
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="turns that are timed")
+    parser.option("--chunks", (1, 2, 4, 8), "V", choices=(1, 2, 4, 8))
+    parser.option("--repeats", 9, "N", "turns that are timed")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--buffers", choices=SETTINGS, default="", help=argparse.SUPPRESS)
-    add_output(parser)
     return parser.parse_args(argv)
 
 

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+import jaxpipe as jp
+
 PyTree: TypeAlias = Any
 TENSOR = "tensor"
 
@@ -78,6 +80,14 @@ class Model:
         return jnp.mean(
             jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(target, logits, 0), axis=-1)
         )
+
+    def by_stages(self) -> jp.Model:
+        """For a pipeline of stages of equal size."""
+        return jp.Model(self.stage, first=self.first, last=self.last)
+
+    def by_letters(self, letters: str) -> jp.Model:
+        """For one whose layers have letters: E, t and L."""
+        return jp.Model({"E": self.first, "t": self.layer, "L": self.last}, layers=letters)
 
     def _layer(self, params: PyTree, x: Any) -> Any:
         x = self._split(
@@ -184,20 +194,25 @@ def specs() -> dict[str, PyTree]:
     section 3); dim 0 is the layer.
     """
     column, row = PartitionSpec(None, None, TENSOR), PartitionSpec(None, TENSOR)
-    own = {
-        "query": column,
-        "key": column,
-        "value": column,
-        "out": row,
-        "gate": column,
-        "up": column,
-        "down": row,
-    }
+    own = dict.fromkeys(("query", "key", "value", "gate", "up"), column)
+    own |= dict.fromkeys(("out", "down"), row)
     return {
         "first": PartitionSpec(None, TENSOR),
         "stages": own,
         "last": {"head": PartitionSpec(None, TENSOR)},
     }
+
+
+def layered(canonical: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Parameters of one stage as those of layers "t"; of shapes by `jax.eval_shape`."""
+    return {**canonical, "stages": {"t": jax.tree.map(lambda leaf: leaf[0], canonical["stages"])}}
+
+
+def layered_specs() -> dict[str, PyTree]:
+    """The specs of these."""
+    split = specs()
+    own = {name: PartitionSpec(*spec[1:]) for name, spec in split["stages"].items()}
+    return {**split, "stages": {"t": own}}
 
 
 def batch(shape: Shape, microbatches: int, sharding: Any = None) -> dict[str, Any]:

@@ -12,8 +12,6 @@ memory it takes.  All steps of a context have the same tokens.  Sources of publi
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +23,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.blockwise import attend
-from benchmarks.llama import TENSOR, Shape, _cast, _norm, _swiglu, parameters, specs
+from benchmarks.llama import (
+    TENSOR,
+    Shape,
+    _cast,
+    _norm,
+    _swiglu,
+    batch,
+    layered,
+    layered_specs,
+    parameters,
+)
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output, write_all
+from benchmarks.output import Command, Result, told, write_all
 from jaxpipe.model.arguments import under_policies
-from tests.gpu.programs import gpu_fault, gpu_mesh
+from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 GIB, ROOM = 2**30, 80e9  # bytes of an H100
 PEAK, SHARE = 989e12, 0.5  # of an H100 in bfloat16, and the share that matmuls reach: assumed
@@ -66,25 +74,14 @@ class Case:
         model = jp.Model(functions, layers=layers, time=("tokens", "targets"))
         if self.remat:
             model = under_policies(model, {"t": "nothing_saveable"})
-        split, canonical = specs(), parameters(self.shape, 1)
-        whole = canonical["stages"]
-        own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), whole)
-        split["stages"] = {"t": {k: PartitionSpec(*v[1:]) for k, v in split["stages"].items()}}
         table = self.table()
-        pipe = jp.Pipeline(
-            model,
-            table,
-            mesh,
-            layout=even(self.shape.layers, table.num_stages),
-            sharding=jp.Sharding(specs=split if self.tensor > 1 else None),
-        )
-        rows = jax.ShapeDtypeStruct(
-            (self.sequences, self.context),
-            jnp.int32,
-            sharding=NamedSharding(mesh, PartitionSpec()),
-        )
-        params = pipe.place({**canonical, "stages": {"t": own}})
-        return pipe, params, {"tokens": rows, "targets": rows}
+        layout = even(self.shape.layers, table.num_stages)
+        sharding = jp.Sharding(specs=layered_specs() if self.tensor > 1 else None)
+        pipe = jp.Pipeline(model, table, mesh, layout=layout, sharding=sharding)
+        params = pipe.place(jax.eval_shape(layered, parameters(self.shape, 1)))
+        shape = replace(self.shape, rows=1, time=self.context)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        return pipe, params, batch(shape, self.sequences, everywhere)
 
     def _first(self, params: Any, microbatch: Any, *, ctx: jp.Context) -> Any:
         """x, with the position of its first token."""
@@ -134,6 +131,7 @@ class Case:
 
     def compiled(self) -> tuple[str, ...]:
         """A line of the first table."""
+        jax.clear_caches()  # what was traced and compiled for the case before
         begin = time.perf_counter()
         found = jp.inspect.report(*self.step())
         parts, slots, each = found["predicted"], found["slots"], found["pool_bytes"]
@@ -325,22 +323,13 @@ def notes(fused: str) -> tuple[Sequence[str], Sequence[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Command(__doc__)
     parser.add_argument("--only", nargs="+", type=int, help="numbers of cases to compile, from 0")
-    add_output(parser)
     args = parser.parse_args(argv)
-    fault = gpu_fault()
-    if fault is not None:
-        parser.error(f"GPU programs cannot be compiled here ({fault}); see tests/gpu/programs.py")
-    machine, rows = describe(), []
+    require_gpu_compiler(parser)
+    machine = describe()
     chosen = COMPILED if args.only is None else [COMPILED[i] for i in args.only]
-    for case in chosen:
-        rows.append(case.compiled())
-        jax.clear_caches()
-        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
-    lines = (rows, [case.predicted() for case in SIMULATED])
+    lines = (told(case.compiled() for case in chosen), [case.predicted() for case in SIMULATED])
     tables = zip(TITLES, COLUMNS, lines, notes(fused_fault()), strict=True)
     write_all([Result(title, machine, *rest) for title, *rest in tables], args.output)
 

@@ -54,15 +54,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def commit() -> str:
-    """The commit of the checkout, with -dirty where it has changes.
+def commit(root: Path = Path(__file__).parent) -> str:
+    """The commit of a checkout, this one, with -dirty where it has changes.
 
     JAXPIPE_RESULTS_COMMIT goes before it: results that were written do not count as changes.
     """
     given = os.environ.get("JAXPIPE_RESULTS_COMMIT")
     if given:
         return given
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=10"]
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=10"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

@@ -10,19 +10,18 @@ them.
 
 from __future__ import annotations
 
-import argparse
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
-from tests.gpu.programs import gpu_fault, gpu_mesh
+from benchmarks.output import Command, Result
+from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 MIB = 2**20
 DATA = "data"
@@ -45,38 +44,18 @@ class Case:
         table = jp.schedules.build(
             self.schedule, devices=self.pipe, microbatches=self.microbatches, chunks=self.chunks
         )
-        shape = Shape(
-            width=256,
-            heads=8,
-            kv_heads=4,
-            head_dim=32,
-            hidden=512,
-            vocab=1024,
-            layers=table.num_stages,
-            rows=self.data,
-            time=64,
-        )
+        narrow = Shape(width=256, heads=8, kv_heads=4, head_dim=32, hidden=512, vocab=1024, time=64)
+        shape = replace(narrow, layers=table.num_stages, rows=self.data)
         sizes = {"pipe": self.pipe, DATA: self.data, TENSOR: self.tensor}
         sizes = {name: size for name, size in sizes.items() if size > 1}
         mesh = gpu_mesh(tuple(sizes.values()), tuple(sizes))
-        model, split = (
-            Model(shape, remat_layer=True, sequence=True, tensor=TENSOR in sizes),
-            specs(),
-        )
-        pipe = jp.Pipeline(
-            jp.Model(model.stage, first=model.first, last=model.last),
-            table,
-            mesh,
-            sharding=jp.Sharding(
-                data=(DATA,) if DATA in sizes else (), specs=split if TENSOR in sizes else None
-            ),
-        )
+        model = Model(shape, remat_layer=True, sequence=True, tensor=TENSOR in sizes)
+        data, split = (DATA,) if DATA in sizes else (), specs() if TENSOR in sizes else None
+        sharding = jp.Sharding(data=data, specs=split)
+        pipe = jp.Pipeline(model.by_stages(), table, mesh, sharding=sharding)
         params = pipe.place(parameters(shape, table.num_stages))
-        rows = batch(
-            shape,
-            self.microbatches,
-            NamedSharding(mesh, PartitionSpec(DATA if DATA in sizes else None)),
-        )
+        by_row = NamedSharding(mesh, PartitionSpec(DATA if data else None))
+        rows = batch(shape, self.microbatches, by_row)
         planned = time.perf_counter()
         lowered = pipe.lower(params, rows)
         traced = time.perf_counter()
@@ -110,20 +89,8 @@ CASES = (
     Case("1f1b", 1, 128, 4, 1, 256),
 )
 COLUMNS = (
-    *(
-        "schedule",
-        "V",
-        "M",
-        "GPUs",
-        "pipe",
-        "data",
-        "tensor",
-        "build",
-        "trace",
-        "compile",
-        "memory",
-    ),
-    *("arguments", "outputs", "temp", "permutes", "text"),
+    "schedule  V  M  GPUs  pipe  data  tensor  build  trace  compile  memory  arguments  "
+    "outputs  temp  permutes  text"
 )
 NOTES = (
     "build, trace, compile: seconds of the wall clock, of the table and the pipeline, of jax's "
@@ -134,36 +101,23 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Command(__doc__)
     parser.add_argument(
         "--cases",
         nargs="+",
         metavar="NAME:V:P:D:T:M",
         help="instead of the usual ones, as in 1f1b:1:16:8:4:64",
     )
-    add_output(parser)
     args = parser.parse_args(argv)
-    fault = gpu_fault()
-    if fault is not None:
-        parser.error(
-            f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
-            "jax-cuda13-pjrt of jaxlib's version"
-        )
+    require_gpu_compiler(parser)
     chosen = [
         Case(name, *map(int, numbers))
         for name, *numbers in (text.split(":") for text in args.cases or ())
     ] or CASES
     machine = describe()
     rows = [case.line() for case in chosen]
-    Result(
-        "One step of a narrow Llama compiled for many described H100s",
-        machine,
-        COLUMNS,
-        rows,
-        NOTES,
-    ).write(args.output)
+    title = "One step of a narrow Llama compiled for many described H100s"
+    Result(title, machine, COLUMNS, rows, NOTES).write(args.output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ device runs at a time, so a spread head's sums over devices are not in it.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,22 +19,14 @@ import jax.numpy as jnp
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result
 from jaxpipe.measuring import measure_stages
 
 DEVICES, LAYERS, WIDTH, HIDDEN, TOKENS, VOCABULARY = 4, 2, 256, 1024, 256, 8192
+SCHEDULES = ("gpipe", "1f1b", "zb_h1", "zb_h2", "interleaved_1f1b", "zbv")
 COLUMNS = (
-    "schedule",
-    "M",
-    "F ms",
-    "head ms",
-    "share ms",
-    "without head",
-    "goal",
-    "last device",
-    "spread",
-    "last / goal",
-    "spread / goal",
+    "schedule  M  F ms  head ms  share ms  without head  goal  last device  spread  "
+    "last / goal  spread / goal"
 )
 
 
@@ -120,18 +111,10 @@ NOTES = (
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--schedules",
-        nargs="+",
-        default=("gpipe", "1f1b", "zb_h1", "zb_h2", "interleaved_1f1b", "zbv"),
-        metavar="NAME",
-    )
-    parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=15)
-    add_output(parser)
+    parser = Command(__doc__)
+    parser.option("--schedules", SCHEDULES, "NAME")
+    parser.option("--microbatches", 16, "M")
+    parser.option("--repeats", 15, "N")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     title = "A head on the last device and on all, simulated with measured costs"

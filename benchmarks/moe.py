@@ -16,7 +16,6 @@ prediction is arithmetic on the table.  Sources:
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import re
 import sys
@@ -33,11 +32,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.moves import large_moves
-from benchmarks.output import Result, add_output, write_all
-from jaxpipe.inspect.collectives import Compute
-from jaxpipe.inspect.programs import GpuProgram, compile_and_read, most_waits
+from benchmarks.output import Command, Result, write_all
+from jaxpipe.inspect.programs import Compute, GpuProgram, compile_and_read, most_waits
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
-from tests.gpu.programs import gpu_fault, gpu_mesh
+from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -282,34 +280,12 @@ CASES = {
 }
 DEFAULT = ("67b", "v3-merged", "v3-merged-data", "v3")  # of moe.txt
 COMPILED = (
-    *(
-        "run",
-        "schedule",
-        "pipe x expert x data",
-        "M",
-        "remat",
-        "fsdp",
-        "arguments",
-        "temp",
-        "moments",
-        "total",
-    ),
-    *("published", "host waits", "GiB moved", "beside", "trace", "compile"),
+    "run  schedule  pipe x expert x data  M  remat  fsdp  arguments  temp  moments  total  "
+    "published  host waits  GiB moved  beside  trace  compile"
 )
 PREDICTED = (
-    *(
-        "run",
-        "schedule",
-        "GPUs",
-        "F ms",
-        "sends ms",
-        "step s",
-        "exposed s",
-        "tokens/s",
-        "a GPU",
-        "MFU",
-    ),
-    "published tokens/s",
+    "run  schedule  GPUs  F ms  sends ms  step s  exposed s  tokens/s  a GPU  MFU  "
+    "published tokens/s"
 )
 NOTES = (
     (
@@ -346,22 +322,18 @@ TITLES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Command(__doc__)
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=DEFAULT)
     parser.add_argument(
         "--hidden", type=float, help="predict alone, with this share of the sends beside matmuls"
     )
-    add_output(parser)
     args = parser.parse_args(argv)
-    if args.hidden is None and (fault := gpu_fault()) is not None:
-        parser.error(f"GPU programs cannot be compiled here ({fault}); see tests/gpu/programs.py")
     machine, cases = describe(), [CASES[name] for name in args.cases]
     if args.hidden is not None:
         rows = [case.predicted(args.hidden) for case in cases]
         Result(TITLES[1], machine, PREDICTED, rows, NOTES[1]).write(args.output)
         return
+    require_gpu_compiler(parser)
     lines, predictions = [], []
     for case in cases:
         line, hidden = case.compiled()
@@ -369,10 +341,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines.append(line)
         predictions.append(case.predicted(hidden))
     tables = zip(TITLES, (COMPILED, PREDICTED), (lines, predictions), NOTES, strict=True)
-    write_all(
-        [Result(title, machine, columns, rows, notes) for title, columns, rows, notes in tables],
-        args.output,
-    )
+    write_all([Result(title, machine, *rest) for title, *rest in tables], args.output)
 
 
 if __name__ == "__main__":

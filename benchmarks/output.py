@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 WIDTH = 260
+Row: TypeAlias = "tuple[str, ...]"
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,15 @@ class Result:
 
     title: str
     machine: Sequence[str]
-    columns: Sequence[str]
+    columns: str | Sequence[str]  # names, or one text with two spaces between them
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
 
     def print(self, console: Console) -> None:
         """Print it all."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for i, name in enumerate(self.columns):
+        names = self.columns.split("  ") if isinstance(self.columns, str) else self.columns
+        for i, name in enumerate(names):
             table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
         for row in self.rows:
             table.add_row(*row)
@@ -62,8 +66,31 @@ def write_all(results: Sequence[Result], path: Path | None) -> None:
         path.write_text("\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n")
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """The option that every benchmark has."""
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="write the table here too"
-    )
+class Command(argparse.ArgumentParser):
+    """The command of a benchmark, described by its module's docstring, with the option that every
+    one has.
+    """
+
+    def __init__(self, text: str | None) -> None:
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument(
+            "-o", "--output", type=Path, metavar="FILE", help="write the table here too"
+        )
+
+    def option(
+        self, name: str, default: Any, metavar: str, text: str | None = None, **more: Any
+    ) -> None:
+        """Add an option of the type of its default; one of several values has a list of them."""
+        several = isinstance(default, list | tuple)
+        one = default[0] if several and default else "" if several else default
+        more |= {"nargs": "*"} if several else {}
+        self.add_argument(name, default=default, type=type(one), metavar=metavar, help=text, **more)
+
+
+def told(rows: Iterable[Row]) -> list[Row]:
+    """The rows, each printed to the error output as soon as it is known."""
+    found = []
+    for row in rows:
+        found.append(row)
+        print(*row, sep="  ", file=sys.stderr, flush=True)
+    return found

@@ -4,14 +4,14 @@ microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.llama import Model, Shape, parameters
+import jaxpipe as jp
+from benchmarks.llama import Model, Shape, batch, layered, parameters
 
 PyTree: TypeAlias = Any
 
@@ -21,8 +21,7 @@ class Planned:
     """A model as `measure` and `plan` take it; `microbatch` and `parameters` are shapes."""
 
     name: str
-    letters: str
-    layers: dict[str, Callable[..., Any]]
+    model: jp.Model
     parameters: dict[str, PyTree]
     microbatch: PyTree
 
@@ -49,16 +48,11 @@ def llama(*, layers: int, width: int, vocab: int, time: int, rows: int = 1) -> P
         time=time,
         rows=rows,
     )
-    model, canonical = Model(shape, tensor=False), parameters(shape, 1)
-    own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])
-    tokens = jax.ShapeDtypeStruct((rows, time), jnp.int32)
-    functions = {"E": model.first, "t": model.layer, "L": model.last}
     return Planned(
         f"Llama, {layers} x {width}, vocabulary {vocab}",
-        f"Et*{layers},L",
-        functions,
-        {**canonical, "stages": {"t": own}},
-        {"tokens": tokens, "targets": tokens},
+        Model(shape, tensor=False).by_letters(f"Et*{layers},L"),
+        jax.eval_shape(layered, parameters(shape, 1)),
+        batch(shape, 1),
     )
 
 
@@ -89,8 +83,7 @@ def mixed(*, pairs: int, width: int, rows: int) -> Planned:
     letters = "E" + "w" * pairs + "n" * pairs + "L"
     return Planned(
         f"Residual MLP, {pairs} wide and {pairs} narrow x {width}",
-        letters,
-        functions,
+        jp.Model(functions, layers=letters),
         canonical,
         {"x": _rows(rows, width)},
     )

@@ -11,8 +11,6 @@ H100), planned, and the step of each plan compiled.  "layers" is the sum of the 
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result, Row, told
 from benchmarks.planned_models import Planned, llama, mixed
-from tests.gpu.programs import gpu_fault, gpu_mesh
+from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 H100 = jp.measuring.Peak(flops=6e14, bandwidth=3e12, link=5e10, latency=1e-5)
 CHOICES = (
@@ -69,7 +67,7 @@ def compared(
     """
     mesh = gpu_mesh((devices,), ("pipe",))
     alone = Mesh(mesh.devices[:1], ("pipe",))
-    functions = jp.Model(model.layers, layers=model.letters)
+    functions = model.model
     costs = jp.measure(functions, model.parameters, model.microbatch, mesh=alone, peak=H100)
     costs = {letter: replace(cost, optimizer=0) for letter, cost in costs.items()}
     traced = jp.measuring.traced_memory(functions, model.parameters, model.microbatch, mesh=mesh)
@@ -87,7 +85,7 @@ def compared(
             "mesh": mesh,
         }
         plan = jp.plan(
-            model.letters, costs, devices=devices, microbatches=microbatches, **options
+            functions.layers, costs, devices=devices, microbatches=microbatches, **options
         ).best
         pipe = plan.pipeline(functions, mesh)
         found = pipe.lower(pipe.place(model.parameters), rows).compile().memory_analysis()
@@ -111,45 +109,34 @@ def row(model: Planned, found: Compared) -> tuple[str, ...]:
     )
 
 
-COLUMNS = ("model", "plan", "layout", "layers", "traced", "XLA", "layers / XLA", "traced / XLA")
+COLUMNS = "model  plan  layout  layers  traced  XLA  layers / XLA  traced / XLA"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--devices", type=int, default=4, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M")
+    parser = Command(__doc__)
+    parser.option("--devices", 4, "P")
+    parser.option("--microbatches", 8, "M")
     parser.add_argument("--tiny", action="store_true", help="one small model and one plan")
-    add_output(parser)
     args = parser.parse_args(argv)
-    fault = gpu_fault()
-    if fault is not None:
-        parser.error(
-            f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
-            "jax-cuda13-pjrt of jaxlib's version"
-        )
-    machine, rows, ratios = describe(), [], []
-    for model in TINY if args.tiny else MODELS:
-        for found in compared(
-            model, args.devices, args.microbatches, CHOICES[:1] if args.tiny else CHOICES
-        ):
-            rows.append(row(model, found))
-            ratios.append((found.layers, found.traced))
-            print("  ".join(rows[-1]), file=sys.stderr, flush=True)
+    require_gpu_compiler(parser)
+    machine, ratios = describe(), []
+
+    def lines() -> Iterator[Row]:
+        choices = CHOICES[:1] if args.tiny else CHOICES
+        for model in TINY if args.tiny else MODELS:
+            for found in compared(model, args.devices, args.microbatches, choices):
+                ratios.append((found.layers, found.traced))
+                yield row(model, found)
+
+    rows = told(lines())
     within = [sum(abs(ratio[i] - 1) <= 0.05 for ratio in ratios) for i in range(2)]
     notes = (
         "MiB of one device: parameters, the batch, gradients, pools, work space; no optimizer.",
         f"Within 5 % of XLA's figure: {within[1]} of {len(rows)} traced, {within[0]} of "
         f"{len(rows)} by the layers' sizes.",
     )
-    Result(
-        f"Memory of plans on {args.devices} described H100s, {args.microbatches} microbatches",
-        machine,
-        COLUMNS,
-        rows,
-        notes,
-    ).write(args.output)
+    title = f"Memory of plans on {args.devices} described H100s, {args.microbatches} microbatches"
+    Result(title, machine, COLUMNS, rows, notes).write(args.output)
 
 
 if __name__ == "__main__":

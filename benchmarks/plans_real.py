@@ -13,7 +13,6 @@ run.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -33,7 +32,7 @@ import jax.numpy as jnp
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result
 from benchmarks.plans_time import by_count, even
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import RunsOn, Target
@@ -93,30 +92,18 @@ def predicted(table: jp.Schedule, layout: str, costs: dict[str, LayerCost], hop:
     return plan_of(table, costs=times, overheads=where.overheads).seconds(where, times)
 
 
-COLUMNS = (
-    "pipeline",
-    "schedule",
-    "V",
-    "layout",
-    "predicted s",
-    "wall s",
-    "predicted / wall",
-    "against the plan",
-)
+COLUMNS = "pipeline  schedule  V  layout  predicted s  wall s  predicted / wall  against the plan"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--devices", type=int, default=2, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M")
-    parser.add_argument("--layers", type=int, default=12, metavar="N")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--rows", type=int, default=256, help="tokens of a microbatch")
-    parser.add_argument("--repeats", type=int, default=7, metavar="N")
-    add_output(parser)
+    parser = Command(__doc__)
+    parser.option("--devices", 2, "P")
+    parser.option("--microbatches", 8, "M")
+    parser.option("--layers", 12, "N")
+    parser.option("--width", 256, "N")
+    parser.option("--vocab", 4096, "N")
+    parser.option("--rows", 256, "N", "tokens of a microbatch")
+    parser.option("--repeats", 7, "N")
     args = parser.parse_args(argv)
     if args.layers % (2 * args.devices):
         parser.error(

@@ -14,7 +14,6 @@ before anything is run; transfers take no time in it.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,7 +22,7 @@ import jaxpipe as jp
 from benchmarks.emulated import run_group
 from benchmarks.emulated_worker import Case, Group
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.target import RunsOn, Target
 
@@ -103,42 +102,18 @@ def predicted(case: Case, unit: float, runs_on: RunsOn) -> float:
     return plan_of(case.build(), costs=costs, overheads=target.overheads).seconds(target, costs)
 
 
-COLUMNS = (
-    "pipeline",
-    "schedule",
-    "V",
-    "layout",
-    "predicted s",
-    "wall s",
-    "predicted / wall",
-    "against the plan",
-)
+COLUMNS = "pipeline  schedule  V  layout  predicted s  wall s  predicted / wall  against the plan"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Command(__doc__)
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--devices", type=int, default=4, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=12, metavar="M")
-    parser.add_argument(
-        "--unit",
-        type=float,
-        default=0.01,
-        metavar="SECONDS",
-        help="how long F of a layer holds its device",
-    )
-    parser.add_argument(
-        "--schedules",
-        nargs="+",
-        default=SCHEDULES,
-        metavar="NAME",
-        help="that the plan chooses among",
-    )
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="1, or one a device")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N")
-    add_output(parser)
+    parser.option("--devices", 4, "P")
+    parser.option("--microbatches", 12, "M")
+    parser.option("--unit", 0.01, "SECONDS", "how long F of a layer holds its device")
+    parser.option("--schedules", SCHEDULES, "NAME", "that the plan chooses among")
+    parser.option("--processes", 1, "N", "1, or one a device")
+    parser.option("--repeats", 5, "N")
     args = parser.parse_args(argv)
     machine = describe()
     if args.layers % (2 * args.devices):

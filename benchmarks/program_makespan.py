@@ -10,19 +10,17 @@ ends of a transfer wait for each other.  Transfers take no time.  The program is
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result
 from benchmarks.stage_costs import Sizes, StageCosts, measure
-from jaxpipe.lowering.cost_model import cost_parts, program_makespan
-from jaxpipe.lowering.plan import Plan, plan_of
+from jaxpipe.lowering.plan import Plan, cost_parts, plan_of, program_makespan
 from jaxpipe.schedules.registry import describe as describe_schedule
 
 UNIT = StageCosts(backward=2, input_grad=1, weight_grad=1)
-COLUMNS = ("schedule", "P", "V", "M", "unit", "measured", "blocks", "why")
+COLUMNS = "schedule  P  V  M  unit  measured  blocks  why"
 
 
 def ratio(plan: Plan, stage_costs: StageCosts) -> float:
@@ -67,18 +65,15 @@ NOTES = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--devices", nargs="+", type=int, default=[4, 8], metavar="P")
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 32], metavar="M")
+    parser = Command(__doc__)
+    parser.option("--devices", [4, 8], "P")
+    parser.option("--microbatches", [8, 32], "M")
     parser.add_argument(
         "--costs",
         metavar="B,I,W[,F,B,L]",
         help="in units of F, instead of measuring a stage; the last three: what first adds to F "
         "and to B, and last to F",
     )
-    add_output(parser)
     args = parser.parse_args(argv)
     machine = describe()
     measured = (
@@ -107,13 +102,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         )
     costs = f"{'given' if args.costs else 'measured'}, in units of F: {measured.describe()}"
-    Result(
-        "Makespan of the lowered program / makespan of its table",
-        machine,
-        COLUMNS,
-        rows,
-        (costs, *NOTES),
-    ).write(args.output)
+    title = "Makespan of the lowered program / makespan of its table"
+    Result(title, machine, COLUMNS, rows, (costs, *NOTES)).write(args.output)
 
 
 if __name__ == "__main__":

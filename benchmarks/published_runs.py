@@ -15,7 +15,6 @@ section 4).
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +22,12 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output, write_all
+from benchmarks.output import Command, Result
 from jaxpipe.lowering.target import Target
 from jaxpipe.planner.candidate import Candidate
 from jaxpipe.planner.layer_cost import Ends, LayerCost
-from jaxpipe.planner.request import Request, ways
-from jaxpipe.planner.search import Search
+from jaxpipe.planner.plan import Search
+from jaxpipe.planner.request import Request, allowed_remat
 from jaxpipe.planner.transformer import Transformer
 
 _MOST = 40  # devices of pipelines for which more schedules than 1F1B are tried, to bound the time
@@ -91,7 +90,6 @@ class Run:
         costs = self.costs(model)
         if not free or self.pipe == 1:
             costs = {c: replace(cost, ends=Ends.ONE) for c, cost in costs.items()}
-        remat, policies = ways(None if free else (self.remat,), costs, stages=free)
         request = Request(
             layers="E" + "t" * self.layers + "L",
             costs=costs,
@@ -100,8 +98,7 @@ class Run:
             transfer=model.transfer,
             schedules=self._schedules(free=free),
             chunks=tuple(v for v in (1, 2, 3, 4) if 1 < self.pipe <= self.layers // v or v == 1),
-            remat=remat,
-            policies=policies,
+            remat=allowed_remat(None if free else (self.remat,), costs, stages=free),
             memory=_MEMORY if free else None,
             offloads=free,
             target=Target().measured(None),
@@ -186,8 +183,7 @@ def _share(runs: Sequence[Run]) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_output(parser)
+    parser = Command(__doc__)
     args = parser.parse_args(argv)
     given = json.loads(Path(__file__).with_suffix(".json").read_text())
     runs = megatron(given["megatron_2021_table_1"]["rows"])
@@ -208,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 better,
             )
         )
-    columns = ("run", "published", "predicted", "difference", "as", "own", "planner's own")
+    columns = "run  published  predicted  difference  as  own  planner's own"
     notes = (
         f"TFLOP/s of a device, at {share:.1%} of the peak in matmuls, the same for all rows.",
         "as: the shortest of 1F1B and its interleaving with the published remat, in any memory.",
@@ -222,10 +218,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "By its sizes the published Llama 3 holds 85 to 100 GB without offload or remat; its "
         "authors freed tensors early (section 3.3.2).",
     )
-    write_all(
-        [Result("Published runs, predicted from their sizes", describe(), columns, rows, notes)],
-        args.output,
-    )
+    title = "Published runs, predicted from their sizes"
+    Result(title, describe(), columns, rows, notes).write(args.output)
 
 
 if __name__ == "__main__":

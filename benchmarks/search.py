@@ -12,7 +12,6 @@ machine; an instance whose optimum is proven returns at once.  Results of earlie
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jaxpipe as jp
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result
 
 BEST = Path(__file__).parent / "results" / "search_best.json"
 # a GPT stage (benchmarks/results/stage_costs.txt)
@@ -94,10 +93,8 @@ INSTANCES = tuple(Instance(costs, *shape) for shape in SHAPES for costs in COSTS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--search", type=float, default=60, metavar="SECONDS")
+    parser = Command(__doc__)
+    parser.option("--search", 60.0, "SECONDS")
     parser.add_argument(
         "--instances", type=int, nargs=2, default=(0, len(INSTANCES)), metavar=("FIRST", "END")
     )
@@ -108,7 +105,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="FILE",
         help="best known makespans, read and written",
     )
-    add_output(parser)
     args = parser.parse_args(argv)
     best = json.loads(args.best.read_text()) if args.best.exists() else {}
     rows, listed_gaps, searched_gaps, proven = [], [], [], []
@@ -154,26 +150,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "without and with search",
     )
     columns = (
-        "instance",
-        "relaxed",
-        "list",
-        "search",
-        "best",
-        "proven",
-        "by",
-        "list/best",
-        "search/best",
-        "search/proven",
-        "cpu s",
-        "cpu s",
+        "instance  relaxed  list  search  best  proven  by  list/best  search/best  "
+        "search/proven  cpu s  cpu s"
     )
-    Result(
-        f"auto against the best known and what is proven (search = {args.search:g})",
-        (),
-        columns,
-        rows,
-        notes,
-    ).write(args.output)
+    title = f"auto against the best known and what is proven (search = {args.search:g})"
+    Result(title, (), columns, rows, notes).write(args.output)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ its costs.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import enum
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import jax
@@ -31,10 +30,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.llama import Model, Shape, batch, parameters
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result, told
 from jaxpipe.inspect.programs import GpuProgram, compile_and_read, most_waits
 from jaxpipe.lowering.plan import plan_of
-from tests.gpu.programs import gpu_fault, gpu_mesh
+from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 GIB = 2**30
 # Llama 3: Llama team 2024, "The Llama 3 Herd of Models", table 3.  Gemma's vocabulary and width:
@@ -107,6 +106,12 @@ class Case:
         if self.ends is Ends.DEFERRED:
             return jp.defer_last(table, costs=costs)
         return jp.spread_first(table, costs=costs) if self.ends in (Ends.BOTH, Ends.TIED) else table
+
+    @property
+    def repeats_another(self) -> bool:
+        """Whether backwards are whole in the table of a spread head already."""
+        whole = self.ends is Ends.WHOLE_BACKWARDS
+        return whole and self.table() == dataclasses.replace(self, ends=Ends.HEAD).table()
 
     def costs(self, stages: int, *, head: bool = True) -> jp.Costs:
         """Operations of a token, in units of a stage's forward; without `spread` the head and its
@@ -205,8 +210,8 @@ def _operations(shape: Shape) -> tuple[float, float]:
 
 
 COLUMNS = (
-    *("model", "schedule", "head", "parameters", "gradients", "ends", "temp", "total"),
-    *("step", "step without head", "more", "asked", "waits", "CPU s"),
+    "model  schedule  head  parameters  gradients  ends  temp  total  step  "
+    "step without head  more  asked  waits  CPU s"
 )
 NOTES = (
     "parameters, gradients, temp, total: GiB of one device (of the program, so of the device "
@@ -231,6 +236,7 @@ NOTES = (
 
 def line(case: Case) -> tuple[str, ...]:
     """A line of the table."""
+    jax.clear_caches()  # what was traced and compiled for the case before
     begin = time.process_time()
     program, rows = case.program(), case.table().rows
     ends, plan = case.bytes_of_ends, plan_of(case.table())
@@ -261,63 +267,31 @@ def line(case: Case) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--models", nargs="+", default=list(MODELS), choices=list(MODELS), metavar="NAME"
-    )
-    parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb_h1"], metavar="NAME")
-    parser.add_argument("--devices", type=int, default=8, metavar="P")
-    parser.add_argument("--microbatches", type=int, default=32, metavar="M")
-    parser.add_argument("--tokens", type=int, default=4096, metavar="T", help="of a microbatch")
-    parser.add_argument(
-        "--block",
-        type=int,
-        default=512,
-        metavar="B",
-        help="queries whose scores are there at a time; 0 for all (512)",
-    )
-    parser.add_argument(
+    parser = Command(__doc__)
+    parser.option("--models", list(MODELS), "NAME", choices=list(MODELS))
+    parser.option("--schedules", ["1f1b", "zb_h1"], "NAME")
+    parser.option("--devices", 8, "P")
+    parser.option("--microbatches", 32, "M")
+    parser.option("--tokens", 4096, "T", "of a microbatch")
+    parser.option("--block", 512, "B", "queries whose scores are there at a time; 0 for all (512)")
+    parser.option(
         "--ends",
-        nargs="+",
-        default=[e.name for e in Ends if e is not Ends.DEFERRED],
+        [e.name for e in Ends if e is not Ends.DEFERRED],
+        "WHAT",
         choices=[e.name for e in Ends],
-        metavar="WHAT",
     )
-    add_output(parser)
     args = parser.parse_args(argv)
-    fault = gpu_fault()
-    if fault is not None:
-        parser.error(
-            f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
-            "jax-cuda13-pjrt of jaxlib's version"
-        )
-    rows = []
-    for model in args.models:
-        for schedule in args.schedules:
-            for ends in (Ends[name] for name in args.ends):
-                case = Case(
-                    model, schedule, ends, args.devices, args.microbatches, args.tokens, args.block
-                )
-                if (
-                    ends is Ends.WHOLE_BACKWARDS
-                    and case.table() == dataclasses.replace(case, ends=Ends.HEAD).table()
-                ):
-                    continue
-                rows.append(line(case))
-                jax.clear_caches()
-                print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
-    sizes = (
+    require_gpu_compiler(parser)
+    sizes = (args.devices, args.microbatches, args.tokens, args.block)
+    of = product(args.models, args.schedules, (Ends[name] for name in args.ends))
+    cases = [Case(*what, *sizes) for what in of]
+    rows = told(line(case) for case in cases if not case.repeats_another)
+    scores = f"of {args.block} queries at a time" if args.block else "whole"
+    title = (
+        "Head and embedding of one device each, and spread: "
         f"{args.devices} described H100s, M = {args.microbatches}, {args.tokens} tokens a "
-        "microbatch"
+        f"microbatch, attention scores {scores}"
     )
-    sizes += (
-        f", attention scores of {args.block} queries at a time"
-        if args.block
-        else ", attention scores whole"
-    )
-    title = f"Head and embedding of one device each, and spread: {sizes}"
     Result(title, describe(), COLUMNS, rows, NOTES).write(args.output)
 
 

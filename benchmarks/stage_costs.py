@@ -9,7 +9,6 @@ runs taken in turn: what other work on the machine adds is always more, never le
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ import numpy as np
 
 import jaxpipe as jp
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result
 from examples.gpt.model import GPT
 from jaxpipe.stage.code import run
 from jaxpipe.stage.trace import trace_stage
@@ -136,16 +135,13 @@ def _calls(sizes: Sizes) -> Mapping[str, Callable[[], Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=50, metavar="N")
+    parser = Command(__doc__)
+    parser.option("--repeats", 50, "N")
     parser.add_argument(
         "--tiny",
         action="store_true",
         help="a model that takes no time, to see that everything runs",
     )
-    add_output(parser)
     args = parser.parse_args(argv)
     machine = describe()
     sizes = Sizes(width=32, heads=2, context=16, vocab=32, rows=1) if args.tiny else Sizes()
@@ -162,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     title = (
         f"Costs of a GPT stage of one layer ({sizes}), in units of its F ({second * 1e3:.2f} ms)"
     )
-    Result(title, machine, ("action", "cost"), rows).write(args.output)
+    Result(title, machine, "action  cost", rows).write(args.output)
 
 
 if __name__ == "__main__":

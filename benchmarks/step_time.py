@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from benchmarks.baselines.circular import circular, place_circular
 from benchmarks.baselines.model import Model, PyTree
 from benchmarks.baselines.scan_permute import place_stages, scan_permute
 from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.output import Command, Result, Row, told
 from examples.gpt.model import GPT
 
 DEVICES = 4
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = (
         Sizes(layers=8, width=32, heads=2, context=16, vocab=32, rows=1) if args.tiny else Sizes()
     )
-    rows: list[tuple[str, ...]] = []
+    rows: list[Row] = []
     notes = list(NOTES)
     for count in args.microbatches:
         with contextlib.ExitStack() as stack:
@@ -90,11 +89,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             except ImportError as error:
                 notes.append(f"torch.distributed.pipelining was left out: {error}")
             _check(contenders)
-            rows += _rows(contenders, count, args.repeats)
+            rows += told(_rows(contenders, count, args.repeats))
     Result(
         f"A step of a GPT ({sizes}), P = {DEVICES} (medians of {args.repeats} turns)",
         machine,
-        ("contender", "M", "wall s", "CPU s", "wall / plain", "CPU / plain"),
+        "contender  M  wall s  CPU s  wall / plain  CPU / plain",
         rows,
         notes,
     ).write(args.output)
@@ -115,17 +114,14 @@ NOTES = (
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="turns that are timed")
+    parser = Command(__doc__)
+    parser.option("--microbatches", [8, 16], "M")
+    parser.option("--repeats", 9, "N", "turns that are timed")
     parser.add_argument(
         "--tiny",
         action="store_true",
         help="a model that takes no time, to see that everything runs",
     )
-    add_output(parser)
     return parser.parse_args(argv)
 
 
@@ -276,28 +272,17 @@ def _check(contenders: Sequence[Contender]) -> None:
             )
 
 
-def _rows(contenders: Sequence[Contender], count: int, repeats: int) -> list[tuple[str, ...]]:
+def _rows(contenders: Sequence[Contender], count: int, repeats: int) -> Iterator[Row]:
     """Take turns, then make lines."""
     samples = np.array(
         [[contender.measure() for contender in contenders] for _ in range(repeats + 1)]
     )[1:]
     ratios = samples / samples[:, :1]
-    found: list[tuple[str, ...]] = []
     for i, contender in enumerate(contenders):
         wall, cpu = (statistics.median(samples[:, i, k]) for k in (0, 1))
         of_plain = [statistics.median(ratios[:, i, k]) for k in (0, 1)]
-        found.append(
-            (
-                contender.name,
-                str(count),
-                f"{wall:.3f}",
-                f"{cpu:.3f}",
-                f"{of_plain[0]:.2f}",
-                f"{of_plain[1]:.2f}",
-            )
-        )
-        print("  ".join(found[-1]), file=sys.stderr, flush=True)
-    return found
+        seconds, ratio = (f"{wall:.3f}", f"{cpu:.3f}"), (f"{each:.2f}" for each in of_plain)
+        yield (contender.name, str(count), *seconds, *ratio)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ last counts steps of the table with transfers, so ours does that too.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import time
@@ -21,7 +20,7 @@ import torch.distributed.pipelining.schedules as peer
 import jaxpipe as jp
 
 from .machine import describe
-from .output import Result, add_output
+from .output import Command, Result
 from .torch_tables import torch_rows
 
 STEPS = (
@@ -112,17 +111,12 @@ def rows_of(size: tuple[int, int, int], repeats: int, peer_repeats: int) -> list
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--sizes", nargs="+", default=["8,2,64", "32,4,512", "64,2,1024"], metavar="P,V,M"
-    )
+    parser = Command(__doc__)
+    parser.option("--sizes", ["8,2,64", "32,4,512", "64,2,1024"], "P,V,M")
     parser.add_argument(
         "--repeats", type=int, default=5, help="runs of ours, of which the median is shown"
     )
     parser.add_argument("--peer-repeats", type=int, default=3, help="runs of torch's")
-    add_output(parser)
     arguments = parser.parse_args()
     rows: list[tuple[str, ...]] = []
     for text in arguments.sizes:
@@ -134,7 +128,7 @@ def main() -> None:
         "together: generate, check, add transfers and simulate; torch's simulation is the count "
         "of steps.",
     )
-    columns = ("interleaved 1F1B", "step", "jaxpipe", "torch", "torch / jaxpipe")
+    columns = "interleaved 1F1B  step  jaxpipe  torch  torch / jaxpipe"
     Result("Speed of tables", describe("torch"), columns, rows, notes).write(arguments.output)
 
 

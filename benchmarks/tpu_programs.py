@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -27,9 +26,8 @@ from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat, _layer_policy
 from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.moves import Move, large_moves_on_tpus
-from benchmarks.output import Result, add_output
-from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.programs import Purpose, TpuProgram
+from benchmarks.output import Command, Result, told
+from jaxpipe.inspect.programs import Purpose, TpuProgram, steady
 from jaxpipe.lowering.target import Chip
 from tests.tpu.programs import tpu_fault, tpu_mesh
 
@@ -117,6 +115,7 @@ NOTES = (
 
 def line(work: Work, *, predicts: bool, plain: bool) -> tuple[str, ...]:
     """A line of the table of results."""
+    jax.clear_caches()  # what was traced and compiled for the case before
     case = work.case
     pipe, params, rows = work.arguments()
     lowered = pipe.lower(params, rows)
@@ -212,7 +211,7 @@ def plain_model(case: Case, topology: str) -> Any:
     shape, tensor = dataclasses.replace(case.shape, layers=case.layers), case.axes is Axes.TENSOR
     policy = _layer_policy(case.remat)
     model = Model(shape, remat_layer=policy, sequence=tensor, tensor=tensor)
-    own = jp.Model(model.stage, first=model.first, last=model.last)
+    own = model.by_stages()
     mesh = tpu_mesh((1, case.other if tensor else 1), ("pipe", TENSOR), topology=topology)
     one = jp.Pipeline(
         own,
@@ -228,9 +227,7 @@ def plain_model(case: Case, topology: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Command(__doc__)
     names = [name for name in jp.schedules.names() if name != "no_pipelining"]
     models = ("small", "grid", "8b", "70b", "moe")
     parser.add_argument(
@@ -240,21 +237,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=models,
         help="grid: the small one on other axes, with other remats, and on v6e",
     )
-    parser.add_argument("--schedules", nargs="+", default=names, metavar="NAME")
+    parser.option("--schedules", names, "NAME")
     parser.add_argument(
         "--predict", action="store_true", help="predict memory too: compiles each block alone"
     )
     parser.add_argument("--plain", action="store_true", help="compile plain JAX too")
-    add_output(parser)
     args = parser.parse_args(argv)
     fault = tpu_fault()
     if fault is not None:
         parser.error(f"TPU programs cannot be compiled here ({fault}); install libtpu")
-    machine, rows = describe(), []
-    for work in works(args):
-        rows.append(line(work, predicts=args.predict, plain=args.plain))
-        jax.clear_caches()  # what was traced and compiled for the case before
-        print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
+    machine = describe()
+    rows = told(line(work, predicts=args.predict, plain=args.plain) for work in works(args))
     sizes = f"width {SHAPE.width}, {SHAPE.rows} x {SHAPE.time} tokens, 2 layers a stage"
     small = f"small: a transformer ({sizes})"
     title = f"Steps on described TPUs, M = 16 (67B-A2B: 32); {small}; Llama 3's and Marin's shapes"

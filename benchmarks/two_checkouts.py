@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.machine import describe
-from benchmarks.output import Result, add_output
+from benchmarks.machine import commit, describe
+from benchmarks.output import Command, Result, Row, told
 
 ROOT = Path(__file__).resolve().parent.parent
 # Runs in either checkout.  Says what it has, then runs the contender whose number it reads and
@@ -97,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     machine = describe()
     other = args.other.resolve()
-    rows = [row for count in args.microbatches for row in _rows(other, args, count)]
+    rows = told(row for count in args.microbatches for row in _rows(other, args, count))
     Result(
-        f"A step of this checkout / of {_commit(other)}, P = 4 ({args.starts} starts of "
+        f"A step of this checkout / of {commit(other)}, P = 4 ({args.starts} starts of "
         f"{args.repeats} turns)",
         machine,
         (
@@ -120,28 +120,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Command(__doc__)
     parser.add_argument("other", type=Path, help="the root of the other checkout")
-    parser.add_argument("--microbatches", nargs="+", type=int, default=[8, 16], metavar="M")
-    parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="turns of each start that are timed"
-    )
-    parser.add_argument(
-        "--starts", type=int, default=3, metavar="N", help="how often processes start again"
-    )
+    parser.option("--microbatches", [8, 16], "M")
+    parser.option("--repeats", 5, "N", "turns of each start that are timed")
+    parser.option("--starts", 3, "N", "how often processes start again")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these contenders")
     parser.add_argument(
         "--tiny",
         action="store_true",
         help="a model that takes no time, to see that everything runs",
     )
-    add_output(parser)
     return parser.parse_args(argv)
 
 
-def _rows(other: Path, args: argparse.Namespace, count: int) -> Iterator[tuple[str, ...]]:
+def _rows(other: Path, args: argparse.Namespace, count: int) -> Iterator[Row]:
     """A line a contender: medians over the turns of all starts."""
     turns: dict[str, list[Turn]] = {}
     for _ in range(args.starts):
@@ -156,14 +149,8 @@ def _rows(other: Path, args: argparse.Namespace, count: int) -> Iterator[tuple[s
         for worker in workers:
             worker.close()
     for name, samples in turns.items():
-        row = (
-            name,
-            str(count),
-            *_compared([turn.wall for turn in samples]),
-            *_compared([turn.cpu for turn in samples]),
-        )
-        print("  ".join(row), file=sys.stderr, flush=True)
-        yield row
+        sides = ([turn.wall for turn in samples], [turn.cpu for turn in samples])
+        yield (name, str(count), *(text for side in sides for text in _compared(side)))
 
 
 def _compared(pairs: Sequence[tuple[float, float]]) -> tuple[str, str, str, str]:
@@ -182,16 +169,6 @@ def _turn(workers: Sequence[Worker], name: str, *, first: int) -> Turn:
     seconds = {w: workers[w].measure(name) for w in (first, 1 - first)}
     (wall, cpu), (other_wall, other_cpu) = seconds[0], seconds[1]
     return Turn((wall, other_wall), (cpu, other_cpu))
-
-
-def _commit(root: Path) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(root), "describe", "--always", "--abbrev=10"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or root.name
 
 
 if __name__ == "__main__":

@@ -41,60 +41,19 @@ if TYPE_CHECKING:
     from . import modules as modules
     from . import planner as planner
     from . import render as render
-    from .measuring import measure
-    from .model.calls import Context
-    from .model.functions import Loss
-    from .model.model import Model
-    from .model.settings import Memory, Sharding
-    from .model.spread import spread
-    from .optimizers import per_layer
-    from .pipeline import Pipeline
-    from .planner.layer_cost import LayerCost
-    from .planner.plan import plan
-    from .vocabulary import VocabEmbedding, VocabHead
-
-__all__ = [
-    "Action",
-    "CheckpointError",
-    "Context",
-    "CostError",
-    "Costs",
-    "JaxpipeError",
-    "Kind",
-    "LayerCost",
-    "Loss",
-    "Memory",
-    "Model",
-    "Offload",
-    "Overlap",
-    "Pipeline",
-    "PipelineError",
-    "Placement",
-    "PlanError",
-    "Schedule",
-    "ScheduleError",
-    "Sharding",
-    "Transfers",
-    "VocabEmbedding",
-    "VocabHead",
-    "add_recompute",
-    "add_transfers",
-    "check",
-    "defer_last",
-    "inspect",
-    "lower_bound",
-    "measure",
-    "merge_backward",
-    "parse_layout",
-    "per_layer",
-    "plan",
-    "schedules",
-    "simulate",
-    "split_backward",
-    "spread",
-    "spread_first",
-    "spread_last",
-]
+    from .measuring import measure as measure
+    from .model.calls import Context as Context
+    from .model.calls import spread as spread
+    from .model.functions import Loss as Loss
+    from .model.model import Model as Model
+    from .model.settings import Memory as Memory
+    from .model.settings import Sharding as Sharding
+    from .optimizers import per_layer as per_layer
+    from .pipeline import Pipeline as Pipeline
+    from .planner.layer_cost import LayerCost as LayerCost
+    from .planner.plan import plan as plan
+    from .vocabulary import VocabEmbedding as VocabEmbedding
+    from .vocabulary import VocabHead as VocabHead
 
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is
 # not installed.  So is what may be deleted.
@@ -111,8 +70,39 @@ _ON_FIRST_USE = {
     "measure": "measuring",
     "per_layer": "optimizers",
     "plan": "planner.plan",
-    "spread": "model.spread",
+    "spread": "model.calls",
 }
+__all__ = [
+    *_ON_FIRST_USE,
+    "Action",
+    "CheckpointError",
+    "CostError",
+    "Costs",
+    "JaxpipeError",
+    "Kind",
+    "Offload",
+    "Overlap",
+    "PipelineError",
+    "Placement",
+    "PlanError",
+    "Schedule",
+    "ScheduleError",
+    "Transfers",
+    "add_recompute",
+    "add_transfers",
+    "check",
+    "defer_last",
+    "inspect",
+    "lower_bound",
+    "merge_backward",
+    "parse_layout",
+    "schedules",
+    "simulate",
+    "split_backward",
+    "spread_first",
+    "spread_last",
+]
+
 _MODULES = ("debug", "inspect", "measuring", "megatron", "modules", "planner", "render")
 
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from .arrays import PyTree, by_path
 from .errors import CheckpointError, quoted
 from .pipeline import Pipeline
 from .portable import PortableState
+from .table.typed import is_whole
 
 try:
     import orbax.checkpoint as ocp
@@ -132,16 +132,12 @@ class Checkpoints:
         self.wait()
         canonical = self._portable.of(state)
         about = {"leaves": _leaves(canonical)}
-        empty = [
-            f"{name} is {_aval(entry)}" for name, entry in about["leaves"].items() if 0 in entry[1]
-        ]
-        if empty:
-            head = (
-                "orbax writes no arrays of size 0; put None in their place, or leave out the "
-                "parameters that they belong to"
-            )
-            raise CheckpointError.listing(head, empty)
-        if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        CheckpointError.refuse(
+            "orbax writes no arrays of size 0; put None in their place, or leave out the "
+            "parameters that they belong to",
+            [f"{name} is {_aval(leaf)}" for name, leaf in about["leaves"].items() if 0 in leaf[1]],
+        )
+        if not is_whole(step) or step < 0:
             raise CheckpointError(f"a step is a whole number from 0 on, but got {quoted(step)}")
         for damaged in [found for found in self._damaged if found >= step]:
             del self._damaged[damaged]
@@ -315,24 +311,19 @@ class Checkpoints:
     ) -> None:
         """CheckpointError listing every leaf that differs."""
         odd = [name for name in {**stored, **wanted} if stored.get(name) != wanted.get(name)]
-        if not odd:
-            return
         faults = [
-            f"{name}: the state wants {_aval(wanted[name])}, but "
-            f"{_aval(stored[name]) if name in stored else 'none'} was saved"
-            if name in wanted
-            else f"{name}: {_aval(stored[name])} was saved, but the state has none"
+            f"{name}: the state wants {_aval(wanted.get(name))}, but {_aval(stored.get(name))} was "
+            "saved"
             for name in odd
         ]
-        hint = ""
-        both = [name for name in odd if name in wanted and name in stored]
-        if not self._portable.layer_axis and any("stages" in name.split("/") for name in both):
-            hint = (
-                "\n(another number of stages can resume only where both runs say "
+        head = f"step {step} of {self._folder} was saved by another model or optimizer"
+        both = [name.split("/") for name in odd if name in wanted and name in stored]
+        if not self._portable.layer_axis and any("stages" in path for path in both):
+            head += (
+                " (another number of stages can resume only where both runs say "
                 "Checkpoints(..., layer_axis=True))"
             )
-        where = f"step {step} of {self._folder} was saved by another model or optimizer:\n"
-        raise CheckpointError(where + "\n".join(f"  {f}" for f in faults) + hint, tuple(faults))
+        CheckpointError.refuse(head, faults)
 
 
 def _leaves(canonical: PyTree) -> dict[str, list[Any]]:
@@ -348,8 +339,8 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:400]}"
 
 
-def _aval(entry: list[Any]) -> str:
-    return f"{entry[0]}{entry[1]}"
+def _aval(entry: list[Any] | None) -> str:
+    return "none" if entry is None else f"{entry[0]}{entry[1]}"
 
 
 def _shape_of(leaf: Any) -> Any:

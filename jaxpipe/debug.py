@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .arrays import Params, PyTree, by_index, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
-from .model.functions import Extra, Loss, StageOutput, make_extra, split_batch
-from .model.leaf_plan import leaf_plans
-from .model.mesh import outside_contexts
+from .model.functions import Extra, Loss, StageOutput, split_batch
 from .model.param_layout import with_outer
+from .model.partition import leaf_plans
+from .model.settings import outside_contexts
 from .pipeline import Pipeline
 from .spmd.step import shard_key
 from .spmd.xla import mapped
@@ -185,7 +185,7 @@ class _Search:
     def _specs(self, call: _Call) -> tuple[PyTree, ...]:
         """How these are split over the data axes along which functions are given local parts."""
         if call.function == "stage":
-            own = self.pipe.layout.leaves_of(call.stage, self.plans["stages"])
+            own = self.pipe.layout.held(call.stage, self.plans["stages"]).leaves
         else:
             own = leaf_plans(self.plans[call.function])
         both = zip(self._params(call), (own, leaf_plans(self.plans["shared"])), strict=True)
@@ -271,7 +271,7 @@ class _Search:
                     return leaf
                 return lax.dynamic_slice_in_dim(leaf, k * length, length, 1)
 
-            return jax.tree.map(cut, x), make_extra(rows, key, stage, k, call.wants, slices)
+            return jax.tree.map(cut, x), functions.extra(rows, key, stage, k, call.wants)
 
         def one(carried: PyTree, k: Any) -> tuple[PyTree, dict[str, Any]]:
             (carry, buffers), (own, extra) = carried, inputs(k)
@@ -337,7 +337,8 @@ class _Search:
 
     def _extra(self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any) -> Extra:
         """The further arguments of the function in the step."""
-        return make_extra(split_batch(batch, self.count), key, stage, microbatch, call.wants)
+        functions = replace(self.pipe.functions, slices=1)
+        return functions.extra(split_batch(batch, self.count), key, stage, microbatch, call.wants)
 
     def _inputs(self, params: PyTree, x: PyTree, extra: Extra) -> _Counts:
         own, shared = params

@@ -1,4 +1,4 @@
-"""The eager executor: a program run by `program.interpret` in one process, with plain `jax.vjp` for
+"""The eager executor: a program run by `program.ir.interpret` in one process, with plain `jax.vjp`
 the stages.
 
 No shard_map, no compilation, no cut of the backward: an oracle for the SPMD executor, and a step
@@ -19,10 +19,10 @@ from jax import lax
 from .arrays import Params, PyTree, stacked, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
-from .model.functions import StageOutput, make_extra
-from .model.leaf_plan import LeafPlan, leaf_plans
+from .model.functions import StageOutput
 from .model.param_layout import OUTER
-from .program.interpret import Step, interpret
+from .model.partition import LeafPlan, leaf_plans
+from .program.ir import Step, interpret
 from .program.verify import verify
 from .spmd.step import accumulator_dtype, merged_state, totals
 from .stage.model_code import Job, check_state_gradient
@@ -75,7 +75,7 @@ class EagerExecutor:
 
 
 class _Shard:
-    """The model on one data shard (a `program.interpret.Model`): residuals are `jax.vjp` functions,
+    """The model on one data shard (a `program.ir.Model`): residuals are `jax.vjp` functions,
     a stash is the gradient itself.
     """
 
@@ -88,7 +88,7 @@ class _Shard:
         self.params: dict[Any, PyTree] = {key: params[key] for key in OUTER}
         self.params |= {s: layout.of_stage(s, params["stages"]) for s in self.stages}
         plans: dict[Any, list[LeafPlan]] = {key: leaf_plans(job.plans[key]) for key in OUTER}
-        plans |= {s: layout.leaves_of(s, job.plans["stages"]) for s in self.stages}
+        plans |= {s: layout.held(s, job.plans["stages"]).leaves for s in self.stages}
 
         def empty(leaf: Any, plan: LeafPlan) -> Any:
             dtype = accumulator_dtype(leaf.dtype, job.accumulate)
@@ -124,7 +124,7 @@ class _Shard:
 
     def _extra(self, stage: int, microbatch: int, wants: frozenset[str]) -> dict[str, PyTree]:
         numbers = jnp.int32(stage), jnp.int32(microbatch)
-        return make_extra(self.batch, self.rng, *numbers, wants, self.functions.slices)
+        return self.functions.extra(self.batch, self.rng, *numbers, wants)
 
     def run(self, step: Step) -> Mapping[str, Any]:
         """Runs one action and returns the values that it makes.

@@ -15,13 +15,20 @@ _MOST_BITS = 512  # of a whole number that is written out
 
 class JaxpipeError(ValueError):
     """Base of every error about user input: what is invalid, where, why, and what to
-    write instead.
+    write instead.  `.faults` holds every fault.
     """
+
+    faults: tuple[str, ...]
+
+    def __init__(self, message: str, faults: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults or (message,)
 
     @classmethod
     def listing(cls, head: str, faults: Iterable[str]) -> Self:
         """The error whose message has a line for each fault (the first hundred), below `head`."""
-        return cls(listed(head, tuple(faults)))
+        found = tuple(faults)
+        return cls(listed(head, found) if head else "\n".join(found), found)
 
     @classmethod
     def refuse(cls, head: str, faults: Iterable[str]) -> None:
@@ -63,9 +70,9 @@ class ScheduleError(JaxpipeError):
 
     violations: tuple[Violation, ...]
 
-    def __init__(self, message: str, violations: tuple[Violation, ...] = ()) -> None:
-        super().__init__(message)
-        self.violations = violations
+    def __init__(self, message: str, faults: tuple[Violation | str, ...] = ()) -> None:
+        super().__init__(message, tuple(map(str, faults)))
+        self.violations = tuple(fault for fault in faults if isinstance(fault, Violation))
 
 
 class CostError(JaxpipeError):
@@ -74,39 +81,23 @@ class CostError(JaxpipeError):
     """
 
 
-class FaultsError(JaxpipeError):
-    """An error that lists every fault: `.faults` holds them."""
-
-    faults: tuple[str, ...]
-
-    def __init__(self, message: str, faults: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.faults = faults or (message,)
-
-    @classmethod
-    def listing(cls, head: str, faults: Iterable[str]) -> Self:
-        """As of every error; `.faults` are these."""
-        found = tuple(faults)
-        return cls(listed(head, found) if head else "\n".join(found), found)
-
-
-class PipelineError(FaultsError):
+class PipelineError(JaxpipeError):
     """A mesh, parameter tree, batch or function that does not fit the schedule; `.faults` holds
     every one.
     """
 
 
-class PlanError(FaultsError):
+class PlanError(JaxpipeError):
     """A model, costs or a memory limit for which there is no plan; `.faults` holds every reason."""
 
 
-class CheckpointError(FaultsError):
+class CheckpointError(JaxpipeError):
     """A checkpoint that is not there or is of another model, or a state that cannot be saved;
     `.faults` holds every one.
     """
 
 
-class ProgramError(FaultsError):
+class ProgramError(JaxpipeError):
     """A lowered program that does not compute its schedule: a bug of jaxpipe, found before anything
     is compiled.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -54,10 +54,6 @@ class Fault:
     what: str
     workaround: str
 
-    def holds(self, installed: str | None) -> bool:
-        """Whether a version has the fault; an unknown version does not have it."""
-        return installed is not None and is_in(installed, self.versions)
-
     def __str__(self) -> str:
         return (
             f"{self.package} {self.versions}: {self.what} ({self.effect.value}; {self.thread}); "
@@ -69,13 +65,7 @@ def read_faults() -> tuple[Fault, ...]:
     """The known faults, from known_faults.json."""
     text = (files(__package__) / "known_faults.json").read_text(encoding="utf-8")
     return tuple(
-        Fault(
-            **{
-                **each,
-                "feature": Feature(each["feature"]),
-                "effect": Effect[each["effect"].upper()],
-            }
-        )
+        Fault(feature=Feature(each.pop("feature")), effect=Effect[each.pop("effect")], **each)
         for each in json.loads(text)
     )
 
@@ -95,38 +85,38 @@ def installed_version(package: str) -> str | None:
     return None
 
 
-def is_in(number: str, versions: str) -> bool:
-    """Whether a version number is in a range such as ">=0.10,<0.11"; suffixes do not count.
+def is_in(number: str | None, versions: str) -> bool:
+    """Whether a version number is in a range such as ">=0.10,<0.11"; suffixes do not count, and an
+    unknown number is in none.
 
     >>> is_in("0.11.0rc1", "==0.11.0"), is_in("0.11.1.dev2026", "<0.11"), is_in("0.9.2", "<0.11")
     (True, False, True)
     """
     try:
-        release = Version(number).base_version
+        return Version(number or "").base_version in SpecifierSet(versions)
     except InvalidVersion:
         return False
-    return release in SpecifierSet(versions)
 
 
 def faults_for(
-    platform: str, features: Collection[Feature], versions: Mapping[str, str | None] | None = None
+    platform: str,
+    features: Collection[Feature],
+    version_of: Callable[[str], str | None] = installed_version,
 ) -> tuple[Fault, ...]:
-    """The faults of the installed versions (or of `versions`, by package) in these features."""
-
-    def number(package: str) -> str | None:
-        return installed_version(package) if versions is None else versions.get(package)
-
+    """The faults of the packages' versions in these features."""
     return tuple(
         fault
         for fault in read_faults()
         if fault.platform in (platform, "any")
         and fault.feature in features
-        and fault.holds(number(fault.package))
+        and is_in(version_of(fault.package), fault.versions)
     )
 
 
 def refuse_faults(
-    platform: str, features: Collection[Feature], versions: Mapping[str, str | None] | None = None
+    platform: str,
+    features: Collection[Feature],
+    version_of: Callable[[str], str | None] = installed_version,
 ) -> None:
     """Refuse faults that give wrong numbers, a hang or an error; warn of faults that cost speed.
 
@@ -134,7 +124,7 @@ def refuse_faults(
         PipelineError: the installed versions have such a fault; each is listed with its thread and
             a workaround.
     """
-    found = faults_for(platform, features, versions)
+    found = faults_for(platform, features, version_of)
     bad = [fault for fault in found if fault.effect not in (Effect.SLOW, Effect.AVOIDED)]
     PipelineError.refuse(
         "the installed versions have known faults for what this pipeline uses", map(str, bad)

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from .errors import ScheduleError, quoted
 from .table.kinds import Action, Kind
-from .table.limits import MAX_COUNT, MAX_PAIRS
-from .table.typed import typed
+from .table.typed import MAX_COUNT, MAX_PAIRS, typed
 
 
 class VirtualMicrobatch(NamedTuple):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -14,22 +15,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree, by_path, followed, path_text, shapes_of
 from .errors import PipelineError
-from .model.mesh import explicit_context
-from .model.own_rules import PROBE, inputs_of, rules_of
+from .model.calls import cut_off, padded_like
+from .model.own_rules import PROBE, init_as_updated, inputs_of, rules_of
 from .model.packed import (
     ChunkLayout,
     Group,
     InBuffer,
+    Kept,
     Packed,
-    Packing,
     Parameter,
     TreeForm,
+    chunk_layout,
     is_missing,
     masked,
     repacked,
 )
 from .model.param_layout import OUTER, Chunks
-from .model.spread import cut_off, padded_like
+from .model.placer import Followers, shardings
+from .model.settings import explicit_context, on_mesh
 from .pipeline import Pipeline
 
 
@@ -136,6 +139,11 @@ class _PerLayer:
     layer_axis: bool
     checked: set[Any] = field(default_factory=set)
 
+    @cached_property
+    def _init(self) -> Callable[[PyTree], PyTree]:
+        """The state of a rule, with the dtypes that updates give it."""
+        return init_as_updated(self.optimizer, self.pipe.memory.accumulate)
+
     def init(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
         if PROBE in params:
             return {}
@@ -145,7 +153,7 @@ class _PerLayer:
         found = []
         for part in parts:
             stacks = self._stacks(part).items()
-            states = {name: one.apply(self.optimizer.init, one.tree) for name, one in stacks}
+            states = {name: one.apply(self._init, one.tree) for name, one in stacks}
             found.append(self._kept(part, states))
         return _joined(params, found)
 
@@ -158,6 +166,22 @@ class _PerLayer:
     ) -> tuple[PyTree, PyTree]:
         if PROBE in grads:
             return dict(grads), state
+
+        partition, to = self.pipe.partition, None
+        if explicit_context(self.pipe.mesh):
+            followers = Followers(grads, partition)
+            to = tuple(shardings(partition, followers.of(tree), tree) for tree in (grads, state))
+        run = on_mesh(self.pipe.mesh, self._updated, to)
+        updates: tuple[PyTree, PyTree] = run(grads, state, params, extra)
+        return updates
+
+    def _updated(
+        self,
+        grads: Mapping[str, PyTree],
+        state: Mapping[str, PyTree],
+        params: Any,
+        extra: dict[str, Any],
+    ) -> tuple[PyTree, PyTree]:
         parts = self._parts(grads)
         weights = [None] * len(parts) if params is None else self._parts(params)
         updates, after = [], []
@@ -270,7 +294,7 @@ class _PerLayer:
         leaves = self._repacked(states, states.layout.separate).leaves
         found = {}
         for name, stack in stacks.items():
-            like = stack.state(self.optimizer.init)
+            like = stack.state(self._init)
             own = [leaves[path] for path in _state_leaves(name, like)]
             found[name] = jax.tree.unflatten(jax.tree.structure(like), own)
         return found
@@ -299,7 +323,7 @@ class _PerLayer:
             there = {name: arrays[name] if name in form.names else None for name in seats}
             own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), there)
             stacks = _by_stack(seats, own, int(self._layered)).items()
-            state = _state_tree({name: stack.state(self.optimizer.init) for name, stack in stacks})
+            state = _state_tree({name: stack.state(self._init) for name, stack in stacks})
             return jax.tree_util.tree_map_with_path(with_dtype, state)
 
         known = {form: own_state(form) for form in {*layout.forms}}
@@ -308,21 +332,20 @@ class _PerLayer:
         if shapes != {(path, leaf.shape[1:]) for path, leaf in leaves.items()}:
             return tuple(states.values())
         separate = ChunkLayout(tuple(map(TreeForm.of, own)))
-        return self._repacked(
-            Packed(leaves, separate), self._state_packing(part).layout(own, range(len(own)))
-        )
+        shared = chunk_layout(own, range(len(own)), self._kept_state(part))
+        return self._repacked(Packed(leaves, separate), shared)
 
-    def _state_packing(self, part: _Part) -> Packing:
+    def _kept_state(self, part: _Part) -> Kept:
         """Which leaves of such states share a buffer: all of one dtype, those that follow a
         parameter split as it is.
         """
-        numbers, packing = self.pipe.layout.stage_at(part.chunk), self.pipe.partition.packing
+        numbers, partition = self.pipe.layout.stage_at(part.chunk), self.pipe.partition
         inside = part.tree.layout.parameters(numbers, layered=self._layered)
         seats, arrays = self._seats(part), part.tree.leaves
 
         def kept(own: Parameter, dtype: Any) -> InBuffer:
             if jnp.issubdtype(dtype, jax.dtypes.extended):
-                return InBuffer(Group.ALONE)
+                return partition.in_buffer(Group.ALONE)
             path = own.path.split("/", 2)[2]  # below "stages" and a number
             known = {
                 end: (arrays[name].shape[1:], inside[name][0][0])
@@ -330,18 +353,16 @@ class _PerLayer:
                 if not is_missing(arrays[name]) and (not stack or path.startswith(f"{stack}/"))
             }
             found = followed(path, own.shape, known)
-            parts = () if found is None else packing.kept(found[1], dtype).parts
-            return InBuffer(Group.STATE, parts)
+            parts = () if found is None else partition.kept(found[1], dtype).parts
+            return partition.in_buffer(Group.STATE, parts)
 
-        return Packing(kept, packing.multiple, packing.pinned)
+        return kept
 
     def _spread(self, state: PyTree) -> PyTree:
         """The state of a chunk's stages stays with them; left to itself XLA brings constants in it
         to every device.
         """
         pipe, layout = self.pipe, state.layout if isinstance(state, Packed) else None
-        if explicit_context(pipe.mesh):
-            return state
 
         def constrain(path: Any, leaf: Any) -> Any:
             buffer = None if layout is None else layout.of(path_text(path))

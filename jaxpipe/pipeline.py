@@ -19,22 +19,22 @@ from .layouts.layout import Layout
 from .lowering.plan import Plan
 from .lowering.target import Target
 from .model.arguments import (
+    Cache,
+    Caching,
+    check_costs,
     check_kinds,
-    costs_of,
+    hide_beyond,
     key_faults,
     staged,
     with_shares,
 )
-from .model.cache import Cache, Caching, hide_beyond
 from .model.functions import with_aux
-from .model.leaf_plan import LeafPlan
-from .model.mesh import automatic, has
 from .model.model import Model
 from .model.own_rules import check_rules, init_as_updated
 from .model.param_layout import State, check_canonical
-from .model.partition import Partition
+from .model.partition import LeafPlan, Partition
 from .model.placer import Placer
-from .model.settings import Memory, Sharding, frozen_filter
+from .model.settings import Memory, Sharding, automatic, frozen_filter, has
 from .spmd.executor import SpmdExecutor, TracedStep
 from .spmd.xla import features_of, options_for
 from .stage.model_code import Clock, Executor, Job, ModelCode
@@ -103,8 +103,9 @@ class Pipeline:
         costs: Costs | None = None,
         executor: Executor | None = None,
     ) -> None:
-        check_kinds(model, schedule, mesh, sharding, memory)
-        key = key_of({k: v for k, v in locals().items() if k != "self"})
+        given = {k: v for k, v in locals().items() if k != "self"}
+        check_kinds(given)
+        key = key_of(given)
         check(schedule)
         self.mesh = automatic(mesh)
         self.model, self.sharding, self.memory = model, sharding, memory
@@ -113,13 +114,13 @@ class Pipeline:
         self._key = (key, self._target)
         features = features_of(self._target, self.mesh, Offload(memory.offload))
         refuse_faults(self._target.platform, features)
-        self.costs = costs_of(costs, schedule)
-        sharding.check(schedule, self.mesh)
-        cut = staged(model, schedule, layout, memory.remat)
-        self.functions, self.layout = cut.functions, cut.layout
-        self.schedule = with_shares(schedule, self.costs, cut.functions)
+        check_costs(costs, schedule)
+        self.costs = costs
+        sharding.check(self.mesh, schedule=schedule.name, devices=schedule.num_devices)
+        self.functions, self.layout, cuts = staged(model, schedule, layout, memory.remat)
+        self.schedule = with_shares(schedule, costs, self.functions)
         frozen = frozen_filter(model.frozen)
-        self.partition = Partition(self.mesh, sharding, cut.layout, cut.cuts, frozen)
+        self.partition = Partition(self.mesh, sharding, self.layout, cuts, frozen)
         self._placer = Placer(self.partition)
         self._steps = StepRunner(
             self.schedule,

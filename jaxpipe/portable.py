@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .arrays import PyTree, path_text, shapes_of
 from .errors import CheckpointError
-from .model.mesh import has
 from .model.packed import Packed
 from .model.param_layout import Chunks, owner_faults
 from .model.placer import Follow, Followers, Placer, is_params
+from .model.settings import has
 from .pipeline import Pipeline
 
 OWN_STATE = "state"
@@ -57,9 +57,11 @@ class PortableState:
             kept = [key for key in node if key == "stages" or jax.tree.leaves(node[key])]
             node, follows = ({key: tree[key] for key in kept} for tree in (node, follows))
             if self._placer is None:
-                return jax.tree.map(self._merged, node, follows)
+                return jax.tree.map(
+                    lambda leaf, rule: _reshaped(leaf, rule.merged(leaf.shape)), node, follows
+                )
             _check_single_values(path, node["stages"], follows["stages"])
-            return self._placer.in_model_order(node, follows, layer_axis=self.layer_axis)
+            return self._placer.in_model_order(node, follows)
 
         follows = self._follows(state)
         found = jax.tree_util.tree_map_with_path(outside, state, follows, is_leaf=is_params)
@@ -81,7 +83,7 @@ class PortableState:
                     lambda leaf, to: _reshaped(leaf, to.shape), {**node, **found}, node
                 )
             shapes = shapes_of(node)
-            return self._placer.placed_like(found, shapes, follows, layer_axis=self.layer_axis)
+            return self._placer.placed_like(found, shapes, follows)
 
         tree: Any = jax.tree.structure(like, is_leaf=is_params)
         values = tree.unflatten(jax.tree.leaves(dict(canonical), is_leaf=is_params))
@@ -106,7 +108,7 @@ class PortableState:
         )
         partition = None if self.pipe is None else self.pipe.partition
         followers = Followers(params, partition, layer_axis=self.layer_axis)
-        faults: list[str] = []
+        unlike, faults = self.pipe is not None and self.pipe.layout.unlike, list[str]()
 
         def of_node(path: Any, node: PyTree) -> PyTree:
             if not is_params(node):
@@ -115,13 +117,14 @@ class PortableState:
             if elsewhere := self._owner_faults(node, name or "parameters"):
                 faults.extend(elsewhere)
                 return None
-            alike = self.pipe is not None and not followers.unlike
+            alike = self.pipe is not None and not unlike
             if alike and len(set(map(jax.tree.structure, node["stages"]))) > 1:
                 faults.append(
                     f"{name}: chunks of stages have unlike structures; a mask must treat every "
                     "stage the same"
                 )
-            found = followers.of(node, own=path == (jax.tree_util.DictKey(OWN_STATE),))
+            of_stages = path == (jax.tree_util.DictKey(OWN_STATE),)
+            found = jax.tree.map(lambda _: Follow(), node) if of_stages else followers.of(node)
             leaves = jax.tree_util.tree_leaves_with_path(node)
             for (p, leaf), rule in zip(leaves, jax.tree.leaves(found), strict=True):
                 where = path_text((*path, *p))
@@ -129,7 +132,7 @@ class PortableState:
                     faults.append(
                         f"{where} of shape {leaf.shape} fits no axis of its parameter to the stages"
                     )
-                elif followers.unlike and rule.stage and (rule.lead or not rule.follows):
+                elif unlike and rule.stage and (rule.lead or not rule.follows):
                     faults.append(
                         f"{where} does not have its parameter's shape, as every leaf must where "
                         "stages are unlike"
@@ -148,13 +151,6 @@ class PortableState:
     @cached_property
     def _placer(self) -> Placer | None:
         return None if self.pipe is None else Placer(self.pipe.partition)
-
-    def _merged(self, leaf: Any, rule: Follow) -> Any:
-        """A leaf of a plain program, of stages [S, layers, ...] as [S * layers, ...]."""
-        lead, own = leaf.shape[: rule.lead], leaf.shape[rule.lead :]
-        if self.layer_axis and rule.stage and rule.follows and len(own) > 1:
-            own = (own[0] * own[1], *own[2:])
-        return _reshaped(leaf, (*lead, *own))
 
     def _from_host(self, value: Any, like: Any) -> Any:
         """The inverse of `_on_host`: a number as it was, an array on the whole mesh."""

@@ -23,18 +23,16 @@ from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .lowering.plan import Plan, plan_of
 from .lowering.target import Target
-from .model.arguments import batch_faults, key_faults, param_faults, state_faults
-from .model.functions import Functions
-from .model.mesh import on_mesh
+from .model.arguments import key_faults, param_faults, state_faults
+from .model.functions import Functions, Positioned, batch_faults, time_faults
 from .model.param_layout import with_outer
 from .model.partition import Partition
-from .model.settings import Memory
-from .model.slices import Positioned, time_faults
+from .model.settings import Memory, on_mesh
 from .stage.model_code import Clock, Executor, Job, ModelCode, Observe
 from .table.effects import Offload
 from .table.kinds import Kind
 from .table.schedule import Schedule
-from .transforms.rewrites import for_evaluation, without_kinds
+from .transforms.rewrites import forward_only, without_kinds
 
 # Of parameters, batch, key and state: results and gradients.
 _Run: TypeAlias = Callable[..., tuple[dict[str, Any], Params]]
@@ -134,7 +132,7 @@ class StepRunner:
         )
         run: Callable[..., Any] = partial(self.executor.run, job)
         if self.executor.compiles:
-            run = on_mesh(job.mesh, run, lambda *_: shardings)
+            run = on_mesh(job.mesh, run, shardings)
         results, grads = run(params, batch, *rest)
         if not self.executor.compiles:
             results, grads = jax.tree.map(
@@ -182,7 +180,7 @@ class StepRunner:
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self.partition.data_size
         sequences = range(1, self.sequences + 1)
         count = table.slices * max(count for count in sequences if rows % count == 0)
-        return plan_of(for_evaluation(table, count), overheads=self.target.overheads)
+        return plan_of(forward_only(table, count), overheads=self.target.overheads)
 
     def _comparing(self, *arguments: Any) -> Observe:
         """Compares this step with those of the other processes, the first time, as soon as it is

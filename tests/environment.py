@@ -5,6 +5,9 @@ out, and the instruction set kept.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from typing import Any
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
@@ -27,3 +30,15 @@ def outside(**more: str) -> dict[str, str]:
 def quick() -> dict[str, str]:
     """The same, compiled without LLVM's optimisations, which takes half as long."""
     return outside(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+
+
+def python(
+    *arguments: object, timeout: float = 300, status: int | None = 0, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """A run of Python that has ended with this status; None: with any."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, **more
+    )
+    assert status in (None, done.returncode), done.stdout + done.stderr
+    return done

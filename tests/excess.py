@@ -11,7 +11,7 @@ from frugal import quick, small
 
 import jaxpipe as jp
 from jaxpipe import Schedule
-from jaxpipe.table.limits import MAX_DEVICES
+from jaxpipe.table.typed import MAX_DEVICES
 
 DIGITS = "9" * 5000
 HUGE = 10**5000  # Python refuses to write it out
@@ -86,7 +86,7 @@ JSON = {
     ),
     "a device over 2^63": (table(stage_to_device=[2**64]), '"stage_to_device" must be'),
     "a device beyond all": (table(stage_to_device=[10**6]), "a table has at most 4,096 devices"),
-    "100,000 stages": (table(stage_to_device=[0] * 100_000), "65,536 are the most"),
+    "100,000 stages": (table(stage_to_device=[0] * 100_000), "4,096 devices and 65,536 stages"),
     "no microbatches, but transfers": (
         table(**SENT, num_microbatches=0),
         "microbatches from 0 to -1",

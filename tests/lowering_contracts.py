@@ -10,20 +10,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpipe.lowering.assign_ticks import (
+from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.ticks import (
     NO_TRANSFER,
     Ticks,
     assign_ticks,
-    collect,
     joined_ticks,
     modulo_ticks,
-    needs_of,
 )
-from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.program.ir import Program
 from jaxpipe.program.segments import Block, Segment
 from jaxpipe.program.verify import faults as program_faults
 from jaxpipe.table.kinds import Kind
+from jaxpipe.table.run_order import Transfers, waits
 from jaxpipe.table.schedule import Schedule
 from tests.contract import Contract
 from tests.passes import cut
@@ -62,8 +61,8 @@ def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
             found.append(
                 f"devices do {table.text(meeting.members[0])} and its like in different ticks"
             )
-    for i, need in enumerate(needs_of(schedule).tolist()):
-        if need < len(when) and when[need] >= when[i]:
+    for i, need in enumerate(waits(table, Transfers.ASYNC).tolist()):
+        if need >= 0 and when[need] >= when[i]:
             found.append(
                 f"{table.text(i)} runs in tick {when[i]}, what it needs of another device in "
                 f"tick {when[need]}"
@@ -81,17 +80,17 @@ def segments_faults(ticks: Ticks, cut: Cut) -> Faults:
     marks = [0, *(segment.stop for segment in cut.segments)]
     if [segment.start for segment in cut.segments] != marks[:-1] or marks[-1] != ticks.num_ticks:
         return ("the segments do not cover the ticks once, in order",)
-    requirements = collect(ticks)
-    runs, slack = requirements.counts[:, :, 0] > 0, requirements.slack
+    (every_block, counts), (edges, slack) = ticks.blocks, ticks.transfers
+    runs = counts[:, :, 0] > 0
     for segment in cut.segments:
         for tick in range(segment.start, segment.stop):
             template = segment.template(tick)
-            blocks = {requirements.blocks[i] for i in np.flatnonzero(runs[tick])}
+            blocks = {every_block[i] for i in np.flatnonzero(runs[tick])}
             missing = blocks - {use.block for use in template.blocks}
             found += [f"tick {tick} has no code for {block}" for block in sorted(missing)]
             carried = {(p.payload, *pair): p.delay for p in template.permutes for pair in p.pairs}
             for i in np.flatnonzero(slack[tick] < NO_TRANSFER).tolist():
-                edge, room = requirements.edges[i], int(slack[tick, i])
+                edge, room = edges[i], int(slack[tick, i])
                 delay = carried.get(tuple(edge))
                 if delay is None or delay > room:
                     found.append(

@@ -8,10 +8,16 @@ from functools import cache
 from itertools import pairwise
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks, collect, joined_ticks, modulo_ticks
-from jaxpipe.lowering.candidates import Span, segments_of, span_candidates
 from jaxpipe.lowering.plan import plan_of, plans_of
-from jaxpipe.lowering.prices import GUESSED
+from jaxpipe.lowering.target import GUESSED
+from jaxpipe.lowering.ticks import (
+    Span,
+    assign_ticks,
+    joined_ticks,
+    modulo_ticks,
+    segments_of,
+    span_candidates,
+)
 from jaxpipe.program.segments import Part, Payload
 from jaxpipe.table.effects import LastUse, Liveness
 from jaxpipe.table.kinds import Action, Kind, parts
@@ -38,7 +44,7 @@ def random_segments(rng, ticks):
     stop = ticks.num_ticks
     marks = sorted({0, stop, *(rng.randint(0, stop) for _ in range(rng.randint(0, 2)))})
     spans = [Span(a, b, min(b - a, rng.randint(1, 5))) for a, b in pairwise(marks)]
-    return segments_of(spans, collect(ticks))
+    return segments_of(spans, ticks)
 
 
 def cut(ticks):
@@ -48,7 +54,7 @@ def cut(ticks):
 
 def cuts(ticks):
     """Every list of segments to choose from."""
-    return [segments_of(spans, collect(ticks)) for spans in span_candidates(ticks)]
+    return [segments_of(spans, ticks) for spans in span_candidates(ticks)]
 
 
 def exchanges(segments):

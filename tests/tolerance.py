@@ -56,6 +56,12 @@ def apart(count: int, dtype: Any = np.float64) -> float:
     return 2 * rounding(count, dtype)
 
 
+def same(found: Any, wanted: Any) -> bool:
+    """Whether the leaves of two trees are equal, bit by bit."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return all(np.array_equal(f, w) for f, w in pairs)
+
+
 def relative(found: Any, wanted: Any) -> float:
     """The largest difference of any two leaves, relative to the largest entry of the wanted one;
     zeros must be zeros, and what is not finite is infinitely far.

@@ -1,5 +1,5 @@
-"""The commands about schedules; each returns False where a table is invalid.  Their docstrings are
-their descriptions in the help.
+"""The commands about schedules and plans; each returns False where a table is invalid.  Their
+docstrings are their descriptions in the help.
 """
 
 from __future__ import annotations
@@ -7,35 +7,28 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from ..engine.bounds import timeline_bound
 from ..engine.costs import Costs
-from ..engine.simulate import simulate
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError
+from ..lowering.target import Target
+from ..planner.candidate import COLUMNS, Plans
+from ..planner.layer_cost import LayerCost, read_layer_costs
+from ..planner.plan import plan
+from ..planner.transformer import Transformer, command_of, plan_mesh
 from ..render import Theme, to_html, to_svg, to_trace
-from ..render.chart import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
+from ..render.svg import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
 from ..schedules import names
 from ..schedules.registry import describe
 from ..table.kinds import KINDS
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule
 from ..transforms.add_transfers import add_transfers
-from .arguments import (
-    InvalidScheduleError,
-    UsageError,
-    checked,
-    file_path,
-    is_file,
-    load,
-    read,
-    read_costs,
-    read_options,
-)
-from .terminal import BEST, complain, counting, print_table, save, write
+from . import terminal
 
 # Added for a table that was checked for transfers other than the strictest ones.
 _WHERE = {
@@ -60,54 +53,54 @@ def list_command(arguments: argparse.Namespace) -> bool:
             }
             for e in entries
         ]
-        write(json.dumps(facts, indent=2, default=str))
+        terminal.write(json.dumps(facts, indent=2, default=str))
         return True
     if not arguments.names:
         rows = [(e.name, str(e.chunks), e.summary) for e in entries]
-        print_table(("schedule", "chunks", "description"), rows, left=3)
+        terminal.print_table(("schedule", "chunks", "description"), rows, left=3)
         return True
     for e in entries:
         options = [o for o in e.options if o.name != "forward_only"]
         lines = [f"  --option {o.name}={o.default}  {o.summary}" for o in options]
         lines = ["options:", *lines, ""] if lines else []
-        write("\n".join([f"{e.name}\n\n{e.doc}\n\nchunks: {e.chunks}", *lines, ""]))
+        terminal.write("\n".join([f"{e.name}\n\n{e.doc}\n\nchunks: {e.chunks}", *lines, ""]))
     return True
 
 
 def show_command(arguments: argparse.Namespace) -> bool:
     """Print or draw a schedule."""
     if arguments.json and arguments.format not in (None, "json"):
-        raise UsageError(f"give --json or --format {arguments.format}, not both")
+        raise terminal.UsageError(f"give --json or --format {arguments.format}, not both")
     form = "json" if arguments.json else arguments.format or _format_of(arguments.output)
-    costs = read_costs(arguments)
-    with counting(f"making {arguments.source}"):
-        schedule = load(arguments, costs)
+    costs = terminal.read_costs(arguments)
+    with terminal.counting(f"making {arguments.source}"):
+        schedule = terminal.load(arguments, costs)
         if arguments.transfers and not schedule.has_transfers:
             schedule = add_transfers(schedule, costs=costs)
         text = _written(schedule, form, arguments, costs)
     if arguments.output in (None, "-"):
-        write(text)
+        terminal.write(text)
     else:
-        save(file_path(arguments.output), text)
+        terminal.save(terminal.file_path(arguments.output), text)
     return True
 
 
 def simulate_command(arguments: argparse.Namespace) -> bool:
     """Simulate a schedule with given costs."""
-    costs, transfers = read_costs(arguments), Transfers(arguments.transfers)
-    with counting(f"simulating {arguments.source}"):
-        schedule = load(arguments, costs, transfers=transfers)
+    costs, transfers = terminal.read_costs(arguments), Transfers(arguments.transfers)
+    with terminal.counting(f"simulating {arguments.source}"):
+        schedule = terminal.load(arguments, costs, transfers=transfers)
         t = simulate(schedule, costs, transfers=transfers)
     if arguments.json:
         bound = {} if t.schedule.forward_only else {"lower_bound": timeline_bound(t)[0]}
-        write(json.dumps(_timeline_facts(t) | bound))
+        terminal.write(json.dumps(_timeline_facts(t) | bound))
         return True
-    write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
+    terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
     head = {"makespan": number(t.makespan), "span": number(t.span), "bubble": f"{t.bubble:.2%}"}
-    write("\n".join(f"{name:<9} {value}" for name, value in head.items()) + "\n")
-    print_table(DEVICE_COLUMNS, device_rows(t))
+    terminal.write("\n".join(f"{name:<9} {value}" for name, value in head.items()) + "\n")
+    terminal.print_table(DEVICE_COLUMNS, device_rows(t))
     if not t.schedule.forward_only:
-        write(_gap_text(t))
+        terminal.write(_gap_text(t))
     return True
 
 
@@ -124,27 +117,24 @@ def _gap_text(t: Timeline) -> str:
 
 def check_command(arguments: argparse.Namespace) -> bool:
     """Check a table: completeness, order, placement, deadlock, and a cap on activations."""
-    if arguments.max_activations is not None and arguments.max_activations < 0:
-        raise UsageError(f"--max-activations must be at least 0, not {arguments.max_activations}")
-    transfers = Transfers(arguments.transfers)
+    most, transfers = arguments.max_activations, Transfers(arguments.transfers)
+    if most is not None and most < 0:
+        raise terminal.UsageError(f"--max-activations must be at least 0, not {most}")
     facts: dict[str, Any] = {"file": arguments.file, "ok": True, "transfers": transfers.value}
     try:
-        with counting(f"checking {arguments.file}"):
-            s = checked(
-                read(arguments.file, arguments.slices),
-                transfers=transfers,
-                max_activations=arguments.max_activations,
-            )
-    except InvalidScheduleError as error:
+        with terminal.counting(f"checking {arguments.file}"):
+            s = terminal.read(arguments.file, arguments.slices)
+            s = terminal.checked(s, transfers=transfers, max_activations=most)
+    except terminal.InvalidScheduleError as error:
         names = ("rule", "message", "device", "position")
         rules = [{name: getattr(v, name) for name in names} for v in error.violations]
         facts |= {"ok": False, "violations": rules, "report": str(error)}
-        write(json.dumps(facts) if arguments.json else str(error))
+        terminal.write(json.dumps(facts) if arguments.json else str(error))
         return False
     if arguments.json:
-        write(json.dumps(facts | _schedule_facts(s) | {"violations": []}))
+        terminal.write(json.dumps(facts | _schedule_facts(s) | {"violations": []}))
         return True
-    write(
+    terminal.write(
         f"{arguments.file} is valid: {s.num_devices} devices, {s.num_stages} stages, "
         f"{s.num_microbatches} microbatches, {s.encoded.num_actions} actions; it cannot "
         f"deadlock{_WHERE[transfers] if s.has_transfers else ''}"
@@ -158,10 +148,10 @@ def compare_command(arguments: argparse.Namespace) -> bool:
     schedules with different chunks can be compared.  Each schedule uses the nearest number
     of --chunks that it allows, and ignores each --option that it does not take.
     """
-    costs = read_costs(arguments)
+    costs = terminal.read_costs(arguments)
     by_stage = (value for name, value in vars(costs).items() if name != "slice_factors")
     if any(isinstance(value, tuple) for value in by_stage):
-        raise UsageError(
+        raise terminal.UsageError(
             "compare takes one number for each cost, since the schedules have different stages; "
             "leave the ':' out"
         )
@@ -169,7 +159,7 @@ def compare_command(arguments: argparse.Namespace) -> bool:
     _refuse_unknown_options(arguments, sources)
     results: list[tuple[Timeline, float]] = []
     skipped: list[str] = []
-    with counting("simulating") as progress:
+    with terminal.counting("simulating") as progress:
         for done, source in enumerate(sources, 1):
             try:
                 results.append(_one_of_many(source, arguments, costs))
@@ -181,15 +171,16 @@ def compare_command(arguments: argparse.Namespace) -> bool:
                 skipped.append(f"left out: {error}")
             progress(done, len(sources))
     if not results:
-        raise UsageError("\n".join(["no schedule can be built with these arguments:", *skipped]))
+        why = "\n".join(skipped)
+        raise terminal.UsageError(f"no schedule can be built with these arguments:\n{why}")
     if arguments.json:
         schedules = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
         facts = {"costs": _cost_facts(costs), "schedules": schedules, "left_out": skipped}
-        write(json.dumps(facts))
+        terminal.write(json.dumps(facts))
         return True
     _print_comparison(results, costs)
     if skipped:
-        complain("\n".join(skipped))
+        terminal.complain("\n".join(skipped))
     return True
 
 
@@ -199,8 +190,8 @@ def _one_of_many(
     """A schedule's timeline with its share of the costs, and that share: a stage holds P / S of a
     device's part of the model.
     """
-    if is_file(source):
-        schedule = checked(read(source, arguments.slices))
+    if terminal.is_file(source):
+        schedule = terminal.checked(terminal.read(source, arguments.slices))
     else:
         entry = describe(source)
         chunks = entry.chunks.natural
@@ -209,7 +200,7 @@ def _one_of_many(
         known = {option.name for option in entry.options}
         options = [pair for pair in arguments.option if pair.partition("=")[0] in known]
         own = vars(arguments) | {"source": source, "chunks": chunks, "option": options}
-        schedule = load(argparse.Namespace(**own), _shared(costs, 1 / chunks))
+        schedule = terminal.load(argparse.Namespace(**own), _shared(costs, 1 / chunks))
     share = schedule.num_devices / schedule.num_stages
     return simulate(schedule, _shared(costs, share)), share
 
@@ -221,12 +212,12 @@ def _refuse_unknown_options(arguments: argparse.Namespace, sources: Sequence[str
     known = {
         option.name
         for source in sources
-        if not is_file(source)
+        if not terminal.is_file(source)
         for option in describe(source).options
     }
-    unknown = sorted(set(read_options(arguments.option)) - known)
+    unknown = sorted(set(terminal.read_options(arguments.option)) - known)
     if unknown:
-        raise UsageError(
+        raise terminal.UsageError(
             f"no schedule of these takes --option {', '.join(unknown)}; they take "
             f"{', '.join(sorted(known)) or 'none'}"
         )
@@ -243,9 +234,9 @@ def _print_comparison(results: list[tuple[Timeline, float]], costs: Costs) -> No
         ratio = f"{t.makespan / best:.3f}" if best else "-"
         peak = number(max(t.peak_memory) * share)
         rows.append((s.name, *shape, number(t.makespan), ratio, f"{t.bubble:.2%}", peak))
-        best_rows |= {i: BEST} if t.makespan == best else {}
-    print_table(columns.split(","), rows, styles=best_rows)
-    write(f"costs and activations of a P-th of the model: {_cost_text(costs)}")
+        best_rows |= {i: terminal.BEST} if t.makespan == best else {}
+    terminal.print_table(columns.split(","), rows, styles=best_rows)
+    terminal.write(f"costs and activations of a P-th of the model: {_cost_text(costs)}")
 
 
 def _sums(t: Timeline, share: float) -> dict[str, Any]:
@@ -286,19 +277,23 @@ def _written(schedule: Schedule, form: str, arguments: argparse.Namespace, costs
     )
 
 
+# The format of a file by the end of its name; the grid where it has no suffix.
+_FORMATS = {".trace.json": "trace", ".htm": "html", ".txt": "grid"}
+_FORMATS |= {f".{form}": form for form in ("csv", "svg", "html", "json")}
+
+
 def _format_of(output: str | None) -> str:
-    """The format of a file's suffix; the grid where there is none."""
-    suffix = Path(output or "-").suffix.lower().removeprefix(".")
-    if suffix in ("", "txt"):
+    """The format of a file."""
+    name = str(output).lower()
+    if not Path(output or "-").suffix:
         return "grid"
-    if str(output).lower().endswith(".trace.json"):
-        return "trace"
-    if suffix not in ("csv", "svg", "html", "htm", "json"):
-        raise UsageError(
-            f"no format is known for {output}; give --format, or a file that ends in .trace.json, "
-            ".csv, .svg, .html, .htm, .json or .txt"
+    form = next((form for end, form in _FORMATS.items() if name.endswith(end)), None)
+    if form is None:
+        raise terminal.UsageError(
+            f"no format is known for {output}; give --format, or a file that ends in "
+            f"{', '.join(_FORMATS)}"
         )
-    return "html" if suffix == "htm" else suffix
+    return form
 
 
 def _schedule_facts(schedule: Schedule) -> dict[str, Any]:
@@ -335,3 +330,131 @@ def _cost_facts(costs: Costs) -> dict[str, Any]:
 def _cost_text(costs: Costs) -> str:
     numbers = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
     return ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in numbers)
+
+
+_PLANS = 5
+_SHOWN = 12  # of the rejected plans
+_CHUNKS = (1, 2, 4)
+
+
+def plan_command(arguments: argparse.Namespace) -> bool:
+    """Find the fastest pipelines of a model that fit into memory.  A plan has layers of stages,
+    schedule, chunks and remat, with a step's seconds and a device's memory.  The model is given by
+    its sizes (a decoder-only transformer; times are then estimates) or by a file of costs.
+    """
+    if arguments.output is not None and not arguments.output.lower().endswith((".html", ".svg")):
+        raise terminal.UsageError(
+            f"no picture is known for {arguments.output}; give a file that ends in .html or .svg"
+        )
+    plans, command = (_of_layers if arguments.model is None else _published)(arguments)
+    if arguments.output is not None:
+        draw = to_html if arguments.output.lower().endswith(".html") else to_svg
+        title = f"{plans.best.label}: {plans.best.layout}"
+        terminal.save(terminal.file_path(arguments.output), draw(plans.best.timeline, title=title))
+    if arguments.json:
+        left = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
+        facts = {"plans": [p.facts() for p in plans], "rejected": left, "prices": plans.prices}
+        terminal.write(json.dumps(facts | ({} if command is None else {"command": command})))
+        return True
+    terminal.print_table(COLUMNS, plans.rows(), left=2, styles={0: terminal.BEST})
+    lines = [f"best: {plans.best.why}", f"prices: {plans.prices}"]
+    if not arguments.costs:
+        lines.append(
+            "times are estimates from flops at a stated rate; measure with jaxpipe.measure"
+        )
+    if plans.rejected:
+        lines += ["left out:", *(f"  {r}" for r in plans.rejected[:_SHOWN])]
+    if len(plans.rejected) > _SHOWN:
+        lines.append(f"  ... and {len(plans.rejected) - _SHOWN} more")
+    terminal.write("\n".join(lines + ([] if command is None else [command])))
+    return True
+
+
+def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, None]:
+    """Plans of a model by its sizes, or by a file of costs."""
+    if missing := terminal.missing_flags(arguments, "devices", "microbatches"):
+        raise terminal.UsageError(
+            f"give {' and '.join(missing)}, or --model NAME --gpus N "
+            "--batch N --memory SIZE, which chooses them"
+        )
+    layers, costs, transfer = (
+        _from_file(arguments.costs) if arguments.costs else _from_sizes(arguments)
+    )
+    with terminal.counting("planning") as progress:
+        plans = plan(
+            layers,
+            costs,
+            **_choices(arguments),
+            devices=arguments.devices,
+            microbatches=arguments.microbatches,
+            transfer=transfer,
+            slices=arguments.slices or (1,),
+            offload=(None,) if arguments.no_offload else (None, "residuals"),
+            search=arguments.search,
+            most=_PLANS,
+            progress=progress,
+            mesh=Target(communicates=(arguments.tensor or 1) > 1),
+        )
+    return plans, None
+
+
+def _published(arguments: argparse.Namespace) -> tuple[Plans, str]:
+    """Plans of a published model with the mesh chosen, and the command that runs the best."""
+    if missing := terminal.missing_flags(arguments, "gpus", "batch", "memory"):
+        raise terminal.UsageError(f"--model needs {', '.join(missing)} too")
+    sizes = (f.name for f in fields(Transformer) if f.name not in ("context", "flops", "tensor"))
+    own = ("layers", "devices", "microbatches", "slices", "costs", "search", "no_offload", *sizes)
+    if excess := [terminal.flag(name) for name in own if getattr(arguments, name, None)]:
+        raise terminal.UsageError(
+            f"--model {arguments.model} has its own sizes and mesh; leave out {', '.join(excess)}"
+        )
+    name, context = arguments.model, int(arguments.context or 8192)
+    with terminal.counting(f"planning {name}") as progress:
+        plans = plan_mesh(
+            name,
+            **_choices(arguments),
+            gpus=arguments.gpus,
+            batch=arguments.batch,
+            context=context,
+            tensor=(1, 2, 4, 8) if arguments.tensor is None else (int(arguments.tensor),),
+            progress=progress,
+            flops=arguments.flops or Transformer.flops,
+        )
+    return plans, command_of(name, plans.best, batch=arguments.batch, context=context)
+
+
+def _choices(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The limits and the choices for `plan` and `plan_mesh`."""
+    names = ("memory", "schedules", "within")
+    choices = {name: getattr(arguments, name) for name in names}
+    policies = arguments.remat and [None if name == "none" else name for name in arguments.remat]
+    return choices | {"chunks": arguments.chunks or _CHUNKS, "remat": policies}
+
+
+def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost], float]:
+    if missing := terminal.missing_flags(arguments, "layers", "width", "vocab"):
+        raise terminal.UsageError(
+            f"give {', '.join(missing)}, or --costs FILE; e.g. --layers 80 --width 8192 --vocab "
+            "128256"
+        )
+    names = (field.name for field in fields(Transformer))
+    sizes = {name: size for name in names if (size := getattr(arguments, name, None)) is not None}
+    model = Transformer(**sizes)
+    model = model if arguments.bandwidth else model.on(arguments.devices)
+    if arguments.layers < 1:
+        raise terminal.UsageError(f"--layers must be at least 1, not {arguments.layers}")
+    return f"Et*{arguments.layers},L", model.costs(), model.transfer
+
+
+def _from_file(name: str) -> tuple[str, dict[str, LayerCost], float]:
+    try:
+        facts: Any = json.loads(terminal.read_text(name))
+    except json.JSONDecodeError as error:
+        raise terminal.UsageError(f"{name} is not JSON: {error}") from error
+    match facts:
+        case {"layers": str(layers), "costs": dict(costs)}:
+            return layers, read_layer_costs(costs), facts.get("transfer", 0.0)
+    raise terminal.UsageError(
+        f'{name} must hold {{"layers": "Et*80,L", "costs": {{"t": {{"forward": 0.01, ...}}, '
+        '...}, "transfer": seconds}'
+    )

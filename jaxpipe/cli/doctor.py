@@ -14,9 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ..lowering.prices import read_prices, write_prices
-from .arguments import UsageError, file_path
-from .terminal import complain, counting, print_table, save, write
+from ..lowering.target import read_prices, write_prices
+from . import terminal
 
 _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red", "not tried": "bright_black"}
 _PAGE_WIDTH = 180  # characters
@@ -30,7 +29,7 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
     settings).  Exit status 1 where a line is wrong.
     """
     if find_spec("jax") is None:
-        raise UsageError(
+        raise terminal.UsageError(
             f"the checks run JAX, which {sys.executable} does not have: install jax, jax[cuda12] "
             "for NVIDIA GPUs, or jax[tpu]"
         )
@@ -39,17 +38,17 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
     _refuse(arguments)
     checks = [c for c in doctor.CHECKS if (arguments.only or "") in c.item]
     if not checks:
-        raise UsageError(
+        raise terminal.UsageError(
             f"no check has {arguments.only!r} in its title; titles are "
             f"{', '.join(c.item for c in doctor.CHECKS)}"
         )
-    page = None if arguments.output is None else file_path(arguments.output)
+    page = None if arguments.output is None else terminal.file_path(arguments.output)
     writes = not arguments.no_prices and arguments.process == 0
     if writes:
         read_prices()  # the checks take minutes: a faulty file is refused before them
     names = ("devices", "steps", "coordinator", "processes", "process")
     scope = doctor.Scope(**{name: getattr(arguments, name) for name in names})
-    with counting("checking") as progress:
+    with terminal.counting("checking") as progress:
         report = doctor.run(scope, minutes=arguments.minutes, checks=checks, tell=progress)
     facts: dict[str, Any] = asdict(report) | {"prices_file": None}
     if report.prices and writes:
@@ -57,16 +56,16 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
         day = datetime.now(UTC).strftime("%Y-%m-%d")
         path = write_prices(report.kind, report.prices, ", ".join(filter(None, [day, versions])))
         facts["prices_file"] = str(path)
-        complain(f"wrote the prices of {report.kind} to {path}")
+        terminal.complain(f"wrote the prices of {report.kind} to {path}")
     if page is not None:
         picture = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, force_terminal=True)
         picture.print(f"jaxpipe doctor: {report.kind or 'no device'}", highlight=False)
         _print(report, picture)
         for name, seconds in report.prices.items():
             picture.print(f"price of {name}: {seconds * 1e6:.3g} us", highlight=False)
-        save(page, picture.export_html())
+        terminal.save(page, picture.export_html())
     if arguments.json:
-        write(json.dumps(facts))
+        terminal.write(json.dumps(facts))
     else:
         _print(report)
     return bool(report.is_good)
@@ -76,7 +75,7 @@ def _print(report: Any, console: Console | None = None) -> None:
     header = ("item", "verdict", "measured", "expected", "what to do")
     rows = [(e.item, e.verdict.value, e.measured, e.expected, e.advice) for e in report.lines]
     styles = {i: _STYLES[row[1]] for i, row in enumerate(rows)}
-    print_table(header, rows, left=len(header), styles=styles, console=console)
+    terminal.print_table(header, rows, left=len(header), styles=styles, console=console)
 
 
 def _refuse(arguments: argparse.Namespace) -> None:
@@ -95,4 +94,4 @@ def _refuse(arguments: argparse.Namespace) -> None:
     if not (arguments.output or ".html").lower().endswith((".html", ".htm")):
         faults.append(f"the report is HTML: {arguments.output} must end in .html")
     if faults:
-        raise UsageError("; ".join(faults))
+        raise terminal.UsageError("; ".join(faults))

@@ -20,14 +20,11 @@ from ..errors import JaxpipeError
 from ..planner.request import SCHEDULES
 from ..planner.transformer import Transformer
 from ..render import Theme
-from ..table.activations import Release
+from ..table.kinds import Release
 from ..table.run_order import Transfers
 from ..version import __version__
-from .arguments import OTHER_COSTS, InvalidScheduleError, flag, number, size, whole
-from .commands import check_command, compare_command, list_command, show_command, simulate_command
+from . import commands, terminal
 from .doctor import doctor_command
-from .plan import plan_command
-from .terminal import complain
 
 SUCCESS, INVALID, USAGE = 0, 1, 2
 
@@ -35,9 +32,11 @@ SUCCESS, INVALID, USAGE = 0, 1, 2
 _WHOLE = ("P", "M", "V", "K", "N", "I")
 _NUMBER = ("NUMBER", "PIXELS", "SECONDS", "MINUTES")
 _KINDS: dict[str, dict[str, Any]] = {
-    **{name: {"type": whole, "metavar": name} for name in _WHOLE},
-    **{name: {"type": number, "metavar": name} for name in _NUMBER},
-    "SIZE": {"type": size, "metavar": "SIZE"},
+    **{name: {"type": terminal.whole, "metavar": name} for name in _WHOLE},
+    **{name: {"type": terminal.number, "metavar": name} for name in _NUMBER},
+    "SIZE": {"type": terminal.size, "metavar": "SIZE"},
+    "COST": {"type": terminal.cost, "metavar": "COST"},
+    "F,I,W,T": {"type": terminal.costs, "metavar": "F,I,W,T"},
     "KEY=VALUE": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
     "FORMAT": {"choices": ("grid", "csv", "svg", "html", "trace", "json")},
     "THEME": {"choices": [each.value for each in Theme]},
@@ -135,12 +134,14 @@ def _fields(record: type, value: str) -> str:
     }
     lines = []
     for field in fields(record):
-        if record is Costs and field.name not in OTHER_COSTS:
+        if record is Costs and field.name not in terminal.OTHER_COSTS:
             continue
         is_number = isinstance(field.default, int | float)
         default = f" (default: {field.default:g})" if is_number and field.default else ""
         metavar = "" if isinstance(field.default, bool) else value
-        lines.append(f"{flag(field.name)} {metavar} | {texts.get(field.name, '')}{default}")
+        lines.append(
+            f"{terminal.flag(field.name)} {metavar} | {texts.get(field.name, '')}{default}"
+        )
     return "\n".join(lines)
 
 
@@ -153,12 +154,12 @@ _SIZES = f"""model by its sizes
 {_fields(Transformer, "NUMBER")}"""
 # Each command and its groups of arguments.
 COMMANDS: dict[Callable[[argparse.Namespace], bool], tuple[str, ...]] = {
-    list_command: ("\nnames NAME ...", _JSON),
-    show_command: (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
-    simulate_command: (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
-    check_command: (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
-    compare_command: (_SOURCES, _SHAPE, _COSTS, _JSON),
-    plan_command: (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
+    commands.list_command: ("\nnames NAME ...", _JSON),
+    commands.show_command: (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
+    commands.simulate_command: (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
+    commands.check_command: (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
+    commands.compare_command: (_SOURCES, _SHAPE, _COSTS, _JSON),
+    commands.plan_command: (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
     doctor_command: (_DOCTOR, _PROCESSES, _JSON),
 }
 
@@ -218,11 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return SUCCESS
     except KeyboardInterrupt:
         return 130
-    except InvalidScheduleError as error:
-        complain(str(error))
+    except terminal.InvalidScheduleError as error:
+        terminal.complain(str(error))
         return INVALID
     except (JaxpipeError, OSError, UnicodeEncodeError) as error:
-        complain(f"jaxpipe {arguments.command}: {_text(error)}")
+        terminal.complain(f"jaxpipe {arguments.command}: {_text(error)}")
         return USAGE
     return SUCCESS if is_valid else INVALID
 

@@ -1,13 +1,17 @@
-"""Output of the command: tables and progress on a terminal, plain columns in a pipe."""
+"""Arguments of the command line: a name or file becomes a schedule, `F,I,W,T` costs, `key=value`
+options.  Its output: tables and progress on a terminal, plain columns in a pipe.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import re
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TextIO
 
 from rich import box
 from rich.console import Console
@@ -15,10 +19,339 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from ..engine.costs import Cost, Costs
+from ..errors import JaxpipeError, ScheduleError, quoted
+from ..schedules import build, names
+from ..schedules.registry import describe
+from ..table.kinds import Release
+from ..table.placement import Placement
+from ..table.run_order import Transfers
+from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, report
+from ..table.text import csv_lines, csv_place, drawn, json_place, json_value
+from ..table.typed import MAX_TEXT
+
+_MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
+_MOST_DIGITS = 18  # of a whole number; whether it is too large is checked where it is used
+_WHOLE = re.compile(f"[+-]?[0-9]{{1,{_MOST_DIGITS}}}")
+_REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_SIZE = re.compile(r"([0-9]+\.?[0-9]*(?:[eE][0-9]+)?)\s*(?:([KMGT])(I?)B)?", re.IGNORECASE)
+_COSTS = ("forward", "input_grad", "weight_grad", "transfer")  # the parts of --costs
+# Costs with a flag of their own name.
+OTHER_COSTS = tuple(
+    field.name
+    for field in dataclasses.fields(Costs)
+    if field.name not in (*_COSTS, "release", "unit")
+)
+# Arguments of `build` that have a flag of their own.
+_SHAPE = ("devices", "microbatches", "chunks", "slices", "forward_only")
+
+
+class UsageError(JaxpipeError):
+    """An invalid command line (exit status 2)."""
+
+
+class InvalidScheduleError(ScheduleError):
+    """An invalid table (exit status 1); the message holds every violation and the marked grid."""
+
+
+def whole(text: str) -> int:
+    """An argument that is a whole number, for argparse."""
+    if _WHOLE.fullmatch(text) is None:
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is not a whole number (of at most {_MOST_DIGITS} digits)"
+        )
+    return int(text)
+
+
+def number(text: str) -> float:
+    """An argument that is a number, for argparse; an int where it is one, so that whole costs give
+    whole makespans.
+    """
+    if _WHOLE.fullmatch(text.strip()):
+        return int(text)
+    if _REAL.fullmatch(text.strip()) is None:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not a number")
+    return float(text)
+
+
+def size(text: str) -> float:
+    """An argument that is a number of bytes, `80GB` or `74.5GiB`, for argparse."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} is not a size; write 80GB, 74.5GiB or a number of bytes"
+        )
+    power = "KMGT".index(match[2].upper()) + 1 if match[2] else 0
+    return float(match[1]) * (2.0**10 if match[3] else 1e3) ** power
+
+
+def cost(text: str) -> Cost:
+    """An argument that is a number, or numbers joined by colons, one per stage, for argparse."""
+    numbers = [number(part) for part in text.split(":")]
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def costs(text: str) -> dict[str, Cost]:
+    """An argument that is F,I,W,T, for argparse."""
+    fields = text.split(",")
+    if len(fields) not in (3, 4):
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} must be F,I,W,T: three or four numbers joined by commas, e.g. "
+            "1,1,1,0.1"
+        )
+    return dict(zip(_COSTS, map(cost, fields), strict=False))
+
+
+def flag(name: str) -> str:
+    """The flag of an argument."""
+    return f"--{name.replace('_', '-')}"
+
+
+def missing_flags(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """The flags of these arguments that the command line does not give."""
+    return [flag(name) for name in names if getattr(arguments, name) is None]
+
+
+def is_file(source: str) -> bool:
+    """Whether a NAME|FILE is a file: `-`, a known suffix, a path, or an existing file that has no
+    schedule's name.
+    """
+    if source in names():
+        return False
+    return (
+        source == "-"
+        or Path(source).suffix in (".csv", ".json")
+        or "/" in source
+        or "\\" in source
+        or Path(source).exists()
+    )
+
+
+def load(
+    arguments: argparse.Namespace,
+    costs: Costs,
+    *,
+    transfers: Transfers = Transfers.RENDEZVOUS,
+) -> Schedule:
+    """Read or build the schedule `arguments.source`, and check it.
+
+    Costs that the command line gives go to schedules that take costs.  UsageError where the
+    arguments do not fit the source, InvalidScheduleError where the table of a file is invalid.
+    """
+    source = arguments.source
+    if not is_file(source):
+        return _named(source, arguments, costs)
+    own = ("devices", "microbatches", "chunks", "option", "forward_only")
+    shape = [flag(name) for name in own if getattr(arguments, name)]
+    if shape:
+        raise UsageError(
+            f"{', '.join(shape)} cannot be given for {source}: a file has its own shape; give "
+            "the name of a schedule instead"
+        )
+    return checked(read(source, arguments.slices), transfers=transfers)
+
+
+def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
+    """Build a named schedule from the command line's shape and options."""
+    entry = describe(name)
+    if missing := missing_flags(arguments, "devices", "microbatches"):
+        raise UsageError(
+            f"{name} needs {' and '.join(missing)}, e.g. jaxpipe show {name} --devices 4 "
+            "--microbatches 8"
+        )
+    options = read_options(arguments.option)
+    if any(option.name == "costs" for option in entry.options) and _gives_costs(arguments):
+        options.setdefault("costs", costs)
+    if options.get("placement") is not None:
+        chunks = entry.chunks.natural if arguments.chunks is None else arguments.chunks
+        options["placement"] = _placement(options["placement"], arguments.devices, chunks)
+    if options.get("objective") is not None:
+        options["objective"] = _objective(options["objective"])
+    shape = {name: value for name in _SHAPE if (value := getattr(arguments, name)) is not None}
+    return build(name, **shape, **options)
+
+
+def read(source: str, slices: int | None = None) -> Schedule:
+    """Read a table from a .csv or .json file, or CSV from standard input; it is not checked yet.
+
+    CSV does not hold the number of slices of a sequence, and JSON does.
+    """
+    text, name = read_text(source), "stdin" if source == "-" else Path(source).stem
+    try:
+        if Path(source).suffix == ".json":
+            table = Schedule.from_json(text)
+            return table if slices is None else dataclasses.replace(table, slices=slices)
+        return Schedule.from_csv(text, name=name, slices=1 if slices is None else slices)
+    except ScheduleError as error:
+        raise InvalidScheduleError(
+            f"{source}: {_with_raw_grid(text, Path(source).suffix, error)}", error.violations
+        ) from error
+    except JaxpipeError as error:
+        raise InvalidScheduleError(f"{source}: {error}") from error
+
+
+def checked(
+    schedule: Schedule,
+    *,
+    transfers: Transfers = Transfers.RENDEZVOUS,
+    max_activations: int | None = None,
+) -> Schedule:
+    """The schedule, or InvalidScheduleError with every violation (`check`'s own message has a
+    hundred at most) and the marked grid.
+    """
+    try:
+        return check(schedule, transfers=transfers, max_activations=max_activations)
+    except ScheduleError as error:
+        rules = error.violations
+        count = f"{len(rules)} violation{'' if len(rules) == 1 else 's'}"
+        head = f"{schedule.name or 'the schedule'} is invalid, {count}:"
+        text = report(schedule, rules, head) if rules else f"{head}\n  {error}"
+        raise InvalidScheduleError(text, rules) from error
+
+
+def read_costs(arguments: argparse.Namespace) -> Costs:
+    """The costs that the command line gives."""
+    own = {name: getattr(arguments, name) for name in OTHER_COSTS}
+    own = {name: value for name, value in own.items() if value is not None}
+    return Costs(**(arguments.costs or {}), **own, release=Release(arguments.release))
+
+
+def _gives_costs(arguments: argparse.Namespace) -> bool:
+    """Whether the command line gives any cost."""
+    return any(getattr(arguments, name) is not None for name in ("costs", *OTHER_COSTS))
+
+
+def read_options(pairs: list[str]) -> dict[str, Any]:
+    """`["group_size=4", "lean=true"]` -> {"group_size": 4, "lean": True}; UsageError lists every
+    pair without '='.
+    """
+    bad = [pair for pair in pairs if not pair.partition("=")[0].isidentifier() or "=" not in pair]
+    if bad:
+        raise UsageError(
+            f"--option {', '.join(map(quoted, bad))} must be KEY=VALUE, e.g. --option group_size=4"
+        )
+    options: dict[str, Any] = {}
+    for key, _, value in (pair.partition("=") for pair in pairs):
+        if key in options:
+            raise UsageError(f"--option {quoted(key)} is given twice; give it once")
+        if key in _SHAPE:
+            raise UsageError(
+                f"--option {key}={value[:MOST_COLUMNS]} has a flag of its own; write {flag(key)}"
+            )
+        if key == "name":
+            raise UsageError(
+                "--option name=... is the schedule's name; write it after the command, e.g. "
+                "jaxpipe show 1f1b"
+            )
+        options[key] = _value(value)
+    return options
+
+
+def _placement(value: object, devices: int, chunks: int) -> Placement:
+    """`loop`, `vee`, or the device of each stage (`0,1,1,0`)."""
+    if value in ("loop", "vee"):
+        make = Placement.loop if value == "loop" else Placement.vee
+        return make(devices=devices, chunks=chunks)
+    if isinstance(value, tuple) and all(isinstance(device, int) for device in value):
+        return Placement.explicit(value, devices=devices)
+    raise UsageError(
+        f"--option placement={quoted(value)} must be loop, vee, or the device of each stage, "
+        "e.g. placement=0,1,1,0"
+    )
+
+
+def _objective(value: object) -> Objective:
+    """`makespan` or `period`."""
+    try:
+        return Objective(value)
+    except ValueError:
+        raise UsageError(
+            f"--option objective={quoted(value)} must be "
+            f"{' or '.join(each.value for each in Objective)}"
+        ) from None
+
+
+def _value(text: str) -> object:
+    """A whole number, several joined by commas, True, False or None, where the text is one of them;
+    else the text.
+    """
+    named: dict[str, object] = {"true": True, "false": False, "none": None}
+    if text.lower() in named:
+        return named[text.lower()]
+    fields = text.split(",")
+    if not all(_WHOLE.fullmatch(field.strip()) for field in fields):
+        return text
+    return int(text) if len(fields) == 1 else tuple(map(int, fields))
+
+
+def file_path(text: str) -> Path:
+    """The path of a file; UsageError for a text with a null character."""
+    if "\0" in text:
+        raise UsageError(f"{quoted(text)} is not a file name: it holds a null character")
+    return Path(text)
+
+
+def _open(source: str) -> AbstractContextManager[TextIO]:
+    if source == "-":
+        return nullcontext(sys.stdin)
+    return file_path(source).open(encoding="utf-8-sig")
+
+
+def read_text(source: str) -> str:
+    """The text of a file, or of standard input for `-`; UsageError for binary data, and for more
+    than any table has (the file may be endless).
+    """
+    try:
+        with _open(source) as file:
+            text = file.read(MAX_TEXT + 1)
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{source}: not a text file ({error.reason} at byte {error.start}); give a .csv or "
+            ".json table"
+        ) from error
+    if len(text) > MAX_TEXT:
+        raise UsageError(
+            f"{source}: more than {MAX_TEXT:,} characters, more than any table; give a .csv or "
+            ".json table"
+        )
+    return text
+
+
+def _with_raw_grid(text: str, suffix: str, error: ScheduleError) -> str:
+    """The error and, where it is about cells, a grid of the cells as they are written, the faulty
+    ones marked.
+    """
+    faulty = {
+        v.message.partition(": ")[0]: v.device for v in error.violations if v.device is not None
+    }
+    if not faulty:
+        return str(error)
+    is_json = suffix == ".json"
+    place = json_place if is_json else csv_place
+    data: Any = json_value(text) if is_json else {"rows": list(csv_lines(text))}
+    rows = [[_cut(cell or "") for cell in row] for row in data["rows"]]
+    marked = {
+        (d, p) for d in set(faulty.values()) for p in range(len(rows[d])) if place(d, p) in faulty
+    }
+    lines, most, start = [str(error)], max(map(len, rows)), 0
+    if most > MOST_COLUMNS:
+        half = MOST_COLUMNS // 2
+        middle = min(p for _, p in marked)
+        start, stop = max(0, middle - half), min(most, middle + half)
+        lines.append(f"columns {start + 1} to {stop}:")
+        rows = [row[start:stop] for row in rows]
+    return "\n".join([*lines, *drawn(rows, {(d, p - start) for d, p in marked})])
+
+
+def _cut(cell: str) -> str:
+    """A cell as the grid shows it."""
+    cell = cell.strip()
+    return cell if len(cell) <= _MOST_WIDTH else f"{cell[: _MOST_WIDTH - 3]}..."
+
+
 # Wide enough that no line of plain output is wrapped.
 _NEVER_FOLD = 1_000_000
 BEST = "bold green"  # the style of a best row
-_PATIENCE = 10.0  # seconds in silence
 
 
 def write(text: str) -> None:
@@ -78,28 +411,12 @@ def print_table(
 
 @contextmanager
 def counting(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A function of (done, of how many) that shows them on stderr: a bar on a terminal,
-    else a line if it takes long.  A bar that is never counted shows that work goes on.
+    """A function of (done, of how many) that shows them as a bar on stderr, if that is a terminal.
+    A bar that is never counted shows that work goes on.
     """
     console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield _once(title)
-        return
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    is_hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, of: progress.update(task, completed=done, total=of)
-
-
-def _once(title: str) -> Callable[[int, int], None]:
-    """A function of (done, of how many) that prints them once, when some seconds have
-    passed.
-    """
-    late = [time.monotonic() + _PATIENCE]
-
-    def tell(done: int, of: int) -> None:
-        if late and time.monotonic() > late[0]:
-            late.clear()
-            complain(f"{title}: {done} of {of} done")
-
-    return tell

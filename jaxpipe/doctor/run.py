@@ -14,6 +14,7 @@ from enum import StrEnum
 
 MARK, AT = "doctor-found: ", "doctor-at: "
 _LAST = 300  # characters of a failure
+_CHILD = "import sys; from jaxpipe.doctor.machine import main; main(*sys.argv[1:])"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +85,6 @@ def judged(
     return Line(item, verdict, measured, expected, "" if verdict is Verdict.OK else advice)
 
 
-def timed_line(
-    item: str, measured: float, expected: float, *, unit: str = "us", factor: float, advice: str
-) -> Line:
-    """A line about seconds, slow where they are more than `factor` times the expected ones."""
-    scale = {"ms": 1e3, "us": 1e6}[unit]
-    text, bound = (f"{seconds * scale:.3g} {unit}" for seconds in (measured, expected))
-    return judged(item, text, bound, advice, slow=measured > factor * expected)
-
-
 def not_tried(item: str, why: str) -> Line:
     """A line about a check that was left out."""
     return Line(item, Verdict.NOT_TRIED, advice=why)
@@ -133,10 +125,10 @@ _NUMBERS: Mapping[str, Mapping[str, object]] = {
 CHECKS = (
     Check("versions", "machine:versions", advice="the driver may be stuck: nvidia-smi"),
     Check("XLA options", "machine:options"),
-    *(Check(f"numbers: {title}", "numbers:numbers", case) for title, case in _NUMBERS.items()),
-    Check("predicates", "times:predicates"),
-    Check("hops", "times:hops"),
-    Check("host copies", "times:host_copies", advice="look at pinned memory limits"),
+    *(Check(f"numbers: {title}", "steps:numbers", case) for title, case in _NUMBERS.items()),
+    Check("predicates", "machine:predicates"),
+    Check("hops", "machine:hops"),
+    Check("host copies", "machine:host_copies", advice="look at pinned memory limits"),
     Check("memory", "steps:memory"),
     Check("speed of one device", "steps:speed"),
     Check("a step against its plan", "steps:plan"),
@@ -182,7 +174,7 @@ def run_one(check: Check, scope: Scope, limit: float) -> Findings:
     arguments = [check.function, json.dumps(asdict(scope)), json.dumps(dict(check.options))]
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "jaxpipe.doctor", *arguments],
+            [sys.executable, "-c", _CHILD, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=limit,

@@ -1,10 +1,11 @@
-"""Check whole steps: memory, speed on one device, and time against a plan."""
+"""Check whole steps: that six schedules give the numbers of a plain function in every run; memory,
+speed on one device, and time against a plan.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,8 @@ from .. import inspect
 from ..arrays import PyTree
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
-from ..errors import PipelineError
+from ..errors import PipelineError, ScheduleError
+from ..inspect.programs import program_of
 from ..lowering.target import Target
 from ..measuring import measure_stages
 from ..measuring.blocks import timed
@@ -26,8 +28,152 @@ from ..model.model import Model
 from ..model.settings import Memory
 from ..pipeline import Pipeline
 from ..schedules.registry import build
-from .run import Findings, Line, Scope, at, judged, not_tried, timed_line
-from .times import call_of, filled
+from ..spmd.xla import NO_GRAPHS
+from ..vocabulary import VocabEmbedding, VocabHead
+from .machine import call_of, filled
+from .run import Findings, Line, Scope, at, judged, not_tried
+
+WIDTH, WORDS, TOKENS = 16, 32, 8
+ROWS = 2  # of a microbatch
+TOLERANCE = 1e-4  # float32, sums of some hundred numbers in another order
+
+
+def numbers(
+    scope: Scope,
+    mesh: Mesh,
+    name: str,
+    chunks: int | None = None,
+    spread: bool = False,
+    offload: str | None = None,
+) -> Findings:
+    """The pipeline of a schedule against `Model.loss`; on GPUs with CUDA graphs and without them.
+
+    Args:
+        scope: the number of runs.
+        mesh: the devices.
+        name: of the schedule.
+        chunks: a device.
+        spread: the ends are spread over all devices.
+        offload: as `Memory` takes it.
+    """
+    item = f"numbers: {name}{', spread ends' * spread}{', offload' * bool(offload)}"
+    count = mesh.size
+    if offload and count == 1:
+        return Findings((not_tried(item, "one device: no residual waits on the host"),))
+    try:
+        schedule = build(name, devices=count, microbatches=2 * max(count, 2), chunks=chunks)
+    except ScheduleError as error:
+        return Findings((not_tried(item, f"{count} devices: {error}"),))
+    microbatches = schedule.num_microbatches
+    model, weights = small_model(schedule.num_stages, spread=spread)
+    pipe = Pipeline(model, schedule, mesh, memory=Memory(offload=offload))
+    batches = [_batch(microbatches, seed) for seed in (1, 2)]
+    with jax.default_matmul_precision("highest"):
+        at(f"{item}: the plain function")
+        plain = jax.jit(jax.value_and_grad(model.loss), static_argnames="microbatches")
+        wanted = [plain(weights, batch, microbatches=microbatches) for batch in batches]
+        expected = [(loss, pipe.place(jax.tree.map(np.asarray, grads))) for loss, grads in wanted]
+        programs = {item: pipe.compiler_options}
+        if Target.of(mesh, ()).on_gpus:
+            programs[f"{item}, without graphs"] = {**pipe.compiler_options, **NO_GRAPHS}
+        params = pipe.place(weights)
+        lines = []
+        for title, options in programs.items():
+            step = jax.jit(pipe.value_and_grad, compiler_options=options or None)
+            lines.append(judge(title, step, params, batches, expected, scope.steps))
+        return Findings(tuple(lines))
+
+
+def judge(
+    item: str,
+    step: Callable[[Any, Any], tuple[Any, PyTree]],
+    params: PyTree,
+    batches: Sequence[PyTree],
+    expected: Sequence[tuple[Any, PyTree]],
+    count: int,
+) -> Line:
+    """Run a step with batches in turn.  Compare the first results with the plain ones, and later
+    results with the first, bit by bit.
+    """
+    bound = f"below {TOLERANCE:g} of the plain function, equal bits in {count} runs"
+
+    def line(measured: str, advice: str = "") -> Line:
+        return judged(item, measured, bound, advice, wrong=advice)
+
+    at(item)
+    first = [step(params, batch) for batch in batches]
+    worst = float(np.max([_distance(*pair) for pair in zip(first, expected, strict=True)]))
+    if not worst <= TOLERANCE:
+        return line(
+            f"{worst:.2g} from the plain function",
+            "do not train with this: see known faults above, and try another version of jaxlib",
+        )
+    for number in range(count):
+        run, which = number + len(batches) + 1, number % len(batches)
+        at(f"{item}, run {run}")
+        if not bool(_same(step(params, batches[which]), first[which])):
+            return line(
+                f"{worst:.1g} at first, other bits in run {run}",
+                "the same program gives other numbers: try "
+                "XLA_FLAGS=--xla_gpu_enable_command_buffer= and look for faulty memory",
+            )
+    return line(f"{worst:.1g}, equal bits in {count} runs")
+
+
+@jax.jit
+def _distance(result: PyTree, expected: PyTree) -> Any:
+    """The largest difference of a leaf, relative to the leaf's largest number."""
+    each = jax.tree.map(
+        lambda a, b: jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30),
+        result,
+        expected,
+    )
+    return jnp.max(jnp.stack(jax.tree.leaves(each)))
+
+
+@jax.jit
+def _same(result: PyTree, expected: PyTree) -> Any:
+    each = jax.tree.map(lambda a, b: jnp.all(a == b), result, expected)
+    return jnp.all(jnp.stack(jax.tree.leaves(each)))
+
+
+def small_model(stages: int, *, spread: bool) -> tuple[Model, dict[str, PyTree]]:
+    """Two layers a stage, an embedding and a head, with canonical parameters."""
+    draw = np.random.default_rng(0)
+
+    def numbers(*shape: int) -> Any:
+        return np.asarray(0.3 * draw.standard_normal(shape), np.float32)
+
+    def block(p: Any, x: Any) -> Any:
+        return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+    weights = {
+        "first": {"table": numbers(WORDS, WIDTH)},
+        "stages": {"up": numbers(stages, WIDTH, WIDTH), "down": numbers(stages, WIDTH, WIDTH)},
+        "last": {"table": numbers(WORDS, WIDTH)},
+    }
+    if spread:
+        return Model(block, first=VocabEmbedding(), last=VocabHead()), weights
+
+    def embed(p: Any, microbatch: Any) -> Any:
+        # no scatter in the gradient, so sums have a fixed order
+        return jax.nn.one_hot(microbatch["tokens"], WORDS, dtype=jnp.float32) @ p["table"]
+
+    def head(p: Any, x: Any, microbatch: Any) -> Any:
+        logits = x @ p["table"].T
+        target = jax.nn.one_hot(microbatch["targets"], WORDS, dtype=logits.dtype)
+        return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * target, -1))
+
+    return Model(block, first=embed, last=head), weights
+
+
+def _batch(microbatches: int, seed: int) -> dict[str, Any]:
+    """Rows without repeated words in a microbatch, so that no sum depends on an order."""
+    draw = np.random.default_rng(seed)
+    each = [draw.permutation(WORDS)[: ROWS * TOKENS] for _ in range(microbatches)]
+    words = np.stack(each).reshape(-1, TOKENS).astype(np.int32)
+    return {"tokens": words, "targets": draw.permuted(words, axis=1)}
+
 
 # bfloat16 matmuls a second without sparsity, from NVIDIA's data sheets; TPUs are in `Chip`.
 GPU_FLOPS: Mapping[str, float] = {
@@ -99,19 +245,12 @@ def memory(scope: Scope, mesh: Mesh) -> Findings:
     predicted = inspect.memory(pipe, shapes, batch)["total"]
     at("compiling the step")
     compiled = pipe.lower(shapes, batch).compile()
-    sizes = compiled.memory_analysis()
-    by_xla = sizes.argument_size_in_bytes + sizes.output_size_in_bytes
-    by_xla += sizes.temp_size_in_bytes - sizes.alias_size_in_bytes
-    if Target.of(mesh, ()).on_tpus:
-        by_xla = sizes.peak_memory_in_bytes
+    by_xla = program_of(compiled, Target.of(mesh, ())).total_bytes
     at("running the step")
     jax.block_until_ready(compiled(filled(shapes), batch))
     stats = jax.local_devices()[0].memory_stats() or {}
-    lines = (
-        judge_memory(predicted, int(by_xla), stats.get("peak_bytes_in_use")),
-        collectives(compiled, mesh),
-    )
-    return Findings(lines)
+    line = judge_memory(predicted, by_xla, stats.get("peak_bytes_in_use"))
+    return Findings((line, collectives(compiled, mesh)))
 
 
 def collectives(compiled: Any, mesh: Mesh) -> Line:
@@ -119,11 +258,13 @@ def collectives(compiled: Any, mesh: Mesh) -> Line:
     item, (axis,) = "collectives", mesh.axis_names
     if mesh.devices.flat[0].platform == "cpu" or mesh.size == 1:
         return not_tried(item, "programs of several GPUs or TPUs are read")
+    faults: tuple[str, ...] = ()
     try:
         inspect.check_collectives(compiled, mesh, axis=axis)
     except PipelineError as error:
-        return judged(item, "; ".join(error.faults), "none that can hang", _REPORT, wrong=True)
-    return judged(item, "none can hang", "none that can hang")
+        faults = error.faults
+    text = "; ".join(faults) or "none can hang"
+    return judged(item, text, "none that can hang", _REPORT, wrong=faults)
 
 
 def judge_memory(predicted: int, by_xla: int, reported: int | None) -> Line:
@@ -180,19 +321,16 @@ def peak_flops(kind: str, target: Target) -> float | None:
 
 def judge_speed(seconds: Mapping[str, float], flops: float, peak: float | None) -> tuple[Line, ...]:
     """Lines about one device: each pipeline's time over that of plain accumulation."""
-    lines = []
-    for name, each in seconds.items():
-        mfu = "" if peak is None else f", MFU {flops / each / peak:.1%}"
-        ratio = each / seconds["plain"]
-        line = judged(
-            f"speed of one device, {name}",
-            f"{ratio:.3f} of plain accumulation's time{mfu}",
-            f"at most {_SPEED}",
-            "look at predicates above; prefer fewer chunks",
-            slow=ratio > _SPEED,
-        )
-        lines += [line] if name != "plain" else []
-    return tuple(lines)
+
+    def line(name: str) -> Line:
+        mfu = "" if peak is None else f", MFU {flops / seconds[name] / peak:.1%}"
+        ratio = seconds[name] / seconds["plain"]
+        text = f"{ratio:.3f} of plain accumulation's time{mfu}"
+        advice = "look at predicates above; prefer fewer chunks"
+        item, limit = f"speed of one device, {name}", f"at most {_SPEED}"
+        return judged(item, text, limit, advice, slow=ratio > _SPEED)
+
+    return tuple(line(name) for name in seconds if name != "plain")
 
 
 def plan(scope: Scope, mesh: Mesh) -> Findings:
@@ -223,6 +361,5 @@ def plan(scope: Scope, mesh: Mesh) -> Findings:
 
 def judge_plan(item: str, seconds: float, planned: float, where: str) -> Line:
     """A line about a step's time."""
-    advice = "see hops and predicates"
-    line = timed_line(item, seconds, planned, unit="ms", factor=_PLAN, advice=advice)
-    return replace(line, measured=f"{line.measured}: {where}")
+    text, bound = f"{seconds * 1e3:.3g} ms: {where}", f"{planned * 1e3:.3g} ms"
+    return judged(item, text, bound, "see hops and predicates", slow=seconds > _PLAN * planned)

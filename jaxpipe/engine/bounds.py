@@ -1,8 +1,10 @@
 """Lower bounds of the makespan of any schedule, for given costs, placement and cap on
 activations.
 
-A schedule is a job shop in which every stage works in the order of microbatches (`job_shop`), and
-the bounds of job shops hold for it.
+All microbatches cost the same, so in any schedule the k-th action of a stage and kind may be taken
+for that of microbatch k: if the k-th start of a stage comes after k starts of the stage before,
+then the k-th of these comes before it.  A schedule is then a job shop in which every stage works in
+the order of microbatches, and results about job shops hold for it.
 """
 
 from __future__ import annotations
@@ -10,23 +12,195 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil, inf
-from typing import Any
+from math import inf
+from statistics import mean
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ScheduleError, quoted
-from ..table.certificate import Objective
-from ..table.kinds import COLLECTIVES, RECOMPUTE
-from ..table.limits import MAX_COUNT, is_whole
+from ..table.kinds import COLLECTIVES, Kind, Release, Value, makers
 from ..table.placement import Placement
-from ..table.typed import typed
+from ..table.schedule import Objective
+from ..table.typed import MAX_COUNT, typed
 from .costs import Costs, StageCosts
-from .job_shop import JobShop
-from .timeline import Timeline
+from .simulate import Timeline
 
 # Pairs of stage and microbatch, and stages, up to which every action has a head and a tail of its
 # own.
 _MOST_PAIRS, _MOST_STAGES = 1 << 13, 128
 _ALMOST = 1 - 1e-12  # of sums of floats
+_FAR = 1 << 30
+# The halves of a backward: what makes one gradient and not the other.
+(_DGRAD,) = set(makers(Value.INPUT_GRAD)) - set(makers(Value.WEIGHT_GRAD))
+(_WGRAD,) = set(makers(Value.WEIGHT_GRAD)) - set(makers(Value.INPUT_GRAD))
+
+
+class Node(NamedTuple):
+    """All actions of a stage and kind, in the order of microbatches."""
+
+    stage: int
+    kind: Kind
+    device: int
+    length: float
+    begins: bool  # takes a place for activations
+    releases: bool  # frees one at its end
+
+
+class Arc(NamedTuple):
+    """Action k of `target` starts `delay` after the end of action k - `lag` of `source`,
+    or later.
+    """
+
+    source: int
+    target: int
+    lag: int = 0
+    delay: float = 0
+
+
+class JobShop(NamedTuple):
+    """An instance: nodes in an order in which arcs without lag go forwards."""
+
+    nodes: tuple[Node, ...]
+    arcs: tuple[Arc, ...]
+    devices: int
+    microbatches: int
+    cap: int | None
+    shared: bool  # some stage is on several devices
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        times: StageCosts,
+        release: Release,
+        microbatches: int,
+        cap: int | None,
+    ) -> JobShop:
+        """The job shop of an instance whose backwards are I and W: F of each stage, then I and W
+        from the last stage on.
+        """
+        homes, early = placement.devices_of, release is Release.INPUT_GRAD
+        count, nodes = len(homes), list[Node]()
+        for s, length in enumerate(times.forward):
+            nodes.append(Node(s, Kind.F, homes[s][0], length, True, False))
+        for s in reversed(range(count)):
+            first, rest, device = times.input_grad[s], times.weight_grad[s], homes[s][0]
+            nodes.append(Node(s, _DGRAD, device, first, False, early))
+            nodes.append(Node(s, _WGRAD, device, rest, False, not early))
+        # The numbers of a stage's nodes: that of its F is the stage's.
+        dgrad = [3 * count - 2 * s - 2 for s in range(count)]
+        wgrad = [number + 1 for number in dgrad]
+        arcs = [Arc(count - 1, dgrad[-1]), *map(Arc, dgrad, wgrad)]
+        for s in range(1, count):
+            near = not set(homes[s]).isdisjoint(homes[s - 1])
+            there, back = (0, 0) if near else (times.transfer[s - 1], times.transfer[s])
+            arcs += [Arc(s - 1, s, 0, there), Arc(dgrad[s], dgrad[s - 1], 0, back)]
+        shared = placement.is_bidirectional
+        if not shared:
+            arcs += [Arc(n, n, 1) for n in range(len(nodes))]
+        if not shared and cap is not None:
+            # When F k of a device's v-th stage starts, the v stages before it have begun k + 1
+            # microbatches each, and at most cap - 1 live.  None of them has released more than k,
+            # so each has released k - cap + v + 1 at the least.
+            arcs += [
+                Arc(dgrad[before] if early else wgrad[before], stage, cap - v)
+                for stages in placement.stages_of
+                for v, stage in enumerate(stages)
+                for before in stages[: v + 1]
+                if cap - v < microbatches
+            ]
+        return cls(tuple(nodes), tuple(arcs), placement.num_devices, microbatches, cap, shared)
+
+    @property
+    def chunks(self) -> int:
+        """V, the most stages on a device."""
+        held = [node.device for node in self.nodes if node.begins]
+        return max(held.count(device) for device in range(self.devices))
+
+    def on(self, device: int) -> list[int]:
+        """The nodes of a device."""
+        return [n for n, node in enumerate(self.nodes) if node.device == device]
+
+    def work(self, device: int) -> float:
+        """The time that a device needs for one microbatch."""
+        return sum(self.nodes[n].length for n in self.on(device))
+
+    def alone(self) -> JobShop:
+        """The same of one microbatch."""
+        return self._replace(microbatches=1, arcs=tuple(a for a in self.arcs if not a.lag))
+
+    def lives(self, device: int) -> list[float]:
+        """The least time from the F of each of a device's stages to its release: that of one
+        microbatch alone.
+        """
+        heads = [head for (head,) in self.alone().heads()]
+        mine = [(n, self.nodes[n]) for n in self.on(device)]
+        begins = [heads[n] for n, node in mine if node.begins]
+        ends = [heads[n] + node.length for n, node in mine if node.releases]
+        # Releases come in the opposite order of stages.
+        return [end - begin for begin, end in zip(begins, ends[::-1], strict=True)]
+
+    def heads(self) -> list[list[float]]:
+        """Per node and microbatch, the earliest start: by longest paths, and after all work of its
+        own device that must precede it.
+        """
+        into: list[list[Arc]] = [[] for _ in self.nodes]
+        for arc in self.arcs:
+            into[arc.target].append(arc)
+        starts: list[list[float]] = [[0] * self.microbatches for _ in self.nodes]
+        before, opening = self._before(), dict[int, float]()
+        for k in range(self.microbatches):
+            for n, node in enumerate(self.nodes):
+                start: float = 0
+                for source, _, lag, delay in into[n]:
+                    if k >= lag:
+                        ready = starts[source][k - lag] + self.nodes[source].length + delay
+                        start = max(start, ready)
+                # A device's first action is microbatch 0 of the node that comes first in the order.
+                opened = opening.setdefault(node.device, start)
+                starts[n][k] = max(start, opened + before[n][k])
+        return starts
+
+    def tails(self) -> list[list[float]]:
+        """Per node and microbatch, the least time from its end to the end of all: the heads of the
+        schedule with time turned round, in which what releases a place takes one, and the last
+        microbatch is the first.
+        """
+        last = len(self.nodes) - 1
+        nodes = (n._replace(begins=n.releases, releases=n.begins) for n in self.nodes[::-1])
+        arcs = (a._replace(source=last - a.target, target=last - a.source) for a in self.arcs)
+        turned = self._replace(nodes=tuple(nodes), arcs=tuple(arcs))
+        return [row[::-1] for row in turned.heads()[::-1]]
+
+    def _before(self) -> list[list[float]]:
+        """Per node and microbatch, the work of its own device that must be done before it starts,
+        with the releases that the cap demands.
+        """
+        count, most = len(self.nodes), np.arange(self.microbatches)
+        if self.microbatches == 1:  # a chain, which is the longest path itself
+            return [[0]] * count
+        # `[a, n]`: action k of node n comes after action k - lag of node a; _FAR where it never
+        # must.
+        lags = np.full((count, count), _FAR, np.int64)
+        for arc in self.arcs:
+            lags[arc.source, arc.target] = min(lags[arc.source, arc.target], arc.lag)
+        for via in range(count):
+            np.minimum(lags, lags[:, via, None] + lags[None, via, :], out=lags)
+        found: list[list[float]] = []
+        for number, node in enumerate(self.nodes):
+            mine = self.on(node.device)
+            done = np.clip(most - lags[mine, number, None] + 1, 0, self.microbatches)
+            length, begins, releases = (
+                np.array(values) for values in zip(*(self.nodes[n][3:] for n in mine), strict=True)
+            )
+            work: NDArray[Any] = length @ done
+            if self.cap is not None and releases.any():
+                held = node.begins + begins @ done - releases @ done
+                work = work + np.maximum(held - self.cap, 0) * length[releases].min()
+            found.append(work.tolist())
+        return found
 
 
 @typed()
@@ -43,16 +217,15 @@ def lower_bound(
     """A makespan below which no schedule goes that has these costs, this placement and at most so
     many activations on a device.
 
-    The largest of three: the longest chain of actions that wait for each other; for each device the
-    preemptive one-machine problem in which every action has a head (what must come before it) and a
-    tail (what must come after it) (Carlier 1982, "The one-machine sequencing problem"); and for
-    each device the time for which activations occupy its places, divided by their number.  Heads
-    and tails count the releases that a cap demands.  Backwards may be whole, split or in overlapped
-    pairs, whichever is cheaper.
+    For each device it solves the preemptive one-machine problem in which every action has a head
+    (what must come before it) and a tail (what must come after it) (Carlier 1982, "The one-machine
+    sequencing problem"); the bound is the largest of these, and of the periods of all microbatches.
+    Heads and tails count the releases that a cap demands.  Backwards may be whole, split or in
+    overlapped pairs, whichever is cheaper.
 
     Tables with R (`add_recompute`) compute more and hold less.  Where `Costs.recompute` is given
-    the bound holds for them too: with a cap, a device trades the time of an R for room.  Where it
-    is None they may go below a bound with a cap, and not below one without.
+    the bound holds for them too, and so for any memory: a cap then changes nothing.  Where it is
+    None they may go below a bound with a cap, and not below one without.
 
     With `Objective.PERIOD`, a time of a microbatch in the steady state that no schedule goes below
     (modulo scheduling, Rau 1994, section 2): a device's work for one microbatch, and the time for
@@ -84,20 +257,31 @@ def lower_bound(
     """
     if objective is Objective.PERIOD and microbatches is None:
         microbatches = 1
-    places = _placements(devices, chunks, placement, microbatches, max_activations)
-    # No table holds so many: a larger cap is none.
-    max_activations = None if max_activations is None else min(max_activations, MAX_COUNT)
+    numbers = {"microbatches": microbatches, "chunks": chunks}
+    numbers |= {} if placement else {"devices": devices}
+    numbers |= {} if max_activations is None else {"max_activations": max_activations}
+    faults = (
+        f"{name} must be a whole number of at least 1, not {quoted(n)}"
+        for name, n in numbers.items()
+        if n is None or n < 1
+    )
+    ScheduleError.refuse("there is no bound for this", faults)
+    places = [placement] if placement else loop_and_vee(devices, chunks)
+    least, cap = least_activations(places[0]), max_activations
+    if cap is not None and cap < least:
+        raise ScheduleError(
+            f"max_activations={cap} is less than the {least} that one microbatch needs on a "
+            "device: without R, the stages of a device wait for their backwards at the same time; "
+            "give a larger max_activations or place fewer stages there"
+        )
     costs = costs or Costs()
     times = cheapest(costs.for_stages(places[0].num_stages))
     assert microbatches is not None
-    again = None if costs.recompute is None else times.recompute
-    cap = max_activations if again is None else None
-    shops = [JobShop.of(place, times, costs.release, microbatches, cap) for place in places]
-    of = bound_of if objective is Objective.MAKESPAN else period_bound_of
-    if again is None or max_activations is None:
-        return min(map(of, shops))
-    rows = 1 if objective is Objective.PERIOD else microbatches
-    return min(max(of(shop), _with_recompute(shop, again, rows, max_activations)) for shop in shops)
+    if cap is not None:
+        # No table holds more: a larger cap is none.
+        cap = None if costs.recompute is not None else min(cap, MAX_COUNT)
+    shops = (JobShop.of(place, times, costs.release, microbatches, cap) for place in places)
+    return min(map(bound_of if objective is Objective.MAKESPAN else period_bound_of, shops))
 
 
 def timeline_bound(timeline: Timeline) -> tuple[float, int | None]:
@@ -105,59 +289,20 @@ def timeline_bound(timeline: Timeline) -> tuple[float, int | None]:
     and that peak.
 
     None is the peak of a table with R: its bound holds for any memory, since tables with R go below
-    those of a cap.
-    """
-    schedule = timeline.schedule
-    cap = None if schedule.encoded.of_kinds(RECOMPUTE).any() else max(timeline.peak_activations)
-    shape: dict[str, Any] = {
-        "placement": schedule.placement,
-        "microbatches": schedule.num_microbatches,
-    }
-    # The table's own peak says nothing of tables with R.
-    costs = replace(timeline.costs, recompute=None)
-    found = lower_bound(costs, **shape, max_activations=cap)
-    return max(found, _with_meetings(timeline)), cap
-
-
-def _with_meetings(timeline: Timeline) -> float:
-    """A bound for tables in which all devices do `last` or `first` together: on each device their
+    those of a cap.  In a table in which all devices do `last` or `first` together, each device's
     shares are work besides.
     """
     schedule, table = timeline.schedule, timeline.schedule.encoded
-    kinds = [kind for kind in COLLECTIVES if table.of_kinds((kind,)).any()]
-    if not kinds:
-        return 0
-    times, count = timeline.costs.for_stages(schedule.num_stages), schedule.num_microbatches
-    shop = JobShop.of(schedule.placement, cheapest(times), timeline.costs.release, count, None)
-    shares = [times.of(kind) or (0,) for kind in kinds]
-    return max(
-        count * (shop.work(device) + sum(share[device] for share in shares))
-        for device in range(shop.devices)
-    )
-
-
-def _placements(
-    devices: object, chunks: object, placement: Placement | None, microbatches: object, cap: object
-) -> list[Placement]:
-    """Where stages may be; ScheduleError for arguments that make no sense."""
-    numbers = [("microbatches", microbatches), ("chunks", chunks)]
-    numbers += [("devices", devices)] if placement is None else []
-    numbers += [("max_activations", cap)] if cap is not None else []
-    faults = [
-        f"{name} must be a whole number of at least 1, not {quoted(n)}"
-        for name, n in numbers
-        if not (is_whole(n) and n >= 1)
-    ]
-    ScheduleError.refuse("there is no bound for this", faults)
-    found = [placement] if placement is not None else loop_and_vee(devices, chunks)
-    if is_whole(cap) and cap < least_activations(found[0]):
-        raise ScheduleError(
-            f"max_activations={cap} is less than the {least_activations(found[0])} that one "
-            "microbatch needs on a device: without R, the "
-            "stages of a device wait for their backwards at the same time; give a larger "
-            "max_activations or place fewer stages there"
-        )
-    return found
+    place, count = schedule.placement, schedule.num_microbatches
+    cap = None if table.recomputes else max(timeline.peak_activations)
+    # The table's own peak says nothing of tables with R.
+    costs = replace(timeline.costs, recompute=None)
+    found = lower_bound(costs, placement=place, microbatches=count, max_activations=cap)
+    times = costs.for_stages(place.num_stages)
+    shares = [times.of(kind) or () for kind in table.kinds.intersection(COLLECTIVES)]
+    shop = JobShop.of(place, cheapest(times), costs.release, count, None)
+    work = [shop.work(d) + sum(share[d] for share in shares) for d in range(shop.devices)]
+    return max(found, count * (mean if shop.shared else max)(work)), cap
 
 
 def loop_and_vee(devices: Any, chunks: Any) -> list[Placement]:
@@ -176,140 +321,58 @@ def least_activations(placement: Placement) -> int:
 
 
 def bound_of(shop: JobShop) -> float:
-    """The largest of the bounds of a job shop."""
+    """The bound of the makespan: every device as one machine, with a head and a tail for every
+    action; in a large instance, for all actions of a stage and kind as one.  Or the periods of all
+    microbatches, if they are more.
+    """
+    nodes, count = shop.nodes, shop.microbatches
+    large = len(nodes) > 3 * _MOST_STAGES or len(nodes) * count > 3 * _MOST_PAIRS
+    one = shop.alone() if large or shop.shared else shop
+    heads, tails = one.heads(), one.tails()
     if shop.shared:
-        heads, _ = shop.alone()
-        chain = max(head + node.length for head, node in zip(heads, shop.nodes, strict=True))
-        return max(
-            sum(node.length for node in shop.nodes) * shop.microbatches / shop.devices, chain
-        )
-    return max(_one_machine(shop), _area(shop))
+        chains = (head[0] + node.length for head, node in zip(heads, nodes, strict=True))
+        return max(count * period_bound_of(shop), *chains)
+    machines = (
+        [
+            (head, nodes[n].length * (count // one.microbatches), tail)
+            for n in shop.on(device)
+            for head, tail in zip(heads[n], tails[n], strict=True)
+        ]
+        for device in range(shop.devices)
+    )
+    return max(count * period_bound_of(shop), *map(preemptive_one_machine, machines))
 
 
 def period_bound_of(shop: JobShop) -> float:
-    """Of the time of a microbatch in the steady state: a device's work, and the time for which its
-    memory is occupied.
+    """The bound of the time of a microbatch in the steady state: a device's work, and the time for
+    which its memory is occupied.
     """
     if shop.shared:
         return sum(node.length for node in shop.nodes) / shop.devices
     devices = range(shop.devices)
-    held = [0.0] if shop.cap is None else [sum(_lives(shop, d)) / shop.cap for d in devices]
+    held = [sum(shop.lives(device)) / (shop.cap or inf) for device in devices]
     return max(*map(shop.work, devices), *held)
-
-
-def _with_recompute(shop: JobShop, again: Sequence[float], microbatches: int, cap: int) -> float:
-    """A device that computes some forwards again does more work, and holds those activations from
-    there on alone: the least makespan for which neither its time nor its places are too few.
-
-    Of the stages of a device, that one counts whose R saves most for its time.
-    """
-    found: list[float] = [0]
-    for device in range(shop.devices):
-        mine = [shop.nodes[n] for n in shop.on(device)]
-        stages = [node.stage for node in mine if node.begins]
-        if not stages:
-            continue
-        work = microbatches * shop.work(device)
-        # From an R on: its time, and the backward's until the release.
-        last = [
-            max(n for n, node in enumerate(mine) if node.releases and node.stage == s)
-            for s in stages
-        ]
-        short = [
-            again[s] + sum(n.length for n in mine[: end + 1] if n.stage == s and not n.begins)
-            for s, end in zip(stages, last, strict=True)
-        ]
-        lives = _lives(shop, device)
-        saved = [max(0, life - rest) for life, rest in zip(lives, short, strict=True)]
-        rates = [
-            s / again[stage] if again[stage] else inf
-            for s, stage in zip(saved, stages, strict=True)
-            if s
-        ]
-        held, rate = microbatches * sum(lives), max(rates, default=0)
-        least = held - microbatches * sum(saved)
-        spent = 0 if rate == inf else max(0, (held - cap * work) / (cap + rate))
-        found.append(max(work + spent if rate else max(work, held / cap), least / cap))
-    return max(found)
-
-
-def _ends(shop: JobShop, device: int) -> tuple[list[int], list[int]]:
-    """The nodes of a device that take a place for activations, and those that free one."""
-    mine = shop.on(device)
-    return [n for n in mine if shop.nodes[n].begins], [n for n in mine if shop.nodes[n].releases]
-
-
-def _lives(shop: JobShop, device: int) -> list[float]:
-    """The least time from the F of each of a device's stages to its release: that of one microbatch
-    alone.
-    """
-    heads, _ = shop.alone()
-    begins, releases = _ends(shop, device)
-    # Releases come in the opposite order of stages.
-    return [
-        heads[r] + shop.nodes[r].length - heads[b]
-        for b, r in zip(begins, releases[::-1], strict=True)
-    ]
-
-
-def _one_machine(shop: JobShop) -> float:
-    """Every device as one machine, with a head and a tail for every action; in a large instance,
-    for all actions of a stage and kind as one.
-    """
-    count = shop.microbatches
-    if len(shop.nodes) <= 3 * _MOST_STAGES and len(shop.nodes) * count <= 3 * _MOST_PAIRS:
-        heads, tails, together = shop.heads(), shop.tails(), 1
-    else:
-        heads, tails = ([[time] for time in times] for times in shop.alone())
-        together = count
-    return max(
-        preemptive_one_machine(
-            [
-                (head, shop.nodes[n].length * together, tail)
-                for n in shop.on(device)
-                for head, tail in zip(heads[n], tails[n], strict=True)
-            ]
-        )
-        for device in range(shop.devices)
-    )
-
-
-def _area(shop: JobShop) -> float:
-    """Activations of a device live for so long in all, in as many places as the cap has."""
-    if shop.cap is None:
-        return 0
-    heads, tails = shop.alone()
-    nodes, found = shop.nodes, [0.0]
-    for device in range(shop.devices):
-        begins, releases = _ends(shop, device)
-        if not begins:
-            continue
-        places = min(shop.cap, len(begins) * shop.microbatches)
-        shortest = (min(nodes[n].length for n in ends) for ends in (begins, releases))
-        ramps = places * (places - 1) // 2 * sum(shortest)
-        full = shop.microbatches * sum(_lives(shop, device)) + ramps
-        outside = min(heads[n] for n in begins) + min(tails[n] for n in releases)
-        found.append(outside + full / places)
-    return _rounded_up(max(found), shop)
 
 
 def cheapest(costs: StageCosts) -> StageCosts:
     """Times that no schedule goes below: of a whole backward and its halves the cheaper, of pairs
     what their halves add at the least.
     """
-    forward, whole, dgrad = costs.forward, costs.backward, costs.input_grad
-    if costs.overlap is not None:
-        pair = min(costs.overlap)
-        whole, dgrad = tuple(min(b, pair) for b in whole), tuple(min(i, pair) for i in dgrad)
-        longest = max((*whole, *dgrad))
-        forward = tuple(
-            min(f, max(0, o - longest)) for f, o in zip(forward, costs.overlap, strict=True)
-        )
-    first = tuple(min(i, b) for i, b in zip(dgrad, whole, strict=True))
+    overlap = costs.overlap or (inf,) * len(costs.forward)
+    pair = min(overlap, default=inf)
+    whole = tuple(min(b, pair) for b in costs.backward)
+    dgrad = tuple(min(i, pair) for i in costs.input_grad)
+    longest = max((*whole, *dgrad), default=0)
+    pairs = zip(costs.forward, overlap, strict=True)
+    first = tuple(map(min, dgrad, whole))
     times = zip(dgrad, costs.weight_grad, whole, first, strict=True)
-    rest = tuple(min(i + w, b) - f for i, w, b, f in times)
     return replace(
-        costs, forward=forward, input_grad=first, weight_grad=rest, backward=whole, overlap=None
+        costs,
+        forward=tuple(min(f, max(0, o - longest)) for f, o in pairs),
+        input_grad=first,
+        weight_grad=tuple(min(i + w, b) - f for i, w, b, f in times),
+        backward=whole,
+        overlap=None,
     )
 
 
@@ -317,21 +380,11 @@ def is_cheapest_in_parts(costs: StageCosts) -> bool:
     """Whether neither a whole backward nor an overlapped pair is cheaper than its parts: what no
     table of F, I and W beats, none does.
     """
-    parts = [i + w for i, w in zip(costs.input_grad, costs.weight_grad, strict=True)]
-    if any(whole < _ALMOST * both for whole, both in zip(costs.backward, parts, strict=True)):
-        return False
-    longest = max(costs.backward)
-    return costs.overlap is None or all(
-        o >= _ALMOST * (f + longest) for f, o in zip(costs.forward, costs.overlap, strict=True)
+    parts, least = (
+        sum((*times.forward, *times.input_grad, *times.weight_grad))
+        for times in (costs, cheapest(costs))
     )
-
-
-def _rounded_up(value: float, shop: JobShop) -> float:
-    """The next whole number where all times are whole, since then every makespan is."""
-    whole = all(isinstance(n.length, int) for n in shop.nodes) and all(
-        isinstance(a.delay, int) for a in shop.arcs
-    )
-    return ceil(value - 1e-9) if whole else value
+    return least >= _ALMOST * parts
 
 
 def preemptive_one_machine(jobs: Sequence[tuple[float, float, float]]) -> float:

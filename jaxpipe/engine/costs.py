@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 
 from ..errors import CostError, quoted
 from ..table.kinds import KINDS, Kind, Release
-from ..table.limits import MAX_COST, MAX_STAGES, is_number
-from ..table.typed import is_cost, plain, typed
+from ..table.typed import MAX_COST, MAX_STAGES, is_cost, is_number, plain, typed
 
 Cost: TypeAlias = float | Sequence[float]
 _NO_COSTS = ("release", "unit")  # fields that are no times and no sizes

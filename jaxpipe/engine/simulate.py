@@ -1,23 +1,419 @@
-"""Simulate a table: when each action starts and ends, which devices idle and why, and how much
-memory they hold.
+"""Simulate a table: when each action starts and ends, which devices idle and why, how much memory
+they hold, the critical path, and a run compared with its plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import ScheduleError, Violation
-from ..table.encoded import Encoded
-from ..table.kinds import RECEIVES, Cell
+from ..errors import ScheduleError, Violation, listed, quoted
+from ..table.encoded import (
+    Encoded,
+    IntArray,
+    Split,
+    activation_changes,
+    live_activations,
+    split_peaks,
+)
+from ..table.kinds import RECEIVES, Action, Cell, Kind, Overlap, Value, makers
 from ..table.run_order import Transfers
 from ..table.schedule import Schedule, check
 from ..table.typed import typed
-from .costs import Costs
-from .loop import Loop
-from .timeline import Timeline
+from .costs import Costs, StageCosts
+from .loop import Loop, action_durations
+
+_NOTHING = 0.005  # of the planned makespan: less is not worth a word in the sentence
+COLUMNS = ("device", "busy", "planned", "ratio", "idle", "planned")
+
+
+class Idle(NamedTuple):
+    """A device's idle time by cause; the three add up to makespan - busy."""
+
+    warmup: float  # before its first action
+    waiting: float  # between its actions: an input is not there yet
+    drain: float  # after its last action
+
+
+class Step(NamedTuple):
+    """From `time` on, a device holds `held` of activation memory."""
+
+    time: float
+    held: float
+
+
+class ActionTimes(Mapping[str, float]):
+    """Times by action: `times["2F0"]`, `times["(0F7;7B3)OVERLAP_F_B"]`, `times[Action(...)]`."""
+
+    def __init__(self, table: Encoded, times: Sequence[float]) -> None:
+        self._times: dict[str, float] = {}
+        for number, time in enumerate(times):
+            self._times[table.cell_text(number)] = self._times[table.text(number)] = time
+
+    def __getitem__(self, key: str | Action | Overlap) -> float:
+        try:
+            return self._times[str(key)]
+        except (IndexError, TypeError, ValueError):  # no action has such a text
+            raise KeyError from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._times)
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action of a schedule runs.  `starts` and `ends` follow the numbers of
+    `schedule.encoded`.
+
+    All times are in the unit of `costs`; a pipeline's step starts at 0.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    transfers: Transfers
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+
+    @cached_property
+    def start(self) -> ActionTimes:
+        """Start by action text; an overlapped pair's text and the texts of its halves are
+        all keys.
+        """
+        return ActionTimes(self.schedule.encoded, self.starts)
+
+    @cached_property
+    def end(self) -> ActionTimes:
+        """End by action text."""
+        return ActionTimes(self.schedule.encoded, self.ends)
+
+    @cached_property
+    def makespan(self) -> float:
+        """End of the last action: the time of one step, with its flush."""
+        return max(self.ends, default=0)
+
+    @cached_property
+    def span(self) -> float:
+        """The longest time from a device's first start to its last end (the time per step where
+        steps follow each other).
+        """
+        return max((last - first for first, last in self._active), default=0)
+
+    @cached_property
+    def period(self) -> float | None:
+        """The time of a microbatch in the steady state; None where the step is too short, or too
+        irregular, to have one.
+        """
+        return steady_period(self.schedule.encoded, self.starts, self.busy)
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Per device, the time spent in compute actions."""
+        table = self.schedule.encoded
+        whole = table.is_compute & (table.last_half == np.arange(table.num_actions))
+        spent = np.array(self.ends)[whole] - np.array(self.starts)[whole]
+        total = np.zeros(table.num_devices, spent.dtype)
+        np.add.at(total, table.device[whole], spent)
+        return tuple(total.tolist())
+
+    @property
+    def bubble(self) -> float:
+        """The idle fraction of all devices' time: 1 - busy / (P * makespan)."""
+        room = self.schedule.num_devices * self.makespan
+        return 1 - sum(self.busy) / room if room else 0.0
+
+    @cached_property
+    def _active(self) -> tuple[tuple[float, float], ...]:
+        """Per device, its first start and last end of a compute action; (makespan, makespan) where
+        it has none.
+        """
+        table, none = self.schedule.encoded, (self.makespan, self.makespan)
+        compute = np.flatnonzero(table.is_compute)
+        edges = np.searchsorted(compute, table.first).tolist()
+        rows = (compute[a:b].tolist() for a, b in pairwise(edges))
+        return tuple((self.starts[row[0]], self.ends[row[-1]]) if row else none for row in rows)
+
+    @cached_property
+    def idle(self) -> tuple[Idle, ...]:
+        """Per device, its idle time split by cause."""
+        return tuple(
+            Idle(first, last - first - busy, self.makespan - last)
+            for (first, last), busy in zip(self._active, self.busy, strict=True)
+        )
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """Per device, the most activations (a stage's of one microbatch each) that live at once.
+
+        They live from the start of F (of R where the table has one) to the end of B, or of I or W
+        as `costs.release` says.  In a forward-only table they live while F runs, so the peak is 1.
+        """
+        table = self.schedule.encoded
+        live = live_activations(table, self.costs.release)
+        return tuple(int(live[a:b].max(initial=0)) for a, b in pairwise(table.first))
+
+    @property
+    def peak_offloaded(self) -> Split:
+        """Per device, the most activations in its own memory and in its host's, of a pipeline with
+        `offload="residuals"`.
+
+        Activations that are first read four actions of their device after they are made, or later,
+        wait on the host.  Copies between the memories take no time here, and the two that are under
+        way at a time are counted on both sides.
+
+        >>> import jaxpipe as jp
+        >>> jp.simulate(
+        ...     jp.schedules.build("1f1b", devices=8, microbatches=16)
+        ... ).peak_offloaded.device
+        (3, 3, 3, 3, 3, 3, 2, 1)
+        """
+        return split_peaks(self.schedule.encoded, self.costs.release)
+
+    @cached_property
+    def peak_memory(self) -> tuple[float, ...]:
+        """Per device, the most memory of activations and kept stage inputs at once, in the unit of
+        `costs.activation`.
+        """
+        memory = map(self.memory, range(self.schedule.num_devices))
+        return tuple(max((held for _, held in steps), default=0) for steps in memory)
+
+    @cached_property
+    def _changes(self) -> tuple[IntArray, IntArray]:
+        """Per action, the memory that is taken at its start, and what is freed at its end."""
+        table = self.schedule.encoded
+        costs = self.costs.for_stages(table.num_stages)
+        begins, ends, inputs = activation_changes(table, self.costs.release)
+        # The rows that the slices of a sequence append: from its first forward to its last
+        # backward, which is that of its first slice.
+        forward = table.of_kinds((Kind.F,))
+        opens = forward & (table.slice == 0)
+        closes = table.of_kinds(makers(Value.INPUT_GRAD)) & (table.slice == 0)
+        if table.forward_only:
+            closes = forward & (table.slice == table.slices - 1)
+        activation, checkpoint, buffer = (
+            np.array(sizes)[table.stage]
+            for sizes in (costs.activation, costs.checkpoint, costs.buffer)
+        )
+        taken = begins * activation + inputs * checkpoint + opens * buffer
+        return taken, ends * activation + closes * buffer
+
+    @typed()
+    def memory(self, device: int) -> tuple[Step, ...]:
+        """Activation memory of a device over time, a step where it changes (what dies goes before
+        what begins).
+        """
+        table = self.schedule.encoded
+        if not 0 <= device < table.num_devices:
+            most = table.num_devices - 1
+            raise ScheduleError(f"there is no device {quoted(device)}; devices go from 0 to {most}")
+        row = slice(table.first[device], table.first[device + 1])
+        taken, freed = self._changes
+        changes = np.stack([taken[row], -freed[row]], axis=1).ravel()
+        times = [
+            time for pair in zip(self.starts[row], self.ends[row], strict=True) for time in pair
+        ]
+        held = np.cumsum(changes).tolist()
+        return tuple(Step(times[i], held[i]) for i in np.flatnonzero(changes).tolist())
+
+    @typed()
+    def over(self, planned: Timeline) -> Comparison:
+        """This run compared with what was planned: a sentence about where time was lost, and a
+        table (`str()` has both).
+
+        ScheduleError where the other is of another placement or number of microbatches.
+        """
+        return Comparison(self, planned)
+
+    @cached_property
+    def critical_path(self) -> tuple[str, ...]:
+        """A longest chain of cells (as text) from time 0 to the makespan, each released by the one
+        before it.
+        """
+        table = self.schedule.encoded
+        chain = critical_chain(
+            table, self.transfers, self.ends, self.costs.for_stages(table.num_stages)
+        )
+        return tuple(table.cell_text(i) for i in chain)
+
+
+class Loss(NamedTuple):
+    """Time that the run's critical path spent beyond the plan, and on what."""
+
+    cause: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What ran against what was planned; `str()` is a sentence and tables.
+
+    Attributes:
+        ran: the timeline of a run (`Pipeline.profile`).
+        planned: the same table simulated.
+    """
+
+    ran: Timeline
+    planned: Timeline
+
+    def __post_init__(self) -> None:
+        ran, plan = self.ran.schedule, self.planned.schedule
+        if (ran.placement, ran.num_microbatches) != (plan.placement, plan.num_microbatches):
+            raise ScheduleError(
+                "a run cannot be compared with a plan of another placement, or of another number "
+                f"of microbatches ({ran.num_microbatches} and {plan.num_microbatches}); simulate "
+                "the run's table"
+            )
+
+    @property
+    def error(self) -> float:
+        """How far the plan's makespan is from the run's, as a share of the run's; below 0 where the
+        run took longer.
+        """
+        return self.planned.makespan / self.ran.makespan - 1 if self.ran.makespan else 0.0
+
+    @cached_property
+    def losses(self) -> tuple[Loss, ...]:
+        """Along the run's critical path, what took longer than planned: largest first.  They add up
+        to the whole difference.
+
+        Actions by stage; transfers (a device waited for a message after it was sent); the host, or
+        the device's own overhead (nothing was waited for); and what the plan spends on its own
+        critical path beyond the planned times along the run's.
+        """
+        table = self.ran.schedule.encoded
+        at_once = Costs(transfer=0).for_stages(table.num_stages)
+        chain = critical_chain(table, self.ran.transfers, self.ran.ends, at_once)
+        costs = self.planned.costs.for_stages(table.num_stages)
+        lengths = action_durations(table, costs)
+        found: dict[str, float] = {}
+        planned_path = 0.0
+        last_end, last_device, last_stage = 0.0, -1, 0
+        for number in chain:
+            begin, end = self.ran.starts[number], self.ran.ends[number]
+            stage, device = int(table.stage[number]), int(table.device[number])
+            crossed = last_device not in (-1, device)
+            wait = costs.transfer[last_stage] if crossed else 0.0
+            cause = "transfers" if crossed else "gaps between actions of a device"
+            found[cause] = found.get(cause, 0.0) + (begin - last_end) - wait
+            length = lengths[int(table.last_half[number])]
+            slower = f"stage {stage}"
+            found[slower] = found.get(slower, 0.0) + (end - begin) - length
+            planned_path += wait + length
+            last_end, last_device, last_stage = end, device, stage
+        found["another critical path than planned"] = planned_path - self.planned.makespan
+        losses = (Loss(cause, time) for cause, time in found.items())
+        return tuple(sorted(losses, key=lambda loss: -abs(loss.time)))
+
+    @property
+    def sentence(self) -> str:
+        """Where the time went, in a sentence."""
+        ran, planned = self.ran.makespan, self.planned.makespan
+        more = ran - planned
+        worth = [loss for loss in self.losses if abs(loss.time) > _NOTHING * planned]
+        share = f"{abs(more) / planned if planned else 0:.1%} {'more' if more >= 0 else 'less'}"
+        text = f"the step took {ran:.4g}, {share} than the {planned:.4g} planned"
+        if not worth:
+            return text
+        return f"{text}: " + ", ".join(f"{loss.time:+.3g} in {loss.cause}" for loss in worth[:4])
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Per device: busy and idle time, run and planned; below `COLUMNS`."""
+        rows: list[tuple[str, ...]] = []
+        for device, (busy, plan) in enumerate(zip(self.ran.busy, self.planned.busy, strict=True)):
+            ratio = f"{busy / plan:.3f}" if plan else "-"
+            idle = (f"{sum(t.idle[device]):.4g}" for t in (self.ran, self.planned))
+            rows.append((str(device), f"{busy:.4g}", f"{plan:.4g}", ratio, *idle))
+        return rows
+
+    def __str__(self) -> str:
+        lines = [COLUMNS, *self.rows()]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+        table = [
+            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+            for line in lines
+        ]
+        return "\n".join([self.sentence, *table])
+
+
+_LONGEST_TURN = 32  # microbatches after which a steady state repeats
+_EQUAL = 1e-9  # of the last start: sums of the same times in another order
+
+
+def critical_chain(
+    table: Encoded, transfers: Transfers, ends: Sequence[float], costs: StageCosts
+) -> list[int]:
+    """Numbers of the actions on a longest chain, in order of time (of an overlapped pair, its
+    forward half): from the action that ends last back, at each step to the one that released it.
+
+    Where its device and its input release an action at the same time, the chain stays on the
+    device.
+    """
+    if table.num_actions == 0:
+        return []
+    loop = Loop.of(table, costs, transfers)
+    loop.ends = list(ends)
+    # A posted RECV holds nothing up: its device may have gone on.
+    posted = set(table.receives.tolist()) if transfers is Transfers.ASYNC else set()
+    first_half = {second: first for first, second in loop.second_half.items()}
+    last = max(np.flatnonzero(table.is_compute).tolist(), key=lambda i: ends[i])
+    chain = [first_half.get(last, last)]
+    while True:
+        number = chain[-1]
+        # What released it: the time, whether it is on the same device, and its number.
+        found: list[tuple[float, bool, int]] = []
+        for member in loop.groups.get(number, (number,)):
+            before = member - 1
+            while before in posted:
+                before -= 1
+            if before >= table.first[loop.device[member]]:
+                found.append((ends[before], member == number, before))
+        for half in {number, loop.second_half.get(number, number)}:
+            if loop.need[half] >= 0:
+                found.append((loop.ready(half), False, loop.need[half]))
+        if not found:
+            return chain[::-1]
+        released = max(found)[2]
+        chain.append(first_half.get(released, released))
+
+
+def steady_period(table: Encoded, starts: Sequence[float], busy: Sequence[float]) -> float | None:
+    """The time of a microbatch where the table repeats: all stages and kinds start the same time
+    later, K microbatches on.
+
+    Of the least K for which two turns of K microbatches or more, and at least half of all
+    microbatches, are alike, the longest repeat counts.  None where nothing repeats so long. What
+    repeats faster than the busiest device works (`busy` is the time of all microbatches) is a group
+    of microbatches in one chunk.
+    """
+    microbatches = table.num_microbatches
+    chosen = np.flatnonzero(table.is_compute & table.in_range)
+    when, group = np.array(starts)[chosen], (table.kind * table.num_stages + table.stage)[chosen]
+    _, counts = np.unique(group, return_counts=True)
+    if not len(chosen) or (counts != microbatches).any():
+        return None
+    # Per stage and kind, the starts in order.
+    times = when[np.lexsort((when, group))].reshape(-1, microbatches)
+    near = _EQUAL * max(1.0, float(times.max()))
+    for turn in range(1, min(_LONGEST_TURN, microbatches // 2) + 1):
+        later = times[:, turn:] - times[:, :-turn]
+        same = np.ptp(later, axis=0) <= near
+        # The longest run of one value where all agree.
+        changes = ~same[1:] | ~same[:-1] | (np.abs(np.diff(later[0])) > near)
+        edges = np.array([0, *np.flatnonzero(changes) + 1, len(same)])
+        lengths = np.where(same[edges[:-1]], np.diff(edges), 0)
+        longest = int(lengths.argmax())
+        period = float(later[0, edges[longest + 1] - 1]) / turn
+        enough = max(2, turn, microbatches / 2 - turn)
+        if lengths[longest] >= enough and period >= max(busy) / microbatches - near:
+            return period
+    return None
 
 
 @typed()
@@ -160,20 +556,13 @@ def in_steps(table: Encoded, transfers: Transfers) -> Loop:
 
 
 def _check_memory(timeline: Timeline, most: float) -> None:
-    """ScheduleError naming every device that holds more than `most`, and when."""
-    found = []
-    for device, peak in enumerate(timeline.peak_memory):
-        if peak > most:
-            when = next(time for time, held in timeline.memory(device) if held > most)
-            found.append(
-                Violation(
-                    "memory",
-                    f"device {device} may hold {most} of activations, but holds {peak} at its "
-                    f"peak (more than {most} from time {when} on)",
-                )
-            )
-    if found:
-        raise ScheduleError(
-            "the schedule needs too much memory:\n" + "\n".join(f"  {v}" for v in found),
-            tuple(found),
+    """ScheduleError naming every device that holds more than `most`."""
+    found = tuple(
+        Violation(
+            "memory", f"device {d} may hold {most} of activations, but holds {peak} at its peak"
         )
+        for d, peak in enumerate(timeline.peak_memory)
+        if peak > most
+    )
+    if found:
+        raise ScheduleError(listed("the schedule needs too much memory", found), found)

@@ -1,24 +1,325 @@
-"""A `Model` made of units: the blocks under stages or letters, and the functions before and after
-them.
+"""flax modules that run together are units.  Blocks are stacked under stages or letters; they and
+the functions before and after them become a `Model`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from flax.errors import InvalidRngError
 from jax.sharding import PartitionSpec
 
-from ..arrays import Params, PyTree, described
+from ..arrays import Params, PyTree, by_path, described, summable
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
+from ..model.calls import Function
 from ..model.layers import EMBEDDING, LOSS
-from ..model.mesh import is_spec
 from ..model.model import Model
-from .units import Unit, end_function, layer_function, stage_function, tree_at
+from ..model.settings import is_spec
+
+OFFERED = ("ctx", "microbatch", "shared", "training")
+# Arguments of `first` and `last` besides parameters or modules.
+TAKES = {"first": ("microbatch",), "last": ("x", "microbatch"), "shared": ()}
+
+
+@dataclass(frozen=True)
+class End:
+    """Modules before the first block, or after the last one, and a function of them.
+
+    Args:
+        modules: a module, or a tuple or dict of them.
+        call: `call(modules, microbatch) -> x` before the blocks, `call(modules, x, microbatch) ->
+            loss` after them; it may take `shared`, `ctx` and `training` by keyword.
+        variables: linen only: the modules' variables, a tuple or dict of them likewise.
+    """
+
+    modules: Any
+    call: Callable[..., Any]
+    variables: Any = None
+
+
+class Call(NamedTuple):
+    """A call of a unit, besides its variables."""
+
+    arguments: tuple[PyTree, ...]
+    key: Any  # of random numbers, or None
+    keywords: Mapping[str, Any]
+    training: bool
+
+
+def plain_call(block: Any, *arguments: Any) -> Any:
+    """The call of a block where the user says nothing else."""
+    return block(*arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """A block, the modules of an `End`, shared ones, or a part of a whole model.
+
+    Attributes:
+        name: in messages, "a block" or "`first`".
+        modules: one, or a tuple or dict of them.
+        call: the user's function of the modules and the arguments.
+        takes: the arguments of `call` by position.
+        params: parameters as nested dicts of arrays (or shapes).
+        state: other variables likewise.
+        specs: the PartitionSpec of each parameter by flax's metadata.
+        random: whether a call draws random numbers.
+        frozen: the paths of parameters that are not trained.
+    """
+
+    advice: ClassVar[str]  # about sown values, for a message
+    name: str
+    modules: Any
+    call: Callable[..., Any]
+    takes: tuple[str, ...] = ("block", "x")
+    params: PyTree
+    state: PyTree
+    specs: PyTree
+    random: bool = False
+    frozen: frozenset[str] = frozenset()
+
+    def kind(self, ignore: Sequence[str]) -> Any:
+        """Two blocks with equal kinds run the same code: class, settings and shapes of variables.
+
+        Args:
+            ignore: names of attributes in which they may differ.
+        """
+        return {name: text for name, text in self.settings().items() if name not in ignore}
+
+    def settings(self) -> Mapping[str, str]:
+        """The class, settings and shapes of a block, as text by name."""
+        raise NotImplementedError
+
+    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
+        """The modules with these variables in them; they draw from `key`."""
+        raise NotImplementedError
+
+    def variables(self, modules: Any, state: PyTree) -> PyTree:
+        """The variables of modules that are no parameters, after a call; before it they were
+        `state`.
+        """
+        raise NotImplementedError
+
+    def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
+        """The result of a call, and the state after it.
+
+        Raises:
+            PipelineError: the call draws without a key, or writes variables that are not kept.
+        """
+        modules = self.build(params, state, call.key, training=call.training)
+        try:
+            out = self.call(modules, *call.arguments, **call.keywords)
+        except (InvalidRngError, TypeError) as error:
+            # nnx folds numbers into the key, which is None.
+            drew = isinstance(error, InvalidRngError) or "NoneType" in str(error)
+            if not drew or not self.random or call.key is not None:
+                raise
+            raise PipelineError(
+                f"{self.name} draws random numbers, but the step got no key; pass "
+                f"rng=jax.random.key(...) ({error})"
+            ) from error
+        return out, self._kept(state, self.variables(modules, state))
+
+    def _kept(self, before: PyTree, after: PyTree) -> PyTree:
+        """The state after a call; PipelineError where the call wrote other variables."""
+        old, new = by_path(before), by_path(after)
+        if odd := sorted(set(old) ^ set(new)):
+            raise PipelineError(
+                f"{self.name} writes variables in a call, as sow() does, which a pipeline does not "
+                f"keep: {', '.join(odd)}. {self.advice}"
+            )
+        changed = [path for path in old if old[path] is not new[path]]
+        if self.constant and changed:
+            raise PipelineError(
+                f"{self.name} changes its variables {changed}; only blocks may keep state (batch "
+                "statistics): put it into a block"
+            )
+        return after
+
+    def difference(self, other: Unit) -> str:
+        """The first attribute, shape or dtype in which two blocks differ."""
+        left, right = self.settings(), other.settings()
+        for name in (*left, *right):
+            if left.get(name) != right.get(name):
+                one, two = (settings.get(name, "not there") for settings in (left, right))
+                return f"{name} is {one} in one and {two} in the other"
+        return "their graphs differ (modules or variables are shared within one of them)"
+
+    @property
+    def constant(self) -> bool:
+        """Whether the unit is no block: then no call changes its variables."""
+        return self.takes[0] != "block"
+
+    @cached_property
+    def wants(self) -> frozenset[str]:
+        """The keywords of a pipeline that the user's function takes."""
+        return Function.of(self.call, self.name, OFFERED, takes=self.takes).wants
+
+    @property
+    def keywords(self) -> frozenset[str]:
+        """The keywords of a pipeline that a function of the unit takes."""
+        return self.wants | {"training"} | ({"ctx"} if self.random else set())
+
+
+def end_units(
+    first: Any, last: Any, shared: End | None, unit: Callable[[str, End], Unit]
+) -> dict[str, Unit]:
+    """The units of `first`, `last` and `shared`, where there are any; PipelineError for one that is
+    no `End`.
+    """
+    every = {"first": first, "last": last, "shared": shared}
+    ends = {name: end for name, end in every.items() if end is not None}
+    faults = []
+    for name, end in ends.items():
+        if not isinstance(end, End):
+            kind, takes = type(end).__name__, ", ".join(("module", *TAKES[name]))
+            module = "None" if kind == "function" else "module"
+            faults.append(
+                f"{name}= is a {kind}; write {name}=End({module}, lambda {takes}: ...), the module "
+                "and how it is called"
+            )
+    PipelineError.refuse("", faults)
+    return {
+        name: replace(unit(f"`{name}`", end), takes=("modules", *TAKES[name]))
+        for name, end in ends.items()
+    }
+
+
+def listed(blocks: Any, module: type, kind: str) -> list[Any]:
+    """The blocks; PipelineError unless they are modules."""
+    modules = list(blocks)
+    if not modules:
+        raise PipelineError(
+            f"there are no blocks; give a list of {kind} modules, or one whose variables have a "
+            "leading axis of blocks"
+        )
+    odd = [
+        f"block {i} is {type(b).__name__}"
+        for i, b in enumerate(modules)
+        if not isinstance(b, module)
+    ]
+    if odd:
+        raise PipelineError(
+            f"blocks must be {kind} modules, but {', '.join(odd)}; a plain function goes into "
+            "call=, or into a module"
+        )
+    return modules
+
+
+def tree_at(tree: PyTree, key: str) -> PyTree:
+    """The tree of a kind of block: one of several by key, or the only one."""
+    return tree.get(key, {}) if key else tree
+
+
+def _run(
+    unit: Unit,
+    shared: Unit | None,
+    params: PyTree,
+    state: PyTree,
+    arguments: tuple[PyTree, ...],
+    number: Any,
+    offered: Mapping[str, Any],
+) -> tuple[Any, PyTree]:
+    """Run the unit with this number in the whole model.  Its key is the same however blocks are
+    put into stages.  The user's function gets shared parameters as modules.
+    """
+    ctx, training = offered.get("ctx"), offered.get("training", True)
+    keywords = {name: offered[name] for name in unit.wants}
+    if "shared" in keywords and shared is not None:
+        keywords["shared"] = shared.build(keywords["shared"], shared.state, None, training=training)
+    key = ctx.microbatch_rng if unit.random and ctx is not None else None
+    key = None if key is None else jax.random.fold_in(key, number)
+    return unit.run(params, state, Call(arguments, key, keywords, training))
+
+
+def _function(
+    unit: Unit, name: str, shared: Unit | None, *, number: int | None, stage_loss: bool = False
+) -> Callable[..., Any]:
+    """`first`, `last` or a layer: its variables that are no parameters are constants.  A layer has
+    no number of its own, and may return (x, loss).
+    """
+
+    def function(params: PyTree, *arguments: Any, **offered: Any) -> Any:
+        own = offered["ctx"].layer if number is None and unit.random else number
+        out, _ = _run(unit, shared, params, unit.state, arguments, own, offered)
+        return _with_loss(unit.name, out) if stage_loss else out
+
+    return _with_keywords(function, ("params", *unit.takes[1:]), unit.keywords, name)
+
+
+def _stage_function(
+    units: Mapping[str, Unit],
+    groups: int,
+    shared: Unit | None,
+    *,
+    stateful: bool,
+    stage_loss: bool,
+) -> Callable[..., Any]:
+    """The function of a stage: a scan over groups of blocks, each of which has one of every unit
+    in order.
+    """
+
+    def stage(params: PyTree, x: PyTree, **offered: Any) -> Any:
+        ctx = offered.get("ctx")
+        start = 0 if ctx is None else ctx.stage * groups
+
+        def group(x: PyTree, row: Any) -> tuple[PyTree, tuple[Any, PyTree]]:
+            index, own, state = row
+            losses, after = [], {}
+            for i, (key, unit) in enumerate(units.items()):
+                number = (start + index) * len(units) + i
+                x, after[key] = _run(
+                    unit, shared, tree_at(own, key), tree_at(state, key), (x,), number, offered
+                )
+                if stage_loss:
+                    x, loss = _with_loss(unit.name, x)
+                    losses.append(loss)
+            new = after.get("", after) if stateful else {}
+            # flax may widen statistics.
+            new = jax.tree.map(lambda after, before: after.astype(before.dtype), new, state)
+            return x, (sum(losses) if stage_loss else None, new)
+
+        rows = (jnp.arange(groups), params, offered["state"] if stateful else {})
+        x, (losses, state) = jax.lax.scan(group, x, rows)
+        more = [jnp.sum(losses, axis=0)] if stage_loss else []
+        more += [state] if stateful else []
+        return (x, *more) if more else x
+
+    # `Pipeline` reads this: leaves are [S, layers, ...].
+    stage.stacks_layers = True  # type: ignore[attr-defined]
+    keywords = frozenset({"state"} if stateful else ())
+    keywords = keywords.union(*(unit.keywords for unit in units.values()))
+    return _with_keywords(stage, ("params", "x"), keywords, "stage")
+
+
+def _with_keywords(
+    function: Callable[..., Any], positional: Sequence[str], keywords: frozenset[str], name: str
+) -> Callable[..., Any]:
+    """The function, with a signature that says which keywords it takes."""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    names = zip(kinds, (positional, sorted(keywords)), strict=True)
+    parameters = [inspect.Parameter(name, kind) for kind, own in names for name in own]
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__name__ = name
+    return function
+
+
+def _with_loss(name: str, out: Any) -> tuple[PyTree, Any]:
+    """x and the loss that a block returned; PipelineError where it returned something else."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise PipelineError(
+            f"{name} must return (x, loss), since stage_loss=True; it returns "
+            f"{jax.tree.structure(out)}"
+        )
+    return out[0], summable(out[1])
+
 
 _LETTERS = "layout=, the letters of each stage"
 
@@ -72,8 +373,9 @@ class FlaxModel:
     specs: dict[str, PyTree] | None
     layout: Layout | str | None
     _ends: dict[str, Unit]  # first, last and shared
-    _blocks: tuple[Unit, ...]  # one where they are stacked
+    _blocks: tuple[Unit, ...]
     _places: tuple[tuple[str, int], ...]  # of each block: its tree, "" for the only one, and row
+    _stack: bool  # the only unit of blocks has variables of all of them
 
     def _by_block(self, *trees: PyTree) -> list[tuple[PyTree, ...]]:
         """Trees like the stages', canonical, for each block; for all at once where they are
@@ -81,7 +383,7 @@ class FlaxModel:
         """
         if self.layout is None:
             trees = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), trees)
-        if len(self._blocks) < len(self._places):
+        if self._stack:
             return [trees]
         return [
             tuple(
@@ -111,18 +413,24 @@ def adapt(
     Raises:
         PipelineError: blocks do not divide into stages, are unlike, or keep state under letters.
     """
-    keys = _keys_of_stack(blocks[0], form) if stack else _keys(blocks, form)
+    keys = _keys(blocks, form, stack=stack)
     members = {key: [i for i, own in enumerate(keys) if own == key] for key in dict.fromkeys(keys)}
     units = {key: blocks[own[0]] for key, own in members.items()}
 
+    def joined(*leaves: Any) -> Any:
+        rows = leaves[0] if stack else jnp.stack(leaves)
+        if form.num_stages is None:
+            return rows
+        return rows.reshape(form.num_stages, rows.shape[0] // form.num_stages, *rows.shape[1:])
+
+    def joined_or_shapes(*leaves: Any) -> Any:
+        abstract = isinstance(leaves[0], jax.ShapeDtypeStruct)
+        return jax.eval_shape(joined, *leaves) if abstract else joined(*leaves)
+
     def tree(trees: Sequence[PyTree]) -> PyTree:
         """Trees of blocks -> a tree like the stages', canonical."""
-        if stack:
-            return jax.tree.map(lambda leaf: _cut(leaf, form.num_stages), trees[0])
         found = {
-            key: jax.tree.map(
-                lambda *leaves: _cut(_stacked(leaves), form.num_stages), *(trees[i] for i in own)
-            )
+            key: jax.tree.map(joined_or_shapes, *(trees[i] for i in own[: len(trees)]))
             for key, own in members.items()
         }
         return found.get("", found)
@@ -145,6 +453,7 @@ def adapt(
         _ends=dict(ends),
         _blocks=tuple(blocks),
         _places=tuple((key, members[key].index(i)) for i, key in enumerate(keys)),
+        _stack=stack,
     )
 
 
@@ -162,13 +471,13 @@ def _model(
     if frozen := {f"{part}/{path}" for part, unit in parts.items() for path in unit.frozen}:
         options["frozen"] = lambda path, _leaf: path in frozen
     outer: dict[str, Any] = {
-        key: end_function(ends[key], key, count + number, shared)
+        key: _function(ends[key], key, shared, number=count + number)
         for number, key in enumerate(("first", "last"))
         if key in ends
     }
     if form.num_stages is not None:
         groups = count // form.num_stages // len(units)
-        stage = stage_function(units, groups, shared, stateful=_has(state), stage_loss=stage_loss)
+        stage = _stage_function(units, groups, shared, stateful=_has(state), stage_loss=stage_loss)
         return Model(stage, **outer, **options)
     if letters := [letter for letter, tree in state.items() if _has(tree)]:
         raise PipelineError(
@@ -176,23 +485,31 @@ def _model(
             "statistics), which only stages of equal size can keep: give num_stages= instead of "
             "layout=, or make them parameters that are frozen"
         )
-    layers = {key: layer_function(unit, key, shared, stage_loss) for key, unit in units.items()}
+    layers = {
+        key: _function(unit, f"layer_{key}", shared, number=None, stage_loss=stage_loss)
+        for key, unit in units.items()
+    }
     named = {"first": EMBEDDING, "last": LOSS}
     layers |= {named[key]: function for key, function in outer.items()}
     first, last = (letter if letter in layers else "" for letter in (EMBEDDING, LOSS))
     return Model(layers, layers=first + "".join(keys) + last, **options)
 
 
-def _keys(blocks: Sequence[Unit], form: Form) -> list[str]:
+def _keys(blocks: Sequence[Unit], form: Form, *, stack: bool) -> list[str]:
     """The key of each block's tree: its letter, its place in a pattern, or "" for the only tree.
 
     PipelineError for blocks that do not fit the form.
     """
-    kinds = [block.kind(form.ignore) for block in blocks]
+    if stack and form.layout is not None:
+        raise PipelineError(
+            "with layout=, give a list with each block's variables, not variables with a "
+            "leading axis of blocks"
+        )
+    kinds = [None] * _stack_size(blocks[0]) if stack else [b.kind(form.ignore) for b in blocks]
     if form.num_stages is not None:
-        per_stage = _blocks_per_stage(len(blocks), form.num_stages)
+        per_stage = _blocks_per_stage(len(kinds), form.num_stages)
         length = _period(blocks, kinds, per_stage)
-        return [str(i % length) if length > 1 else "" for i in range(len(blocks))]
+        return [str(i % length) if length > 1 else "" for i in range(len(kinds))]
     assert form.layout is not None
     letters = _letters_of(form.layout)
     if len(letters) != len(blocks):
@@ -208,18 +525,6 @@ def _keys(blocks: Sequence[Unit], form: Form) -> list[str]:
                 "give them letters of their own"
             )
     return letters
-
-
-def _keys_of_stack(unit: Unit, form: Form) -> list[str]:
-    """The same where variables have a leading axis of blocks."""
-    count = _stack_size(unit)
-    if form.num_stages is None:
-        raise PipelineError(
-            "with layout=, give a list with each block's variables, not variables with a "
-            "leading axis of blocks"
-        )
-    _blocks_per_stage(count, form.num_stages)
-    return [""] * count
 
 
 def _letters_of(layout: Layout | str) -> list[str]:
@@ -277,25 +582,6 @@ def _stack_size(unit: Unit) -> int:
 def _has(tree: PyTree) -> bool:
     """Whether a tree has leaves."""
     return bool(jax.tree.leaves(tree))
-
-
-def _stacked(leaves: Sequence[Any]) -> Any:
-    """Leaves of blocks -> [blocks, ...]; ShapeDtypeStructs likewise."""
-    if isinstance(leaves[0], jax.ShapeDtypeStruct):
-        return leaves[0].update(shape=(len(leaves), *leaves[0].shape))
-    return jnp.stack(leaves)
-
-
-def _cut(leaf: Any, num_stages: int | None) -> Any:
-    """[blocks, ...] -> [S, blocks of a stage, ...] where there are stages of equal size;
-    ShapeDtypeStructs likewise.
-    """
-    if num_stages is None:
-        return leaf
-    shape = (num_stages, leaf.shape[0] // num_stages, *leaf.shape[1:])
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.update(shape=shape)
-    return leaf.reshape(shape)
 
 
 def _names_axes(tree: PyTree) -> bool:

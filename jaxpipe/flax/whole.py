@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -20,24 +20,41 @@ from ..arrays import Params, PyTree, shapes_of, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..model.own_rules import inputs_of
-from .adapter import Form, adapt
-from .linen import LinenModel, linen_unit
-from .nnx import NnxModel, check_distinct, nnx_unit
-from .units import Call, Unit
-
-# What a call of block i does: (i, block, arguments, keywords) -> x.
-OnBlock: TypeAlias = Callable[[int, Any, tuple[Any, ...], dict[str, Any]], Any]
-
+from .adapter import TAKES, Call, Form, Unit, adapt
+from .front_ends import (
+    LinenModel,
+    NnxModel,
+    check_distinct,
+    linen_unit,
+    names_of,
+    nnx_unit,
+    split_variables,
+)
 
 _FAULTY = "the model cannot be split at its blocks"
 
 
-class _Reached(Exception):
-    """The model calls its first block."""
+class BlockCall(NamedTuple):
+    """A call of a block in the model."""
 
-    def __init__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        super().__init__()
-        self.arguments, self.keywords = arguments, keywords
+    number: int
+    block: Any
+    x: PyTree
+    more: tuple[tuple[Any, ...], dict[str, Any]]  # arguments after x, and keywords
+
+    @classmethod
+    def of(cls, number: int, block: Any, arguments: Any, keywords: dict[str, Any]) -> BlockCall:
+        """PipelineError where a block has no x."""
+        if not arguments:
+            raise PipelineError("a block must take x as its first positional argument")
+        return cls(number, block, arguments[0], (arguments[1:], keywords))
+
+
+OnBlock: TypeAlias = Callable[[BlockCall], Any]  # what a call of a block does
+
+
+class _Reached(Exception):
+    """The model calls its first block: the call."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +84,17 @@ class Whole:
         with self.watch(on_block):
             return self.unit.run(unflatten_dict(every), self.unit.state, call)[0]
 
-    def reach(self, params: PyTree, microbatch: PyTree, key: Any, *, training: bool) -> _Reached:
-        """The arguments of the first block."""
+    def reach(self, params: PyTree, microbatch: PyTree, key: Any, *, training: bool) -> BlockCall:
+        """The call of the first block."""
 
-        def stop(_i: int, _block: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            raise _Reached(arguments, keywords)
+        def stop(call: BlockCall) -> Any:
+            raise _Reached(call)
 
         try:
             self.run(params, microbatch, key, stop, training=training)
         except _Reached as reached:
-            if not reached.arguments:
-                raise PipelineError(
-                    "a block must take x as its first positional argument"
-                ) from None
-            return reached
+            found: BlockCall = reached.args[0]
+            return found
         raise PipelineError(
             "the model calls none of its blocks as block(x); from_nnx and from_linen take blocks "
             "that are called otherwise"
@@ -111,7 +125,7 @@ class Part(Unit):
         inputs = (unflatten_dict(own), microbatch, call.key)
         if self.is_last:
             return self.whole.run(*inputs, lambda *_: x[0], training=call.training), state
-        return self.whole.reach(*inputs, training=call.training).arguments[0], state
+        return self.whole.reach(*inputs, training=call.training).x, state
 
 
 def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
@@ -126,6 +140,7 @@ def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
         name=f"`{name}`",
         modules=unit.modules,
         call=unit.call,
+        takes=("modules", *TAKES[name]),
         params=own(unit.params),
         state={},  # other variables are constants of the model
         specs=own(unit.specs),
@@ -137,16 +152,7 @@ def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
     )
 
 
-class _BlockCall(NamedTuple):
-    """A call of a block while the model is traced."""
-
-    number: int
-    block: Any
-    x: PyTree
-    more: tuple[tuple[Any, ...], dict[str, Any]]  # arguments after x, and keywords
-
-
-def _call_faults(calls: Sequence[_BlockCall], outs: Sequence[PyTree], pattern: str) -> list[str]:
+def _call_faults(calls: Sequence[BlockCall], outs: Sequence[PyTree], pattern: str) -> list[str]:
     """Calls that are not one of each block in order, each with the result of the one before."""
     if [one.number for one in calls] != list(range(len(outs))):
         order = ", ".join(pattern.format(one.number) for one in calls)
@@ -166,24 +172,22 @@ def _call_faults(calls: Sequence[_BlockCall], outs: Sequence[PyTree], pattern: s
     ]
 
 
-def _trace(whole: Whole, shapes: PyTree) -> tuple[list[_BlockCall], list[set[Any]], bool]:
+def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[Any]], bool]:
     """The calls of blocks; the inputs that x before the blocks, further arrays of blocks and the
     loss are made of; whether there are such arrays.
 
     An input is a parameter (its path), "microbatch", "key", or the result of a block (its number).
     """
     params, key = shapes_of(whole.unit.params), jax.random.key(0)
-    x = jax.eval_shape(
-        lambda *inputs: whole.reach(*inputs, training=True).arguments[0], params, shapes, key
-    )
-    calls: list[_BlockCall] = []
+    x = jax.eval_shape(lambda *inputs: whole.reach(*inputs, training=True).x, params, shapes, key)
+    calls: list[BlockCall] = []
 
     def traced(params: PyTree, microbatch: PyTree, key: Any, outs: list[PyTree]) -> Any:
         calls.clear()
 
-        def on_block(i: int, block: Any, arguments: Any, keywords: Any) -> Any:
-            calls.append(_BlockCall(i, block, arguments[0], (arguments[1:], keywords)))
-            return outs[i]
+        def on_block(call: BlockCall) -> Any:
+            calls.append(call)
+            return outs[call.number]
 
         out = whole.run(params, microbatch, key, on_block, training=True)
         PipelineError.refuse(_FAULTY, _call_faults(calls, outs, whole.pattern))
@@ -243,22 +247,16 @@ def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> Callable[..., Any]:
 
     def more(microbatch: PyTree, training: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # None of these arguments depends on a parameter or on the key.
-        reached = whole.reach({}, microbatch, jax.random.key(0), training=training)
-        return reached.arguments[1:], reached.keywords
-
-    @cache
-    def values(training: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        reached: list[Any] = []
-        jax.eval_shape(lambda microbatch: reached.append(more(microbatch, training)), shapes)
-        arguments, keywords = reached[0]
-        return arguments, keywords
+        return whole.reach({}, microbatch, jax.random.key(0), training=training).more
 
     def with_arrays(block: Any, x: PyTree, *, training: bool, microbatch: PyTree) -> Any:
         arguments, keywords = more(microbatch, training)
         return block(x, *arguments, **keywords)
 
     def with_values(block: Any, x: PyTree, *, training: bool) -> Any:
-        arguments, keywords = values(training)
+        found: list[Any] = []
+        jax.eval_shape(lambda microbatch: found.append(more(microbatch, training)), shapes)
+        arguments, keywords = found[0]
         return block(x, *arguments, **keywords)
 
     return with_arrays if arrays else with_values
@@ -289,7 +287,7 @@ class WholeLinenModel(LinenModel):
         for key in self._ends:
             variables |= flatten_dict({"params": params[key]})
         for i, own in enumerate(super().to_linen(params, state)):
-            names = _names(whole.pattern, i)
+            names = names_of(whole.pattern, i)
             variables |= {
                 (path[0], *names, *path[1:]): leaf for path, leaf in flatten_dict(own).items()
             }
@@ -393,8 +391,10 @@ def _linen_blocks(
     model: nn.Module, pattern: str, loss: Callable[..., Any], variables: Any, rngs: tuple[str, ...]
 ) -> Whole:
     """The model without the variables of its blocks."""
-    own, outer = _split_variables(variables, pattern)
-    numbers = {_names(pattern, i): i for i in range(len(own))}
+    own, outer = split_variables(variables, pattern)
+    if not own:
+        raise _none(pattern, {name for tree in outer.values() for name in tree})
+    numbers = {names_of(pattern, i): i for i in range(len(own))}
 
     def watch(on_block: OnBlock) -> AbstractContextManager[Any]:
         def intercept(method: Any, arguments: Any, keywords: Any, context: Any) -> Any:
@@ -403,7 +403,7 @@ def _linen_blocks(
                 return method(*arguments, **keywords)
             if context.module.scope.parent is None:
                 raise _transformed(pattern, number, type(context.module).__name__)
-            return on_block(number, context.module, arguments, keywords)
+            return on_block(BlockCall.of(number, context.module, arguments, keywords))
 
         found: AbstractContextManager[Any] = nn.intercept_methods(intercept)
         return found
@@ -413,7 +413,7 @@ def _linen_blocks(
         return linen_unit("a block", unbound, call, own[number], rngs=rngs)
 
     whole = linen_unit("the model", model, loss, outer, rngs=rngs)
-    whole = replace(whole, takes=("model", "microbatch"), constant=True)
+    whole = replace(whole, takes=("model", "microbatch"))
     return Whole(whole, pattern, len(own), watch, unit)
 
 
@@ -423,7 +423,7 @@ def _nnx_blocks(
     """The model with functions in the place of its blocks."""
     own: list[Any] = []
     # Blocks of an `nnx.List` are its attributes "0", "1", ...
-    while (block := _at(model, _names(pattern, len(own)))) is not None:
+    while (block := _at(model, names_of(pattern, len(own)))) is not None:
         own.append(block)
     if not own:
         raise _none(pattern, vars(model))
@@ -431,11 +431,11 @@ def _nnx_blocks(
     running: list[OnBlock] = []
 
     def stub(number: int) -> Callable[..., Any]:
-        return lambda *arguments, **keywords: running[-1](number, None, arguments, keywords)
+        return lambda *x, **more: running[-1](BlockCall.of(number, None, x, more))
 
     hollow = nnx.clone(model)
     for i in range(len(own)):
-        *path, name = _names(pattern, i)
+        *path, name = names_of(pattern, i)
         setattr(_at(hollow, path), name, stub(i))
 
     @contextmanager
@@ -453,12 +453,8 @@ def _nnx_blocks(
 
     # Variables are written into the user's model.
     whole = make("the model", hollow, loss)
-    whole = replace(whole, modules=model, takes=("model", "microbatch"), constant=True)
+    whole = replace(whole, modules=model, takes=("model", "microbatch"))
     return Whole(whole, pattern, len(own), watch, unit)
-
-
-def _names(pattern: str, number: int) -> tuple[str, ...]:
-    return tuple(pattern.format(number).split("/"))
 
 
 def _none(pattern: str, names: Any) -> PipelineError:
@@ -466,23 +462,6 @@ def _none(pattern: str, names: Any) -> PipelineError:
         f"the model has no block {pattern.format(0)!r}; give blocks= its path with {{}} for the "
         f"number, the names are {sorted(map(str, names))}"
     )
-
-
-def _split_variables(variables: Any, pattern: str) -> tuple[list[Any], Any]:
-    """The variables of each block, and those of the rest, with their metadata."""
-    trees = flatten_dict(core.unfreeze(variables))
-    own: list[Any] = []
-    while found := {
-        path: leaf
-        for path, leaf in trees.items()
-        if path[1 : len(names := _names(pattern, len(own))) + 1] == names
-    }:
-        cut = {(path[0], *path[len(names) + 1 :]): leaf for path, leaf in found.items()}
-        own.append(unflatten_dict(cut))
-        trees = {path: leaf for path, leaf in trees.items() if path not in found}
-    if not own:
-        raise _none(pattern, {path[1] for path in trees})
-    return own, unflatten_dict(trees)
 
 
 def _transformed(pattern: str, number: int, block: str) -> PipelineError:

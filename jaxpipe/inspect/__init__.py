@@ -4,9 +4,9 @@ Nothing that trains imports it.  `hlo`, `collectives` and `programs` read progra
 for GPUs and TPUs; such a program can be compiled on a machine without them.
 """
 
-from .collectives import check_collectives as check_collectives
+from .programs import check_collectives as check_collectives
 from .step_memory import memory as memory
-from .step_profile import profile as profile
+from .step_report import profile as profile
 from .step_report import report as report
 
 __all__ = ["check_collectives", "memory", "profile", "report"]

@@ -218,6 +218,10 @@ class Place:
         """Whether it is under a predicate."""
         return any(frame.trips is None for frame in self.frames)
 
+    def is_inside(self, instruction: Instruction) -> bool:
+        """Whether a loop or conditional is around it."""
+        return any(frame.instruction is instruction for frame in self.frames)
+
     @property
     def in_loop(self) -> bool:
         """Whether it is run more than once a step."""
@@ -263,12 +267,12 @@ def walk(module: Module, place: Place | None = None) -> Iterator[Place]:
             yield from walk(module, Place(inside.computation, frames))
 
 
-def issued(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    """The instruction, and all that it issues."""
-    yield instruction
-    for place in inner(module, instruction):
-        for each in place.computation.instructions:
-            yield from issued(module, each)
+def issued(module: Module, instruction: Instruction) -> Iterator[tuple[Instruction, int]]:
+    """The instruction, and all that it issues, each with the number of its runs."""
+    yield instruction, 1
+    for inside in inner(module, instruction):
+        for place in walk(module, inside):
+            yield from ((each, place.trips) for each in place.computation.instructions)
 
 
 # The scope of a block in a tick: "F chunk 0", "W stage 3", "F.0 with B.0", "L".

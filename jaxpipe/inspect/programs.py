@@ -9,23 +9,175 @@ a loop whose trip count is known (XLA's WhileThunk and ConditionalThunk).
 
 A TPU decides on its predicates by itself, so no host waits.  libtpu describes devices
 (`jax.experimental.topologies`), so such a program can be compiled without a TPU.
+
+All devices run one text, in one order.  They differ in predicates, which depend on the coordinate
+along the pipe axis.  The predicates of collective actions (E, G, L) are the same on all devices.
+Collectives of one queue run in the order of issue.  Those of different queues run in any order, and
+where they share two devices, each can wait for the other (openxla/xla 19026, 40656, 47467).
 """
 
 from __future__ import annotations
 
+import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from functools import cache, cached_property
+from enum import Enum, IntEnum
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from ..lowering.target import Chip
-from .collectives import MATMULS, Collective, Compute, find_collectives
-from .hlo import Instruction, Module, Place, inner, kind_of, parse, walk
+import numpy as np
+from jax.sharding import Mesh
+
+from ..errors import PipelineError
+from ..lowering.target import Chip, Target
+from ..table.kinds import SHARES, Kind
+from .hlo import Frame, Instruction, Module, Place, inner, issued, kind_of, parse, walk
+
+# An elementwise fusion of fewer bytes takes some microseconds, and hides no transfer: 16 MiB take
+# about 10 us on an H100.
+LARGE = 2**24
+MATMULS = frozenset({"convolution", "dot"})
+_LIBRARY_MATMULS = ("gemm", "matmul", "conv", "cudnn", "dot", "fmha", "flash")
+
+
+class Compute(IntEnum):
+    """The heaviest compute that is issued between start and done."""
+
+    NOTHING = 0
+    ELEMENTWISE = 1  # a fusion of at least LARGE bytes; on TPUs, work that hides the transfer
+    MATMUL = 2
+
+
+Group: TypeAlias = frozenset[int]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program; `compute` is NOTHING also for a synchronous call."""
+
+    kind: str  # collective-permute, all-reduce, all-gather, all-to-all, reduce-scatter
+    start: Instruction
+    place: Place
+    compute: Compute
+    between: tuple[Instruction, ...] = ()  # issued between its start and its done
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether compute is issued while it runs."""
+        return self.compute is not Compute.NOTHING
+
+    @property
+    def is_permute(self) -> bool:
+        """Whether devices send in pairs."""
+        return self.kind == "collective-permute"
+
+    @property
+    def name(self) -> str:
+        """Its kind and the name of its instruction."""
+        return f"{self.kind} {self.start.name}"
+
+    @property
+    def queue(self) -> str:
+        """The queue that it is issued on."""
+        match = _QUEUE.search(self.start.attributes)
+        return match[1] if match else "0"
+
+    def cliques(self, count: int, components: bool) -> list[Group]:
+        """The devices of each communicator, of so many devices in all; see `check_collectives`."""
+        sets = [frozenset(group) for group in groups_of(self.start, count)]
+        if self.is_permute:
+            return connected(sets) if components else [frozenset(range(count))]
+        return sets
+
+    def __str__(self) -> str:
+        guarded = " guarded" if self.place.guarded else ""
+        return f"{self.name}, {self.place.trips} x{guarded}, beside {self.compute.name.lower()}"
+
+
+def in_flight(instructions: Sequence[Instruction], start: int) -> tuple[Instruction, ...]:
+    """The instructions that are issued between a start and its done."""
+    first = instructions[start]
+    if not first.opcode.endswith("-start") or '"is_sync":true' in first.attributes:
+        return ()
+    chain, found = {first.name}, list[Instruction]()
+    for instruction in instructions[start + 1 :]:
+        follows = instruction.operands[:1] and instruction.operands[0] in chain
+        if follows and instruction.opcode.endswith("-done"):
+            return tuple(found)
+        if follows and instruction.opcode.endswith("-update"):
+            chain.add(instruction.name)
+        else:
+            found.append(instruction)
+    raise AssertionError(f"{first.name} is never done")
+
+
+_AMONG_ALL = {"all-reduce", "all-gather", "all-to-all", "reduce-scatter", "ragged-all-to-all"}
+KINDS = _AMONG_ALL | {"collective-permute", "collective-broadcast"}
+
+
+def find_collectives(module: Module) -> list[Collective]:
+    """All collectives, each where it is issued."""
+    # The computation that an async-start wraps belongs to that start.
+    wrapped = {
+        each.called.get("calls")
+        for computation in module.computations.values()
+        for each in computation.instructions
+        if each.opcode == "async-start"
+    }
+    found = []
+    for place in walk(module):
+        instructions = place.computation.instructions
+        for i, instruction in enumerate(instructions):
+            kind = _kind(module, instruction)
+            if kind in KINDS and (place.computation.name,) not in wrapped:
+                between = in_flight(instructions, i)
+                compute = max(
+                    (_compute(module, each) for own in between for each, _ in issued(module, own)),
+                    default=Compute.NOTHING,
+                )
+                found.append(Collective(kind, instruction, place, compute, between))
+    return found
+
+
+def _kind(module: Module, instruction: Instruction) -> str:
+    opcode = instruction.opcode
+    if opcode == "async-start":
+        (wrapped,) = instruction.called["calls"]
+        opcode = module.computations[wrapped].root.opcode
+    return opcode.removesuffix("-start")
+
+
+def _compute(module: Module, instruction: Instruction) -> Compute:
+    """The compute of one instruction, without the computations that it issues."""
+    target = instruction.target.lower()
+    if module.opcodes(instruction) & MATMULS or any(word in target for word in _LIBRARY_MATMULS):
+        return Compute.MATMUL
+    large = instruction.opcode == "fusion" and instruction.nbytes >= LARGE
+    return Compute.ELEMENTWISE if large else Compute.NOTHING
+
+
+def steady(collectives: Iterable[Collective], kind: str = "collective-permute") -> list[Collective]:
+    """The collectives of a kind in the segment of most trips that has any; of equal segments, in
+    the one with the fewest under a predicate.
+
+    Where no segment is a loop, the collectives outside loops.
+    """
+    segments: dict[str, list[Collective]] = {}
+    for each in collectives:
+        if each.kind == kind:
+            frame = each.place.segment
+            segments.setdefault(frame.instruction.name if frame else "", []).append(each)
+
+    def rank(those: list[Collective]) -> tuple[int, int]:
+        frame = those[0].place.segment
+        trips = frame.trips or 1 if frame else 1
+        return trips, -sum(each.place.guarded for each in those)
+
+    return max(segments.values(), key=rank, default=[])
 
 
 @dataclass(frozen=True)
@@ -113,22 +265,20 @@ def most_waits(
 
     Each action takes one predicate.
     """
-    gains: list[tuple[float, int, str]] = []
-    for each in predicates:
-        if each.place.guarded:
-            continue
-        inside = [
-            other
-            for other in predicates
-            if any(frame.instruction is each.instruction for frame in other.place.frames)
-        ]
+
+    def gain(each: Predicate) -> float:
+        """The waits that it adds each time that it is taken, with all predicates inside."""
+        inside = [other for other in predicates if other.place.is_inside(each.instruction)]
         more = count_waits([each, *inside], taken=True) - count_waits([each], taken=False)
-        gains.append((more / max(1, each.times), each.times, each.kind or ""))
+        return more / max(1, each.times)
+
     total: float = count_waits(predicates, taken=False)
     left, of_kind = actions, dict(by_kind or {})
-    for gain, times, kind in sorted(gains, reverse=True):
-        taken = min(left, times, of_kind.get(kind, times))
-        total += gain * taken
+    outer = [each for each in predicates if not each.place.guarded]
+    for each in sorted(outer, key=gain, reverse=True):
+        kind = each.kind or ""
+        taken = min(left, each.times, of_kind.get(kind, each.times))
+        total += gain(each) * taken
         left -= taken
         if kind in of_kind:
             of_kind[kind] -= taken
@@ -237,11 +387,20 @@ class Purpose(Enum):
     OTHER = "other"  # elementwise arithmetic and reductions
 
 
+# Opcodes that say what an operation is for.
+_MARKS = {
+    Purpose.MATMUL: MATMULS,
+    Purpose.KERNEL: {"custom-call"},
+    Purpose.WRITE: {"dynamic-update-slice"},
+    Purpose.READ: {"dynamic-slice"},
+}
+
+
 @dataclass(frozen=True)
 class TpuProgram(CompiledProgram):
     """A program compiled for TPUs; without a chip, the time of a transfer is not known."""
 
-    chip: Chip | None = None
+    chip: Chip | None
 
     @cached_property
     def collectives(self) -> list[Collective]:
@@ -250,7 +409,7 @@ class TpuProgram(CompiledProgram):
         """
         return [
             replace(each, compute=max(each.compute, Compute.ELEMENTWISE))
-            if each.kind == "collective-permute" and self.hidden(each) >= _HIDDEN
+            if each.is_permute and self.hidden(each) >= _HIDDEN
             else each
             for each in find_collectives(self.module)
         ]
@@ -262,22 +421,9 @@ class TpuProgram(CompiledProgram):
         if self.chip is None:
             return 0.0
         transfer = permute.start.results[0].nbytes / self.chip.link
-        cycles = sum(map(self._all_cycles, permute.between))
+        work = (each for own in permute.between for each in issued(self.module, own))
+        cycles = sum(_own_cycles(instruction) * trips for instruction, trips in work)
         return cycles / self.chip.clock / transfer
-
-    @cached_property
-    def _all_cycles(self) -> Callable[[Instruction], int]:
-        """XLA's estimate of an instruction with all that it issues, added up once."""
-
-        @cache
-        def cycles(instruction: Instruction) -> int:
-            return _own_cycles(instruction) + sum(
-                cycles(each) * place.trips
-                for place in inner(self.module, instruction)
-                for each in place.computation.instructions
-            )
-
-        return cycles
 
     @property
     def total_bytes(self) -> int:
@@ -309,6 +455,11 @@ class TpuProgram(CompiledProgram):
         )
 
 
+def program_of(compiled: Any, target: Target) -> CompiledProgram:
+    """A compiled step of a target, with the figures that its text alone has."""
+    return TpuProgram(compiled, target.chip) if target.on_tpus else CompiledProgram(compiled)
+
+
 def heap_bytes(memory: Any) -> int:
     """Bytes of the heap of a program's temporary arrays, from XLA's figures for one device.
 
@@ -327,12 +478,141 @@ def _own_cycles(instruction: Instruction) -> int:
 
 def _purpose(module: Module, instruction: Instruction) -> Purpose:
     held = module.opcodes(instruction)
-    if held & MATMULS:
-        return Purpose.MATMUL
-    if "custom-call" in held:
-        return Purpose.KERNEL
-    if "dynamic-update-slice" in held:
-        return Purpose.WRITE
-    if "dynamic-slice" in held:
-        return Purpose.READ
-    return Purpose.MOVE if held <= _MOVES else Purpose.OTHER
+    purposes = (purpose for purpose, opcodes in _MARKS.items() if held & opcodes)
+    return next(purposes, Purpose.MOVE if held <= _MOVES else Purpose.OTHER)
+
+
+_COMPONENTS = "xla_gpu_collective_permute_connected_components=true"
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_QUEUE = re.compile(r'"operation_queue_id":"(\d+)"')
+_WithCliques: TypeAlias = tuple[Collective, list[Group]]
+
+
+def check_collectives(
+    compiled: Any, mesh: Mesh, *, axis: str = "pipe", components: bool | None = None
+) -> None:
+    """Check the collectives of a compiled step, of real or described devices, before it runs.
+
+    Args:
+        compiled: what `pipe.lower(...).compile()` returns.
+        mesh: of the pipeline.
+        axis: its pipe axis, along which predicates differ.
+        components: a permute's communicator holds the devices that its pairs connect, not all;
+            None asks XLA_FLAGS.
+
+    Raises:
+        PipelineError: collectives that can hang; each fault names the two that are involved.
+    """
+    if components is None:
+        components = _COMPONENTS in os.environ.get("XLA_FLAGS", "")
+    coordinates = np.indices(mesh.devices.shape)[mesh.axis_names.index(axis)].ravel().tolist()
+    faults = collective_faults(parse(compiled.as_text()), coordinates, components=components)
+    PipelineError.refuse("collectives of this program can hang", faults)
+
+
+def collective_faults(
+    module: Module, coordinates: Sequence[int], *, components: bool = False
+) -> list[str]:
+    """The faults of a program's collectives; `coordinates` are those of its devices along the pipe
+    axis.
+    """
+    count = len(coordinates)
+    found = [(each, each.cliques(count, components)) for each in find_collectives(module)]
+    return [
+        *(fault for each, _ in found for fault in _group_faults(each, count)),
+        *_predicate_faults(found, coordinates),
+        *_flight_faults(module, found),
+    ]
+
+
+def _shared(some: Sequence[Group], others: Sequence[Group]) -> Group:
+    """The largest intersection of a clique of each."""
+    return max((a & b for a in some for b in others), key=len, default=frozenset())
+
+
+def groups_of(start: Instruction, count: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of a collective, or the pairs of a permute; one of all devices where none are
+    listed.
+    """
+    iota = _IOTA.search(start.attributes)
+    if iota:
+        shape, dims = ([int(n) for n in iota[i].split(",")] for i in (1, 2))
+        numbers = np.arange(np.prod(dims)).reshape(dims)
+        if iota[3]:
+            numbers = numbers.transpose([int(n) for n in iota[3].split(",")])
+        return tuple(map(tuple, numbers.reshape(shape).tolist()))
+    listed = _LISTED.search(start.attributes)
+    found = re.findall(r"\{([\d,]+)\}", listed[1]) if listed else []
+    groups = tuple(tuple(int(n) for n in group.split(",")) for group in found)
+    return groups or (tuple(range(count)),)
+
+
+def connected(pairs: Sequence[Group]) -> list[Group]:
+    """The connected sets of devices.
+
+    >>> connected([frozenset({0, 1}), frozenset({2, 3}), frozenset({1, 4})])
+    [frozenset({2, 3}), frozenset({0, 1, 4})]
+    """
+    found: list[Group] = []
+    for pair in pairs:
+        separate = [group for group in found if not group & pair]
+        found = [*separate, pair.union(*(group for group in found if group & pair))]
+    return found
+
+
+def _group_faults(each: Collective, count: int) -> Iterator[str]:
+    """Faults of groups that devices cannot agree on."""
+    groups, name = groups_of(each.start, count), each.name
+    if unknown := sorted({d for group in groups for d in group if d >= count}):
+        yield f"{name} has devices {unknown}; the program has {count}"
+    if "channel_id=" not in each.start.attributes:
+        yield f"{name} has no channel: its groups are replicas, and every device waits for itself"
+    columns = {"in two groups": sum(groups, ())}
+    if each.is_permute:
+        columns = dict(zip(("twice as a source", "twice as a target"), zip(*groups), strict=True))
+    for where, column in columns.items():
+        if twice := sorted({d for d in column if column.count(d) > 1}):
+            yield f"{name} has devices {twice} {where}"
+    if not each.is_permute and len(set(map(len, groups))) > 1:
+        yield f"{name} has groups of different sizes: {groups}"
+
+
+def differs(frames: Sequence[Frame]) -> bool:
+    """Whether a predicate among these frames may differ along the pipe axis."""
+    kinds = [kind_of(frame.instruction) for frame in frames if frame.trips is None]
+    return any(kind is None or Kind[kind] not in SHARES for kind in kinds)
+
+
+def _predicate_faults(found: Sequence[_WithCliques], coordinates: Sequence[int]) -> Iterator[str]:
+    """Faults of collectives that some device of a group does not reach."""
+    for number, (each, cliques) in enumerate(found):
+        for clique in cliques if differs(each.place.frames) else ():
+            at = sorted({coordinates[d] for d in clique if d < len(coordinates)})
+            if len(at) < 2:
+                continue
+            others = (*found[number + 1 :], *found[:number])
+            meets = (other for other, theirs in others if _shared(theirs, cliques) & clique)
+            yield (
+                f"{each.name} is under a predicate that differs along the pipe axis, and meets "
+                f"devices {sorted(clique)} at coordinates {at}: those that do not run it wait in "
+                f"{next(meets, each).name}"
+            )
+            break
+
+
+def _flight_faults(module: Module, found: Sequence[_WithCliques]) -> Iterator[str]:
+    """Faults of two collectives of different queues that are in flight at the same time and share
+    two devices or more.
+    """
+    by_name = {each.start.name: (each, cliques) for each, cliques in found}
+    for each, cliques in found:
+        inside = [inner for own in each.between for inner, _ in issued(module, own)]
+        for other, theirs in (by_name[i.name] for i in inside if i.name in by_name):
+            common = _shared(cliques, theirs)
+            if each.queue != other.queue and len(common) > 1:
+                yield (
+                    f"{each.name} (queue {each.queue}) and {other.name} (queue {other.queue}) are "
+                    f"in flight together and share devices {sorted(common)}: each can wait for the "
+                    "other"
+                )

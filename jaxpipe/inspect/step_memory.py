@@ -1,38 +1,332 @@
-"""The memory of one device in a step by purpose, predicted from the program, its pools, and each
+"""The memory of one device in a step by purpose, predicted from the program, its pools, and the
+work space of each block: what it has besides its inputs, stored values and results, read off the
 block compiled alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from ..arrays import Params, PyTree
-from ..jaxprs.equations import nbytes, tiled_bytes
+from ..arrays import Leaves, Params, PyTree
+from ..jaxprs.entry import Entry
+from ..jaxprs.equations import nbytes, reads, tiled_bytes
+from ..jaxprs.slots import InSlots, Slot, Target, Total, run_in_slots
 from ..lowering.target import RunsOn
-from ..model.leaf_plan import PART, LeafPlan, leaf_plans
-from ..model.mesh import outside_contexts
 from ..model.param_layout import with_outer
+from ..model.partition import PART, LeafPlan, leaf_plans
+from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
-from ..planner.memory import Sizes, memory_of
-from ..program.ir import Program
-from ..program.records import POOL_OF
+from ..planner.layer_cost import Sizes, memory_of
+from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
+from ..spmd.block import empty, while_once, without_weak_types
 from ..spmd.executor import TracedStep
 from ..spmd.pools import Buffers, shared_buffers
 from ..spmd.step import accumulator_dtype
-from ..spmd.xla import compiled_alone, outer_specs
-from ..stage.code import RESIDUALS, run
+from ..spmd.xla import Group, StageEntries, compiled_alone, outer_specs
+from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact, run
 from ..stage.model_code import Job, ModelCode
 from ..table.effects import Place
-from ..table.kinds import Kind
-from .blocks import Step
+from ..table.kinds import RECOMPUTE, Kind
+from .programs import heap_bytes
+
+_WHOLE = PartitionSpec()
+_COPIED = (Place.CARRY, Place.CARRY_GRADIENT)  # out of a slot, or into it
+_READ = (*RESIDUALS, Place.STASH, Place.BUFFER)  # inputs that stay in their slots
+_WRITTEN = (*_READ, Place.BUFFER_GRADIENT)
+
+
+class Value(NamedTuple):
+    """An input or an output of a block."""
+
+    spec: PartitionSpec | None = None  # None: left to the partitioner
+    place: Place | None = None  # of outputs that are added to accumulators, STAGE_GRADIENTS
+    number: int = 0  # in its place
+    entry: Entry = Entry(())  # in a pool
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of code, with the split and the place of each input and output."""
+
+    name: str
+    jaxpr: core.Jaxpr
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def gradients(self) -> list[int]:
+        """The outputs that are added to accumulators."""
+        return [i for i, v in enumerate(self.outputs) if v.place is Place.STAGE_GRADIENTS]
+
+    @cached_property
+    def changes(self) -> list[int]:
+        """The outputs that are in slots or accumulators."""
+        stored = [i for i, v in enumerate(self.outputs) if v.place in _WRITTEN]
+        return [*stored, *self.gradients]
+
+    @cached_property
+    def updates(self) -> dict[int, int]:
+        """Inputs that are in one slot before and after the block, with that output."""
+        after = {self.outputs[i]: i for i in self.changes}
+        return {i: after[v] for i, v in enumerate(self.inputs) if v in after}
+
+    @property
+    def passed(self) -> int:
+        """Bytes on one device of what passes between slices and is copied out of its slot, or into
+        it.
+        """
+        pairs = zip(self.jaxpr.invars, self.inputs, strict=True)
+        copied: list[tuple[Any, Value]] = [
+            pair for pair, read in zip(pairs, reads(self.jaxpr), strict=True) if read
+        ]
+        copied += zip(self.jaxpr.outvars, self.outputs, strict=True)
+        return sum(
+            nbytes(atom.aval) // value.entry.local_share
+            for atom, value in copied
+            if value.place in _COPIED
+        )
+
+    def dropping(self, outputs: Sequence[int]) -> Block:
+        """The block without some of its results."""
+        left = [i for i in range(len(self.outputs)) if i not in outputs]
+        jaxpr = self.jaxpr.replace(outvars=[self.jaxpr.outvars[i] for i in left])
+        return replace(self, jaxpr=jaxpr, outputs=tuple(self.outputs[i] for i in left))
+
+    def in_slots(self, at: Any, inputs: Leaves, changed: Leaves, *, split: bool) -> InSlots:
+        """The block on the slots `at` of its pools.  With `split`, accumulators are as the
+        parameters are split.
+        """
+        pools = dict(zip(self.changes, changed, strict=True))
+        slots = {
+            i: Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
+            for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
+            if value.place in _READ or i in self.updates
+        }
+        targets: dict[int, Target] = {}
+        for i, leaf in pools.items():
+            value = self.outputs[i]
+            is_total = value.place is Place.STAGE_GRADIENTS
+            own = value.spec if split else None
+            targets[i] = Total(leaf, own) if is_total else Slot(leaf, at, value.entry)
+        return InSlots(self.jaxpr, inputs, slots, targets)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A traced step.  `entries` has for each kind of stage the splits of its parameters
+    and stored values over the axes that are left to the partitioner.
+    """
+
+    job: Job
+    code: ModelCode
+    entries: tuple[StageEntries, ...]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several devices share a stage."""
+        return bool(self.job.partition.auto_axes)
+
+    def entry(self, kind: int) -> dict[str, int]:
+        """Bytes on one device of a kind of stage's values of one microbatch, by pool."""
+        buffers = shared_buffers([self.code.kinds[kind]], [self.entries[kind]])
+        return {place.value: buffer.nbytes for place, buffer in buffers.items()}
+
+    def boundary(self, kind: int) -> int:
+        """Bytes on one device of a kind of stage's output."""
+        code = self.code.kinds[kind]
+        split = zip(code.avals[Place.SENT_X], output_entries(code, self.entries[kind]), strict=True)
+        return sum(nbytes(aval) // entry.local_share for aval, entry in split)
+
+    def work_space(self) -> dict[str, int]:
+        """Bytes on one device of each block's own arrays, by block.
+
+        The blocks are those of the step's table: "F", "B", "I", "W", "R", and "B with F" of
+        overlapped pairs, which run as one, each of the kind of stage that needs most; "first",
+        "first gradient" and "last".
+
+        One block runs at a time, so the step needs the largest of these.  Each block is compiled.
+        """
+        program, table = self.code.program, self.code.program.schedule.encoded
+        own = {k.name: (k,) for k in (Kind.F, Kind.B, Kind.I, Kind.W)} | {"R": RECOMPUTE}
+        kinds = {name for name, those in own.items() if table.of_kinds(those).any()}
+        joined = (program.pairs & (program.ticks.backward.kind == Kind.W)).any()
+        runs: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
+        for kind, entries in zip(self.code.kinds, self.entries, strict=True):
+            of_kind = stage_blocks(kind, entries)
+            runs += [(block,) for name, block in of_kind.items() if name in kinds]
+            runs += [(of_kind["B"], of_kind["F"])] if len(table.pairs) and "B" in kinds else []
+            runs += [(of_kind["W"], of_kind["F"])] if joined else []
+        found: dict[str, int] = {}
+        for blocks in runs:
+            name = " with ".join(block.name for block in blocks)
+            passed = sum(block.passed for block in blocks)
+            found[name] = max(found.get(name, 0), self.temp(*blocks) + passed)
+        return found
+
+    def work_without_gradients(self) -> dict[str, int]:
+        """The same of "first gradient" and "last", without their gradients of parameters."""
+        return {
+            block.name: self.temp(block.dropping(block.gradients))
+            for block in outer_blocks(self)
+            if block.gradients
+        }
+
+    def temp(self, *blocks: Block) -> int:
+        """Bytes besides inputs and outputs, of blocks that run as one."""
+        return self.temp_of(self.compiled(*blocks))
+
+    def temp_of(self, compiled: Any) -> int:
+        """Bytes of a program of this mesh on one device besides inputs and outputs."""
+        memory = compiled.memory_analysis()
+        if self.job.target.on_tpus:
+            return heap_bytes(memory)
+        return int(getattr(memory, "temp_size_in_bytes", 0))
+
+    def compiled(self, *blocks: Block) -> Any:
+        """Compile blocks that run as one; they read and write slots as in the step, in a loop of at
+        most one trip.
+
+        XLA:GPU copies a layer's weights out of their stack in loops only.
+        """
+        others = [block.dropping(block.changes).jaxpr.outvars for block in blocks]
+        split = self.job.target.on_tpus
+
+        def guarded(flags: Leaves, *groups: Leaves) -> Leaves:
+            runs, index = flags
+
+            def once(state: tuple[list[Leaves], list[Leaves]]) -> tuple[list[Leaves], list[Leaves]]:
+                parts = zip(blocks, groups[::2], state[0], strict=True)
+                found = run_in_slots(
+                    *(block.in_slots(index, *leaves, split=split) for block, *leaves in parts)
+                )
+                changed, rest = [], []
+                for block, outs in zip(blocks, found, strict=True):
+                    changed.append([outs[i] for i in block.changes])
+                    rest.append([out for i, out in enumerate(outs) if i not in block.changes])
+                return changed, [without_weak_types(outs) for outs in rest]
+
+            start = (list(groups[1::2]), [empty([var.aval for var in own]) for own in others])
+            return jax.tree.leaves(while_once(runs, once, start)[1])
+
+        # Pools and accumulators are changed in place.  As outputs of their own they would lend
+        # their room to the block's arrays.
+        donated = [2 + 2 * k for k in range(len(blocks))]
+        groups = [
+            group for block in blocks for group in (self._inputs(block), self._changed(block))
+        ]
+        flags: Group = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
+        return compiled_alone(self.job, guarded, flags, *groups, donated=donated)
+
+    def _inputs(self, block: Block) -> Group:
+        """The inputs of a block: pools, and values."""
+        return [
+            self._pool(value, var.aval)
+            if value.place in _READ and i not in block.updates
+            else (var.aval, value.spec)
+            for i, (var, value) in enumerate(zip(block.jaxpr.invars, block.inputs, strict=True))
+        ]
+
+    def _changed(self, block: Block) -> Group:
+        """The pools and accumulators that a block changes."""
+
+        def changed(value: Value, aval: Any) -> tuple[jax.ShapeDtypeStruct, PartitionSpec | None]:
+            if value.place is not Place.STAGE_GRADIENTS:
+                return self._pool(value, aval)
+            dtype = accumulator_dtype(aval.dtype, self.job.accumulate)
+            return jax.ShapeDtypeStruct(aval.shape, dtype), value.spec
+
+        return [changed(block.outputs[i], block.jaxpr.outvars[i].aval) for i in block.changes]
+
+    def _pool(self, value: Value, aval: Any) -> tuple[jax.ShapeDtypeStruct, PartitionSpec]:
+        """A pool of two slots, and its split; of one, where the step has one: XLA copies no slot
+        of an only one.
+        """
+        assert value.place is not None
+        slots = min(2, getattr(self.code.program.slots, value.place.value))
+        return value.entry.pool(max(slots, 1), aval.dtype), value.entry.pool_spec
+
+
+def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
+    """The blocks of a kind of stage, by name."""
+
+    values = {
+        place: [Value(entry.spec, place, number, entry) for number, entry in enumerate(own)]
+        for place, own in entries.stored.items()
+    }
+    trained = zip(entries.parameters, code.uses, strict=True)
+    values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in trained if use.trained)
+
+    def at(*places: Place) -> list[Value]:
+        return [value for place in places for value in values[place]]
+
+    start = [Value(_WHOLE) for _ in code.consts] + [Value(spec) for spec in entries.parameters]
+    start += at(*INPUTS)
+    start += _free(len(code.forward.invars) - len(start))  # extra and once
+    seeds = [Value(_WHOLE) for _ in code.avals[Place.LOSSES]]
+    late = [*start, *at(*RESIDUALS, *COTANGENTS), *seeds]
+    blocks = {}
+    for kind, places in RESULTS.items():
+        inputs = start if kind in (Kind.F, Kind.R) else late
+        stash = at(Place.STASH) if kind is Kind.W else []
+        outputs = [
+            value
+            for place in places
+            for value in values.get(place) or _free(len(code.avals[place]))
+        ]
+        blocks[kind.name] = Block(kind.name, code.of(kind), (*inputs, *stash), tuple(outputs))
+    return blocks
+
+
+def _free(count: int) -> list[Value]:
+    """Values that are left to the partitioner, or results that have no place."""
+    return [Value() for _ in range(count)]
+
+
+def _gradients(specs: Iterable[PartitionSpec]) -> list[Value]:
+    """Gradients of parameters with these splits."""
+    return [Value(spec, Place.STAGE_GRADIENTS) for spec in specs]
+
+
+def outer_blocks(step: Step) -> list[Block]:
+    """`first`, its gradient, `last` with its gradient."""
+    job, free = step.job, Value(None if step.is_shared else _WHOLE)
+
+    def block(name: str, jaxpr: core.Jaxpr, code: Any, before: int | None = None) -> Block:
+        """A block with gradients of parameters after so many results; None: without gradients."""
+        key = name.split()[0]
+        specs = outer_specs(job, key)
+        start = [*(Value(_WHOLE) for _ in code.consts), *map(Value, specs)]
+        inputs = (*start, *(free for _ in range(len(jaxpr.invars) - len(start))))
+        plans = [*leaf_plans(job.plans[key]), *leaf_plans(job.plans["shared"])]
+        trained = [spec for spec, plan in zip(specs, plans, strict=True) if not plan.frozen]
+        own = [] if before is None else [*_free(before), *_gradients(trained)]
+        return Block(name, jaxpr, inputs, (*own, *_free(len(jaxpr.outvars) - len(own))))
+
+    first, last = step.code.first, step.code.last
+    found = [block("first", first.forward, first)]
+    if first.avals[Place.STAGE_GRADIENTS]:
+        found.append(block("first gradient", first.backward, first, 0))
+    if last is not None:
+        # The loss and what comes with it are before the gradients.
+        found.append(block("last", last.backward, last, 1 + len(last.avals[Place.AUX])))
+    return found
+
+
+def output_entries(code: StageCode, entries: StageEntries) -> Iterator[Entry]:
+    """The split of each leaf of a stage's output: that of its cotangent, where it has one."""
+    cotangents = iter(entries.stored[Place.COTANGENT])
+    for aval in code.avals[Place.SENT_X]:
+        yield next(cotangents) if inexact(aval) else Entry(tuple(aval.shape))
 
 
 @outside_contexts
@@ -90,7 +384,10 @@ def step_sizes(
     pipe: Pipeline, traced: TracedStep, arrays: dict[str, PyTree], batch: PyTree
 ) -> Sizes:
     """Sizes of a traced model on one device."""
-    step, params = Step.of(traced), with_outer(placed_shapes(pipe, arrays))
+    step, params = (
+        Step(traced.job, traced.code, traced.entries),
+        with_outer(placed_shapes(pipe, arrays)),
+    )
     job, code, program = step.job, step.code, step.code.program
     buffers = shared_buffers(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
@@ -113,13 +410,13 @@ def step_sizes(
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
         entry=entry,
-        sent=_sent_bytes(program, buffers) + _with_arrivals(program, buffers, work) - most,
+        sent=_sent_bytes(program, buffers, work),
         raveled=_raveled(buffers, code, splits=splits),
         work=most,
     )
     if job.target.on_cpus:
         return replace(found, **_summed(step, params, most))
-    if RunsOn.of(job.mesh) is RunsOn.TPUS:
+    if job.target.on_tpus:
         # The accumulators of the ticks and the results both have room.
         ends = sum(_summed_bytes(step, key, params[key], most=PART) for key in params)
         return replace(found, ends=(ends,))
@@ -131,33 +428,24 @@ def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:
     return zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
 
 
-def _sent_bytes(program: Program, buffers: Buffers) -> int:
-    """Bytes of the values to send, by payload; twice where a permute is awaited in a later tick,
-    after the next value is computed.
+def _sent_bytes(program: Program, buffers: Buffers, work: Mapping[str, int]) -> int:
+    """Bytes of the values to send, twice where a permute is awaited in a later tick, after the next
+    value is computed; and what a block with the arrivals during it needs beyond the largest block.
     """
-    late = {
-        p.payload
-        for segment in program.segments
-        for template in segment.templates
-        for p in template.permutes
-        if p.delay
-    }
-    return sum((1 + (payload in late)) * buffers[POOL_OF[payload]].nbytes for payload in Payload)
-
-
-def _with_arrivals(program: Program, buffers: Buffers, work: Mapping[str, int]) -> int:
-    """The largest sum of a block's work space and the arrivals during it."""
-    most = max(work.values(), default=0)
+    size = {payload: buffers[POOL_OF[payload]].nbytes for payload in Payload}
+    templates = [t for segment in program.segments for t in segment.templates]
+    late = {permute.payload for t in templates for permute in t.permutes if permute.delay}
+    largest = most = max(work.values(), default=0)
     for segment in program.segments:
         for j, *_ in segment.emitted:
             for place, use in enumerate(segment.templates[j].blocks):
                 arriving = sum(
-                    buffers[POOL_OF[t.permute.payload]].nbytes
+                    size[t.permute.payload]
                     for t in segment.transits
                     if t.issued <= (j, place) < t.written
                 )
                 most = max(most, work.get(use.block.kind.name, 0) + arriving)
-    return most
+    return sum(size.values()) + sum(size[payload] for payload in late) + most - largest
 
 
 def _raveled(buffers: Buffers, code: ModelCode, *, splits: bool) -> int:
@@ -225,33 +513,31 @@ def _summed_bytes(step: Step, key: str, tree: PyTree, most: float = math.inf) ->
 
 
 def _gathered(step: Step, params: Mapping[str, PyTree]) -> int:
+    """Bytes of parameters that are gathered over their manual axes, and of their accumulators."""
     job, stages = step.job, params["stages"]
     trees = [(params.get(key, ()), job.plans[key], False) for key in ("first", "last", "shared")]
     for chunk in range(step.code.program.schedule.num_chunks):
         held = min(chunk, len(stages) - 1)
         # A chunk that another device owns is a copy.
         trees.append((stages[held], job.plans["stages"][held], chunk > held))
-    return sum(
-        _whole_bytes(step, leaf, plan)
-        for tree, plans, is_copy in trees
-        for leaf, plan in _planned(tree, plans)
-        if plan.gathers or is_copy
-    )
+    found = 0
+    for tree, plans, is_copy in trees:
+        for leaf, plan in _planned(tree, plans):
+            if plan.gathers or is_copy:
+                share = math.prod(job.mesh.shape[name] for name, _ in plan.gathers)
+                own = 0 if plan.frozen else gradient_bytes(job, leaf)
+                found += share * (local_bytes(leaf) + own)
+    return found
 
 
-def _whole_bytes(step: Step, leaf: Any, plan: LeafPlan) -> int:
-    """Bytes of a parameter gathered over its manual axes, and of its accumulator."""
-    share = math.prod(step.job.mesh.shape[name] for name, _ in plan.gathers)
-    return share * (local_bytes(leaf) + (0 if plan.frozen else gradient_bytes(step.job, leaf)))
-
-
-def hoisted_bytes(
-    step: Step, consts: int, jaxpr: core.Jaxpr, specs: Sequence[PartitionSpec]
-) -> int:
-    """Bytes of values that are computed from parameters with these splits once a step."""
+def hoisted_bytes(step: Step, code: Any, specs: Sequence[PartitionSpec]) -> int:
+    """Bytes of the values that a stage, `first` or `last` computes once a step from parameters with
+    these splits.
+    """
+    jaxpr = code.hoist
     if not jaxpr.outvars:
         return 0
-    splits = [*(PartitionSpec() for _ in range(consts)), *specs]
+    splits = [*(_WHOLE for _ in code.consts), *specs]
     group = list(zip([v.aval for v in jaxpr.invars], splits, strict=True))
     compiled = compiled_alone(step.job, lambda values: run(jaxpr, *values), group)
     return int(getattr(compiled.memory_analysis(), "output_size_in_bytes", 0))
@@ -259,15 +545,12 @@ def hoisted_bytes(
 
 def _hoisted(step: Step) -> int:
     """Bytes of hoisted values of every chunk of a device, and of first and last."""
-    job, code = step.job, step.code
-    kinds = [
-        hoisted_bytes(step, len(kind.consts), kind.hoist, entries.parameters)
-        for kind, entries in zip(code.kinds, step.entries, strict=True)
-    ]
+    code = step.code
+    pairs = zip(code.kinds, step.entries, strict=True)
+    kinds = [hoisted_bytes(step, kind, entries.parameters) for kind, entries in pairs]
     stages_of = code.program.schedule.placement.stages_of
     held = {(v, code.kind_of[s]) for stages in stages_of for v, s in enumerate(stages)}
     ends = {"first": code.first} | ({} if code.last is None else {"last": code.last})
     return sum(kinds[kind] for _, kind in held) + sum(
-        hoisted_bytes(step, len(end.consts), end.hoist, outer_specs(job, key))
-        for key, end in ends.items()
+        hoisted_bytes(step, end, outer_specs(step.job, key)) for key, end in ends.items()
     )

@@ -1,4 +1,4 @@
-"""The numbers of a compiled step: `jaxpipe.inspect.report`.
+"""The numbers of a compiled step, `report`, and the times of the actions of a run, `profile`.
 
 The table and its program:
 
@@ -69,8 +69,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -79,50 +80,37 @@ from jax.extend import core
 
 from ..arrays import Params, PyTree
 from ..engine.costs import Costs
-from ..engine.simulate import simulate
+from ..engine.simulate import Timeline, simulate
+from ..errors import PipelineError, quoted
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import nbytes, scan_counts, variables
-from ..lowering.cost_model import cost_parts, program_makespan
-from ..lowering.plan import Plan, plan_of
-from ..lowering.prices import FORWARD, Overheads
-from ..lowering.target import Target
-from ..model.mesh import outside_contexts
+from ..lowering.plan import Plan, cost_parts, plan_of, program_makespan
+from ..lowering.target import FORWARD, Overheads, Target
+from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
-from ..planner.memory import Sizes
-from ..program.ir import Program
-from ..program.records import POOL_OF
+from ..planner.layer_cost import Sizes
+from ..program.ir import POOL_OF, Program
 from ..schedules.registry import build
-from ..spmd.executor import WITH_SLACK, TracedStep
+from ..spmd.executor import CANNOT_BE_TIMED, WITH_SLACK, TracedStep
 from ..spmd.pools import shared_buffers
 from ..stage.code import RESIDUALS
 from ..table.effects import Place
-from ..table.kinds import parts
+from ..table.kinds import KINDS, SHARES, parts
+from ..table.run_order import Transfers
 from ..table.schedule import Schedule
-from .collectives import steady
-from .programs import CompiledProgram, GpuProgram, TpuProgram, compile_and_read, most_waits
+from . import programs
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes
 
 
-class StepTime(NamedTuple):
-    """Seconds of a step, simulated from the plan."""
-
-    seconds: float  # with all overheads
-    predicates: float  # the part of predicates
-    one_f_one_b: float  # seconds of 1F1B with the same layers on as many devices
-
-    @property
-    def loses(self) -> bool:
-        """Whether 1F1B is faster, and would be slower if predicates took no time."""
-        return self.seconds - self.predicates <= self.one_f_one_b < self.seconds
-
-
-def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> StepTime:
+def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> dict[str, Any]:
     """Simulate a plan and the plan of 1F1B; `costs` in seconds, without any F = I = W = `FORWARD`.
+
+    It loses to 1F1B where that is faster, and would be slower if predicates took no time.
 
     >>> import jaxpipe as jp
     >>> overheads = Overheads()
     >>> plan = plan_of(jp.schedules.build("zb_h1", devices=4, microbatches=8))
-    >>> step_time(plan, overheads).loses
+    >>> step_time(plan, overheads)["loses_to_1f1b"]
     False
     """
     schedule = plan.ticks.schedule
@@ -136,9 +124,13 @@ def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> S
     def makespan(plan: Plan, overheads: Overheads, costs: Costs) -> float:
         return program_makespan(cost_parts(plan.ticks, costs), plan.segments, overheads)
 
-    mine = makespan(plan, overheads, seconds)
+    mine, other = makespan(plan, overheads, seconds), makespan(plain, overheads, whole)
     unpredicated = makespan(plan, replace(overheads, predicate=0.0), seconds)
-    return StepTime(mine, mine - unpredicated, makespan(plain, overheads, whole))
+    return {
+        "seconds": mine,
+        "predicate_seconds": mine - unpredicated,
+        "loses_to_1f1b": unpredicated <= other < mine,
+    }
 
 
 def merged(schedule: Schedule, costs: Costs) -> Costs:
@@ -179,16 +171,16 @@ def report(
     joint = (
         f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.avals[Place.SENT_DX]))
     )
-    times = step_time(plan, target.overheads, pipe.costs) if target.overlaps else None
+    times = dict.fromkeys(("seconds", "predicate_seconds", "loses_to_1f1b"))
+    if not target.on_cpus:
+        times = step_time(plan, target.overheads, pipe.costs)
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
         **_program(plan, code.program),
-        "seconds": times and times.seconds,
-        "predicate_seconds": times and times.predicates,
-        "loses_to_1f1b": times and times.loses,
+        **times,
         "prices": str(target.overheads),
         **_pools(traced, sizes),
         "parameter_bytes": {
@@ -248,7 +240,7 @@ def _pools(traced: TracedStep, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _xla(program: CompiledProgram) -> dict[str, Any]:
+def _xla(program: programs.CompiledProgram) -> dict[str, Any]:
     """XLA's figures; None where a backend has none."""
     memory, cost = program.memory, program.compiled.cost_analysis() or {}
     sizes = {
@@ -259,16 +251,15 @@ def _xla(program: CompiledProgram) -> dict[str, Any]:
     return {**sizes, "peak_bytes": peak, "flops": cost.get("flops")}
 
 
-def _compiled(lowered: Any, target: Target) -> CompiledProgram:
+def _compiled(lowered: Any, target: Target) -> programs.CompiledProgram:
     """The compiled step, with a reader of its text where there is one."""
     if target.on_gpus:
         with suppress(ValueError):  # a compilation cache has answered, and answers again
-            return compile_and_read(lowered)
-    compiled = lowered.compile()
-    return TpuProgram(compiled, target.chip) if target.on_tpus else CompiledProgram(compiled)
+            return programs.compile_and_read(lowered)
+    return programs.program_of(lowered.compile(), target)
 
 
-def _read(program: CompiledProgram, schedule: Schedule) -> dict[str, Any]:
+def _read(program: programs.CompiledProgram, schedule: Schedule) -> dict[str, Any]:
     """Counts in the text of a program; None where there is no reader for it."""
     overlaps = (
         "permutes_with_slack_beside_compute",
@@ -276,19 +267,20 @@ def _read(program: CompiledProgram, schedule: Schedule) -> dict[str, Any]:
         "collectives_beside_compute",
     )
     found: dict[str, Any] = dict.fromkeys(("host_waits", "cycles", "padding_bytes", *overlaps))
-    if isinstance(program, GpuProgram):
+    if isinstance(program, programs.GpuProgram):
         most, by_kind = most_actions(schedule), most_of_each_kind(schedule)
-        found["host_waits"] = round(most_waits(program.predicates, most, by_kind=by_kind))
-    elif isinstance(program, TpuProgram):
+        found["host_waits"] = round(programs.most_waits(program.predicates, most, by_kind=by_kind))
+    elif isinstance(program, programs.TpuProgram):
         found["cycles"] = {purpose.value: count for purpose, count in program.cycles.items()}
         found |= {"host_waits": 0, "padding_bytes": program.padding}
     else:
         return found
     collectives = program.collectives
-    permutes = [each for each in collectives if each.kind == "collective-permute"]
+    permutes = [each for each in collectives if each.is_permute]
     with_slack = [each for each in permutes if WITH_SLACK in each.start.attributes]
-    others = [each for each in collectives if each.kind != "collective-permute"]
-    for key, those in zip(overlaps, (with_slack, steady(collectives), others), strict=True):
+    others = [each for each in collectives if not each.is_permute]
+    groups = (with_slack, programs.steady(collectives), others)
+    for key, those in zip(overlaps, groups, strict=True):
         found[key] = (sum(each.overlapped for each in those), len(those))
     return found
 
@@ -336,3 +328,139 @@ def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
                 f"{name}: {count} of its {len(outs)} results are for W alone, and are computed in I"
             )
     return found
+
+
+@outside_contexts
+def profile(
+    pipe: Pipeline,
+    params: Params,
+    batch: PyTree,
+    *,
+    rng: Any = None,
+    state: Any = (),
+    repeats: int = 3,
+) -> Timeline:
+    """Run the step and return when each action really began and ended, in seconds: a timeline like
+    `simulate`'s.
+
+    Every block calls the host at its begin and its end, so the step is a little slower than without
+    (tens of microseconds a block).  The first block begins at 0; of `repeats` runs the median one
+    is returned.  `timeline.over(planned)` compares it with a simulated one.  A block that devices
+    share along axes of the partitioner begins when the last of them has reached it.  For backends
+    where the host can be called from a program.
+
+    Args:
+        pipe: the pipeline.
+        params, batch, rng, state: as for `value_and_grad`.
+        repeats: runs of the step.
+
+    Raises:
+        PipelineError: as `value_and_grad` does, and where the step cannot be profiled so.
+    """
+    if repeats < 1:
+        raise PipelineError(f"repeats must be at least 1, not {quoted(repeats)}")
+    clock = Clock([])
+    traced = pipe.trace(params, batch, rng=rng, state=state, clock=clock)
+    compiled = traced.function.lower().compile()
+    if pipe._target.on_cpus and any(
+        each.is_permute and programs.differs(each.place.frames)
+        for each in programs.CompiledProgram(compiled).collectives
+    ):
+        # All devices would then run every block at once, and no block has a time of its own.
+        raise PipelineError(CANNOT_BE_TIMED)
+    optional = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
+    runs = []
+    for _ in range(repeats + 1):
+        clock.events.clear()
+        jax.block_until_ready(compiled(params, batch, **optional))
+        # Callbacks may still be on their way when the results are there.
+        jax.effects_barrier()
+        runs.append(list(clock.events))
+    kind = pipe.mesh.devices.flat[0].device_kind
+    schedule = traced.job.plan.ticks.schedule
+    timelines = [timeline_of(schedule, events, kind) for events in runs[1:]]  # the first warms up
+    return sorted(timelines, key=lambda timeline: timeline.makespan)[repeats // 2]
+
+
+class Event(NamedTuple):
+    """The begin (phase 0) or the end (1) of a block; `partner`: the place of its device among those
+    that share the block.
+    """
+
+    now: float
+    partner: int
+    phase: int
+    shard: int
+    kind: int
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, eq=False)  # JAX hashes what it calls
+class Clock:
+    """Records the time of each begin and end of a block."""
+
+    events: list[Event]
+
+    def __call__(self, numbers: Any, _wrote: Any) -> Any:
+        """Note one event: `numbers` as the `Clock` of a `Job` gets them."""
+        now = time.perf_counter()
+        partner, phase, shard, _, kind, stage, microbatch = np.asarray(numbers).tolist()
+        self.events.append(Event(now, partner, phase, shard, kind, stage, microbatch))
+        return np.int32(0)
+
+
+def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -> Timeline:
+    """The timeline of data shard 0; its first block begins at 0."""
+    table = schedule.encoded
+    # Devices that share a block along axes of the partitioner each record their own times.
+    times = np.full(
+        (2, 1 + max((event.partner for event in events), default=0), table.num_actions), np.nan
+    )
+    for event in events:
+        number = int(table.at[event.kind, event.stage, event.microbatch])
+        if event.shard == 0 and number >= 0:
+            times[event.phase, event.partner, number] = event.now
+    # A block begins when the last of them has reached it.  Until then the others wait in its
+    # collectives.
+    starts, ends = times.max(axis=1)
+    untimed = (np.isnan(starts) | np.isnan(ends)) & table.is_compute
+    missing = list(map(table.text, np.flatnonzero(untimed).tolist()))
+    if missing:
+        raise PipelineError(
+            "the run has no times of "
+            f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}; this program runs "
+            "them otherwise"
+        )
+    # A collective action begins when the last device has reached it.  Until then the others wait in
+    # its collective.
+    for collective in set(table.collectives.values()):
+        members = list(collective.members)
+        starts[members] = starts[members].max()
+        ends[members] = np.maximum(ends[members], starts[members])
+    for i in table.pairs.tolist():
+        starts[i] = starts[i + 1] = min(starts[i], starts[i + 1])
+        ends[i] = ends[i + 1] = max(ends[i], ends[i + 1])
+    starts, ends = starts - starts.min(), ends - starts.min()
+    costs = _costs(schedule, ends - starts, f"seconds, of one run on {device_kind}")
+    begin, end = tuple(starts.tolist()), tuple(ends.tolist())
+    return Timeline(schedule, costs, Transfers.ASYNC, begin, end)
+
+
+def _costs(schedule: Schedule, times: Any, unit: str) -> Costs:
+    """The median time of each stage's actions in the run, and of each device's shares; transfers
+    are in the gaps.
+    """
+    table = schedule.encoded
+    names = {spec.kind: spec.cost for spec in KINDS if spec.cost is not None}
+    found: dict[str, Any] = {}
+    for kind, name in names.items():
+        own = [times[(table.kind == kind) & (table.stage == s)] for s in range(table.num_stages)]
+        has = [mine.size > 0 for mine in own]
+        if all(has) or (kind in SHARES and any(has)):
+            found[name] = tuple(float(np.median(mine)) if mine.size else 0.0 for mine in own)
+    for kind in table.kinds:  # the time of an action with its deferred part
+        if (whole := KINDS[kind].part_of) is not None:
+            name, part = names[whole], names[kind]
+            found[name] = tuple(a + b for a, b in zip(found[name], found[part], strict=True))
+    return Costs(**found, unit=unit)

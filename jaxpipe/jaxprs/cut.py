@@ -1,5 +1,5 @@
 """Cut a flat jaxpr in two programs: the first runs early, and the values that cross to the second
-are the fewest bytes.
+are the fewest bytes.  Values that are cheap are made again, also in the bodies of scans.
 
 The first part has the equations that some outputs need, or that some inputs determine.  Of outputs
 that are computed in the same way one is enough.
@@ -23,6 +23,7 @@ from .equations import (
     NewVar,
     Pairs,
     Scan,
+    copied,
     every_equation,
     grows,
     is_gather,
@@ -78,25 +79,16 @@ def numbers_of(eqns: Sequence[core.JaxprEqn]) -> dict[core.Var, core.JaxprEqn]:
     return found
 
 
-@dataclass(frozen=True)
-class Keep:
-    """`stored` values are kept.  The equations `again` compute the needed values, in order, from
-    these and the values at hand.
-    """
-
-    stored: tuple[core.Var, ...]
-    again: tuple[core.JaxprEqn, ...]
-
-
 def cheapest(
     needed: Iterable[core.Var],
     eqns: Sequence[core.JaxprEqn],
     at_hand: Callable[[core.Var], bool],
     *,
     repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
-) -> Keep:
-    """A minimum cut between values that must be computed early and values that are needed late;
-    every value weighs its bytes.
+) -> tuple[list[core.Var], list[core.JaxprEqn]]:
+    """The values to keep, and the equations that compute the needed values, in order, from these
+    and the values at hand: a minimum cut between values that must be computed early and values that
+    are needed late.  Every value weighs its bytes.
 
     Values of numbers alone (an iota, a mask of zeros) are computed again, and so are results of
     equations that `repeat` takes.
@@ -108,11 +100,12 @@ def cheapest(
     needed = [v for v in dict.fromkeys(needed) if not at_hand(v)]
     maker = {v: e for e in eqns for v in e.outvars}
     numbers = numbers_of(eqns)
+    # A value is two nodes, (value, False) and (value, True), with its weight between them.
     capacity: _Graph = defaultdict(lambda: defaultdict(float))
     seen: set[core.Var] = set()
     todo = list(needed)
     for var in needed:
-        capacity[_out(var)][_SINK] = inf
+        capacity[var, True][_SINK] = inf
     while todo:
         var = todo.pop()
         if var in seen or at_hand(var):
@@ -120,22 +113,20 @@ def cheapest(
         seen.add(var)
         eqn = maker.get(var)
         # Of equal choices an input is the better one: it is in memory, and need not be written.
-        capacity[_in(var)][_out(var)] = weight(var, eqn) - (eqn is None)
+        capacity[var, False][var, True] = weight(var, eqn) - (eqn is None)
         if eqn is None or not (repeat(eqn) or var in numbers):
-            capacity[_SOURCE][_in(var)] = inf
+            capacity[_SOURCE][var, False] = inf
             continue
         operands = [v for v in variables(eqn.invars) if not at_hand(v)]
         for operand in operands:
-            capacity[_out(operand)][_in(var)] = inf
+            capacity[operand, True][var, False] = inf
         todo += operands
     late = _sink_side(capacity)
-    stored = {v for v in seen if _out(v) in late and _in(v) not in late}
+    stored = {v for v in seen if (v, True) in late and (v, False) not in late}
     # Inputs first, then values in the order in which they are made.
     computed = [v for e in eqns for v in e.outvars if v in stored]
-    return Keep(
-        (*sorted(stored - set(computed), key=str), *computed),
-        tuple(producers(needed, eqns, lambda v: v in stored or at_hand(v))),
-    )
+    again = producers(needed, eqns, lambda v: v in stored or at_hand(v))
+    return [*sorted(stored - set(computed), key=str), *computed], again
 
 
 def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
@@ -147,18 +138,10 @@ def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
     return max(1, nbytes(var.aval)) * (2 if maker is not None and is_gather(maker) else 1)
 
 
-_Node: TypeAlias = "tuple[str, core.Var | None]"
+_Node: TypeAlias = "tuple[core.Var | None, bool]"
 _Graph: TypeAlias = "defaultdict[_Node, defaultdict[_Node, float]]"
-_SOURCE: _Node = ("source", None)
-_SINK: _Node = ("sink", None)
-
-
-def _in(var: core.Var) -> _Node:
-    return "in", var
-
-
-def _out(var: core.Var) -> _Node:
-    return "out", var
+_SOURCE: _Node = (None, False)
+_SINK: _Node = (None, True)
 
 
 def _sink_side(capacity: _Graph) -> set[_Node]:
@@ -202,22 +185,10 @@ class Split:
 Assignment: TypeAlias = "tuple[bool | Split, ...]"
 
 
-def needed_for(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> Assignment:
+def needed_for(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> tuple[Assignment, set[core.Var]]:
     """First = the equations that the marked outputs need (a backward slice), through the bodies of
-    scans.
+    scans; and the variables that the first part has.
     """
-    return _backward(jaxpr, outputs)[0]
-
-
-def known_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> Assignment:
-    """First = the equations that read the marked inputs alone (a forward slice), through the bodies
-    of scans.
-    """
-    return _forward(jaxpr, inputs)[0]
-
-
-def _backward(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> tuple[Assignment, list[bool]]:
-    """The assignment, and which inputs the first part reads."""
     needed = set(variables(_marked(jaxpr.outvars, outputs)))
     choices: list[bool | Split] = []
     for eqn in reversed(jaxpr.eqns):
@@ -225,19 +196,22 @@ def _backward(jaxpr: core.Jaxpr, outputs: Sequence[bool]) -> tuple[Assignment, l
         choice: bool | Split = any(wanted) or bool(eqn.effects)
         reads = [choice is True] * len(eqn.invars)
         if choice and eqn.primitive.name == "scan":
-            choice, reads = _backward_scan(eqn, wanted)
-        needed.update(variables(_marked(eqn.invars, reads)))
+            choice, reads = _needed_in_scan(eqn, wanted)
+        needed.update(variables(_marked(eqn.invars, reads)), _made(eqn, choice))
         choices.append(choice)
-    return tuple(reversed(choices)), [v in needed for v in jaxpr.invars]
+    return tuple(reversed(choices)), needed
 
 
-def _backward_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[bool | Split, list[bool]]:
-    """Grow the set of needed carries until the body asks for no more."""
+def _needed_in_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[bool | Split, list[bool]]:
+    """Grow the set of needed carries until the body asks for no more; and which operands the first
+    part reads.
+    """
     consts, carries = scan_counts(eqn)
     body, head = eqn.params["jaxpr"].jaxpr, consts + carries
     carry, ys = list(wanted[:carries]), list(wanted[carries:])
     while True:
-        choice, reads = _backward(body, [*carry, *ys])
+        choice, needed = needed_for(body, [*carry, *ys])
+        reads = [v in needed for v in body.invars]
         grown = [a or b for a, b in zip(carry, reads[consts:head], strict=True)]
         if grown == carry:
             break
@@ -248,41 +222,30 @@ def _backward_scan(eqn: core.JaxprEqn, wanted: Sequence[bool]) -> tuple[bool | S
     reads = [*reads[:consts], *carry, *reads[head:]]
     # The first part also stacks the outputs that it computes in each trip anyway: the second part
     # would only copy them.
-    first = {*_first_variables(body, choice), *_marked(body.invars[consts:head], carry)}
+    first = {*needed.difference(body.invars), *_marked(body.invars[consts:head], carry)}
     stacked = zip(ys, body.outvars[carries:], strict=True)
     ys = [y or (isinstance(v, core.Var) and v in first) for y, v in stacked]
     return Split(choice, (*carry, *ys)), reads
 
 
-def _first_variables(jaxpr: core.Jaxpr, choices: Assignment) -> set[core.Var]:
-    """The variables that the first part defines."""
-    first: set[core.Var] = set()
-    for eqn, choice in zip(jaxpr.eqns, choices, strict=True):
-        if isinstance(choice, Split):
-            first.update(_marked(eqn.outvars, choice.first))
-        elif choice:
-            first.update(eqn.outvars)
-    return first
+def _made(eqn: core.JaxprEqn, choice: bool | Split) -> list[core.Var]:
+    """The results of an equation that the first part makes."""
+    firsts = choice.first if isinstance(choice, Split) else [choice] * len(eqn.outvars)
+    return _marked(eqn.outvars, firsts)
 
 
-def determined_by(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> set[core.Var]:
-    """The values that the marked inputs alone determine, the inputs among them."""
-    return _forward(jaxpr, inputs)[1]
-
-
-def _forward(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[Assignment, set[core.Var]]:
-    """The assignment, and which variables are known."""
+def known_from(jaxpr: core.Jaxpr, inputs: Sequence[bool]) -> tuple[Assignment, set[core.Var]]:
+    """First = the equations that read the marked inputs alone (a forward slice), through the bodies
+    of scans; and the values that these inputs determine, the inputs among them.
+    """
     known = set(_marked(jaxpr.invars, inputs))
     choices: list[bool | Split] = []
     for eqn in jaxpr.eqns:
         arguments = _known(eqn.invars, known)
         choice: bool | Split = all(arguments) and not eqn.effects
         if not choice and eqn.primitive.name == "scan" and not eqn.effects:
-            choice = _forward_scan(eqn, arguments)
-        if isinstance(choice, Split):
-            known.update(_marked(eqn.outvars, choice.first))
-        elif choice:
-            known.update(eqn.outvars)
+            choice = _known_in_scan(eqn, arguments)
+        known.update(_made(eqn, choice))
         choices.append(choice)
     return tuple(choices), known
 
@@ -291,13 +254,13 @@ def _known(atoms: Sequence[Atom], known: Collection[core.Var]) -> list[bool]:
     return [isinstance(v, core.Literal) or v in known for v in atoms]
 
 
-def _forward_scan(eqn: core.JaxprEqn, inputs: Sequence[bool]) -> bool | Split:
+def _known_in_scan(eqn: core.JaxprEqn, inputs: Sequence[bool]) -> bool | Split:
     """Shrink the set of known carries until the body keeps them known."""
     consts, carries = scan_counts(eqn)
     body, head = eqn.params["jaxpr"].jaxpr, consts + carries
     carry = inputs[consts:head]
     while True:
-        choice, known = _forward(body, [*inputs[:consts], *carry, *inputs[head:]])
+        choice, known = known_from(body, [*inputs[:consts], *carry, *inputs[head:]])
         outs = _known(body.outvars, known)
         shrunk = [a and b for a, b in zip(carry, outs[:carries], strict=True)]
         if shrunk == carry:
@@ -345,11 +308,10 @@ def cut(
     assert not jaxpr.constvars, "constants must be inputs"
     first: list[core.JaxprEqn] = []
     second: list[core.JaxprEqn] = []
-    weights: dict[core.Var, int] = {}  # of the stacks of scans
     newvar, late = core.gensym(), set(late)
     for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
         if isinstance(choice, Split):
-            halves = _scan_halves(eqn, choice, late, newvar, weights, repeat=repeat, early=early)
+            halves = _scan_halves(eqn, choice, late, newvar, repeat=repeat, early=early)
             first += halves[0]
             second += halves[1]
             late.update(_marked(eqn.outvars, [not f for f in choice.first]))
@@ -364,18 +326,19 @@ def cut(
     from_first = {*maker_of, *hidden}
     kept = {*from_first, *priced}
     used = variables([*(v for e in second for v in e.invars), *second_outs])
-    keep = cheapest((v for v in used if v in kept), first, lambda v: v not in kept, repeat=repeat)
-    crossing = [v for v in keep.stored if v in from_first]
+    needed = [v for v in used if v in kept]
+    stored, again = cheapest(needed, first, lambda v: v not in kept, repeat=repeat)
+    crossing = [v for v in stored if v in from_first]
     # Recomputing can leave equations in the first part that nothing needs any more.
     before, _ = drop_dead(with_equations(jaxpr, first, jaxpr.invars, [*first_outs, *crossing]))
     after, after_reads = drop_dead(
-        with_equations(jaxpr, [*keep.again, *second], [*jaxpr.invars, *crossing], second_outs)
+        with_equations(jaxpr, [*again, *second], [*jaxpr.invars, *crossing], second_outs)
     )
     return Cut(
         before,
         after,
         tuple(v.aval for v in crossing),
-        sum(weights.get(v, weight(v, maker_of.get(v))) for v in crossing),
+        sum(weight(v, maker_of.get(v)) for v in crossing),
         after_reads[: len(jaxpr.invars)],
     )
 
@@ -385,16 +348,14 @@ def _scan_halves(
     choice: Split,
     late: Collection[core.Var],
     newvar: NewVar,
-    weights: dict[core.Var, int],
     **rules: Any,
 ) -> tuple[list[core.JaxprEqn], list[core.JaxprEqn]]:
     """Cut a scan: the first one stacks what crosses in each trip, the second one scans over that.
 
-    Each is a list of one scan, or of none that has no outputs.  The weights of stacks are added to
-    `weights`.
+    Each is a list of one scan, or of none that has no outputs.
     """
     scan, others = Scan.of(eqn), tuple(not f for f in choice.first)
-    carry, length = [v for _, v in scan.carry], eqn.params["length"]
+    carry = [v for _, v in scan.carry]
     body = eqn.params["jaxpr"].jaxpr
     operands = zip(eqn.invars, body.invars, strict=True)
     halves = cut(
@@ -412,12 +373,9 @@ def _scan_halves(
         for v, o in _marked(scan.ys, choice.first[len(carry) :])
         if isinstance(v, core.Var) and not isinstance(o, core.DropVar)
     }
-    makers = {v: e for e in halves.first.eqns for v in e.outvars}
     crossing = variables(halves.first.outvars[sum(choice.first) :])
     new = [v for v in crossing if v not in stacked]
-    for v in new:
-        stacked[v] = newvar(stacked_aval(v.aval, length))
-        weights[stacked[v]] = length * weight(v, makers.get(v))
+    stacked |= {v: newvar(stacked_aval(v.aval, eqn.params["length"])) for v in new}
     first, second = [], []
     if any(choice.first) or new:
         ys = [(v, stacked[v]) for v in new]
@@ -433,7 +391,7 @@ def drop_dead(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[bool, ...]]:
     """The jaxpr without equations that no output needs, also in scans, and which inputs
     it reads.
     """
-    kept = _live_equations(jaxpr, needed_for(jaxpr, [True] * len(jaxpr.outvars)))
+    kept = _live_equations(jaxpr, needed_for(jaxpr, [True] * len(jaxpr.outvars))[0])
     alive = with_equations(jaxpr, kept, jaxpr.invars, jaxpr.outvars)
     return alive, reads(alive)
 
@@ -488,17 +446,13 @@ def equal_outputs(jaxpr: core.Jaxpr) -> tuple[int, ...]:
     layers, and the same cast in the reversed scan over them, are equal: without a carry each trip
     is by itself, in whichever order they come.
     """
-    numbers = {v: i for i, v in enumerate(jaxpr.invars)}
-    texts = [_text(jaxpr, atom, numbers) for atom in jaxpr.outvars]
+    texts = [_text(jaxpr, atom) for atom in jaxpr.outvars]
     return tuple(i if text is None else texts.index(text) for i, text in enumerate(texts))
 
 
-def _text(jaxpr: core.Jaxpr, atom: Any, numbers: Mapping[core.Var, int]) -> str | None:
+def _text(jaxpr: core.Jaxpr, atom: Any) -> str | None:
     """How a value is made, and from which inputs; None where the text does not have it all."""
-    needed = producers(variables([atom]), jaxpr.eqns)
-    own = {*variables([atom]), *(v for eqn in needed for v in variables(eqn.invars))}
-    inputs = sorted(own & numbers.keys(), key=numbers.__getitem__)
-    alone, used = drop_dead(with_equations(jaxpr, needed, inputs, [atom]))
+    alone, used = drop_dead(jaxpr.replace(outvars=[atom]))
     eqns = [
         eqn.replace(params=eqn.params | {"reverse": False})
         if eqn.primitive.name == "scan" and not scan_counts(eqn)[1]
@@ -512,8 +466,8 @@ def _text(jaxpr: core.Jaxpr, atom: Any, numbers: Mapping[core.Var, int]) -> str 
     bodies = (body for eqn in inner for body in core.jaxprs_in_params(eqn.params))
     if alone.effects or has_arrays or any(body.constvars for body in bodies):
         return None
-    read = _marked(inputs, used)
-    return f"{[numbers[v] for v in read]} {alone.replace(eqns=eqns, invars=read)}"
+    read = _marked(range(len(used)), used)
+    return f"{read} {alone.replace(eqns=eqns, invars=_marked(jaxpr.invars, used))}"
 
 
 def keep_first(jaxpr: core.Jaxpr, start: int, same: tuple[int, ...]) -> core.Jaxpr:
@@ -523,3 +477,128 @@ def keep_first(jaxpr: core.Jaxpr, start: int, same: tuple[int, ...]) -> core.Jax
     mine = jaxpr.invars[start : start + len(same)]
     env = {mine[i]: mine[first] for i, first in enumerate(same) if i != first}
     return renamed(jaxpr.replace(invars=[v for v in jaxpr.invars if v not in env]), env)
+
+
+def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """Make values of numbers alone inside the bodies of scans that read them.
+
+    As operands of a scan they would be whole arrays in memory.  JAX moves them out of scans when it
+    differentiates.
+    """
+    numbers = numbers_of(jaxpr.eqns)
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            consts, carries = scan_counts(eqn)
+            rows = variables(eqn.invars[consts + carries :])
+            whole = {v: v for v in variables(eqn.invars[:consts]) if v in numbers and v not in rows}
+            eqn = _remake(eqn, whole, list(numbers.values()), {}, {}, core.gensym())
+            body = eqn.params["jaxpr"]
+            inner = core.ClosedJaxpr(into_scans(body.jaxpr), body.consts)
+            eqn = eqn.replace(params=eqn.params | {"jaxpr": inner})
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=eqns)
+
+
+def keep_fewer_residuals(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool]) -> core.Jaxpr:
+    """Rewrite each scan before equation `border` whose stacked outputs feed scans after it: these
+    make again what elementwise arithmetic gives.
+
+    The equations stay as many.  `known` marks parameters among the inputs: values that they alone
+    determine are computed once a step, and stay as they are.
+    """
+    eqns = list(jaxpr.eqns)
+    newvar = core.gensym()
+    parameters = {v for v, k in zip(jaxpr.invars, known, strict=True) if k}
+    for index in range(border):
+        if eqns[index].primitive.name != "scan":
+            continue
+        # Choose what this scan stacks, and change it and the scans that read its stacks.
+        eqn = eqns[index]
+        scan = Scan.of(eqn)
+        readers = _readers(eqns, border, [o for _, o in scan.ys], jaxpr)
+        fixed_in = [isinstance(a, core.Literal) or a in parameters for a in eqn.invars]
+        fixed_in[len(scan.consts) : sum(scan_counts(eqn))] = [False] * len(scan.carry)
+        _, once = known_from(eqn.params["jaxpr"].jaxpr, fixed_in)
+        ys = [(v, o) for v, o in scan.ys if isinstance(v, core.Var)]
+        moved = {o: v for v, o in ys if readers.get(o) and v not in once}
+        fixed = {v: o for v, o in ys if o not in moved and not isinstance(o, core.DropVar)}
+        # Inputs of the whole step, and what another output stacks anyway, cost the backward
+        # nothing.
+        consts, xs = (
+            {v: a for a, v in pairs if isinstance(a, core.Literal) or a in jaxpr.invars}
+            for pairs in (scan.consts, scan.xs)
+        )
+        at_hand = {**fixed, **xs, **consts}
+        stored, again = cheapest(moved.values(), scan.eqns, at_hand.__contains__)
+        if set(stored) == set(moved.values()):
+            continue
+        names = {v: o for o, v in moved.items() if v in stored}
+        for v in stored:
+            names.setdefault(v, newvar(stacked_aval(v.aval, eqn.params["length"])))
+        kept = [(v, o) for v, o in scan.ys if o not in moved]
+        eqns[index] = replace(scan, ys=[*kept, *names.items()]).equation()
+        for position in sorted({p for o in moved for p in readers[o]}):
+            eqns[position] = _remake(
+                eqns[position], moved, again, consts, {**names, **fixed, **xs}, newvar
+            )
+    return jaxpr.replace(eqns=eqns)
+
+
+def _readers(
+    eqns: Sequence[core.JaxprEqn], border: int, outvars: Sequence[Any], jaxpr: core.Jaxpr
+) -> dict[Any, list[int]]:
+    """For each stacked output that is read only as a scanned operand of later scans: their
+    positions.
+    """
+    found: dict[Any, list[int]] = {
+        v: [] for v in outvars if not isinstance(v, core.DropVar) and v not in jaxpr.outvars
+    }
+    for i, eqn in enumerate(eqns):
+        for k, v in enumerate(eqn.invars):
+            if not isinstance(v, core.Var) or v not in found:
+                continue
+            if eqn.primitive.name == "scan" and i >= border and k >= sum(scan_counts(eqn)):
+                found[v].append(i)
+            else:
+                del found[v]
+    return found
+
+
+def _remake(
+    eqn: core.JaxprEqn,
+    moved: Mapping[core.Var, core.Var],
+    again: Sequence[core.JaxprEqn],
+    consts: Mapping[core.Var, Atom],
+    xs: Mapping[core.Var, Atom],
+    newvar: NewVar,
+) -> core.JaxprEqn:
+    """A scan that makes the values of `moved` operands at the head of its body.
+
+    The equations `again` make them from what these `consts` and `xs` of the scan give.
+    """
+    scan = Scan.of(eqn)
+
+    def is_moved(atom: Atom) -> bool:
+        return isinstance(atom, core.Var) and atom in moved
+
+    values = {v: moved[a] for a, v in (*scan.consts, *scan.xs) if is_moved(a)}
+    if not values:
+        return eqn
+    head = producers(values.values(), again, lambda v: v in consts or v in xs)
+    computed = {v for e in head for v in e.outvars}
+    inputs = [v for e in head for v in variables(e.invars)]
+    env = {
+        v: newvar(v.aval) for v in dict.fromkeys([*inputs, *values.values()]) if v not in computed
+    }
+    extra_consts = [(consts[v], inner) for v, inner in env.items() if v in consts]
+    extra_xs = [(xs[v], inner) for v, inner in env.items() if v not in consts]
+    made = copied(head, env, newvar)
+    body = renamed(eqn.params["jaxpr"].jaxpr, {v: env[value] for v, value in values.items()})
+    scan = Scan.of(eqn.replace(params=eqn.params | {"jaxpr": core.ClosedJaxpr(body, [])}))
+    return replace(
+        scan,
+        eqns=[*made, *scan.eqns],
+        consts=[*extra_consts, *(pair for pair in scan.consts if not is_moved(pair[0]))],
+        xs=[*(pair for pair in scan.xs if not is_moved(pair[0])), *extra_xs],
+    ).equation()

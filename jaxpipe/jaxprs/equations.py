@@ -1,18 +1,20 @@
 """For all passes over equations: their variables, copies under other names, the parts of scans,
-results, and costs: bytes, flops, which equations only change layout, and which are light.
+results, and costs; inlined calls, and collectives.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
 from jax.extend import core
+from jax.extend.core.primitives import convert_element_type_p
 
 Atom: TypeAlias = core.Var | core.Literal
 NewVar: TypeAlias = Callable[[Any], core.Var]
@@ -311,3 +313,218 @@ def _multiplications(eqn: Any) -> int:
     # Each number of the output sums over the kernel of one output feature.
     features = right[eqn.params["dimension_numbers"].rhs_spec[0]]
     return int(size * math.prod(right) // max(1, features))
+
+
+# The parameter that holds a call's body.  `custom_*` calls that are still here were not
+# differentiated, so the plain body is their meaning.  Inlined remat keeps its purpose: a stage's
+# forward and backward are separate computations, so what the backward recomputes cannot be shared
+# with the forward by accident.
+_CALLS = ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
+_BODY_OF = dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr") | dict.fromkeys(
+    _CALLS, "call_jaxpr"
+)
+
+# JAX has no public name for its memory spaces.
+_Space: Any = type(jax.typeof(np.float32(0)).memory_space)
+
+
+def stores_on_host(jaxpr: core.Jaxpr) -> bool:
+    """Whether anything in it goes to the host's memory, as policies of `jax.checkpoint` that
+    offload write it.
+    """
+    moves = (eqn for eqn in every_equation(jaxpr) if _is_move(eqn))
+    return any(_Space.Host in eqn.params["devices"] for eqn in moves)
+
+
+def _is_move(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation does nothing but move values between the memories of a device and its
+    host.
+    """
+    return eqn.primitive.name == "device_put" and all(
+        isinstance(to, _Space) for to in eqn.params["devices"]
+    )
+
+
+def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    """The same function without calls and moves between memories: all values are on the device.
+
+    The program decides what is kept on the host: it moves all residuals of a forward, and fetches
+    them ticks before they are read.  Constants become literals or stay constants of the result.
+    """
+    moves = any(map(_is_move, every_equation(closed.jaxpr)))
+    return _copied(closed, moves=moves, calls=False)
+
+
+def _copied(closed: core.ClosedJaxpr, *, moves: bool, calls: bool) -> core.ClosedJaxpr:
+    """The same function with or without `calls`, and without its moves if it has any."""
+    jaxpr = closed.jaxpr
+    flat = _Flat(moves, calls)
+    constvars, invars = (list(map(flat.fresh, of)) for of in (jaxpr.constvars, jaxpr.invars))
+    flat.consts += zip(constvars, closed.consts, strict=True)
+    outs = flat.emit(jaxpr, [*constvars, *invars])
+    whole = jaxpr.replace(
+        constvars=[v for v, _ in flat.consts], invars=invars, outvars=outs, eqns=flat.eqns
+    )
+    return core.ClosedJaxpr(whole, [c for _, c in flat.consts])
+
+
+def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The body of a branch, or of a loop other than a scan, with all values on the device."""
+    count = len(jaxpr.constvars)
+    opened = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    flat = _copied(core.ClosedJaxpr(opened, []), moves=True, calls=True).jaxpr
+    return flat.replace(constvars=flat.invars[:count], invars=flat.invars[count:])
+
+
+class _Flat:
+    """The equations so far, and the constants that they read."""
+
+    def __init__(self, moves: bool, calls: bool) -> None:
+        """`moves`: there are moves between memories to leave out; `calls` stay."""
+        self._moves, self._calls = moves, calls
+        self._newvar: NewVar = core.gensym()
+        self.eqns: list[core.JaxprEqn] = []
+        self.consts: list[tuple[core.Var, Any]] = []
+
+    def fresh(self, var: core.Var) -> core.Var:
+        """A new variable for the same value, on the device."""
+        aval: Any = var.aval
+        on_host = self._moves and getattr(aval, "memory_space", None) is _Space.Host
+        return self._newvar(aval.update(memory_space=_Space.Device) if on_host else aval)
+
+    def emit(self, jaxpr: core.Jaxpr, arguments: Sequence[Atom]) -> list[Atom]:
+        """Append the flattened equations of a jaxpr applied to `arguments`; return its outputs."""
+        env: dict[core.Var, Atom] = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True)
+        )
+
+        def read(atom: Atom) -> Atom:
+            return atom if isinstance(atom, core.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [read(a) for a in eqn.invars]
+            name = "" if self._calls else eqn.primitive.name
+            body = eqn.params.get(_BODY_OF.get(name, ""))
+            if body is not None or _is_move(eqn):
+                outs = inputs if body is None else self._inlined(body, inputs)
+                env.update(zip(eqn.outvars, outs, strict=True))
+                continue
+            params = eqn.params
+            if name == "scan":
+                flat = _copied(params["jaxpr"], moves=self._moves, calls=False)
+                # The constants of the body become operands, so that a body never holds constants.
+                lifted = self._bound(flat.jaxpr.constvars, flat.consts)
+                inputs = [*lifted, *inputs]
+                body = flat.jaxpr.replace(
+                    constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars]
+                )
+                params = params | {
+                    "jaxpr": core.ClosedJaxpr(body, []),
+                    "num_consts": params["num_consts"] + len(lifted),
+                }
+            elif self._moves:
+                params = with_bodies(params, _without_moves)
+            fresh = [v if isinstance(v, core.DropVar) else self.fresh(v) for v in eqn.outvars]
+            env.update(zip(eqn.outvars, fresh, strict=True))
+            self.eqns.append(eqn.replace(invars=inputs, outvars=fresh, params=params))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _inlined(self, body: Any, inputs: list[Atom]) -> list[Atom]:
+        """Append the equations of a call; return its outputs."""
+        closed = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, [])
+        return self.emit(
+            closed.jaxpr, [*self._bound(closed.jaxpr.constvars, closed.consts), *inputs]
+        )
+
+    def _bound(self, constvars: Sequence[core.Var], consts: Sequence[Any]) -> list[core.Var]:
+        """New variables for constants."""
+        bound = list(map(self.fresh, constvars))
+        self.consts.extend(zip(bound, consts, strict=True))
+        return bound
+
+
+_ALL_REDUCES = ("psum", "psum_invariant", "pmax", "pmin")
+_REDUCTIONS = (*_ALL_REDUCES, "reduce_scatter")
+_WIDE = jnp.dtype(jnp.float32)
+
+
+def collectives(jaxpr: core.Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(primitive, mesh axes) of every equation that communicates, also in loops, branches and
+    calls.
+    """
+    for eqn in every_equation(jaxpr):
+        axes = (*_names(eqn.params.get("axes")), *_names(eqn.params.get("axis_name")))
+        if axes and eqn.primitive.name != "axis_index":
+            yield eqn.primitive.name, axes
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """Names of mesh axes; numbers are axes of arrays."""
+    return tuple(
+        name
+        for name in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(name, str)
+    )
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """Changes of reductions.  None changes a number.
+
+    `alone` are axes of one device.  They are left out: the partitioner fails on a reduction over
+    these alone ("must be in (partial) manual partitioning mode").  With `widen`, reductions of
+    bfloat16 are done in float32.  XLA:CPU does that by itself, but it aborts the process ("Invalid
+    binary instruction opcode copy") where JAX has put a sharding into the function that reduces.
+    """
+
+    alone: Set[str]
+    widen: bool
+
+    def within(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
+        """The jaxpr with its reductions changed, also in loops, branches and calls.
+
+        It is the same object where there is nothing to change, so that calls stay shared.
+        """
+        eqns = [new for eqn in jaxpr.eqns for new in self._equations(eqn)]
+        same = len(eqns) == len(jaxpr.eqns) and all(
+            new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)
+        )
+        return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+    def _equations(self, eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+        params = with_bodies(eqn.params, self.within)
+        if eqn.primitive.name in _ALL_REDUCES and not self.alone.isdisjoint(params["axes"]):
+            axes = tuple(name for name in params["axes"] if name not in self.alone)
+            params = params | {"axes": axes}
+        eqn = eqn if params is eqn.params else eqn.replace(params=params)
+        narrow = any(_is_narrow(atom) for atom in eqn.invars)
+        if not (self.widen and narrow and eqn.primitive.name in _REDUCTIONS):
+            yield eqn
+            return
+        newvar = core.gensym()
+        wide: list[Any] = [
+            newvar(a.aval.update(dtype=_WIDE)) if _is_narrow(a) else a
+            for a in (*eqn.invars, *eqn.outvars)
+        ]
+        inputs, outputs = wide[: len(eqn.invars)], wide[len(eqn.invars) :]
+        before = [(a, w) for a, w in zip(eqn.invars, inputs, strict=True) if w is not a]
+        after = [(w, a) for a, w in zip(eqn.outvars, outputs, strict=True) if w is not a]
+        yield from (_converted(eqn, value, var) for value, var in before)
+        yield eqn.replace(invars=inputs, outvars=outputs)
+        yield from (_converted(eqn, value, var) for value, var in after)
+
+
+def _is_narrow(atom: Any) -> bool:
+    return bool(atom.aval.dtype == jnp.bfloat16)
+
+
+def _converted(eqn: core.JaxprEqn, value: Any, var: Any) -> core.JaxprEqn:
+    """The conversion of a value to a variable's dtype, with the context of an equation."""
+    params = {"new_dtype": var.aval.dtype, "weak_type": False, "sharding": None}
+    return eqn.replace(
+        primitive=convert_element_type_p,
+        invars=[value],
+        outvars=[var],
+        params=params,
+        effects=core.no_effects,
+    )

@@ -1,20 +1,29 @@
-"""Where values are in pools: slots to read and write, accumulators to add to."""
+"""Values in pools: slots to read and write, accumulators to add to; and jaxprs that are evaluated
+with them.
+
+Stacked outputs of scans go straight into slots, and scanned inputs come straight from them.  Scans
+are run one by one, or several of one length as one loop.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from .entry import Entry
+from .equations import Scan, bind, literal, nbytes, results_of, scan_counts, variables
 
 
 class Slot(NamedTuple):
@@ -93,9 +102,10 @@ class Slot(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A value that is kept raveled in a long array, from `start` on.
+    """A value that is kept raveled in a long array, from `start` on; as a target an accumulator:
+    values are added there, in place.
 
-    A scan reads it row by row, without a copy of the whole value.
+    A scan reads it and adds to it row by row, without a copy of the whole value.
 
     The array is [parts, ..., numbers]: where the partitioner splits the value, a device's part of
     it is a piece of that device's numbers.
@@ -112,13 +122,51 @@ class Piece(NamedTuple):
 
     def load_row(self, row: Any) -> Any:
         """`[row]` of the value."""
-        if any(part.dim == 0 for part in self.entry.parts):
+        if self._is_cut:
             return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
-        size = self.entry.length // self.entry.shape[0]
-        own = lax.dynamic_slice_in_dim(self.pool, jnp.int32(self.start) + row * size, size, axis=-1)
+        start, size = self._row(row)
+        own = lax.dynamic_slice_in_dim(self.pool, start, size, axis=-1)
         if not self.entry.by_row:  # the rows are single numbers
             return own.reshape(())
         return self.entry.unpack(own.reshape(self.entry.kept[1:]), 1)
+
+    def store(self, value: Any) -> Any:
+        """The array with a whole value added."""
+        return self._add(self.start, self._raveled(value))
+
+    def store_row(self, row: Any, value: Any) -> Any:
+        """The array with `[row]` of the piece added to."""
+        if self._is_cut:
+            whole = jnp.zeros(self.entry.shape, value.dtype)
+            return self.store(lax.dynamic_update_index_in_dim(whole, value, row, 0))
+        own = self.entry.pack(value, 1).reshape(*self.entry.counts, -1)
+        return self._add(self._row(row)[0], own)
+
+    def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
+        """The array with the updates of a scatter-add into zeros added where they belong in the
+        piece.
+        """
+        own = Total(self.load()).scatter(eqn, indices, updates)
+        return lax.dynamic_update_slice_in_dim(self.pool, self._raveled(own), self.start, axis=-1)
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the partitioner splits its rows."""
+        return any(part.dim == 0 for part in self.entry.parts)
+
+    def _row(self, row: Any) -> tuple[Any, int]:
+        """Where a row begins, and its size."""
+        size = self.entry.length // self.entry.shape[0]
+        return jnp.int32(self.start) + row * size, size
+
+    def _raveled(self, value: Any) -> Any:
+        return self.entry.ravel(self.entry.pack(jnp.asarray(value)))
+
+    def _add(self, start: Any, value: Any) -> Any:
+        old = lax.dynamic_slice_in_dim(self.pool, start, value.shape[-1], axis=-1)
+        return lax.dynamic_update_slice_in_dim(
+            self.pool, old + value.astype(self.pool.dtype), start, axis=-1
+        )
 
 
 class Total(NamedTuple):
@@ -174,47 +222,7 @@ class Total(NamedTuple):
         )
 
 
-class TotalPiece(NamedTuple):
-    """An accumulator that is a piece of a long array (see `Piece`): values are added there, in
-    place.
-    """
-
-    pool: Any
-    start: int
-    entry: Entry
-
-    def store(self, value: Any) -> Any:
-        """The array with a whole value added."""
-        return self._add(self.start, self.entry.ravel(self.entry.pack(jnp.asarray(value))))
-
-    def store_row(self, row: Any, value: Any) -> Any:
-        """The array with `[row]` of the piece added to."""
-        if any(part.dim == 0 for part in self.entry.parts):
-            whole = jnp.zeros(self.entry.shape, value.dtype)
-            return self.store(lax.dynamic_update_index_in_dim(whole, value, row, 0))
-        size = self.entry.length // self.entry.shape[0]
-        own = self.entry.pack(value, 1).reshape(*self.entry.counts, size)
-        return self._add(jnp.int32(self.start) + row * size, own)
-
-    def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
-        """The array with the updates of a scatter-add into zeros added where they belong in the
-        piece.
-        """
-        piece = Total(Piece(self.pool, self.start, self.entry).load()).scatter(
-            eqn, indices, updates
-        )
-        return lax.dynamic_update_slice_in_dim(
-            self.pool, self.entry.ravel(self.entry.pack(piece)), self.start, axis=-1
-        )
-
-    def _add(self, start: Any, value: Any) -> Any:
-        old = lax.dynamic_slice_in_dim(self.pool, start, value.shape[-1], axis=-1)
-        return lax.dynamic_update_slice_in_dim(
-            self.pool, old + value.astype(self.pool.dtype), start, axis=-1
-        )
-
-
-Target: TypeAlias = "Slot | Total | TotalPiece"
+Target: TypeAlias = "Slot | Total | Piece"
 
 
 class InSlots(NamedTuple):
@@ -228,3 +236,406 @@ class InSlots(NamedTuple):
     arguments: Sequence[Any]
     reads: Mapping[int, Slot] = MappingProxyType({})
     writes: Mapping[int, Target] = MappingProxyType({})
+
+
+class State(NamedTuple):
+    """The values that pass from trip to trip."""
+
+    carry: list[Any]
+    pools: list[Any]
+    stacks: list[Any]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A scan as it is to be run: its body, what it carries, the pools that it writes, and for each
+    output after the carry its target; None: it is stacked.
+    """
+
+    params: Mapping[str, Any]  # of the scan
+    fixed: list[Any]  # values that are the same in all trips
+    carry: list[Any]
+    homes: list[int]  # by what each pool was at first, see `_steps`
+    pools: list[Any]
+    scanned: list[Any]  # slots, pieces and arrays, of which a trip reads a row
+    targets: Sequence[Target | None]
+
+    @property
+    def form(self) -> tuple[int, int]:
+        """The number of trips, and how many are unrolled; loops of equal form may be one loop."""
+        return self.params["length"], self.params["unroll"]
+
+    def empty_stacks(self) -> list[Any]:
+        """Arrays for its stacked outputs.  Every row is written before any is read: nothing fills
+        them.
+        """
+        outs = self.params["jaxpr"].jaxpr.outvars[len(self.carry) :]
+        return [
+            lax.empty((self.form[0], *out.aval.shape), out.aval.dtype)
+            for out, target in zip(outs, self.targets, strict=True)
+            if target is None
+        ]
+
+    def compute(self, carry: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
+        """The next carry and the other results of a trip, from the carry and the rows."""
+        results = results_of(self.params["jaxpr"], *self.fixed, *carry, *values)
+        count = len(carry)
+        after = [r.astype(c.dtype) for r, c in zip(results[:count], carry, strict=True)]
+        return after, results[count:]
+
+    def store(self, pools: list[Any], row: Any, results: list[Any]) -> list[Any]:
+        """The pools with the rows of a trip that have a target."""
+        found = list(pools)
+        for value, target in zip(results, self.targets, strict=True):
+            if target is not None:
+                home = self.homes.index(id(target.pool))
+                found[home] = target._replace(pool=found[home]).store_row(row, value)
+        return found
+
+    def stacked(self, results: list[Any]) -> list[Any]:
+        """Those results of a trip that have no target."""
+        return [y for y, target in zip(results, self.targets, strict=True) if target is None]
+
+
+def run_loops(loops: Sequence[Loop]) -> list[State]:
+    """Loops of one length as one: in each trip all read, then compute, then store, one after the
+    other.
+
+    Rows are read, stored and stacked by an index that is scanned: XLA:GPU makes no CUDA graph of a
+    loop whose slices follow its counter. Where the partitioner splits values, scan stacks them
+    itself: collectives keep such a loop out of graphs, and XLA reads its own stacks without a copy.
+    """
+    (length, unroll), reverse = loops[0].form, loops[0].params["reverse"]
+    by_scan = _is_split_further()
+
+    def trip(states: list[State], rows: list[Any]) -> tuple[list[State], list[list[Any]]]:
+        # A pool that one loop writes and another reads is carried by the one that writes it.
+        now = {
+            id(old): new
+            for loop, state in zip(loops, states, strict=True)
+            for old, new in zip(loop.pools, state.pools, strict=True)
+        }
+        read = [
+            [_row_of(x, now, row) for x in loop.scanned]
+            for loop, row in zip(loops, rows, strict=True)
+        ]
+        if by_scan and len(loops) > 1:
+            states, read = _read_before_writing(loops, states, read)
+        found = [
+            loop.compute(state.carry, values)
+            for loop, state, values in zip(loops, states, read, strict=True)
+        ]
+        after: list[State] = []
+        ys: list[list[Any]] = []
+        for loop, before, row, (carry, results) in zip(loops, states, rows, found, strict=True):
+            if after and not by_scan:
+                row = _row_after(row, [leaf for state in after for kept in state for leaf in kept])
+            pools, new = loop.store(before.pools, row, results), loop.stacked(results)
+            # With `by_scan` there are no stacks here.
+            stacks = [
+                lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), row, 0)
+                for stack, value in zip(before.stacks, new, strict=not by_scan)
+            ]
+            after.append(State(carry, pools, stacks))
+            ys.append(new if by_scan else [])
+        return after, ys
+
+    count = np.arange(length, dtype=np.int32)
+    flipped = [loop.params["reverse"] != reverse for loop in loops]
+    rows = [jnp.asarray(count[::-1] if flip else count) for flip in flipped]
+    if len(loops) == 1:
+        rows = [lax.iota(jnp.int32, length)]
+    start = [
+        State(loop.carry, loop.pools, [] if by_scan else loop.empty_stacks()) for loop in loops
+    ]
+    end, ys = lax.scan(trip, start, rows, length=length, reverse=reverse, unroll=unroll)
+    if not by_scan:
+        return end
+    return [
+        state._replace(stacks=[jnp.flip(leaf, 0) for leaf in stacks] if flip else stacks)
+        for state, stacks, flip in zip(end, ys, flipped, strict=True)
+    ]
+
+
+def _row_after(row: Any, values: Sequence[Any]) -> Any:
+    """The row, with a dependence on these values: XLA stores there after all reads that the values
+    are computed from.
+
+    Otherwise it may run a late read of a pool after the write, and copy the whole pool for that.
+    The flags are False, also for values that are not finite, but XLA cannot know.
+    """
+    starts = [
+        jnp.real(lax.slice(leaf, [0] * leaf.ndim, [1] * leaf.ndim)).reshape(())
+        for leaf in values
+        if leaf.size and jnp.issubdtype(leaf.dtype, jnp.number)
+    ]
+    for start in starts:
+        row = row + jnp.logical_and(start < 0, start > 0).astype(row.dtype)
+    return row
+
+
+def _read_before_writing(
+    loops: Sequence[Loop], states: list[State], read: list[list[Any]]
+) -> tuple[list[State], list[list[Any]]]:
+    """Order reads of pools that a loop writes before the writes.  XLA would slice the pool again
+    after the write, and copy the pool for that.  Where the partitioner splits values, an element of
+    them (see `_row_after`) would have to be sent to the other devices.
+
+    Other reads have no such order: a row of parameters is best sliced where it is used, not kept
+    from the beginning of the trip.
+    """
+    written = {id(pool) for loop in loops for pool in loop.pools}
+    tied = [
+        {
+            k: values[k]
+            for k, x in enumerate(loop.scanned)
+            if isinstance(x, Slot) and id(x.pool) in written
+        }
+        for loop, values in zip(loops, read, strict=True)
+    ]
+    tied, pools = lax.optimization_barrier((tied, [state.pools for state in states]))
+    return [state._replace(pools=now) for state, now in zip(states, pools, strict=True)], [
+        [own.get(k, value) for k, value in enumerate(values)]
+        for own, values in zip(tied, read, strict=True)
+    ]
+
+
+def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
+    """A row of a scanned operand; of a slot, in its pool as it is by now."""
+    if isinstance(scanned, Slot):
+        return scanned._replace(pool=now.get(id(scanned.pool), scanned.pool)).load_row(row)
+    return (
+        scanned.load_row(row)
+        if isinstance(scanned, Piece)
+        else lax.dynamic_index_in_dim(scanned, row, 0, keepdims=False)
+    )
+
+
+def _is_split_further() -> bool:
+    """Whether the mesh has axes that are left to the partitioner."""
+    mesh = get_abstract_mesh()
+    return any(mesh.shape[name] > 1 for name in mesh.auto_axes)
+
+
+_LAZY = (Slot, Piece)
+
+
+def run_in_slots(*runs: InSlots) -> list[list[Any]]:
+    """Evaluate jaxprs with slots: the results of each.
+
+    Without slots a scan would build its stacked outputs elsewhere and copy them into the slot (or
+    add them to the accumulator).  A slot would be copied before it is scanned.
+
+    Two jaxprs must not depend on each other.  Their scans of equal length are merged into one, trip
+    by trip, so that a collective of one runs at the same time as compute of the other.  In a trip
+    the first reads its slots before the second writes any: the second may write pools that the
+    first reads, but not the other way round.
+    """
+    steps = [_steps(run, alone=len(runs) == 1) for run in runs]
+    results: list[list[Any]] = [[] for _ in runs]
+    waiting: dict[int, Loop] = {}  # the loop that each run needs next
+    answers: dict[int, Any] = dict.fromkeys(range(len(runs)))
+    while answers:
+        for k, answer in answers.items():
+            try:
+                waiting[k] = steps[k].send(answer)
+            except StopIteration as done:
+                results[k] = done.value
+        chosen = [k for k in sorted(waiting) if waiting[k].form == waiting[min(waiting)].form]
+        states = run_loops([waiting.pop(k) for k in chosen]) if chosen else []
+        answers = dict(zip(chosen, states, strict=True))
+    return results
+
+
+def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
+    """Evaluate a jaxpr up to each of its scans; the caller runs these."""
+    jaxpr, writes = run.jaxpr, run.writes
+    slots = {jaxpr.invars[i]: slot for i, slot in run.reads.items()}
+    env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True)) | slots
+    now: dict[int, Any] = {}  # pools as they are by now, by the `id` of what they were at first
+
+    def current(target: Any) -> Any:
+        """The target in its pool as it is by now."""
+        return target._replace(pool=now.get(id(target.pool), target.pool))
+
+    uses = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
+    own = ((jaxpr.outvars[i], target) for i, target in writes.items())
+    left = {v: target for v, target in own if isinstance(v, core.Var)}
+    # A scan or a scatter writes a result into its target where nothing else reads it.
+    targets = {v: t for v, t in left.items() if v not in uses and jaxpr.outvars.count(v) == 1}
+    updates = _updates(jaxpr, slots, left, targets, uses)
+    written: set[core.Var] = set()
+    # Inputs that are read whole are read before any pool is written, here or by the jaxpr that runs
+    # together with this one; but for large slots that nothing writes.
+    whole = _read_whole(jaxpr) - {each.held for each in updates.values()}
+    pools = {id(target.pool) for target in writes.values()}
+    late = _LateReads(v for v in whole & {*slots} if alone and _is_late(v, slots[v], pools))
+    first = [v for v in jaxpr.invars if v in whole and v not in late.waiting]
+    env.update((v, env[v].load()) for v in first if isinstance(env[v], _LAZY))
+    for eqn in jaxpr.eqns:
+        late.read(eqn, env)
+        result: Any = eqn.outvars[0] if eqn.outvars else None
+        if (update := updates.get(result)) is not None:
+            before = update.target if update.held is None else env[update.held]
+            values = [_load(env, v) for v in update.operands]
+            now[id(before.pool)] = update.change(current(before), *values)
+            target = current(update.target)
+            env[result] = target.load() if update.change is _with_rows else target
+            written.add(result)
+            continue
+        if _is_loop(eqn):
+            _, carries = scan_counts(eqn)
+            loop = _loop_of(eqn, env, targets, current)
+            state = yield loop
+            now.update(zip(loop.homes, state.pools, strict=True))
+            outs = eqn.outvars[carries:]
+            env.update(zip(eqn.outvars[:carries], state.carry, strict=True))
+            env.update(zip([v for v in outs if v not in targets], state.stacks, strict=True))
+            written.update(v for v in outs if v in targets)
+            late.note(eqn, [*state.carry, *state.stacks])
+        else:
+            arrays = bind(jaxpr, eqn, [_load(env, v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, arrays, strict=True))
+            late.note(eqn, arrays if eqn.primitive.name == "dot_general" else [])
+    for i, target in writes.items():
+        atom = jaxpr.outvars[i]
+        if not (isinstance(atom, core.Var) and atom in written):
+            now[id(target.pool)] = current(target).store(_load(env, atom))
+    return [
+        current(writes[i]).pool if i in writes else _load(env, atom)
+        for i, atom in enumerate(jaxpr.outvars)
+    ]
+
+
+class _LateReads:
+    """Inputs that are read from their slots when the first equation needs them, after all values
+    computed before.
+
+    XLA:GPU would otherwise read all of them first, and start the recomputation of every layer: at
+    512k tokens in slices that is 8 % of a device's memory.
+    """
+
+    def __init__(self, inputs: Iterable[core.Var]) -> None:
+        self.waiting = set(inputs)
+        self._after = set(self.waiting)  # values that depend on one of these
+        self._newest: Any = None  # the last large array among these values
+
+    def read(self, eqn: core.JaxprEqn, env: dict[core.Var, Any]) -> None:
+        """Read the slots that an equation needs first."""
+        for v in [v for v in dict.fromkeys(variables(eqn.invars)) if v in self.waiting]:
+            self.waiting.discard(v)
+            slot = env[v]
+            if self._newest is not None:
+                slot = slot._replace(index=_row_after(slot.index, [self._newest]))
+            env[v] = slot.load()
+
+    def note(self, eqn: core.JaxprEqn, arrays: Sequence[Any]) -> None:
+        """Note the results of an equation."""
+        if not self._after.isdisjoint(variables(eqn.invars)):
+            self._after.update(eqn.outvars)
+            self._newest = next(filter(_is_large, arrays), self._newest)
+
+
+def _is_late(var: core.Var, slot: Slot, written: Collection[int]) -> bool:
+    """Whether an input is read late: a large one, from a pool that is not written."""
+    return id(slot.pool) not in written and _is_large(var.aval) and not _is_split_further()
+
+
+def _is_large(array: Any) -> bool:
+    """Whether an array is worth an order: a mebibyte of floating numbers."""
+    return jnp.issubdtype(array.dtype, jnp.floating) and nbytes(array) >= 2**20
+
+
+class _Update(NamedTuple):
+    """An equation that is done in the target of its result."""
+
+    target: Target
+    held: Any  # the input that is the target before
+    operands: Sequence[Any]
+    change: Callable[..., Any]  # the new pool, of the target before and the operands
+
+
+def _updates(
+    jaxpr: core.Jaxpr,
+    slots: Mapping[Any, Slot],
+    left: Mapping[Any, Target],
+    targets: Mapping[Any, Target],
+    uses: Mapping[Any, int],
+) -> dict[Any, _Update]:
+    """The equations that are done in the targets of their results, by result: rows that replace
+    some of a slot, a sum that goes back to its slot, and scatters into zeros, as is the gradient of
+    a table of embeddings.
+    """
+    found: dict[Any, _Update] = {}
+    zeros: list[Any] = []
+    for eqn in jaxpr.eqns:
+        name, result = eqn.primitive.name, eqn.outvars[0] if eqn.outvars else None
+        if name == "broadcast_in_dim":
+            start = eqn.invars[0]
+            zeros += [result] if isinstance(start, core.Literal) and start.val == 0 else []
+        target = left.get(result)
+        if isinstance(target, Slot):
+            held = [
+                isinstance(v, core.Var) and v in slots and slots[v].pool is target.pool
+                for v in eqn.invars[:2]
+            ]
+            if name == "dynamic_update_slice" and held[0]:
+                own, *rest = eqn.invars
+                found[result] = _Update(target, own, rest, _with_rows)
+            for own, other, is_held in zip(eqn.invars, eqn.invars[1::-1], held, strict=False):
+                if name in ("add", "add_any") and is_held and uses[own] == 1:
+                    found[result] = _Update(target, own, [other], Slot.add)
+                    break
+        elif name == "scatter-add" and result in targets and eqn.invars[0] in zeros:
+            change = partial(_scattered, eqn)
+            found[result] = _Update(targets[result], None, eqn.invars[1:], change)
+    return found
+
+
+def _with_rows(slot: Slot, rows: Any, *starts: Any) -> Any:
+    return slot.store_rows(rows, starts)
+
+
+def _scattered(eqn: core.JaxprEqn, total: Total | Piece, indices: Any, updates: Any) -> Any:
+    return total.scatter(eqn, indices, updates)
+
+
+def _loop_of(
+    eqn: core.JaxprEqn,
+    env: dict[core.Var, Any],
+    targets: Mapping[Any, Target],
+    current: Callable[[Target], Target],
+) -> Loop:
+    """A scan that carries the pools that it writes; the pools that it reads are constants of it."""
+    scan = Scan.of(eqn)
+    found = [targets.get(v) for _, v in scan.ys]
+    pools = {id(t.pool): current(t).pool for t in found if t is not None}
+    return Loop(
+        eqn.params,
+        fixed=[_load(env, a) for a, _ in scan.consts],
+        carry=[jnp.asarray(_load(env, a)).astype(v.aval.dtype) for a, v in scan.carry],
+        homes=list(pools),
+        pools=list(pools.values()),
+        scanned=[env[a] if isinstance(a, core.Var) else a.val for a, _ in scan.xs],
+        targets=found,
+    )
+
+
+def _is_loop(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name == "scan" and bool(eqn.params["length"])
+
+
+def _read_whole(jaxpr: core.Jaxpr) -> set[core.Var]:
+    """Inputs that something reads other than row by row."""
+    found: set[core.Var] = set()
+    for eqn in jaxpr.eqns:
+        whole = sum(scan_counts(eqn)) if _is_loop(eqn) else len(eqn.invars)
+        found.update(variables(eqn.invars[:whole]))
+    return found & set(jaxpr.invars)
+
+
+def _load(env: dict[core.Var, Any], atom: Any) -> Any:
+    if isinstance(atom, core.Literal):
+        return literal(atom)
+    value = env[atom]
+    return value.load() if isinstance(value, _LAZY) else value

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import quoted
-from ..table.limits import MAX_STAGES, is_flat, is_number, is_whole
-from ..table.typed import is_cost, plain, typed
+from ..table.typed import MAX_STAGES, is_cost, is_flat, is_whole, typed
 from .layout import LETTERS, MAX_SYMBOLS, Layout, LayoutError, parse_layout
 
 # Layers and stages; the search keeps the cost of every contiguous run of layers, a matrix of this
@@ -22,41 +21,25 @@ MAX_SPLIT = 4096
 
 
 def split_layers(
-    costs: Sequence[float],
-    *,
-    stages: int,
-    allow_empty: bool = False,
-    sizes: Sequence[float] | None = None,
-    most: float = np.inf,
+    costs: Sequence[float], *, stages: int, allow_empty: bool = False
 ) -> tuple[range, ...]:
     """Split layers, in order, into stages so that the most expensive stage is as cheap as possible;
     returns the layer numbers per stage.
 
-    Of all such splits, the one with the least sum of squared stage costs, the most even one.  Where
-    `sizes` are given, of the layers, no stage's sum of them goes over `most`.  LayoutError on a
-    negative cost, on more stages than layers unless `allow_empty`, or where no split keeps `most`.
-    Exact, by dynamic programming in O(stages * layers^2); at most 4096 layers and stages.
+    Of all such splits, the one with the least sum of squared stage costs, the most even one.
+    LayoutError on a negative cost, or on more stages than layers unless `allow_empty`.  Exact, by
+    dynamic programming in O(stages * layers^2); at most 4096 layers and stages.
 
     >>> [len(layers) for layers in split_layers([3, 1, 1, 1, 1, 2], stages=3)]
     [1, 3, 2]
     """
-    faults = _cost_faults(costs, stages, allow_empty, sizes, most)
-    LayoutError.refuse("cannot split the layers", faults)
-    values, most = np.asarray(costs, dtype=np.float64), plain(most)
-    total = np.concatenate([[0.0], np.cumsum(values)])
+    LayoutError.refuse("cannot split the layers", _cost_faults(costs, stages, allow_empty))
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
     # [start, end] -> cost of a stage that holds layers start ... end - 1
     size = total[None, :] - total[:, None]
-    gap = np.arange(len(total))[None, :] - np.arange(len(total))[:, None]
-    size[gap < (0 if allow_empty else 1)] = np.inf
-    if sizes is not None:
-        held = np.concatenate([[0.0], np.cumsum(np.asarray(sizes, dtype=np.float64))])
-        size[held[None, :] - held[:, None] > most] = np.inf
+    layer = np.arange(len(total))
+    size[layer[None, :] - layer[:, None] < (0 if allow_empty else 1)] = np.inf
     largest = _cheapest(size, stages, total_of=np.maximum)[1]
-    if largest == np.inf:
-        raise LayoutError(
-            f"no split of {len(values)} layers over {stages} stages keeps every stage's size at "
-            f"{most:g} or below"
-        )
     # The bound is itself an entry of `size`, so the comparison is exact and needs no tolerance.
     squares = np.where(size <= largest, size, np.inf) ** 2
     cuts = _cheapest(squares, stages, total_of=np.add)[0]
@@ -90,12 +73,7 @@ def balanced_layout(
             "'Et*61,mL', or use parse_layout"
         )
     if isinstance(costs, Mapping):
-        missing = sorted(set(model.layers) - set(costs))
-        if missing:
-            raise LayoutError(
-                f"no cost is given for layer {', '.join(missing)}; give every letter of "
-                f"{quoted(layers)} one"
-            )
+        model.require_costs(costs)
         costs = [costs[letter] for letter in model.layers]
     if not is_flat(costs):
         raise LayoutError(
@@ -138,7 +116,7 @@ def even_layout(
     """
     fixed = {d: n for d, n in ((0, first_device), (devices - 1, last_device)) if n is not None}
     faults = _even_faults(num_layers, devices, chunks, mtp_layers, fixed)
-    if (first_device is not None or last_device is not None) and (count_embedding or count_loss):
+    if fixed and (count_embedding or count_loss):
         faults.append(
             "first_device and last_device exclude count_embedding and count_loss; give either "
             "the one pair or the other"
@@ -148,36 +126,29 @@ def even_layout(
             "first_device and last_device are the same device where devices=1; give neither"
         )
     LayoutError.refuse("cannot lay the layers out", faults)
-    number = [0] * (devices * chunks)
-    for device, held in fixed.items():
-        for stage, share in zip(
-            range(device, len(number), devices), _spread(held, chunks), strict=True
-        ):
-            number[stage] = share
-    free = [s for s in range(len(number)) if s % devices not in fixed]
+    stages = range(devices * chunks)
     slots = num_layers - sum(fixed.values()) + count_embedding + count_loss
-    for stage, share in zip(free, _spread(slots, len(free)), strict=True):
-        number[stage] = share
+    shares = [([*stages[d::devices]], held) for d, held in fixed.items()]
+    shares.append(([s for s in stages if s % devices not in fixed], slots))
+    number = {s: n for places, held in shares for s, n in _spread(held, places).items()}
     number[0] -= count_embedding
-    number[-1] -= count_loss
-    if min(number) < 0:
+    number[stages[-1]] -= count_loss
+    if min(number.values()) < 0:
         raise LayoutError(
-            f"{num_layers} layers are too few for {len(number)} stages with the embedding and "
+            f"{num_layers} layers are too few for {len(stages)} stages with the embedding and "
             "the loss counted; use fewer stages"
         )
-    stages = ["t" * n for n in number]
-    stages[0] = "E" + stages[0]
-    stages[-1] += "m" * mtp_layers + "L"
-    return Layout(tuple(stages), devices)
+    letters = ["t" * number[s] for s in stages]
+    letters[0] = "E" + letters[0]
+    letters[-1] += "m" * mtp_layers + "L"
+    return Layout(tuple(letters), devices)
 
 
-def _spread(items: int, places: int) -> list[int]:
+def _spread(items: int, places: Sequence[int]) -> dict[int, int]:
     """Items per place: even, with the remainder in the last places before the final one."""
-    if not places:
-        return []
-    base, extra = divmod(items, places)
-    favoured = [*range(places - 2, -1, -1), places - 1][:extra]
-    return [base + (place in favoured) for place in range(places)]
+    base, extra = divmod(items, max(1, len(places)))
+    favoured = [*places[-2::-1], *places[-1:]][:extra]
+    return {place: base + (place in favoured) for place in places}
 
 
 def _cheapest(
@@ -211,13 +182,7 @@ def _require_whole(**numbers: Any) -> tuple[int, ...]:
     return tuple(map(int, numbers.values()))
 
 
-def _cost_faults(
-    costs: Sequence[float],
-    stages: int,
-    allow_empty: object,
-    sizes: Sequence[float] | None,
-    most: float,
-) -> list[str]:
+def _cost_faults(costs: Sequence[float], stages: int, allow_empty: object) -> list[str]:
     """Everything that is wrong with the arguments of `split_layers`."""
     _require_whole(stages=stages)
     if not isinstance(allow_empty, bool):
@@ -234,14 +199,6 @@ def _cost_faults(
         for i, cost in enumerate(costs)
         if not is_cost(cost)
     ]
-    if sizes is not None and not (
-        is_flat(sizes) and len(sizes) == len(costs) and all(map(is_cost, sizes))
-    ):
-        faults.append(
-            f"sizes must be a list of finite numbers >= 0, one per layer; got {quoted(sizes)}"
-        )
-    if not is_number(most):
-        faults.append(f"most must be a number; got {quoted(most)}")
     if stages < 1:
         faults.append(f"stages must be >= 1; got {quoted(stages)}")
     if not allow_empty and stages > len(costs):
@@ -256,37 +213,30 @@ def _even_faults(
     num_layers: int, devices: int, chunks: int, mtp_layers: int, fixed: dict[int, int]
 ) -> list[str]:
     """Everything that is wrong with the numbers given to `even_layout`."""
-    faults = []
-    for name, value, least in (
+    numbers = (
         ("num_layers", num_layers, 0),
         ("devices", devices, 1),
         ("chunks", chunks, 1),
         ("mtp_layers", mtp_layers, 0),
+    )
+    faults = [
+        f"{name} must be >= {least}; got {quoted(n)}" for name, n, least in numbers if n < least
+    ]
+    for number, what, most in (
+        (num_layers + mtp_layers, "layers", MAX_SYMBOLS),
+        (devices * chunks, "stages", MAX_STAGES),
     ):
-        if value < least:
-            faults.append(f"{name} must be >= {least}; got {quoted(value)}")
-    if num_layers + mtp_layers > MAX_SYMBOLS:
-        faults.append(
-            f"{quoted(num_layers + mtp_layers)} layers are too many; {MAX_SYMBOLS:,} are the most"
-        )
-    if devices * chunks > MAX_STAGES:
-        faults.append(
-            f"{quoted(devices * chunks)} stages are too many; {MAX_STAGES:,} are the most"
-        )
+        if number > most:
+            faults.append(f"{quoted(number)} {what} are too many; {most:,} are the most")
     faults += [
         f"device {quoted(d)} cannot hold {quoted(n)} layers; give a number >= 0"
         for d, n in fixed.items()
         if n < 0
     ]
     held = sum(fixed.values())
-    if held > max(num_layers, 0):
+    if held > max(num_layers, 0) or (held < num_layers and len(fixed) == devices):
         faults.append(
-            f"the first and last device are to hold {quoted(held)} layers, but there are "
-            f"{quoted(num_layers)}"
-        )
-    if held < num_layers and len(fixed) == devices:
-        faults.append(
-            f"every device's number is fixed, {quoted(held)} layers in all, but there are "
-            f"{quoted(num_layers)}; leave one number out"
+            f"first_device and last_device are to hold {quoted(held)} layers, but there are "
+            f"{quoted(num_layers)}; leave one number out, or give others"
         )
     return faults

@@ -11,9 +11,8 @@ from functools import cached_property
 from itertools import groupby
 
 from ..errors import ParseError, listed, quoted
-from ..table.limits import MAX_STAGES, is_whole
 from ..table.placement import Placement
-from ..table.typed import set_typed, typed
+from ..table.typed import MAX_STAGES, is_whole, set_typed, typed
 
 LETTERS = "EtmL"
 # A typed-in repeat such as ((t*999)*999)*999 must not take the machine's memory; no model has a
@@ -43,7 +42,7 @@ class Layout:
     `str(layout)` is a canonical layout string, which Megatron-Core reads too.
 
     >>> layout = parse_layout("Et|tt|tt|tL", devices=2)
-    >>> layout.stages, layout.stage_to_device, layout.chunks
+    >>> layout.stages, layout.placement.stage_to_device, layout.chunks
     (('Et', 'tt', 'tt', 'tL'), (0, 1, 0, 1), 2)
     >>> str(layout)
     'Et|tt|tt|tL'
@@ -74,16 +73,6 @@ class Layout:
         return self.num_stages // self.num_devices
 
     @property
-    def stage_to_device(self) -> tuple[int, ...]:
-        """Per stage, its device: i mod P."""
-        return tuple(s % self.num_devices for s in range(self.num_stages))
-
-    @property
-    def stage_to_chunk(self) -> tuple[int, ...]:
-        """Per stage, its chunk number on its device: i div P."""
-        return tuple(s // self.num_devices for s in range(self.num_stages))
-
-    @property
     def placement(self) -> Placement:
         """The same map as a `Placement`, ready for a schedule."""
         return Placement.loop(devices=self.num_devices, chunks=self.chunks)
@@ -99,31 +88,20 @@ class Layout:
         return tuple(stage.count(letter) for stage in self.stages)
 
     @typed(LayoutError)
-    def layer_ids(self, letter: str) -> tuple[range, ...]:
-        """Per stage, the numbers of its layers of this letter, counted from 0 through the whole
-        model.
-
-        >>> parse_layout("Ett|t|tL", devices=3).layer_ids("t")
-        (range(0, 2), range(2, 3), range(3, 4))
-        """
-        ids, start = [], 0
-        for number in self.count(letter):
-            ids.append(range(start, start + number))
-            start += number
-        return tuple(ids)
-
-    @typed(LayoutError)
     def stage_costs(self, costs: Mapping[str, float]) -> tuple[float, ...]:
         """Per stage, the sum of its layers' costs, e.g. for `Costs(forward=...)`; LayoutError names
         letters without a cost.
         """
-        missing = sorted(set(self.layers) - set(costs))
-        if missing:
+        self.require_costs(costs)
+        return tuple(float(sum(costs[letter] for letter in stage)) for stage in self.stages)
+
+    def require_costs(self, costs: Mapping[str, object]) -> None:
+        """LayoutError where a letter has no cost."""
+        if missing := sorted(set(self.layers) - set(costs)):
             raise LayoutError(
                 f"no cost is given for layer {', '.join(missing)}; give every letter of "
                 f"{_short(self)} one"
             )
-        return tuple(float(sum(costs[letter] for letter in stage)) for stage in self.stages)
 
     def table(self) -> str:
         """One line per device and one column per chunk; equal devices that follow each other share

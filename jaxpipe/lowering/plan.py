@@ -1,37 +1,242 @@
 """From a table to the ticks and segments of its program: of a fixed list of ways to emit it, the
-cheapest.
+cheapest.  Ticks and transfers are simulated as a mesh would run them, trip by trip.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..engine.costs import Costs
+from ..engine.loop import action_durations
 from ..engine.simulate import simulate
 from ..program.ir import Program
-from ..program.segments import Segment
+from ..program.segments import Part, Permute, Point, Segment, TickTemplate
 from ..table.effects import Liveness, Offload
+from ..table.encoded import BoolArray
+from ..table.kinds import COLLECTIVES, Kind
 from ..table.schedule import Schedule
-from .assign_ticks import (
+from .slots import assign_slots
+from .target import FORWARD, GUESSED, NO_OVERHEADS, Overheads, RunsOn, Target
+from .ticks import (
     NO_TRANSFER,
     Edge,
     Ticks,
     assign_ticks,
-    collect,
+    equal_rows,
     joined_ticks,
     joins_shares,
     joins_weights,
     modulo_ticks,
+    segments_of,
+    span_candidates,
 )
-from .candidates import segments_of, span_candidates
-from .cost_model import cost_parts, program_makespan, program_price
-from .prices import FORWARD, GUESSED, NO_OVERHEADS, Overheads
-from .slots import assign_slots
-from .target import Target
+
+Seconds: TypeAlias = NDArray[np.float64]
+
+
+def with_predicates(lengths: Seconds, template: TickTemplate, predicate: float) -> Seconds:
+    """`[..., part, device]` with what a tick's predicates take.
+
+    Every device evaluates all of them, and where a block runs also those inside it.
+    """
+    inside = max((use.num_nested for use in template.blocks), default=0)
+    found = lengths + np.where(lengths > 0, predicate * inside, 0.0)
+    found[..., 0, :] += predicate * template.num_predicates
+    return found
+
+
+class _Issue(NamedTuple):
+    """Permutes that are issued together, and awaited together."""
+
+    from_before: bool
+    meets: BoolArray  # `[device, device]`: whether the one waits for the other
+    lasts: Seconds  # of the permutes of each device
+
+    def over(self, time: Seconds) -> Seconds:
+        """When each device and its partners are ready, and the permutes are over."""
+        latest: Seconds = np.where(self.meets, time, 0.0).max(axis=1) + self.lasts
+        return latest
+
+
+class _Step(NamedTuple):
+    """Transfers at a point of a trip, then what devices run from there to the next one."""
+
+    issues: list[_Issue]
+    awaits: list[_Issue]
+    aligned: bool  # no device begins before the others
+    work: Seconds  # `[trip, device]`
+
+
+def _issues(
+    segment: Segment, devices: int, hop: float, runs_on: RunsOn
+) -> dict[tuple[Point, Point, bool], _Issue]:
+    """The permutes of a trip by where they are issued and awaited, in parts of ticks."""
+    groups: dict[tuple[Point, Point, bool], list[Permute]] = {}
+    for transit in segment.transits:
+        end = Point(transit.tick, len(Part))
+        ends = end, end, False
+        if runs_on in (RunsOn.GPUS, RunsOn.TPUS):
+            begin = Point(0, 0) if transit.from_before else _in_parts(segment, transit.issued)
+            ends = begin, _in_parts(segment, transit.written), transit.from_before
+        groups.setdefault(ends, []).append(transit.permute)
+    found = {}
+    for ends, permutes in groups.items():
+        meets, lasts = np.eye(devices, dtype=bool), np.zeros(devices)
+        for permute in permutes:
+            pairs = np.array(permute.pairs).T
+            meets[*pairs] = meets[*pairs[::-1]] = True
+            lasts[np.unique(pairs)] += hop
+        if runs_on is RunsOn.ONE_CPU_PROCESS:
+            meets[:], lasts[:] = True, hop * len(permutes)
+        found[ends] = _Issue(ends[2], meets, lasts)
+    return found
+
+
+def _in_parts(segment: Segment, point: Point) -> Point:
+    """The same by parts instead of by blocks."""
+    blocks = segment.templates[point.tick].blocks
+    at_end = point.block >= len(blocks)
+    return Point(point.tick, len(Part) if at_end else Part.of(blocks[point.block].block.kind))
+
+
+def _steps(segment: Segment, costs: Seconds, overheads: Overheads, runs_on: RunsOn) -> list[_Step]:
+    """One trip of a segment; `costs` are of [trip, tick, part, device]."""
+    issues = _issues(segment, costs.shape[-1], overheads.hop, runs_on)
+    steps: list[_Step] = []
+    for j, template in enumerate(segment.templates):
+        meets = any(use.block.kind in COLLECTIVES for use in template.blocks)
+        lengths = np.zeros((len(costs), len(Part) + 1, costs.shape[-1]))
+        own = with_predicates(costs[:, j], template, overheads.predicate)
+        lengths[:, : own.shape[1]] = own
+        for part in range(len(Part) + 1):
+            begun, ended = (
+                [issue for ends, issue in issues.items() if ends[end] == (j, part)]
+                for end in (0, 1)
+            )
+            if part and not begun and not ended:
+                steps[-1].work[:] += lengths[:, part]
+            else:
+                steps.append(_Step(begun, ended, meets and part == 0, lengths[:, part]))
+    return steps
+
+
+def _after_trip(time: Seconds, steps: Sequence[_Step], trip: int) -> Seconds:
+    """Device times after a trip.  Nothing is in flight before the first one."""
+    done: dict[int, Seconds] = {}
+    for step in steps:
+        for issue in step.issues:
+            if trip or not issue.from_before:
+                done[id(issue)] = issue.over(time)
+        for issue in step.awaits:
+            if id(issue) in done:
+                time = np.maximum(time, done.pop(id(issue)))
+        if step.aligned:
+            time = np.full_like(time, time.max())
+        time = time + step.work[trip]
+    return time
+
+
+def after_segment(
+    time: Seconds, segment: Segment, costs: Seconds, overheads: Overheads, runs_on: RunsOn
+) -> Seconds:
+    """Device times after a segment, from device times before it.
+
+    Each permute of a device lasts a hop; predicates take time too.
+    """
+    mine = costs[segment.start : segment.stop]
+    mine = mine.reshape(segment.repeats, segment.period, *costs.shape[1:])
+    trips = equal_rows(mine.reshape(segment.repeats, -1))  # equal numbers for equal costs
+    steps = _steps(segment, mine, overheads, runs_on)
+    unit = max((float(step.work.max()) for step in steps), default=0.0) or 1.0
+    # By device times relative to the last device and the kind of the next trip: the trip that
+    # ended so, and the times.
+    seen: dict[bytes, tuple[int, Seconds]] = {}
+    trip = 0
+    while trip < len(trips):
+        time = _after_trip(time, steps, trip)
+        trip += 1
+        relative = np.round((time - time.max()) / unit, 9) + 0.0
+        key = relative.tobytes() + trips[trip : trip + 1].tobytes()
+        begun, before = seen.get(key, (trip, time))
+        seen[key] = trip, time
+        # Trips that brought devices back to where they were, relative to each other, do so again:
+        # as often as the same trips follow, they need not be run.
+        if length := trip - begun:
+            differs = trips[trip:] != trips[begun:-length]
+            turns = (int(differs.argmax()) if differs.any() else len(differs)) // length
+            time, trip = time + (time - before) * turns, trip + turns * length
+    # Transfers that the last trip left in flight are over, too.
+    flying = [issue.over(time) for step in steps for issue in step.issues if issue.from_before]
+    latest: Seconds = np.max([time, *flying], axis=0)
+    return latest
+
+
+# Share of a step that one compiled block of stage code is worth, and one permute.  A share, not a
+# time: with a time, code would grow with the number of microbatches.
+BLOCK, PERMUTE = 1e-3, 5e-5
+# Share of a forward that its collectives are assumed to take, where blocks communicate.
+COMMUNICATION = 1 / 3
+
+
+@lru_cache(maxsize=4)  # called for each candidate
+def cost_parts(ticks: Ticks, costs: Costs | None = None, *, hides: bool = True) -> Seconds:
+    """`[tick, part, device]`: durations by the parts of a tick (`Part`), in the order in which it
+    has them; F, I and W take 1 and B takes 2 where no costs are given.  With `hides`, a W that is
+    one block with an F hides the collectives of the F.
+    """
+    table = ticks.schedule.encoded
+    durations = np.array(action_durations(table, (costs or Costs()).for_stages(table.num_stages)))
+    if hides and Kind.W in ticks.joint:
+        durations = _less_hidden(ticks, durations, costs)
+    place = np.array([Part.of(kind) for kind in Kind])[table.kind]
+    place[ticks.pairs[ticks.when, table.device]] = 0  # a pair is one block, and the first
+    shape = ticks.num_ticks, len(Part), table.num_devices
+    cells = np.ravel_multi_index((ticks.when, place, table.device), shape)
+    return np.bincount(cells, durations, math.prod(shape)).astype(np.float64).reshape(shape)
+
+
+def _less_hidden(ticks: Ticks, durations: Seconds, costs: Costs | None) -> Seconds:
+    """The durations, where each W that is one block with an F hides the collectives of the F.
+
+    Those of a forward take half of what an overlapped pair saves.  Without any costs they take
+    `COMMUNICATION` of its time.
+    """
+    weights = np.flatnonzero(joins_weights(ticks.schedule))
+    hidden = COMMUNICATION * durations[weights + 1]
+    if costs is not None:
+        each = costs.for_stages(ticks.schedule.num_stages)
+        apart = np.add(each.forward, each.backward)
+        saved = np.maximum(apart - (apart if each.overlap is None else each.overlap), 0)
+        hidden = saved[ticks.schedule.encoded.stage[weights + 1]] / 2
+    found = durations.astype(np.float64)
+    found[weights] -= np.minimum(found[weights], hidden)
+    return found
+
+
+def program_makespan(
+    costs: Seconds,
+    segments: Sequence[Segment],
+    overheads: Overheads = NO_OVERHEADS,
+    runs_on: RunsOn = RunsOn.GPUS,
+) -> float:
+    """Simulate the program.
+
+    A device runs its ticks in order.  Where it awaits a transfer, it waits until all partners have
+    issued it.  `costs[tick, part, device]` are durations (`cost_parts`); overheads and result have
+    their unit.
+    """
+    time = np.zeros(costs.shape[-1])
+    for segment in segments:
+        time = after_segment(time, segment, costs, overheads, runs_on)
+    return float(time.max(initial=0.0))
+
 
 # A program this much longer than another is as good.
 KEEPS = 1.005
@@ -57,51 +262,51 @@ class Plan:
         """Predicates around collective actions, in a step."""
         return sum(segment.num_collective_predicates for segment in self.segments)
 
-    def makespan_of(self, costs: Costs | None, overheads: Overheads = NO_OVERHEADS) -> float:
+    def makespan_of(
+        self,
+        costs: Costs | None,
+        overheads: Overheads = NO_OVERHEADS,
+        runs_on: RunsOn = RunsOn.GPUS,
+    ) -> float:
         """How long the program takes with these costs and the longest of their transfers, in their
         unit.
         """
-        return program_makespan(
-            cost_parts(self.ticks, costs), self.segments, _with_hop(overheads, costs)
-        )
+        own = _with_hop(overheads, costs)
+        return program_makespan(cost_parts(self.ticks, costs), self.segments, own, runs_on)
 
     def price(self, costs: Costs | None, overheads: Overheads) -> float:
-        """The makespan with overheads and a little for each block of code.  `costs` are in seconds;
-        without any F = I = W = 1 and B = 2, where 1 is `FORWARD`.
+        """The makespan with overheads, the compute time that transfers take, and a share of both
+        for the code to compile.  `costs` are in seconds; without any F = I = W = 1 and B = 2, where
+        1 is `FORWARD`.
         """
         own = _with_hop(overheads.in_unit(FORWARD) if costs is None else overheads, costs)
-        devices = self.ticks.schedule.num_devices
-        return program_price(self.makespan_of(costs, own), self.segments, devices, own)
+        devices, segments = self.ticks.schedule.num_devices, self.segments
+        sent = sum(own.sent * segment.num_sends / devices for segment in segments)
+        time = self.makespan_of(costs, own) + sent + own.collective * self.collectives
+        return time * (1 + sum(BLOCK * s.stage_size + PERMUTE * s.permutes for s in segments))
 
     def seconds(self, target: Target, costs: Costs) -> float:
         """Seconds of a step: the program simulated for these costs, with a hop's seconds for each
         transfer of a device.  Predicates take time on GPUs and TPUs.
         """
-        overheads = replace(target.overheads if target.overlaps else NO_OVERHEADS, hop=0.0)
-        return program_makespan(
-            cost_parts(self.ticks, costs),
-            self.segments,
-            _with_hop(overheads, costs),
-            target.runs_on.awaits,
-        )
+        overheads = NO_OVERHEADS if target.on_cpus else target.overheads
+        return self.makespan_of(costs, replace(overheads, hop=0.0), target.runs_on)
 
     @cached_property
     def late_transfers(self) -> tuple[int, int]:
         """Of the transfers that the table gives a tick or more, those that the program awaits later
         than it issues them; and all.
         """
-        requirements = collect(self.ticks)
-        having = (requirements.slack > 0) & (requirements.slack < NO_TRANSFER)
-        late = np.zeros_like(having)
+        (every, slack), late = self.ticks.transfers, 0
+        having = (slack > 0) & (slack < NO_TRANSFER)
         for segment in self.segments:
             for transit in (t for t in segment.transits if t.is_late):
-                ticks = np.arange(segment.start + transit.tick, segment.stop, segment.period)
                 # Transfers in flight after the last trip are awaited at once.
-                ticks = ticks[: segment.repeats - transit.from_before]
+                ticks = segment.ticks(transit.tick)[: segment.repeats - transit.from_before]
                 ends = {Edge(transit.permute.payload, *pair) for pair in transit.permute.pairs}
-                edges = np.flatnonzero([edge in ends for edge in requirements.edges])
-                late[np.ix_(ticks, edges)] = True
-        return int((late & having).sum()), int(having.sum())
+                edges = np.flatnonzero([edge in ends for edge in every])
+                late += int(having[np.ix_(ticks, edges)].sum())
+        return late, int(having.sum())
 
     def program(self, liveness: Liveness | None = None) -> Program:
         """Assign slots; the longest liveness where none is given."""
@@ -117,7 +322,7 @@ def _with_hop(overheads: Overheads, costs: Costs | None) -> Overheads:
 def plans_of(ticks: Ticks) -> Iterator[Plan]:
     """The plans of one way to assign ticks."""
     for spans in span_candidates(ticks):
-        yield Plan(ticks, segments_of(spans, collect(ticks)))
+        yield Plan(ticks, segments_of(spans, ticks))
 
 
 @lru_cache(maxsize=64)
@@ -144,4 +349,5 @@ def plan_of(
     kept = [plan for makespan, plan in timed if makespan <= enough]
     fewest = min(plan.collectives for plan in kept)
     cheapest = [plan for plan in kept if plan.collectives == fewest]
-    return min(cheapest, key=lambda plan: plan.price(costs, overheads))
+    # The first of those whose prices differ by rounding.
+    return min(cheapest, key=lambda plan: float(f"{plan.price(costs, overheads):.12g}"))

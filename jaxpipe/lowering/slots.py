@@ -5,15 +5,24 @@ records.  Moments are numbers: before, within and after the blocks of each tick.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from ..program.ir import Program
-from ..program.records import POOL_OF, UNDER_WAY, IntTable, Pool, empty_ticks, pairs_of
+from ..program.ir import (
+    ARRIVAL,
+    MOVE,
+    NOBODY,
+    POOL_OF,
+    UNDER_WAY,
+    IntTable,
+    Program,
+    Record,
+    TickRecord,
+    columns_of,
+)
 from ..program.segments import Payload, Segment
-from ..table.activations import LEAST_AWAY
 from ..table.effects import (
     ALWAYS,
     MOVES,
@@ -25,37 +34,62 @@ from ..table.effects import (
     effects_of,
     flags_of,
 )
-from ..table.encoded import IntArray
-from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, Kind, Value, makers
-from .assign_ticks import Ticks
+from ..table.encoded import LEAST_AWAY, IntArray
+from ..table.kinds import MESSAGES, RECOMPUTE, RUNS_FORWARD, SHARES, Kind, Value, makers
+from .ticks import Ticks
 
 
-class Clock(NamedTuple):
-    """Moments: before each block of a tick and during it, in the order in which its template has
-    them, then after them all.
+class _Code:
+    """The blocks and permutes of every tick, and moments: before each block of a tick and during
+    it, in the order in which its template has them, then after them all.
+
+    Attributes:
+        lanes: the most permutes of a tick.
+        payload: `[tick, lane]`; -1 where there is none.
+        written: `[tick, lane]`, the moment in which what it brings is written.
     """
 
-    span: int  # of a tick
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> Clock:
-        """With room for the longest template."""
-        return cls(
-            2
-            * max(
-                (len(template.blocks) for segment in segments for template in segment.templates),
-                default=0,
-            )
-            + 2
-        )
+    def __init__(self, segments: Sequence[Segment], ticks: Ticks) -> None:
+        templates = [template for segment in segments for template in segment.templates]
+        devices, count = ticks.schedule.num_devices, len(templates)
+        self._span = 2 * max((len(template.blocks) for template in templates), default=0) + 2
+        self.lanes = max((len(template.permutes) for template in templates), default=0)
+        chunks = 1 + int(ticks.schedule.chunks.max(initial=0))
+        self._place = np.zeros((count, len(Kind), chunks, 2), np.int64)
+        self._lane = np.full((count, len(Payload), devices, devices), -1)
+        payload = np.full((count, self.lanes), -1)
+        for n, template in enumerate(templates):
+            for place, use in enumerate(template.blocks):
+                self._place[n, use.block.kind, use.block.chunk, int(use.block.keeps)] = place
+            for lane, permute in enumerate(template.permutes):
+                payload[n, lane] = permute.payload
+                for source, target in permute.pairs:
+                    self._lane[n, permute.payload, source, target] = lane
+        numbers, begin = [np.zeros(0, np.int64)], 0
+        for segment in segments:
+            numbers.append(np.tile(np.arange(begin, begin + segment.period), segment.repeats))
+            begin += segment.period
+        self._template = np.concatenate(numbers)  # per tick
+        self.payload = payload[self._template]
+        self.written = np.repeat(self.after(np.arange(ticks.num_ticks))[:, None], self.lanes, 1)
+        for segment in segments:
+            for transit in segment.transits:
+                tick, block = segment.written(transit)
+                ended = block == segment.num_blocks(tick)
+                self.written[segment.ticks(transit.tick), transit.lane] = np.where(
+                    ended, self.after(tick), self.before(tick, block)
+                )
 
     def before(self, tick: IntArray, block: IntArray | int = 0) -> IntArray:
         """Right before a block: what arrives is written to its slot."""
-        return self.span * tick + 2 * block
+        return self._span * tick + 2 * block
 
-    def during(self, tick: IntArray, block: IntArray) -> IntArray:
+    def during(
+        self, tick: IntArray, kind: IntArray, chunk: IntArray, *, keeps: IntArray
+    ) -> IntArray:
         """The time at which a block runs."""
-        return self.before(tick, block) + 1
+        place = self._place[self._template[tick], kind, chunk, keeps]
+        return self.before(tick, place) + 1
 
     def blocks_done(self, tick: IntArray) -> IntArray:
         """When a pair, which runs as one, has read and written all that its blocks do."""
@@ -63,73 +97,15 @@ class Clock(NamedTuple):
 
     def after(self, tick: IntArray) -> IntArray:
         """The time at which a tick is over."""
-        return self.span * (tick + 1) - 1
+        return self._span * (tick + 1) - 1
 
-
-def places(ticks: Ticks, segments: Sequence[Segment]) -> IntArray:
-    """Per action, the number of its block in the template of its tick."""
-    table, chunk = ticks.schedule.encoded, ticks.schedule.chunks
-    templates = [template for segment in segments for template in segment.templates]
-    number = np.zeros((len(templates), len(Kind), 1 + int(chunk.max(initial=0)), 2), np.int64)
-    for blocks, template in zip(number, templates, strict=True):
-        for place, use in enumerate(template.blocks):
-            blocks[use.block.kind, use.block.chunk, int(use.block.keeps)] = place
-    of, keeps = template_numbers(segments)[ticks.when], (~table.recomputed).astype(np.int64)
-    found: IntArray = number[of, table.kind, chunk, keeps]
-    return found
-
-
-def template_numbers(segments: Sequence[Segment]) -> IntArray:
-    """Per tick, the number of its template among those of all segments."""
-    first = np.cumsum([0, *(segment.period for segment in segments)]).tolist()
-    found = [
-        np.tile(np.arange(segment.period) + at, segment.repeats)
-        for segment, at in zip(segments, first, strict=False)
-    ]
-    return np.concatenate([*found, np.zeros(0, np.int64)])
-
-
-NO_PAYLOAD = -1
-
-
-class Arrivals:
-    """Transfers of every tick: `payload[tick, lane]` (-1 where there is none) and the moment in
-    which it is `written[tick, lane]`.
-    """
-
-    def __init__(
-        self, segments: Sequence[Segment], num_ticks: int, num_devices: int, clock: Clock
-    ) -> None:
-        templates = [template for segment in segments for template in segment.templates]
-        self.widest = max((len(template.permutes) for template in templates), default=0)
-        payload = np.full((len(templates), self.widest), NO_PAYLOAD)
-        self._lane = np.full((len(templates), len(Payload), num_devices, num_devices), -1)
-        for at, template in enumerate(templates):
-            for lane, permute in enumerate(template.permutes):
-                payload[at, lane] = permute.payload
-                for source, target in permute.pairs:
-                    self._lane[at, permute.payload, source, target] = lane
-        self._template = template_numbers(segments)
-        self.payload = payload[self._template]
-        self.written = np.repeat(clock.after(np.arange(num_ticks))[:, None], self.widest, axis=1)
-        for segment in segments:
-            for transit in segment.transits:
-                sent = slice(segment.start + transit.tick, segment.stop, segment.period)
-                tick, block = segment.written(transit)
-                ended = block == segment.num_blocks(tick)
-                self.written[sent, transit.lane] = np.where(
-                    ended, clock.after(tick), clock.before(tick, block)
-                )
-
-    def find(
+    def lane(
         self, tick: IntArray, payload: Payload, source: IntArray, target: IntArray
-    ) -> tuple[IntArray, IntArray]:
-        """The lane of the permute that carries each transfer, and the moment in which what it
-        brings is written.
-        """
-        lane = self._lane[self._template[tick], payload, source, target]
-        assert (lane >= 0).all(), "no permute carries a transfer"
-        return lane, self.written[tick, lane]
+    ) -> IntArray:
+        """The lane of the permute that carries each transfer."""
+        found: IntArray = self._lane[self._template[tick], payload, source, target]
+        assert (found >= 0).all(), "no permute carries a transfer"
+        return found
 
 
 _STORES, _FETCHES = MOVES
@@ -143,10 +119,9 @@ class _Uses(NamedTuple):
     """
 
     slots: IntTable
+    at: tuple[IntArray, ...]  # of the records: [lane,] tick, device
     value: IntArray
-    tick: IntArray  # of the record
-    device: IntArray
-    moment: IntArray  # see `Clock`
+    moment: IntArray  # see `_Code`
 
 
 def assign_slots(
@@ -191,26 +166,37 @@ class _Writer:
         self, ticks: Ticks, segments: Sequence[Segment], liveness: Liveness, *, moves: bool = False
     ) -> None:
         table = ticks.schedule.encoded
-        self._schedule, self._actions = ticks.schedule, table
-        self._segments = tuple(segments)
-        self._liveness = liveness
+        self._schedule, self._actions, self._liveness = ticks.schedule, table, liveness
+        self._segments, self._code = tuple(segments), _Code(segments, ticks)
         self._when, self._joint = ticks.when, ticks.joint
         self._number = table.stage * table.num_microbatches + table.microbatch
-        self._clock = Clock.of(self._segments)
+        keeps = (~table.recomputed).astype(np.int64)
         # the moment of each action
-        self._runs = self._clock.during(self._when, places(ticks, self._segments))
-        self._arrivals = Arrivals(self._segments, ticks.num_ticks, table.num_devices, self._clock)
-        self._ticks = empty_ticks(
-            ticks.num_ticks,
-            table.num_devices,
-            max(self._arrivals.widest, 1),
-            collective=bool(table.shares.any()),
-            slices=table.slices > 1,
-            moves=moves,
-        )
-        # by the table of their slots
-        self._lanes = {id(arrival.slot): n for n, arrival in enumerate(self._ticks.arrivals)}
+        self._runs = self._code.during(ticks.when, table.kind, ticks.schedule.chunks, keeps=keeps)
+        lanes, shape = max(self._code.lanes, 1), (ticks.num_ticks, table.num_devices)
+        self._arrival = {name: np.zeros((lanes, *shape), np.int32) for name in ARRIVAL}
+        self._ticks = self._empty(shape, moves)
         self.moved = self._moved() if moves else np.zeros((3, 0), np.int64)
+
+    def _empty(self, shape: tuple[int, int], moves: bool) -> TickRecord[IntTable]:
+        """Ticks in which nobody does anything."""
+
+        def record(names: Sequence[str], nobody: Collection[str]) -> Record[IntTable]:
+            columns = {n: np.full(shape, NOBODY if n in nobody else 0, np.int32) for n in names}
+            return Record(columns)
+
+        def of(*kinds: Kind) -> Record[IntTable]:
+            names = columns_of(kinds, slices=self._actions.slices > 1)
+            return record(names, ("kind", "chunk"))
+
+        lanes = range(len(self._arrival["slot"]))
+        return TickRecord(
+            of(*RUNS_FORWARD),
+            of(Kind.B, Kind.I, Kind.W),
+            tuple(Record({n: each[lane] for n, each in self._arrival.items()}) for lane in lanes),
+            (of(*SHARES),) if self._actions.shares.any() else (),
+            (record(MOVE, MOVE),) if moves else (),
+        )
 
     def _moved(self) -> IntArray:
         """Of residuals that wait on the host: the value, the tick in which they leave and that in
@@ -231,13 +217,13 @@ class _Writer:
     def program(self) -> Program:
         """Write the actions, then for each pool the slots of its values."""
         self._write_actions()
-        pools = []
+        pools = {}
         for place in sorted((p for p in Place if p.is_pool), key=lambda p: p in ALWAYS):
             uses = list(self._uses(place))
             if uses or place in ALWAYS:
-                pools.append(Pool(place, self._allocate(place, uses)))
+                pools[place] = self._allocate(place, uses)
         return Program(
-            self._schedule, self._segments, self._ticks, tuple(pools), self._liveness, self._joint
+            self._schedule, self._segments, self._ticks, pools, self._liveness, self._joint
         )
 
     def _write_actions(self) -> None:
@@ -251,10 +237,9 @@ class _Writer:
             **flags_of(table),
         }
         for kind in table.kinds:
-            record, mine = self._ticks.of(kind), table.kind == kind
-            for name, column in columns.items():
-                if hasattr(record, name):
-                    getattr(record, name)[self._when[mine], table.device[mine]] = column[mine]
+            own, mine = self._ticks.of(kind).columns, table.kind == kind
+            for name in own.keys() & columns.keys():
+                own[name][self._when[mine], table.device[mine]] = columns[name][mine]
 
     def _uses(self, pool: Place) -> Iterator[_Uses]:
         """Every use of a pool: by actions, transfers, and moves to the host and back."""
@@ -265,8 +250,14 @@ class _Writer:
                     yield self._of_actions(kind, effect)
         for message, payload in zip(MESSAGES, Payload, strict=True):
             if POOL_OF[payload] is pool:
-                mine = np.flatnonzero(table.crosses & table.of_kinds(message.users))
-                yield from self._of_transfers(mine, payload)
+                # values that permutes bring
+                users = np.flatnonzero(table.crosses & table.of_kinds(message.users))
+                sent, device = table.producer[users], table.device[users]
+                tick = self._when[sent]
+                lane = self._code.lane(tick, payload, table.device[sent], device)
+                moment = self._code.written[tick, lane]
+                at = lane, tick, device
+                yield _Uses(self._arrival["slot"], at, self._number[users], moment)
         yield from self._of_moves(pool)
 
     def _of_actions(self, kind: Kind, effect: Effect) -> _Uses:
@@ -281,44 +272,28 @@ class _Writer:
         if effect.access is Access.READ and kind not in RUNS_FORWARD:
             # Both actions of a pair run as one: the backward has read no sooner than the forward
             # has written.
-            pairs = pairs_of(self._ticks, self._joint)
-            moment = np.where(pairs[tick, device], self._clock.blocks_done(tick), moment)
+            pairs = self._ticks.pairs(self._joint)
+            moment = np.where(pairs[tick, device], self._code.blocks_done(tick), moment)
             if effect.place in _STORES.reads.values():
                 value = value + np.where(np.isin(value, self.moved[0]), self._back, 0)
-        return _Uses(getattr(record, effect.field), value, tick, device, moment)
-
-    def _of_transfers(self, users: IntArray, payload: Payload) -> Iterator[_Uses]:
-        """Values that permutes bring to these actions."""
-        table = self._actions
-        sent = table.producer[users]
-        tick, device = self._when[sent], table.device[users]
-        lane, moment = self._arrivals.find(tick, payload, table.device[sent], device)
-        for n in np.unique(lane).tolist():
-            at = lane == n
-            yield _Uses(
-                self._ticks.arrivals[n].slot,
-                self._number[users][at],
-                tick[at],
-                device[at],
-                moment[at],
-            )
+        return _Uses(getattr(record, effect.field), (tick, device), value, moment)
 
     def _of_moves(self, pool: Place) -> Iterator[_Uses]:
         """Values that are copied to the host, and back."""
         value, leaves, comes = self.moved
         if not len(value):
             return
-        (record,), clock = self._ticks.moves, self._clock
+        (record,), code = self._ticks.moves, self._code
         device = self._actions.device[self._actions.backward_at.reshape(-1)[value]]
         record.stores[leaves, device] = record.fetches[comes, device] = value
         for columns, values, tick, moment in (
-            (_STORES.reads, value, leaves, clock.after(leaves - 1)),
-            (_STORES.writes, value, leaves, clock.before(leaves)),
-            (_FETCHES.reads, value, comes, clock.before(comes)),
-            (_FETCHES.writes, value + self._back, comes, clock.after(comes)),
+            (_STORES.reads, value, leaves, code.after(leaves - 1)),
+            (_STORES.writes, value, leaves, code.before(leaves)),
+            (_FETCHES.reads, value, comes, code.before(comes)),
+            (_FETCHES.writes, value + self._back, comes, code.after(comes)),
         ):
             for name in (name for name, place in columns.items() if place is pool):
-                yield _Uses(getattr(record, name), values, tick, device, moment)
+                yield _Uses(getattr(record, name), (tick, device), values, moment)
 
     @property
     def _back(self) -> int:
@@ -328,62 +303,44 @@ class _Writer:
     def _allocate(self, pool: Place, uses: Sequence[_Uses]) -> int:
         """Linear scan on every device; returns the pool's size."""
         none = np.zeros(0, np.int64)
-        value, device_of, moment = (
-            np.concatenate([none, *(getattr(use, name) for use in uses)])
-            for name in ("value", "device", "moment")
-        )
+        value = np.concatenate([none, *(use.value for use in uses)])
+        moment = np.concatenate([none, *(use.moment for use in uses)])
         values, which = np.unique(value, return_inverse=True)
         begin, end = np.full(len(values), moment.max(initial=0)), np.zeros(len(values), np.int64)
         np.minimum.at(begin, which, moment)
         np.maximum.at(end, which, moment)
         owner = np.zeros(len(values), np.int64)
-        owner[which] = device_of
-        devices = range(self._actions.num_devices)
-        mine = [np.flatnonzero(owner == d) for d in devices]
-        size = max(1, *(peak(begin[chosen], end[chosen]) for chosen in mine))
-        strays = self._strays(pool, uses)
-        first = np.searchsorted(strays[0], np.arange(len(mine) + 1)).tolist()
-        slots = np.zeros(len(values), np.int64)
-        for device, chosen in zip(devices, mine, strict=True):
-            tick, lane, arrives = (
-                column[first[device] : first[device + 1]] for column in strays[1:]
-            )
-            moments, back = np.unique(arrives, return_inverse=True)
-            slots[chosen], free = scan(begin[chosen], end[chosen], moments, size)
-            for n in np.unique(lane).tolist():
-                at, spare = tick[lane == n], free[back][lane == n]
-                self._ticks.arrivals[n].slot[at, device] = np.maximum(spare, 0)
-                self._ticks.arrivals[n].takes[at, device] = spare >= 0
+        owner[which] = np.concatenate([none, *(use.at[-1] for use in uses)])
+        # what permutes bring to devices that have no message in them
+        payloads = [payload for payload, name in POOL_OF.items() if name is pool]
+        strays = np.zeros(self._arrival["slot"].shape, bool)
+        strays[: self._code.lanes] = np.isin(self._code.payload, payloads).T[..., None]
         for use in uses:
-            use.slots[use.tick, use.device] = slots[np.searchsorted(values, use.value)]
-            if id(use.slots) in self._lanes:
-                self._ticks.arrivals[self._lanes[id(use.slots)]].takes[use.tick, use.device] = 1
+            if use.slots is self._arrival["slot"]:
+                strays[use.at] = False
+                self._arrival["takes"][use.at] = 1
+        lane, tick, device = np.nonzero(strays)
+        arrives = self._code.written[tick, lane]
+        slots, spare = np.zeros(len(values), np.int64), np.zeros(len(lane), np.int64)
+        for d in range(self._actions.num_devices):
+            mine, stray = owner == d, device == d
+            slots[mine], spare[stray] = _scan(begin[mine], end[mine], arrives[stray])
+        size = 1 + int(slots.max(initial=0))
+        self._arrival["slot"][strays] = np.where(spare < size, spare, 0)
+        self._arrival["takes"][strays] = spare < size
+        for use in uses:
+            use.slots[use.at] = slots[np.searchsorted(values, use.value)]
         return size
 
-    def _strays(
-        self, pool: Place, uses: Sequence[_Uses]
-    ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """(device, tick, lane, moment of arrival) of what permutes bring to devices that have no
-        message in them, device by device.
-        """
-        payloads = [payload for payload, name in POOL_OF.items() if name is pool]
-        strays = np.repeat(
-            np.isin(self._arrivals.payload, payloads)[None], self._actions.num_devices, axis=0
-        )
-        for use in uses:
-            if id(use.slots) in self._lanes:
-                strays[use.device, use.tick, self._lanes[id(use.slots)]] = False
-        device, tick, lane = np.nonzero(strays)
-        return device, tick, lane, self._arrivals.written[tick, lane]
 
-
-def scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[IntArray, IntArray]:
-    """The lowest free slot for each life, and for each stray moment one that is free then, or -1
-    where none is.
+def _scan(begin: IntArray, end: IntArray, strays: IntArray) -> tuple[IntArray, IntArray]:
+    """The lowest free slot for each life, and for each stray moment the lowest that is free then;
+    it may be one more than lives need.
     """
-    free = list(range(size))
-    spare: list[int] = []
-    slots = [0] * len(begin)
+    free: list[int] = []
+    slots: list[int] = [0] * len(begin)
+    spare: list[int] = [0] * len(strays)
+    size = 0
     starts = np.concatenate([begin, strays])
     stops = np.concatenate([end, strays])
     # What begins in a moment is placed before that moment's strays.
@@ -392,21 +349,15 @@ def scan(begin: IntArray, end: IntArray, strays: IntArray, size: int) -> tuple[I
     # How many lives are over when each one begins: a slot is free from the moment after its life's
     # last.
     over = np.searchsorted(end[ending], starts[order], side="left").tolist()
-    leaving, gone, values = ending.tolist(), 0, len(begin)
-    take, put_back = heapq.heappop, heapq.heappush
+    leaving, gone = ending.tolist(), 0
     for i, ended in zip(order.tolist(), over, strict=True):
         while gone < ended:
-            put_back(free, slots[leaving[gone]])
+            heapq.heappush(free, slots[leaving[gone]])
             gone += 1
-        if i < values:
-            slots[i] = take(free)
+        if i >= len(begin):
+            spare[i - len(begin)] = free[0] if free else size
+        elif free:
+            slots[i] = heapq.heappop(free)
         else:
-            spare.append(free[0] if free else -1)
+            slots[i], size = size, size + 1
     return np.array(slots, np.int64), np.array(spare, np.int64)
-
-
-def peak(begin: IntArray, end: IntArray) -> int:
-    """The most lives that hold one moment."""
-    moments = np.concatenate([2 * begin, 2 * end + 1])
-    steps = np.concatenate([np.ones_like(begin), -np.ones_like(end)])
-    return int(np.cumsum(steps[np.argsort(moments, kind="stable")]).max(initial=0))

@@ -15,28 +15,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree
-from ..errors import PipelineError, quoted
-from ..inspect.blocks import (
+from ..errors import PipelineError
+from ..inspect.step_memory import (
     Block,
     Step,
+    gradient_bytes,
+    hoisted_bytes,
+    local_bytes,
     outer_blocks,
     output_entries,
     stage_blocks,
-    temp_bytes,
 )
 from ..jaxprs.equations import count_work, nbytes
 from ..lowering.target import CHIPS, Chip
-from ..model.mesh import outside_contexts
 from ..model.param_layout import with_outer
+from ..model.partition import leaf_plans, trained
+from ..model.settings import automatic, outside_contexts
 from ..pipeline import Pipeline
-from ..planner.layer_cost import FIRST, LAST
+from ..planner.layer_cost import FIRST, LAST, Ends, LayerCost
 from ..spmd.executor import look
 from ..spmd.xla import inside, split_entries
 from ..stage.model_code import trace_model
-from ..table.limits import is_whole
+
+BLOCKS = ("F", "B", "I", "W")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,122 @@ class Peak:
     def hop(self, size: int) -> float:
         """Of a transfer of so many bytes."""
         return 0.0 if self.link is None else self.latency + size / self.link
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each block by name ("F 0" of kind 0, "first", "first gradient", "last", "hop"),
+    and bytes of its own arrays.
+    """
+
+    step: Step
+    seconds: Mapping[str, float]
+    temp: Mapping[str, int]
+    unit: str
+
+    @property
+    def ends(self) -> dict[str, bool]:
+        """The ends of the model that have blocks, and whether they are spread."""
+        functions = self.step.job.functions
+        last = {} if self.step.code.last is None else {LAST: functions.spreads_last}
+        return {FIRST: functions.spreads_first} | last
+
+    def costs(
+        self, letters: Sequence[str], placed: Mapping[str, PyTree], microbatch: PyTree
+    ) -> dict[str, LayerCost]:
+        """The cost of a layer of each letter, each of them a stage."""
+        found = {letter: self.stage_cost(stage, placed) for stage, letter in enumerate(letters)}
+        rows = sum(map(nbytes, jax.tree.leaves(microbatch)))
+        has = self.step.job.functions
+        reader = FIRST if has.last is None else LAST
+        for end, function in ((FIRST, has.first), (LAST, has.last)):
+            if function is not None:
+                found[end] = self.end_cost(end, placed, rows, shared=end == reader)
+        return found
+
+    def stage_times(self, kind: int) -> dict[str, Any]:
+        """Seconds of a kind of stage."""
+        names = {"forward": "F", "input_grad": "I", "weight_grad": "W", "backward": "B"}
+        return {name: self.seconds[f"{block} {kind}"] for name, block in names.items()}
+
+    def end_times(self, end: str) -> dict[str, Any]:
+        """Seconds of `first` or `last`; forward and gradient of `last` are one block of the
+        program.
+        """
+        if end == LAST:
+            return {"forward": self.seconds["last"], "input_grad": 0.0, "weight_grad": 0.0}
+        gradient = self.seconds.get("first gradient", 0.0)
+        return {"forward": self.seconds["first"], "input_grad": 0.0, "weight_grad": gradient}
+
+    def stage_cost(self, stage: int, placed: Mapping[str, PyTree]) -> LayerCost:
+        """Of a stage that is one layer."""
+        step = self.step
+        number = step.code.kind_of[stage]
+        kind, entries, entry = step.code.kinds[number], step.entries[number], step.entry(number)
+        return LayerCost(
+            **self.stage_times(number),
+            **self._held((placed["stages"][stage], step.job.plans["stages"][stage])),
+            residuals=kept(entry),
+            boundary=step.boundary(number),
+            stash=entry["stash"],
+            workspace=max(self.temp[f"{name} {number}"] for name in BLOCKS),
+            hoisted=hoisted_bytes(step, kind, entries.parameters),
+        )
+
+    def end_cost(
+        self, end: str, placed: Mapping[str, PyTree], rows: int, *, shared: bool
+    ) -> LayerCost:
+        """The cost of `first` or `last`; with the bytes of the `shared` parameters, which every
+        device has too, and of the batch's rows.
+        """
+        step, key = self.step, "first" if end == FIRST else "last"
+        keys = (key, "shared") if shared else (key,)
+        return LayerCost(
+            **self.end_times(end),
+            **self._held(*((placed.get(name, ()), step.job.plans[name]) for name in keys)),
+            ends=Ends.ALL if self.ends[end] else Ends.ONE,
+            batch=rows if shared else 0,
+            boundary=step.entry(step.code.kind_of[0])["x"] if end == FIRST else 0,
+            workspace=max(self.temp.get(name, 0) for name in (key, f"{key} gradient")),
+        )
+
+    def _held(self, *trees: tuple[PyTree, PyTree]) -> dict[str, Any]:
+        """Bytes of placed parameters and of their gradients, from shapes and plans."""
+        leaves = [leaf for tree, _ in trees for leaf in jax.tree.leaves(tree)]
+        has = trained(leaves, [plan for _, plans in trees for plan in leaf_plans(plans)])
+        return {
+            "parameters": sum(map(local_bytes, leaves)),
+            "gradients": sum(gradient_bytes(self.step.job, leaf) for leaf in has),
+        }
+
+
+def kept(entry: Mapping[str, int]) -> int:
+    """Bytes that a forward keeps for the backward of a microbatch, its input not counted."""
+    return entry["residual_input"] + entry["residual_weight"]
+
+
+@outside_contexts
+def measured_blocks(
+    pipe: Pipeline, *arguments: PyTree, repeats: int, peak: Peak | None
+) -> Measured:
+    """Every block of a step of these arguments, compiled alone, and timed or estimated."""
+    step = traced(pipe, *arguments)
+    blocks = blocks_of(step)
+    compiled = {name: step.compiled(block) for name, block in blocks.items()}
+    temp = {name: step.temp_of(each) for name, each in compiled.items()}
+    largest = max(range(len(step.code.kinds)), key=step.boundary)
+    hops = pipe.schedule.num_devices > 1
+    if peak is None:
+        seconds = timed({name: call_of(each) for name, each in compiled.items()}, repeats)
+        hop = hop_seconds(pipe, step, largest, repeats) if hops else 0.0
+        unit = f"seconds, measured on {pipe.mesh.devices.flat[0].device_kind}"
+    else:
+        size = step.job.mesh.size
+        seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}
+        hop = peak.hop(step.boundary(largest)) if hops else 0.0
+        rates = f"{peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
+        unit = f"seconds, estimated for {rates}"
+    return Measured(step, {**seconds, "hop": hop}, temp, unit)
 
 
 def call_of(compiled: Any) -> Callable[[], Any]:
@@ -129,28 +249,17 @@ def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, floa
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def hop_seconds(pipe: Pipeline, step: Step, repeats: int) -> float:
-    """Of a stage's output to the next device of the pipe axis, less the time of the same call that
-    sends nothing.
+def hop_seconds(pipe: Pipeline, step: Step, kind: int, repeats: int) -> float:
+    """Of the output of a kind of stage to the next device of the pipe axis, less the time of the
+    same call that sends nothing.
     """
-    count = pipe.schedule.num_devices
-    if count == 1:
-        return 0.0
-    number = max(
-        range(len(step.code.kinds)),
-        key=lambda kind: sum(map(nbytes, jax.tree.leaves(step.code.kinds[kind].y))),
-    )
-    kind, entries = step.code.kinds[number], step.entries[number]
-    specs = [PartitionSpec(pipe.axis, *entry.spec) for entry in output_entries(kind, entries)]
-    mesh = Mesh(
-        pipe.mesh.devices,
-        pipe.mesh.axis_names,
-        axis_types=(AxisType.Auto,) * len(pipe.mesh.axis_names),
-    )
+    code = step.code.kinds[kind]
+    splits = output_entries(code, step.entries[kind])
+    specs = [PartitionSpec(pipe.axis, *entry.spec) for entry in splits]
     # Two devices exchange, as neighbours do; the others take no part.
     pairs = ((0, 1), (1, 0))
     calls = {
-        name: exchange(mesh, pipe.axis, those, jax.tree.leaves(kind.y), specs)
+        name: exchange(automatic(pipe.mesh), pipe.axis, those, jax.tree.leaves(code.y), specs)
         for name, those in (("hop", pairs), ("nothing", ()))
     }
     found = timed(calls, repeats)
@@ -191,9 +300,6 @@ def exchange(
     return lambda: jax.block_until_ready(mapped(values))
 
 
-BLOCKS = ("F", "B", "I", "W")
-
-
 def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) -> Step:
     """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
     axes are left to it.
@@ -222,32 +328,7 @@ def one_coordinate(pipe: Pipeline) -> Mesh:
     """
     manual = (pipe.axis, *pipe.data_axes)
     at = tuple(slice(0, 1) if name in manual else slice(None) for name in pipe.mesh.axis_names)
-    return Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names, axis_types=(AxisType.Auto,) * len(at))
-
-
-def refuse_layers(layers: Any, params: Any) -> None:
-    """PipelineError for layers and parameters that are not by letter."""
-    if not isinstance(layers, Mapping) or not all(isinstance(letter, str) for letter in layers):
-        raise PipelineError(
-            f"layers must be a mapping from letters to functions, not {quoted(layers)}"
-        )
-    stages = params.get("stages") if isinstance(params, Mapping) else None
-    if not isinstance(stages, Mapping):
-        raise PipelineError(
-            "params must be a mapping with 'stages', itself one from letters to parameters, not "
-            f"{quoted(params)}"
-        )
-    keys = {FIRST: "first", LAST: "last"}
-    missing = [
-        letter
-        for letter in layers
-        if (keys[letter] not in params if letter in keys else letter not in stages)
-    ]
-    if missing:
-        raise PipelineError(
-            f"params have nothing for the layers {', '.join(missing)}; give {{}} to those "
-            "without parameters"
-        )
+    return automatic(Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names))
 
 
 def shape_of(leaf: Any) -> Any:
@@ -255,56 +336,3 @@ def shape_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(
         np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
     )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Seconds of each block by name ("F 0" of kind 0, "first", "first gradient", "last", "hop"),
-    and bytes of its own arrays.
-    """
-
-    step: Step
-    seconds: Mapping[str, float]
-    temp: Mapping[str, int]
-    unit: str
-
-
-@outside_contexts
-def measure_blocks(
-    pipe: Pipeline,
-    params: Params,
-    batch: PyTree,
-    rng: Any,
-    state: Any,
-    repeats: int,
-    peak: Peak | None,
-) -> Measured:
-    """Trace the step, compile every block of it alone, and time or estimate each."""
-    is_peak = peak is None or isinstance(peak, Peak)
-    checks = (
-        (isinstance(pipe, Pipeline), f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}"),
-        (
-            is_whole(repeats) and repeats >= 1,
-            f"repeats must be at least 1, not {quoted(repeats)}",
-        ),
-        (is_peak, f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}"),
-    )
-    faults = [fault for is_right, fault in checks if not is_right]
-    PipelineError.refuse("this cannot be measured", faults)
-    step = traced(pipe, params, batch, rng, state)
-    blocks = blocks_of(step)
-    compiled = {name: step.compiled(block) for name, block in blocks.items()}
-    temp = {name: temp_bytes(each, step.job.mesh) for name, each in compiled.items()}
-    if peak is not None:
-        size = step.job.mesh.size
-        seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}
-        boundary = max(map(step.boundary, range(len(step.code.kinds))), default=0)
-        unit = (
-            f"seconds, estimated for {peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
-        )
-        hop = peak.hop(boundary) if pipe.schedule.num_devices > 1 else 0.0
-        return Measured(step, {**seconds, "hop": hop}, temp, unit)
-    seconds = timed({name: call_of(each) for name, each in compiled.items()}, repeats)
-    seconds["hop"] = hop_seconds(pipe, step, repeats)
-    device = pipe.mesh.devices.flat[0]
-    return Measured(step, seconds, temp, f"seconds, measured on {device.device_kind}")

@@ -1,35 +1,35 @@
-"""Read the arguments of `Pipeline` and of its steps, refuse them with every fault named, and cut
-the model into stages.
+"""Read the arguments of `Pipeline`, of its steps and of calls with a cache, refuse them with every
+fault named, and cut the model into stages.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..arrays import PyTree, array_faults, axis_faults, by_index
+from ..arrays import Params, PyTree, array_faults, axis_faults
 from ..engine.costs import Costs
-from ..errors import PipelineError, ScheduleError
+from ..errors import PipelineError, ScheduleError, quoted
 from ..layouts.balance import split_layers
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.placement import Placement
 from ..table.schedule import Schedule
 from ..transforms.spread import spread_first, spread_last
-from .calls import Function
-from .functions import Functions
+from .calls import Cuts, Function
+from .functions import Functions, Ledger, Positioned, positions, time_faults
 from .layers import EMBEDDING, LOSS, LayerMap
-from .model import Model
-from .param_layout import OUTER, ParamLayout, owner_faults
-from .settings import Memory, Sharding
-from .slices import Ledger
-from .spread import Cuts
+from .model import Model, Plain
+from .param_layout import OUTER, Chunks, ParamLayout, owner_faults, with_outer
+from .partition import Partition
+from .settings import Memory, Sharding, on_mesh
 
 _SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
 
@@ -95,12 +95,8 @@ def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -
 
     They are placed by `costs` where these say how long a share takes.
     """
-    ends = (
-        ("last", "L", functions.spreads_last, spread_last),
-        ("first", "E", functions.spreads_first, spread_first),
-    )
-    for name, kind, spreads, put in ends:
-        there = getattr(schedule.encoded, f"spreads_{name}")
+    for name, kind, put in (("last", "L", spread_last), ("first", "E", spread_first)):
+        there, spreads = (getattr(o, f"spreads_{name}") for o in (schedule.encoded, functions))
         if there and not spreads:
             raise PipelineError(
                 f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, "
@@ -119,62 +115,44 @@ def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -
     return schedule
 
 
-def costs_of(value: Costs | None, schedule: Schedule) -> Costs | None:
-    """Costs in seconds, for the schedule's stages; PipelineError for anything else."""
-    if value is None:
-        return None
-    if not isinstance(value, Costs):
-        raise PipelineError(
-            f"costs must be jaxpipe.Costs, as jaxpipe.measure returns them; got {value!r}"
-        )
-    if not value.unit.startswith(_SECONDS):
+def check_costs(costs: Costs | None, schedule: Schedule) -> None:
+    """PipelineError for costs in anything but seconds, CostError for those of other stages."""
+    if costs is None:
+        return
+    if not costs.unit.startswith(_SECONDS):
         raise PipelineError(
             "costs must be in seconds, since predicates and transfers are, but their unit is "
-            f"{value.unit!r}; "
-            'take them from jaxpipe.measure, or say so: jaxpipe.Costs(..., unit="seconds, '
-            'estimated")'
+            f"{costs.unit!r}; take them from jaxpipe.measure, or say so: jaxpipe.Costs(..., "
+            'unit="seconds, estimated")'
         )
-    value.for_stages(schedule.num_stages)
-    return value
+    costs.for_stages(schedule.num_stages)
 
 
-def check_kinds(model: Any, schedule: Any, mesh: Any, sharding: Any, memory: Any) -> None:
-    """PipelineError for arguments of another kind, such as a schedule's name instead of a schedule;
-    every fault is listed.
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """PipelineError for arguments of `Pipeline` of another kind, such as a schedule's name instead
+    of a schedule; every fault is listed.
     """
-    faults = []
-    if not isinstance(model, Model):
-        faults.append(
-            f"model must be a jaxpipe.Model, not {model!r}; write jaxpipe.Model(stage, first=..., "
-            "last=...)"
-        )
-    for name, value, kind in (("sharding", sharding, Sharding), ("memory", memory, Memory)):
-        if not isinstance(value, kind):
-            faults.append(f"{name} must be a jaxpipe.{kind.__name__}, not {value!r}")
-    if not isinstance(schedule, Schedule):
-        name = schedule if isinstance(schedule, str) else "1f1b"
-        faults.append(
-            f"schedule must be a Schedule, not {schedule!r}; write "
-            f"jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)"
-        )
-    if not isinstance(mesh, Mesh):
-        faults.append(
-            f'mesh must be a jax.sharding.Mesh, not {mesh!r}; write jax.make_mesh((P,), ("pipe",))'
-        )
+    name = given["schedule"] if isinstance(given["schedule"], str) else "1f1b"
+    build = f"jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)"
+    wanted = {
+        "model": (Model, "write jaxpipe.Model(stage, first=..., last=...)"),
+        "schedule": (Schedule, f"write {build}"),
+        "mesh": (Mesh, 'write jax.make_mesh((P,), ("pipe",))'),
+        "sharding": (Sharding, "write jaxpipe.Sharding(...)"),
+        "memory": (Memory, "write jaxpipe.Memory(...)"),
+        "costs": (Costs | None, "take what jaxpipe.measure returns"),
+    }
+    faults = [
+        f"{name} must be a {getattr(kind, '__name__', kind)}, not {quoted(given[name])}; {how}"
+        for name, (kind, how) in wanted.items()
+        if not isinstance(given[name], kind)
+    ]
     PipelineError.refuse("", faults)
-
-
-class StagedModel(NamedTuple):
-    """The functions of a model that is cut into stages, and how parameters are laid out."""
-
-    functions: Functions
-    layout: ParamLayout
-    cuts: Cuts
 
 
 def staged(
     model: Model, schedule: Schedule, layout: str | Layout | None, remat: Any = None
-) -> StagedModel:
+) -> tuple[Functions, ParamLayout, Cuts]:
     """Cut a model into the stages of a schedule; PipelineError where they do not fit."""
     placement = schedule.placement
     if model.is_layered:
@@ -196,7 +174,7 @@ def staged(
     _check_copies(stages, params)
     functions = model.functions(rematerialised(stages, remat))
     cuts = Cuts(schedule.num_devices, model.cuts(stages))
-    return StagedModel(replace(functions, slices=schedule.slices), params, cuts)
+    return replace(functions, slices=schedule.slices), params, cuts
 
 
 def _layout(model: Model, placement: Placement, layout: str | Layout | None) -> Layout:
@@ -254,52 +232,16 @@ def param_faults(params: Any, layout: ParamLayout, devices: int) -> list[str]:
     return [*faults, *array_faults(params, "params")]
 
 
-def batch_faults(batch: PyTree, count: int, *, data_shards: int) -> list[str]:
-    """Faults of a batch whose rows are cut into `count` microbatches on each data shard."""
-    shapes = {name: np.shape(leaf) for name, leaf in by_index(batch, "batch").items()}
-    if not shapes:
-        return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
-    if faults := array_faults(batch, "batch"):
-        return faults
-    scalars = [name for name, shape in shapes.items() if not shape]
-    if len(scalars) > 3:
-        return [
-            f"{len(scalars)} leaves of the batch are plain numbers, {scalars[0]} the first "
-            "of them: lists are trees to JAX; make "
-            "arrays of them, jax.numpy.asarray([...]), with a leading axis of rows"
-        ]
-    faults = [
-        f"{name} is a scalar; every leaf needs a leading axis of rows "
-        '(close over values that all rows share, or put them under "shared")'
-        for name in scalars
-    ]
-    rows = {name: shape[0] for name, shape in shapes.items() if shape}
-    parts = count * data_shards
-    shards = f" x {data_shards} data shards" if data_shards > 1 else ""
-    faults += [
-        f"{name} has {n} rows, which do not divide into {count} microbatches{shards}; use "
-        f"{max(1, round(n / parts)) * parts} rows"
-        for name, n in rows.items()
-        if n == 0 or n % parts
-    ]
-    if len(set(rows.values())) > 1:
-        lengths = ", ".join(f"{name} has {n} rows" for name, n in rows.items())
-        faults.append(f"leaves of the batch have different lengths: {lengths}")
-    return faults
-
-
 def key_faults(rng: Any) -> list[str]:
     """Faults of the step's key."""
-    if rng is None:
-        return []
     dtype, shape = getattr(rng, "dtype", None), np.shape(rng)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if (typed and shape == ()) or (dtype == np.uint32 and len(shape) == 1):
+    if rng is None or (typed and not shape) or (dtype == np.uint32 and len(shape) == 1):
         return []
     if typed:
         return [f"rng holds {shape} keys, but a step takes one; give one of them"]
-    what = f"rng={rng}" if isinstance(rng, int) else f"rng is {type(rng).__name__}, and"
-    return [f"{what} is no key; write rng=jax.random.key({rng if isinstance(rng, int) else 0})"]
+    number = rng if isinstance(rng, int) else 0
+    return [f"rng={quoted(rng)} is no key; write rng=jax.random.key({number})"]
 
 
 def state_faults(state: Any, layout: ParamLayout, *, wanted: bool) -> list[str]:
@@ -309,3 +251,141 @@ def state_faults(state: Any, layout: ParamLayout, *, wanted: bool) -> list[str]:
     if wanted:
         return ["a stage takes `state`, but the step got none; give state=pipe.place_state(...)"]
     return ["no stage takes `state` by keyword; leave state= out"]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("stages",),
+    meta_fields=("sequences", "length"),
+)
+@dataclass(frozen=True)
+class Cache:
+    """What the stages keep of some sequences, on the devices of the stages.
+
+    Attributes:
+        stages: for each chunk (carry, appended rows by name), leaves [P, sequences, ...].
+        sequences: how many there are; sequence m is microbatch m of a schedule without slices.
+        length: positions of a sequence that there is room for.
+    """
+
+    stages: Chunks
+    sequences: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Caching:
+    """Calls with a cache, for the functions of a pipeline and its schedule."""
+
+    functions: Functions
+    partition: Partition
+    schedule: Schedule
+
+    @property
+    def sequences(self) -> int:
+        """The sequences of a step."""
+        return self.schedule.num_microbatches // self.schedule.slices
+
+    def shapes(self, params: Params, batch: PyTree, length: int) -> list[PyTree]:
+        """What each stage keeps in a cache with room for `length` positions, leaves [sequences,
+        ...].
+
+        Raises:
+            PipelineError: the batch or the length does not fit; every fault is listed.
+        """
+        faults = self._batch_faults(batch)
+        if not isinstance(length, int) or length < 1:
+            faults.append(f"length must be a whole number of at least 1, not {length!r}")
+        PipelineError.refuse("there is no cache for this batch", faults)
+        params, cuts = with_outer(params), self.partition.cuts
+        layout = self.partition.layout
+        functions = replace(self.functions, training=False).with_cache(length)
+        functions = functions.over(self.partition.axis, cuts, params, parts=1)
+        count = self.schedule.num_stages
+
+        def carried(params: Params, batch: PyTree) -> list[PyTree]:
+            rows = functions.split(batch, self.schedule.num_microbatches)
+            trees = [layout.of_stage(stage, params["stages"]) for stage in range(count)]
+            own, number = {**params, "stages": trees}, jnp.int32(0)
+            plain = Plain(functions.for_batch(rows), cuts, own, rows, None, stacked=False)
+            nothing = [()] * count
+            _, _, after = plain.stages(plain.first(number), number, (nothing, nothing))
+            return list(after[1])
+
+        return [
+            jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.sequences, *a.shape), a.dtype), tree)
+            for tree in jax.eval_shape(on_mesh(self.partition.mesh, carried), params, batch)
+        ]
+
+    def positioned(self, cache: Any, batch: PyTree, position: Any) -> Positioned:
+        """The batch of a call that goes on at a position of its cache.
+
+        Raises:
+            PipelineError: cache, batch and position do not fit; every fault is listed.
+        """
+        layout, sequences = self.partition.layout, self.sequences
+        faults = self._batch_faults(batch)
+        if not isinstance(cache, Cache):
+            kind = type(cache).__name__
+            faults += [f"cache= takes what `empty_cache` or `outputs` returned, not {kind}"]
+        elif not faults:
+            if cache.stages.layout != layout:
+                faults += [
+                    f"the cache is for {cache.stages.layout}, but this schedule has {layout}; make "
+                    "it by `empty_cache` of this pipeline"
+                ]
+            if cache.sequences != sequences:
+                has = f"the cache has {cache.sequences} sequences"
+                faults += [f"{has}, but the schedule has {sequences}"]
+            more = positions(batch, self.functions.time)
+            faults += _position_faults(cache, position, more)
+        PipelineError.refuse("this call with a cache cannot be lowered", faults)
+        at = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (sequences,))
+        return Positioned(batch, at, cache.length)
+
+    def _batch_faults(self, batch: PyTree) -> list[str]:
+        """Why a batch cannot go with a cache."""
+        functions = self.functions
+        faults = time_faults(batch, functions.slices, functions.time, always=True)
+        if axes := self.partition.data_axes:
+            faults.append(
+                f"a cache does not combine with the data axes {', '.join(axes)}; give each data "
+                "shard a pipeline of its own"
+            )
+        if functions.has_state:
+            faults.append("a cache does not combine with stages that take `state`")
+        return faults
+
+
+def _position_faults(cache: Cache, position: Any, more: int) -> list[str]:
+    shape = np.shape(position)
+    if shape not in ((), (cache.sequences,)):
+        return [f"position has shape {list(shape)}; give a number, or {cache.sequences} of them"]
+    if not jnp.issubdtype(jnp.result_type(position), jnp.integer):
+        return [f"position is {jnp.result_type(position)}; give whole numbers"]
+    if isinstance(position, jax.core.Tracer):
+        return []
+    least, most = int(np.min(position)), int(np.max(position))
+    if least < 0 or most + more > cache.length:
+        return [
+            f"{more} rows at position {most if least >= 0 else least} are beyond the buffers of "
+            f"the cache, which have room for {cache.length}; make it with length={most + more}"
+        ]
+    return []
+
+
+def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> PyTree:
+    """NaN in place of floating outputs where rows are beyond the buffers of the cache.
+
+    A position that is traced is known when the program runs, which is too late for an error.
+    """
+    if not isinstance(batch.position, jax.core.Tracer):
+        return outputs
+    end = batch.position + positions(batch.batch, time)
+    fits = jnp.all(end <= batch.room) & jnp.all(batch.position >= 0)
+
+    def hidden(leaf: Any) -> Any:
+        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jnp.where(fits, leaf, jnp.nan) if inexact else leaf
+
+    return jax.tree.map(hidden, outputs)

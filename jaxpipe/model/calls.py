@@ -1,5 +1,6 @@
-"""A user's function as it is called: the keywords and the context that it may take, errors from
-inside that name it, and shardings in it that a pipeline refuses.
+"""A user's function as it is called: the keywords and the context that it may take, its share of
+parameters that are cut over the pipe axis, errors from inside that name it, and shardings in it
+that a pipeline refuses.
 """
 
 from __future__ import annotations
@@ -8,46 +9,252 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ..arrays import PyTree, described, summable
+from ..arrays import PyTree, by_path, described, followed, path_text, summable
 from ..errors import PipelineError
 from ..jaxprs.equations import every_equation
-from .mesh import axes_of
-from .spread import Spread
+from .settings import axes_of, holds
 
-_OTHER_MESH = "should match the mesh of sharding"
-_OTHER_SHARD_MAP = "should match the mesh passed to shard_map"
+# By path of a parameter: the dim that is cut, or None.
+Dims: TypeAlias = "Mapping[str, int | None]"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A function that runs on all devices of the pipe axis at once (`spread` makes one)."""
+
+    call: Callable[..., Any]
+    dims: Any = 0
+    shared: Any = 0
+
+
+def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0) -> Spread:
+    """Run `last`, or `first`, on all devices of the pipe axis at once, each with its share of the
+    parameters.
+
+    `function(last_params, x, microbatch, *, ctx) -> loss`, or `function(first_params, microbatch,
+    *, ctx) -> x`, is given, on each of P devices, the parameters cut into P parts along one dim
+    (padded with zeros to a multiple of P), the whole x and the whole microbatch. It may use any
+    collective over `ctx.axis`, the name of the pipe axis, and must return the same loss (x) on
+    every device; `jax.lax.axis_index(ctx.axis)` says which part a device has, and `ctx.sizes`, a
+    tree like the parameters, how long each cut dim is without padding (0 for a parameter that is
+    whole).  Its gradient is that of the loss, so nothing of it is summed twice. Parameters,
+    gradients and optimizer state are never gathered.
+
+    Args:
+        function: as above; it may also take `shared` and `training`, as any `first` or `last`.
+        dims: the dim along which a parameter is cut, or None for one that is whole on every device:
+            one for all, or a tree like the parameters, in which one entry may stand for a whole
+            subtree (a missing one is cut along dim 0).
+        shared: the same for the parameters under "shared", which are cut only where every function
+            that takes them is spread; `first` and `last` must be given the same.
+
+    Source: Yeung et al. 2024, Balancing Pipeline Parallelism with Vocabulary Parallelism, arXiv
+    2411.05288.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe as jp
+        >>> def head(params, x, microbatch, *, ctx):
+        ...     part = x @ params["w"].T  # a device's share of the outputs: rows of w
+        ...     return jax.lax.psum(jnp.sum(part**2), ctx.axis)
+        >>> s = jp.schedules.build("gpipe", devices=1, microbatches=2)
+        >>> model = jp.Model(lambda p, x: x @ p, last=jp.spread(head))
+        >>> pipe = jp.Pipeline(model, s, jax.make_mesh((1,), ("pipe",)))
+        >>> params = pipe.place({"stages": jnp.ones((1, 3, 3)), "last": {"w": jnp.ones((5, 3))}})
+        >>> float(pipe.evaluate(params, {"x": jnp.ones((2, 3))}))
+        405.0
+
+        A scaled embedding: `jp.spread(lambda p, microbatch, *, ctx: 16.0 * jp.VocabEmbedding()(p,
+        microbatch, ctx=ctx))`, as `first`.
+    """
+    return Spread(function, dims, shared)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["dim", "size"])
+@dataclass(frozen=True)
+class Padded:
+    """A parameter whose cut dim does not divide: the array with zeros after `size` entries of
+    `dim`.
+    """
+
+    array: Any
+    dim: int
+    size: int
+
+
+def is_padded(node: Any) -> bool:
+    """True for a `Padded`."""
+    return isinstance(node, Padded)
+
+
+def unpadded(tree: PyTree, own: Callable[[Padded], Any] = lambda leaf: leaf.array) -> PyTree:
+    """The tree with the padded arrays themselves, or something else in place of each `Padded`."""
+    return jax.tree.map(
+        lambda leaf: own(leaf) if is_padded(leaf) else leaf, tree, is_leaf=is_padded
+    )
+
+
+def cut_off(tree: PyTree) -> PyTree:
+    """The tree with arrays of their own size, without padding."""
+
+    def own(leaf: Padded) -> Any:
+        if not jax.tree.leaves(leaf) or leaf.array.ndim <= leaf.dim:
+            return leaf.array
+        size = min(leaf.size, leaf.array.shape[leaf.dim])
+        return jax.lax.slice_in_dim(leaf.array, 0, size, axis=leaf.dim)
+
+    return unpadded(tree, own)
+
+
+def pad_like(like: Any, leaf: Any) -> Any:
+    """A leaf with the zeros that `like` has at its end."""
+    if not is_padded(like) or not jax.tree.leaves(like):
+        return like if is_padded(like) else leaf
+    widths = [(0, new - old) for new, old in zip(jnp.shape(like.array), leaf.shape, strict=True)]
+    return replace(like, array=jnp.pad(leaf, widths))
+
+
+def own_shape(leaf: Any) -> tuple[int, ...] | None:
+    """The shape of a parameter, without padding; None for a frozen one."""
+    array = unpadded(leaf)
+    if array is None or not is_padded(leaf):
+        return None if array is None else jnp.shape(array)
+    return tuple(leaf.size if d == leaf.dim else n for d, n in enumerate(jnp.shape(array)))
+
+
+def padded_like(tree: PyTree, like: PyTree) -> PyTree:
+    """The inverse of `cut_off`: arrays of the tree that belong to a padded one of `like`, by path
+    and shape, with as much padding.
+
+    A path may have more before that of `like`, as that of an optimizer's moment has.
+    """
+    wide = {
+        path: (own_shape(leaf), leaf)
+        for path, leaf in by_path(like, is_padded).items()
+        if is_padded(leaf)
+    }
+
+    def pad(path: Any, leaf: Any) -> Any:
+        found = followed(path_text(path), own_shape(leaf), wide)
+        return leaf if found is None else pad_like(found[1], leaf)
+
+    return jax.tree_util.tree_map_with_path(pad, tree, is_leaf=lambda node: node is None)
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Which parameters are cut into as many parts as there are devices."""
+
+    parts: int
+    # "first" and "last" (and "shared") -> what `spread` was given
+    dims: Mapping[str, Any] = field(default_factory=dict)
+
+    def dim(self, key: str, path: tuple[Any, ...]) -> int | None:
+        """The dim along which the parameter at a path is cut; None where it is whole."""
+        if key not in self.dims:
+            return None
+        name = path_text(path)
+        dims = by_path(self.dims[key], lambda node: node is None)
+        return next((dim for prefix, dim in dims.items() if holds(prefix, name)), 0)
+
+    def faults(self, params: Mapping[str, PyTree]) -> list[str]:
+        """Canonical parameters that cannot be cut."""
+        found = []
+        for key, dims in self.dims.items():
+            wrong = [d for d in jax.tree.leaves(dims) if type(d) is not int]
+            if wrong:
+                found.append(
+                    f"jaxpipe.spread was given {wrong[0]!r} for {key}; a dim is a whole number, "
+                    "or None"
+                )
+            for path, leaf in jax.tree_util.tree_leaves_with_path(params.get(key, {})):
+                dim, shape = self.dim(key, path), jnp.shape(leaf)
+                if type(dim) is int and not 0 <= dim < len(shape):
+                    where = f"{key}{jax.tree_util.keystr(path)}"
+                    found.append(
+                        f"{where} of shape {shape} has no dim {dim} to cut over {self.parts} "
+                        "devices; give jaxpipe.spread(..., dims=) "
+                        "the dim of each parameter, None for those that are whole on every device"
+                    )
+        return found
+
+    def pad(self, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+        """Parameters whose cut dims all divide."""
+
+        def padded(key: str, path: Any, leaf: Any) -> Any:
+            dim = self.dim(key, path)
+            if dim is None or leaf.shape[dim] % self.parts == 0:
+                return leaf
+            widths = [(0, -n % self.parts * (d == dim)) for d, n in enumerate(leaf.shape)]
+            return Padded(jnp.pad(leaf, widths), dim, leaf.shape[dim])
+
+        return {
+            key: jax.tree_util.tree_map_with_path(lambda p, a, k=key: padded(k, p, a), tree)
+            for key, tree in params.items()
+        }
+
+    def shares(self, key: str, placed: PyTree) -> PyTree:
+        """The parts of whole placed parameters, leaves [parts, ...]; those that are not cut are the
+        same for all.
+        """
+
+        def share(path: Any, leaf: Any) -> Any:
+            dim = self.dim(key, path)
+            array = leaf.array if is_padded(leaf) else leaf
+            if dim is None:
+                return jnp.broadcast_to(array, (self.parts, *array.shape))
+            return jnp.stack(jnp.split(array, self.parts, dim))
+
+        return jax.tree_util.tree_map_with_path(share, placed, is_leaf=is_padded)
+
+    def sizes(self, key: str, placed: PyTree, *, parts: int | None = None) -> PyTree:
+        """For each parameter, given one of `parts` parts of it, the whole length of the dim that is
+        cut; 0 where none is.
+        """
+        count = self.parts if parts is None else parts
+
+        def size(path: Any, leaf: Any) -> int:
+            if is_padded(leaf):
+                return int(leaf.size)
+            dim = self.dim(key, path)
+            return 0 if dim is None else int(leaf.shape[dim]) * count
+
+        return jax.tree_util.tree_map_with_path(size, placed, is_leaf=is_padded)
+
+
 # How JAX writes the axes over which an array varies.
 _VARYING = r"\{V:([^}]*)\}"
 _SPLIT = (
-    "the pipe axis and the data axes are manual inside a pipeline's functions, and other axes are "
-    "the partitioner's"
+    "the pipe axis and the data axes are manual inside a pipeline's functions (each device has its "
+    "own stage and rows), and other axes are the partitioner's"
+)
+_CONSTRAINT = (
+    "constrains the sharding of an array by a mesh axis that is not left to the partitioner, or on "
+    f"a mesh of its own: {_SPLIT}, so a PartitionSpec without a mesh names others only. Remove the "
+    "pipe axis and the data axes from it; without other axes, remove the call"
+)
+_SHARD_MAP = (
+    f"calls jax.shard_map with a mesh of its own, or over a manual axis: {_SPLIT}. Remove mesh=, "
+    "name only the partitioner's axes in axis_names= and in the specs, and call the function "
+    "without shard_map where it needs the data axes alone"
 )
 # What to remove from a function, by a part of JAX's message.
 _ADVICE = {
-    "can only refer to Auto axes": "constrains the sharding of an array by a mesh axis that is "
-    "not left to the partitioner: inside a pipeline's functions the pipe axis and data_axes are "
-    "manual (each device has its own stage and rows), so a PartitionSpec names others only, by "
-    "itself or in a NamedSharding of `pipe.mesh`. Remove the pipe axis and the data axes from it; "
-    "without other axes, remove the call",
-    _OTHER_MESH: f"constrains the sharding of an array on a mesh of its own: {_SPLIT}. Give "
-    "with_sharding_constraint a PartitionSpec without a mesh, and remove the pipe axis and the "
-    "data axes from it",
-    _OTHER_SHARD_MAP: "calls jax.shard_map with a mesh of its own, or over a manual axis: "
-    f"{_SPLIT}. Remove mesh=, name only the partitioner's axes in axis_names= and in the specs, "
-    "and call the function without shard_map where it needs the data axes alone",
+    "can only refer to Auto axes": _CONSTRAINT,
+    "should match the mesh of sharding": _CONSTRAINT,
+    "should match the mesh passed to shard_map": _SHARD_MAP,
     "cannot contain axis names that are of type Auto or Manual": "gives an array an explicit "
     f"sharding: {_SPLIT}. Remove jax.reshard and out_sharding=; for an axis of the partitioner "
     "write jax.lax.with_sharding_constraint(x, PartitionSpec(...))",
-    "Going from `Manual` AxisType": "changes the types of mesh axes: "
-    f"{_SPLIT}. Remove jax.sharding.auto_axes and explicit_axes, and call the function inside "
-    "directly",
+    "Going from `Manual` AxisType": f"changes the types of mesh axes: {_SPLIT}. Remove "
+    "jax.sharding.auto_axes and explicit_axes, and call the function inside directly",
 }
 
 
@@ -58,7 +265,7 @@ def refusal(name: str, error: Exception) -> PipelineError | None:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     varying = re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))
     if advice is None and not {*manual}.isdisjoint(varying):
-        advice = _ADVICE[_OTHER_SHARD_MAP]
+        advice = _SHARD_MAP
     if advice is None:
         return None
     return PipelineError(f"`{name}` {advice} ({text.splitlines()[0]})")
@@ -77,28 +284,9 @@ def refusing(name: str) -> Iterator[None]:
         raise
 
 
-def check_returned(name: str, found: PyTree) -> None:
-    """PipelineError where a function returns an array of another mesh, or one that varies over a
-    manual axis.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    for leaf in jax.tree.leaves(found) if mesh.manual_axes else ():
-        aval = getattr(leaf, "aval", None)
-        own = getattr(aval, "sharding", None)
-        if varying := getattr(getattr(aval, "manual_axis_type", None), "varying", ()):
-            raise PipelineError(
-                f"`{name}` {_ADVICE[_OTHER_SHARD_MAP]} (it returns an array that varies over "
-                f"{', '.join(sorted(varying))})"
-            )
-        if own is not None and not own.mesh.empty and own.mesh != mesh:
-            raise PipelineError(
-                f"`{name}` {_ADVICE[_OTHER_MESH]} (it returns an array on {own.mesh})"
-            )
-
-
 def check_equations(name: str, jaxprs: Sequence[core.Jaxpr]) -> None:
     """PipelineError where an equation names a manual axis in a sharding or in a shard_map."""
-    advice = {"sharding_constraint": _ADVICE[_OTHER_MESH], "shard_map": _ADVICE[_OTHER_SHARD_MAP]}
+    advice = {"sharding_constraint": _CONSTRAINT, "shard_map": _SHARD_MAP}
     for equation in (equation for jaxpr in jaxprs for equation in every_equation(jaxpr)):
         primitive = equation.primitive.name
         if primitive in advice and (axes := _manual_names(equation.params)):
@@ -245,7 +433,7 @@ class Function:
         """
         try:
             own = {name: keywords[name] for name in sorted(self.wants)}
-            results = self.call(*arguments, **own)
+            return self.call(*arguments, **own)
         except PipelineError:
             raise
         except Exception as error:
@@ -263,31 +451,33 @@ class Function:
                 f"traced with ({shapes})"
             )
             raise
-        check_returned(self.name, results)
-        return results
 
-    def loss_of(self, loss: Any) -> Any:
-        """The loss that a stage or a layer returns besides x, as a scalar; PipelineError for what
-        is none.
-
-        None is no loss, and a Python number is one.
+    def results(self, names: Mapping[str, str], out: Any) -> dict[str, Any]:
+        """What the function returned by name; PipelineError where it is not a tuple of as many.
+        `names` say why each must be there.
         """
-        if loss is None:
-            return jnp.zeros((), jnp.float32)
-        try:
-            found = jnp.asarray(loss)
-        except (TypeError, ValueError):
-            what: Any = jax.tree.structure(loss)
-        else:
-            dtype = found.dtype
-            number = jnp.issubdtype(dtype, jnp.integer) and jax.typeof(found).weak_type
-            if found.shape == () and (number or jnp.issubdtype(dtype, jnp.floating)):
-                # Half a precision ends at 65504, and losses are summed.
-                return summable(found)
-            what = f"{dtype}{list(found.shape)}"
-        raise PipelineError(
-            f"`{self.name}` must return a floating scalar as its loss; it returns {what}"
-        )
+        out = (out,) if len(names) == 1 else out
+        if not isinstance(out, tuple) or len(out) != len(names):
+            raise PipelineError(
+                f"`{self.name}` must return ({', '.join(names)}), since "
+                f"{' and '.join(filter(None, names.values()))}; it returns "
+                f"{jax.tree.structure(out)}"
+            )
+        return dict(zip(names, out, strict=True))
+
+    def loss_of(self, loss: Any, advice: str = "") -> Any:
+        """A loss that the function returned, as a scalar; PipelineError for what is none.  A Python
+        number is one.
+        """
+        found = jnp.asarray(loss) if jax.tree_util.all_leaves([loss]) else jnp.zeros(0)
+        number = jnp.issubdtype(found.dtype, jnp.integer) and jax.typeof(found).weak_type
+        if found.shape or not (number or jnp.issubdtype(found.dtype, jnp.floating)):
+            raise PipelineError(
+                f"`{self.name}` must return a floating scalar as its loss; it returns "
+                f"{described(loss)}{advice}"
+            )
+        # Half a precision ends at 65504, and losses are summed.
+        return summable(found)
 
 
 def _place(call: Callable[..., Any]) -> str:

@@ -1,22 +1,249 @@
-"""The user's `first`, `stages` and `last` as a pipeline runs them, and the inputs of each
-microbatch.
+"""The user's `first`, `stages` and `last` as a pipeline runs them, the inputs of each microbatch,
+and the rows that pass between slices of a sequence.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from ..arrays import PyTree, summable, zeros_of
+from ..arrays import (
+    PyTree,
+    array_faults,
+    by_index,
+    described,
+    path_text,
+    shapes_of,
+    summable,
+    zeros_of,
+)
 from ..errors import PipelineError
-from .calls import Context, Function
-from .slices import Ledger, Positioned, join_slices, positions, split_slices
-from .spread import Cuts
+from .calls import Context, Cuts, Function
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("batch", "position"),
+    meta_fields=("room",),
+)
+@dataclass(frozen=True)
+class Positioned:
+    """A batch whose sequences go on at a position of their cache.
+
+    Attributes:
+        batch: the user's, whole or by microbatch.
+        position: that of each sequence's first row of time, [sequences].
+        room: positions that the buffers of the cache have.
+    """
+
+    batch: PyTree
+    position: Any
+    room: int
+
+
+def has_time(path: tuple[Any, ...], time: tuple[str, ...]) -> bool:
+    """Whether a leaf of the batch is named in `time`: by its path, or by the first part of it."""
+    name = path_text(path)
+    return name in time or name.split("/")[0] in time
+
+
+def split_batch(batch: PyTree, count: int, slices: int = 1, time: tuple[str, ...] = ()) -> PyTree:
+    """Leaves [rows, ...] -> [count, rows / sequences, ...], rows in order: entry m is slice m %
+    slices of sequence m // slices.  Leaves without a time axis are the same for all slices of a
+    sequence.
+    """
+    sequences = count // slices
+
+    def split(path: tuple[Any, ...], leaf: Any) -> Any:
+        rows = leaf.reshape(sequences, leaf.shape[0] // sequences, *leaf.shape[1:])
+        if slices == 1:
+            return rows
+        if not has_time(path, time):
+            return jnp.repeat(rows, slices, axis=0)
+        length = leaf.shape[1] // slices
+        cut = rows.reshape(*rows.shape[:2], slices, length, *leaf.shape[2:])
+        return jnp.moveaxis(cut, 2, 1).reshape(count, rows.shape[1], length, *leaf.shape[2:])
+
+    return jax.tree_util.tree_map_with_path(split, batch)
+
+
+def positions(batch: PyTree, time: tuple[str, ...], axis: int = 1) -> int:
+    """The positions of time of a batch; `axis` 2: of a slice, where the batch is cut."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return int(next(np.shape(leaf)[axis] for path, leaf in leaves if has_time(path, time)))
+
+
+def batch_faults(batch: PyTree, count: int, *, data_shards: int = 1) -> list[str]:
+    """Faults of a batch whose rows are cut into `count` microbatches on each data shard."""
+    shapes = {name: np.shape(leaf) for name, leaf in by_index(batch, "batch").items()}
+    if not shapes:
+        return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
+    if faults := array_faults(batch, "batch"):
+        return faults
+    faults, scalars = [], [name for name, shape in shapes.items() if not shape]
+    if scalars:
+        faults = [
+            f"{len(scalars)} leaves of the batch are plain numbers, {scalars[0]} the first of "
+            "them: lists are trees to JAX; make arrays of them, jax.numpy.asarray([...]), with a "
+            "leading axis of rows (close over values that all rows share, or put them under "
+            '"shared")'
+        ]
+    shards = f" x {data_shards} data shards" if data_shards > 1 else ""
+    into = f"{count} microbatches{shards}"
+    return faults + _cut_faults(shapes, 0, count * data_shards, "rows", into)
+
+
+def time_faults(
+    batch: PyTree, slices: int, time: tuple[str, ...], *, always: bool = False
+) -> list[str]:
+    """Faults of a batch whose leaves in `time` are cut along axis 1; `always`: one slice too."""
+    if slices == 1 and not always:
+        return []
+    if not time:
+        several = f"the schedule has {slices} slices a sequence"
+        return [
+            f"{several if slices > 1 else 'a cache has a time'}; name the leaves of the batch that "
+            'have a time axis (axis 1): jaxpipe.Model(..., time=("tokens", "targets"))'
+        ]
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    absent = [name for name in time if not any(has_time(path, (name,)) for path, _ in leaves)]
+    timed = [(jax.tree_util.keystr(p), leaf) for p, leaf in leaves if has_time(p, time)]
+    shapes = {f"batch{name}": np.shape(leaf) for name, leaf in timed}
+    faults = [f"the batch has no {name!r}, which time= of the model names" for name in absent]
+    faults += [
+        f"{name} has shape {list(shape)}; a leaf in time= needs axis 1, of time"
+        for name, shape in shapes.items()
+        if len(shape) < 2
+    ]
+    return faults + _cut_faults(shapes, 1, slices, "positions of time", f"{slices} equal slices")
+
+
+def _cut_faults(
+    shapes: Mapping[str, tuple[int, ...]], axis: int, parts: int, what: str, into: str
+) -> list[str]:
+    """Leaves that are not cut into equal parts along an axis, or have other lengths there."""
+    lengths = {name: shape[axis] for name, shape in shapes.items() if len(shape) > axis}
+    faults = [
+        f"{name} has {n} {what}, which do not divide into {into}; use "
+        f"{max(1, round(n / parts)) * parts} {what}"
+        for name, n in lengths.items()
+        if not n or n % parts
+    ]
+    if len(set(lengths.values())) > 1:
+        every = ", ".join(f"{name} has {n} {what}" for name, n in lengths.items())
+        faults.append(f"leaves of the batch have different lengths: {every}")
+    return faults
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _in_place(buffer: Any, rows: Any, offset: Any, size: int, axis: int) -> tuple[Any, Any]:
+    """Return a buffer that has the rows already: once to read, once to leave for later slices.
+
+    The gradient of the rows is their part of the buffer's gradient.  Every slice that read the rows
+    has added to it.
+    """
+    return buffer, buffer
+
+
+def _forwards(
+    buffer: Any, rows: Any, offset: Any, size: int, axis: int
+) -> tuple[tuple[Any, Any], Any]:
+    return (buffer, buffer), offset
+
+
+def _backwards(size: int, axis: int, offset: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    total = cotangents[1] + cotangents[0]
+    return total, lax.dynamic_slice_in_dim(total, offset, size, axis), None
+
+
+_in_place.defvjp(_forwards, _backwards)
+
+
+@dataclass
+class Ledger:
+    """The rows that a stage appends while it is traced.
+
+    With a `room` the buffers are a cache's: they outlive a call, and `before` has them for all
+    sequences, [sequences, ...].
+    """
+
+    # buffers by name; None while their shapes are inferred
+    before: Mapping[str, Any] | None
+    number: Any  # of the slice; with a cache the position of its first row
+    slices: int = 1
+    # buffers have the rows of this slice already: the executor writes them
+    holds: bool = False
+    room: int = 0  # positions of a cache's buffers
+    sequence: Any = None  # of a cache
+    prefix: str = ""  # of names
+    rows: dict[str, Any] = field(default_factory=dict)
+    buffers: dict[str, Any] = field(default_factory=dict)
+
+    def again(self) -> Ledger:
+        """An empty ledger, for a function that is traced by itself."""
+        return replace(self, rows={}, buffers={})
+
+    def of_layer(self, place: int) -> Ledger:
+        """The same ledger for one layer of the stage: layers share no names."""
+        return replace(self, prefix=f"{place}/")
+
+    def append(self, name: str, rows: Any, axis: int) -> Any:
+        """Return the whole buffer; PipelineError for a used name or other shapes."""
+        rows, name = jnp.asarray(rows), self.prefix + name
+        if name in self.rows:
+            raise PipelineError(
+                f"ctx.append({name!r}, ...) is called twice in a stage; "
+                "give each buffer its own name"
+            )
+        if not -rows.ndim <= axis < rows.ndim:
+            raise PipelineError(
+                f"ctx.append({name!r}, rows, axis={axis}) has no such axis: the rows have shape "
+                f"{list(rows.shape)}"
+            )
+        axis %= rows.ndim
+        room = self.room or self.slices * rows.shape[axis]
+        shape = (*rows.shape[:axis], room, *rows.shape[axis + 1 :])
+        buffer: Any = jnp.zeros(shape, rows.dtype) if self.before is None else self.before.get(name)
+        own = None if buffer is None else (buffer.shape[int(self.of_cache) :], buffer.dtype)
+        if own != (shape, rows.dtype):
+            raise PipelineError(
+                f"ctx.append({name!r}, ...) of rows {described(rows)} finds a buffer of "
+                f"{described(buffer)}; each slice of a sequence appends rows of the same name, "
+                f"shape and dtype, and the buffer has room for {room} of them"
+            )
+        self.rows[name] = rows
+        whole, self.buffers[name] = self._written(buffer, rows, axis)
+        return whole
+
+    @property
+    def of_cache(self) -> bool:
+        """Whether buffers are those of all sequences of a cache."""
+        return self.room > 0 and self.before is not None
+
+    def _written(self, buffer: Any, rows: Any, axis: int) -> tuple[Any, Any]:
+        """The buffer with the rows: once to read, once to leave for later slices."""
+        if self.of_cache:
+            starts = [jnp.int32(0)] * rows.ndim
+            starts[axis] = self.number
+            buffer = lax.dynamic_update_slice(buffer, rows[None], [self.sequence, *starts])
+            own = lax.dynamic_index_in_dim(buffer, self.sequence, 0, keepdims=False)
+            return own, buffer
+        offset = self.number * rows.shape[axis]
+        if not self.holds:
+            buffer = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
+        elif jnp.issubdtype(rows.dtype, jnp.inexact):
+            both: tuple[Any, Any] = _in_place(buffer, rows, offset, rows.shape[axis], axis)
+            return both
+        return buffer, buffer
+
 
 # The arguments of a function besides parameters and x, by name.
 Extra: TypeAlias = "dict[str, PyTree]"
@@ -43,38 +270,6 @@ class Loss(enum.Enum):
 def with_aux(loss: Any, aux: Sequence[PyTree]) -> Any:
     """A loss as `jax.grad` takes it: alone, or with other results for `has_aux=True`."""
     return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
-
-
-def split_batch(batch: PyTree, count: int, slices: int = 1, time: tuple[str, ...] = ()) -> PyTree:
-    """Leaves [rows, ...] -> [M, rows / M, ...], rows in order; see `split_slices` for slices."""
-    if slices > 1:
-        return split_slices(batch, count, slices, time)
-    return jax.tree.map(
-        lambda leaf: leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:]), batch
-    )
-
-
-def make_extra(
-    batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str], slices: int = 1
-) -> Extra:
-    """The microbatch's rows of the batch and the context, those of them that are wanted."""
-    extra: Extra = {}
-    keys: dict[str, Any] = {}
-    position, fold = None, jax.random.fold_in
-    if isinstance(batch, Positioned):
-        batch, position = batch.batch, batch.position[microbatch // slices]
-    if "microbatch" in wants:
-        extra["microbatch"] = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
-        )
-    if "ctx" in wants:
-        if rng is not None:
-            keys["rng"] = fold(fold(rng, stage), microbatch)
-            keys["microbatch_rng"] = fold(rng, microbatch)
-        if rng is not None and slices > 1:
-            keys["sequence_rng"] = fold(rng, microbatch // slices)
-        extra["ctx"] = Context(stage, microbatch, offset=position, **keys)
-    return extra
 
 
 @dataclass(frozen=True)
@@ -125,6 +320,28 @@ class Functions:
             return replace(batch, batch=self.split(batch.batch, count))
         return split_batch(batch, count, self.slices, self.time)
 
+    def extra(
+        self, batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]
+    ) -> Extra:
+        """The microbatch's rows of the batch and the context, those of them that are wanted."""
+        extra: Extra = {}
+        keys: dict[str, Any] = {}
+        position, fold = None, jax.random.fold_in
+        if isinstance(batch, Positioned):
+            batch, position = batch.batch, batch.position[microbatch // self.slices]
+        if "microbatch" in wants:
+            extra["microbatch"] = jax.tree.map(
+                lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
+            )
+        if "ctx" in wants:
+            if rng is not None:
+                keys["rng"] = fold(fold(rng, stage), microbatch)
+                keys["microbatch_rng"] = fold(rng, microbatch)
+            if rng is not None and self.slices > 1:
+                keys["sequence_rng"] = fold(rng, microbatch // self.slices)
+            extra["ctx"] = Context(stage, microbatch, offset=position, **keys)
+        return extra
+
     def for_batch(self, batch: PyTree) -> Functions:
         """The same functions, for a batch that is cut."""
         rows = batch.batch if isinstance(batch, Positioned) else batch
@@ -138,10 +355,21 @@ class Functions:
         return self.slices > 1 or self.room > 0
 
     def join(self, outputs: PyTree) -> PyTree:
-        """What the last stage returned for each microbatch, by whole sequences."""
-        if self.slices == 1:
-            return outputs
-        return join_slices(outputs, self.slices, self.length)
+        """What the last stage returned for each microbatch, by whole sequences: leaves [M, rows,
+        ...] of slices -> [M / slices, rows, ...].
+
+        A leaf whose third axis has the length of a slice becomes whole sequences.  Of another leaf
+        the last slice is kept.
+        """
+
+        def join(leaf: Any) -> Any:
+            cut = leaf.reshape(-1, self.slices, *leaf.shape[1:])
+            if leaf.ndim < 3 or leaf.shape[2] != self.length:
+                return cut[:, -1]
+            whole = jnp.moveaxis(cut, 1, 2)
+            return whole.reshape(*whole.shape[:2], self.slices * self.length, *leaf.shape[3:])
+
+        return outputs if self.slices == 1 else jax.tree.map(join, outputs)
 
     def _keywords(
         self, function: Function, extra: Extra, shared: PyTree, ledger: Ledger | None = None
@@ -217,20 +445,19 @@ class Functions:
     def run_whole(
         self, key: str, params: tuple[PyTree, PyTree], x: PyTree, extra: Extra, cuts: Cuts
     ) -> Any:
-        """`first` or `last` with whole parameters (its own, shared), on one device."""
-        if self.spreads_first if key == "first" else self.spreads_last:
-            return self.run_shares(key, cuts.both_shares(key, *params), x, extra)
-        return (self.run_first if key == "first" else self.run_last)(params, x, extra)
+        """`first` or `last` with whole parameters (its own, shared), on one device.
 
-    def run_shares(self, key: str, shares: PyTree, x: PyTree, extra: Extra) -> Any:
-        """A spread `first` or `last` with every device's share of its parameters: a mapped axis is
-        in the place of the mesh's, and results are equal along it.
+        A spread one runs with every device's share of them: a mapped axis is in the place of the
+        mesh's, and results are equal along it.
         """
-        function = self.first if key == "first" else self.last
         run: Any = self.run_first if key == "first" else self.run_last
-        assert function is not None
-        axis = function.context["axis"]
-        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=axis)(*shares)
+        function = self.first if key == "first" else self.last
+        if function is None or function.spread is None:
+            return run(params, x, extra)
+        shares = cuts.shares(key, params[0]), cuts.shares("shared", params[1])
+        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=function.context["axis"])(
+            *shares
+        )
         return jax.tree.map(lambda leaf: leaf[0], every)
 
     def run_first(self, params: PyTree, _x: PyTree, extra: Extra) -> PyTree:
@@ -267,18 +494,12 @@ class Functions:
             keywords["carry"] = self._carry(function, own, x, keywords, before)
         out = function.run(own, x, keywords=keywords)
         passes = [name for name in ("state", "carry") if name in function.wants]
-        names = ["x", *(["loss"] if self.stage_loss else []), *passes]
-        if len(names) == 1:
-            out = (out,)
-        elif not isinstance(out, tuple) or len(out) != len(names):
-            why = ["stage_loss=True"] if self.stage_loss else []
-            why += [f"it takes `{name}`" for name in passes]
-            raise PipelineError(
-                f"`{function.name}` must return ({', '.join(names)}), since {' and '.join(why)}; "
-                f"it returns {jax.tree.structure(out)}"
-            )
-        returned = dict(zip(names, out, strict=True))
-        loss = function.loss_of(returned["loss"]) if self.stage_loss else ()
+        why = {"loss": "stage_loss=True"} if self.stage_loss else {}
+        why |= {name: f"it takes `{name}`" for name in passes}
+        returned = function.results({"x": "", **why}, out)
+        loss: Any = returned.get("loss", ())
+        if self.stage_loss:
+            loss = jnp.zeros((), jnp.float32) if loss is None else function.loss_of(loss)
         for name in passes:
             returned[name] = _same_form(function, name, keywords[name], returned[name])
         state, carry = returned.get("state", ()), returned.get("carry", ())
@@ -345,11 +566,13 @@ class Functions:
         keywords = self._keywords(self.last, extra, shared)
         out = self.last.run(own, y, extra["microbatch"], keywords=keywords)
         metrics: PyTree = ()
-        if self.has_metrics:
-            out, metrics = _pair(out, "(loss, metrics), since has_metrics=True")
         count: PyTree = ()
+        if self.has_metrics:
+            both = {"loss": "", "metrics": "has_metrics=True"}
+            out, metrics = self.last.results(both, out).values()
         if self.loss is Loss.SUM_OVER_COUNT:
-            out, count = _pair(out, "(sum, count), since loss=Loss.SUM_OVER_COUNT")
+            both = {"sum": "", "count": "loss=Loss.SUM_OVER_COUNT"}
+            out, count = self.last.results(both, out).values()
             count = jnp.asarray(count)
             if count.shape != () or jnp.issubdtype(count.dtype, jnp.complexfloating):
                 raise PipelineError(
@@ -357,38 +580,19 @@ class Functions:
                     f"{count.dtype}{list(count.shape)}: take its sum"
                 )
             count = summable(count)
-        if isinstance(out, tuple):
-            raise PipelineError(
-                f"`last` must return a floating scalar loss; it returns a tuple of {len(out)}: "
-                "for (loss, metrics) write "
-                "Model(..., has_metrics=True), for (sum, count) write loss=Loss.SUM_OVER_COUNT"
-            )
-        out = jnp.asarray(out)
-        if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
-            raise PipelineError(
-                "`last` must return a floating scalar loss; it returns "
-                f"{out.dtype}{list(out.shape)}: take its mean, for instance"
-            )
-        return summable(out), {"count": count, "metrics": metrics}
-
-
-def _pair(out: Any, what: str) -> tuple[Any, Any]:
-    """The two results of `last`; PipelineError for anything else."""
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise PipelineError(f"`last` must return {what}; it returns {jax.tree.structure(out)}")
-    return out
+        advice = (
+            "; take its mean, for instance, or write Model(..., has_metrics=True) for (loss, "
+            "metrics), loss=Loss.SUM_OVER_COUNT for (sum, count)"
+        )
+        return self.last.loss_of(out, advice), {"count": count, "metrics": metrics}
 
 
 def _same_form(function: Function, name: str, before: PyTree, after: PyTree) -> PyTree:
     """State or carry as a stage returns it; PipelineError where it is not like the one before."""
-    after = jax.tree.map(jnp.asarray, after)
-
-    def form(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda a: (jnp.shape(a), jnp.result_type(a)), tree)
-
-    if form(before) != form(after):
+    before, after = (jax.tree.map(jnp.asarray, tree) for tree in (before, after))
+    if shapes_of(before) != shapes_of(after):
         raise PipelineError(
-            f"`{function.name}` takes {name} of (shape, dtype) {form(before)} but returns "
-            f"{form(after)}; return the same tree"
+            f"`{function.name}` takes {name} as {described(before)} but returns "
+            f"{described(after)}; return the same tree"
         )
     return after

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, groupby, pairwise, zip_longest
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from ..arrays import PyTree, axis_faults
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..table.placement import Placement
-from .calls import Context, Function
+from .calls import Function
 
 EMBEDDING, LOSS = "E", "L"
 
@@ -64,16 +63,15 @@ class LayerMap:
                 f"with chunks={max(1, layout.num_stages // placement.num_devices)}, or write "
                 f"{placement.num_stages - 1} bars"
             )
-        for letter, where, right in (
-            (EMBEDDING, "the first layer", layout.layers[:1]),
-            (LOSS, "the last layer", layout.layers[-1:]),
+        for letter, end, right in (
+            (EMBEDDING, "first", layout.stages[0][:1]),
+            (LOSS, "last", layout.stages[-1][-1:]),
         ):
             if layout.layers.count(letter) > (right == letter):
-                faults.append(f"{letter} can only be {where} of layout {str(layout)!r}")
-        if layout.stages[0][:1] != EMBEDDING and EMBEDDING in layout.layers:
-            faults.append(f"{EMBEDDING} must be on the first stage of layout {str(layout)!r}")
-        if layout.stages[-1][-1:] != LOSS and LOSS in layout.layers:
-            faults.append(f"{LOSS} must be on the last stage of layout {str(layout)!r}")
+                faults.append(
+                    f"{letter} can only be the {end} layer, and on the {end} stage, of layout "
+                    f"{str(layout)!r}"
+                )
         PipelineError.refuse("the layout does not fit", faults)
         mates_of = {}
         for chunk in zip_longest(*owned):
@@ -192,92 +190,66 @@ def _stage_function(
     wants = frozenset(keyword for run in runs for keyword in layers[run.letter].wants)
 
     def stage(params: PyTree, x: PyTree, **keywords: Any) -> PyTree:
-        losses = []
+        losses: list[Any] = []
         for run in runs:
-            function = layers[run.letter]
-            own = {k: keywords[k] for k in function.wants}
-            before = jnp.array(offsets, jnp.int32)[own["ctx"].stage] if "ctx" in own else 0
-            layer = partial(_layer, function, own, has_loss)
+            layer = _Layer(layers[run.letter], keywords, has_loss)
+            ctx: Any = keywords.get("ctx")
+            takes = "ctx" in layer.function.wants
+            before = jnp.array(offsets, jnp.int32)[ctx.stage] if takes else 0
+            appends = takes and ctx.ledger is not None
             stack = params[run.letter][run.group]
-            x, loss = _run_layers(
-                layer,
-                run,
-                stack,
-                x,
-                before + run.layer,
-                appends="ctx" in own and own["ctx"].ledger is not None,
-            )
-            losses += [] if loss is None else [loss]
+            x, more = _run_layers(layer, run, stack, x, before + run.layer, appends=appends)
+            losses += [loss for loss in more if loss is not None]
         return (x, sum(losses[1:], losses[0]) if losses else None) if has_loss else x
 
     return Function(stage, f"stage of layers {letters!r}", wants)
 
 
-def _layer(
-    function: Function,
-    keywords: Mapping[str, Any],
-    has_loss: bool,
-    x: PyTree,
-    row: PyTree,
-    number: Any,
-    place: int | None = None,
-) -> tuple[PyTree, Any]:
-    """x and the loss of one layer; `number` counts the model's layers, `place` those of a stage
-    that appends rows.
-    """
-    own = dict(keywords)
-    if "ctx" in own:
-        own["ctx"] = _context(own["ctx"], number, place)
-    out = function.run(row, x, keywords=own)
-    if not has_loss:
-        return out, None
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise PipelineError(
-            f"`{function.name}` must return (x, loss), since stage_loss=True; it returns "
-            f"{jax.tree.structure(out)}"
-        )
-    x, loss = out
-    return x, None if loss is None else function.loss_of(loss)
+class _Layer(NamedTuple):
+    """The function of a layer, and the keywords of its stage."""
+
+    function: Function
+    keywords: Mapping[str, Any]
+    has_loss: bool
+
+    def run(self, x: PyTree, row: PyTree, number: Any, place: int = 0) -> tuple[PyTree, Any]:
+        """x and the loss of one layer; `number` counts the model's layers, `place` those of the
+        stage.
+        """
+        function = self.function
+        own = {name: self.keywords[name] for name in function.wants}
+        if "ctx" in own:
+            # its key depends on the layer and the microbatch, not on the stage
+            ctx, key = own["ctx"], own["ctx"].microbatch_rng
+            own["ctx"] = ctx._replace(
+                ledger=None if ctx.ledger is None else ctx.ledger.of_layer(place),
+                layer=number,
+                rng=None if key is None else jax.random.fold_in(key, number),
+            )
+        out = function.run(row, x, keywords=own)
+        if not self.has_loss:
+            return out, None
+        x, loss = function.results({"x": "", "loss": "stage_loss=True"}, out).values()
+        return x, None if loss is None else function.loss_of(loss)
 
 
 def _run_layers(
-    layer: Callable[..., tuple[PyTree, Any]],
-    run: _Run,
-    stack: PyTree,
-    x: PyTree,
-    number: Any,
-    *,
-    appends: bool,
-) -> tuple[PyTree, Any]:
-    """Apply some rows of a stack one after the other; returns the sum of their losses too.
+    layer: _Layer, run: _Run, stack: PyTree, x: PyTree, number: Any, *, appends: bool
+) -> tuple[PyTree, list[Any]]:
+    """Apply some rows of a stack one after the other; returns their losses too, or the sum.
 
     `appends`: no scan, since each layer appends rows to a buffer of its own.
     """
     count = run.stop - run.start
-    if appends:
-        losses: list[Any] = []
+    if appends or run.size == 1:
+        losses = []
         for i in range(count):
             row = jax.tree.map(lambda leaf, at=run.start + i: leaf[at], stack)
-            x, loss = layer(x, row, number + i, place=run.layer + i)
-            losses += [] if loss is None else [loss]
-        return x, jnp.stack(losses).sum() if losses else None
-    if run.size == 1:
-        return layer(x, jax.tree.map(lambda leaf: leaf[0], stack), number)
+            x, loss = layer.run(x, row, number + i if i else number, run.layer + i)
+            losses.append(loss)
+        return x, losses
     if count < run.size:
         stack = jax.tree.map(lambda leaf: leaf[run.start : run.stop], stack)
     rows = stack, number + jnp.arange(count, dtype=jnp.int32)
-    x, each = jax.lax.scan(lambda x, row: layer(x, *row), x, rows)
-    return x, None if each is None else jnp.sum(each)
-
-
-def _context(ctx: Context, number: Any, place: int | None) -> Context:
-    """The context of a layer: its key depends on the layer and the microbatch, not on the stage.
-
-    Layers that are at a `place` of a stage append rows to buffers of their own.
-    """
-    if place is not None:
-        ctx = ctx._replace(ledger=ctx.ledger.of_layer(place))
-    return ctx._replace(
-        layer=number,
-        rng=None if ctx.microbatch_rng is None else jax.random.fold_in(ctx.microbatch_rng, number),
-    )
+    x, each = jax.lax.scan(lambda x, row: layer.run(x, *row), x, rows)
+    return x, [None if each is None else jnp.sum(each)]

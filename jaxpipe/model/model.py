@@ -1,4 +1,6 @@
-"""Model: the functions of a user's model, and its plain loss without a pipeline."""
+"""Model: the functions of a user's model, and its plain loss without a pipeline; the cache of a
+generation.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,22 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, summable
+from ..arrays import PyTree, summable, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.placement import Placement
-from .calls import OUTER_KEYWORDS, Function
-from .functions import Functions, Loss, split_batch, with_aux
+from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread
+from .functions import (
+    Extra,
+    Functions,
+    Loss,
+    batch_faults,
+    split_batch,
+    time_faults,
+    with_aux,
+)
 from .layers import EMBEDDING, LOSS, LayerMap
 from .param_layout import with_outer
-from .plain import Plain
-from .slices import time_faults
-from .spread import Cuts, Spread
 
 Call: TypeAlias = Callable[..., Any]
 _AXIS = "pipe"  # the name of the pipe axis that a spread function finds in `Model.loss`
@@ -189,14 +196,12 @@ class Model:
         """The dims along which parameters of spread functions are cut; those under "shared" only
         where every function that takes them is spread.
         """
-        functions = [f for f in (*stages, *self.outer) if f is not None]
-        ends = {"first": self.outer[0], "last": self.outer[1]}
-        spreads = {key: f.spread for key, f in ends.items() if f is not None and f.spread}
-        dims = {key: spread.dims for key, spread in spreads.items()}
-        takers = [function for function in functions if "shared" in function.wants]
-        if not takers or not all(function.spread for function in takers):
+        ends = dict(zip(("first", "last"), self.outer, strict=True))
+        dims = {key: f.spread.dims for key, f in ends.items() if f is not None and f.spread}
+        takers = [f for f in (*stages, *self.outer) if f is not None and "shared" in f.wants]
+        shared = [f.spread.shared for f in takers if f.spread]
+        if not takers or len(shared) < len(takers):
             return dims
-        shared = [spread.shared for key, spread in spreads.items() if ends[key] in takers]
         if any(one != shared[0] for one in shared):
             raise PipelineError(
                 f"`first` is given jaxpipe.spread(..., shared={shared[0]!r}) and `last` "
@@ -230,13 +235,7 @@ class Model:
         """
         microbatches = slices if microbatches is None else microbatches
         sequences = microbatches // slices
-        rows = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
-        faults = time_faults(batch, slices, self.time)
-        if any(not shape or shape[0] % sequences for shape in rows):
-            faults.append(
-                f"the batch has leaves with leading axes {sorted(rows)}, which do not divide into "
-                f"{sequences} {'microbatches' if slices == 1 else 'sequences'}"
-            )
+        faults = batch_faults(batch, max(1, sequences)) + time_faults(batch, slices, self.time)
         if microbatches % slices:
             faults.append(f"{microbatches} microbatches are no whole sequences of {slices} slices")
         PipelineError.refuse("", faults)
@@ -324,3 +323,84 @@ def _outer(call: Any, name: str, takes: tuple[str, ...]) -> Function | None:
         spread = Spread(call, call.dim, call.dim)
     function = Function.of(spread.call if spread else call, name, OUTER_KEYWORDS, takes=takes)
     return replace(function, spread=spread)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """The functions for a batch, with parameters and rows."""
+
+    functions: Functions
+    cuts: Cuts
+    params: dict[str, PyTree]  # "stages": a tree for each stage, or leaves [S, ...]
+    rows: PyTree  # of each microbatch
+    rng: Any
+    # the stages are one function, and their parameters are leaves [S, ...]
+    stacked: bool
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        if not self.stacked:
+            return len(self.params["stages"])
+        leaves = jax.tree.leaves(self.params["stages"])
+        return int(leaves[0].shape[0]) if leaves else 1
+
+    def begin(self, state: PyTree) -> tuple[PyTree, PyTree]:
+        """State and what passes between slices, of each stage, before the first microbatch."""
+        nothing: PyTree = () if self.stacked else [()] * self.num_stages
+        state = state if self.functions.has_state else nothing
+        if self.functions.slices == 1:
+            return state, nothing
+        (_, carried), _ = jax.eval_shape(self.microbatch, (state, nothing), jnp.int32(0))
+        return state, zeros_of(carried)
+
+    def first(self, index: Any) -> PyTree:
+        """The input of the first stage."""
+        return self._outer("first", (), 0, index)
+
+    def microbatch(
+        self, passed: tuple[PyTree, PyTree], index: Any
+    ) -> tuple[tuple[PyTree, PyTree], tuple[Any, PyTree]]:
+        """State, what passes between slices, and the number of a microbatch -> both after it,
+        (loss, {"count", "metrics"}).
+        """
+        x, of_stages, passed = self.stages(self.first(index), index, passed)
+        loss, aux = self._outer("last", x, self.num_stages - 1, index)
+        return passed, (loss + of_stages, aux)
+
+    def stages(self, x: PyTree, index: Any, passed: PyTree) -> tuple[PyTree, Any, PyTree]:
+        """x after all stages, the sum of their losses, and what each leaves; `passed` are their
+        states and what the slice before left.
+        """
+        functions, shared = self.functions, self.params["shared"]
+
+        def stage(x: PyTree, row: PyTree, at: int = 0) -> tuple[PyTree, PyTree]:
+            number, own, (state, carried) = row
+            function = functions.stages[at]
+            extra = self._extra(number, index, function.wants_arrays) | {"carried": carried}
+            extra |= {"state": state} if "state" in function.wants else {}
+            y, returned = functions.run_stage(at, (own, shared), x, extra)
+            loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
+            left = returned.carried if functions.passes else ()
+            return y, (loss, (returned.state, left))
+
+        if self.stacked:
+            numbers = jnp.arange(self.num_stages, dtype=jnp.int32)
+            x, (losses, after) = jax.lax.scan(stage, x, (numbers, self.params["stages"], passed))
+            return x, jnp.sum(losses), after
+        results = []
+        for s, row in enumerate(zip(self.params["stages"], zip(*passed, strict=True), strict=True)):
+            x, result = stage(x, (s, *row), s)
+            results.append(result)
+        losses, after = zip(*results, strict=True)
+        states, carried = zip(*after, strict=True)
+        return x, sum(losses), ([*states], [*carried])
+
+    def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> Extra:
+        return self.functions.extra(self.rows, self.rng, jnp.int32(stage), index, wants)
+
+    def _outer(self, key: str, x: PyTree, stage: int, index: Any) -> Any:
+        """`first` or `last`."""
+        params = self.params[key], self.params["shared"]
+        extra = self._extra(stage, index, OUTER_WANTS)
+        return self.functions.run_whole(key, params, x, extra, self.cuts)

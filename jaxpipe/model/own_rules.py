@@ -17,8 +17,8 @@ from jax.extend import core
 
 from ..arrays import Params, PyTree, by_path, wider
 from ..errors import PipelineError
-from ..jaxprs.flatten import flatten
-from .leaf_plan import leaf_plans
+from ..jaxprs.equations import flatten
+from .partition import leaf_plans
 
 # The texts of the equations that matter to one parameter alone, by path.
 Rules: TypeAlias = "dict[str, tuple[str, ...]]"

@@ -19,10 +19,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import DictKey
 
 from ..arrays import PyTree, by_path, zeros_of
-from ..errors import PipelineError
 from ..jaxprs.entry import Entry, Part
 from ..jaxprs.slots import Piece
-from .mesh import jit_on_mesh
+from .settings import jit_on_mesh
 
 
 class Place(NamedTuple):
@@ -39,16 +38,13 @@ class Place(NamedTuple):
         """The leaf out of the shared buffer's."""
         return Piece(leaf, self.start, self.entry).load() if self.flat else leaf
 
-    def raveled(self, value: Any) -> Any:
-        """The leaf as it is in a buffer."""
-        return self.entry.ravel(self.entry.pack(value))
-
     def put(self, leaf: Any, value: Any) -> Any:
         """The shared buffer's leaf with this value in its place."""
-        value = value.astype(leaf.dtype)
+        value = jnp.asarray(value).astype(leaf.dtype)
         if not self.flat:
             return value
-        return lax.dynamic_update_slice_in_dim(leaf, self.raveled(value), self.start, axis=-1)
+        raveled = self.entry.ravel(self.entry.pack(value))
+        return lax.dynamic_update_slice_in_dim(leaf, raveled, self.start, axis=-1)
 
 
 Places: TypeAlias = "tuple[Place, ...]"
@@ -117,6 +113,8 @@ class InBuffer(NamedTuple):
 
     group: Group
     parts: tuple[Part, ...] = ()
+    multiple: int = 1  # of which a buffer's length is, as an axis splits it
+    pinned: bool = False  # there are axes that the partitioner may split over
 
     @property
     def axes(self) -> tuple[tuple[tuple[str, ...], int], ...]:
@@ -124,6 +122,15 @@ class InBuffer(NamedTuple):
         leaves of a buffer.
         """
         return tuple((part.axes, part.count) for part in self.parts)
+
+
+# How a parameter of some dtype may be stored.
+Kept: TypeAlias = "Callable[[Parameter, Any], InBuffer]"
+
+
+def alone(_parameter: Parameter, _dtype: Any) -> InBuffer:
+    """An array for each leaf."""
+    return InBuffer(Group.ALONE)
 
 
 class Buffer(NamedTuple):
@@ -137,17 +144,16 @@ class Buffer(NamedTuple):
     name: str
     size: int  # of each part
     leaves: tuple[tuple[str, InBuffer], ...]  # by name; of one group and the same axes
-    pinned: bool = False  # there are axes that the partitioner may split over
 
     @property
-    def group(self) -> Group:
-        """The group of the leaves."""
-        return self.leaves[0][1].group
+    def kept(self) -> InBuffer:
+        """What its leaves have in common."""
+        return self.leaves[0][1]
 
     @property
     def spec(self) -> PartitionSpec:
         """How the partitioner splits the array."""
-        return PartitionSpec(*(axes for axes, _ in self.leaves[0][1].axes), None)
+        return PartitionSpec(*(axes for axes, _ in self.kept.axes), None)
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ class ChunkLayout:
         found: dict[str, Place] = {}
         for buffer in self.buffers:
             entries = [
-                (name, Entry(shapes[name], kept.parts, pinned=pinned and buffer.pinned))
+                (name, Entry(shapes[name], kept.parts, pinned=pinned and kept.pinned))
                 for name, kept in buffer.leaves
                 if name in shapes
             ]
@@ -229,20 +235,16 @@ class ChunkLayout:
         self, form: TreeForm, values: Sequence[Any], *, pinned: bool = False
     ) -> dict[str, Any]:
         """The inverse: those of one device's arrays in which the stage has leaves."""
-        by_array: dict[str, list[tuple[Place, Any]]] = {}
+        found: dict[str, Any] = {}
         for place, value in zip(self.places(form, pinned=pinned), values, strict=True):
-            by_array.setdefault(self.names[place.at], []).append((place, value))
-        return {name: self._row(name, own) for name, own in by_array.items()}
-
-    def _row(self, name: str, own: list[tuple[Place, Any]]) -> Any:
-        """One device's array."""
-        buffer = self.of(name)
-        if buffer is None or is_missing(own[0][1]):
-            return own[0][1]
-        own = sorted(own, key=lambda pair: pair[0].start)
-        row = jnp.concatenate([p.raveled(jnp.asarray(value)) for p, value in own], axis=-1)
-        rest = buffer.size - row.shape[-1]
-        return jnp.pad(row, [*((0, 0) for _ in row.shape[1:]), (0, rest)])
+            name = self.names[place.at]
+            buffer = self.of(name)
+            if buffer is not None and not is_missing(value):
+                shape, dtype = (*place.entry.counts, buffer.size), jax.typeof(value).dtype
+                before = found[name] if name in found else jnp.zeros(shape, dtype)
+                value = place.put(before, value)
+            found[name] = value
+        return found
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -280,24 +282,6 @@ class Packed:
         form = self.layout.forms[device]
         rows = jax.tree.map(lambda leaf: leaf[device], self.leaves)
         return jax.tree.unflatten(form.tree, self.layout.values(form, rows))
-
-
-def on_one_device(chunk: PyTree) -> PyTree:
-    """A chunk on one device, with the shapes that leaves outside of buffers have there: a leaf that
-    is split over data axes has its own part.
-    """
-    if not isinstance(chunk, Packed):
-        return chunk
-    layout = chunk.layout
-    own = {
-        name: np.shape(leaf)
-        for name, leaf in chunk.leaves.items()
-        if not is_missing(leaf) and layout.of(name) is None
-    }
-    forms = (
-        replace(form, shapes=tuple(map(own.get, form.names, form.shapes))) for form in layout.forms
-    )
-    return Packed(chunk.leaves, replace(layout, forms=tuple(forms)))
 
 
 def is_missing(node: PyTree) -> bool:
@@ -354,120 +338,89 @@ def _by_leaf(
         yield from zip(form.names, own, strict=True)
 
 
-def _alone(_parameter: Parameter, _dtype: Any) -> InBuffer:
-    return InBuffer(Group.ALONE)
-
-
-@dataclass(frozen=True)
-class Packing:
-    """The rule by which a chunk of unlike stages is laid out.
+def chunk_layout(
+    stages: Sequence[PyTree | None], numbers: Sequence[int], kept: Kept, *, layered: bool = False
+) -> ChunkLayout:
+    """The layout of one chunk: its stages by device (arrays or shapes), and their numbers in the
+    model.
 
     Leaves of one group and dtype that are split over the same axes may be in one buffer.  Where
-    stages give one path leaves that may not be together, as one of them is frozen, these have names
-    of their own.
+    stages give one path leaves that may not be together, as one of them is frozen or of another
+    dtype, these have names of their own.
     """
-
-    kept: Callable[[Parameter, Any], InBuffer] = _alone  # of a parameter and its dtype
-    multiple: int = 1  # of which a buffer's length is, as an axis splits it
-    pinned: bool = False  # there are axes that the partitioner may split over
-    layered: bool = False  # stages are made of layers
-
-    def layout(self, stages: Sequence[PyTree | None], numbers: Sequence[int]) -> ChunkLayout:
-        """The layout of one chunk: its stages by device (arrays or shapes), and their numbers in
-        the model.
-
-        Raises:
-            PipelineError: leaves of a path have different dtypes.
-        """
-        forms = list(map(TreeForm.of, stages))
-        dtypes = [[jax.typeof(leaf).dtype for leaf in jax.tree.leaves(stage)] for stage in stages]
-        _check_dtypes(_by_leaf(forms, dtypes))
-        kept = [
-            list(map(self.kept, form.parameters(number, layered=self.layered), own))
-            for form, number, own in zip(forms, numbers, dtypes, strict=True)
-        ]
-        named = with_distinct_names(forms, kept)
-        buffers = self._buffers(named, dict(_by_leaf(named, kept)), dict(_by_leaf(named, dtypes)))
-        return ChunkLayout(named, tuple(buffers))
-
-    def _buffers(
-        self, forms: Sequence[TreeForm], kept: Mapping[str, InBuffer], dtypes: Mapping[str, Any]
-    ) -> Iterator[Buffer]:
-        """The buffers of stages that share a chunk, where these are smaller than an array for each
-        leaf; and one for each leaf whose shapes differ.
-
-        Leaves that all stages have alike take no less room together, so each stays by itself.
-        """
-        known = [form for form in forms if form.names]
-        shapes: dict[str, list[tuple[int, ...]]] = {}
-        for name, shape in _by_leaf(forms, [form.shapes for form in forms]):
-            shapes.setdefault(name, []).append(shape)
-        groups: dict[Any, list[str]] = {}
-        for name in sorted(shapes):
-            if len(shapes[name]) < len(known) or len(set(shapes[name])) > 1:
-                how, alone = kept[name], name if kept[name].group is Group.ALONE else ""
-                groups.setdefault((dtypes[name], how.group, how.axes, alone), []).append(name)
-
-        def length(name: str, shape: tuple[int, ...]) -> int:
-            return Entry(shape, kept[name].parts).length
-
-        def buffer(name: str, leaves: Sequence[str]) -> Buffer:
-            most = max(
-                sum(length(*one) for one in _by_leaf([form], [form.shapes]) if one[0] in leaves)
-                for form in known
+    forms = list(map(TreeForm.of, stages))
+    kinds = [
+        [
+            (kept(own, dtype := jax.typeof(leaf).dtype), dtype)
+            for own, leaf in zip(
+                form.parameters(number, layered=layered), jax.tree.leaves(stage), strict=True
             )
-            size = math.ceil(most / self.multiple) * self.multiple
-            return Buffer(name, size, tuple((leaf, kept[leaf]) for leaf in leaves), self.pinned)
-
-        word = "buffer"
-        while any(name.startswith(word) for name in shapes):
-            word += "_"
-        for number, leaves in enumerate(groups.values()):
-            shared = buffer(f"{word} {number}", leaves)
-            if shared.size < sum(max(length(n, shape) for shape in shapes[n]) for n in leaves):
-                yield shared
-            else:
-                yield from (buffer(n, [n]) for n in leaves if len(set(shapes[n])) > 1)
-
-    def faults(
-        self,
-        inside: Sequence[tuple[Parameter, InBuffer | None]],
-        dtype: Any,
-        buffer: Buffer | None,
-    ) -> list[str]:
-        """Why an array (a buffer, or that of one leaf) that was placed by another rule cannot be
-        used with this one; `inside` are the parameters that are in it, and how.
-        """
-        alike = self.kept(inside[0][0], dtype)
-        odd = [own for own, how in inside if self.kept(own, dtype) != (how or alike)]
-        fits = buffer is None or (buffer.pinned == self.pinned and buffer.size % self.multiple == 0)
-        if fits and not odd:
-            return []
-        first, *others = dict.fromkeys([inside[0][0], *odd, *(own for own, _ in inside)])
-        where = f"with {others[0].path!r}" if others else "as it is not split here"
-        return [
-            f"{first.path!r} is stored in one array {where}, but frozen=, specs= or the mesh axes "
-            "of this pipeline keep it apart; bring them over with the pipeline that placed them as "
-            "`old`: new.place(old.canonical(...))"
         ]
-
-
-# An array for each leaf.
-ALONE = Packing()
-
-
-def _check_dtypes(dtypes: Iterator[tuple[str, Any]]) -> None:
-    """PipelineError where stages give one path several dtypes."""
-    found: dict[str, set[str]] = {}
-    for path, dtype in dtypes:
-        found.setdefault(path, set()).add(str(dtype))
-    faults = [
-        f"parameters {path!r} of stages that share a chunk are {' and '.join(sorted(names))}; "
-        "give them one dtype"
-        for path, names in found.items()
-        if len(names) > 1
+        for form, number, stage in zip(forms, numbers, stages, strict=True)
     ]
-    PipelineError.refuse("", faults)
+    named = with_distinct_names(forms, kinds)
+    return ChunkLayout(named, tuple(_buffers(named, dict(_by_leaf(named, kinds)))))
+
+
+def _buffers(
+    forms: Sequence[TreeForm], kinds: Mapping[str, tuple[InBuffer, Any]]
+) -> Iterator[Buffer]:
+    """The buffers of stages that share a chunk, where these are smaller than an array for each
+    leaf; and one for each leaf whose shapes differ.  `kinds` are how leaves are stored, and dtypes.
+
+    Leaves that all stages have alike take no less room together, so each stays by itself.
+    """
+    known = [form for form in forms if form.names]
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    for name, shape in _by_leaf(forms, [form.shapes for form in forms]):
+        shapes.setdefault(name, []).append(shape)
+    groups: dict[Any, list[str]] = {}
+    for name in sorted(shapes):
+        if len(shapes[name]) < len(known) or len(set(shapes[name])) > 1:
+            how, dtype = kinds[name]
+            by_itself = name if how.group is Group.ALONE else ""
+            groups.setdefault((dtype, how.group, how.axes, by_itself), []).append(name)
+
+    def length(name: str, shape: tuple[int, ...]) -> int:
+        return Entry(shape, kinds[name][0].parts).length
+
+    def buffer(name: str, leaves: Sequence[str]) -> Buffer:
+        most = max(
+            sum(length(*one) for one in _by_leaf([form], [form.shapes]) if one[0] in leaves)
+            for form in known
+        )
+        multiple = kinds[leaves[0]][0].multiple
+        size = math.ceil(most / multiple) * multiple
+        return Buffer(name, size, tuple((leaf, kinds[leaf][0]) for leaf in leaves))
+
+    word = "buffer"
+    while any(name.startswith(word) for name in shapes):
+        word += "_"
+    for number, leaves in enumerate(groups.values()):
+        shared = buffer(f"{word} {number}", leaves)
+        if shared.size < sum(max(length(n, shape) for shape in shapes[n]) for n in leaves):
+            yield shared
+        else:
+            yield from (buffer(n, [n]) for n in leaves if len(set(shapes[n])) > 1)
+
+
+def storage_faults(
+    inside: Sequence[tuple[Parameter, InBuffer | None]], dtype: Any, kept: Kept
+) -> list[str]:
+    """Why an array that was placed by another rule than `kept` cannot be used; `inside` are the
+    parameters that are in it, and how, where it is a buffer.
+    """
+    alike = kept(inside[0][0], dtype)
+    odd = [own for own, how in inside if kept(own, dtype) != (how or alike)]
+    if not odd:
+        return []
+    first, *others = dict.fromkeys([inside[0][0], *odd, *(own for own, _ in inside)])
+    where = f"with {others[0].path!r}" if others else "as it is not split here"
+    return [
+        f"{first.path!r} is stored in one array {where}, but frozen=, specs= or the mesh axes "
+        "of this pipeline keep it apart; bring them over with the pipeline that placed them as "
+        "`old`: new.place(old.canonical(...))"
+    ]
 
 
 def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -> PyTree:

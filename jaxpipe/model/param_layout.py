@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from ..errors import PipelineError
 from ..jaxprs.entry import Entry
 from ..table.placement import Placement
 from .layers import LayerMap
-from .packed import ALONE, Packed, Packing, Place, Places, TreeForm, masked
+from .packed import Kept, Packed, Place, Places, TreeForm, alone, chunk_layout, masked
 
 
 class Chunks(tuple[PyTree, ...]):
@@ -72,6 +72,27 @@ def owner_faults(stages: Any, layout: ParamLayout, what: str, again: str) -> lis
             f"over: new.{again}(old.{back}(...)), with the pipeline that placed them as `old`"
         ]
     return []
+
+
+class Held(NamedTuple):
+    """A stage's leaves in its chunk."""
+
+    form: TreeForm
+    places: Places
+    leaves: list[Any]  # those of the chunk in which they are, in the stage's order
+
+    @property
+    def avals(self) -> PyTree:
+        """The stage's own tree of shapes.  A leaf that is split over data axes has its own part,
+        outside of buffers.
+        """
+        return jax.tree.unflatten(
+            self.form.tree,
+            [
+                jax.ShapeDtypeStruct(place.entry.shape if place.flat else leaf.shape, leaf.dtype)
+                for place, leaf in zip(self.places, self.leaves, strict=True)
+            ],
+        )
 
 
 OUTER = ("first", "last", "shared")
@@ -145,7 +166,7 @@ class ParamLayout:
                 found.append((owner, chunk, holder, self.placement.chunk_of(stage, holder)))
         return tuple(found)
 
-    def place_stages(self, stages: PyTree, how: Packing | Sequence[PyTree] = ALONE) -> Chunks:
+    def place_stages(self, stages: PyTree, how: Kept | Sequence[PyTree] = alone) -> Chunks:
         """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that
         chunk are zero.
 
@@ -171,9 +192,7 @@ class ParamLayout:
             self,
         )
 
-    def place_trees(
-        self, trees: Sequence[PyTree], how: Packing | Sequence[PyTree] = ALONE
-    ) -> Chunks:
+    def place_trees(self, trees: Sequence[PyTree], how: Kept | Sequence[PyTree] = alone) -> Chunks:
         """A tree for each stage -> placed ones (see `place_stages`)."""
         if not self.unlike:
             return self.place_stages(stacked(trees))
@@ -181,7 +200,11 @@ class ParamLayout:
         for v in range(self.num_owned):
             numbers = self.stage_at(v)
             chunk = [None if s < 0 else trees[s] for s in numbers]
-            layout = how.layout(chunk, numbers) if isinstance(how, Packing) else how[v].layout
+            layout = (
+                chunk_layout(chunk, numbers, how, layered=self.layers is not None)
+                if callable(how)
+                else how[v].layout
+            )
             found.append(Packed.of(chunk, layout))
         return Chunks(found, self)
 
@@ -203,37 +226,19 @@ class ParamLayout:
             return placed[v].stage(device)
         return jax.tree.map(lambda leaf: leaf[device], placed[v])
 
-    def form_of(self, stage: int, chunks: Sequence[PyTree]) -> TreeForm:
-        """A stage's form in its owned chunk, given chunks on one device (leaves without the axis of
+    def held(self, stage: int, chunks: Sequence[PyTree]) -> Held:
+        """A stage's leaves in trees like owned chunks, on one device (without the axis of
         devices).
         """
         v, device = self.where(stage)
-        if not isinstance(chunks[v], Packed):
-            return TreeForm.of(chunks[v])
-        form: TreeForm = chunks[v].layout.forms[device]
-        return form
-
-    def places(self, stage: int, chunks: Sequence[PyTree]) -> Places:
-        """The places of a stage's leaves among those of its chunk."""
-        form, chunk = self.form_of(stage, chunks), chunks[self.where(stage)[0]]
+        chunk, leaves = chunks[v], jax.tree.leaves(chunks[v])
         if isinstance(chunk, Packed):
-            return chunk.layout.places(form, pinned=True)
-        return tuple(Place(i, Entry(shape), flat=False) for i, shape in enumerate(form.shapes))
-
-    def leaves_of(self, stage: int, chunks: Sequence[PyTree]) -> list[Any]:
-        """The leaves of one stage in trees like owned chunks, in the stage's order."""
-        leaves = jax.tree.leaves(chunks[self.where(stage)[0]])
-        return [leaves[place.at] for place in self.places(stage, chunks)]
-
-    def avals_of(self, stage: int, owned: Sequence[PyTree]) -> PyTree:
-        """One stage's own tree of shapes, given each owned chunk on one device."""
-        if not owned:
-            return ()
-        form = self.form_of(stage, owned)
-        leaves = zip(form.shapes, self.leaves_of(stage, owned), strict=True)
-        return jax.tree.unflatten(
-            form.tree, [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in leaves]
-        )
+            form: TreeForm = chunk.layout.forms[device]
+            places = chunk.layout.places(form, pinned=True)
+        else:
+            form = TreeForm.of(chunk)
+            places = tuple(Place(i, Entry(own), flat=False) for i, own in enumerate(form.shapes))
+        return Held(form, places, [leaves[place.at] for place in places])
 
     def faults(self, stages: PyTree) -> list[str]:
         """Faults of the canonical parameters, or state, of the stages."""

@@ -1,31 +1,214 @@
-"""How each parameter is spread over the mesh besides its stage: tensor, fsdp, and outer parameters
-over the pipe axis.
+"""How each parameter is spread over the mesh besides its stage (tensor, fsdp, and outer parameters
+over the pipe axis): the plan of each placed leaf, and how its gradient is reduced.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree, by_path, path_text
 from ..errors import PipelineError
 from ..jaxprs.entry import Part
-from .leaf_plan import LeafPlan, leaf_plans
-from .mesh import holds, is_spec, names_of
-from .packed import Buffer, Group, InBuffer, Packed, Packing, Parameter
+from .calls import Cuts, is_padded, own_shape, unpadded
+from .packed import Buffer, Group, InBuffer, Packed, Parameter, storage_faults
 from .param_layout import Chunks, ParamLayout
-from .settings import Patterns, Sharding
-from .spread import Cuts, is_padded, own_shape, unpadded
+from .settings import Patterns, Sharding, holds, is_spec, names_of, trimmed
 
 
-def parts_of(spec: PartitionSpec | None, mesh: Mesh) -> tuple[Part, ...]:
+@dataclass(frozen=True)
+class LeafPlan:
+    """How one placed leaf is stored.
+
+    Dims that are split over manual axes are gathered once a step, and gradients are scattered back.
+    Other dims may be split by the partitioner.  Dims count from the stage's own first one, without
+    the leading axis of devices.
+    """
+
+    stage: bool
+    gathers: tuple[tuple[str, int], ...]  # (mesh axis, dim)
+    auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
+    frozen: bool = False  # no gradient, no accumulator
+    # (mesh axis, dim) of a share that functions work on, never gathered: the pipe axis for spread
+    # functions, and data axes that specs name
+    held: tuple[tuple[str, int], ...] = ()
+    pinned: bool = False  # the partitioner shall not split what `auto` does not say
+    parameters: tuple[Parameter, ...] = ()  # that are in the leaf
+
+    def spec(self, axis: str) -> PartitionSpec:
+        """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the
+        second step would be compiled again.
+        """
+        return trimmed(*self._spec(axis, self.auto))
+
+    def manual(self, axis: str) -> PartitionSpec:
+        """The part of it that `shard_map` is given."""
+        return self._spec(axis, (None,) * len(self.auto))
+
+    def _spec(self, axis: str, auto: Sequence[Any]) -> PartitionSpec:
+        entries = list(auto)
+        for name, dim in (*self.gathers, *self.held):
+            entries[dim] = name
+        return PartitionSpec(*([axis] if self.stage else []), *entries)
+
+    def local(self, axes: Sequence[str]) -> PartitionSpec:
+        """How the whole parameter is split over those of the axes along which functions work on
+        their share.
+        """
+        found = {dim: name for name, dim in self.held if name in axes}
+        return trimmed(*(found.get(dim) for dim in range(len(self.auto))))
+
+    def gather(self, leaf: Any) -> Any:
+        """The whole parameter of this device's stage."""
+        if not self.gathers:
+            return leaf
+
+        def gathered(part: Any) -> Any:
+            for name, dim in self.gathers:
+                part = lax.all_gather(part, name, axis=dim, tiled=True)
+            return part
+
+        return self._on_parts(gathered, leaf)
+
+    def scatter(self, grad: Any, reduced: Sequence[str]) -> Any:
+        """Sum a gradient over the mesh axes `reduced`, leaving each device its part along those
+        that the parameter is split over.
+        """
+        held = {name: dim for name, dim in self.gathers if name in reduced}
+        if not held:
+            return grad
+
+        def scattered(part: Any) -> Any:
+            for name in [n for n in reduced if n in held]:
+                part = lax.psum_scatter(part, name, scatter_dimension=held[name], tiled=True)
+            return part
+
+        return self._on_parts(scattered, grad)
+
+    def _on_parts(self, collective: Callable[[Any], Any], leaf: Any) -> Any:
+        """Run a collective on each device's part of a leaf that the partitioner splits too.
+
+        Left to itself the partitioner knows no way to split an all-gather or a reduce-scatter: it
+        would bring together the whole leaf on every device first, which is as many times the memory
+        and the traffic as the tensor axis is long.
+        """
+        names = {name for entry in self.auto for name in names_of(entry)}
+        if not names:
+            return collective(leaf)
+        spec = PartitionSpec(*self.auto)
+        return jax.shard_map(
+            collective, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
+        )(leaf)
+
+    def whole_axes(self, reduced: Sequence[str]) -> tuple[str, ...]:
+        """Those of the axes over which the gradient is summed without being split."""
+        held = {name for name, _ in (*self.gathers, *self.held)}
+        return tuple(n for n in reduced if n not in held)
+
+    def constrain(self, leaf: Any) -> Any:
+        """Tell the partitioner how a buffer of the parameter's shape is split."""
+        if all(a is None for a in self.auto) and not self.pinned:
+            return leaf
+        return lax.with_sharding_constraint(leaf, PartitionSpec(*self.auto))
+
+
+def trained(leaves: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """The leaves that have a gradient."""
+    return [leaf for leaf, plan in zip(leaves, plans, strict=True) if not plan.frozen]
+
+
+def with_frozen(values: Sequence[Any], plans: Sequence[LeafPlan]) -> list[Any]:
+    """A leaf for each parameter, None for those that are frozen."""
+    own = iter(values)
+    return [None if plan.frozen else next(own) for plan in plans]
+
+
+def gather(tree: PyTree, plans: PyTree) -> PyTree:
+    """Whole parameters from their parts."""
+    return jax.tree.map(lambda leaf, plan: plan.gather(leaf), tree, plans)
+
+
+def leaf_plans(plans: PyTree) -> list[LeafPlan]:
+    """The plans of a tree, in leaf order."""
+    return jax.tree.leaves(plans)
+
+
+def reduce_gradients(
+    grads: Sequence[Any], plans: Sequence[LeafPlan], axes: Sequence[str], *, by_parts: bool = False
+) -> list[Any]:
+    """Sum gradients over mesh axes, once: all that are whole over the same axes in one collective.
+
+    With `by_parts` large gradients are summed in place, part by part.  XLA for TPUs gives the
+    result of a collective room of its own.
+    """
+    scattered = [plan.scatter(g, axes) for g, plan in zip(grads, plans, strict=True)]
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, plan in enumerate(plans):
+        groups.setdefault(plan.whole_axes(axes), []).append(i)
+    for names, members in groups.items():
+        if not names:
+            continue
+        large = [i for i in members if by_parts and scattered[i].nbytes > PART]
+        for i in large:
+            scattered[i] = _summed_by_parts(scattered[i], plans[i], names)
+        small = [i for i in members if i not in large]
+        for i, value in zip(small, lax.psum([scattered[i] for i in small], names), strict=True):
+            scattered[i] = value
+    return scattered
+
+
+PART = 2**22  # bytes that are summed at a time
+
+
+def _summed_by_parts(total: Any, plan: LeafPlan, names: tuple[str, ...]) -> Any:
+    """The sum over mesh axes, in place: a loop over each dim that the partitioner does not split,
+    until the rest of the array is one part.
+    """
+
+    def summed(total: Any, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
+        part = lax.dynamic_slice(total, starts, sizes)
+        return plan.constrain(lax.dynamic_update_slice(total, lax.psum(part, names), starts))
+
+    def rest(total: Any, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
+        """The sum of all that has these first indices."""
+        if (dim := len(starts)) == total.ndim:
+            return summed(total, starts, sizes)
+        length, row = total.shape[dim], math.prod((*sizes, *total.shape[dim + 1 :]))
+        count = PART // (row * total.dtype.itemsize)
+        if plan.auto[dim] is not None or count >= length:
+            return rest(total, (*starts, jnp.int32(0)), (*sizes, length))
+        # whole tiles of a TPU's memory
+        count = max(1, count - count % 8 if count > 8 else count)
+        trips, left = divmod(length, count)
+
+        def trip(k: Any, total: Any) -> Any:
+            return rest(total, (*starts, k * count), (*sizes, count))
+
+        total = lax.fori_loop(jnp.int32(0), jnp.int32(trips), trip, total)
+        if not left:
+            return total
+        return rest(total, (*starts, jnp.int32(trips * count)), (*sizes, left))
+
+    return rest(total, (), ())
+
+
+class _Rule(NamedTuple):
+    """How a parameter is to be stored, as its stage has it."""
+
+    spec: tuple[Any, ...]  # empty where it has faults
+    frozen: bool
+    faults: list[str]
+
+
+def parts_of(spec: Iterable[Any] | None, mesh: Mesh) -> tuple[Part, ...]:
     """The dims of a value that a spec splits, over more than one device."""
     return tuple(
         Part(dim, names_of(entry), count)
@@ -71,8 +254,9 @@ class Partition:
         """A `LeafPlan` for each leaf of placed parameters (arrays or shapes).
 
         Raises:
-            PipelineError: specs that do not fit, or, given the canonical parameters, that are for
-                none of these; all are listed.
+            PipelineError: specs that do not fit; given the canonical parameters, also specs and
+                expressions of frozen= that are for none of these, and trained ones that cannot have
+                a gradient.  All are listed.
         """
         faults = [
             f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}"
@@ -80,21 +264,20 @@ class Partition:
             if key not in params
         ]
         found = {key: self._tree(key, tree, faults) for key, tree in params.items()}
-        faults += self._unused_specs(canonical or {})
+        if canonical is not None:
+            faults += [*self._unused_specs(canonical), *self.frozen_faults(found)]
+            leaves = zip(by_path(dict(params)).items(), leaf_plans(found), strict=True)
+            faults += [
+                f"parameter {path!r} is {leaf.dtype}; parameters that are trained must be "
+                "floating: put other arrays in the batch, or name them in frozen="
+                for (path, leaf), plan in leaves
+                if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+            ]
         # chunks whose stages are alike have the same faults
-        PipelineError.refuse("these specs do not fit", list(dict.fromkeys(faults)))
+        PipelineError.refuse(
+            "these parameters do not fit the pipeline", list(dict.fromkeys(faults))
+        )
         return found
-
-    def dtype_faults(self, params: Mapping[str, PyTree], plans: PyTree) -> list[str]:
-        """Placed parameters (shapes) that are trained and have no gradient, by their dtype."""
-        return [
-            f"parameter {path!r} is {leaf.dtype}; parameters that are trained must be "
-            "floating: put other arrays in the batch, or name them in frozen="
-            for (path, leaf), plan in zip(
-                by_path(dict(params)).items(), leaf_plans(plans), strict=True
-            )
-            if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
-        ]
 
     def frozen_faults(self, plans: PyTree) -> list[str]:
         """Expressions of frozen= that are found in the path of none of the parameters."""
@@ -117,18 +300,21 @@ class Partition:
         by_stage = isinstance((self.sharding.specs or {}).get("stages"), list | tuple)
         return name.partition("/")[2] if key == "stages" and numbered and not by_stage else name
 
-    def _spec(self, own: Parameter) -> Any:
-        """The spec that holds for a parameter: one that is given for it, or for all below a path;
-        what no spec names is whole.
+    def _rule(self, own: Parameter, dtype: Any) -> _Rule:
+        """How the user wants a parameter to be stored: by a spec that is given for it, or for all
+        below a path; what no spec names is whole.
         """
-        specs, name = self._specs.get(own.path.partition("/")[0], {}), self._name(own.path)
-        return next((spec for prefix, spec in specs.items() if holds(prefix, name)), None)
-
-    def _spec_of_stack(self, own: Parameter) -> Any:
-        """The spec of a parameter as a stage has it: the layers of a stage are stacked."""
-        spec = self._spec(own)
-        stacked = self._layered and own.path.startswith("stages/")
-        return PartitionSpec(None, *spec) if stacked and isinstance(spec, PartitionSpec) else spec
+        key, shape = own.path.partition("/")[0], own.shape
+        specs, name = self._specs.get(key, {}), self._name(own.path)
+        spec = next((spec for prefix, spec in specs.items() if holds(prefix, name)), None)
+        faults = self.sharding.spec_faults(own.path, shape, spec, dict(self.mesh.shape))
+        entries = () if faults or spec is None else tuple(spec)
+        # a stage has a stack of layers
+        stack = (None,) if self._layered and key == "stages" else ()
+        frozen = self.frozen is not None and self.frozen(
+            own.path, jax.ShapeDtypeStruct(shape, dtype)
+        )
+        return _Rule((*stack, *entries), bool(frozen), faults)
 
     def _unused_specs(self, canonical: Mapping[str, PyTree]) -> list[str]:
         """Specs for which there is neither a canonical parameter nor None in its place."""
@@ -174,7 +360,7 @@ class Partition:
 
         def plan(name: str, leaf: Any) -> LeafPlan:
             buffer = chunk.layout.of(name)
-            faults.extend(self.packing.faults(inside[name], leaf.dtype, buffer))
+            faults.extend(storage_faults(inside[name], leaf.dtype, self.kept))
             return self._plan([own for own, _ in inside[name]], leaf, faults, buffer=buffer)
 
         leaves = chunk.leaves.items()
@@ -192,39 +378,37 @@ class Partition:
         cut: int | None = None,
     ) -> LeafPlan:
         """The plan of a placed leaf that holds these parameters."""
-        own, shape = parameters[0], leaf.shape[1:] if stage else leaf.shape
-        if buffer is None:
-            spec = self._spec_of_stack(own)
-            found = self._split(own.path, shape, spec, faults, stage=stage, cut=cut)
-            frozen = self._is_frozen(own, leaf.dtype)
-            return replace(found, frozen=frozen, parameters=tuple(parameters))
-        for own in parameters:
-            faults += self._spec_faults(own.path, own.shape, self._spec(own))
+        rules = [self._rule(own, leaf.dtype) for own in parameters]
+        faults += [fault for rule in rules for fault in rule.faults]
+        spec = rules[0].spec if buffer is None else tuple(buffer.spec)
+        if cut is not None and spec[cut : cut + 1] not in ((), (None,)):
+            faults.append(
+                f"{parameters[0].path}: {PartitionSpec(*spec)} splits dim {cut}, which is cut over "
+                f"the pipe axis {self.axis!r}; split another dim"
+            )
         return replace(
-            self._split("stages", shape, buffer.spec, faults),
-            frozen=buffer.group is Group.FROZEN,
-            pinned=buffer.pinned,
+            self._split(leaf.shape[int(stage) :], spec, stage=stage, cut=cut),
+            frozen=rules[0].frozen if buffer is None else buffer.kept.group is Group.FROZEN,
+            pinned=buffer is not None and buffer.kept.pinned,
             parameters=tuple(parameters),
         )
 
-    @cached_property
-    def packing(self) -> Packing:
+    def kept(self, own: Parameter, dtype: Any) -> InBuffer:
         """Which parameters of unlike stages may share a buffer: frozen ones with each other, and
         trained ones, split over the same axes.
         """
+        spec, frozen, faults = self._rule(own, dtype)
+        # `plans` lists these; and a buffer's shape is the same outside and inside of a step
+        if faults or self._held(spec) or not (frozen or jnp.issubdtype(dtype, jnp.inexact)):
+            return self.in_buffer(Group.ALONE)
+        group = Group.FROZEN if frozen else Group.TRAINED
+        return self.in_buffer(group, parts_of(spec, self.mesh))
 
-        def kept(own: Parameter, dtype: Any) -> InBuffer:
-            spec, frozen = self._spec_of_stack(own), self._is_frozen(own, dtype)
-            # `plans` lists these; and a buffer's shape is the same outside and inside of a step
-            faults = self._spec_faults(own.path, own.shape, self._spec(own))
-            if faults or self._held(spec) or not (frozen or jnp.issubdtype(dtype, jnp.inexact)):
-                return InBuffer(Group.ALONE)
-            group = Group.FROZEN if frozen else Group.TRAINED
-            return InBuffer(group, parts_of(spec, self.mesh))
-
+    def in_buffer(self, group: Group, parts: tuple[Part, ...] = ()) -> InBuffer:
+        """The storage of a leaf of this group on this mesh."""
         fsdp = self.sharding.fsdp
         multiple = 1 if fsdp is None else self.mesh.shape[fsdp]
-        return Packing(kept, multiple, bool(self.auto_axes), self._layered)
+        return InBuffer(group, parts, multiple, bool(self.auto_axes))
 
     @property
     def auto_axes(self) -> tuple[str, ...]:
@@ -234,10 +418,8 @@ class Partition:
 
     def _split(
         self,
-        where: str,
         shape: tuple[int, ...],
-        spec: Any,
-        faults: list[str],
+        spec: Sequence[Any],
         *,
         stage: bool = True,
         cut: int | None = None,
@@ -245,20 +427,11 @@ class Partition:
         """How a leaf of this shape and spec is split; `cut`: its dim that is cut over the pipe
         axis.
         """
-        own = self._spec_faults(where, shape, spec)
-        faults += own
-        entries = () if own or spec is None else tuple(spec)
-        entries += (None,) * (len(shape) - len(entries))
+        entries = (*spec, *(None,) * (len(shape) - len(spec)))
         held, fsdp = self._held(entries), self.sharding.fsdp
         used = {dim for dim, entry in enumerate(entries) if entry is not None}
-        auto = tuple(
-            None if dim in {dim for _, dim in held} else entry for dim, entry in enumerate(entries)
-        )
-        if cut in used:
-            faults.append(
-                f"{where}: {spec} splits dim {cut}, which is cut over the pipe axis "
-                f"{self.axis!r}; split another dim"
-            )
+        local = {dim for _, dim in held}
+        auto = tuple(None if dim in local else entry for dim, entry in enumerate(entries))
         gathers: list[tuple[str, int]] = []
         wanted = [self.axis] if self.sharding.outer and not stage and cut is None else []
         wanted += [] if fsdp is None or fsdp in dict(held) else [fsdp]
@@ -272,27 +445,18 @@ class Partition:
         held += [] if cut is None else [(self.axis, cut)]
         return LeafPlan(stage, tuple(gathers), auto, held=tuple(held))
 
-    def _held(self, spec: Any) -> list[tuple[str, int]]:
+    def _held(self, spec: Sequence[Any]) -> list[tuple[str, int]]:
         """(data axis, dim) that a spec names."""
         return [
             (name, dim)
-            for dim, entry in enumerate(spec or ())
+            for dim, entry in enumerate(spec)
             for name in names_of(entry)
             if name in self.sharding.local
         ]
 
-    def _is_frozen(self, own: Parameter, dtype: Any) -> bool:
-        """Whether the user's filter takes a parameter."""
-        return self.frozen is not None and bool(
-            self.frozen(own.path, jax.ShapeDtypeStruct(own.shape, dtype))
-        )
-
-    def _spec_faults(self, where: str, shape: tuple[int, ...], spec: Any) -> list[str]:
-        return self.sharding.spec_faults(where, shape, spec, dict(self.mesh.shape))
-
     def buffer_spec(self, buffer: Buffer, shape: tuple[int, ...]) -> PartitionSpec:
         """How a buffer [P, ...] of parameters, or of an optimizer's state, is spread."""
-        return self._split("stages", shape[1:], buffer.spec, []).spec(self.axis)
+        return self._split(shape[1:], tuple(buffer.spec)).spec(self.axis)
 
     def shardings(self, plans: PyTree) -> dict[str, PyTree]:
         """Shardings of placed parameters."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,12 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import Params, PyTree, followed, path_text, shapes_of
 from ..errors import PipelineError
-from .leaf_plan import leaf_plans
-from .mesh import Mover, explicit_context, has, names_of, trimmed, with_sharding
+from .calls import cut_off, is_padded, pad_like, unpadded
 from .packed import Packed, is_missing, repacked
-from .param_layout import OUTER, State, owner_faults
-from .partition import Partition
-from .spread import cut_off, is_padded, pad_like, unpadded
+from .param_layout import OUTER, Chunks, State, owner_faults
+from .partition import Partition, leaf_plans
+from .settings import explicit_context, has, jit_on_mesh, names_of, trimmed, with_sharding
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,14 @@ class Follow:
     spec: tuple[Any, ...] = ()  # of the parameter's dims, without the axis of devices
     fits: bool = True  # False: no axis is known to be that of stages
     stage: bool = True  # False: of first, last or shared
+    merges: bool = False  # in model order its axes of stages and of layers are one
+
+    def merged(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in model order, of that with an axis of stages."""
+        lead, own = shape[: self.lead], shape[self.lead :]
+        if self.merges and self.follows and len(own) > 1:
+            own = (own[0] * own[1], *own[2:])
+        return (*lead, *own)
 
 
 def is_params(node: PyTree) -> bool:
@@ -61,8 +67,9 @@ class Followers:
         *,
         layer_axis: bool = False,
     ) -> None:
-        self._partition, self._stage_axes = partition, 2 if layer_axis else 1
+        self._partition, self._merges = partition, layer_axis
         self._layout = None if partition is None else partition.layout
+        self._unlike = self._layout is not None and self._layout.unlike
         self._stages = params["stages"]
         leaves = jax.tree_util.tree_leaves_with_path(dict(params))
         specs: list[tuple[Any, ...]] = [()] * len(leaves)
@@ -75,43 +82,26 @@ class Followers:
             part, name = self._named(path)
             self._known.setdefault(part, {})[name] = tuple(leaf.shape), spec
 
-    @property
-    def unlike(self) -> bool:
-        """Whether each stage has parameters of its own form."""
-        return self._layout is not None and self._layout.unlike
-
-    def of(self, node: PyTree, *, own: bool = False) -> PyTree:
-        """The node with a `Follow` for each leaf; `own`: it is the stages' own state."""
+    def of(self, node: PyTree) -> PyTree:
+        """The node with a `Follow` for each leaf."""
         # as the state of an optimizer that has one for each layer
-        other_forms = self.unlike and any(
+        other_forms = self._unlike and any(
             isinstance(one, Packed) and one.layout.forms != other.layout.forms
             for one, other in zip(node["stages"], self._stages, strict=False)
         )
 
         def of_leaf(path: Any, leaf: Any) -> Follow:
             stage = path[0].key == "stages"
-            if not stage or not (own or other_forms):
-                return replace(self._follow(*self._named(path), leaf.shape), stage=stage)
+            if not stage or not other_forms:
+                found = self._follow(*self._named(path), leaf.shape)
+                return replace(found, stage=stage, merges=stage and self._merges)
             chunk = node["stages"][path[1].idx]
-            packed = isinstance(chunk, Packed) and not own
-            buffer = chunk.layout.of(path[2].key) if packed else None
+            buffer = chunk.layout.of(path[2].key) if isinstance(chunk, Packed) else None
             if buffer is None or self._partition is None:
                 return Follow()
             return Follow(spec=tuple(self._partition.buffer_spec(buffer, leaf.shape)[1:]))
 
         return jax.tree_util.tree_map_with_path(of_leaf, node)
-
-    def shardings(self, state: PyTree) -> PyTree:
-        """A sharding for each leaf of an optimizer's state (shapes)."""
-        partition = self._partition
-        assert partition is not None
-
-        def of_node(node: PyTree) -> PyTree:
-            if is_params(node):
-                return shardings(partition, self.of(node), node)
-            return NamedSharding(partition.mesh, PartitionSpec())
-
-        return jax.tree.map(of_node, state, is_leaf=is_params)
 
     def _follow(self, part: str, name: str, shape: tuple[int, ...]) -> Follow:
         stage, known = part.startswith("stages"), self._known.get(part, {})
@@ -121,7 +111,7 @@ class Followers:
         found = known.get(name) or followed(name, shape, known)
         if found is None:
             # an optimizer may have a state for each stage (`per_layer`)
-            fits = not stage or (one_a_device and not self.unlike)
+            fits = not stage or (one_a_device and not self._unlike)
             return Follow(follows=one_a_device, fits=fits)
         parameter, spec = found
         lead = len(shape) - len(parameter)
@@ -130,7 +120,7 @@ class Followers:
         if not stage or np.prod(shape) == 1:
             return Follow(follows=False)
         # a factored moment lacks some of the parameter's last axes
-        axes = self._stage_axes
+        axes = 1 + self._merges
         fits = lead < 0 and shape[:axes] == parameter[:axes]
         return Follow(follows=fits or one_a_device, fits=fits)
 
@@ -141,14 +131,14 @@ class Followers:
         names = [path_text((key,)) for key in path]
         if names[0] != "stages" or self._layout is None:
             return names[0], "/".join(names[1:])
-        return "/".join(names[: 1 + self.unlike]), "/".join(names[2:])
+        return "/".join(names[: 1 + self._unlike]), "/".join(names[2:])
 
 
 def shardings(
-    partition: Partition, follows: Mapping[str, PyTree], like: Params, *, layer_axis: bool = False
+    partition: Partition, follows: Mapping[str, PyTree], like: Mapping[str, PyTree]
 ) -> dict[str, PyTree]:
-    """The shardings of a tree of these shapes, like the placed parameters or canonical ones (of
-    which leaves are [S * layers, ...] with `layer_axis`).  A dim that does not divide is whole.
+    """The shardings of a tree of these shapes, like the placed parameters or canonical ones.  A dim
+    that does not divide is whole.
     """
     mesh = partition.mesh
 
@@ -157,7 +147,7 @@ def shardings(
             return NamedSharding(mesh, PartitionSpec())
         spec = rule.spec
         if rule.stage:
-            spec = (partition.axis, *(spec[1:] if layer_axis else spec))
+            spec = (partition.axis, *spec)
         spec = (*(None,) * rule.lead, *spec)
         sizes = (math.prod(mesh.shape[name] for name in names_of(entry)) for entry in spec)
         own = zip(spec, sizes, leaf.shape, strict=False)
@@ -174,10 +164,7 @@ class Placer:
     def __init__(self, partition: Partition) -> None:
         self._partition, self._layout = partition, partition.layout
         self._mesh, self._axis = partition.mesh, partition.axis
-        # Compiled functions hold this copy, which does not hold them: without circles, a dropped
-        # placer is freed at once.
-        self._rules = copy(self)
-        self._mover = Mover(partition.mesh)
+        self._compiled: dict[Any, Callable[[PyTree], PyTree]] = {}
 
     def place(self, params: Params) -> dict[str, PyTree]:
         """Canonical parameters to placed ones; shapes, where there are any, to shapes.
@@ -190,48 +177,50 @@ class Placer:
         PipelineError.refuse(
             "these parameters cannot be cut over the devices", partition.cuts.faults(params)
         )
-
-        def to(like: dict[str, PyTree]) -> dict[str, PyTree]:
-            plans = partition.plans(like, params)
-            faults = [*partition.frozen_faults(plans), *partition.dtype_faults(like, plans)]
-            PipelineError.refuse("these parameters do not fit the pipeline", faults)
-            return partition.shardings(plans)
-
+        like = self._shapes_of(partial(_laid_out, partition), params)
+        partition.plans(like, params)
+        follows = Followers(like, partition).of(like)
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
-        arrange = self._rules._arranged_where_traced if traced else self._rules._arranged
-        return dict(self._mover.run(arrange, params, to))
+        return self.placed_like(params, like, follows, traced=traced)
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool) -> dict[str, PyTree]:
         """Placed parameters to canonical ones; with `spread` they stay spread over the mesh, else
         they are wherever they are wanted.
         """
         tree = self.checked(placed)
-        if not spread:
-            return self.in_model_order(tree, None)
-        followers = Followers(placed, self._partition)
-        return self.in_model_order(tree, followers.of(tree))
+        follows = Followers(placed, self._partition).of(tree) if spread else None
+        return self.in_model_order(tree, follows)
 
-    def in_model_order(
-        self, tree: Params, follows: PyTree, *, layer_axis: bool = False
-    ) -> dict[str, PyTree]:
+    def in_model_order(self, tree: Params, follows: PyTree) -> dict[str, PyTree]:
         """A tree like the placed parameters to the canonical layout, stages over the pipe axis
         where they divide.
 
         Args:
             tree: arrays or shapes; what has no leaves may be left out of it.
             follows: a `Follow` for each; None: leaves follow, and may be anywhere afterwards.
-            layer_axis: leaves of stages are [S, layers, ...] and become [S * layers, ...].
         """
-        static = follows, layer_axis
-        to = None if follows is None else partial(self._canonical_shardings, *static)
-        return dict(self._mover.run(self._rules._rearranged, tree, to, *static))
+
+        def to(like: dict[str, PyTree]) -> dict[str, PyTree]:
+            """Stages over the pipe axis; over other axes everything as it was, where stages are
+            alike.
+            """
+            stages = like["stages"]
+            alike = follows["stages"] and not self._layout.unlike
+            rules = follows["stages"][0] if alike else jax.tree.map(lambda _: Follow(), stages)
+            rules = jax.tree.map(lambda rule: replace(rule, spec=rule.spec[rule.merges :]), rules)
+            own = {**unpadded(_outer(follows)), "stages": rules}
+            return shardings(self._partition, own, like)
+
+        return dict(self._run(_in_model_order, tree, None if follows is None else to, follows))
 
     def placed_like(
-        self, tree: Params, like: dict[str, PyTree], follows: PyTree, *, layer_axis: bool = False
+        self, tree: Params, like: dict[str, PyTree], follows: PyTree, *, traced: bool = False
     ) -> dict[str, PyTree]:
-        """The inverse of `in_model_order`; `like` are the shapes of the result."""
-        to, static = shardings(self._partition, follows, like), (like, follows, layer_axis)
-        return dict(self._mover.run(self._rules._arranged_like, tree, lambda _: to, *static))
+        """The inverse of `in_model_order`; `like` are the shapes of the result.  `traced`: it is of
+        parameters that the program around it makes.
+        """
+        to = shardings(self._partition, follows, like)
+        return dict(self._run(_placed, tree, lambda _: to, like, follows, traced))
 
     def shapes(self, placed: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         """The shapes of placed parameters, and those that the canonical ones have without the axes
@@ -259,23 +248,30 @@ class Placer:
         self, begin: Callable[[PyTree], PyTree], trained: PyTree, params: Mapping[str, PyTree]
     ) -> PyTree:
         """The state that an optimizer's `init` makes of trained parameters, sharded as they are."""
-        to = Followers(params, self._partition).shardings
-        return Mover(self._mesh).run(begin, trained, to)
+        followers, whole = Followers(params, self._partition), self._sharding()
+
+        def to(state: PyTree) -> PyTree:
+            def of_node(node: PyTree) -> PyTree:
+                follows = is_params(node)
+                return shardings(self._partition, followers.of(node), node) if follows else whole
+
+            return jax.tree.map(of_node, state, is_leaf=is_params)
+
+        # what is compiled for one optimizer is of no use to another
+        return Placer(self._partition)._run(lambda _, tree: begin(tree), trained, to)
 
     def place_state(self, state: PyTree) -> PyTree:
         """The stages' own state, canonical to placed; shapes to shapes."""
         PipelineError.refuse("this state does not fit the pipeline", self._layout.faults(state))
-        to = NamedSharding(self._mesh, PartitionSpec(self._axis))
-        return self._mover.run(
-            self._layout.place_stages, state, partial(jax.tree.map, lambda _: to)
-        )
+        to = self._sharding(self._axis)
+        return self._run(_placed_state, state, partial(jax.tree.map, lambda _: to))
 
     def place_zeros(self, trees: Sequence[PyTree], *, shapes: bool) -> PyTree:
         """Zeros of these shapes, a tree for each stage, where the stages' own state is; `shapes`:
         shapes with shardings instead.
         """
-        to = NamedSharding(self._mesh, PartitionSpec(self._axis))
-        like = jax.eval_shape(self._layout.place_trees, trees)
+        to = self._sharding(self._axis)
+        like = self._shapes_of(self._layout.place_trees, trees)
         if shapes:
             return jax.tree.map(lambda leaf: with_sharding(leaf, to), like)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=to), like)
@@ -283,121 +279,164 @@ class Placer:
     def canonical_state(self, placed: State) -> PyTree:
         """The stages' own state, placed to canonical."""
         self._check_owners(placed, "state", "place_state")
-        return self._mover.run(self._layout.canonical_stages, placed, None)
+        return self.in_model_order({"stages": placed}, None)["stages"]
+
+    def _shapes_of(self, function: Callable[..., PyTree], tree: PyTree) -> PyTree:
+        """The shapes of what a function makes of a tree, whatever axes the context has."""
+        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            return jax.eval_shape(function, jax.tree.map(_shape, tree))
+
+    def _sharding(self, *spec: Any) -> NamedSharding:
+        return NamedSharding(self._mesh, PartitionSpec(*spec))
 
     def _check_owners(self, stages: PyTree, what: str, again: str) -> None:
         PipelineError.refuse("", owner_faults(stages, self._layout, what, again))
 
-    # Canonical to placed
+    def _run(
+        self,
+        arrange: Callable[..., PyTree],
+        tree: PyTree,
+        to: Callable[[PyTree], PyTree] | None,
+        *static: PyTree,
+    ) -> PyTree:
+        """Rearrange a tree; with shapes in it the result is shapes with shardings.
 
-    def _arranged(self, tree: Params) -> dict[str, PyTree]:
-        stages = self._layout.place_stages(tree["stages"], self._partition.packing)
-        return {**self._padded_outer(tree), "stages": stages}
-
-    def _arranged_where_traced(self, tree: Params) -> dict[str, PyTree]:
-        """The same, of arrays that the program around it makes: each device makes a part of each.
-
-        Stages in other than their order on the devices are picked out of the whole stack, which
-        every device would make.  So the stack is split along another dim, where one divides: each
-        device makes a part of every stage, and then they exchange these.  Leaves that share buffers
-        come to their devices first, and are packed there.
+        Args:
+            arrange: traced; of the partition, the static arguments and the tree.
+            tree: arrays on any devices, or shapes.
+            to: shardings of the result, given its shapes; None for anywhere.
+            static: trees of leaves that can be compared, as part of the function.
         """
-        layout, stages = self._layout, tree["stages"]
-        in_order = (*range(layout.placement.num_stages),)
-        if layout.unlike or any(layout.stage_at(v) != in_order for v in range(layout.num_owned)):
-            stages = jax.tree.map(self._split_along_another_dim, stages)
-        if not layout.unlike:
-            return {**self._padded_outer(tree), "stages": layout.place_stages(stages)}
-        like = jax.eval_shape(self._arranged, tree)["stages"]
-        separate = [Packed({}, chunk.layout.separate) for chunk in like]
-        placed = jax.tree.map(
-            lambda leaf: self._constrained(leaf, self._axis, *_free(leaf.ndim - 1)),
-            layout.place_stages(stages, separate),
+        # Compiled functions do not hold the placer: a dropped one is freed at once.
+        function = partial(arrange, self._partition, *static)
+        like = self._shapes_of(function, tree)
+        shardings = None if to is None else to(like)
+        if has(tree, jax.ShapeDtypeStruct):
+            return like if shardings is None else jax.tree.map(with_sharding, like, shardings)
+        leaves, form = jax.tree.flatten((static, shardings))
+        key = (arrange, jax.tree.structure(tree), form, *leaves, explicit_context(self._mesh))
+        if key not in self._compiled:
+            self._compiled[key] = jit_on_mesh(self._mesh, function, shardings)
+        return self._compiled[key](jax.tree.map(self._from_elsewhere, tree))
+
+    def _from_elsewhere(self, leaf: Any) -> Any:
+        """A leaf that one program can take: one on other devices than the mesh's goes over the
+        host.
+        """
+        here = (
+            not isinstance(leaf, jax.Array)
+            or isinstance(leaf, jax.core.Tracer)
+            or not leaf.committed
+            or leaf.sharding.device_set == set(self._mesh.devices.flat)
         )
-        chunks = [
-            repacked(self._mesh, self._axis, chunk, to.layout)
-            for chunk, to in zip(placed, like, strict=True)
-        ]
-        return {**self._padded_outer(tree), "stages": placed.like(chunks)}
+        return leaf if here or not leaf.is_fully_addressable else np.asarray(leaf)
 
-    def _padded_outer(self, tree: Params) -> dict[str, PyTree]:
-        return self._partition.cuts.pad(_outer(tree))
 
-    def _split_along_another_dim(self, leaf: Any) -> Any:
-        """Split a leaf over its longest dim that divides, other than the first (that of stages or
-        layers).
-        """
-        size = self._mesh.shape[self._axis]
+# Canonical to placed
+
+
+def _laid_out(partition: Partition, tree: Params) -> dict[str, PyTree]:
+    """Parameters in the layout that the partition gives them."""
+    stages = partition.layout.place_stages(tree["stages"], partition.kept)
+    return {**partition.cuts.pad(_outer(tree)), "stages": stages}
+
+
+def _placed_state(partition: Partition, state: PyTree) -> PyTree:
+    return partition.layout.place_stages(state)
+
+
+def _placed(
+    partition: Partition,
+    like: dict[str, PyTree],
+    follows: dict[str, PyTree],
+    traced: bool,
+    tree: Params,
+) -> dict[str, PyTree]:
+    """A tree in model order, or with axes of stages and layers as one, laid out like another."""
+    layout, stages = partition.layout, like["stages"]
+    found = {
+        key: jax.tree.map(pad_like, value, tree.get(key, value), is_leaf=is_padded)
+        for key, value in _outer(like).items()
+    }
+    if is_missing(stages):
+        return {**found, "stages": stages}
+    if traced:
+        return {**found, "stages": _placed_in_parts(partition, stages, tree["stages"])}
+    if layout.unlike:
+        return {**found, "stages": layout.place_stages(tree["stages"], stages)}
+
+    def placed(rule: Follow, like: Any, leaf: Any) -> PyTree:
+        """A leaf in model order -> that of each chunk."""
+        if not rule.follows:
+            return stages.like([leaf] * len(stages))
+        lead, own = like.shape[: rule.lead], like.shape[rule.lead + 1 :]
+        whole = leaf.reshape(*lead, layout.placement.num_stages, *own)
+        return _behind(rule.lead, layout.place_stages)(whole)
+
+    by_leaf = jax.tree.map(placed, follows["stages"][0], stages[0], tree["stages"])
+    chunks = (
+        jax.tree.map(lambda own, at=v: own[at], by_leaf, is_leaf=lambda n: isinstance(n, Chunks))
+        for v in range(len(stages))
+    )
+    return {**found, "stages": stages.like(chunks)}
+
+
+def _placed_in_parts(partition: Partition, like: Chunks, stages: PyTree) -> PyTree:
+    """Stages that the program around it makes, laid out like these: each device makes a part of
+    each.
+
+    Stages in other than their order on the devices are picked out of the whole stack, which every
+    device would make.  So the stack is split along another dim, where one divides: each device
+    makes a part of every stage, and then they exchange these.  Leaves that share buffers come to
+    their devices first, and are packed there.
+    """
+    layout, mesh, axis = partition.layout, partition.mesh, partition.axis
+
+    def constrained(leaf: Any, *spec: Any) -> Any:
+        return lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def split(leaf: Any) -> Any:
+        """Split over the longest dim that divides, other than the first (of stages or layers)."""
+        size = mesh.shape[axis]
         fits = [d for d in range(1, leaf.ndim) if leaf.shape[d] % size == 0 and leaf.shape[d] > 0]
         if not fits:
             return leaf
         rest = _free(leaf.ndim - 1)
-        rest[max(fits, key=lambda dim: leaf.shape[dim]) - 1] = self._axis
-        return self._constrained(leaf, None, *rest)
+        rest[max(fits, key=lambda dim: leaf.shape[dim]) - 1] = axis
+        return constrained(leaf, None, *rest)
 
-    def _constrained(self, leaf: Any, *spec: Any) -> Any:
-        return lax.with_sharding_constraint(leaf, NamedSharding(self._mesh, PartitionSpec(*spec)))
+    in_order = (*range(layout.placement.num_stages),)
+    if layout.unlike or any(layout.stage_at(v) != in_order for v in range(layout.num_owned)):
+        stages = jax.tree.map(split, stages)
+    if not layout.unlike:
+        return layout.place_stages(stages)
+    separate = [Packed({}, chunk.layout.separate) for chunk in like]
+    placed = jax.tree.map(
+        lambda leaf: constrained(leaf, axis, *_free(leaf.ndim - 1)),
+        layout.place_stages(stages, separate),
+    )
+    chunks = zip(placed, like, strict=True)
+    return placed.like(repacked(mesh, axis, chunk, to.layout) for chunk, to in chunks)
 
-    def _arranged_like(
-        self, like: dict[str, PyTree], follows: dict[str, PyTree], layer_axis: bool, tree: Params
-    ) -> dict[str, PyTree]:
-        found = {
-            key: jax.tree.map(pad_like, value, tree.get(key, value), is_leaf=is_padded)
-            for key, value in _outer(like).items()
-        }
-        stages = like["stages"]
-        if is_missing(stages):
-            return {**found, "stages": stages}
-        if self._layout.unlike:
-            return {**found, "stages": self._layout.place_stages(tree["stages"], stages)}
 
-        def placed(v: int, rule: Follow, like: Any, leaf: Any) -> Any:
-            """A leaf in model order -> that of a chunk."""
-            if not rule.follows:
-                return leaf
-            shape = (self._layout.placement.num_stages, *like.shape[rule.lead + 1 :])
+# Placed to canonical
 
-            def place(leaf: Any) -> Any:
-                return self._layout.place_stages(leaf.reshape(shape) if layer_axis else leaf)[v]
 
-            return _behind(rule.lead, place)(leaf)
+def _in_model_order(partition: Partition, follows: PyTree, tree: Params) -> dict[str, PyTree]:
+    layout, outer, stages = partition.layout, cut_off(_outer(tree)), tree["stages"]
+    if not stages:
+        return {**outer, "stages": {}}
+    if follows is None or layout.unlike:
+        return {**outer, "stages": layout.canonical_stages(stages)}
 
-        trees = follows["stages"][0], stages[0], tree["stages"]
-        chunks = [jax.tree.map(partial(placed, v), *trees) for v in range(len(stages))]
-        return {**found, "stages": stages.like(chunks)}
+    def joined(rule: Follow, *chunks: Any) -> Any:
+        """One leaf of every chunk -> the leaf in model order."""
+        if not rule.follows:
+            return chunks[0]
+        whole = _behind(rule.lead, lambda *own: layout.canonical_stages(own))(*chunks)
+        return whole.reshape(rule.merged(whole.shape))
 
-    # Placed to canonical
-
-    def _rearranged(self, follows: PyTree, layer_axis: bool, tree: Params) -> dict[str, PyTree]:
-        outer = cut_off(_outer(tree))
-        stages = tree["stages"]
-        if not stages:
-            return {**outer, "stages": {}}
-        if follows is None or self._layout.unlike:
-            return {**outer, "stages": self._layout.canonical_stages(stages)}
-
-        def join(*chunks: Any) -> Any:
-            whole = self._layout.canonical_stages(chunks)
-            return whole.reshape(-1, *whole.shape[2:]) if layer_axis and whole.ndim > 1 else whole
-
-        def joined(rule: Follow, *chunks: Any) -> Any:
-            """One leaf of every chunk -> the leaf in model order."""
-            return _behind(rule.lead, join)(*chunks) if rule.follows else chunks[0]
-
-        return {**outer, "stages": jax.tree.map(joined, follows["stages"][0], *stages)}
-
-    def _canonical_shardings(
-        self, follows: dict[str, PyTree], layer_axis: bool, like: dict[str, PyTree]
-    ) -> dict[str, PyTree]:
-        """Stages over the pipe axis; over other axes everything as it was, where stages are alike.
-        A dim that does not divide is whole on every device: of stages, or one that was padded.
-        """
-
-        stages = like["stages"]
-        alike = follows["stages"] and not self._layout.unlike
-        rules = follows["stages"][0] if alike else jax.tree.map(lambda _: Follow(), stages)
-        own = {**unpadded(_outer(follows)), "stages": rules}
-        return shardings(self._partition, own, like, layer_axis=layer_axis)
+    return {**outer, "stages": jax.tree.map(joined, follows["stages"][0], *stages)}
 
 
 def _outer(tree: Mapping[str, PyTree]) -> dict[str, PyTree]:
@@ -410,6 +449,11 @@ def _behind(lead: int, function: Callable[..., Any]) -> Callable[..., Any]:
     for _ in range(lead):
         function = jax.vmap(function)
     return function
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _free(count: int) -> list[Any]:

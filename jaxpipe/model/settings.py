@@ -1,5 +1,5 @@
-"""How a pipeline uses its mesh and its memory: `Sharding`, with PartitionSpecs and filters by path,
-and `Memory`.
+"""How a pipeline uses its mesh and its memory: `Sharding` and `Memory`, what PartitionSpecs name,
+and functions on the pipeline's own mesh, whose axes are automatic.
 """
 
 from __future__ import annotations
@@ -9,18 +9,163 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from functools import partial, wraps
+from textwrap import shorten
+from typing import Any, ParamSpec, TypeVar
 
+import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import PyTree
 from ..errors import PipelineError
 from ..table.effects import Offload
-from ..table.schedule import Schedule
-from .mesh import axes_of, names_of
 
-_MOST_PATHS = 20  # that a message lists
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def is_spec(value: Any) -> bool:
+    """A leaf of a tree of specs."""
+    return value is None or isinstance(value, PartitionSpec)
+
+
+def holds(prefix: str, name: str) -> bool:
+    """Whether a spec at the path `prefix` applies to the parameter `name`."""
+    return prefix in ("", name) or name.startswith(prefix + "/")
+
+
+def names_of(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that an entry of a PartitionSpec names."""
+    if entry is None:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def axes_of(specs: Any) -> set[Any]:
+    """The mesh axes that any of these specs names."""
+    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
+    own = [entry for spec in leaves if isinstance(spec, PartitionSpec) for entry in spec]
+    return {name for entry in own for name in names_of(entry)}
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """The same devices and names with automatic axes.
+
+    `jax.make_mesh` makes explicit ones.  Eager JAX cannot add, index or ravel their arrays together
+    with arrays of other shardings.
+    """
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callable[..., T]:
+    """The function of trees of arrays, traced on a mesh of automatic axes, whatever mesh its
+    arguments or the context have.
+
+    Args:
+        mesh: an automatic one.
+        function: called with the arguments.
+        to: where results are, a tree of shardings, one for a subtree or a leaf.  Used only where
+            `jax.set_mesh` gave the context explicit axes: there the results have them too, or
+            nothing could be computed with them.
+    """
+
+    @wraps(function)
+    def call(*arguments: Any) -> T:
+        context = jax.sharding.get_abstract_mesh()
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            results = function(*jax.tree.map(_automatic, arguments))
+        if not explicit_context(mesh):
+            return results
+
+        def back(sharding: NamedSharding, tree: PyTree) -> PyTree:
+            spec = _explicit(context, sharding.spec)
+            return jax.tree.map(lambda leaf: jax.reshard(leaf, spec), tree)
+
+        shardings = NamedSharding(mesh, PartitionSpec()) if to is None else to
+        returned: T = jax.tree.map(back, shardings, results)
+        return returned
+
+    return call
+
+
+def trimmed(*entries: Any) -> PartitionSpec:
+    """A spec without its last Nones, as JAX writes results': it compiles again for an equal
+    sharding that is written otherwise.
+    """
+    count = max((i + 1 for i, entry in enumerate(entries) if entry is not None), default=0)
+    return PartitionSpec(*entries[:count])
+
+
+def explicit_context(mesh: Mesh) -> bool:
+    """Whether `jax.set_mesh` made the axes of this mesh explicit around the caller."""
+    context = jax.sharding.get_abstract_mesh()
+    return AxisType.Explicit in context.axis_types and context.axis_names == mesh.axis_names
+
+
+def outside_contexts(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of a pipeline and of its arguments, run as outside of `jax.set_mesh`: arrays and
+    shapes are on the pipeline's own mesh there.
+    """
+
+    @wraps(function)
+    def call(*arguments: P.args, **keywords: P.kwargs) -> T:
+        if jax.sharding.get_abstract_mesh().empty:
+            return function(*arguments, **keywords)
+        pipe: Any = arguments[0]
+        own = partial(_on_own_mesh, pipe.mesh)
+        with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
+            return function(*jax.tree.map(own, arguments), **jax.tree.map(own, keywords))
+
+    return call
+
+
+def _on_own_mesh(mesh: Mesh, leaf: Any) -> Any:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return leaf
+    to = NamedSharding(mesh, sharding.spec)
+    is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
+    return with_sharding(leaf, to) if is_shape else jax.device_put(leaf, to)
+
+
+def with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """The shape of the leaf, spread like this."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def jit_on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callable[..., T]:
+    """`on_mesh`, compiled; results are at the shardings `to`, or anywhere where it is None."""
+    if to is None or explicit_context(mesh):
+        return jax.jit(on_mesh(mesh, function, to))
+    return jax.jit(on_mesh(mesh, function), out_shardings=to)
+
+
+def _automatic(leaf: Any) -> Any:
+    """The same array, of which the types of mesh axes say no longer how it is spread; the
+    partitioner still knows.
+    """
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return leaf
+    return jax.reshard(leaf, PartitionSpec())
+
+
+def _explicit(context: Any, spec: PartitionSpec) -> PartitionSpec:
+    """The spec as the context's explicit axes want it: automatic ones are not named."""
+    kinds = dict(zip(context.axis_names, context.axis_types, strict=True))
+
+    def kept(entry: Any) -> Any:
+        names = tuple(n for n in names_of(entry) if kinds.get(n) is AxisType.Explicit)
+        return names[0] if len(names) == 1 else names or None
+
+    return PartitionSpec(*map(kept, spec))
+
+
+def has(tree: PyTree, kind: type) -> bool:
+    """Whether a leaf is of this type."""
+    return any(isinstance(leaf, kind) for leaf in jax.tree.leaves(tree))
 
 
 @dataclass(frozen=True)
@@ -35,17 +180,12 @@ class Patterns:
 
     def faults(self, paths: Sequence[str]) -> list[str]:
         """Expressions that are found in none of these paths."""
-        known = ", ".join(paths[:_MOST_PATHS])
-        if len(paths) > _MOST_PATHS:
-            known += f" and {len(paths) - _MOST_PATHS} more"
-        found = []
-        for pattern in (
-            pattern.pattern for pattern in self.of if not any(map(pattern.search, paths))
-        ):
-            close = get_close_matches(re.sub(r"[\\^$]", "", pattern), paths, n=2)
+        known, found = shorten(", ".join(paths), 500), []
+        for unused in (one.pattern for one in self.of if not any(map(one.search, paths))):
+            close = get_close_matches(re.sub(r"[\\^$]", "", unused), paths, n=2)
             hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
             found.append(
-                f"frozen: {pattern!r} is found in the path of no parameter; {hint}the paths are "
+                f"frozen: {unused!r} is found in the path of no parameter; {hint}the paths are "
                 f"{known}"
             )
         return found
@@ -56,8 +196,7 @@ def frozen_filter(frozen: Any) -> Callable[[str, Any], bool] | None:
     if frozen is None or callable(frozen):
         function: Callable[[str, Any], bool] | None = frozen
         return function
-    several = isinstance(frozen, Sequence) and not isinstance(frozen, str)
-    patterns = list(frozen) if several else [frozen]
+    patterns = frozen if isinstance(frozen, list | tuple) else [frozen]
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise PipelineError(
             "frozen must be a function of a path and a shape, or regular expressions of paths; "
@@ -121,20 +260,20 @@ class Sharding:
         axes = (self.pipe, *self.data)
         return tuple(name for name in axes if name not in self.local)
 
-    def check(self, schedule: Schedule, mesh: Mesh) -> None:
-        """PipelineError lists every fault of the mesh for this schedule."""
+    def check(self, mesh: Mesh, *, schedule: str, devices: int) -> None:
+        """PipelineError lists every fault of the mesh for the schedule of this name."""
         sizes, pipe, data = dict(mesh.shape), self.pipe, tuple(self.data)
-        count, named, faults = schedule.num_devices, axes_of(self.specs), []
+        named, faults = axes_of(self.specs), []
         if pipe not in sizes:
             faults.append(
                 f"the mesh has no axis {pipe!r}; its axes are {sizes}: write Sharding(pipe=) one "
                 f"of them, or name a mesh axis {pipe!r}"
             )
-        elif sizes[pipe] != count:
+        elif sizes[pipe] != devices:
             faults.append(
-                f"schedule {schedule.name!r} is for {count} devices but mesh axis {pipe!r} has "
+                f"schedule {schedule!r} is for {devices} devices but mesh axis {pipe!r} has "
                 f"{sizes[pipe]}; build the schedule with devices={sizes[pipe]}, or a mesh with "
-                f"{count} along {pipe!r}"
+                f"{devices} along {pipe!r}"
             )
         for name in data:
             if name not in sizes:
@@ -187,23 +326,27 @@ class Sharding:
                 ]
         faults, named = [], [name for entry in spec for name in names_of(entry)]
         for name in dict.fromkeys(named):
-            why = []
-            if name not in mesh:
-                why = [f"an axis {name!r} that the mesh does not have; its axes are {dict(mesh)}"]
-            elif name == self.pipe:
-                why = [
+            of_rows = name in self.data and name not in self.local
+            reasons = (
+                (
+                    name in mesh,
+                    f"an axis {name!r} that the mesh does not have; its axes are {mesh}",
+                ),
+                (
+                    name != self.pipe,
                     f"the pipe axis {name!r}, over which stages are spread anyway; "
-                    "Sharding(outer=True) splits what is not a stage"
-                ]
-            elif name in self.data and name not in self.local:
-                why = [
+                    "Sharding(outer=True) splits what is not a stage",
+                ),
+                (
+                    not of_rows,
                     f"the data axis {name!r}; fsdp={name!r} splits parameters over it, and "
-                    f"local={name!r} gives each device's functions their own part"
-                ]
-            why += [f"{name!r} more than once"] if named.count(name) > 1 else []
-            faults += [f"{where}: {spec} names {reason}" for reason in why]
+                    f"local={name!r} gives each device's functions their own part",
+                ),
+                (named.count(name) == 1, f"{name!r} more than once"),
+            )
+            faults += [f"{where}: {spec} names {why}" for right, why in reasons if not right]
         for dim, entry in enumerate(spec):
-            if len(names_of(entry)) > 1 and any(name in self.local for name in names_of(entry)):
+            if len(names_of(entry)) > 1 and not set(names_of(entry)).isdisjoint(self.local):
                 faults.append(
                     f"{where}: {spec} splits dim {dim} over {entry!r}, and functions are given "
                     "local parts along some of these; name one axis of local= by itself"
@@ -253,19 +396,14 @@ class Memory:
             object.__setattr__(self, "offload", offload)
         except ValueError:
             faults.append(f'offload must be "residuals" or None; got {self.offload!r}')
-        if not _is_floating(self.accumulate):
+        try:
+            dtype = jnp.dtype(jnp.float32 if self.accumulate is None else self.accumulate)
+            floating = jnp.issubdtype(dtype, jnp.floating)
+        except TypeError:
+            floating = False
+        if not floating:
             faults.append(
                 "accumulate must be a floating dtype, or None for the parameters' own; got "
                 f"{self.accumulate!r}"
             )
         PipelineError.refuse("", faults)
-
-
-def _is_floating(dtype: Any) -> bool:
-    """Whether it is None or a floating dtype."""
-    if dtype is None:
-        return True
-    try:
-        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-    except TypeError:
-        return False

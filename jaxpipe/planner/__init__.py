@@ -2,7 +2,7 @@
 the lowered program.
 """
 
-from .result import PipelinePlan, Plans
+from .candidate import PipelinePlan, Plans
 
 __all__ = ["PipelinePlan", "Plans"]
 

@@ -1,233 +1,190 @@
-"""The choices of a plan, and candidates: choices with a simulated table, then with a program.
+"""Plans, and their candidates: choices with a simulated table, then with a program.
 
 Before any program exists, seconds and bytes come from the table and sums of sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from importlib import import_module
+from typing import Any, TypeAlias
 
-from ..engine.bounds import lower_bound, timeline_bound
+from ..engine.bounds import timeline_bound
 from ..engine.costs import Costs
-from ..engine.simulate import simulate
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline, simulate
 from ..errors import PlanError, ScheduleError, quoted
-from ..layouts.layout import Layout
+from ..layouts.layout import Layout, in_columns
 from ..lowering.plan import plan_of
-from ..program.records import UNDER_WAY, Slots
+from ..program.ir import UNDER_WAY, Slots
 from ..schedules import build
 from ..schedules.registry import describe
-from ..table.certificate import Certificate, Objective, Proof
 from ..table.effects import LastUse, Liveness, Offload
 from ..table.kinds import Kind
-from ..table.limits import is_number
-from ..table.schedule import Schedule
+from ..table.schedule import Certificate, Objective, Proof, Schedule
+from ..table.typed import is_number
 from ..transforms.recompute import add_recompute
-from ..transforms.rewrites import split_backward
 from ..transforms.spread import spread_first, spread_last
-from .layer_cost import FIRST, LAST, Ends, LayerCost, Remat, balanced, stage_costs
-from .memory import Memory, Sizes, device_work, layer_sizes, least_bytes, least_slots, memory_of
-from .request import Request
-from .result import PipelinePlan
+from .layer_cost import FIRST, LAST, Memory, Remat, Sizes, layer_sizes, least_slots, memory_of
+from .request import Choice, Request
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """One way to run the model.
+
+    Attributes:
+        layout: the layers of each stage, as `parse_layout` reads them.
+        schedule: the table.
+        remat: None or "full", as `Pipeline` takes it; None where the table has R for some stages.
+        policies: letters with the `jax.checkpoint` policies that their layers run under.
+        spread: of "E" and "L", those that are spread over all devices (`jaxpipe.spread`).
+        offload: "residuals" where they wait in the host's memory, as `Memory` takes it.
+        mesh: devices along each axis, where the plan was chosen among meshes.
+        seconds: of one step, of the lowered program under the planned costs.
+        memory: bytes, a device each: parameters, gradients, optimizer state, pools, workspace.
+        lower_bound: seconds below which no schedule goes for this layout, remat, placement and peak
+            of activations.
+        why: where its time goes, in a sentence.
+        label: its choices in short.
+        costs: of its stages, in seconds.
+        parts: what a device's memory is for, from the sizes of its layers.
+        traced: the same of a step of the traced model, without the optimizer's state
+            (`plan(traced=)`).
+        axis, data_axes: those of the mesh that it was planned for, as `Pipeline` takes them.
+        certificate: how far from the lower bound its seconds are, and where the bound comes from.
+    """
+
+    layout: str
+    schedule: Schedule
+    remat: str | None
+    seconds: float
+    memory: tuple[float, ...]
+    lower_bound: float
+    why: str
+    label: str = field(default="", compare=False)
+    costs: Costs = field(default_factory=Costs, compare=False)
+    parts: Memory | None = field(default=None, compare=False)
+    traced: Mapping[str, int] | None = field(default=None, compare=False)
+    certificate: Certificate | None = field(default=None, compare=False)
+    axis: str = field(default="pipe", compare=False)
+    data_axes: tuple[str, ...] = field(default=(), compare=False)
+    policies: tuple[tuple[str, str], ...] = ()
+    spread: str = ""
+    offload: str | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict, compare=False)
+
+    @property
+    def timeline(self) -> Timeline:
+        """The table, simulated under the planned costs, for comparison with a run."""
+        return simulate(self.schedule, self.costs)
+
+    def pipeline(self, model: Any, mesh: Any, **options: Any) -> Any:
+        """The `jaxpipe.Pipeline` that runs it; options are those of `Pipeline`.
+
+        Its program is the planned one, chosen by the same costs.  `sharding` and `memory` replace
+        the plan's axes (`axis`, `data_axes`) and its `remat`.
+        """
+        # By name: JAX need not be installed where plans are made.
+        settings = import_module("jaxpipe.model.settings")
+        mine = {
+            "layout": self.layout,
+            "costs": self.costs,
+            "sharding": settings.Sharding(pipe=self.axis, data=self.data_axes),
+            "memory": settings.Memory(remat=self.remat, offload=self.offload),
+        }
+        if self.policies:
+            arguments = import_module("jaxpipe.model.arguments")
+            model = arguments.under_policies(model, dict(self.policies))
+        constructor = import_module("jaxpipe.pipeline").Pipeline
+        return constructor(model, self.schedule, mesh, **mine | options)
+
+    def facts(self) -> dict[str, Any]:
+        """The plan's fields as values that JSON can hold."""
+        own = ("label", "layout", "remat", "spread", "offload", "seconds", "lower_bound", "why")
+        return {name: getattr(self, name) for name in own} | {
+            "schedule": self.schedule.name,
+            "chunks": self.schedule.num_chunks,
+            "placement": list(self.schedule.stage_to_device),
+            "policies": dict(self.policies),
+            "mesh": dict(self.mesh),
+            "memory": list(self.memory),
+            "memory_parts": self.parts and self.parts.facts() | {"total": self.parts.total},
+            "gap": self.certificate and self.certificate.gap,
+            "certificate": self.certificate and str(self.certificate),
+        }
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A rejected choice, with the reason and its seconds (None if it cannot be built)."""
+
+    what: str
+    why: str
+    seconds: float | None
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}"
+
+
+class Plans(tuple[PipelinePlan, ...]):
+    """Plans, best first, with the rejected choices and the prices of predicates and hops."""
+
+    rejected: tuple[Rejected, ...]
+    prices: str  # and where they come from
+
+    def __new__(
+        cls, found: Iterable[PipelinePlan], rejected: Iterable[Rejected], prices: str
+    ) -> Plans:
+        """Plans in this order."""
+        plans = super().__new__(cls, found)
+        plans.rejected, plans.prices = tuple(rejected), prices
+        return plans
+
+    @property
+    def best(self) -> PipelinePlan:
+        """The fastest that fits."""
+        return self[0]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """One line a plan: choices, layout, seconds, ratio to the best, bubble, memory, lower
+        bound, and distance above it.
+        """
+        return [
+            (
+                p.label,
+                p.layout,
+                f"{p.seconds:.4g}",
+                f"{p.seconds / self.best.seconds:.3f}" if self.best.seconds else "-",
+                f"{p.timeline.bubble:.1%}",
+                gib(max(p.memory)),
+                f"{p.lower_bound:.4g}",
+                f"{p.certificate.gap:.1%}" if p.certificate and p.lower_bound else "-",
+            )
+            for p in self
+        ]
+
+    def __str__(self) -> str:
+        return in_columns([COLUMNS, *self.rows()])
+
+
+COLUMNS = ("plan", "layout", "seconds", "vs best", "bubble", "memory", "bound", "above bound")
+
+
+def gib(size: float) -> str:
+    """Bytes as people read them.
+
+    >>> gib(80e9), gib(3 * 2**20)
+    ('74.5 GiB', '3.0 MiB')
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size / 2**10:.1f} KiB"
+
 
 Traced: TypeAlias = "Callable[[PipelinePlan], Mapping[str, int]]"
-
-_PLAINER = {"interleaved_1f1b": "1f1b", "interleaved_zb": "zb_h1"}
-
-
-class Choice(NamedTuple):
-    """A schedule, its chunks, its recomputation and its spread ends."""
-
-    request: Request
-    name: str
-    chunks: int
-    remat: Remat
-    policies: tuple[tuple[str, str], ...]  # a letter and its `jax.checkpoint` policy
-    spread: str  # the collective ends among "E" and "L"
-    costs: Mapping[str, LayerCost]  # of its policies and shares
-    cap: int | None = None
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Its mesh, ends and remat."""
-        return (id(self.request), self.remat, self.policies, self.spread.replace(FIRST, ""))
-
-    @property
-    def seconds(self) -> float:
-        """A lower bound of its tables: a device's work, and the reduction of gradients."""
-        request, again = self.request, self.remat is Remat.FULL
-        work = device_work(request.layers, self.costs, request.devices, again=again)
-        return request.microbatches * work + request.reduction
-
-    @property
-    def bytes(self) -> float:
-        """A lower bound of its programs' memory: parameters, and, without recomputation by stages
-        and offload, the residuals of one microbatch.
-        """
-        request = self.request
-        held = least_bytes(request.layers, self.costs, request.devices)
-        if self.remat is Remat.FULL or Remat.STAGES in request.remat or request.offloads:
-            return held
-        inner = [self.costs[c] for c in request.layers if c not in (FIRST, LAST)]
-        return held + sum(c.residuals for c in inner) / request.devices
-
-    @property
-    def label(self) -> str:
-        """Its name in a printed table."""
-        request, names = self.request, dict.fromkeys(name for _, name in self.policies)
-        letters = {n: "".join(c for c, name in self.policies if name == n) for n in names}
-        parts = {
-            f"cap {self.cap}": self.cap,
-            f"M {request.microbatches}": request.one_of_many,
-            f"K {request.slices}": request.slices > 1,
-            f"spread {self.spread}": self.spread,
-            "remat full": self.remat is Remat.FULL,
-            **{f"remat {n}" + (f" of {letters[n]}" if len(names) > 1 else ""): n for n in names},
-        }
-        shown = [text for text, is_shown in parts.items() if is_shown]
-        return ", ".join([*request.label, self.name, f"V {self.chunks}", *shown])
-
-    def layout(self) -> Layout:
-        """Its layers in stages."""
-        request = self.request
-        return balanced(
-            request.layers,
-            self.costs,
-            devices=request.devices,
-            chunks=self.chunks,
-            remat=self.remat,
-        )
-
-    def stage_costs(self, layout: Layout, *, recomputing: bool = False) -> Costs:
-        """The times of a layout's stages."""
-        remat = Remat.STAGES if recomputing else self.remat
-        request = self.request
-        return stage_costs(
-            layout, self.costs, remat=remat, transfer=request.transfer, slices=request.slices
-        )
-
-    def built(self, layout: Layout) -> Candidate:
-        """The choice with its table."""
-        request, costs = self.request, self.stage_costs(layout)
-        options: dict[str, Any] = {} if self.cap is None else {"max_activations": self.cap}
-        takes = [option.name for option in describe(self.name).options]
-        if "costs" in takes and not request.by_name:
-            options["costs"] = costs
-        table = build(
-            self.name,
-            devices=request.devices,
-            microbatches=request.microbatches,
-            chunks=self.chunks,
-            slices=request.slices,
-            **options,
-        )
-        if table.num_stages != layout.num_stages:
-            per = table.num_stages // request.devices
-            raise ScheduleError(
-                f"{self.name} has {table.num_stages} stages, each on several devices; choose it "
-                f"by chunks=({per},)"
-            )
-        if LAST in self.spread:
-            table = spread_last(table, costs=None if request.by_name else costs)
-        if FIRST in self.spread:
-            table = spread_first(table, costs=costs)
-        return Candidate(self, layout, simulate(table, costs))
-
-    def capped(self, layout: Layout) -> Choice:
-        """The same choice of `auto` with a cap: twice as many activations as 1F1B has, or as many
-        as the memory has room for.
-        """
-        request, cap = self.request, 2 * self.chunks * self.request.devices
-        if request.memory is not None:
-            name = "1f1b" if self.chunks == 1 else "interleaved_1f1b"
-            trial = self._replace(name=name, spread="").built(layout)
-            split = replace(trial.timeline, schedule=split_backward(trial.schedule))
-            sizes = replace(trial, timeline=split).sizes
-            held = memory_of(Slots(x=0, cotangent=1, stash=1, first=1), sizes).total
-            each = sizes.entry["residual_weight"] + sizes.entry["x"]
-            cap = min(cap, int((request.memory - held) / each) if each else cap)
-        return self._replace(cap=max(self.chunks, cap))
-
-    def with_first(self) -> Choice | None:
-        """The same choice with a spread `first`, of which a device holds a share; None where it
-        cannot be spread.
-        """
-        end = self.request.costs.get(FIRST)
-        if self.spread != LAST or end is None or end.ends is not Ends.EITHER:
-            return None
-        share = end.share(self.request.devices)
-        return self._replace(spread=FIRST + LAST, costs={**self.costs, FIRST: share})
-
-    def bound(self, layout: Layout) -> float:
-        """A lower bound of the step's seconds, by `lower_bound`."""
-        request = self.request
-        if request.slices > 1:
-            return self.seconds
-        found = lower_bound(
-            self.stage_costs(layout),
-            microbatches=request.microbatches,
-            devices=request.devices,
-            chunks=self.chunks,
-            max_activations=self.cap,
-        )
-        return max(found + request.reduction, self.seconds)
-
-
-def choices(request: Request) -> Iterator[Choice]:
-    """All choices of a request: schedules, with the chunks that they take and that the layers
-    suffice for.
-    """
-    shapes = [
-        (name, chunks)
-        for name in request.schedules
-        for chunks in request.chunks
-        if describe(name).chunks.nearest(chunks) == chunks
-        and not (request.slices > 1 and describe(name).one_slice)
-        and request.devices * chunks <= len(request.layers)
-        # With one stage a device they equal 1F1B with more activations, and ZB-H1.
-        and not (chunks == 1 and _PLAINER.get(name) in request.schedules)
-    ]
-    for spread, (remat, policies) in product(_spreads(request), _ways(request)):
-        costs = dict(request.costs)
-        for letter, policy in policies:
-            costs[letter] = costs[letter].under(policy)
-        for letter in (FIRST, LAST):
-            if letter in spread:
-                costs[letter] = costs[letter].share(request.devices)
-            elif letter in costs:
-                costs[letter] = replace(costs[letter], ends=Ends.ONE)
-        for name, chunks in shapes:
-            yield Choice(request, name, chunks, remat, policies, spread, costs)
-
-
-def _spreads(request: Request) -> list[str]:
-    """The ends that may be spread.  Where both may be, `first` is spread only if memory is short
-    (`Choice.with_first`).
-    """
-    ends = {c: request.costs[c].ends if c in request.layers else Ends.ONE for c in (FIRST, LAST)}
-    always = "".join(c for c in (FIRST, LAST) if ends[c] is Ends.ALL)
-    if ends[LAST] is Ends.EITHER:
-        return [always, (FIRST if ends[FIRST] is Ends.WITH_LAST else always) + LAST]
-    return [always, always + FIRST] if ends[FIRST] is Ends.EITHER else [always]
-
-
-def _ways(request: Request) -> Iterator[tuple[Remat, tuple[tuple[str, str], ...]]]:
-    """The kinds of recomputation: nothing, a policy for each kind of layer, or everything."""
-    wanted, layers = request.remat, dict.fromkeys(request.layers)
-    names = [
-        ("", *(name for name in request.policies if name in request.costs[c].policies))
-        for c in layers
-    ]
-    for chosen in product(*names):
-        policies = tuple((c, name) for c, name in zip(layers, chosen, strict=True) if name)
-        if policies or Remat.NONE in wanted or Remat.STAGES in wanted:
-            yield Remat.NONE, policies
-    if Remat.FULL in wanted:
-        yield Remat.FULL, ()
 
 
 @dataclass(frozen=True)
@@ -242,6 +199,34 @@ class Candidate:
     makespan: float | None = None  # of the program
     slots: Slots | None = None  # of the program
     traced: Mapping[str, int] | None = None  # memory of the traced model
+
+    @classmethod
+    def of(cls, choice: Choice, layout: Layout) -> Candidate:
+        """A choice with its table."""
+        request, costs = choice.request, choice.stage_costs(layout)
+        options: dict[str, Any] = {} if choice.cap is None else {"max_activations": choice.cap}
+        takes = [option.name for option in describe(choice.name).options]
+        if "costs" in takes and not request.by_name:
+            options["costs"] = costs
+        table = build(
+            choice.name,
+            devices=request.devices,
+            microbatches=request.microbatches,
+            chunks=choice.chunks,
+            slices=request.slices,
+            **options,
+        )
+        if table.num_stages != layout.num_stages:
+            per = table.num_stages // request.devices
+            raise ScheduleError(
+                f"{choice.name} has {table.num_stages} stages, each on several devices; choose it "
+                f"by chunks=({per},)"
+            )
+        if LAST in choice.spread:
+            table = spread_last(table, costs=None if request.by_name else costs)
+        if FIRST in choice.spread:
+            table = spread_first(table, costs=costs)
+        return cls(choice, layout, simulate(table, costs))
 
     @property
     def request(self) -> Request:
@@ -333,18 +318,20 @@ class Candidate:
             first = Candidate(both, self.layout, simulate(table, costs))
             yield first
             yield from first.smaller()
-        if choice.cap is not None:  # a smaller one makes room in less time
-            if choice.cap > choice.chunks:
-                yield choice._replace(cap=choice.cap - 1).built(self.layout)
+        pools, peak = self.memory.pools, max(self.timeline.peak_activations)
+        # A cap saves inputs too; R only what a forward keeps besides.
+        held = pools["residual_weight"] + (0.0 if choice.cap is None else pools["x"])
+        free = request.memory - (self.memory.total - held)
+        room = min(peak - 1, int(free * peak / held)) if held else 0
+        if choice.cap is not None:
+            if room >= choice.chunks:
+                yield Candidate.of(choice._replace(cap=room), self.layout)
             return
         if request.offloads:
             yield Candidate(choice, self.layout, self.timeline, offload=Offload.RESIDUALS)
         if Remat.STAGES not in request.remat or choice.remat is Remat.FULL:
             return
         costs = choice.stage_costs(self.layout, recomputing=True)
-        peak, residuals = max(self.timeline.peak_activations), self.memory.pools["residual_weight"]
-        each, free = residuals / peak, request.memory - (self.memory.total - residuals)
-        room = min(peak - 1, int(free / each)) if each else 0
         for cap in sorted({max(1, room), max(1, room - 1)}, reverse=True):
             found = add_recompute(table, costs=costs, max_activations=cap)
             count = sum(action.kind is Kind.R for _, _, action in found.actions())

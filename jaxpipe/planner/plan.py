@@ -1,14 +1,22 @@
-"""`plan`: the fastest pipelines that fit."""
+"""`plan`: the fastest pipelines that fit.  Choices are tried in the order of a bound; those that
+could be among the best are simulated, and the shortest are lowered and compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
-from .layer_cost import LayerCost
-from .request import requests
-from .result import PipelinePlan, Plans
-from .search import Search
+from ..engine.simulate import simulate
+from ..errors import PlanError, ScheduleError
+from ..layouts.layout import Layout, LayoutError
+from ..schedules import build
+from ..table.effects import Offload
+from .candidate import Candidate, PipelinePlan, Plans, Rejected, Traced, gib, stage_seconds
+from .layer_cost import LayerCost, Memory
+from .request import Choice, Request, choices, requests
 
 
 def plan(
@@ -120,3 +128,259 @@ def plan(
     wanted = requests({"model": getattr(model, "layers", model), **arguments})
     found = Search(wanted, most=most, within=within, progress=progress, traced=traced)
     return found.plans(search=search, seed=seed)
+
+
+_Progress: TypeAlias = "Callable[[int, int], None]"
+_MOVES = 60  # layouts that are simulated for each of the best candidates
+_REFINED = 4  # candidates whose layout is improved
+_MORE = 2  # programs that are lowered beyond the number of plans
+_NEAR = 1.08  # of a bound: `auto` is not tried where another table is as short
+_EVEN = 1e-9  # relative: stages that differ by less are equal
+_WORTH = 1e-6  # relative: a makespan that is shorter by less is rounded
+
+
+class Search:
+    """The choices of some requests, tried in the order of a bound of their seconds."""
+
+    def __init__(
+        self,
+        wanted: Sequence[Request],
+        *,
+        most: int,
+        within: float | None = None,
+        progress: _Progress | None = None,
+        traced: Traced | None = None,
+    ) -> None:
+        self._begin, self._within = time.monotonic(), within
+        self._wanted, self._rejected = wanted, list[Rejected]()
+        self._most, self._traced = most, traced
+        self._progress = progress or (lambda done, of: None)
+        self._fitting: list[Candidate] = []
+        self._beyond: list[Candidate] = []
+        self._large: list[Choice] = []  # whose tables are not built
+
+    def plans(self, *, search: float, seed: int) -> Plans:
+        """The best plans, and the rejected choices."""
+        self.candidates()
+        found = self._lower_best()
+        if not found:
+            raise self._nothing_fits()
+        if search:
+            found += self._solved(min(found, key=lambda c: c.seconds), search, seed)
+        found.sort(key=lambda c: (c.seconds, c.needs))
+        beyond = [Rejected(c.label, lacks(c.needs, c.request), c.seconds) for c in self._beyond]
+        return Plans(
+            (c.plan() for c in found[: self._most]),
+            (*self._rejected, *beyond),
+            str(self._wanted[0].target.overheads),
+        )
+
+    def _late(self, share: float = 1) -> bool:
+        """Whether a share of the time is over and there is something to return."""
+        spent = time.monotonic() - self._begin
+        return self._within is not None and spent > share * self._within and bool(self._fitting)
+
+    def _worst(self, found: Sequence[Candidate]) -> float:
+        """The seconds that a further candidate must stay below."""
+        seconds = sorted(c.seconds for c in found)
+        return seconds[self._most - 1] if len(seconds) >= self._most else float("inf")
+
+    def _reject(self, choice: Choice, why: str, seconds: float | None = None) -> None:
+        self._rejected.append(Rejected(choice.label, why, seconds))
+
+    def candidates(self) -> list[Candidate]:
+        """Those that fit, of every choice that could be among the best, without programs."""
+        todo = [choice for request in self._wanted for choice in choices(request)]
+        # A table of `auto` takes longest to build, so the others come first; of equal bounds those
+        # with spread ends, which are usually shorter.
+        todo.sort(key=lambda c: (c.name == "auto", c.seconds, -len(c.spread)))
+        for done, choice in enumerate(todo):
+            if self._late(0.5):
+                self._reject(choice, "not tried: the time was over")
+            elif self._passes(choice, choice.seconds):
+                try:
+                    layout = choice.layout()
+                    if choice.name != "auto" or self._may_be_shorter(choice, layout):
+                        self._sort(Candidate.of(choice, layout))
+                except (ScheduleError, LayoutError) as error:
+                    self._reject(choice, str(error).splitlines()[-1].strip())
+            self._progress(done + 1, len(todo))
+        return self._fitting
+
+    def _passes(self, choice: Choice, seconds: float) -> bool:
+        """Whether a choice may fit and be among the best; else it is rejected."""
+        limit = choice.request.memory
+        if limit is not None and choice.bytes > limit:
+            self._large.append(choice)
+            self._reject(choice, lacks(choice.bytes, choice.request))
+        elif seconds >= self._worst(self._fitting):
+            why = f"takes {seconds:.4g} s or more, and {self._most} plans take less"
+            self._reject(choice, why, seconds)
+        else:
+            return True
+        return False
+
+    def _may_be_shorter(self, choice: Choice, layout: Layout) -> bool:
+        """Whether a table of a choice of `auto` can be much shorter than another one of the same
+        stages; else the choice is rejected.
+        """
+        bound, own = choice.bound(layout), choice.blocks
+        same = [c for c in self._fitting if c.choice.blocks == own]
+        near = min(same, key=lambda c: c.seconds, default=None)
+        if near is None or near.seconds > _NEAR * bound:
+            return self._passes(choice, bound)
+        self._reject(choice, f"takes {bound:.4g} s or more, {near.label} {near.seconds:.4g}")
+        return False
+
+    def _sort(self, built: Candidate) -> None:
+        """Keep a candidate that fits by its sizes, or candidates with less memory."""
+        fitting = [built]
+        if not self._fits(built):
+            self._beyond.append(built)
+            near = built.seconds < self._worst(self._fitting)
+            fitting = list(filter(self._fits, built.smaller())) if near else []
+        for candidate in fitting:
+            # Another may have as short a table with as few activations.
+            same = next((c for c in self._fitting if c.same == candidate.same), None)
+            if same is None:
+                self._fitting.append(candidate)
+            else:
+                why = f"takes as long as {same.label}"
+                self._reject(candidate.choice, why, candidate.seconds)
+
+    def _fits(self, candidate: Candidate) -> bool:
+        # Sums of layers' sizes are no measure of a traced model.
+        return self._traced is not None or candidate.fits
+
+    def _lower_best(self) -> list[Candidate]:
+        """Programs of the front-runners."""
+        todo = sorted(self._fitting, key=lambda c: c.seconds)
+        todo[:_REFINED] = [_refined(c) for c in todo[:_REFINED]]
+        found: list[Candidate] = []
+        done = 0
+        while todo:
+            todo.sort(key=lambda c: c.seconds)
+            # No program is shorter than its table, so later candidates cannot be among the best.
+            if todo[0].seconds >= self._worst(found):
+                break
+            if found and (self._late() or done >= self._most + _MORE):
+                break
+            candidate = todo.pop(0)
+            lowered = candidate.lowered(self._traced)
+            if lowered.fits:
+                found.append(lowered)
+            else:
+                self._beyond.append(lowered)
+                todo += filter(self._fits, candidate.smaller())
+            done += 1
+            self._progress(done, done + len(todo))
+        return found
+
+    def _nothing_fits(self) -> PlanError:
+        """The error that nothing fits, with the nearest candidate and the missing bytes."""
+        if not self._beyond and not self._large:
+            return PlanError.listing(
+                "no schedule can be built for this model",
+                [f"{r.what}: {r.why}" for r in self._rejected] or ["no schedule was named"],
+            )
+        if self._beyond:
+            near = min(self._beyond, key=lambda c: c.needs)
+            name, needs = f"{near.label}, layout {near.layout}", near.needs
+            parts = _parts(near.memory)
+        else:  # no table was built
+            needs = min(choice.bytes for choice in self._large)
+            name, parts = "an even split of the layers", {_HELD: (needs, _HELPS)}
+        limit = self._wanted[0].memory
+        part, (held, helps) = max(parts.items(), key=lambda item: item[1])
+        assert limit is not None
+        return PlanError(
+            f"nothing fits into {gib(limit)} a device: the nearest is {name}, which needs at least "
+            f"{gib(needs)}, {gib(needs - limit)} more (most of it, {gib(held)}, {part}); "
+            f"what would help most: {helps}; or {_ADVICE}"
+        )
+
+    def _solved(self, best: Candidate, seconds: float, seed: int) -> list[Candidate]:
+        """A shorter table for the best plan's layout and memory, if the solver finds one."""
+        choice, request, placement = best.choice, best.request, best.schedule.placement
+        if best.recomputing or choice.spread or placement.is_bidirectional or request.slices > 1:
+            return []
+        costs, cap = best.timeline.costs, max(best.timeline.peak_activations)
+        table = build(
+            "auto",
+            devices=request.devices,
+            microbatches=request.microbatches,
+            chunks=choice.chunks,
+            placement=placement,
+            max_activations=cap,
+            costs=costs,
+            search=seconds,
+            seed=seed,
+        )
+        found = replace(
+            best, choice=choice._replace(name="auto", cap=cap), timeline=simulate(table, costs)
+        ).lowered(self._traced)
+        return [found] if found.fits and found.seconds < best.seconds else []
+
+
+def _refined(candidate: Candidate) -> Candidate:
+    """The candidate with a better layout for its table, and the table adapted to that layout.
+
+    Single layers are moved over borders between stages as long as the step gets shorter: a balanced
+    split does not know that a stage at either end may be lighter or heavier without a delay.
+    """
+    choice, best = candidate.choice, candidate
+    # The table's certificate holds only for the costs of its layout.
+    table, recomputing = replace(candidate.schedule, certificate=None), bool(candidate.recomputing)
+    whole = stage_seconds(candidate.timeline)
+    if max(whole) <= min(whole) * (1 + _EVEN):
+        return candidate
+    tries, moves = 0, _moves(candidate.layout)
+    while tries < _MOVES and (layout := next(moves, None)) is not None:
+        tries += 1
+        costs = choice.stage_costs(layout, recomputing=recomputing)
+        moved = replace(candidate, layout=layout, timeline=simulate(table, costs))
+        if moved.timeline.makespan < best.timeline.makespan * (1 - _WORTH):
+            best, moves = moved, _moves(layout)
+    if best is candidate or recomputing or candidate.offload is not Offload.NOTHING:
+        return best
+    return min((best, Candidate.of(choice, best.layout)), key=lambda c: c.seconds)
+
+
+def _moves(layout: Layout) -> Iterator[Layout]:
+    """Every layout with one layer on the other side of a border and no empty stage."""
+    stages = layout.stages
+    for border in range(1, len(stages)):
+        left, right = stages[border - 1], stages[border]
+        changed = [(left[:-1], left[-1] + right)] if len(left) > 1 else []
+        changed += [(left + right[0], right[1:])] if len(right) > 1 else []
+        for one, other in changed:
+            yield Layout(
+                (*stages[: border - 1], one, other, *stages[border + 1 :]), layout.num_devices
+            )
+
+
+_HELD, _HELPS = "parameters, gradients and optimizer state", "more devices, or shares of each"
+_ADVICE = (
+    "use more devices or smaller microbatches, allow other chunks and remat='full', "
+    "or shard parameters and optimizer state over another axis"
+)
+
+
+def lacks(needs: float, request: Request) -> str:
+    """The reason to reject what needs so many bytes at least."""
+    return f"does not fit by {gib(needs - (request.memory or 0))} or more"
+
+
+def _parts(memory: Memory) -> dict[str, tuple[float, str]]:
+    """Bytes of a device by purpose, and what would help most against them."""
+    pools, less = memory.pools, "smaller microbatches"
+    boundaries = pools["x"] + pools["cotangent"] + memory.sent
+    return {
+        _HELD: (memory.held, _HELPS),
+        "residuals": (pools["residual_weight"], "remat='full', or offload='residuals'"),
+        "stash": (pools["stash"], "whole backwards (1f1b, interleaved_1f1b)"),
+        "stage inputs and cotangents": (boundaries, less),
+        "workspace": (memory.work, f"a `last` that is spread, or {less}"),
+        "the batch": (memory.batch + memory.hoisted, less),
+        "sums of the gradients of first and last": (memory.summed, less),
+    }

@@ -1,17 +1,29 @@
-"""The arguments of `plan`, checked."""
+"""The arguments of `plan`, checked, and the choices that they leave."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, NamedTuple
 
+from ..engine.bounds import lower_bound
+from ..engine.costs import Costs
 from ..errors import PlanError, quoted
-from ..layouts.layout import parse_layout
+from ..layouts.layout import Layout, parse_layout
 from ..lowering.target import RunsOn, Target
-from ..table.limits import is_number, is_whole
-from ..table.typed import plain
-from .layer_cost import FIRST, LAST, LayerCost, Remat
+from ..schedules.registry import describe
+from ..table.typed import is_flat, is_number, is_whole, plain
+from .layer_cost import (
+    FIRST,
+    LAST,
+    Ends,
+    LayerCost,
+    Remat,
+    balanced,
+    device_work,
+    stage_costs,
+)
 
 # Schedules that are tried where none are named, the more promising ones first.  `dualpipe` keeps
 # every stage's parameters twice.
@@ -28,7 +40,7 @@ SCHEDULES = (
     "auto",
 )
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
-_LEAST_MEMORY, _MOST_SECONDS, _UNLIKE = 1e6, 3600.0, 1e5
+_LEAST_MEMORY, _MOST_SECONDS = 1e6, 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +55,7 @@ class Request:
     transfer: float = 0.0
     schedules: tuple[str, ...] = SCHEDULES
     chunks: tuple[int, ...] = (1, 2, 4)
-    remat: tuple[Remat, ...] = (Remat.NONE,)
-    policies: tuple[str, ...] = ()  # names of `jax.checkpoint` policies that may be chosen
+    remat: tuple[Remat | str, ...] = (Remat.NONE,)  # texts are `jax.checkpoint` policies
     offloads: bool = False  # residuals may be kept in the host's memory
     host_bandwidth: float = 2.5e10
     axis: str = "pipe"
@@ -58,61 +69,51 @@ class Request:
     mesh: Mapping[str, int] = field(default_factory=dict)  # where the mesh was chosen
     slices: int = 1  # of a sequence; costs and microbatches are of slices
 
-    @property
-    def text(self) -> str:
-        """As the reason for rejecting all of its choices names it."""
-        rows = (f"rows {self.mesh['rows']}",) if self.mesh else ()
-        return ", ".join((*(self.label or (f"M {self.microbatches}",)), *rows))
-
 
 def requests(arguments: Mapping[str, Any]) -> list[Request]:
     """Requests from the arguments of `plan` by name, one for each number of microbatches and of
     slices of a sequence; PlanError lists all faults.
     """
     refuse_kinds(arguments)
-    numbers = (arguments[name] for name in ("microbatches", "costs", "transfer"))
-    counts, costs, hops = _by_number(*numbers)
+    by_number = _by_number(*(arguments[name] for name in ("microbatches", "costs", "transfer")))
     return [
-        _request(arguments, costs[m], m, plain(hops[m]), slices, one_of_many=len(counts) > 1)
-        for m in counts
+        _request(arguments, costs, m, plain(hop), slices, one_of_many=len(by_number) > 1)
+        for m, (costs, hop) in by_number.items()
         for slices in dict.fromkeys(arguments["slices"])
     ]
 
 
 def _by_number(
     microbatches: Any, costs: Mapping[Any, Any], transfer: Any
-) -> tuple[tuple[int, ...], Mapping[Any, Any], Mapping[Any, Any]]:
-    """Numbers of microbatches; and for each of them the costs, and the seconds of a hop."""
+) -> dict[int, tuple[Mapping[Any, Any], Any]]:
+    """For each number of microbatches the costs, and the seconds of a hop."""
     if is_whole(microbatches):
-        if any(map(is_whole, costs)):
-            raise PlanError(
-                "costs are given by number of microbatches, but microbatches is one number; "
-                f"write microbatches={tuple(costs)} or give the costs of that number alone"
+        wrong = ["costs are"] * any(map(is_whole, costs))
+        wrong += ["transfer is"] * isinstance(transfer, Mapping)
+        _refuse(
+            *(
+                f"{name} given by number of microbatches, but microbatches is one number; give "
+                "what holds for that number alone, or several numbers of microbatches"
+                for name in wrong
             )
-        if isinstance(transfer, Mapping):
-            raise PlanError(
-                "transfer is given by number of microbatches, but microbatches is one number; "
-                "give its seconds alone"
-            )
-        return (microbatches,), {microbatches: costs}, {microbatches: transfer}
-    counts = tuple(dict.fromkeys(microbatches))
-    if not counts:
-        raise PlanError(
-            "microbatches is empty; give one number or a few to choose among, such as (8, 16)"
         )
-    if missing := [str(m) for m in counts if not isinstance(costs.get(m), Mapping)]:
-        raise PlanError(
-            f"costs are missing for {', '.join(missing)} microbatches: a microbatch of "
-            "another size costs something else; give "
-            "costs={8: {...}, 16: {...}}, each measured for the microbatch of that number"
-        )
+        return {microbatches: (costs, transfer)}
+    counts = dict.fromkeys(microbatches)
     hops = transfer if isinstance(transfer, Mapping) else dict.fromkeys(counts, transfer)
-    if missing := [str(m) for m in counts if m not in hops]:
-        raise PlanError(
-            f"transfer is missing for {', '.join(missing)} microbatches; give the "
-            "seconds of a hop for each number, or one number for all"
+    faults = [] if counts else ["microbatches is empty; give one number or a few, such as (8, 16)"]
+    if missing := [str(m) for m in counts if not isinstance(costs.get(m), Mapping)]:
+        faults.append(
+            f"costs are missing for {', '.join(missing)} microbatches: a microbatch of another "
+            "size costs something else; give costs={8: {...}, 16: {...}}, each measured for the "
+            "microbatch of that number"
         )
-    return counts, costs, hops
+    if missing := [str(m) for m in counts if m not in hops]:
+        faults.append(
+            f"transfer is missing for {', '.join(missing)} microbatches; give the seconds of a hop "
+            "for each number, or one number for all"
+        )
+    _refuse(*faults)
+    return {m: (costs[m], hops[m]) for m in counts}
 
 
 def _request(
@@ -141,11 +142,10 @@ def _request(
         ),
         *_mesh_faults(mesh, axis, data_axes, devices),
     )
-    remat, policies = ways(arguments["remat"], costs, stages=memory is not None)
-    letters = _letters(arguments["model"], costs, devices, min(chunks, default=1))
+    remat = allowed_remat(arguments["remat"], costs, stages=memory is not None)
+    letters = _letters(arguments["model"], costs, devices, min(chunks))
     _refuse(*_unit_faults({c: costs[c] for c in letters}, memory, transfer))
     target = _target(mesh, (axis, *data_axes))
-    offloads = memory is not None and "residuals" in arguments["offload"] and target.on_gpus
     return Request(
         layers=letters,
         costs=costs if slices == 1 else {c: cost.sliced(slices) for c, cost in costs.items()},
@@ -156,8 +156,7 @@ def _request(
         schedules=_names(arguments["schedules"]) or SCHEDULES,
         chunks=tuple(dict.fromkeys(chunks)),
         remat=remat,
-        policies=policies,
-        offloads=offloads,
+        offloads=memory is not None and "residuals" in arguments["offload"] and target.on_gpus,
         host_bandwidth=plain(arguments["host_bandwidth"]),
         axis=axis,
         data_axes=data_axes,
@@ -167,25 +166,24 @@ def _request(
     )
 
 
-def ways(
+def allowed_remat(
     names: Sequence[str | None] | None, costs: Mapping[str, LayerCost], *, stages: bool
-) -> tuple[tuple[Remat, ...], tuple[str, ...]]:
-    """The kinds of recomputation and the policies that are named, or all of them; without a limit
-    of memory, `stages` recompute nothing to make room.
+) -> tuple[Remat | str, ...]:
+    """What may be computed again: what is named, or else everything; without a limit of memory,
+    `stages` recompute nothing to make room.
     """
     known = sorted({name for cost in costs.values() for name in cost.policies})
     if names is None:
-        names = (None, *known, "full", *(("stages",) if stages else ()))
+        return (Remat.NONE, *known, Remat.FULL, *([Remat.STAGES] if stages else []))
     _refuse(
         *(
             f"remat holds {quoted(name)}; it is None, 'full', 'stages' or a policy of which some "
             f"layer has costs ({', '.join(known) or 'none has'})"
             for name in names
-            if name not in [kind.value for kind in Remat] and name not in known
+            if name not in known and name not in [kind.value for kind in Remat]
         )
     )
-    kinds = tuple(dict.fromkeys(Remat(name) for name in names if name not in known))
-    return kinds, tuple(dict.fromkeys(name for name in names if name in known))
+    return tuple(dict.fromkeys(name if name in known else Remat(name) for name in names))
 
 
 def _letters(text: str, costs: Mapping[str, LayerCost], devices: int, chunks: int) -> str:
@@ -214,8 +212,8 @@ def refuse_kinds(arguments: Mapping[str, Any]) -> None:
     _refuse(
         *(
             f"{name} must be {text}, not {quoted(arguments[name])}"
-            for name, (accepts, text) in _ACCEPTED.items()
-            if name in arguments and not accepts(arguments[name])
+            for name, (kind, text) in _KINDS.items()
+            if name in arguments and not _is_of(arguments[name], kind)
         )
     )
 
@@ -230,88 +228,64 @@ def _names(names: Any) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(() if names is None else names)
 
 
-_Test: TypeAlias = "Callable[[Any], bool]"
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind: None, a type, a test, a list of another kind, or any of several
+    kinds.
+    """
+    if isinstance(kind, tuple):
+        return any(_is_of(value, each) for each in kind)
+    if isinstance(kind, list):
+        return is_flat(value) and all(_is_of(each, kind[0]) for each in value)
+    if isinstance(kind, type):
+        return isinstance(value, kind)
+    return value is None if kind is None else bool(kind(value))
 
 
-def _is_count(value: object) -> bool:
+def _count(value: Any) -> bool:
     return is_whole(value) and value >= 1
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
+def _counts(value: Any) -> bool:
+    return _is_of(value, [_count]) and len(value) > 0
 
 
-def _is_hop(value: object) -> bool:
-    return is_number(value) and 0 <= value < float("inf")
-
-
-def _is_above_0(value: object) -> bool:
+def _above_0(value: Any) -> bool:
     return is_number(value) and value > 0
 
 
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, Mapping)
+def _seconds(value: Any) -> bool:
+    return is_number(value) and 0 <= value < float("inf")
 
 
-def _maybe(accepts: _Test) -> _Test:
-    """A test that accepts None too."""
-    return lambda value: value is None or accepts(value)
-
-
-def _some(accepts: _Test) -> _Test:
-    """A test for a sequence of accepted values.  NumPy scalars are not sequences."""
-    return lambda value: (
-        isinstance(value, Collection)
-        and not isinstance(value, str | bytes | Mapping)
-        and getattr(value, "ndim", 1) == 1
-        and all(map(accepts, value))
-    )
-
-
-def _one_or_some(accepts: _Test) -> _Test:
-    return lambda value: accepts(value) or _some(accepts)(value)
-
-
-# For each argument, the test of its values and the text of an error.
-_ACCEPTED: dict[str, tuple[_Test, str]] = {
-    "model": (
-        _is_text,
-        "a text with a letter for each layer, such as 'Et*80,L', or a Model of letters",
-    ),
-    "costs": (_is_mapping, "a mapping, {'t': jaxpipe.LayerCost(...)}"),
-    "devices": (_is_count, "a whole number of at least 1"),
-    "microbatches": (_one_or_some(_is_count), "a whole number of at least 1, or a few of them"),
-    "memory": (_maybe(_is_above_0), "bytes that a device has, or None"),
+_SOME = "one or a few whole numbers of at least 1, such as (1, 2)"
+# For each argument, the kind of its values and the text of an error.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "model": (str, "a text with a letter for each layer, such as 'Et*80,L', or a Model of letters"),
+    "costs": (Mapping, "a mapping, {'t': jaxpipe.LayerCost(...)}"),
+    "devices": (_count, "a whole number of at least 1"),
+    "microbatches": ((_count, [_count]), "a whole number of at least 1, or a few of them"),
+    "memory": ((None, _above_0), "bytes that a device has, or None"),
     "transfer": (
-        lambda v: _some(_is_hop)([*v.values()]) if _is_mapping(v) else _is_hop(v),
+        lambda v: all(map(_seconds, v.values() if isinstance(v, Mapping) else [v])),
         "seconds, 0 or more",
     ),
-    "schedules": (
-        _maybe(_one_or_some(_is_text)),
-        "names of schedules, such as ('1f1b', 'zb_h1')",
-    ),
-    "chunks": (_some(_is_count), "a few whole numbers of at least 1, such as (1, 2)"),
-    "slices": (
-        lambda v: _some(_is_count)(v) and len(v) > 0,
-        "one or a few whole numbers of at least 1, such as (1, 4, 16)",
-    ),
-    "remat": (
-        _maybe(_some(_maybe(_is_text))),
-        "some of (None, 'full', 'stages') and of the names of policies",
-    ),
-    "offload": (_some((None, "residuals").__contains__), "(None,) or (None, 'residuals')"),
-    "host_bandwidth": (_is_above_0, "bytes a second, above 0"),
-    "within": (_maybe(_is_above_0), "seconds, above 0, or None"),
-    "search": (_is_hop, "seconds, 0 or more"),
+    "schedules": ((None, str, [str]), "names of schedules, such as ('1f1b', 'zb_h1')"),
+    "chunks": (_counts, _SOME),
+    "slices": (_counts, _SOME),
+    "remat": ((None, [(None, str)]), "some of (None, 'full', 'stages') and names of policies"),
+    "offload": ([(None, "residuals".__eq__)], "(None,) or (None, 'residuals')"),
+    "host_bandwidth": (_above_0, "bytes a second, above 0"),
+    "within": ((None, _above_0), "seconds, above 0, or None"),
+    "search": (_seconds, "seconds, 0 or more"),
     "seed": (lambda v: is_whole(v) and 0 <= v < 2**31, "a whole number of at least 0"),
-    "most": (_is_count, "a whole number of at least 1"),
-    "progress": (_maybe(callable), "a function of (done, of), or None"),
+    "most": (_count, "a whole number of at least 1"),
+    "progress": ((None, callable), "a function of (done, of), or None"),
     "traced": (
-        _maybe(callable),
+        (None, callable),
         "a function of a plan, as jaxpipe.traced_memory makes it, or None",
     ),
-    "axis": (_is_text, "the name of a mesh axis"),
-    "data_axes": (_one_or_some(_is_text), "names of mesh axes"),
+    "axis": (str, "the name of a mesh axis"),
+    "data_axes": ((str, [str]), "names of mesh axes"),
 }
 
 
@@ -329,18 +303,21 @@ def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int)
     if not (hasattr(mesh, "devices") and hasattr(mesh, "shape")):
         return [f"mesh must be a jax.sharding.Mesh, or None for NVIDIA GPUs, not {quoted(mesh)}"]
     sizes = dict(mesh.shape)
-    own = sizes.get(axis)
-    if own is None:
-        faults = [f"the mesh has no axis {axis!r}; its axes are {sizes}: write axis= one of them"]
-    elif own != devices:
-        faults = [f"devices is {devices}, but mesh axis {axis!r} has {own}; write devices={own}"]
-    else:
-        faults = []
-    return faults + [
-        f"the mesh has no data axis {name!r}; its axes are {sizes}"
-        for name in data_axes
+    faults = [
+        f"the mesh has no {kind} {name!r}; its axes are {sizes}: write {option}= one of them"
+        for kind, option, names in (
+            ("axis", "axis", (axis,)),
+            ("data axis", "data_axes", data_axes),
+        )
+        for name in names
         if name not in sizes
     ]
+    own = sizes.get(axis, devices)
+    if own != devices:
+        faults.append(
+            f"devices is {devices}, but mesh axis {axis!r} has {own}; write devices={own}"
+        )
+    return faults
 
 
 def _unit_faults(
@@ -356,17 +333,11 @@ def _unit_faults(
         for c, s in seconds.items()
         if s > _MOST_SECONDS
     ]
-    timed = {c: s for c, s in seconds.items() if s > 0 and c not in (FIRST, LAST)}
-    if timed and max(timed.values()) > _UNLIKE * min(timed.values()):
-        slow, fast = max(timed, key=lambda c: timed[c]), min(timed, key=lambda c: timed[c])
+    slowest = max((s for c, s in seconds.items() if c not in (FIRST, LAST)), default=0.0)
+    if slowest and transfer > 1000 * slowest:
         faults.append(
-            f"layer {slow!r} takes {timed[slow]:g} s and layer {fast!r} {timed[fast]:g} s; are "
-            "both in seconds? (milliseconds are 1e-3)"
-        )
-    if timed and transfer > 1000 * max(timed.values()):
-        faults.append(
-            f"transfer={transfer:g} s is over a thousand times a layer's {max(timed.values()):g} "
-            "s; are both in seconds?"
+            f"transfer={transfer:g} s is over a thousand times a layer's {slowest:g} s; are "
+            "both in seconds?"
         )
     faults += [
         f"layer {letter!r}: {name}={getattr(cost, name):g} is less than a byte; sizes are in bytes"
@@ -375,3 +346,150 @@ def _unit_faults(
         if 0 < getattr(cost, name) < 1
     ]
     return faults
+
+
+_PLAINER = {"interleaved_1f1b": "1f1b", "interleaved_zb": "zb_h1"}
+
+
+class Choice(NamedTuple):
+    """A schedule, its chunks, its recomputation and its spread ends."""
+
+    request: Request
+    name: str
+    chunks: int
+    remat: Remat
+    policies: tuple[tuple[str, str], ...]  # a letter and its `jax.checkpoint` policy
+    spread: str  # the collective ends among "E" and "L"
+    costs: Mapping[str, LayerCost]  # of its policies and shares
+    cap: int | None = None  # of `auto`, on activations: at first twice as many as 1F1B has
+
+    @property
+    def blocks(self) -> tuple[object, ...]:
+        """What its stages run: its mesh, chunks, ends and remat."""
+        spread = self.spread.replace(FIRST, "")
+        return (id(self.request), self.chunks, self.remat, self.policies, spread)
+
+    @property
+    def seconds(self) -> float:
+        """A lower bound of its tables: a device's work, and the reduction of gradients."""
+        request, again = self.request, self.remat is Remat.FULL
+        work = device_work(request.layers, self.costs, request.devices, again=again)
+        return request.microbatches * work + request.reduction
+
+    @property
+    def bytes(self) -> float:
+        """A lower bound of what a device holds: parameters, gradients and optimizer state."""
+        held = {c: self.costs[c].held_bytes for c in self.request.layers}
+        inner = sum(held[c] for c in self.request.layers if c not in (FIRST, LAST))
+        return inner / self.request.devices + sum(held[c] for c in {FIRST, LAST} & held.keys())
+
+    @property
+    def label(self) -> str:
+        """Its name in a printed table."""
+        request, names = self.request, dict.fromkeys(name for _, name in self.policies)
+        letters = {n: "".join(c for c, name in self.policies if name == n) for n in names}
+        parts = {
+            f"cap {self.cap}": self.cap,
+            f"M {request.microbatches}": request.one_of_many,
+            f"K {request.slices}": request.slices > 1,
+            f"spread {self.spread}": self.spread,
+            "remat full": self.remat is Remat.FULL,
+            **{f"remat {n}" + (f" of {letters[n]}" if len(names) > 1 else ""): n for n in names},
+        }
+        shown = [text for text, is_shown in parts.items() if is_shown]
+        return ", ".join([*request.label, self.name, f"V {self.chunks}", *shown])
+
+    def layout(self) -> Layout:
+        """Its layers in stages."""
+        request = self.request
+        return balanced(
+            request.layers,
+            self.costs,
+            devices=request.devices,
+            chunks=self.chunks,
+            remat=self.remat,
+        )
+
+    def stage_costs(self, layout: Layout, *, recomputing: bool = False) -> Costs:
+        """The times of a layout's stages."""
+        remat = Remat.STAGES if recomputing else self.remat
+        request = self.request
+        return stage_costs(
+            layout, self.costs, remat=remat, transfer=request.transfer, slices=request.slices
+        )
+
+    def with_first(self) -> Choice | None:
+        """The same choice with a spread `first`, of which a device holds a share; None where it
+        cannot be spread.
+        """
+        end = self.request.costs.get(FIRST)
+        if self.spread != LAST or end is None or end.ends is not Ends.EITHER:
+            return None
+        share = end.share(self.request.devices)
+        return self._replace(spread=FIRST + LAST, costs={**self.costs, FIRST: share})
+
+    def bound(self, layout: Layout) -> float:
+        """A lower bound of the step's seconds, by `lower_bound`."""
+        request = self.request
+        if request.slices > 1:
+            return self.seconds
+        found = lower_bound(
+            self.stage_costs(layout),
+            microbatches=request.microbatches,
+            devices=request.devices,
+            chunks=self.chunks,
+            max_activations=self.cap,
+        )
+        return max(found + request.reduction, self.seconds)
+
+
+def choices(request: Request) -> Iterator[Choice]:
+    """All choices of a request: schedules, with the chunks that they take and that the layers
+    suffice for.
+    """
+    shapes = [
+        (name, chunks)
+        for name in request.schedules
+        for chunks in request.chunks
+        if describe(name).chunks.nearest(chunks) == chunks
+        and not (request.slices > 1 and describe(name).one_slice)
+        and request.devices * chunks <= len(request.layers)
+        # With one stage a device they equal 1F1B with more activations, and ZB-H1.
+        and not (chunks == 1 and _PLAINER.get(name) in request.schedules)
+    ]
+    for spread, (remat, policies) in product(_spreads(request), _ways(request)):
+        costs = dict(request.costs)
+        for letter, policy in policies:
+            costs[letter] = costs[letter].under(policy)
+        for letter in (FIRST, LAST):
+            if letter in spread:
+                costs[letter] = costs[letter].share(request.devices)
+            elif letter in costs:
+                costs[letter] = replace(costs[letter], ends=Ends.ONE)
+        for name, chunks in shapes:
+            cap = 2 * chunks * request.devices if name == "auto" else None
+            yield Choice(request, name, chunks, remat, policies, spread, costs, cap)
+
+
+def _spreads(request: Request) -> list[str]:
+    """The ends that may be spread.  Where both may be, `first` is spread only if memory is short
+    (`Choice.with_first`).
+    """
+    ends = {c: request.costs[c].ends if c in request.layers else Ends.ONE for c in (FIRST, LAST)}
+    always = "".join(c for c in (FIRST, LAST) if ends[c] is Ends.ALL)
+    if ends[LAST] is Ends.EITHER:
+        return [always, (FIRST if ends[FIRST] is Ends.WITH_LAST else always) + LAST]
+    return [always, always + FIRST] if ends[FIRST] is Ends.EITHER else [always]
+
+
+def _ways(request: Request) -> Iterator[tuple[Remat, tuple[tuple[str, str], ...]]]:
+    """The kinds of recomputation: nothing, a policy for each kind of layer, or everything."""
+    layers = dict.fromkeys(request.layers)
+    wanted = [name for name in request.remat if isinstance(name, str)]
+    names = [("", *(name for name in wanted if name in request.costs[c].policies)) for c in layers]
+    for chosen in product(*names):
+        policies = tuple((c, name) for c, name in zip(layers, chosen, strict=True) if name)
+        if policies or Remat.NONE in request.remat or Remat.STAGES in request.remat:
+            yield Remat.NONE, policies
+    if Remat.FULL in request.remat:
+        yield Remat.FULL, ()

@@ -1,15 +1,20 @@
-"""Estimated costs of the layers of a decoder-only transformer: flops at a reached rate, bytes by
-formula.
+"""Decoder-only transformers by their sizes: estimated costs of layers (flops at a reached rate,
+bytes by formula), and meshes for a published one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ..errors import CostError, listed, quoted
-from ..table.limits import is_number
-from .layer_cost import Ends, Kept, LayerCost
+from ..errors import CostError, PlanError, quoted
+from ..lowering.target import Target
+from ..table.typed import is_number
+from .candidate import PipelinePlan, Plans, Rejected, gib
+from .layer_cost import FIRST, LAST, Ends, Kept, LayerCost, device_work
+from .plan import Search
+from .request import SCHEDULES, Request, allowed_remat, refuse_kinds
 
 HOST = 8  # devices of a host, which share its fast links
 # Sizes that may be 0.
@@ -105,8 +110,7 @@ class Transformer:
             and not isinstance(value, bool)
             and not (is_number(value) and (value > 0 or (value == 0 and name in _FROM_0)))
         ]
-        if faults:
-            raise CostError(listed("there is no transformer of these sizes", faults))
+        CostError.refuse("there is no transformer of these sizes", faults)
 
     @property
     def tokens(self) -> float:
@@ -275,3 +279,241 @@ class Transformer:
     def _held(self, weights: float) -> dict[str, Any]:
         each = weights / self.tensor
         return {"parameters": 2 * each, "gradients": 4 * each, "optimizer": 12 * each / self.shards}
+
+
+_SHAPES = 3  # meshes whose tables are built
+_FAR = 1e12  # seconds
+_ROWS = (1, 2, 4)  # rows of a microbatch
+
+
+def _llama(width: int, heads: int, kv_heads: int, ffn: int, *, vocab: int = 128_256) -> Transformer:
+    return Transformer(
+        width=width,
+        vocab=vocab,
+        ffn=ffn,
+        gated=True,
+        kv_share=kv_heads / heads,
+        head=width / heads,
+    )
+
+
+_8B, _70B = _llama(4096, 32, 8, 14_336), _llama(8192, 64, 8, 28_672)
+# The names of `examples/llama.py --model`, with their number of layers.
+DECODERS: Mapping[str, tuple[int, Transformer]] = {
+    "llama2-7b": (32, _llama(4096, 32, 32, 11_008, vocab=32_000)),
+    "llama2-13b": (40, _llama(5120, 40, 40, 13_824, vocab=32_000)),
+    "llama2-70b": (80, replace(_70B, vocab=32_000)),
+    "llama3-8b": (32, _8B),
+    "llama3-70b": (80, _70B),
+    "llama3.1-8b": (32, _8B),
+    "llama3.1-70b": (80, _70B),
+    "llama3.1-405b": (126, _llama(16_384, 128, 8, 53_248)),
+    "llama3.2-1b": (16, _llama(2048, 32, 8, 8192)),
+    "llama3.2-3b": (28, _llama(3072, 24, 8, 8192)),
+}
+
+
+def plan_mesh(
+    name: str,
+    *,
+    gpus: int,
+    batch: int,
+    context: int,
+    memory: float,
+    tensor: Sequence[int] = (1, 2, 4, 8),
+    schedules: Sequence[str] | None = None,
+    chunks: Sequence[int] = (1, 2, 4),
+    remat: Sequence[str | None] | None = None,
+    within: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    most: int = 5,
+    flops: float = 4e14,
+) -> Plans:
+    """The fastest plans of a published decoder on so many devices, with the mesh chosen too.
+
+    Args:
+        name: one of `DECODERS`.
+        gpus: devices in all; hosts have eight.
+        batch: rows of a step.
+        context: tokens of a row.
+        memory: bytes that a device has.
+        tensor: devices that may share a layer, within a host.
+        schedules, chunks, remat: to choose among, as for `plan`, but neither "auto" nor "stages":
+            `examples/llama.py` builds its table by name.
+        within, progress: as for `plan`.
+        most: how many plans to return.
+        flops: floating point operations a second that a device reaches in matmuls.
+
+    Raises:
+        PlanError: there is no such name or no such mesh, or nothing fits.
+    """
+    by_search = [n for n in (*(schedules or ()), *(remat or ())) if n in ("auto", "stages")]
+    if by_search:
+        raise PlanError(
+            f"{' and '.join(map(quoted, by_search))} cannot be chosen with the mesh: "
+            "examples/llama.py builds its table by name; leave it out"
+        )
+    if name not in DECODERS:
+        raise PlanError(f"there is no model {quoted(name)}; the names are {', '.join(DECODERS)}")
+    choices: dict[str, Any] = {
+        "schedules": schedules,
+        "chunks": chunks,
+        "remat": remat,
+        "memory": memory,
+    }
+    refuse_kinds({**choices, "within": within, "devices": gpus, "most": most})
+    layers, model = DECODERS[name]
+    model = replace(model, context=context, flops=flops, loss_tokens=min(context, 1024))
+    wanted = [
+        request
+        for shape in _shapes(layers, model, gpus, batch, tensor)
+        if shape.pipe == 1 or shape.pipe * min(chunks) <= layers + len("EL")
+        for request in _requests(layers, model, shape, **choices)
+    ]
+    if not wanted:
+        raise PlanError(
+            f"no mesh of {gpus} devices has rows for each replica and layers for each stage; "
+            f"{quoted(name)} has {layers} layers, and a step {batch} rows"
+        )
+    wanted.sort(key=_promise)
+    search = Search(wanted[:_SHAPES], most=most, within=within, progress=progress)
+    plans = search.plans(search=0, seed=0)
+    others = map(_slower, wanted[_SHAPES:])
+    return Plans(plans, (*plans.rejected, *others), plans.prices)
+
+
+def _slower(request: Request) -> Rejected:
+    """A mesh whose tables are not built."""
+    name = ", ".join((*request.label, f"rows {request.mesh['rows']}"))
+    found = _promise(request)
+    if found >= _FAR:
+        lacking = gib(found - _FAR - (request.memory or 0))
+        return Rejected(name, f"parameters and activations of 1F1B do not fit by {lacking}", None)
+    return Rejected(name, f"takes about {found:.4g} s, and {_SHAPES} meshes take less", found)
+
+
+def _promise(request: Request) -> float:
+    """Seconds of a step with the bubble of interleaving and the least remat with which the
+    activations of 1F1B fit.  Meshes are ranked by it.
+    """
+    assert request.memory is not None
+    layer, ends = request.costs["t"], [request.costs[c] for c in (FIRST, LAST)]
+    count = len(request.layers) - len(ends)
+    parts = [*ends, *[layer] * -(-count // request.devices)]
+    held = sum(c.held_bytes + request.gathered * (c.parameters + c.gradient_bytes) for c in parts)
+    ways = [layer, *(layer.under(str(name)) for name in request.remat)]
+    for cost in sorted(ways, key=lambda cost: cost.backward_seconds):
+        kept = count * (cost.residuals + cost.boundary) + cost.stash + ends[1].workspace
+        if held + kept <= request.memory:
+            break
+    else:
+        # Its memory is short, so it comes after all that fit.
+        return _FAR + held + kept
+    costs = {**request.costs, "t": cost}
+    work = device_work(request.layers, costs, request.devices, again=False)
+    chunks = max(1, min(4, count // request.devices))
+    ramp = (request.devices - 1) * work / (2 * chunks)
+    return request.microbatches * work + ramp + request.reduction
+
+
+class _Shape(NamedTuple):
+    pipe: int
+    data: int
+    tensor: int
+    rows: int  # of a microbatch
+    microbatches: int
+
+
+def _shapes(
+    layers: int, model: Transformer, gpus: int, batch: int, tensor: Sequence[int]
+) -> Iterator[_Shape]:
+    heads = round(model.width * model.kv_share / model.head)  # of keys and values
+    for shared in tensor:
+        if shared > min(HOST, heads) or gpus % shared:
+            continue
+        for pipe in range(1, layers + 1):
+            if gpus // shared % pipe:
+                continue
+            data = gpus // shared // pipe
+            for rows in _ROWS:
+                if batch % (data * rows) == 0 and batch // (data * rows) >= pipe:
+                    yield _Shape(pipe, data, shared, rows, batch // (data * rows))
+
+
+def _requests(
+    layers: int,
+    model: Transformer,
+    shape: _Shape,
+    *,
+    schedules: Sequence[str] | None,
+    chunks: Sequence[int],
+    remat: Sequence[str | None] | None,
+    memory: float,
+) -> Iterator[Request]:
+    """With parameters and optimizer state split over replicas (fsdp), and without."""
+    model = replace(model, tensor=shape.tensor, rows=shape.rows, sequence=shape.tensor > 1)
+    model = model.on(shape.pipe * shape.data)
+    whole, letters = model.costs(), "E" + "t" * layers + "L"
+    held = sum(whole[c].gradient_bytes for c in letters) / shape.pipe
+    mesh = {"pipe": shape.pipe, "data": shape.data, "tensor": shape.tensor}
+    text = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+    for fsdp in (0, 1) if shape.data > 1 else (0,):
+        costs = {c: _split(cost, shape.data if fsdp else 1) for c, cost in whole.items()}
+        yield Request(
+            layers=letters,
+            costs=costs | {FIRST: replace(costs[FIRST], ends=Ends.ONE)},
+            devices=shape.pipe,
+            microbatches=shape.microbatches,
+            memory=memory,
+            transfer=model.transfer,
+            schedules=tuple(schedules or (n for n in SCHEDULES if n != "auto")),
+            chunks=tuple(chunks) if shape.pipe > 1 else (1,),
+            remat=allowed_remat(remat or None, whole, stages=False),
+            data_axes=("data",),
+            target=Target(communicates=shape.tensor > 1).measured(None),
+            reduction=_reduction(held, shape, fsdp, model),
+            gathered=shape.data if fsdp else 0,
+            label=(text + (" fsdp" if fsdp else ""), f"M {shape.microbatches}"),
+            mesh={**mesh, "fsdp": fsdp, "rows": shape.rows},
+            by_name=True,
+        )
+
+
+def _split(cost: LayerCost, devices: int) -> LayerCost:
+    """The cost of a layer whose parameters replicas split."""
+    return replace(
+        cost,
+        parameters=cost.parameters / devices,
+        gradients=cost.gradient_bytes / devices,
+        optimizer=cost.optimizer_bytes / devices,
+    )
+
+
+def _reduction(gradients: float, shape: _Shape, fsdp: int, model: Transformer) -> float:
+    """Seconds in which replicas sum gradients once a step, and under fsdp gather parameters of half
+    the bytes.  Nothing of it is hidden.
+    """
+    inside = shape.data * shape.tensor <= HOST
+    link = model.tensor_bandwidth if inside else model.bandwidth
+    return (1.5 if fsdp else 2) * (shape.data - 1) / shape.data * gradients / link
+
+
+_REMAT = {"dots_with_no_batch_dims_saveable": "dots", "nothing_saveable": "layer"}
+
+
+def command_of(name: str, plan: PipelinePlan, *, batch: int, context: int) -> str:
+    """The command line of `examples/llama.py` that runs a plan of `plan_mesh`."""
+    mesh, table = plan.mesh, plan.schedule
+    remat = (
+        "stage" if plan.remat == "full" else _REMAT.get(dict(plan.policies).get("t", ""), "none")
+    )
+    flags = [f"--{axis} {mesh[axis]}" for axis in ("pipe", "data", "tensor")]
+    flags += ["--sequence"] if mesh["tensor"] > 1 else []
+    flags += ["--fsdp"] if mesh["fsdp"] else []
+    flags += [f"--schedule {table.name}", f"--chunks {table.num_chunks}"]
+    flags += [f'--layout "{plan.layout}"', f"--microbatches {table.num_microbatches}"]
+    flags += [f"--rows {batch}", f"--context {context}", f"--remat {remat}"]
+    flags += ["--attention cudnn", f"--loss-tokens {min(context, 1024)}"]
+    flags += ["--spread-head"] if plan.spread else []
+    cluster = "--cluster " if mesh["pipe"] * mesh["data"] * mesh["tensor"] > HOST else ""
+    return f"python examples/llama.py --model {name} {cluster}{' '.join(flags)}"

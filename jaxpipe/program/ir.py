@@ -1,23 +1,175 @@
 """The lowered program: static segments, the records of every tick, and the pools that hold what
-outlives its tick; and the program as text.
+outlives its tick; as text, and run by a plain interpreter.
+
+A record says what each device does in each tick, as int arrays [ticks, devices].  The interpreter
+is the meaning of a `Program`: what the SPMD executor compiles does the same, with arrays of slots
+and permutes.  It is slow, in one process, with devices in a loop and slots in lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from operator import and_
-from typing import Any
+from itertools import product
+from operator import and_, or_
+from types import SimpleNamespace
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..table.effects import MOVES, Access, Effect, Liveness, Place, effects_of
-from ..table.kinds import Kind
+from ..table.effects import (
+    EFFECTS,
+    MOVES,
+    OF_SLICES,
+    Access,
+    Effect,
+    Liveness,
+    Of,
+    Place,
+    effects_of,
+)
+from ..table.kinds import RUNS_FORWARD, SHARES, Kind
 from ..table.schedule import Schedule
-from .records import JOINT, NOBODY, POOL_OF, IntTable, Pool, Slots, TickRecord, pairs_of
-from .segments import Block, Segment, TickTemplate
+from .segments import Block, BlockUse, Payload, Segment, TickTemplate
+
+IntTable: TypeAlias = NDArray[np.int32]
+# An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick
+# of one device.
+A = TypeVar("A")
+
+NOBODY = -1
+
+
+@dataclass(frozen=True)
+class Record(Generic[A]):
+    """Columns of numbers by name; `record.name` is the column of a name."""
+
+    columns: Mapping[str, A]
+
+    def __getattr__(self, name: str) -> A:
+        """The column of this name."""
+        columns: Mapping[str, A] = self.__dict__.get("columns", {})
+        if name not in columns:
+            raise AttributeError(name)
+        return columns[name]
+
+    def map(self, function: Callable[[A], Any]) -> Record[Any]:
+        """A function of every column."""
+        return Record({name: function(column) for name, column in self.columns.items()})
+
+    def changed(self, **columns: A) -> Record[A]:
+        """The record with other columns of these names."""
+        return Record({**self.columns, **columns})
+
+
+# Of an action: its kind (or NOBODY), and of a stage's also the chunk of the device (or NOBODY).
+# Then come the flags and the slots of its effects.
+_STAGE, _SHARE = ("kind", "chunk", "stage", "microbatch"), ("kind", "microbatch", "is_source")
+# What a permute brings: the slot that it writes, where `takes` is 1.  Elsewhere the slot keeps what
+# it has: nothing is sent to the device and none of its slots is free, or the tick has no such
+# permute.
+ARRIVAL = ("slot", "takes")
+# The residuals of a forward that go to the host's memory in a tick, and those that come back, by
+# the numbers of their values (stage * M + microbatch).
+MOVE = tuple(column for move in MOVES for column in move.columns)
+
+
+def columns_of(kinds: Collection[Kind], *, slices: bool = True) -> tuple[str, ...]:
+    """The columns of the record of these kinds, without slices of sequences those of other pools.
+
+    >>> columns_of({Kind.E, Kind.H})
+    ('kind', 'microbatch', 'is_source', 'out', 'stash')
+    """
+    head = _SHARE if set(kinds) <= set(SHARES) else _STAGE
+    left_out = () if slices else OF_SLICES
+    own = (e for e in EFFECTS if e.kind in kinds and e.place not in left_out)
+    names = [name for e in own for name in (e.when, *e.unless, e.field)]
+    absent = (None, "", "has_loss")
+    return tuple(dict.fromkeys(n for n in (*head, *names) if n not in absent))
+
+
+# Backwards that executors may run as one block with a forward of their tick.
+JOINT = (Kind.B,)
+
+
+@dataclass(frozen=True)
+class TickRecord(Generic[A]):
+    """All that varies of a tick.
+
+    `forward` is an F or an R, `backward` a B, I or W.
+    """
+
+    forward: Record[A]
+    backward: Record[A]
+    arrivals: tuple[Record[A], ...]  # by lane of the template
+    # one where the table has such actions, else none
+    collectives: tuple[Record[A], ...] = ()
+    # one where anything waits on the host, else none
+    moves: tuple[Record[A], ...] = ()
+
+    def of(self, kind: Kind) -> Record[A]:
+        """The record of what a kind does."""
+        if kind in SHARES:
+            return self.collectives[0]
+        return self.forward if kind in RUNS_FORWARD else self.backward
+
+    def pairs(self: TickRecord[Any], joint: Sequence[Kind] = JOINT) -> Any:
+        """Whether executors may run the forward and a `joint` backward as one.
+
+        So are overlapped pairs, and cells that lowering puts side by side; but not where the
+        backward is that very forward's, and needs it.
+        """
+        one, two = self.forward, self.backward
+        kind = reduce(or_, [two.kind == int(kind) for kind in joint])
+        return (one.chunk != NOBODY) & (two.chunk != NOBODY) & kind & self.distinct
+
+    @property
+    def distinct(self: TickRecord[Any]) -> Any:
+        """Whether the backward is not that very forward's."""
+        one, two = self.forward, self.backward
+        return (one.stage != two.stage) | (one.microbatch != two.microbatch)
+
+    def map(self, function: Callable[[A], Any]) -> TickRecord[Any]:
+        """A function of every column."""
+        several = (self.arrivals, self.collectives, self.moves)
+        one = self.forward.map(function), self.backward.map(function)
+        return TickRecord(*one, *(tuple(r.map(function) for r in records) for records in several))
+
+    @property
+    def actions(self) -> tuple[tuple[str, Record[A]], ...]:
+        """The records of actions, with their names."""
+        shares = tuple(("collective action", record) for record in self.collectives)
+        return (("forward", self.forward), ("backward", self.backward), *shares)
+
+    @property
+    def columns(self) -> list[A]:
+        """All columns in their order."""
+        records = [self.forward, self.backward]
+        records += (*self.arrivals, *self.collectives, *self.moves)
+        return [column for record in records for column in record.columns.values()]
+
+
+# Where a transfer's payload arrives.
+POOL_OF = {Payload.ACTIVATION: Place.X, Payload.COTANGENT: Place.COTANGENT}
+# By the pool where a transfer arrives, the place that it is sent from.
+SENT_TO = {Place.X: Place.SENT_X, Place.COTANGENT: Place.SENT_DX}
+
+
+# The most forwards whose residuals are between the memories of a device and its host at a time: one
+# leaves, and one comes.
+UNDER_WAY = 2
+
+
+class Slots(SimpleNamespace):
+    """The number of entries of each pool, by the value of its `Place`: the most that any device
+    holds at one time, at least one; 0 where the program has no such pool.
+    """
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__(**{place.value: 0 for place in Place if place.is_pool} | sizes)
+
 
 # Ticks that are printed; the steady state is in the segments anyway.
 MOST_TICKS = 64
@@ -36,7 +188,10 @@ def show(program: Program) -> str:
     shape = f"{schedule.num_devices} devices, {schedule.num_stages} stages"
     times = f"{schedule.num_microbatches} microbatches, {num_ticks} ticks"
     lines = [f"program of {name}: {shape}, {times}"]
-    lines += [f"pool {pool}" for pool in program.pools]
+    lines += [
+        f"pool {pool.letter} {pool.value}: {slots} slot{'s' if slots > 1 else ''}"
+        for pool, slots in program.pools.items()
+    ]
     lines += map(str, program.segments)
     shown = min(num_ticks, MOST_TICKS)
     devices = range(schedule.num_devices)
@@ -108,7 +263,7 @@ class Program:
     schedule: Schedule
     segments: tuple[Segment, ...]
     ticks: TickRecord[IntTable]
-    pools: tuple[Pool, ...]
+    pools: Mapping[Place, int]  # how many slots each has
     liveness: Liveness
     joint: tuple[Kind, ...] = JOINT  # backwards that a forward of their tick runs with
 
@@ -140,13 +295,150 @@ class Program:
     @cached_property
     def pairs(self) -> NDArray[np.bool_]:
         """`[tick, device]`: a forward and a backward that run as one."""
-        found: NDArray[np.bool_] = pairs_of(self.ticks, self.joint)
-        return found
+        paired: NDArray[np.bool_] = self.ticks.pairs(self.joint)
+        return paired
 
     @cached_property
     def slots(self) -> Slots:
         """The number of slots of each pool."""
-        return Slots(**{pool.name.value: pool.slots for pool in self.pools})
+        return Slots(**{pool.value: slots for pool, slots in self.pools.items()})
 
     def __str__(self) -> str:
         return show(self)
+
+
+class Step(NamedTuple):
+    """An action that a model is to do (see `table.effects`)."""
+
+    kind: Kind
+    stage: int  # of a collective action the device, 0 where all devices do it
+    microbatch: int
+    held: Mapping[str, Any]  # what it reads, by field of its record
+    makes: Set[Place]  # where it writes
+    prepares: bool  # the first stage's input is to be made first
+
+
+class Model(Protocol):
+    """The computations of the actions.  Values (inputs, residuals, cotangents) are opaque to the
+    interpreter; gradients and losses are the model's own.
+    """
+
+    def run(self, step: Step) -> Mapping[str, Any]:
+        """Do an action; its values by field of the record, with "sent" for the one that is sent.
+
+        A value that every device has for itself is a list by device.
+        """
+
+
+# By pool, the values in its slots; and by `Place.SENT_X` and `Place.SENT_DX`, the value to send.
+_Device: TypeAlias = dict[Place, Any]
+
+
+def interpret(program: Program, model: Model) -> None:
+    """Run every tick: each device its blocks in the template's order, then the exchange; the model
+    collects the results.
+    """
+
+    def device() -> _Device:
+        return {pool: [None] * slots for pool, slots in program.pools.items()}
+
+    devices = [device() for _ in program.schedule.rows]
+    for segment in program.segments:
+        _Interpreter(program, model, devices).segment(segment)
+
+
+@dataclass(frozen=True)
+class _Interpreter:
+    program: Program
+    model: Model
+    devices: list[_Device]
+
+    def segment(self, segment: Segment) -> None:
+        """The ticks of a segment.  What a transfer brings is written where the program awaits it:
+        before a block, or when a tick is over.
+        """
+        program, devices = self.program, self.devices
+        # by tick and block: the tick of the records, the lane, the pool, and a value a device
+        awaited: dict[tuple[int, int], list[tuple[int, int, Place, list[Any]]]] = {}
+        written = {(t.tick, t.lane): segment.written(t) for t in segment.transits}
+
+        def arrive(tick: int, block: int) -> None:
+            for sent_in, lane, pool, brought in awaited.pop((tick, block), ()):
+                for number, device in enumerate(devices):
+                    arrival = program.at(sent_in, number).arrivals[lane]
+                    if arrival.takes:
+                        device[pool][arrival.slot] = brought[number]
+
+        for tick in range(segment.start, segment.stop):
+            template = segment.template(tick)
+            rows = [program.at(tick, number) for number in range(len(devices))]
+            moved = [each for pair in zip(devices, rows, strict=True) for each in _move(*pair)]
+            for place, use in enumerate(template.blocks):
+                arrive(tick, place)
+                self._block(use, rows)
+            trip, j = divmod(tick - segment.start, segment.period)
+            for lane, permute in enumerate(template.permutes):
+                pool, brought = POOL_OF[permute.payload], [None] * len(devices)
+                for source, target in permute.pairs:
+                    brought[target] = devices[source].get(SENT_TO[pool])
+                when, block = (int(each[trip]) for each in written[j, lane])
+                awaiting = awaited.setdefault((when, block), [])
+                awaiting.append((tick, lane, pool, brought))
+            arrive(tick, len(template.blocks))
+            for values, slot, value in moved:
+                values[slot] = value
+
+    def _block(self, use: BlockUse, rows: Sequence[TickRecord[int]]) -> None:
+        """A block on the devices whose records ask for it."""
+        kind = use.block.kind
+        records: list[Any] = [row.of(kind) for row in rows]
+        if use.block.is_collective:
+            if records[0].kind == kind:
+                # One device gives what all of them read.
+                (source,) = (d for d, record in enumerate(records) if record.is_source)
+                self._run(kind, records, source, range(len(records)))
+            return
+        for number, row in enumerate(rows):
+            if self.program.asks(row, use.block):
+                self._run(kind, records, number, (number,))
+
+    def _run(self, kind: Kind, records: Sequence[Any], source: int, members: Sequence[int]) -> None:
+        """An action of these devices with what the source has: its reads, its code, its writes."""
+
+        def happens(effect: Effect, device: int) -> bool:
+            flag = effect.when
+            return flag is None or bool(getattr(records[device], flag, True))
+
+        effects, record = self.program.effects(kind), records[source]
+        happening = [effect for effect in effects if happens(effect, source)]
+        held = {
+            e.field: self.devices[source][e.place][getattr(record, e.field)]
+            for e in happening
+            if e.access is Access.READ
+        }
+        makes = {e.place for e in happening if e.access is not Access.READ}
+        prepares = any(e.access is Access.PREPARE for e in happening)
+        stage = getattr(record, "stage", source if len(members) == 1 else 0)
+        step = Step(kind, stage, record.microbatch, held, makes, prepares)
+        results, writes = self.model.run(step), [e for e in effects if e.access is not Access.READ]
+        for number in members:
+            device = self.devices[number]
+            for effect in (effect for effect in writes if happens(effect, number)):
+                if effect.place in SENT_TO.values():
+                    device[effect.place] = results["sent"]
+                elif effect.field:
+                    value = results[effect.field]
+                    value = value[number] if effect.of is Of.DEVICE else value
+                    device[effect.place][getattr(records[number], effect.field)] = value
+
+
+def _move(device: _Device, row: TickRecord[int]) -> Iterator[tuple[list[Any], int, Any]]:
+    """Values that go to the host, or come back, when the tick is over: pool, slot and value."""
+    for record, move in product(row.moves, MOVES):
+        if getattr(record, move.value) == NOBODY:
+            continue
+        values = [device[place][getattr(record, column)] for column, place in move.reads.items()]
+        # The host holds both kinds of residuals of a forward in one slot.
+        values = [values] if len(values) > 1 else values[0]
+        for (column, place), value in zip(move.writes.items(), values, strict=True):
+            yield device[place], getattr(record, column), value

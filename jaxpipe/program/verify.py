@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain, islice, product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -20,9 +21,8 @@ from numpy.typing import NDArray
 from ..errors import ProgramError
 from ..table.effects import MOVES, OF_SLICES, Access, Effect, Place, flags_of
 from ..table.kinds import COLLECTIVES, KIND_NAMES
-from .ir import Program
-from .records import NOBODY, POOL_OF, SENT_TO, Pool
-from .segments import FLAGS, BlockUse, Permute, Presence, Segment, room_of
+from .ir import NOBODY, POOL_OF, SENT_TO, Program
+from .segments import FLAGS, BlockUse, Permute, Presence, room_of
 
 Ints: TypeAlias = NDArray[np.int64]
 At: TypeAlias = tuple[Ints, Ints]
@@ -70,10 +70,6 @@ class Fault:
 _MOST_LISTED = 10
 
 
-# An error's text stays readable: the rest is in `.faults`.
-_MOST_SHOWN = 20
-
-
 def verify(program: Program) -> Program:
     """Return the program if it is valid, or raise ProgramError with every broken rule in `.faults`.
 
@@ -91,27 +87,26 @@ def verify(program: Program) -> Program:
     >>> verify(program) is program
     True
     """
-    found = faults(program)
-    if not found:
-        return program
     name = program.schedule.name or "this schedule"
-    lines = [
-        f"the lowering of {name} is wrong, which is a bug in jaxpipe ({len(found)} faults):",
-        *map(str, found[:_MOST_SHOWN]),
-    ]
-    raise ProgramError("\n  ".join(lines), tuple(map(str, found)))
+    head = f"the lowering of {name} is wrong, which is a bug in jaxpipe"
+    ProgramError.refuse(head, map(str, faults(program)))
+    return program
 
 
 def faults(program: Program) -> tuple[Fault, ...]:
     """Every broken rule; what a broken structure means for values is looked at once the structure
     holds.
     """
-    if found := _structure_faults(program):
-        return tuple(found)
+    for broken in (_segment_faults, _lane_faults):
+        if found := tuple(broken(program)):
+            return found
     blocks = tuple(_running(program))
-    if found := list(_code_faults(program, blocks)):
-        return tuple(found)
-    flows = (_flow_faults(p, _accesses(program, p.name, blocks)) for p in program.pools)
+    if found := tuple(_code_faults(program, blocks)):
+        return found
+    flows = (
+        _flow_faults(pool, size, _accesses(program, pool, blocks))
+        for pool, size in program.pools.items()
+    )
     return tuple(chain.from_iterable(flows))
 
 
@@ -139,10 +134,9 @@ def _running(program: Program) -> Iterator[Running]:
 
 def _code_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
     """Broken rules of actions and of the code that runs them."""
-    yield from islice(_action_faults(program), _MOST_LISTED)
-    yield from islice(_collective_faults(program), _MOST_LISTED)
-    yield from islice(_template_faults(program, blocks), _MOST_LISTED)
-    yield from islice(_run_faults(program), _MOST_LISTED)
+    code = _template_faults(program, blocks)
+    for found in (_action_faults(program), _collective_faults(program), code, _run_faults(program)):
+        yield from islice(found, _MOST_LISTED)
 
 
 def _action_faults(program: Program) -> Iterator[Fault]:
@@ -250,18 +244,12 @@ def _part_faults(use: BlockUse, record: Any, ticks: Any, runs: BoolTable) -> Ite
             yield Fault(ProgramRule.CODE, message, int(ticks[k]), device)
 
 
-def _structure_faults(program: Program) -> list[Fault]:
-    """Broken rules of the segments and their permutes."""
-    found = list(_segment_faults(program.segments, program.num_ticks))
-    return found or list(_lane_faults(program))
-
-
-def _segment_faults(segments: Sequence[Segment], num_ticks: int) -> Iterator[Fault]:
+def _segment_faults(program: Program) -> Iterator[Fault]:
     """Segments follow each other and cover all ticks; what a trip awaits, it issued, or the last
     tick of the trip before.
     """
     tick = 0
-    for segment in segments:
+    for segment in program.segments:
         if segment.start != tick:
             message = f"ticks {tick}..{segment.start} are in no segment, or in two"
             yield Fault(ProgramRule.SEGMENTS, message)
@@ -272,25 +260,20 @@ def _segment_faults(segments: Sequence[Segment], num_ticks: int) -> Iterator[Fau
                 if permute.delay > room_of(segment.period, j):
                     late = f"is awaited too late for trips of {segment.period} ticks"
                     yield Fault(ProgramRule.EXCHANGE, f"({permute}) of tick {j} {late}")
-    if tick != num_ticks:
-        message = f"the segments end at tick {tick} of {num_ticks}"
+    if tick != program.num_ticks:
+        message = f"the segments end at tick {tick} of {program.num_ticks}"
         yield Fault(ProgramRule.SEGMENTS, message)
 
 
 def _permute_faults(permute: Permute) -> Iterator[Fault]:
     """Distinct sources, distinct targets, no cycle."""
-    sources, targets = zip(*permute.pairs, strict=True) if permute.pairs else ((), ())
-    if len(set(sources)) < len(sources) or len(set(targets)) < len(targets):
+    if any(len(set(ends)) < len(ends) for ends in zip(*permute.pairs, strict=True)):
         yield Fault(ProgramRule.PERMUTE, f"({permute}) has a source or a target twice")
         return
-    following = dict(permute.pairs)
-    for start in following:
-        at: int | None = following[start]
-        while at is not None and at != start:
-            at = following.get(at)
-        if at == start:
-            yield Fault(ProgramRule.PERMUTE, f"({permute}) holds a cycle")
-            return
+    try:
+        TopologicalSorter({target: [source] for source, target in permute.pairs}).prepare()
+    except CycleError:
+        yield Fault(ProgramRule.PERMUTE, f"({permute}) holds a cycle")
 
 
 def _lane_faults(program: Program) -> Iterator[Fault]:
@@ -430,12 +413,12 @@ def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
                 yield Accesses.of(at, slots, place, order, value[at], when)
 
 
-def _flow_faults(pool: Pool, found: Accesses) -> Iterator[Fault]:
+def _flow_faults(pool: Place, size: int, found: Accesses) -> Iterator[Fault]:
     """Broken rules of one pool."""
-    outside = np.flatnonzero((found.slot < 0) | (found.slot >= pool.slots))
+    outside = np.flatnonzero((found.slot < 0) | (found.slot >= size))
     for i in outside[:_MOST_LISTED].tolist():
-        what = f"slot {found.slot[i]} of pool {pool.name.value}"
-        message = f"{what}, which has {pool.slots}"
+        what = f"slot {found.slot[i]} of pool {pool.value}"
+        message = f"{what}, which has {size}"
         yield Fault(ProgramRule.SLOT, message, int(found.tick[i]), int(found.device[i]))
     if len(outside):
         return
@@ -448,9 +431,9 @@ def _flow_faults(pool: Pool, found: Accesses) -> Iterator[Fault]:
     yield from _wrong_reads(pool, found, held, wrong)
     if len(wrong):
         return
-    if pool.name in OF_SLICES:
+    if pool in OF_SLICES:
         found = found._replace(is_read=found.is_read | _updates(found, last))
-    yield from _size_faults(pool, found, _last_write(found))
+    yield from _size_faults(pool, size, found, _last_write(found))
 
 
 def _updates(found: Accesses, last: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -475,20 +458,22 @@ def _last_write(found: Accesses) -> NDArray[np.int64]:
 
 
 def _wrong_reads(
-    pool: Pool, found: Accesses, held: NDArray[np.int64], wrong: NDArray[np.int64]
+    pool: Place, found: Accesses, held: NDArray[np.int64], wrong: NDArray[np.int64]
 ) -> Iterator[Fault]:
     """A missing value was overwritten if it was in the slot before; else it never arrived."""
     for i in wrong[:_MOST_LISTED].tolist():
         same = (found.device == found.device[i]) & (found.slot == found.slot[i])
         was_here = (same & ~found.is_read & (found.value == found.value[i]))[:i].any()
-        what = f"slot {found.slot[i]} of pool {pool.name.value}"
+        what = f"slot {found.slot[i]} of pool {pool.value}"
         rule = ProgramRule.OVERWRITTEN if was_here else ProgramRule.VALUE
         message = f"{what} holds value {held[i]}, not {found.value[i]} (stage x M + microbatch)"
         message += ", which was overwritten" if was_here else ""
         yield Fault(rule, message, int(found.tick[i]), int(found.device[i]))
 
 
-def _size_faults(pool: Pool, found: Accesses, last: NDArray[np.int64]) -> Iterator[Fault]:
+def _size_faults(
+    pool: Place, size: int, found: Accesses, last: NDArray[np.int64]
+) -> Iterator[Fault]:
     """The pool has as many slots as values are alive at once, from their writing to their last
     reading, on the device with most.
     """
@@ -505,7 +490,7 @@ def _size_faults(pool: Pool, found: Accesses, last: NDArray[np.int64]) -> Iterat
     order = np.lexsort((times, device))
     # Each device's steps sum to nothing, so one running sum serves all.
     peak = max(1, int(np.cumsum(steps[order]).max(initial=0)))
-    if peak != pool.slots:
+    if peak != size:
         alive_at_once = f"{peak} values are alive at its peak"
-        message = f"pool {pool.name.value} has {pool.slots} slots; {alive_at_once}"
+        message = f"pool {pool.value} has {size} slots; {alive_at_once}"
         yield Fault(ProgramRule.POOL, message)

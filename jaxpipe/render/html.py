@@ -5,26 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from string import Template
-from xml.etree import ElementTree
 
-from ..engine.timeline import COLUMNS, Timeline
+from ..engine.simulate import COLUMNS, Timeline
 from ..errors import JaxpipeError
 from ..table.kinds import KIND_NAMES, KINDS
 from ..table.typed import typed
-from .chart import (
-    DEVICE_COLUMNS,
-    MAX_WIDTH,
-    Chart,
-    costs_of,
-    device_rows,
-    number,
-    require_printable,
-    title_of,
-)
-from .svg import DARK, LIGHT, SCOPE, draw, style
+from . import svg
 
 # Characters of the table that a page shows; a longer one would slow the page down, and `--format
 # csv` writes it too.
@@ -58,40 +48,37 @@ def to_html(
     >>> to_html(jp.simulate(jp.schedules.build("1f1b", devices=2, microbatches=2)))[:15]
     '<!DOCTYPE html>'
     """
-    chart = Chart(timeline, width, memory=True, heading="")
-    heading = title or title_of(timeline)
-    require_printable(heading)
+    chart = svg.Chart(timeline, width, memory=True, given_title=title, has_heading=False)
     csv = timeline.schedule.to_csv()
     left_out = f"The table has {len(csv):,} characters; write it with --format csv."
     page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return Template(page).substitute(
-        title=escape(heading),
+        title=escape(chart.title),
         style=_styles(chart.shades),
-        chart=ElementTree.tostring(draw(chart, critical_path=True), encoding="unicode"),
+        chart=svg.draw(chart, critical_path=True),
         **_numbers(timeline),
         over="" if over is None else _over(timeline, over, chart),
         devices=_devices(timeline),
-        costs=escape(costs_of(timeline)),
+        costs=escape(svg.costs_of(timeline)),
         table=escape(csv) if len(csv) <= _MOST_TEXT else left_out,
         # "<" is escaped so that no name can end the script element.
         data=json.dumps(_data(chart), separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 
-def _over(ran: Timeline, planned: Timeline, chart: Chart) -> str:
+def _over(ran: Timeline, planned: Timeline, chart: svg.Chart) -> str:
     """The plan's chart in the scale of the run's (as far as it can be drawn), the sentence and
     tables that compare them.
     """
     compared = ran.over(planned)
-    free = Chart(planned, None, memory=True, heading="")
+    free = svg.Chart(planned, memory=True, has_heading=False)
     wanted = free.left + max(free.span * chart.unit, _LEAST_WIDTH) + free.right
-    below = Chart(planned, min(wanted, MAX_WIDTH), memory=True, heading="")
+    below = replace(free, fixed_width=min(wanted, svg.MAX_WIDTH))
     scale = "" if math.isclose(below.unit, chart.unit) else " (at another scale)"
-    svg = ElementTree.tostring(draw(below, critical_path=False), encoding="unicode")
-    losses = [(escape(cause), number(time)) for cause, time in compared.losses]
+    losses = [(escape(cause), svg.number(time)) for cause, time in compared.losses]
     return (
-        f"<h2>Planned{scale}</h2><p>{escape(compared.sentence)}</p><div class=frame>{svg}</div>"
-        "<h2>Run against plan</h2><div "
+        f"<h2>Planned{scale}</h2><p>{escape(compared.sentence)}</p>"
+        f"<div class=frame>{svg.draw(below)}</div><h2>Run against plan</h2><div "
         f"class=scroll><table>{_lines(('cause', 'time'), losses)}</table><br>"
         f"<table>{_lines(COLUMNS, compared.rows())}</table></div>"
     )
@@ -101,9 +88,11 @@ def _styles(shades: int) -> str:
     """The chart's colours: light, dark where the system prefers it, and whichever the reader
     chooses.
     """
-    dark = f":root:not([data-theme=light]) {SCOPE}", f":root[data-theme=dark] {SCOPE}"
-    by_system, by_reader = (style(DARK, chunks=shades, scope=scope) for scope in dark)
-    light = style(LIGHT, chunks=shades, scope=SCOPE)
+    by_system, by_reader = (
+        svg.style(svg.DARK, chunks=shades, within=f":root{where} ")
+        for where in (":not([data-theme=light])", "[data-theme=dark]")
+    )
+    light = svg.style(svg.LIGHT, chunks=shades)
     return f"{light}@media(prefers-color-scheme:dark){{{by_system}}}{by_reader}"
 
 
@@ -111,8 +100,8 @@ def _numbers(timeline: Timeline) -> dict[str, str]:
     """The numbers of the whole step."""
     t, s = timeline, timeline.schedule
     return {
-        "makespan": number(t.makespan),
-        "span": number(t.span),
+        "makespan": svg.number(t.makespan),
+        "span": svg.number(t.span),
         "bubble": f"{t.bubble:.2%}",
         "peak": str(max(t.peak_activations, default=0)),
         "num_devices": str(s.num_devices),
@@ -125,9 +114,9 @@ def _numbers(timeline: Timeline) -> dict[str, str]:
 def _devices(timeline: Timeline) -> str:
     """A table with one row per device."""
     stages = timeline.schedule.placement.stages_of
-    rows = zip(device_rows(timeline), stages, strict=True)
+    rows = zip(svg.device_rows(timeline), stages, strict=True)
     texts = [(row[0], " ".join(map(str, own)), *row[1:]) for row, own in rows]
-    return _lines((DEVICE_COLUMNS[0], "stages", *DEVICE_COLUMNS[1:]), texts, "\n")
+    return _lines((svg.DEVICE_COLUMNS[0], "stages", *svg.DEVICE_COLUMNS[1:]), texts, "\n")
 
 
 def _lines(head: Sequence[str], rows: Iterable[Sequence[str]], between: str = "") -> str:
@@ -140,7 +129,7 @@ def _line(tag: str, cells: Iterable[str]) -> str:
     return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
 
 
-def _data(chart: Chart) -> dict[str, object]:
+def _data(chart: svg.Chart) -> dict[str, object]:
     """The data with which the page's script finds the bar under the pointer: geometry, and the bars
     of each device in order.
     """

@@ -11,11 +11,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, TypeAlias
 
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline
 from ..errors import JaxpipeError, quoted
-from ..table.limits import MAX_COST
-from ..table.typed import typed
-from .chart import Part, bars_of, title_of
+from ..table.typed import MAX_COST, typed
+from .svg import Part, bars_of, title_of
 
 Event: TypeAlias = dict[str, Any]
 
@@ -26,15 +25,12 @@ _THREAD_NAMES = ("compute", "compute (backward of a pair)", "transfers")
 
 
 @typed(JaxpipeError)
-def to_trace(
-    timeline: Timeline, *, unit_us: float = 1000.0, flows: bool = True, over: Timeline | None = None
-) -> str:
+def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, over: Timeline | None = None) -> str:
     """Write a timeline as trace JSON, to be opened in ui.perfetto.dev or chrome://tracing.
 
     Args:
         timeline: what `jaxpipe.simulate` returned.
         unit_us: microseconds in the trace for one unit of cost; by default a unit is a millisecond.
-        flows: draw an arrow for each message between devices.
         over: what was planned, where the timeline is that of a run: it becomes further processes,
             one a device.
 
@@ -51,9 +47,8 @@ def to_trace(
     if not 0 < unit_us <= MAX_COST:
         why = f"it is the length of one unit of cost in microseconds, of {MAX_COST:g} at most"
         raise JaxpipeError(f"unit_us must be positive, not {quoted(unit_us)}: {why}")
-    events = [*_slices(timeline, unit_us), *_counters(timeline, unit_us)]
-    if flows:
-        events += _flows(timeline, unit_us)
+    parts = (_slices, _counters, _flows)
+    events = [event for part in parts for event in part(timeline, unit_us)]
     if over is not None:
         compared = timeline.over(over)
         first = timeline.schedule.num_devices

@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..engine.bounds import JobShop
 from ..engine.costs import Costs
-from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
 from ..table.kinds import Action
 from ..table.schedule import Schedule

@@ -1,6 +1,6 @@
-"""List scheduling along a reference order, for the schedules that take costs and a memory cap.
+"""List scheduling along reference orders, for the schedules that take costs and a memory cap.
 
-A generator gives, for each device, a reference order of F and I.  `list_schedule` simulates it.  A
+An order gives, for each device, its F and I.  `list_schedule` simulates it.  A
 device runs the next action of its order when the inputs have arrived.  Where it would wait, it
 moves up a later action that is ready and fits into the wait, or runs a pending W.
 
@@ -15,17 +15,21 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
 from typing import NamedTuple
 
 import numpy as np
 
-from ..engine.costs import StageCosts
+from ..engine.costs import Costs, StageCosts
 from ..engine.loop import NEVER, Loop
-from ..table.activations import Release
+from ..engine.simulate import simulate
 from ..table.encoded import encode
-from ..table.kinds import Action, Kind
+from ..table.kinds import Action, Kind, Release
 from ..table.placement import Placement
+from ..table.schedule import Schedule
+from ..transforms.rewrites import sliced_rows
+from ._orders import Order, OrderMaker, even_groups, even_waves, in_groups, schedule_of
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
@@ -225,3 +229,85 @@ class _Run:
             ):
                 return number
         return None
+
+
+# By what fraction of its length a W may delay the next action: which is best depends on the costs.
+_PATIENCE = (0.0, 0.5)
+_FINALISTS = 5  # orders that are tried with every patience
+_MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
+
+
+def fitted(
+    placement: Placement,
+    costs: Costs,
+    microbatches: int,
+    *,
+    cap: int,
+    order: OrderMaker | None = None,
+) -> Schedule | None:
+    """The shortest table under the cap that follows the order, or where none is given one of the
+    waves for these costs, of equals the one that holds least; None if none fits.
+
+    Many orders are ranked by the first microbatches with no patience.  Only the most promising are
+    run in full, with every patience.  With `costs.slice_factors` they are orders of slices.
+    """
+    stages = costs.for_stages(placement.num_stages)
+    makers = list(even_waves(placement, stages, cap)) if order is None else [order]
+    instance = Instance(placement, stages, microbatches, costs.release)
+    slices, caps = len(stages.slice_factors) or 1, [cap] * placement.num_devices
+
+    def fitting(count: int) -> Iterator[tuple[int, Order]]:
+        for place in places:
+            rows = makers[place](count + slices - 1)
+            rows = rows if slices == 1 else sliced_rows(rows, count, slices)
+            if max(map(least_peak, rows)) <= cap:
+                yield place, rows
+
+    places = list(range(len(makers)))
+    if len(makers) > _FINALISTS:
+        # At least two rounds of P microbatches and a dozen microbatches, of whole sequences.
+        short = 2 * placement.num_devices * -(-6 // placement.num_devices)
+        first = instance._replace(microbatches=min(microbatches, slices * -(-short // slices)))
+        judged = [
+            (list_schedule(rows, first, caps)[1:], place)
+            for place, rows in fitting(first.microbatches)
+        ]
+        places = [place for _, place in sorted(judged)]
+    finalists = [rows for _, rows in islice(fitting(microbatches), _FINALISTS)]
+    # Where all costs are equal, patience changes nothing.
+    times = {*stages.forward, *stages.input_grad, *stages.weight_grad, *stages.transfer} - {0}
+    pairs = product(finalists, _PATIENCE if len(times) > 1 else (0,))
+    # The most promising come first.
+    affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
+    results = (
+        list_schedule(rows, instance, caps, wait) for rows, wait in islice(pairs, affordable)
+    )
+    found = min(results, key=lambda f: (f.makespan, f.peak), default=None)
+    if found is None:
+        return None
+    return replace(schedule_of(found.rows, placement, microbatches), slices=slices)
+
+
+def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
+    """The schedule with the least makespan under these costs; of equals, the first."""
+    return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan)
+
+
+def forward_order(placement: Placement, microbatches: int) -> Order:
+    """The shortest known order of forwards alone, for any placement with one device per stage.
+
+    On a loop, groups of microbatches go through the chunks, and only the first P - 1 steps are
+    lost.  Elsewhere microbatches enter as fast as a device can run all their chunks, and a device
+    that would wait runs an action that is ready.
+    """
+    chunks = placement.num_chunks
+    if placement == Placement.loop(devices=placement.num_devices, chunks=chunks):
+        groups = even_groups(placement.num_devices, microbatches)
+        return [in_groups(stages, F, groups) for stages in placement.stages_of]
+    timed = [
+        sorted((s + chunks * m, -s, m) for s in stages for m in range(microbatches))
+        for stages in placement.stages_of
+    ]
+    order = [[Action(-s, F, m) for _, s, m in row] for row in timed]
+    instance = Instance(placement, Costs().for_stages(placement.num_stages), microbatches)
+    return list_schedule(order, instance, [len(row) for row in order]).rows

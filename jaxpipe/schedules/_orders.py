@@ -1,30 +1,128 @@
-"""Reference orders of several schedules: 1F1B on a loop of stages, waves, ZB-V's figure, and modulo
-scheduling; and the search for the best schedule that follows one of them.
+"""What the named schedules are made of: rows of actions, ways to combine them, and waves, the
+reference orders of list scheduling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, islice, pairwise, product
-from typing import NamedTuple, TypeAlias
+from itertools import accumulate, pairwise, repeat, zip_longest
+from typing import NamedTuple, TypeAlias, TypeVar
 
-from ..engine.costs import Costs, StageCosts
-from ..engine.simulate import simulate
-from ..table.activations import Release
-from ..table.kinds import Action, Kind
+from ..engine.costs import StageCosts
+from ..errors import ScheduleError
+from ..table.kinds import Action, Cell, Kind, Overlap
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._list_scheduling import Instance, ListSchedule, least_peak, list_schedule
-from ._rows import actions, alternate, even_groups, in_groups, in_turns, schedule_of
 
+C = TypeVar("C", bound=Action | Overlap)
 Order: TypeAlias = list[list[Action]]
 # microbatches -> the reference order of F and I of each device
 OrderMaker: TypeAlias = Callable[[int], Order]
-F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
+F, I = Kind.F, Kind.I  # noqa: E741
 
-# By what fraction of its length a W may delay the next action: which is best depends on the costs.
-_PATIENCE = (0.0, 0.5)
+
+def schedule_of(
+    rows: Iterable[Iterable[Cell]], placement: Placement, microbatches: int
+) -> Schedule:
+    """A schedule, which `build` names."""
+    return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches)
+
+
+def actions(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[Action]:
+    """One action of a stage for each microbatch, in order."""
+    # Half a million of them are made for a large job, and calling Action would take twice as long.
+    return list(map(tuple.__new__, repeat(Action), zip(repeat(stage), repeat(kind), microbatches)))
+
+
+def in_groups(
+    stages: Sequence[int], kind: Kind, groups: Sequence[int], *, reverse: bool = False
+) -> list[Action]:
+    """Group after group of microbatches, each group through all stages: Megatron's schedule table.
+    With `reverse` the microbatches of a group are in reverse order.
+
+    >>> [str(a) for a in in_groups([0, 2], Kind.F, [2, 1])]
+    ['0F0', '0F1', '2F0', '2F1', '0F2', '2F2']
+    """
+    ends = list(accumulate(groups))
+    spans = [
+        range(end - size, end)[:: -1 if reverse else 1]
+        for size, end in zip(groups, ends, strict=True)
+    ]
+    return [action for span in spans for stage in stages for action in actions(stage, kind, span)]
+
+
+def even_groups(devices: int, microbatches: int) -> tuple[int, ...]:
+    """Cut M into as many groups of at least P as possible, as equal as possible; one group where M
+    < P.
+
+    In a group shorter than P the devices would wait for its first microbatch to come back for the
+    next chunk, and the warmup grows with the longest group, so equal groups need the fewest
+    activations.
+
+    >>> even_groups(4, 11), even_groups(4, 3)
+    ((6, 5), (3,))
+    """
+    rounds = max(1, microbatches // devices)
+    size, longer = divmod(microbatches, rounds)
+    return (size + 1,) * longer + (size,) * (rounds - longer)
+
+
+def groups_of(group_size: int | None, *, devices: int, microbatches: int) -> tuple[int, ...]:
+    """The microbatch groups of an interleaved schedule: Megatron's for a given size, else even
+    ones.
+
+    Megatron cuts M into groups of `group_size` and a remainder.  A remainder shorter than P is
+    rounded up to P; the caller drops the extra microbatches.  ScheduleError for a size below P
+    (unless one group holds all of M).
+    """
+    if group_size is None:
+        return even_groups(devices, microbatches)
+    smallest = min(devices, microbatches)
+    if group_size < smallest:
+        raise ScheduleError(
+            f"group_size={group_size} is less than {smallest}: the first microbatch of a group "
+            "would not be back for its next chunk "
+            "when the group ends, and devices would wait for each other; write "
+            f"group_size={smallest} or more"
+        )
+    whole, rest = divmod(microbatches, group_size)
+    if not whole:
+        return (rest,)
+    return (group_size,) * whole + ((max(rest, devices),) if rest else ())
+
+
+def alternate(*columns: Sequence[C | None]) -> list[C]:
+    """The first of every column, the second of every column, ...: the steady state of
+    a schedule.  A column may be shorter, or have None, where a turn lacks its action.
+    """
+    return [cell for turn in zip_longest(*columns) for cell in turn if cell is not None]
+
+
+def in_turns(ahead: int, forward: Sequence[C], *backward: Sequence[C | None]) -> list[C]:
+    """A warmup of `ahead` forwards, then one forward and one action of each further column in
+    turn.
+    """
+    return [*forward[:ahead], *alternate(forward[ahead:], *backward)]
+
+
+def drop_phantoms(rows: Iterable[Iterable[Cell]], microbatches: int) -> list[list[Cell]]:
+    """The rows without microbatches >= M; of an overlapped pair, the half that is left.
+
+    Microbatches never depend on each other, so a valid table stays valid, and needs no more memory
+    or time, when some are removed.  Generators that need a round number of microbatches build a
+    table of that many, then drop the extra ones.
+    """
+    return [
+        [cell for cell in (_kept(c, microbatches) for c in row) if cell is not None] for row in rows
+    ]
+
+
+def _kept(cell: Cell, microbatches: int) -> Cell:
+    if not isinstance(cell, Overlap):
+        return cell if cell is not None and cell.microbatch < microbatches else None
+    left = [half for half in cell if half.microbatch < microbatches]
+    return cell if len(left) == 2 else left[0] if left else None
 
 
 class Wave(NamedTuple):
@@ -107,235 +205,3 @@ def even_waves(placement: Placement, costs: StageCosts, cap: int) -> Iterator[Or
             factor = _DENSEST + (_SPARSEST - _DENSEST) * step / (_DENSITIES - 1)
             yield partial(repeated, placement, starts, dense * factor)
     yield partial(repeated, placement, starts, end)
-
-
-# Periods, relative to the work of the busiest device, and times after each hop, relative to a
-# forward, which leave `list_schedule` room.
-_PERIODS = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6)
-_PAUSES = (0.0, 0.05, 0.25)
-_FEW = 4  # of the shortest periods for each pause
-_ROUNDING = 1e-9
-
-
-def packed_orders(placement: Placement, costs: StageCosts, cap: int) -> Iterator[OrderMaker]:
-    """Orders of the shortest periods that keep the cap, by modulo scheduling: one microbatch is
-    placed action by action into a turn of its devices, which repeats (Rau 1994, Iterative Modulo
-    Scheduling).
-
-    A wave has one pace, so its microbatches meet on devices, wait, and hold activations longer.
-    Here each action has a place of its own in the turn, and a cap that is below 1F1B's memory is
-    kept with a shorter period.
-    """
-    mean = sum(costs.forward) / placement.num_stages
-    each = [
-        f + i + w
-        for f, i, w in zip(costs.forward, costs.input_grad, costs.weight_grad, strict=True)
-    ]
-    # No schedule has a shorter period than the work of the busiest device.
-    least = max(sum(each[s] for s in stages) for stages in placement.stages_of)
-    for pause in _PAUSES if least else ():
-        fitting = 0
-        for factor in _PERIODS:
-            starts = _packed_starts(placement, costs, factor * least, pause * mean)
-            if starts is None:
-                continue
-            maker = partial(repeated, placement, starts, factor * least)
-            if max(map(least_peak, maker(2 * cap))) <= cap:
-                yield maker
-                fitting += 1
-            if fitting == _FEW:
-                break
-
-
-def _packed_starts(
-    placement: Placement, costs: StageCosts, period: float, pause: float
-) -> list[float] | None:
-    """When a microbatch is at each place of its path: as soon as its device is free in that part of
-    its turn; None where a turn has no room.
-    """
-    busy: list[list[tuple[float, float]]] = [[] for _ in range(placement.num_devices)]
-    starts: list[float] = []
-    ready, here = 0.0, 0
-    for kind, stage in path_of(placement):
-        device = placement.devices_of[stage][0]
-        if starts and device != here:
-            ready += costs.transfer[stage] + pause
-        length = (costs.forward if kind is F else costs.input_grad)[stage]
-        times = [ready, *(ready + (at + took - ready) % period for at, took in busy[device])]
-        start = next(
-            (t for t in sorted(times) if _fits(busy[device], t % period, length, period)), None
-        )
-        if start is None:
-            return None
-        busy[device].append((start % period, length))
-        starts.append(start)
-        ready, here = start + length, device
-    return starts
-
-
-def _fits(busy: list[tuple[float, float]], at: float, length: float, period: float) -> bool:
-    after = (((other - at) % period, took) for other, took in busy)
-    return all(
-        gap >= length - _ROUNDING and gap + took <= period + _ROUNDING for gap, took in after
-    )
-
-
-def reference_orders(placement: Placement, costs: StageCosts, cap: int) -> list[OrderMaker]:
-    """All orders that are tried under a cap."""
-    return [*even_waves(placement, costs, cap), *packed_orders(placement, costs, cap)]
-
-
-def fitted(
-    order: OrderMaker, placement: Placement, costs: Costs | None, microbatches: int, *, cap: int
-) -> Schedule:
-    """A schedule's own order, list-scheduled under its cap; where costs are given, the best of it
-    and of waves.
-
-    The order must fit the cap.
-    """
-    stages = (costs or Costs()).for_stages(placement.num_stages)
-    makers = [order] if costs is None else [order, *reference_orders(placement, stages, cap)]
-    release = Release.WEIGHT_GRAD if costs is None else costs.release
-    found = best_of(makers, Instance(placement, stages, microbatches, release), cap)
-    assert found is not None, f"the order does not fit {cap} activations"
-    return schedule_of(found.rows, placement, microbatches)
-
-
-def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
-    """The schedule with the least makespan under these costs; of equals, the first."""
-    return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan)
-
-
-_FINALISTS = 5  # orders that are tried with every patience
-_MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
-
-
-def best_of(makers: Sequence[OrderMaker], instance: Instance, cap: int) -> ListSchedule | None:
-    """The shortest schedule under the cap that follows one of the orders, of equals the one that
-    holds least; None if none fits.
-
-    Many orders are ranked by the first microbatches with no patience.  Only the most promising are
-    run in full, with every patience.
-    """
-    placement, costs, microbatches, _ = instance
-    # At least two rounds of P microbatches and a dozen microbatches, of whole sequences.
-    slices = len(costs.slice_factors) or 1
-    short = 2 * placement.num_devices * -(-6 // placement.num_devices)
-    first = instance._replace(microbatches=min(microbatches, slices * -(-short // slices)))
-
-    caps = [cap] * placement.num_devices
-
-    def fitting(count: int) -> Iterator[tuple[int, Order]]:
-        for place in places:
-            order = makers[place](count)
-            if max(map(least_peak, order)) <= cap:
-                yield place, order
-
-    places = list(range(len(makers)))
-    if len(makers) > _FINALISTS:
-        judged = [
-            (list_schedule(order, first, caps)[1:], place)
-            for place, order in fitting(first.microbatches)
-        ]
-        places = [place for _, place in sorted(judged)]
-    finalists = [order for _, order in islice(fitting(microbatches), _FINALISTS)]
-    # Where all costs are equal, patience changes nothing.
-    times = {*costs.forward, *costs.input_grad, *costs.weight_grad, *costs.transfer} - {0}
-    pairs = product(finalists, _PATIENCE if len(times) > 1 else (0,))
-    # The most promising come first.
-    affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
-    results = (list_schedule(o, instance, caps, wait) for o, wait in islice(pairs, affordable))
-    return min(results, key=lambda f: (f.makespan, f.peak), default=None)
-
-
-def turn_order(placement: Placement, hop: int, most_ahead: int, microbatches: int) -> Order:
-    """One F and one I in turn on a loop of stages, after a warmup of `hop` forwards for each hop to
-    the last device.
-
-    The last device warms up with all chunks but one of the first group.  No device runs more than
-    `most_ahead` forwards ahead.
-    """
-    groups = even_groups(placement.num_devices, microbatches)
-    rows = []
-    for device, stages in enumerate(placement.stages_of):
-        ahead = (placement.num_chunks - 1) * max(groups) + hop * (
-            placement.num_devices - 1 - device
-        )
-        rows.append(
-            in_turns(
-                in_groups(stages, F, groups),
-                in_groups(stages[::-1], I, groups),
-                min(ahead, most_ahead),
-            )
-        )
-    return rows
-
-
-def forward_order(placement: Placement, microbatches: int) -> Order:
-    """The shortest known order of forwards alone, for any placement with one device per stage.
-
-    On a loop, groups of microbatches go through the chunks, and only the first P - 1 steps are
-    lost.  Elsewhere microbatches enter as fast as a device can run all their chunks, and a device
-    that would wait runs an action that is ready.
-    """
-    chunks = placement.num_chunks
-    if placement == Placement.loop(devices=placement.num_devices, chunks=chunks):
-        groups = even_groups(placement.num_devices, microbatches)
-        return [in_groups(stages, F, groups) for stages in placement.stages_of]
-    timed = [
-        sorted((s + chunks * m, -s, m) for s in stages for m in range(microbatches))
-        for stages in placement.stages_of
-    ]
-    order = [[Action(-s, F, m) for _, s, m in row] for row in timed]
-    instance = Instance(placement, Costs().for_stages(placement.num_stages), microbatches)
-    return list_schedule(order, instance, [len(row) for row in order]).rows
-
-
-def zbv_order(devices: int, microbatches: int) -> Order:
-    """The F and I of the figure's order, in which M is at least 2 P - 1."""
-    return [[a for a in row if a.kind is not W] for row in zbv_rows(devices, microbatches)]
-
-
-def zbv_rows(devices: int, microbatches: int) -> Order:
-    """The figure's rows, without the microbatches that a smaller M does not have."""
-    rows = [zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
-    return [[action for action in row if action.microbatch < microbatches] for row in rows]
-
-
-def zbv_row(devices: int, device: int, microbatches: int) -> list[Action]:
-    """Device d's row for M >= 2 P - 1; "down" is its first chunk, "up" its second, where a
-    microbatch comes back.
-    """
-    down, up, every = device, 2 * devices - 1 - device, range(microbatches)
-    f0, i0, w0 = (actions(down, kind, every) for kind in (F, I, W))
-    f1, i1, w1 = (actions(up, kind, every) for kind in (F, I, W))
-    left = devices - device
-    first, both = 2 * left - 1, 2 * devices - 1 - device
-    fill, rest = f0[:first], alternate(f1[:device], f0[first:both])
-    turn = alternate(f1[device:devices], i1[:left], w1[:left])
-    # Steady state: six actions a microbatch, then the same without the forward that has run out.
-    todo = microbatches - both
-    done = microbatches - devices
-    steady = alternate(
-        f0[both:], i0[:todo], w0[:todo], f1[devices:][:todo], i1[left:][:todo], w1[left:][:todo]
-    )
-    fading = alternate(
-        i0[todo:done],
-        w0[todo:done],
-        f1[devices + todo :],
-        i1[left + todo : left + done],
-        w1[left + todo : left + done],
-    )
-    drain = alternate(i0[done : done + device], i1[left + done :])
-    tail = alternate(i0[done + device :], w0[done : done + left])
-    return [
-        *fill,
-        *rest,
-        *turn,
-        *steady,
-        *fading,
-        *drain,
-        *tail,
-        *w1[left + done :],
-        *w0[done + left :],
-    ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
 from ..engine.bounds import (
+    JobShop,
     bound_of,
     is_cheapest_in_parts,
     least_activations,
@@ -18,36 +18,30 @@ from ..engine.bounds import (
     lower_bound,
 )
 from ..engine.costs import Costs
-from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..table.certificate import Certificate, Objective, Proof
-from ..table.kinds import Action, Cell, Kind
+from ..table.kinds import Action, Kind
 from ..table.placement import Placement
-from ..table.schedule import Schedule
-from ..transforms.rewrites import merge_backward, sliced_rows
+from ..table.schedule import Certificate, Objective, Proof, Schedule
+from ..transforms.rewrites import flipped, merge_backward, sliced
 from ._beam import improved, rows_of
-from ._list_scheduling import Instance, ListSchedule
-from ._orders import (
-    Order,
-    OrderMaker,
-    best_of,
-    reference_orders,
-    shortest,
-    turn_order,
-    zbv_order,
-)
-from ._rows import schedule_of
-from .dualpipe import dualpipev
+from ._list_scheduling import fitted, shortest
+from ._orders import schedule_of
 from .loop import (
-    gpipe,
+    dualpipev,
     interleaved_1f1b,
     interleaved_1f1b_overlap,
     looped_bfs,
     one_f_one_b,
-    one_f_one_b_overlap,
 )
-from .zero_bubble import interleaved_zb, v_half, v_min, zb_1p, zb_h1, zb_h2, zbv
+from .zero_bubble import interleaved_zb, v_half, v_min, zb_h2, zbv
+
+# The named schedules, each with one device for a stage; gpipe, 1f1b_overlap, zb_h1 and zb_1p are
+# those of several chunks for one.
+_NAMED: tuple[Callable[..., Schedule], ...] = (
+    *(looped_bfs, one_f_one_b, interleaved_1f1b, interleaved_1f1b_overlap, interleaved_zb),
+    *(zb_h2, zbv, v_half, v_min, dualpipev),
+)
 
 
 def auto(
@@ -86,37 +80,25 @@ def auto(
     """
     costs = costs or Costs()
     places = loop_and_vee(devices, chunks)[::-1] if placement is None else [placement]
-    _check_fit(places[0], devices, chunks, max_activations, slices)
+    faults = _misfits(places[0], devices, chunks, max_activations, slices)
     if objective is Objective.PERIOD and not search:
-        raise ScheduleError(
-            "auto cannot be built:\n"
-            "  objective=PERIOD is found by a search alone; give seconds for it, such as search=10"
+        faults.append(
+            "objective=PERIOD is found by a search alone; give seconds for it, such as search=10"
         )
-    wanted = _Wanted(
-        places,
-        microbatches,
-        costs,
-        max_activations,
-        chunks * (2 * devices + slices - 1) if max_activations is None else max_activations,
-        slices,
-    )
+    if slices > 1 and search:
+        faults.append("search= knows no slices; leave it out, or slices=")
+    ScheduleError.refuse("auto cannot be built", faults)
+    most = chunks * (2 * devices + slices - 1) if max_activations is None else max_activations
+    wanted = _Wanted(places, microbatches, costs, max_activations, most)
     if slices > 1:
-        if search:
-            raise ScheduleError(
-                "auto cannot be built:\n  search= knows no slices; leave it out, or slices="
-            )
-        return replace(_listed(wanted, wanted.costs), slices=slices)
+        factors = (1,) * slices if costs.slice_factors is None else costs.slice_factors
+        listed = _listed(wanted, replace(costs, slice_factors=factors), slices)
+        return shortest((listed, *_named(wanted, slices)), costs)
     if objective is Objective.PERIOD:
         return _steady(wanted, search, seed)
     if search:
         return _searched(wanted, search, seed)
     return _certified(wanted, _shortest(wanted, _start(wanted)))
-
-
-# The named schedules by the chunks that they take; each has one device for a stage.
-_ONE_CHUNK = (gpipe, one_f_one_b, one_f_one_b_overlap, zb_1p, zb_h1, zb_h2)
-_ANY_CHUNKS = (looped_bfs, interleaved_1f1b, interleaved_1f1b_overlap, interleaved_zb)
-_TWO_CHUNKS = (zbv, v_half, v_min, dualpipev)
 
 
 class _Wanted(NamedTuple):
@@ -127,40 +109,26 @@ class _Wanted(NamedTuple):
     costs: Costs
     requested_cap: int | None
     cap: int
-    slices: int = 1
 
 
-def _listed(wanted: _Wanted, costs: Costs) -> Schedule:
-    """The best of list scheduling along the reference orders."""
+def _listed(wanted: _Wanted, costs: Costs, slices: int = 1) -> Schedule:
+    """The best of list scheduling along waves."""
     caps = (wanted.cap // 2, wanted.cap) if wanted.requested_cap is None else (wanted.cap,)
-    found: list[tuple[ListSchedule, Placement]] = []
+    found: list[tuple[float, int, int, Schedule]] = []
     for cap, place in product(caps, wanted.places):
-        stages = costs.for_stages(place.num_stages)
-        orders = _known_orders(place, wanted.microbatches) + reference_orders(place, stages, cap)
-        if wanted.slices > 1:
-            orders = [partial(_sliced_order, order, wanted.slices) for order in orders]
-            factors = costs.slice_factors or (1,) * wanted.slices
-            stages = replace(costs, slice_factors=factors).for_stages(place.num_stages)
-        instance = Instance(place, stages, wanted.microbatches, wanted.costs.release)
-        best = best_of(orders, instance, cap)
-        if best is None:
-            assert wanted.slices > 1, "one microbatch after the other fits any cap"
+        table = fitted(place, costs, wanted.microbatches, cap=cap)
+        if table is None:
             continue
-        found.append((best, place))
-        if wanted.slices == 1 and best.makespan <= bound_of(_shop(wanted, place, costs)):
+        timeline = simulate(table, costs)
+        found.append((timeline.makespan, max(timeline.peak_activations), len(found), table))
+        if slices == 1 and timeline.makespan <= bound_of(_shop(wanted, place, costs)):
             break
     if not found:
         raise ScheduleError(
-            f"auto cannot be built:\n  no order of {wanted.slices} slices keeps "
+            f"auto cannot be built:\n  no order of {slices} slices keeps "
             f"max_activations={wanted.cap}; a device holds those of all slices of a sequence"
         )
-    best, place = min(found, key=lambda f: (f[0].makespan, f[0].peak))
-    return schedule_of(best.rows, place, wanted.microbatches)
-
-
-def _sliced_order(maker: OrderMaker, slices: int, microbatches: int) -> Order:
-    """The reference order of slices that is made of one of microbatches."""
-    return sliced_rows(maker(microbatches + slices - 1), microbatches, slices)
+    return min(found)[-1]
 
 
 def _shop(wanted: _Wanted, placement: Placement, costs: Costs) -> JobShop:
@@ -213,29 +181,21 @@ def _shortest(wanted: _Wanted, split: Schedule) -> Schedule:
     return replace(mixed(shortest(starts, costs), costs), name="auto", certificate=None)
 
 
-def _named(wanted: _Wanted) -> Iterator[Schedule]:
+def _named(wanted: _Wanted, slices: int = 1) -> Iterator[Schedule]:
     """The named tables of these placements that hold no more than the cap."""
-    chunks = wanted.places[0].num_chunks
-    makers: tuple[Callable[..., Schedule], ...] = (
-        *_ANY_CHUNKS,
-        *(_ONE_CHUNK if chunks == 1 else ()),
-        *(_TWO_CHUNKS if chunks == 2 else ()),
-    )
-    for place, make in product(wanted.places, makers):
-        shape: dict[str, Any] = {
-            "devices": place.num_devices,
-            "microbatches": wanted.microbatches,
-            "chunks": chunks,
-        }
-        try:
-            tables = [make(**shape)]
-        except ScheduleError:
-            continue
-        if tables[0].placement != place:
+    shape: dict[str, Any] = {
+        "devices": wanted.places[0].num_devices,
+        "microbatches": wanted.microbatches + slices - 1,
+        "chunks": wanted.places[0].num_chunks,
+    }
+    costs = replace(wanted.costs, slice_factors=None)
+    for make in _NAMED:
+        tables = [make(**shape)]
+        if tables[0].placement not in wanted.places:
             continue
         if "costs" in inspect.signature(make).parameters:
-            tables.append(make(**shape, costs=wanted.costs))
-        for table in tables:
+            tables.append(make(**shape, costs=costs))
+        for table in tables if slices == 1 else (sliced(each, slices) for each in tables):
             if max(simulate(table, wanted.costs).peak_activations) <= wanted.cap:
                 yield table
 
@@ -246,9 +206,10 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     """
     from ..solver import least_period  # needs the extra
 
-    costs, cap = wanted.costs, wanted.requested_cap
-    found: list[tuple[float, float, Schedule]] = []
+    costs = wanted.costs
+    found: list[tuple[float, float, int, Schedule]] = []
     for place in wanted.places:
+        shop = _shop(wanted, place, costs)
         steady = least_period(
             place,
             costs,
@@ -258,29 +219,32 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
             seed=seed,
         )
         if steady is not None:
-            shop = _shop(wanted, place, costs)
             table = schedule_of(rows_of(shop, steady.order(shop)), place, wanted.microbatches)
-            found.append((steady.period, simulate(table, costs).makespan, table))
+            makespan = simulate(table, costs).makespan
+            found.append((steady.period, makespan, len(found), table))
     if not found:
         raise ScheduleError(
             "auto cannot be built:\n"
             f"  search={seconds:g} found no steady state in its time; give it more seconds"
         )
-    period, _, table = min(found, key=lambda f: f[:2])
-    bounds = [
-        lower_bound(costs, placement=place, max_activations=cap, objective=Objective.PERIOD)
-        for place in wanted.places
-    ]
-    return replace(
-        table, certificate=Certificate(Objective.PERIOD, period, min(bounds), Proof.RELAXATION, cap)
+    period, _, _, table = min(found)
+    bound = _bound(wanted, Objective.PERIOD)
+    certificate = Certificate(
+        Objective.PERIOD, period, bound, Proof.RELAXATION, wanted.requested_cap
     )
+    return replace(table, certificate=certificate)
 
 
-def _bound(wanted: _Wanted) -> float:
+def _bound(wanted: _Wanted, objective: Objective = Objective.MAKESPAN) -> float:
     """What no schedule goes below."""
-    count, cap = wanted.microbatches, wanted.requested_cap
     return min(
-        lower_bound(wanted.costs, placement=place, microbatches=count, max_activations=cap)
+        lower_bound(
+            wanted.costs,
+            placement=place,
+            microbatches=wanted.microbatches,
+            max_activations=wanted.requested_cap,
+            objective=objective,
+        )
         for place in wanted.places
     )
 
@@ -293,20 +257,16 @@ def _certified(wanted: _Wanted, schedule: Schedule, proven: float = 0) -> Schedu
     alone = costs.recompute is None and is_cheapest_in_parts(costs.for_stages(schedule.num_stages))
     if proven > bound * (1 + 1e-9) and alone:
         bound, proof, cap = proven, Proof.SOLVER, wanted.cap
+    makespan = simulate(schedule, costs).makespan
     return replace(
-        schedule,
-        certificate=Certificate(
-            Objective.MAKESPAN, simulate(schedule, costs).makespan, bound, proof, cap
-        ),
+        schedule, certificate=Certificate(Objective.MAKESPAN, makespan, bound, proof, cap)
     )
 
 
-def _check_fit(
+def _misfits(
     placement: Placement, devices: int, chunks: int, max_activations: int | None, slices: int
-) -> None:
-    """ScheduleError for a placement of another size or with stages on two devices, and for a cap
-    that no schedule can keep.
-    """
+) -> list[str]:
+    """Why a placement has another size or stages on two devices, or no schedule keeps the cap."""
     faults = []
     if placement.num_devices != devices or placement.num_stages != devices * chunks:
         faults.append(
@@ -326,21 +286,7 @@ def _check_fit(
             f"{'microbatch' if slices == 1 else 'sequence'} needs on a device; "
             f"the nearest that works is max_activations={least}"
         )
-    if faults:
-        raise ScheduleError("auto cannot be built:\n" + "\n".join(f"  {fault}" for fault in faults))
-
-
-def _known_orders(placement: Placement, microbatches: int) -> list[OrderMaker]:
-    """The reference orders of the named schedules that have this placement."""
-    devices = placement.num_devices
-    if placement == Placement.loop(devices=devices, chunks=placement.num_chunks):
-        return [
-            partial(turn_order, placement, hop, placement.num_chunks * microbatches)
-            for hop in (1, 2)
-        ]
-    if placement == Placement.vee(devices=devices):
-        return [partial(zbv_order, devices)]
-    return []
+    return faults
 
 
 _Pass: TypeAlias = tuple[int, int]  # (stage, microbatch)
@@ -374,27 +320,10 @@ def mixed(schedule: Schedule, costs: Costs) -> Schedule:
     best, changed, makespan = schedule, set[_Pass](), timeline.makespan
     while groups and tries > 0:
         group, tries = groups.popleft(), tries - 1
-        table = _changed(schedule, changed ^ set(group))
+        table = flipped(schedule, changed ^ set(group))
         found = simulate(table, costs).makespan
         if found < makespan * _SHORTER:
             best, changed, makespan = table, changed ^ set(group), found
         if len(group) > 1:
             groups += [group[: len(group) // 2], group[len(group) // 2 :]]
     return best
-
-
-def _changed(schedule: Schedule, passes: Collection[_Pass]) -> Schedule:
-    """The table with these backwards the other way."""
-
-    def cells(cell: Cell) -> tuple[Cell, ...]:
-        if not isinstance(cell, Action) or cell[::2] not in passes:
-            return (cell,)
-        if cell.kind is Kind.B:
-            return (cell._replace(kind=Kind.I), cell._replace(kind=Kind.W))
-        if cell.kind is Kind.I:
-            return (cell._replace(kind=Kind.B),)
-        return () if cell.kind is Kind.W else (cell,)
-
-    return schedule.with_rows(
-        [[each for cell in row for each in cells(cell)] for row in schedule.rows]
-    )

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 from ..engine.costs import Costs
 from ..errors import ScheduleError, quoted
-from ..table.certificate import Objective
-from ..table.limits import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
 from ..table.placement import Placement
-from ..table.schedule import Schedule
+from ..table.schedule import Objective, Schedule
+from ..table.typed import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
 from ..transforms.rewrites import forward_only as only_forwards
 from ..transforms.rewrites import sliced
-from ._orders import forward_order, shortest
+from ._list_scheduling import forward_order, shortest
 from .auto import auto
-from .dualpipe import dualpipe, dualpipev
 from .loop import (
+    dualpipe,
+    dualpipev,
     gpipe,
     interleaved_1f1b,
     interleaved_1f1b_overlap,
@@ -285,8 +285,12 @@ def build(
     arguments = {key: value for key, value in options.items() if value is not None}
     shape = {"devices": int(devices), "microbatches": int(microbatches), "chunks": int(chunks)}
     shape |= {"slices": int(slices)} if slices > 1 else {}
+    costs = arguments.get("costs")
+    if costs is not None:
+        stages = shape["devices"] * shape["chunks"]
+        costs.for_stages(stages).factor_of(shape["microbatches"], slices)  # CostError
     schedule = _generated(entry, forward_only, **shape, **arguments)
-    costs = arguments.pop("costs", None)
+    arguments.pop("costs", None)
     # a certified table, or one for slices, began with the better of both itself
     if costs is None or schedule.certificate is not None or slices > 1:
         return schedule
@@ -301,10 +305,11 @@ def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
     if slices == 1 or "slices" in inspect.signature(entry.generator).parameters:
         schedule = entry.generator(**arguments)
     else:
-        more = {k: v for k, v in arguments.items() if k != "slices"}
-        schedule = sliced(
-            entry.generator(**more | {"microbatches": microbatches + slices - 1}), slices
-        )
+        del arguments["slices"]
+        if "costs" in arguments:  # those of the table that is cut
+            arguments["costs"] = replace(arguments["costs"], slice_factors=None)
+        arguments["microbatches"] = microbatches + slices - 1
+        schedule = sliced(entry.generator(**arguments), slices)
     schedule = replace(schedule, name=entry.name)
     if not forward_only:
         return schedule

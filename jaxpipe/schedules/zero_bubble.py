@@ -14,9 +14,18 @@ from ..engine.simulate import simulate
 from ..table.kinds import Action, Kind
 from ..table.placement import Placement
 from ..table.schedule import Schedule
-from ._list_scheduling import Instance, least_peak, list_schedule
-from ._orders import Wave, fitted, shortest, turn_order, wave_order, zbv_order, zbv_rows
-from ._rows import alternate, even_groups, in_groups, schedule_of
+from ._list_scheduling import Instance, fitted, least_peak, list_schedule, shortest
+from ._orders import (
+    Wave,
+    actions,
+    alternate,
+    drop_phantoms,
+    even_groups,
+    in_groups,
+    in_turns,
+    schedule_of,
+    wave_order,
+)
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
@@ -69,9 +78,7 @@ def zb_1p(
     if costs is None and max_activations is None:
         return figure
     costs, cap = costs or Costs(), max_activations or devices
-    placement = Placement.loop(devices=devices)
-    order = partial(turn_order, placement, 1, cap - 1)
-    found = fitted(order, placement, costs, microbatches, cap=cap)
+    found = _fitted(Placement.loop(devices=devices), microbatches, costs, cap=cap)
     return shortest((found, figure), costs) if cap >= devices else found
 
 
@@ -91,8 +98,24 @@ def interleaved_zb(
     if costs is None:
         return _in_order(devices, chunks, microbatches, ahead, delay=list(range(devices)))
     placement = Placement.loop(devices=devices, chunks=chunks)
-    order = partial(turn_order, placement, 1, chunks * microbatches)
-    return fitted(order, placement, costs, microbatches, cap=(chunks - 1) * longest + devices)
+    return _fitted(placement, microbatches, costs, cap=(chunks - 1) * longest + devices)
+
+
+def _fitted(
+    placement: Placement,
+    microbatches: int,
+    costs: Costs | None,
+    *,
+    cap: int,
+    wave: Wave | None = None,
+) -> Schedule:
+    """A wave that fits the cap, list-scheduled; where costs are given, the best of waves for
+    them.
+    """
+    order = partial(wave_order, placement, wave) if wave and costs is None else None
+    found = fitted(placement, costs or Costs(), microbatches, cap=cap, order=order)
+    assert found is not None, f"one microbatch after the other holds more than {cap} activations"
+    return found
 
 
 def _in_order(
@@ -105,29 +128,10 @@ def _in_order(
     groups = even_groups(devices, microbatches)
     rows = []
     for stages, forwards_ahead, turns in zip(placement.stages_of, ahead, delay, strict=True):
-        forward, grad = in_groups(stages, F, groups), in_groups(stages[::-1], I, groups)
-        weight = in_groups(stages[::-1], W, groups)
-        rows.append(
-            _row(forward, grad, weight, min(forwards_ahead, len(forward)), min(turns, len(forward)))
-        )
+        grad, weight = (in_groups(stages[::-1], kind, groups) for kind in (I, W))
+        forward = in_groups(stages, F, groups)
+        rows.append(in_turns(forwards_ahead, forward, grad, [*[None] * turns, *weight]))
     return schedule_of(rows, placement, microbatches)
-
-
-def _row(
-    forward: list[Action], grad: list[Action], weight: list[Action], ahead: int, delay: int
-) -> list[Action]:
-    total = len(forward)
-    paired = total - ahead  # turns that still have a forward
-    late = min(delay, paired)
-    warmup = forward[:ahead]
-    filling = alternate(forward[ahead : ahead + late], grad[:late])
-    steady = alternate(forward[ahead + late :], grad[late:paired], weight[: paired - late])
-    # Cooldown: the forwards are done; first the turns still without a W (a short job), then I and W
-    # in turn.
-    draining = grad[paired : max(paired, delay)]
-    done = max(paired, delay)
-    cooldown = alternate(grad[done:], weight[done - delay : total - delay])
-    return [*warmup, *filling, *steady, *draining, *cooldown, *weight[total - delay :]]
 
 
 def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -142,10 +146,36 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
     """
     placement = Placement.vee(devices=devices)
     if costs is not None:
-        order = partial(zbv_order, devices)
-        return fitted(order, placement, costs, microbatches, cap=2 * devices)
-    figure = schedule_of(zbv_rows(devices, microbatches), placement, microbatches)
+        return _fitted(placement, microbatches, costs, cap=2 * devices)
+    rows = [_zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
+    figure = schedule_of(drop_phantoms(rows, microbatches), placement, microbatches)
     return figure if microbatches >= 2 * devices - 1 else _shorter(figure)
+
+
+def _zbv_row(devices: int, device: int, microbatches: int) -> list[Action]:
+    """Device d's row of the figure for M >= 2 P - 1; "down" is its first chunk, "up" its second,
+    where a microbatch comes back.
+    """
+    down, up, every = device, 2 * devices - 1 - device, range(microbatches)
+    f0, i0, w0 = (actions(down, kind, every) for kind in (F, I, W))
+    f1, i1, w1 = (actions(up, kind, every) for kind in (F, I, W))
+    left, done = devices - device, microbatches - devices
+    first, both = 2 * left - 1, 2 * devices - 1 - device
+    return [
+        *f0[:first],
+        *alternate(f1[:device], f0[first:both]),
+        *alternate(f1[device:devices], i1[:left], w1[:left]),
+        # Steady state: six actions a microbatch, then the same without the forward that has run
+        # out.
+        *alternate(
+            *(f0[both:], i0[:done], w0[:done]),
+            *(f1[devices:], i1[left : left + done], w1[left : left + done]),
+        ),
+        *alternate(i0[done : done + device], i1[left + done :]),
+        *alternate(i0[done + device :], w0[done : done + left]),
+        *w1[left + done :],
+        *w0[done + left :],
+    ]
 
 
 def _shorter(figure: Schedule) -> Schedule:
@@ -180,7 +210,8 @@ def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None 
     `costs` fit the order to the times that actions really take.
     """
     block = Wave(out=2, back=1, pause=3 if devices % 2 == 0 else 0, period=6)
-    return _from_block(block, devices, microbatches, costs, cap=2 * ((devices + 2) // 2))
+    cap = 2 * ((devices + 2) // 2)
+    return _fitted(Placement.vee(devices=devices), microbatches, costs, cap=cap, wave=block)
 
 
 def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -194,13 +225,5 @@ def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None =
     the times that actions really take.
     """
     block = Wave(out=1, back=1, pause=2 if devices % 3 == 0 else 0, period=6)
-    return _from_block(block, devices, microbatches, costs, cap=2 * ((devices + 4) // 3))
-
-
-def _from_block(
-    block: Wave, devices: int, microbatches: int, costs: Costs | None, *, cap: int
-) -> Schedule:
-    """The paper's building block, repeated, then list-scheduled under the cap."""
-    placement = Placement.vee(devices=devices)
-    order = partial(wave_order, placement, block)
-    return fitted(order, placement, costs, microbatches, cap=cap)
+    cap = 2 * ((devices + 4) // 3)
+    return _fitted(Placement.vee(devices=devices), microbatches, costs, cap=cap, wave=block)

@@ -14,9 +14,8 @@ from functools import cached_property
 from math import ceil
 from typing import Any, NamedTuple
 
-from ..engine.bounds import period_bound_of
+from ..engine.bounds import JobShop, period_bound_of
 from ..engine.costs import Costs
-from ..engine.job_shop import JobShop
 from ..table.placement import Placement
 from .shorten import cp_model, in_ticks, solved
 

@@ -1,7 +1,7 @@
 """Shortens a schedule, and proves how short it can be, with OR-tools' CP-SAT, the extra
 `jaxpipe[solver]`.
 
-The model is the job shop of `engine.job_shop`: every stage works in the order of microbatches,
+The model is the job shop of `engine.bounds`: every stage works in the order of microbatches,
 which costs nothing.  A small table is ordered as a whole, which may prove it optimal; of a larger
 one, windows are put into a better order.  Which activations live is a matter of order alone, so the
 cap is written as sums over "this W comes before that F"; as intervals that overlap it propagates
@@ -17,9 +17,8 @@ from math import ceil, floor, lcm
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
-from ..engine.bounds import lower_bound
+from ..engine.bounds import JobShop, lower_bound
 from ..engine.costs import Costs, StageCosts
-from ..engine.job_shop import JobShop
 from ..engine.simulate import simulate
 from ..table.kinds import Action
 from ..table.schedule import Schedule

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar
-from ..jaxprs.eval_in_slots import run_in_slots
-from ..jaxprs.slots import InSlots, Slot, Target, Total
-from ..program.records import Record
+from ..jaxprs.slots import InSlots, Slot, Target, Total, run_in_slots
+from ..program.ir import Record
 from ..program.segments import BlockUse, Presence
 from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, run
 from ..table.effects import OF_SLICES, Access, Effect, Place

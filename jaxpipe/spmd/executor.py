@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from ..arrays import Leaves, Params, PyTree, Scalar
 from ..errors import PipelineError
-from ..program.ir import Program
-from ..program.records import NOBODY, POOL_OF, Record, TickRecord, distinct, pairs_of
+from ..program.ir import NOBODY, POOL_OF, Program, Record, TickRecord
 from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
 from ..stage.model_code import Inputs, Job, ModelCode
 from ..table.kinds import Kind
@@ -255,9 +254,9 @@ class TickEmitter:
         records = [row.of(each.block.kind) for each in run.uses]
         flags = [program.asks(row, each.block) for each in run.uses]
         if run.paired:
-            flags.append(distinct(row))
+            flags.append(row.distinct)
         elif run.paired is not None:
-            flags.append(jnp.logical_not(pairs_of(row, program.joint)))
+            flags.append(jnp.logical_not(row.pairs(program.joint)))
         if run.tests_kind:
             kinds = jnp.array(step.code.kind_of)
             flags += [kinds[r.stage] == kind for r, kind in zip(records, run.kinds, strict=True)]

@@ -25,8 +25,7 @@ from ..jaxprs.entry import Entry
 from ..jaxprs.slots import Slot
 from ..model.packed import Place as Home
 from ..model.packed import Places
-from ..program.ir import Program
-from ..program.records import NOBODY, TickRecord
+from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
 from ..table.effects import Place
 from .block import State, write, zeros

@@ -18,13 +18,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, Scalar, summable, wider
-from ..jaxprs.slots import Piece, Total, TotalPiece
-from ..model.calls import OUTER_WANTS
-from ..model.functions import make_extra
-from ..model.leaf_plan import gather, leaf_plans, reduce_gradients, trained, with_frozen
-from ..model.packed import Places, on_one_device
+from ..jaxprs.slots import Piece, Total
+from ..model.calls import OUTER_WANTS, unpadded
+from ..model.packed import Places
 from ..model.param_layout import OUTER, Chunks
-from ..model.spread import unpadded
+from ..model.partition import gather, leaf_plans, reduce_gradients, trained, with_frozen
 from ..stage.code import StageCode, run
 from ..stage.model_code import Inputs, Job, ModelCode, trace_model
 from ..table.effects import OF_SLICES, Place
@@ -48,7 +46,7 @@ def prepare(
         batch = job.functions.split(batch, job.num_microbatches)
         rng = shard_key(rng, job.data_axes, job.data_size)
         owned = [
-            on_one_device(gather(tree, plan))
+            gather(tree, plan)
             for tree, plan in zip([*map(mine, params["stages"])], job.plans["stages"], strict=True)
         ]
         kept = tuple(map(mine, kept))
@@ -88,10 +86,10 @@ class Operand:
         """The inputs of its code; x with what comes from other slices."""
         return [*self.code.consts, *self.params, *x, *extra, *self.once]
 
-    def totals(self, chunk: Leaves) -> list[Total | TotalPiece]:
+    def totals(self, chunk: Leaves) -> list[Total | Piece]:
         """The accumulators of the stage's own gradients, among those of its chunk."""
         return [
-            TotalPiece(chunk[p.at], p.start, p.entry)
+            Piece(chunk[p.at], p.start, p.entry)
             if p.flat
             else Total(chunk[p.at], self.splits[p.at])
             for p in self.gradient_places
@@ -146,7 +144,7 @@ class DeviceStep:
 
     def _operand(self, chunk: int, stage: int) -> Operand:
         layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
-        leaves, places = jax.tree.leaves(self.chunks[chunk]), layout.places(stage, self.chunks)
+        leaves, places = jax.tree.leaves(self.chunks[chunk]), layout.held(stage, self.chunks).places
         params = [Piece(leaves[p.at], p.start, p.entry) if p.flat else leaves[p.at] for p in places]
         params += jax.tree.leaves(self.inputs.shared)
         code = self.code.kinds[self.code.kind_of[stage]]
@@ -155,7 +153,7 @@ class DeviceStep:
             code,
             params,
             once=run(code.hoist, *code.consts, *whole),
-            state_places=layout.places(stage, kept) if kept else (),
+            state_places=layout.held(stage, kept).places if kept else (),
             gradient_places=tuple(place for place in places if not plans[place.at].frozen),
             splits=tuple(
                 PartitionSpec(*plan.auto) if self.job.target.on_tpus else None for plan in plans
@@ -173,8 +171,8 @@ class DeviceStep:
         self, stage: Scalar, microbatch: Scalar, wants: frozenset[str] = OUTER_WANTS
     ) -> Leaves:
         """Leaves of a function's arguments besides parameters, x and state: "ctx", "microbatch"."""
-        batch, rng, slices = self.inputs.batch, self.inputs.rng, self.code.program.schedule.slices
-        return jax.tree.leaves(make_extra(batch, rng, stage, microbatch, wants, slices))
+        batch, rng, functions = self.inputs.batch, self.inputs.rng, self.job.functions
+        return jax.tree.leaves(functions.extra(batch, rng, stage, microbatch, wants))
 
     def empty_state(self) -> State:
         """Empty pools and accumulators, and the stages' present state."""

@@ -18,12 +18,11 @@ from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
-from ..jaxprs.collectives import Reductions
 from ..jaxprs.entry import Entry
+from ..jaxprs.equations import Reductions
 from ..known_faults import Feature, faults_for
 from ..lowering.target import Target
-from ..model.leaf_plan import leaf_plans
-from ..model.partition import parts_of
+from ..model.partition import leaf_plans, parts_of
 from ..stage.code import (
     COTANGENTS,
     GRADIENT_OF,
@@ -81,31 +80,19 @@ _BLOCKS_COMMUNICATE: Options = {
 }
 
 
-# Options for programs that are compiled only to read the partitioner's decisions: the fastest code
-# generation.
-_UNOPTIMISED: Options = {
-    "xla_backend_optimization_level": "0",
-    "xla_llvm_disable_expensive_passes": True,
-}
-
-
 # The host decides every predicate.
 NO_GRAPHS: Options = {"xla_gpu_enable_command_buffer": ""}
 
 
-def options_for(target: Target, *, unrun: bool = False) -> Options:
-    """The options for a target; none except on NVIDIA GPUs, or for a program that is neither run
-    nor measured.
+def options_for(target: Target) -> Options:
+    """The options for a target; none except on NVIDIA GPUs.
 
     The list of commands is explicit: this interface refuses the form with "+", though XLA_FLAGS
     takes it (jaxlib 0.10).
     """
-    options: Options = dict(_UNOPTIMISED) if unrun and not target.on_tpus else {}
     if not target.on_gpus:
-        return options
-    options = _GPU | (_BLOCKS_COMMUNICATE if target.communicates else {}) | options
-    if unrun:
-        options["xla_gpu_enable_triton_gemm"] = False  # calls of cuBLAS need no code generation
+        return {}
+    options = _GPU | _BLOCKS_COMMUNICATE if target.communicates else dict(_GPU)
     if faults_for(target.platform, {Feature.ZERO_INIT}):
         del options[_ZERO_INIT]
     return options
@@ -259,7 +246,7 @@ def param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[Partition
     """How the partitioner splits a stage's own parameters and the shared ones."""
     chunk, _ = job.layout.where(stage)
     own = _split_as(job.plans["stages"][chunk])
-    places = job.layout.places(stage, owned)
+    places = job.layout.held(stage, owned).places
     own = [place.entry.spec if place.flat else own[place.at] for place in places]
     return [*own, *_split_as(job.plans["shared"])]
 
@@ -306,16 +293,15 @@ def compiled_alone(
     function: Callable[..., Leaves],
     *groups: Group,
     donated: Sequence[int] = (),
-    unrun: bool = False,
 ) -> Any:
     """A piece of a device's program compiled by itself for the job's mesh: it takes a list for each
     group and returns one.
 
     Outputs take the room of the `donated` groups, as pools and accumulators are updated in place in
-    the step.  An `unrun` program is only read: it is neither run nor measured.
+    the step.
     """
-    options = options_for(job.target, unrun=unrun)
-    return _lowered_alone(job, function, groups, donated).compile(compiler_options=options)
+    lowered = _lowered_alone(job, function, groups, donated)
+    return lowered.compile(compiler_options=options_for(job.target))
 
 
 def _lowered_alone(

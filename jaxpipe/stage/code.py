@@ -31,7 +31,6 @@ from jax.extend import core
 
 from ..arrays import Leaves
 from ..errors import PipelineError
-from ..jaxprs.collectives import collectives
 from ..jaxprs.cut import (
     Assignment,
     Cut,
@@ -39,14 +38,15 @@ from ..jaxprs.cut import (
     cut,
     drop_dead,
     equal_outputs,
+    into_scans,
     is_view,
+    keep_fewer_residuals,
     keep_first,
     known_from,
     needed_for,
 )
 from ..jaxprs.cut import weight as cut_weight
-from ..jaxprs.equations import is_light, reads, results_of
-from ..jaxprs.scan_residuals import into_scans, keep_fewer_residuals
+from ..jaxprs.equations import collectives, is_light, reads, results_of
 from ..model.calls import OUTER_WANTS
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from ..table.kinds import Kind
@@ -206,10 +206,10 @@ def cut_weights(
     mask = [False] * params + [True] * (len(backward.outvars) - params)
     held = [backward.invars[i] for i in priced]
     found = [
-        cut(backward, needed_for(backward, mask), outputs=mask, priced=held),
+        cut(backward, needed_for(backward, mask)[0], outputs=mask, priced=held),
         cut(
             backward,
-            needed_for(backward, _with_light(backward, mask, params)),
+            needed_for(backward, _with_light(backward, mask, params))[0],
             outputs=mask,
             early=is_light,
             priced=held,
@@ -227,9 +227,9 @@ def cut_weights(
 
 def _with_light(backward: core.Jaxpr, mask: Sequence[bool], params: int) -> list[bool]:
     """The mask, with the parameters added whose gradients need no more matmuls."""
-    least = _heavy_in(backward, needed_for(backward, mask))
+    least = _heavy_in(backward, needed_for(backward, mask)[0])
     counts = [
-        _heavy_in(backward, needed_for(backward, [m or j == i for j, m in enumerate(mask)]))
+        _heavy_in(backward, needed_for(backward, [m or j == i for j, m in enumerate(mask)])[0])
         for i in range(params)
     ]
     return [count == least for count in counts] + list(mask[params:])
@@ -262,7 +262,7 @@ def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Ja
     head, count = len(known), len(jaxpr.invars)
     parts = cut(
         jaxpr,
-        known_from(jaxpr, [*known, *(False for _ in range(count - head))]),
+        known_from(jaxpr, [*known, *(False for _ in range(count - head))])[0],
         outputs=[False] * len(jaxpr.outvars),
         repeat=is_view,
     )

@@ -19,17 +19,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree
 from ..errors import PipelineError
-from ..jaxprs.collectives import collectives
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import Atom, reads
-from ..jaxprs.flatten import flatten
+from ..jaxprs.equations import Atom, collectives, flatten, reads
 from ..lowering.plan import Plan
 from ..lowering.target import Target
 from ..model.calls import OUTER_WANTS, check_equations, refusing
-from ..model.functions import Functions, Loss, StageOutput, make_extra
-from ..model.leaf_plan import LeafPlan, leaf_plans
+from ..model.functions import Functions, Loss, StageOutput
 from ..model.param_layout import ParamLayout
-from ..model.partition import Partition
+from ..model.partition import LeafPlan, Partition, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Offload, Place, longest
@@ -277,7 +274,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
         index = jnp.int32(0)
-        return make_extra(inputs.batch, inputs.rng, index, index, wants, functions.slices)
+        return functions.extra(inputs.batch, inputs.rng, index, index, wants)
 
     def outer(key: str, trace: Callable[..., StageCode], x: PyTree, *, is_share: bool) -> StageCode:
         """`first` or `last`."""
@@ -296,10 +293,10 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     kinds: dict[tuple[Any, ...], StageCode] = {}
     kind_of: list[int] = []
     for stage, function in enumerate(functions.stages):
-        params, state = (layout.avals_of(stage, tree) for tree in (inputs.owned, inputs.kept))
-        uses = _uses(params, layout.leaves_of(stage, job.plans["stages"])) + shared_uses
-        forms, names = map(_form, (params, state, x)), layout.form_of(stage, inputs.owned)
-        key = (function, *forms, tuple(uses), names)
+        own = layout.held(stage, inputs.owned)
+        params, state = own.avals, layout.held(stage, inputs.kept).avals if inputs.kept else ()
+        uses = _uses(params, layout.held(stage, job.plans["stages"]).leaves) + shared_uses
+        key = (function, *map(_form, (params, state, x)), tuple(uses), own.form)
         if key not in kinds:
             extra = extra_of(function.wants_arrays)
             extra |= {"state": state} if "state" in function.wants_arrays else {}

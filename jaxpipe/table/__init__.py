@@ -4,9 +4,9 @@ obeys.
 No JAX here, nor in any room up to `cli`.
 """
 
-from .activations import Release
-from .certificate import Certificate, Objective, Proof
-from .kinds import Cell, parse_action, parse_cell
+from .kinds import Cell, Release
+from .schedule import Certificate, Objective, Proof
+from .text import parse_action, parse_cell
 
 __all__ = ["Cell", "Certificate", "Objective", "Proof", "Release", "parse_action", "parse_cell"]
 

@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ScheduleError, Violation, listed, quoted
 from .kinds import (
     BACKWARDS,
     COLLECTIVES,
@@ -31,22 +30,19 @@ from .kinds import (
     SPREAD_LAST,
     TRANSFERS,
     Action,
-    Cell,
     Kind,
-    Overlap,
+    Release,
     Row,
     Value,
+    kinds_where,
     makers,
     parts,
 )
-from .limits import is_whole
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 NUM_KINDS = len(Kind)
-_CELL_TYPES = {Action, Overlap, type(None)}
-_LARGEST = 2**63  # of numpy's whole numbers
 # The look-up table has an entry for each kind, stage and microbatch.  Where it would be this much
 # larger than the number of actions, some number is a typing error (0F1000000).
 _LEAST_ROOM, _ROOM_PER_ACTION = 1 << 17, 64
@@ -324,60 +320,98 @@ def encode(
     )
 
 
-def as_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
-    """Rows as tuples; ScheduleError where there are none."""
-    try:
-        return tuple(map(tuple, rows))
-    except TypeError as error:
-        why = "are not the rows of a table; give each device a list of its actions"
-        raise ScheduleError(f"{quoted(rows)} {why}") from error
+class Changes(NamedTuple):
+    """Per action, the changes that it makes on its device, each for its own stage and microbatch.
+
+    Attributes:
+        begins: 1 where activations are held from its start on.
+        ends: 1 where they are released at its end.
+        inputs: 1 where only a stage's input is kept from its start on (an F with an R), -1 where
+            activations replace it (the R).
+    """
+
+    begins: IntArray
+    ends: IntArray
+    inputs: IntArray
 
 
-def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The rows, whole numbers as Python's own; ScheduleError where they hold anything but cells."""
-    return tuple(_plain_row(device, row) for device, row in enumerate(rows))
+def activation_changes(table: Encoded, release: Release) -> Changes:
+    """The activations that each action keeps and releases: they are held from F, or from R where
+    there is one, to the end of B (or of I or W).
+
+    An F whose microbatch has an R keeps the stage's input only.  In a forward-only table
+    activations are held only while their F runs.
+    """
+    begins = table.of_kinds(makers(Value.ACTIVATIONS)).astype(np.int64)
+    inputs = table.recomputed.astype(np.int64) - table.of_kinds(RECOMPUTE)
+    if table.forward_only:
+        return Changes(begins, begins, inputs)
+    enders = kinds_where(lambda spec: release in spec.releases)
+    ends = table.of_kinds(enders).astype(np.int64)
+    return Changes(begins - table.recomputed, ends, inputs)
 
 
-def _plain_row(device: int, row: Row) -> Row:
-    if _is_plain(row):
-        return row
-    bad = tuple(
-        Violation("cell", f"{quoted(cell)} {why}", device, position)
-        for position, cell in enumerate(row)
-        if (why := _fault(cell))
-    )
-    if bad:
-        head = "the table holds things that are not actions"
-        raise ScheduleError(listed(head, bad), bad)
-    return tuple(map(_plain_cell, row))
+def live_activations(table: Encoded, release: Release) -> IntArray:
+    """Per action, how many activations its device holds while it runs, its own included (kept
+    inputs are not counted).
+
+    The halves of an overlapped pair run at the same time: the forward's activations are held while
+    the backward runs.
+    """
+    begins, dies, _ = activation_changes(table, release)
+    held = np.concatenate([[0], np.cumsum(begins - dies)])
+    before_row = held[np.repeat(table.first[:-1], np.diff(table.first))]
+    live: IntArray = held[1:] + dies - before_row
+    return live
 
 
-def _is_plain(row: Row) -> bool:
-    """Whether a row holds cells with Python's own numbers; a large table has a million of them."""
-    actions = list(chain.from_iterable(map(parts, row)))
-    if set(map(type, row)) - _CELL_TYPES or set(map(type, actions)) - {Action}:
-        return False
-    stages, kinds, microbatches = zip(*actions, Action(0, Kind.F, 0), strict=True)
-    numbers = (*stages, *microbatches)
-    if {*map(type, numbers)} - {int} or {*map(type, kinds)} - {Kind}:
-        return False
-    return bool(min(numbers) > -_LARGEST and max(numbers) < _LARGEST)
+# A value leaves while the action after it runs, and is back when the action before its reader ends:
+# nothing is gained by less than this.
+LEAST_AWAY = 4
 
 
-def _plain_cell(cell: Cell) -> Cell:
-    plain = [Action(int(a.stage), Kind(int(a.kind)), int(a.microbatch)) for a in parts(cell)]
-    return Overlap(*plain) if isinstance(cell, Overlap) else plain[0] if plain else None
+class Split(NamedTuple):
+    """Activations in two memories.
+
+    Attributes:
+        device: that the device holds.
+        host: that wait in the memory of its host.
+    """
+
+    device: tuple[int, ...]
+    host: tuple[int, ...]
 
 
-def _fault(cell: Cell) -> str:
-    """Why it is no cell; an empty text where it is one."""
-    actions = parts(cell)
-    if type(cell) not in _CELL_TYPES or set(map(type, actions)) - {Action}:
-        reads = "jaxpipe.table.parse_cell reads text"
-        return f"is not an Action, an Overlap or None; {reads}"
-    numbers = [number for action in actions for number in action]
-    if not all(is_whole(number) and abs(number) < _LARGEST for number in numbers):
-        return "must have whole numbers for its stage, kind and microbatch"
-    wrong = [a.kind for a in actions if not 0 <= a.kind < NUM_KINDS]
-    one_of = ", ".join(KIND_NAMES)
-    return f"has kind {wrong[0]}; a kind is one of {one_of}" if wrong else ""
+def split_peaks(table: Encoded, release: Release) -> Split:
+    """The most activations of each device in either memory, where those that live long wait on the
+    host (Wan et al. 2025, "PipeOffload").
+
+    One leaves while the action after it runs, and comes back while the one before its first reader
+    does, where that is at least `LEAST_AWAY` actions later.
+    """
+    begins, dies, _ = activation_changes(table, release)
+    changes = np.zeros((2, table.num_actions + 1), np.int64)
+    begin = np.flatnonzero(begins)
+    if table.forward_only:
+        read = end = begin
+    else:
+        at = (table.stage[begin], table.microbatch[begin])
+        read = table.backward_at[at]
+        enders = np.flatnonzero(dies)
+        end = np.zeros_like(table.backward_at)
+        end[table.stage[enders], table.microbatch[enders]] = enders
+        end = end[at]
+    away = read - begin >= LEAST_AWAY
+
+    def add(memory: int, since: IntArray, until: IntArray) -> None:
+        np.add.at(changes[memory], since, 1)
+        np.add.at(changes[memory], until + 1, -1)
+
+    add(0, begin[~away], end[~away])
+    add(0, begin[away], begin[away] + 1)
+    add(0, read[away] - 1, end[away])
+    add(1, begin[away] + 1, read[away] - 1)
+    live = np.cumsum(changes, axis=1)
+    rows = [live[:, a:b].max(axis=1, initial=0) for a, b in pairwise(table.first)]
+    device, host = np.array(rows, np.int64).reshape(-1, 2).T.tolist()
+    return Split(tuple(device), tuple(host))

@@ -1,5 +1,4 @@
-"""Every kind of action, declared once, and the cells of a table: actions, overlapped pairs, their
-text.
+"""Every kind of action, declared once, and the cells of a table: actions and overlapped pairs.
 
 A declaration has the values that a kind needs, makes and releases, its cost, and its colours.  The
 parser, the checker, the simulator, the count of activations and the pictures read it.  They name a
@@ -14,13 +13,9 @@ dataclass.
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
-
-from ..errors import ParseError, quoted
-from .limits import MAX_DIGITS
 
 # The colours of a kind's first and last chunk.
 Shades: TypeAlias = tuple[str, str]
@@ -345,12 +340,6 @@ class Overlap(NamedTuple):
 Cell: TypeAlias = Action | Overlap | None
 Row: TypeAlias = tuple[Cell, ...]
 
-_NUMBER = f"([0-9]{{1,{MAX_DIGITS}}})"
-_KIND = "|".join(sorted(KIND_NAMES, key=len, reverse=True))
-_ACTION = re.compile(rf"{_NUMBER}({_KIND}){_NUMBER}")
-_NEARLY = re.compile(rf"([0-9]*)((?:{_KIND})?)([0-9]*)")
-_OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
-
 
 def parts(cell: Cell) -> tuple[Action, ...]:
     """The actions in a cell: none, one, or the two of an overlapped pair."""
@@ -359,65 +348,3 @@ def parts(cell: Cell) -> tuple[Action, ...]:
     if isinstance(cell, Overlap):
         return tuple(cell)
     return (cell,)
-
-
-def parse_action(text: str) -> Action:
-    """Read one action, `2F0`; ParseError points at the first character that does not fit."""
-    match = _ACTION.fullmatch(_text(text))
-    if match is not None:
-        return Action(int(match[1]), Kind[match[2]], int(match[3]))
-    write = "write [stage][kind][microbatch], e.g. 2F0 or 1SEND_F3"
-    raise ParseError(f"{quoted(text)} is not an action: {_why_not(text)}; {write}")
-
-
-def parse_cell(text: str) -> Cell:
-    """Read one cell: empty (idle), an action, or `(0F7;7B3)OVERLAP_F_B`; ParseError says what is
-    wrong.
-
-    >>> parse_cell("2F0")
-    Action(stage=2, kind=<Kind.F: 0>, microbatch=0)
-    """
-    text = _text(text).strip()
-    if not text:
-        return None
-    if not text.startswith("("):
-        return parse_action(text)
-    match = _OVERLAP.fullmatch(text)
-    if match is None:
-        write = "write (0F7;7B3)OVERLAP_F_B"
-        raise ParseError(f"{quoted(text)} is not an overlapped pair; {write}")
-    forward, backward = parse_action(match[1].strip()), parse_action(match[2].strip())
-    if forward.kind not in FORWARD_HALVES or backward.kind not in BACKWARD_HALVES:
-        first = " or ".join(kind.name for kind in FORWARD_HALVES)
-        second = " or ".join(kind.name for kind in BACKWARD_HALVES)
-        overlaps = f"overlaps {forward.kind.name} with {backward.kind.name}"
-        must = f"the first must be {first}, the second {second}"
-        raise ParseError(f"{quoted(text)} {overlaps}; {must}")
-    return Overlap(forward, backward)
-
-
-def _text(text: str) -> str:
-    """The text as it is; ParseError for another type than str."""
-    if isinstance(text, str):
-        return text
-    raise ParseError(f"{quoted(text)} is not text; write a str, e.g. '2F0'")
-
-
-def _why_not(text: str) -> str:
-    """The first character that does not fit an action, and the expected one."""
-    match = _NEARLY.match(text)
-    assert match is not None  # it matches an empty text too
-    stage, kind, microbatch = match.groups()
-    if not stage:
-        return "character 1 must start the stage number"
-    if len(stage) > MAX_DIGITS:
-        return f"the stage number has {len(stage):,} digits, of {MAX_DIGITS} at most"
-    if not kind:
-        kinds = " ".join(kind.name for kind in (*COMPUTE, *TRANSFERS))
-        return f"character {len(stage) + 1} must start a kind ({kinds})"
-    if not microbatch:
-        return f"character {match.end() + 1} must start the microbatch number"
-    if len(microbatch) > MAX_DIGITS:
-        return f"the microbatch number has {len(microbatch):,} digits, of {MAX_DIGITS} at most"
-    rest = quoted(text[match.end() :])
-    return f"{rest} follows at character {match.end() + 1}, where the action ends"

@@ -8,8 +8,7 @@ from functools import cached_property
 from itertools import chain
 
 from ..errors import ScheduleError, quoted
-from .limits import MAX_DEVICES, MAX_STAGES, is_flat, is_whole
-from .typed import set_typed, typed
+from .typed import MAX_DEVICES, MAX_STAGES, set_typed, typed
 
 
 @dataclass(frozen=True)
@@ -35,12 +34,14 @@ class Placement:
         _require_size(devices, len(self.devices_of) // max(1, devices))
 
     @classmethod
+    @typed()
     def loop(cls, *, devices: int, chunks: int = 1) -> Placement:
         """Stage s on device s mod P (Megatron's interleaving, Narayanan et al. 2021, figure 4)."""
         _require_size(devices, chunks)
         return cls(tuple((s % devices,) for s in range(devices * chunks)), devices)
 
     @classmethod
+    @typed()
     def vee(cls, *, devices: int, chunks: int = 2) -> Placement:
         """Up the devices with the first chunk, down with the second, and so on (ZB-V, Qi et al.
         2024, figure 5).
@@ -51,39 +52,30 @@ class Placement:
         return cls(tuple(chain.from_iterable(legs)), devices)
 
     @classmethod
+    @typed()
     def bidirectional(cls, *, devices: int) -> Placement:
         """Stage s on devices s and P - 1 - s (DualPipe, DeepSeek-V3, figure 5)."""
         _require_size(devices, 1)
         return cls(tuple((s, devices - 1 - s) for s in range(devices)), devices)
 
     @classmethod
+    @typed()
     def explicit(
         cls, stage_to_device: Sequence[int | Sequence[int]], *, devices: int | None = None
     ) -> Placement:
         """Any map from stage to device; an entry is a device or a sequence of them.  ScheduleError
         on a negative or missing device.
         """
-        if not is_flat(stage_to_device):
-            write = "give the device of each stage, such as [0, 1, 1, 0]"
-            what = quoted(stage_to_device)
-            raise ScheduleError(f"{what} is not a placement; {write}")
-        stages = len(stage_to_device)
-        if stages > MAX_STAGES:
-            most = f"{MAX_STAGES:,} are the most"
-            raise ScheduleError(f"the placement has {stages:,} stages; {most}")
-        entries = tuple(tuple(e) if is_flat(e) else (e,) for e in stage_to_device)
-        good = [e and all(is_whole(d) and d >= 0 for d in e) for e in entries]
-        bad = [stage for stage, each in enumerate(good) if not each]
+        entries = tuple((e,) if isinstance(e, int) else tuple(e) for e in stage_to_device)
+        bad = [stage for stage, each in enumerate(entries) if not each or min(each) < 0]
         if bad:
             why = "have no device, or a negative one; give every stage a device >= 0"
             raise ScheduleError(f"stages {quoted(bad)} {why}")
-        highest = max((int(d) for e in entries for d in e), default=-1)
-        where = f"a stage is placed on device {quoted(highest)}"
-        if highest >= MAX_DEVICES:
-            raise ScheduleError(f"{where}; a table has at most {MAX_DEVICES:,} devices")
+        highest = max(chain.from_iterable(entries), default=-1)
         count = 1 + highest if devices is None else devices
-        _require_size(count, 1)
+        _require_size(max(count, 1 + highest), 1)
         if highest >= count:
+            where = f"a stage is placed on device {quoted(highest)}"
             raise ScheduleError(f"{where}, but there are only {count} devices")
         return cls(entries, count)
 
@@ -131,12 +123,10 @@ class Placement:
 
 
 def _require_size(devices: int, chunks: int) -> None:
-    """ScheduleError for another type than int, or for far too many stages."""
+    """ScheduleError for fewer devices than none, or for far too many stages."""
     sizes = f"devices={quoted(devices)} and chunks={quoted(chunks)}"
-    if not all(map(is_whole, (devices, chunks))):
-        raise ScheduleError(f"{sizes} must be whole numbers")
     if devices < 0:
         raise ScheduleError(f"devices={quoted(devices)} must be 0 or more")
-    if devices > MAX_DEVICES or max(1, int(devices)) * int(chunks) > MAX_STAGES:
+    if devices > MAX_DEVICES or max(1, devices) * chunks > MAX_STAGES:
         most = f"a table has at most {MAX_DEVICES:,} devices and {MAX_STAGES:,} stages"
         raise ScheduleError(f"{sizes} are too many; {most}")

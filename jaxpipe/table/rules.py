@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import Violation, quoted
-from .activations import live_activations
-from .encoded import BoolArray, Encoded, IntArray
+from .encoded import BoolArray, Encoded, IntArray, live_activations
 from .kinds import (
     BACKWARD_HALVES,
     COLLECTIVES,

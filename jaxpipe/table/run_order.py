@@ -2,13 +2,13 @@
 other.
 
 Each device runs its row in order.  Devices are advanced as far as they can go, and one that must
-wait is parked at the action that it waits for.  A cycle is found when its last device stops.
+wait is parked at the action that it waits for.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -92,7 +92,7 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
     return _run(table, np.where(wait >= 0, wait, table.num_actions).tolist(), together)
 
 
-def rendezvous_order(table: Encoded, choose: Chooser | None = None) -> RunOrder:
+def rendezvous_order(table: Encoded, choose: Chooser = lambda order, cycle: 0) -> RunOrder:
     """Run the rows where SEND and RECV each hold their device until the other is reached; a SEND
     comes right before its RECV.
 
@@ -110,94 +110,80 @@ def _run(
     table: Encoded,
     need: list[int],
     together: dict[int, tuple[int, ...]],
-    choose: Chooser | None = None,
+    choose: Chooser = lambda order, cycle: 0,
 ) -> RunOrder:
     """Run the rows: each action after the one that it needs (the number of actions: none), and at
     the same time as those that run `together` with it, once all devices have reached them.
 
-    A device is either in `runnable`, once, or it has stopped, or it is done.  Each cycle goes on as
-    if one of its devices had not waited.
+    Where no device can go on, the waits of one that has stopped lead to a cycle, which goes on as
+    if one of its devices had not waited: so later cycles are found too.
     """
-    total, devices, owner = table.num_actions, table.num_devices, table.device.tolist()
-    # By the first of those that run together: how many are not reached yet, and the place of the
-    # first that is not.
-    absent = {members[0]: len(members) for members in together.values()}
-    missing = dict.fromkeys(absent, 0)
-    done = bytearray(total + 1)
-    done[total] = 1
+    total, owner = table.num_actions, table.device.tolist()
+    head, stop = list(table.first[:-1]), table.first[1:]
+    done, stopped = bytearray(total) + b"\1", [False] * len(head)
+    parked: dict[int, list[int]] = {}  # by action, the devices that wait for it
+    present: dict[int, int] = {}  # by the first of those together, how many are there in turn
     order: list[int] = []
     cycles: list[tuple[Wait, ...]] = []
-    head, stop = list(table.first[:-1]), table.first[1:]
-    stopped = [-1] * devices  # at which action; -1 while it can run
-    parked: dict[int, list[int]] = {}  # by action, the devices that wait for it
-    runnable = list(range(devices))[::-1]
 
-    def wanted(device: int) -> int:
-        """The action that a stopped device waits for; of those together, the first missing one."""
-        at = stopped[device]
-        if at not in together:
-            return need[at]
-        members = together[at]
-        key = members[0]
-        while stopped[owner[members[missing[key]]]] == members[missing[key]]:
-            missing[key] += 1
-        return members[missing[key]]
+    def blocker(number: int) -> int:
+        """What the next action of a device waits for: of those together, the first missing one."""
+        if not done[need[number]]:
+            return need[number]
+        members = together.get(number)
+        if members is None:
+            return total
+        place = present.get(members[0], 0)
+        while place < len(members) and head[owner[members[place]]] == members[place]:
+            place += 1
+        present[members[0]] = place
+        return members[place] if place < len(members) else total
 
-    def cycle_from(device: int) -> tuple[Wait, ...]:
-        """The cycle to which the waits of a device that has stopped lead; empty for none."""
-        trail: dict[int, int] = {}
-        while stopped[device] >= 0 and device not in trail:
-            trail[device] = wanted(device)
-            device = owner[trail[device]]
-        if stopped[device] < 0:
-            return ()
-        found = list(trail)[list(trail).index(device) :]
-        first = found.index(min(found))
-        devices = found[first:] + found[:first]
-        return tuple(Wait(d, stopped[d], trail[d], owner[trail[d]]) for d in devices)
-
-    while runnable:
-        device = runnable.pop()
-        i, end = head[device], stop[device]
-        while i < end:
-            if not done[need[i]]:
-                parked.setdefault(need[i], []).append(device)
-                break
-            members = together.get(i, (i,))
-            if i in together:
-                absent[members[0]] -= 1
-                if absent[members[0]]:
+    def advance(devices: Iterable[int]) -> None:
+        """Run devices, and those that wait for them, until none can go on."""
+        runnable = list(devices)
+        while runnable:
+            device = runnable.pop()
+            stopped[device] = False
+            while (i := head[device]) < stop[device]:
+                if (on := blocker(i)) < total:
+                    parked.setdefault(on, []).append(device)
+                    stopped[device] = True
                     break
-            for k in members:
-                done[k] = 1
-                order.append(k)
-                for other in parked.pop(k, ()):
-                    stopped[other] = -1
-                    runnable.append(other)
-                if k != i:
-                    other = owner[k]
-                    head[other], stopped[other] = k + 1, -1
-                    runnable.append(other)
-            i += 1
-        head[device] = i
-        stopped[device] = i if i < end else -1
-        while cycle := cycle_from(device):
-            cycles.append(cycle)
-            # Pretend, so that later cycles are found too.
-            first, at, on, _ = cycle[0 if choose is None else choose(order, cycle)]
-            freed = [first]
-            if at in together:  # each device does its own alone
-                members = together[at]
-                freed = [owner[k] for k in members if stopped[owner[k]] == k]
-                for k in members:
-                    del together[k]
-            else:
-                parked[on].remove(first)
-                need[at] = total
-            for other in freed:
-                stopped[other] = -1
-            runnable += freed
+                for k in together.get(i, (i,)):
+                    done[k] = 1
+                    order.append(k)
+                    head[owner[k]] = k + 1
+                    for other in (owner[k], *parked.pop(k, ())):
+                        if stopped[other]:
+                            stopped[other] = False
+                            runnable.append(other)
+
+    advance(range(table.num_devices))
+    while (device := next((d for d, i in enumerate(head) if i < stop[d]), -1)) >= 0:
+        cycle = _cycle_from(device, head, blocker, owner)
+        cycles.append(cycle)
+        at = cycle[choose(order, cycle)].at
+        need[at] = total
+        members = together.get(at, (at,))
+        for k in members:  # each device does its own alone
+            together.pop(k, None)
+        advance(owner[k] for k in members if head[owner[k]] == k)
     return RunOrder(tuple(order), tuple(cycles))
+
+
+def _cycle_from(
+    device: int, head: Sequence[int], blocker: Callable[[int], int], owner: Sequence[int]
+) -> tuple[Wait, ...]:
+    """The cycle to which the waits of a device that has stopped lead, where all have."""
+    trail: dict[int, int] = {}
+    while device not in trail:
+        trail[device] = blocker(head[device])
+        device = owner[trail[device]]
+    found = list(trail)[list(trail).index(device) :]
+    first = found.index(min(found))
+    devices = found[first:] + found[:first]
+    return tuple(Wait(d, head[d], trail[d], owner[trail[d]]) for d in devices)
 
 
 def mates(table: Encoded) -> IntArray:

@@ -1,5 +1,5 @@
-"""Tables as text: torch's CSV, and JSON, which also keeps placement, number of microbatches and
-name.
+"""Rows that are read and written: as objects, as torch's CSV, as JSON, which also keeps placement,
+number of microbatches and name, and as the grid that people read.
 """
 
 from __future__ import annotations
@@ -8,19 +8,105 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from ..errors import ParseError, ScheduleError, Violation, listed, quoted
-from .kinds import Cell, Row, parse_cell
-from .limits import MAX_COUNT, MAX_DEVICES, MAX_FAULTS, MAX_TEXT, is_whole
+from .encoded import NUM_KINDS, Encoded, encode
+from .kinds import (
+    BACKWARD_HALVES,
+    COMPUTE,
+    FORWARD_HALVES,
+    KIND_NAMES,
+    TRANSFERS,
+    Action,
+    Cell,
+    Kind,
+    Overlap,
+    Row,
+    parts,
+)
+from .run_order import Transfers, run_order, waits
+from .typed import MAX_COUNT, MAX_DEVICES, MAX_DIGITS, MAX_FAULTS, MAX_TEXT, is_whole
 
+_NUMBER = f"([0-9]{{1,{MAX_DIGITS}}})"
+_KIND = "|".join(sorted(KIND_NAMES, key=len, reverse=True))
+_ACTION = re.compile(rf"{_NUMBER}({_KIND}){_NUMBER}")
+_NEARLY = re.compile(rf"([0-9]*)((?:{_KIND})?)([0-9]*)")
+_OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+MARK = "<-- ERROR HERE"
+_REACH = 8  # columns that are drawn on each side of marks
+_CELL_TYPES = {Action, Overlap, type(None)}
+_LARGEST = 2**63  # of numpy's whole numbers
 JSON_FORMAT, JSON_VERSION = "jaxpipe.schedule", 1
 # Actions of torch's tables that are not part of the pipeline: sharding of parameters and reduction
 # of gradients.
-_ACTION, _PAIR = re.compile("[0-9]+[A-Z_]+[0-9]*"), re.compile(r"\([^()]*\)OVERLAP_F_B")
+_ANY_ACTION, _PAIR = re.compile("[0-9]+[A-Z_]+[0-9]*"), re.compile(r"\([^()]*\)OVERLAP_F_B")
 _SEPARATORS = ";\t|: "  # of other programs, where a table has a comma
 _OF_PARAMETERS = re.compile(r"\s*[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)\s*")
+
+
+def parse_action(text: str) -> Action:
+    """Read one action, `2F0`; ParseError points at the first character that does not fit."""
+    match = _ACTION.fullmatch(_text(text))
+    if match is not None:
+        return Action(int(match[1]), Kind[match[2]], int(match[3]))
+    write = "write [stage][kind][microbatch], e.g. 2F0 or 1SEND_F3"
+    raise ParseError(f"{quoted(text)} is not an action: {_why_not(text)}; {write}")
+
+
+def parse_cell(text: str) -> Cell:
+    """Read one cell: empty (idle), an action, or `(0F7;7B3)OVERLAP_F_B`; ParseError says what is
+    wrong.
+
+    >>> parse_cell("2F0")
+    Action(stage=2, kind=<Kind.F: 0>, microbatch=0)
+    """
+    text = _text(text).strip()
+    if not text:
+        return None
+    if not text.startswith("("):
+        return parse_action(text)
+    match = _OVERLAP.fullmatch(text)
+    if match is None:
+        write = "write (0F7;7B3)OVERLAP_F_B"
+        raise ParseError(f"{quoted(text)} is not an overlapped pair; {write}")
+    forward, backward = parse_action(match[1].strip()), parse_action(match[2].strip())
+    if forward.kind not in FORWARD_HALVES or backward.kind not in BACKWARD_HALVES:
+        first = " or ".join(kind.name for kind in FORWARD_HALVES)
+        second = " or ".join(kind.name for kind in BACKWARD_HALVES)
+        overlaps = f"overlaps {forward.kind.name} with {backward.kind.name}"
+        must = f"the first must be {first}, the second {second}"
+        raise ParseError(f"{quoted(text)} {overlaps}; {must}")
+    return Overlap(forward, backward)
+
+
+def _text(text: str) -> str:
+    """The text as it is; ParseError for another type than str."""
+    if isinstance(text, str):
+        return text
+    raise ParseError(f"{quoted(text)} is not text; write a str, e.g. '2F0'")
+
+
+def _why_not(text: str) -> str:
+    """The first character that does not fit an action, and the expected one."""
+    match = _NEARLY.match(text)
+    assert match is not None  # it matches an empty text too
+    stage, kind, microbatch = match.groups()
+    if not stage:
+        return "character 1 must start the stage number"
+    if len(stage) > MAX_DIGITS:
+        return f"the stage number has {len(stage):,} digits, of {MAX_DIGITS} at most"
+    if not kind:
+        kinds = " ".join(kind.name for kind in (*COMPUTE, *TRANSFERS))
+        return f"character {len(stage) + 1} must start a kind ({kinds})"
+    if not microbatch:
+        return f"character {match.end() + 1} must start the microbatch number"
+    if len(microbatch) > MAX_DIGITS:
+        return f"the microbatch number has {len(microbatch):,} digits, of {MAX_DIGITS} at most"
+    rest = quoted(text[match.end() :])
+    return f"{rest} follows at character {match.end() + 1}, where the action ends"
 
 
 def rows_from_csv(text: str) -> list[list[Cell]]:
@@ -58,7 +144,7 @@ def _other_separator(cell: str) -> str:
     text = _PAIR.sub("0F0", cell)
     for separator in _SEPARATORS:
         cells = [part.strip() for part in text.split(separator)]
-        actions = all(not part or _ACTION.fullmatch(part) for part in cells)
+        actions = all(not part or _ANY_ACTION.fullmatch(part) for part in cells)
         if len(cells) > 1 and any(cells) and actions:
             return separator
     return ""
@@ -218,3 +304,191 @@ def _raise_if(bad: Sequence[Violation], what: str) -> None:
         what = f"{what}, and is read no further after {len(bad):,} faults"
     if bad:
         raise ScheduleError(listed(what, [v.message for v in bad]), tuple(bad))
+
+
+def as_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
+    """Rows as tuples; ScheduleError where there are none."""
+    try:
+        return tuple(map(tuple, rows))
+    except TypeError as error:
+        why = "are not the rows of a table; give each device a list of its actions"
+        raise ScheduleError(f"{quoted(rows)} {why}") from error
+
+
+def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows, whole numbers as Python's own; ScheduleError where they hold anything but cells."""
+    odd = {device: row for device, row in enumerate(rows) if not _is_plain(row)}
+    bad = tuple(
+        Violation("cell", f"{quoted(cell)} {why}", device, position)
+        for device, row in odd.items()
+        for position, cell in enumerate(row)
+        if (why := _fault(cell))
+    )
+    if bad:
+        raise ScheduleError(listed("the table holds things that are not actions", bad), bad)
+    return tuple(
+        tuple(map(_plain_cell, row)) if device in odd else row for device, row in enumerate(rows)
+    )
+
+
+def _is_plain(row: Row) -> bool:
+    """Whether a row holds cells with Python's own numbers; a large table has a million of them."""
+    actions = list(chain.from_iterable(map(parts, row)))
+    if set(map(type, row)) - _CELL_TYPES or set(map(type, actions)) - {Action}:
+        return False
+    stages, kinds, microbatches = zip(*actions, Action(0, Kind.F, 0), strict=True)
+    numbers = (*stages, *microbatches)
+    if {*map(type, numbers)} - {int} or {*map(type, kinds)} - {Kind}:
+        return False
+    return bool(min(numbers) > -_LARGEST and max(numbers) < _LARGEST)
+
+
+def _plain_cell(cell: Cell) -> Cell:
+    plain = [Action(int(a.stage), Kind(int(a.kind)), int(a.microbatch)) for a in parts(cell)]
+    return Overlap(*plain) if isinstance(cell, Overlap) else plain[0] if plain else None
+
+
+def _fault(cell: Cell) -> str:
+    """Why it is no cell; an empty text where it is one."""
+    actions = parts(cell)
+    if type(cell) not in _CELL_TYPES or set(map(type, actions)) - {Action}:
+        reads = "jaxpipe.table.parse_cell reads text"
+        return f"is not an Action, an Overlap or None; {reads}"
+    numbers = [number for action in actions for number in action]
+    if not all(is_whole(number) and abs(number) < _LARGEST for number in numbers):
+        return "must have whole numbers for its stage, kind and microbatch"
+    wrong = [a.kind for a in actions if not 0 <= a.kind < NUM_KINDS]
+    one_of = ", ".join(KIND_NAMES)
+    return f"has kind {wrong[0]}; a kind is one of {one_of}" if wrong else ""
+
+
+def grid(
+    rows: tuple[Row, ...],
+    *,
+    marked: Collection[tuple[int, int]] = (),
+    most_columns: int | None = None,
+    slices: int = 1,
+) -> str:
+    """Draw rows as text, each action in the first unit time step that its inputs allow.
+
+    `marked` holds (device, position) of cells to point at: they are bracketed and their line ends
+    in `<-- ERROR HERE`. A table that cannot run (a deadlock) or that has transfers
+    is drawn by position instead of by time. Of more than `most_columns` columns, those from around
+    the first mark on are drawn, or the first ones where nothing is marked.
+
+    With several slices a sequence, `2F1.3` is slice 3 of sequence 1.
+    """
+    columns = _columns(rows)
+    column_of = {(d, p): c for d, row in enumerate(columns) for p, c in enumerate(row)}
+    marks = {(cell[0], column_of[cell]) for cell in marked if cell in column_of}
+    steps = 1 + max((c for row in columns for c in row), default=-1)
+    shown = _shown(steps, [column for _, column in marks], most_columns)
+    texts: list[list[str]] = []
+    for row, numbers_of_row in zip(rows, columns, strict=True):
+        cells = {-1: "..."}
+        for cell, c in zip(row, numbers_of_row, strict=True):
+            cells[c] = "" if cell is None else cell_label(cell, slices)
+        texts.append([cells.get(c, "") for c in shown])
+    places = {(device, shown.index(c)) for device, c in marks if c in shown}
+    numbers = [str(c) if c >= 0 else "..." for c in shown]
+    bad = {device for device, _ in marks}
+    return "\n".join(drawn(texts, places, numbers, bad=bad))
+
+
+def drawn(
+    texts: Sequence[Sequence[str]],
+    marked: Collection[tuple[int, int]],
+    numbers: Sequence[str] | None = None,
+    *,
+    bad: Collection[int] | None = None,
+) -> list[str]:
+    """A line for each device, after one of numbers: marked cells are bracketed, and the lines of
+    `bad` devices (all that have a mark) end in `MARK`.
+    """
+    bad = {device for device, _ in marked} if bad is None else bad
+    cells = [
+        [f"[{text}]" if (d, p) in marked else text for p, text in enumerate(row)]
+        for d, row in enumerate(texts)
+    ]
+    rows = (numbers or (), *cells)
+    width = max((len(text) for row in rows for text in row), default=1)
+    label = len(f"device {len(texts) - 1}")
+    bodies = ["".join(f" {text:<{width}}" for text in row).rstrip() for row in rows]
+    lines = [f"{f'device {d}':<{label}} |{body}" for d, body in enumerate(bodies[1:])]
+    lines = [f"{line}  {MARK}" if d in bad else line for d, line in enumerate(lines)]
+    return lines if numbers is None else [" " * label + " |" + bodies[0], *lines]
+
+
+def microbatch_label(microbatch: int, slices: int) -> str:
+    """The number of a microbatch; with several slices a sequence, that of the sequence and of the
+    slice.
+
+    >>> microbatch_label(7, 1), microbatch_label(7, 4)
+    ('7', '1.3')
+    """
+    sequence, number = divmod(microbatch, slices)
+    return str(microbatch) if slices == 1 else f"{sequence}.{number}"
+
+
+def cell_label(cell: Cell, slices: int) -> str:
+    """A cell's text for people."""
+    if slices == 1:
+        return str(cell)
+    numbers = [microbatch_label(action.microbatch, slices) for action in parts(cell)]
+    pairs = zip(parts(cell), numbers, strict=True)
+    labels = [f"{action.stage}{action.kind.name}{number}" for action, number in pairs]
+    return labels[0] if len(labels) == 1 else f"({';'.join(labels)})OVERLAP_F_B"
+
+
+def _shown(steps: int, marks: Sequence[int], most: int | None) -> list[int]:
+    """The columns to draw: all, or those from around the first mark on, as many as allowed; -1
+    where some are left out.
+    """
+    if most is None or steps <= most:
+        return list(range(steps))
+    start = max(0, min(marks, default=0) - _REACH)
+    stop = min(steps, start + most)
+    if marks:
+        stop = min(stop, 1 + _REACH + max(m for m in marks if m + _REACH < start + most))
+    return [*[-1][:start], *range(start, stop), *[-1][: steps - stop]]
+
+
+def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
+    """Per device and position, the time step to draw at."""
+    by_position = [list(range(len(row))) for row in rows]
+    actions = [a for row in rows for c in row for a in parts(c)]
+    if not actions or any(not a.kind.is_compute for a in actions):
+        return by_position
+    stages, _, microbatches = map(max, zip(*actions, strict=True))
+    table = encode(rows, 1 + stages, 1 + microbatches)
+    if table.too_sparse or not table.in_range.all():
+        return by_position
+    order = run_order(table, Transfers.ASYNC)
+    return by_position if order.cycles else _in_time(rows, table, order.order)
+
+
+def _in_time(rows: tuple[Row, ...], table: Encoded, order: Sequence[int]) -> list[list[int]]:
+    """Columns where every cell, idle ones too, takes one step and comes at least one step after
+    what it needs.
+    """
+    device, position = table.device.tolist(), table.position.tolist()
+    need, last_half = waits(table, Transfers.ASYNC).tolist(), table.last_half.tolist()
+    column, before = [-1] * len(rows), [-1] * len(rows)
+    at = [-1] * (table.num_actions + 1)  # the last is that of what needs nothing
+    for i in order:
+        members = table.collectives[i].members if i in table.collectives else (i,)
+        if i != members[0]:
+            continue
+        step = max(at[need[j]] + 1 for j in members)
+        for j in members:
+            step = max(step, column[device[j]] + position[j] - before[device[j]])
+        for j in members:
+            column[device[j]] = at[j] = step
+            before[device[j]] = position[j]
+    places: list[list[int]] = [[-1] * len(row) for row in rows]
+    for i in range(table.num_actions):
+        places[device[i]][position[i]] = at[last_half[i]]
+    for row in places:
+        for p in (p for p, place in enumerate(row) if place < 0):  # idle
+            row[p] = row[p - 1] + 1 if p else 0
+    return places

@@ -1,5 +1,5 @@
 """Checks arguments of users: each value has the type of its annotation, or the error names it and
-the type.
+the type; and the largest sizes of a table and of its numbers.
 
 Numbers of numpy, and fractions, become Python's own, so that all values made from them can be
 written as JSON.
@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from enum import Enum
 from functools import cache, wraps
+from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ParamSpec, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from ..errors import JaxpipeError, ScheduleError, listed, quoted
-from .limits import MAX_COST, is_number, is_whole
+
+# Sizes far beyond any job, and small enough that a typing error does not take all memory.
+MAX_DEVICES = 4096  # rows of a table
+MAX_STAGES = 65_536
+# of stage and microbatch, in a table that is built: three million actions, half a gigabyte
+MAX_PAIRS = 2**20
+MAX_DIGITS = 10  # of a stage's or microbatch's number, as text
+MAX_COUNT = 10**MAX_DIGITS  # of anything that is counted
+MAX_TEXT = 2**25  # characters of a table as text: more than MAX_PAIRS take
+MAX_FAULTS = 1000  # cells that cannot be read; reading stops there
+MAX_COST = 1e100  # whatever the unit is: sums and squares of such costs are finite numbers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,6 +42,23 @@ _TEXTS = {
     bool: "True or False",
     NoneType: "None",
 }
+
+
+def is_whole(value: object) -> TypeGuard[Any]:
+    """True for Python's and numpy's whole numbers (True and False are none)."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_flat(value: object) -> TypeGuard[Any]:
+    """True for a list, a tuple or an array of one dimension."""
+    if hasattr(value, "ndim"):
+        return bool(value.ndim == 1)
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def is_number(value: object) -> TypeGuard[Any]:
+    """True for Python's and numpy's real numbers (True and False are none)."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def typed(error: type[JaxpipeError] = ScheduleError) -> Callable[[Callable[P, R]], Callable[P, R]]:

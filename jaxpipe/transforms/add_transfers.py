@@ -22,8 +22,7 @@ import numpy as np
 
 from ..engine.costs import Costs
 from ..engine.loop import NEVER, Loop
-from ..engine.simulate import in_steps, simulate
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline, in_steps, simulate
 from ..errors import ScheduleError
 from ..table.encoded import Encoded
 from ..table.kinds import MESSAGES, SENDS, Action, Cell, parts

@@ -14,8 +14,7 @@ from typing import TypeAlias
 
 from ..engine.costs import Costs
 from ..engine.loop import Insertion
-from ..engine.simulate import simulate
-from ..engine.timeline import Timeline
+from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError, quoted
 from ..table.kinds import Action, Cell, Kind, Value, parts, readers
 from ..table.schedule import Schedule, check
@@ -111,22 +110,18 @@ def _refuse(
             "every F"
         )
     unknown = sorted(set(stages or ()) - set(range(schedule.num_stages)))
-    if unknown:
-        raise ScheduleError(
-            f"stages={quoted(unknown)} do not exist; stages go from 0 to {schedule.num_stages - 1}"
-        )
-    if lead is not None and lead < 0:
-        raise ScheduleError(f"lead={quoted(lead)} must be 0 or more, or None for no bound")
-    if max_activations is not None and max_activations < 1:
-        raise ScheduleError(
-            f"max_activations={quoted(max_activations)} must be at least 1: the backward itself "
-            "needs those of its microbatch"
-        )
-    if max_activations is not None and lead is None:
-        raise ScheduleError(
-            f"lead=None has no bound, so max_activations={quoted(max_activations)} cannot be "
-            "kept; write lead=1"
-        )
+    stages_go = f"stages go from 0 to {schedule.num_stages - 1}"
+    cap = f"max_activations={quoted(max_activations)}"
+    own = "the backward itself needs those of its microbatch"
+    texts = {
+        f"stages={quoted(unknown)} do not exist; {stages_go}": unknown,
+        f"lead={quoted(lead)} must be 0 or more, or None for no bound": (lead or 0) < 0,
+        f"{cap} must be at least 1: {own}": max_activations is not None and max_activations < 1,
+        f"lead=None has no bound, so {cap} cannot be kept; write lead=1": (
+            lead is None and max_activations is not None
+        ),
+    }
+    ScheduleError.refuse("R cannot be added", (text for text, wrong in texts.items() if wrong))
 
 
 def _recompute_of(cell: Cell) -> Action | None:

@@ -19,7 +19,6 @@ from ..table.kinds import (
     Kind,
     Overlap,
     Pass,
-    Row,
     Value,
     kinds_where,
     makers,
@@ -91,43 +90,26 @@ def refuse_transfers(schedule: Schedule, how: str) -> None:
         )
 
 
-def forward_only(schedule: Schedule) -> Schedule:
+def forward_only(schedule: Schedule, microbatches: int | None = None) -> Schedule:
     """The forwards of a schedule alone, with L and E where it has any, in its order: the table of
-    an evaluation.
-    """
-    return schedule.with_rows(
-        [[a for cell in row for a in parts(cell) if a.kind in _FORWARDS] for row in schedule.rows]
-    )
-
-
-def first_microbatches(schedule: Schedule, count: int) -> Schedule:
-    """The actions of the first `count` microbatches alone, in the table's order: microbatches do
-    not wait for each other.
+    an evaluation.  Of its first microbatches where it has more than `microbatches`: they do not
+    wait for each other.
 
     >>> from jaxpipe import schedules
-    >>> print(
-    ...     first_microbatches(forward_only(schedules.build("gpipe", devices=2, microbatches=3)), 1)
-    ... )
+    >>> print(forward_only(schedules.build("gpipe", devices=2, microbatches=3), 1))
              | 0   1
     device 0 | 0F0
     device 1 |     1F0
     """
+    most = schedule.num_microbatches
+    count = most if microbatches is None else min(microbatches, most)
+    if schedule.forward_only and count == most:
+        return schedule
     rows = [
-        tuple(cell for cell in row if all(action.microbatch < count for action in parts(cell)))
+        [a for cell in row for a in parts(cell) if a.kind in _FORWARDS and a.microbatch < count]
         for row in schedule.rows
     ]
     return replace(schedule.with_rows(rows), num_microbatches=count)
-
-
-def for_evaluation(schedule: Schedule, microbatches: int) -> Schedule:
-    """The schedule's forwards alone, under its name; of its first microbatches where it has
-    more.
-    """
-    table = (
-        schedule if schedule.forward_only else replace(forward_only(schedule), name=schedule.name)
-    )
-    fewer = microbatches < schedule.num_microbatches
-    return first_microbatches(table, microbatches) if fewer else table
 
 
 @typed()
@@ -142,27 +124,35 @@ def split_backward(schedule: Schedule) -> Schedule:
     >>> print(split_backward(jp.Schedule.from_csv("0F0,0F1,0B0,0B1")).to_csv(), end="")
     0F0,0F1,0I0,0W0,0I1,0W1
     """
+    return flipped(schedule, {a[::2] for *_, a in schedule.actions() if a.kind is Kind.B})
+
+
+def flipped(schedule: Schedule, passes: Collection[tuple[int, int]]) -> Schedule:
+    """The table with the backwards of these stages and microbatches the other way: a B is an I and,
+    right after it, a W; an I is a B, and its W goes.
+    """
     return schedule.with_rows(
-        [[part for cell in row for part in _split(cell)] for row in schedule.cells]
+        [[each for cell in row for each in _flipped(cell, passes)] for row in schedule.cells]
     )
 
 
-def _split(cell: Cell) -> tuple[Cell, ...]:
+def _flipped(cell: Cell, passes: Collection[tuple[int, int]]) -> tuple[Cell, ...]:
     """The cells that a cell becomes."""
     backward = cell.backward if isinstance(cell, Overlap) else cell
-    if backward is None or backward.kind is not Kind.B:
+    if backward is None or backward[::2] not in passes:
         return (cell,)
-    stage, _, microbatch = backward
-    dgrad, wgrad = Action(stage, Kind.I, microbatch), Action(stage, Kind.W, microbatch)
-    if isinstance(cell, Overlap):
-        return (Overlap(cell.forward, dgrad), wgrad)
-    return (dgrad, wgrad)
+    other = {Kind.B: Kind.I, Kind.I: Kind.B}.get(backward.kind)
+    if other is None:
+        return () if backward.kind is Kind.W else (cell,)
+    changed = backward._replace(kind=other)
+    rest = (backward._replace(kind=Kind.W),) if other is Kind.I else ()
+    return (Overlap(cell.forward, changed) if isinstance(cell, Overlap) else changed, *rest)
 
 
 @typed()
 def merge_backward(schedule: Schedule, *, delayed: bool = False) -> Schedule:
-    """Merge each I with its W where the W is the device's next action (idle cells aside); the
-    inverse of `split_backward`.
+    """Merge each I with its W where the W is the device's next action; the inverse of
+    `split_backward`.  Idle cells go.
 
     With `delayed`, each W that comes later in its row merges with its I too, where the I is.  A
     delayed W keeps the activations of its I and what I leaves for it.  With rematerialisation that
@@ -179,49 +169,15 @@ def merge_backward(schedule: Schedule, *, delayed: bool = False) -> Schedule:
     >>> print(merge_backward(late, delayed=True).to_csv(), end="")
     0F0,0F1,0B0,0B1
     """
-    return schedule.with_rows([(_whole if delayed else _merged)(row) for row in schedule.cells])
-
-
-def _whole(row: Row) -> list[Cell]:
-    """A row in which each I is a B, without its W."""
-    found: list[Cell] = []
-    for cell in row:
-        backward = cell.backward if isinstance(cell, Overlap) else cell
-        if backward is not None and backward.kind is Kind.I:
-            found.append(_with_weight_grad(cell, backward))
-        elif backward is None or backward.kind is not Kind.W:
-            found.append(cell)
-    return found
-
-
-def _merged(row: Row) -> list[Cell]:
-    """A row with its adjacent I and W merged; the idle cells between them go."""
-    cells: list[Cell] = []
-    where = -1  # of the last cell that is not idle
-    for cell in row:
-        if isinstance(cell, Action) and cell.kind is Kind.W and where >= 0:
-            whole = _with_weight_grad(cells[where], cell)
-            if whole is not None:
-                cells[where:] = [whole]
-                continue
-        if cell is not None:
-            where = len(cells)
-        cells.append(cell)
-    return cells
-
-
-def _with_weight_grad(before: Cell, weight_grad: Action) -> Cell:
-    """The cell before a W with its I replaced by B, or None where it does not hold the I of
-    this W.
-    """
-    stage, _, microbatch = weight_grad
-    full = Action(stage, Kind.B, microbatch)
-    match before:
-        case Overlap(forward, (s, Kind.I, m)) if (s, m) == (stage, microbatch):
-            return Overlap(forward, full)
-        case Action(s, Kind.I, m) if (s, m) == (stage, microbatch):
-            return full
-    return None
+    passes: set[tuple[int, int]] = set()
+    busy = without_kinds(schedule, ())
+    for row in busy.rows:
+        waiting: set[tuple[int, int]] = set()  # each I with which a W may merge
+        for cell in row:
+            passes |= {a[::2] for a in parts(cell) if a.kind is Kind.W and a[::2] in waiting}
+            begun = {a[::2] for a in parts(cell) if a.kind is Kind.I}
+            waiting = waiting | begun if delayed else begun
+    return flipped(busy, passes)
 
 
 def sliced(schedule: Schedule, slices: int) -> Schedule:

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
-from benchmarks.llama import Model, Shape, parameters, specs
+from benchmarks.llama import Model, Shape, layered, layered_specs, parameters, specs
 from tests.axes.model import build, like_truth, mesh, worst_error
 from tests.flat import flat_pipeline
 from tests.oracle import oracle_value_and_grad
@@ -66,20 +65,15 @@ def test_stages_of_unlike_numbers_of_layers_keep_what_is_split() -> None:
         Model(shape, compute=jnp.float64, **how)
         for how in ({"remat_layer": True, "sequence": True}, {"tensor": False})
     )
-    whole, split = arrays(replace(shape, layers=4), 1), specs()
-    stack = jax.tree.map(lambda leaf: leaf[0], whole["stages"])
-    split["stages"] = {
-        "t": {name: PartitionSpec(*spec[1:]) for name, spec in split["stages"].items()}
-    }
-    layers = {"E": model.first, "t": model.layer, "L": model.last}
+    whole = arrays(replace(shape, layers=4), 1)
     pipe = jp.Pipeline(
-        jp.Model(layers, layers="EttttL"),
+        model.by_letters("EttttL"),
         schedule,
         mesh(),
         layout="Et|tt|t|L",
-        sharding=jp.Sharding(data=("data",), specs=split),
+        sharding=jp.Sharding(data=("data",), specs=layered_specs()),
     )
-    params, rows = pipe.place({**whole, "stages": {"t": stack}}), tokens(shape, M)
+    params, rows = pipe.place(layered(whole)), tokens(shape, M)
     loss, grads = pipe.value_and_grad(params, rows)
     functions = {"first": plain.first, "stage": plain.stage, "last": plain.last}
     wanted_loss, wanted = jax.jit(
@@ -87,8 +81,7 @@ def test_stages_of_unlike_numbers_of_layers_keep_what_is_split() -> None:
     )(whole, rows)
     assert abs(loss - wanted_loss) <= FLOAT64 * abs(wanted_loss)
     found = like_truth(pipe.canonical(grads))
-    wanted["stages"] = {"t": jax.tree.map(lambda leaf: leaf[0], wanted["stages"])}
-    assert worst_error(found, wanted) <= FLOAT64
+    assert worst_error(found, layered(wanted)) <= FLOAT64
 
 
 def check(shape: Shape, name: str, options: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from tests.axes.model import (
     mesh,
     pipeline,
 )
-from tests.gpu.programs import gpu_fault, gpu_mesh
+from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 from tests.tiers import exhaustive, slow
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -98,10 +98,7 @@ def check_once(ops: list[Collective], options: str, *, chunks: int, combined: bo
     assert once["all-gather"] == apart
 
 
-@pytest.mark.gpu_compile
-@pytest.mark.skipif(
-    gpu_fault() is not None, reason=f"GPU programs cannot be compiled here ({gpu_fault()})"
-)
+@needs_gpu_compiler
 @pytest.mark.parametrize(
     "options", [name if name == "everything" else slow(name) for name in OPTIONS]
 )

@@ -19,6 +19,7 @@ from tests.axes.test_errors import raises
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
+from tests.tolerance import same
 
 WIDTH, RANK, STAGES, M = 6, 2, 4, 3
 FROZEN = (r"^stages/.*base", r"first")
@@ -152,14 +153,7 @@ def test_an_optimizer_has_no_state_for_them_and_a_checkpoint_keeps_them(tmp_path
         _, found = checkpoints.restore(
             {"params": params, "opt_state": pipe.init(optimizer, params)}
         )
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(
-            jax.tree.leaves(found),
-            jax.tree.leaves({"params": after, "opt_state": state}),
-            strict=True,
-        )
-    )
+    assert same(found, {"params": after, "opt_state": state})
 
 
 def traced(pipe: jp.Pipeline) -> Any:

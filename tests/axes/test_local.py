@@ -178,7 +178,7 @@ def test_local_axes_that_do_not_fit() -> None:
     both = {"stages": {"t": {"up": PartitionSpec(("data", "expert"))}}}
     with raises("name one axis of local= by itself"):
         pipeline("1f1b", "tt|ttL", specs=both, local=("data", "expert")).place(canonical("tt|ttL"))
-    with raises("dim 1 of shape (2, 6, 4, 6) does not divide over 'expert', which has 4 devices"):
+    with raises("dim 0 of shape (6, 4, 6) does not divide over 'expert', which has 4 devices"):
         jp.Pipeline(
             model("expert", "tt|ttL"),
             jp.schedules.build("1f1b", devices=2, microbatches=M),

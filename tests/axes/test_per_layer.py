@@ -17,6 +17,7 @@ import pytest
 import jaxpipe as jp
 from tests.flat import flat_pipeline
 from tests.parity.tolerance import FLOAT64
+from tests.refused import refused
 
 WIDTH = 6
 
@@ -125,9 +126,7 @@ def test_a_rule_that_spans_parameters_stands_outside(pipes: dict[str, jp.Pipelin
     pipe = pipes["stage"]
     params = pipe.place(canonical("stage", layers(4, seed=0), outer(seed=0)))
     inside = jp.per_layer(pipe, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
-    with pytest.raises(
-        jp.PipelineError, match="the update of 'stages/norm' depends on the gradient of 'stages/w'"
-    ):
+    with refused("the update of 'stages/norm' depends on the gradient of 'stages/w'"):
         inside.update(params, inside.init(params), params)
 
 

@@ -7,8 +7,6 @@ process of its own.
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import jax
@@ -32,8 +30,10 @@ from tests.axes.model import (
     pipeline,
     worst_error,
 )
+from tests.environment import python
 from tests.oracle import oracle_outputs, oracle_value_and_grad
 from tests.parity.tolerance import FLOAT64
+from tests.refused import refused
 from tests.tiers import slow
 
 M, SECONDS = 4, 300
@@ -148,7 +148,7 @@ def check(
     ]
     found = pipe.outputs(params, rows).reshape(shards, M, -1, outputs[0].shape[-1]).swapaxes(0, 1)
     assert worst_error(found.reshape(M, *outputs[0].shape), np.stack(outputs)) <= FLOAT64
-    with pytest.raises(jp.PipelineError, match="cannot be profiled on CPU devices"):
+    with refused("cannot be profiled on CPU devices"):
         jp.inspect.profile(pipe, params, rows)
 
 
@@ -175,10 +175,7 @@ def forwards() -> None:
 
 def run(call: str) -> None:
     code = f"from tests import conftest; from tests.axes import test_permutes; test_permutes.{call}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    python("-c", code, timeout=SECONDS)
 
 
 @pytest.mark.parametrize(

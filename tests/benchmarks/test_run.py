@@ -1,13 +1,11 @@
 """Every benchmark runs on a CPU at a size that takes no time, and writes its table."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.environment import outside
+from tests.environment import outside, python
 from tests.gpu.programs import needs_gpu_compiler
 
 ROOT = Path(__file__).parent.parent.parent
@@ -17,11 +15,9 @@ def table_of(tmp_path, module, *arguments):
     """The table that a benchmark writes, as text."""
     out = tmp_path / "table.txt"
     environment = outside(JAX_PLATFORMS="cpu")  # benchmarks choose their own devices and precision
-    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "-o", str(out)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
+    python(
+        "-m", f"benchmarks.{module}", *arguments, "-o", out, timeout=500, env=environment, cwd=ROOT
     )
-    assert done.returncode == 0, done.stderr[-3000:]
     return out.read_text()
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -21,6 +20,7 @@ from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.errors import CheckpointError
 from tests.checkpoint import runs
 from tests.checkpoint.placements import pipelines
+from tests.tolerance import same
 
 # of two devices with two chunks each: shapes are the same, stages are not
 SCHEDULES = ("interleaved_1f1b", "zbv")
@@ -52,10 +52,7 @@ def test_the_structure_says_it_and_survives(tmp_path: Path) -> None:
         orbax.wait_until_finished()
         again = orbax.restore(tmp_path / "raw", jax.tree.map(ocp.utils.to_shape_dtype_struct, loop))
     assert jax.tree.structure(again) == structure
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(loop), strict=True)
-    )
+    assert same(again, loop)
 
 
 def test_every_entry_refuses_another_placement(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,8 @@ from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.errors import CheckpointError, JaxpipeError
 from tests.checkpoint import runs
 from tests.checkpoint.child import KILLED_AFTER
+from tests.environment import python
+from tests.tolerance import same
 
 ROOT = Path(__file__).parents[2]
 STEPS = 7
@@ -49,16 +49,16 @@ def test_a_killed_run_resumes_to_the_same_losses_bit_for_bit(tmp_path: Path) -> 
 
     file, folder = tmp_path / "losses", tmp_path / "checkpoints"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.checkpoint.child", str(folder), str(file)]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
+    python(
+        "-m",
+        "tests.checkpoint.child",
+        folder,
+        file,
         timeout=240,
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=ROOT,
+        status=-signal.SIGKILL,
     )
-    assert done.returncode == -signal.SIGKILL, done.stderr
     before = [float(line) for line in file.read_text().split()]
     assert before == whole[:KILLED_AFTER]
 
@@ -99,10 +99,7 @@ def test_half_written_steps_are_not_read_and_not_in_the_way(tmp_path: Path) -> N
         assert checkpoints.steps == (1,)
         number, found = checkpoints.restore(state)
         assert number == 1
-        assert all(
-            np.array_equal(a, b)
-            for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(state), strict=True)
-        )
+        assert same(found, state)
         checkpoints.save(2, state)
     assert not any(path.exists() for path in left)
     with Checkpoints(tmp_path, pipe) as checkpoints:
@@ -229,10 +226,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(tmp_path:
         ):
             number, state = checkpoints.restore({"params": one})
         assert number == 1
-        assert all(
-            np.array_equal(a, b)
-            for a, b in zip(jax.tree.leaves(state["params"]), jax.tree.leaves(one), strict=True)
-        )
+        assert same(state["params"], one)
         # the step comes again, and takes the damaged one's place
         checkpoints.save(2, {"params": two})
         checkpoints.wait()

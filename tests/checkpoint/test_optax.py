@@ -22,6 +22,7 @@ from tests.axes.model import worst_error
 from tests.checkpoint import runs
 from tests.checkpoint.placements import pipelines
 from tests.parity.tolerance import FLOAT64
+from tests.tolerance import same
 
 STEPS = 5
 NAMES = ("1f1b", "interleaved_1f1b", "zbv", "dualpipe", "uneven")
@@ -188,10 +189,7 @@ def test_a_history_has_a_natural_layout() -> None:
         wanted = (i + 1) * np.concatenate(runs.canonical(4)["stages"]["w"])
         assert np.array_equal(found["history"]["stages"]["w"][i], wanted)
     back = natural.placed(found, {"params": params, "history": history})["history"]
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(history), strict=True)
-    )
+    assert same(back, history)
     assert jax.tree.leaves(back["stages"])[0].sharding.spec == PartitionSpec(None, "pipe")
 
 

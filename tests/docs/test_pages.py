@@ -5,13 +5,11 @@ every link leads somewhere.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.environment import quick
+from tests.environment import python, quick
 
 from .run_page import blocks
 
@@ -32,17 +30,7 @@ def runs(page: Path) -> bool:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if runs(p)], ids=lambda p: p.stem)
 def test_a_page_runs_and_prints_what_it_says(page, tmp_path):
-    command = [sys.executable, str(Path(__file__).with_name("run_page.py")), str(page)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(Path(__file__).with_name("run_page.py"), page, env=ENVIRONMENT, cwd=tmp_path)
 
 
 def test_parts_of_examples_are_quoted_as_they_are():
@@ -57,8 +45,7 @@ def test_a_wrong_output_and_a_wrong_command_are_found(tmp_path):
     text = "```python\nprint(1 + 1)\n```\n\n```text\n{}\n```\n\n```console\n$ echo one\n{}\n```\n"
     for first, second, wrong in (("2", "one", 0), ("3", "one", 1), ("3", "two", 2)):
         page.write_text(text.format(first, second))
-        command = [sys.executable, str(Path(__file__).with_name("run_page.py")), str(page)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = python(Path(__file__).with_name("run_page.py"), page, timeout=60, status=None)
         assert f"2 blocks ran, 1 outputs compared, {wrong} differ" in done.stdout, (
             done.stdout + done.stderr
         )
@@ -108,10 +95,7 @@ def test_several_hosts_names_only_flags_that_jaxlib_knows():
     flags = [f"{flag}={values.get(flag, '1')}" for flag in named if flag != "--xla_dump_to"]
     for more, status in (([], 0), (["--xla_gpu_no_such_flag=1"], 1)):
         environment = ENVIRONMENT | {"XLA_FLAGS": " ".join([*flags, *more]), "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, "-c", "import jax; jax.devices()"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, env=environment, check=False
-        )
+        done = python("-c", "import jax; jax.devices()", timeout=60, env=environment, status=None)
         assert bool(done.returncode) == bool(status), done.stderr
         assert ("no_such_flag" in done.stderr) == bool(status)
 
@@ -120,17 +104,15 @@ def test_the_site_builds(tmp_path):
     """Every link and anchor leads somewhere, or mkdocs refuses."""
     for name in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(name, reason=f"{name} is not installed: the site is not built")
-    command = [
-        sys.executable,
+    python(
         "-m",
         "mkdocs",
         "build",
         "--strict",
         "--config-file",
-        str(ROOT / "mkdocs.yml"),
+        ROOT / "mkdocs.yml",
         "--site-dir",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+        tmp_path,
+        timeout=120,
+    )
     assert (tmp_path / "getting_started" / "index.html").exists()

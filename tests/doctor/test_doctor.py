@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpipe.cli.main import main
-from jaxpipe.doctor import machine, numbers, run, steps, times
+from jaxpipe.doctor import machine, run, steps
 from jaxpipe.doctor.run import CHECKS, Check, Findings, Line, Scope, Verdict, run_one
 from jaxpipe.known_faults import Effect, read_faults
 from jaxpipe.lowering.target import RunsOn, Target
@@ -130,16 +130,16 @@ def small(mesh):
 def case():
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("pipe",))
     made, keep = small(mesh)
-    judge, numbers.judge = numbers.judge, keep
+    judge, steps.judge = steps.judge, keep
     try:
-        numbers.numbers(SCOPE, mesh, "zb_h1")
+        steps.numbers(SCOPE, mesh, "zb_h1")
     finally:
-        numbers.judge = judge
+        steps.judge = judge
     return made
 
 
 def test_good_numbers_are_good(case):
-    line = numbers.judge("zb", **case, count=4)
+    line = steps.judge("zb", **case, count=4)
     assert line.verdict is Verdict.OK, line
     assert "equal bits in 4 runs" in line.measured
 
@@ -149,14 +149,12 @@ def test_a_wrong_gradient_is_wrong(case):
         loss, grads = case["step"](params, batch)
         return loss, grads | {"first": jax.tree.map(lambda g: 1.01 * g, grads["first"])}
 
-    line = numbers.judge("zb", **case | {"step": step}, count=4)
+    line = steps.judge("zb", **case | {"step": step}, count=4)
     assert (line.verdict, line.advice[:12]) == (Verdict.WRONG, "do not train")
 
 
 def test_a_nan_is_wrong(case):
-    line = numbers.judge(
-        "zb", **case | {"step": lambda *a: (jnp.nan, case["step"](*a)[1])}, count=4
-    )
+    line = steps.judge("zb", **case | {"step": lambda *a: (jnp.nan, case["step"](*a)[1])}, count=4)
     assert line.verdict is Verdict.WRONG
 
 
@@ -168,14 +166,14 @@ def test_a_late_bit_is_wrong(case):
         loss, grads = case["step"](params, batch)
         return (jnp.nextafter(loss, jnp.inf) if len(calls) == 5 else loss), grads
 
-    line = numbers.judge("zb", **case | {"step": step}, count=4)
+    line = steps.judge("zb", **case | {"step": step}, count=4)
     assert line.verdict is Verdict.WRONG
     assert "other bits in run 5" in line.measured
 
 
 def test_results_that_do_not_follow_the_input_are_wrong(case):
     """What a program does that keeps the first batch in a CUDA graph."""
-    line = numbers.judge(
+    line = steps.judge(
         "zb",
         **case | {"step": lambda params, _: case["step"](params, case["batches"][0])},
         count=4,
@@ -187,14 +185,14 @@ def test_results_that_do_not_follow_the_input_are_wrong(case):
 
 
 def test_a_predicate_is_measured_and_a_slow_one_is_slow(mesh, monkeypatch):
-    found = times.predicates(SCOPE, mesh)
+    found = machine.predicates(SCOPE, mesh)
     assert 0 < found.prices["predicate"] < 1
-    monkeypatch.setattr(times, "predicate_seconds", lambda *_: 1e-3)
-    (line,) = times.predicates(SCOPE, mesh).lines
+    monkeypatch.setattr(machine, "predicate_seconds", lambda *_: 1e-3)
+    (line,) = machine.predicates(SCOPE, mesh).lines
     assert (line.verdict, line.measured) == (Verdict.SLOW, "1e+03 us")
 
 
-def test_one_slow_hop_is_named(mesh):
+def test_one_slow_hop_is_named(monkeypatch):
     def slow(mesh, axis, pairs, avals):
         def call():
             time.sleep(0.3 if list(pairs) == [(1, 0)] else 0.0)
@@ -202,7 +200,8 @@ def test_one_slow_hop_is_named(mesh):
         return call
 
     mesh = jax.sharding.Mesh(jax.devices()[:3], ("pipe",))
-    line, _ = times.hops(SCOPE, mesh, exchange=slow).lines
+    monkeypatch.setattr(machine, "exchange", slow)
+    line, _ = machine.hops(SCOPE, mesh).lines
     assert line.verdict is Verdict.SLOW
     assert "; 1 -> 0: " in line.measured
     assert "2 -> 1" not in line.measured
@@ -210,21 +209,21 @@ def test_one_slow_hop_is_named(mesh):
 
 def test_slow_and_exposed_transfers_are_slow():
     good = dict.fromkeys(("0 -> 1", "1 -> 0"), 1e-4)
-    assert times.judge_hops(good, 2**25, GPUS).verdict is Verdict.OK
-    line = times.judge_hops(dict.fromkeys(good, 1e-2), 2**25, GPUS)
+    assert machine.judge_hops(good, 2**25, GPUS).verdict is Verdict.OK
+    line = machine.judge_hops(dict.fromkeys(good, 1e-2), 2**25, GPUS)
     assert line.verdict is Verdict.SLOW
     assert line.expected == "100 us, all equal"
-    assert times.judge_hops(dict.fromkeys(good, 1e-2), 2**25, CPUS).verdict is Verdict.OK
+    assert machine.judge_hops(dict.fromkeys(good, 1e-2), 2**25, CPUS).verdict is Verdict.OK
     hidden = {"compute": 1e-2, "hop": 1e-3, "both": 1.01e-2}
-    assert times.judge_overlap(hidden, GPUS).verdict is Verdict.OK
-    assert times.judge_overlap(hidden | {"both": 1.1e-2}, GPUS).verdict is Verdict.SLOW
+    assert machine.judge_overlap(hidden, GPUS).verdict is Verdict.OK
+    assert machine.judge_overlap(hidden | {"both": 1.1e-2}, GPUS).verdict is Verdict.SLOW
 
 
 def test_slow_copies_to_the_host_are_slow(mesh):
     seconds = {"compute": 1.0, "hop": 0.1, "both": 1.0}
-    assert times.judge_copies(seconds, 2**31).verdict is Verdict.OK
-    assert times.judge_copies(seconds | {"hop": 1.0}, 2**31).verdict is Verdict.SLOW
-    (line,) = times.host_copies(SCOPE, mesh).lines
+    assert machine.judge_copies(seconds, 2**31).verdict is Verdict.OK
+    assert machine.judge_copies(seconds | {"hop": 1.0}, 2**31).verdict is Verdict.SLOW
+    (line,) = machine.host_copies(SCOPE, mesh).lines
     assert line.verdict is Verdict.NOT_TRIED
 
 

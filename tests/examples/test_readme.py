@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import jaxpipe as jp
-from tests.environment import quick
+from tests.environment import python, quick
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -57,15 +55,7 @@ def test_the_snippet_runs_as_it_stands(tmp_path):
     snippet = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]
     pasted = tmp_path / "pasted.py"
     pasted.write_text(snippet)
-    done = subprocess.run(
-        [sys.executable, str(pasted)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=quick(),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python(pasted, env=quick())
     assert not done.stderr  # no warnings
     losses = [
         float(text) for text in re.findall(r"^step \d+: loss (\S+)$", done.stdout, re.MULTILINE)
@@ -80,15 +70,7 @@ def test_the_walk_from_measure_to_a_profiled_step_runs_after_it(tmp_path):
     program, walk = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     pasted = tmp_path / "pasted.py"
     pasted.write_text(program.replace("range(20)", "range(1)") + walk)
-    done = subprocess.run(
-        [sys.executable, str(pasted)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=quick(),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python(pasted, env=quick())
     assert re.search(r"^plan +layout +seconds", done.stdout, re.MULTILINE)
     assert re.search(r"^the step took .* than the .* planned", done.stdout, re.MULTILINE)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.environment import outside, quick
+from tests.environment import outside, python, quick
 from tests.tiers import exhaustive, slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,15 +33,7 @@ ENVIRONMENT, QUICK = outside(), quick()
 )
 def test_an_example_runs_to_its_end(name, environment, says):
     path = EXAMPLES / f"{name}.py"
-    done = subprocess.run(
-        [sys.executable, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python(path, env=environment)
     assert says in done.stdout
 
 
@@ -72,13 +62,6 @@ def test_a_program_prints_nothing_of_the_plugins_that_only_compile():
         if key not in ("JAX_PLATFORMS", "XLA_FLAGS") and not key.startswith("TPU_")
     }
     program = "import jax; print(jax.devices()[0].platform)"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
-        check=True,
-    )
+    done = python("-c", program, timeout=120, env=environment)
     assert done.stdout.strip()
     assert done.stderr == ""

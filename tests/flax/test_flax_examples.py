@@ -4,13 +4,11 @@ assertion.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.environment import quick
+from tests.environment import python, quick
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -28,12 +26,5 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ],
 )
 def test_an_example_runs_to_its_end(name: str, says: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=quick(),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python(EXAMPLES / f"{name}.py", env=quick())
     assert says in done.stdout

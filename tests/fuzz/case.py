@@ -82,6 +82,8 @@ class Case:
     rows: int = 1  # of a microbatch on a data shard
     mesh: tuple[tuple[str, int], ...] = (("pipe", 1),)
     explicit: bool = False
+    context: bool = False  # calls are made under `jax.set_mesh`
+    per_layer: bool = False  # training uses a rule that looks at one array
     fsdp: bool = False
     outer: bool = False
     remat: str | None = None
@@ -259,7 +261,9 @@ def draw(seed: int) -> Case:
         eager=eager,
         calls=calls,
     )
-    return _sliced(rng, case) if chance(0.2) else case
+    case = _sliced(rng, case) if chance(0.2) else case
+    context, per_layer = case.explicit and chance(0.5), chance(0.5)
+    return replace(case, context=context, per_layer=per_layer)
 
 
 def _sliced(rng: np.random.Generator, case: Case) -> Case:

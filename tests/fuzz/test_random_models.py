@@ -3,14 +3,13 @@
 """
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
+from tests.environment import python
 from tests.tiers import exhaustive, slow
 
 from .__main__ import main
@@ -97,16 +96,7 @@ def test_a_model(case):
 def test_the_command_needs_no_settings():
     """Workers that are spawned find the function, eight devices and float64."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA"))}
-    command = [sys.executable, "-m", "tests.fuzz"]
-    done = subprocess.run(
-        command,
-        env=own | {"MODELS": "1", "SEED": "0"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python("-m", "tests.fuzz", env=own | {"MODELS": "1", "SEED": "0"})
     assert "{'ok': 1}" in done.stdout
 
 

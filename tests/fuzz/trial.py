@@ -6,6 +6,7 @@ import gc
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -91,9 +92,12 @@ class Trial:
             jax.random.PRNGKey(case.seed) if case.seed % 4 == 0 else jax.random.key(case.seed)
         )
         self.batch = self.model.rows(case.rows * case.sequences * case.data)
-        self.pipe = self.pipeline()
-        self.placed = self.pipe.place(self.model.canonical)
-        self.state = () if self.model.state is None else self.pipe.place_state(self.model.state)
+        self.mesh = self._mesh()
+        with jax.set_mesh(self.mesh) if case.context else nullcontext():
+            self.pipe = self.pipeline()
+            self.placed = self.pipe.place(self.model.canonical)
+            state = self.model.state
+            self.state = () if state is None else self.pipe.place_state(state)
 
     # The pipeline
 
@@ -101,13 +105,10 @@ class Trial:
         """As the case says."""
         c = self.case
         sizes = dict(c.mesh)
-        devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-        types = (AxisType.Explicit if c.explicit else AxisType.Auto,) * len(sizes)
-        mesh = Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=types)
         return flat_pipeline(
             **self.model.given,
             schedule=self.schedule,
-            mesh=mesh,
+            mesh=self.mesh,
             data_axes=("data",) if "data" in sizes else (),
             loss=jp.Loss[c.loss],
             has_metrics=c.metrics and c.last != "none",
@@ -127,6 +128,12 @@ class Trial:
             time=self.model.timed if c.slices > 1 else (),
             carry=self.model.carry if "carried" in c.every_op else None,
         )
+
+    def _mesh(self) -> Mesh:
+        sizes = dict(self.case.mesh)
+        devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+        types = (AxisType.Explicit if self.case.explicit else AxisType.Auto,) * len(sizes)
+        return Mesh(np.array(devices).reshape(*sizes.values()), tuple(sizes), axis_types=types)
 
     def _specs(self) -> dict[str, Any]:
         """Matrices split along their last dim, or their last but one."""
@@ -274,7 +281,8 @@ class Trial:
     def run(self) -> None:
         """All calls, one after the other."""
         for name in self.case.calls:
-            getattr(self, f"_call_{name}")()
+            with jax.set_mesh(self.mesh) if self.case.context else nullcontext():
+                getattr(self, f"_call_{name}")()
 
     @property
     def _more(self) -> dict[str, Any]:
@@ -404,11 +412,36 @@ class Trial:
             raise Wrong(f"nonfinite: {found}")
 
     def _optimizer(self) -> Any:
+        if self.case.per_layer:
+            return jp.per_layer(self.pipe, optax.lamb(RATE))
         return [
             optax.sgd(RATE, momentum=0.9),
             optax.adam(RATE),
             optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(RATE)),
         ][self.case.seed % 3]
+
+    def _by_layer(self, rule: Any) -> Any:
+        """The rule on trees whose stages are stacks: of stages that are alike, or of layers."""
+
+        def own(function: Any, trees: tuple[Any, ...]) -> Any:
+            stages = [tree["stages"] for tree in trees]
+            if self.case.form == "list":
+                return {"stages": function(*stages)[0]}
+            if self.case.form == "alike":
+                return {"stages": by_row(function, stages)}
+            return {"stages": {c: by_row(function, [s[c] for s in stages]) for c in stages[0]}}
+
+        def by_row(function: Any, stacks: list[Any]) -> Any:
+            return jax.vmap(function)(*stacks)[0] if jax.tree.leaves(stacks[0]) else stacks[0]
+
+        def apart(function: Any, *trees: Any) -> Any:
+            rest = [{k: v for k, v in tree.items() if k != "stages"} for tree in trees]
+            return own(function, trees) | function(*rest)[0]
+
+        def update(grads: Any, state: Any, params: Any) -> Any:
+            return apart(lambda g, p: rule.update(g, rule.init(p), p), grads, params), state
+
+        return optax.GradientTransformation(lambda params: (), update)
 
     def _trained_once(self) -> tuple[Any, Any]:
         """Placed parameters and optimizer state after a step."""
@@ -429,6 +462,8 @@ class Trial:
         same dtypes.
         """
         optimizer, plain = self._optimizer(), self._trained(self.model.canonical)
+        if self.case.per_layer:
+            optimizer = self._by_layer(optax.lamb(RATE))
         least = self.case.accumulate
         grads = jax.tree.map(
             lambda g, p: g.astype(p.dtype if least is None else jnp.promote_types(p.dtype, least)),

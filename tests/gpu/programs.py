@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
+from benchmarks.llama import layered
 from tests.flat import flat_pipeline
 
 TARGET = Path(__file__).with_name("h100.txtpb")
@@ -38,23 +40,36 @@ def gpu_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     return topologies.make_mesh(topology, shape, names)
 
 
+@cache
 def gpu_fault() -> str | None:
     """Why GPU programs cannot be compiled here, or None."""
     try:
         gpu_mesh((2,), ("pipe",))
     except Exception as error:  # whatever the missing plugin raises
-        return f"{type(error).__name__}: {str(error)[:200]}"
+        return (
+            f"GPU programs cannot be compiled here ({type(error).__name__}: {str(error)[:200]}); "
+            "install jax-cuda13-plugin and jax-cuda13-pjrt of jaxlib's version"
+        )
     return None
 
 
+def gpu_marks() -> list[pytest.MarkDecorator]:
+    """Of tests that compile GPU programs: they are skipped where that is not possible."""
+    skipped = pytest.mark.skipif(gpu_fault() is not None, reason=str(gpu_fault()))
+    return [pytest.mark.gpu_compile, skipped]
+
+
 def needs_gpu_compiler(test: Any) -> Any:
-    """Marks a test that compiles GPU programs: it is skipped where that is not possible."""
-    fault = gpu_fault()
-    why = (
-        f"GPU programs cannot be compiled here ({fault}); install jax-cuda13-plugin and "
-        "jax-cuda13-pjrt of jaxlib's version"
-    )
-    return pytest.mark.gpu_compile(pytest.mark.skipif(fault is not None, reason=why)(test))
+    """Marks one such test."""
+    for mark in gpu_marks():
+        test = mark(test)
+    return test
+
+
+def require_gpu_compiler(parser: ArgumentParser) -> None:
+    """End a command where GPU programs cannot be compiled."""
+    if (fault := gpu_fault()) is not None:
+        parser.error(fault)
 
 
 def lower_for_gpu(function: Any, *shapes: Any) -> Any:
@@ -108,18 +123,19 @@ def shapes(
     }
 
 
+def tokens(pipe: jp.Pipeline) -> dict[str, Any]:
+    """The batch of a step, as shapes."""
+    rows = (pipe.schedule.num_microbatches * ROWS, TIME)
+    everywhere = NamedSharding(pipe.mesh, PartitionSpec())
+    return {"tokens": jax.ShapeDtypeStruct(rows, jnp.int32, sharding=everywhere)}
+
+
 def compile_step(schedule: jp.Schedule, **options: Any) -> Any:
     """The compiled GPU step of a small model on as many H100s as the schedule has devices."""
     mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
     pipe = flat_pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
     params = pipe.place(shapes(schedule.num_stages))
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    batch = {
-        "tokens": jax.ShapeDtypeStruct(
-            (schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere
-        )
-    }
-    return pipe.lower(params, batch).compile()
+    return pipe.lower(params, tokens(pipe)).compile()
 
 
 def compile_layered_step(schedule: jp.Schedule, layout: str) -> Any:
@@ -138,17 +154,8 @@ def compile_layered_step(schedule: jp.Schedule, layout: str) -> Any:
         layout=layout,
     )
     count = jp.parse_layout(layout, devices=schedule.num_devices).layers.count("t")
-    canonical = shapes(1, layers=count)
-    canonical["stages"] = {
-        "t": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])
-    }
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    batch = {
-        "tokens": jax.ShapeDtypeStruct(
-            (schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere
-        )
-    }
-    return pipe.lower(pipe.place(canonical), batch).compile()
+    canonical = jax.eval_shape(layered, shapes(1, layers=count))
+    return pipe.lower(pipe.place(canonical), tokens(pipe)).compile()
 
 
 def compile_two_kinds(schedule: jp.Schedule, layout: str, *, tensor: int = 1) -> tuple[Any, int]:
@@ -173,21 +180,16 @@ def compile_two_kinds(schedule: jp.Schedule, layout: str, *, tensor: int = 1) ->
         layout=layout,
         sharding=jp.Sharding(specs=specs if tensor > 1 else None),
     )
-    canonical = shapes(1, layers=layout.count("w"))
-    own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])
+    canonical = jax.eval_shape(layered, shapes(1, layers=layout.count("w")))
     canonical["stages"] = {
-        "w": own,
+        "w": canonical["stages"]["t"],
         "n": {"w": jax.ShapeDtypeStruct((layout.count("n"), WIDTH, WIDTH), jnp.float32)},
-    }
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    batch = {
-        "tokens": jax.ShapeDtypeStruct(
-            (schedule.num_microbatches * ROWS, TIME), jnp.int32, sharding=everywhere
-        )
     }
     params = pipe.place(canonical)
     (buffer,) = jax.tree.leaves(params["stages"])
-    return pipe.lower(params, batch).compile(), math.prod(buffer.sharding.shard_shape(buffer.shape))
+    return pipe.lower(params, tokens(pipe)).compile(), math.prod(
+        buffer.sharding.shard_shape(buffer.shape)
+    )
 
 
 class Op(NamedTuple):

@@ -9,8 +9,7 @@ import pytest
 import jaxpipe as jp
 from benchmarks.gpu_programs import Case
 from benchmarks.moves import Move, large_moves
-from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits
+from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits, steady
 from jaxpipe.spmd import xla
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
@@ -47,6 +46,6 @@ def test_matmuls_of_either_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved(compile_and_read(step, CUBLAS | MERGED)) > 1.8 * moved(cublas)
     # Blocks that are compiled with calls of cuBLAS have its workspaces.
     chosen = xla.options_for
-    monkeypatch.setattr(xla, "options_for", lambda target, **how: chosen(target, **how) | CUBLAS)
+    monkeypatch.setattr(xla, "options_for", lambda target: chosen(target) | CUBLAS)
     predicted = jp.inspect.memory(pipe, params, rows)["total"]
     assert predicted == pytest.approx(cublas.total_bytes, rel=0.02)

@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import jaxpipe as jp
 import moe
-from jaxpipe.inspect.collectives import Collective, Compute
-from jaxpipe.inspect.programs import GpuProgram, compile_and_read
+from jaxpipe.inspect.programs import Collective, Compute, GpuProgram, compile_and_read
 from llama_parts.model import Remat
 from moe_parts.model import MoE
 from moe_parts.sizes import Mixture, Routing

@@ -21,21 +21,13 @@ from tests.gpu.programs import (
     compile_layered_step,
     compile_step,
     compile_two_kinds,
-    gpu_fault,
+    gpu_marks,
     large_copies,
     operations,
 )
 from tests.tiers import by_actions, exhaustive, slow
 
-FAULT = gpu_fault()
-pytestmark = [
-    pytest.mark.gpu_compile,
-    pytest.mark.skipif(
-        FAULT is not None,
-        reason=f"GPU programs cannot be compiled here ({FAULT}); install jax-cuda13-plugin and "
-        "jax-cuda13-pjrt of jaxlib's version",
-    ),
-]
+pytestmark = gpu_marks()
 
 
 def build(name: str) -> jp.Schedule:

@@ -14,14 +14,10 @@ from benchmarks.gpu_programs import SHAPE, Axes, Case, Remat
 from benchmarks.moves import LargeMove, Move, large_moves
 from jaxpipe.inspect.programs import compile_and_read
 from jaxpipe.jaxprs.entry import Entry
-from tests.gpu.programs import gpu_fault
+from tests.gpu.programs import gpu_marks
 from tests.tiers import exhaustive, slow
 
-FAULT = gpu_fault()
-pytestmark = [
-    pytest.mark.gpu_compile,
-    pytest.mark.skipif(FAULT is not None, reason=f"GPU programs cannot be compiled here ({FAULT})"),
-]
+pytestmark = gpu_marks()
 CATALOGUE = [name for name in jp.schedules.names() if name != "no_pipelining"]
 # bytes of what stages hand on: once a block it may be copied
 ACTIVATION = 2 * SHAPE.rows * SHAPE.time * SHAPE.width

@@ -9,7 +9,7 @@ import re
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.program.records import UNDER_WAY
+from jaxpipe.program.ir import UNDER_WAY
 from tests.flat import flat_pipeline
 from tests.gpu.programs import (
     compile_step,

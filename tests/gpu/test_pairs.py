@@ -13,17 +13,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.moves import Move, large_moves
-from jaxpipe.inspect.collectives import Collective, Compute
-from jaxpipe.inspect.programs import GpuProgram, compile_and_read
+from jaxpipe.inspect.programs import Collective, Compute, GpuProgram, compile_and_read
 from tests.flat import flat_pipeline
-from tests.gpu.programs import gpu_fault, gpu_mesh
+from tests.gpu.programs import gpu_marks, gpu_mesh
 from tests.tiers import exhaustive, slow
 
-FAULT = gpu_fault()
-pytestmark = [
-    pytest.mark.gpu_compile,
-    pytest.mark.skipif(FAULT is not None, reason=f"GPU programs cannot be compiled here ({FAULT})"),
-]
+pytestmark = gpu_marks()
 WIDTH, HIDDEN, ROWS, LAYERS, MICROBATCHES = 512, 1408, 2048, 2, 8
 
 

@@ -17,7 +17,7 @@ from tests.gpu.programs import (
     VOCAB,
     WIDTH,
     first,
-    gpu_fault,
+    gpu_marks,
     gpu_mesh,
     last,
     shapes,
@@ -25,11 +25,7 @@ from tests.gpu.programs import (
 )
 from tests.tiers import exhaustive, slow
 
-FAULT = gpu_fault()
-pytestmark = [
-    pytest.mark.gpu_compile,
-    pytest.mark.skipif(FAULT is not None, reason=f"GPU programs cannot be compiled here ({FAULT})"),
-]
+pytestmark = gpu_marks()
 
 
 def report(

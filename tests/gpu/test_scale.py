@@ -10,13 +10,9 @@ import pytest
 
 from benchmarks.llama import Shape
 from benchmarks.scale import Case, Memory
-from tests.gpu.programs import gpu_fault
+from tests.gpu.programs import gpu_marks
 
-FAULT = gpu_fault()
-pytestmark = [
-    pytest.mark.gpu_compile,
-    pytest.mark.skipif(FAULT is not None, reason=f"GPU programs cannot be compiled here ({FAULT})"),
-]
+pytestmark = gpu_marks()
 
 # A layer's input is large against the other arrays of a block, so that what the slots hold is most
 # of the temporary memory.

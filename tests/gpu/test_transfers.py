@@ -10,17 +10,12 @@ import pytest
 
 import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
-from jaxpipe.inspect.collectives import steady
-from jaxpipe.inspect.programs import compile_and_read
+from jaxpipe.inspect.programs import compile_and_read, steady
 from jaxpipe.lowering.plan import plan_of
-from tests.gpu.programs import compile_step, gpu_fault
+from tests.gpu.programs import compile_step, gpu_marks
 from tests.tiers import slow
 
-FAULT = gpu_fault()
-pytestmark = [
-    pytest.mark.gpu_compile,
-    pytest.mark.skipif(FAULT is not None, reason=f"GPU programs cannot be compiled here ({FAULT})"),
-]
+pytestmark = gpu_marks()
 
 
 def overlapped_transfers(text: str) -> int:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.inspect.blocks import Step
+from jaxpipe.inspect.step_memory import Step
 from jaxpipe.jaxprs.equations import nbytes
 from jaxpipe.lowering.target import RunsOn
 from jaxpipe.planner.layer_cost import Ends

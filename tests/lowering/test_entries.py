@@ -12,10 +12,9 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from jaxpipe.jaxprs.cut import into_scans
 from jaxpipe.jaxprs.entry import Entry, Part
-from jaxpipe.jaxprs.eval_in_slots import run_in_slots
-from jaxpipe.jaxprs.scan_residuals import into_scans
-from jaxpipe.jaxprs.slots import InSlots, Piece, Slot, Total, TotalPiece
+from jaxpipe.jaxprs.slots import InSlots, Piece, Slot, Total, run_in_slots
 from jaxpipe.stage.trace import trace_stage
 from jaxpipe.table.effects import Place
 
@@ -60,7 +59,7 @@ def test_a_piece_of_a_long_array_is_read_and_added_to_row_by_row(shape, parts):
         np.testing.assert_array_equal(read, value[row])
     total = array
     for row in range(shape[0]):
-        total = TotalPiece(total, 2, entry).store_row(jnp.int32(row), value[row] + 1)
+        total = Piece(total, 2, entry).store_row(jnp.int32(row), value[row] + 1)
     np.testing.assert_array_equal(Piece(total, 2, entry).load(), 2 * value + 1)
     assert jnp.all(total[..., :2] == -1)
     assert jnp.all(total[..., -3:] == -1)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.ticks import assign_ticks
 from jaxpipe.table.effects import LastUse, Liveness
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of

@@ -91,10 +91,10 @@ def retyped(x: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "remove"),
     [
-        (of_a_mesh, "remove the pipe axis and the data axes"),
-        (lambda x: jnp.sum(of_a_mesh(x)) * x, "remove the pipe axis and the data axes"),
+        (of_a_mesh, "Remove the pipe axis and the data axes"),
+        (lambda x: jnp.sum(of_a_mesh(x)) * x, "Remove the pipe axis and the data axes"),
         (mapped, "`stage` calls jax.shard_map with a mesh of its own.*Remove mesh="),
-        (mapped_over_a_manual_axis, "over a manual axis.*Remove mesh=.*varies over pipe"),
+        (mapped_over_a_manual_axis, "over a manual axis.*Remove mesh=.*it names 'pipe'"),
         (
             lambda x: lax.with_sharding_constraint(x, PartitionSpec("pipe")),
             "Remove the pipe axis and the data axes.*remove the call",
@@ -207,7 +207,8 @@ def test_what_is_no_array() -> None:
     assert caught.value.faults == (
         "1200 leaves of the batch are plain numbers, batch['x'][0][0] the first of them: lists "
         "are trees to JAX; make arrays of them, "
-        "jax.numpy.asarray([...]), with a leading axis of rows",
+        "jax.numpy.asarray([...]), with a leading axis of rows (close over values that all rows "
+        'share, or put them under "shared")',
     )
 
 

@@ -26,7 +26,7 @@ from tests.parity.engines import (
 )
 from tests.parity.tolerance import FLOAT64, bound
 from tests.tiers import slow
-from tests.tolerance import relative
+from tests.tolerance import relative, same
 
 ROWS = 2
 
@@ -212,10 +212,7 @@ def test_a_step_twice_gives_the_same_bits_and_inside_jit_the_same_numbers():
     inside = jax.jit(lambda p, b: pipe.value_and_grad(p, b))(params, batch)
     # Nothing was donated: the parameters are still there to be compared and used.
     # One compiled program run twice: the same bits.
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(outside), jax.tree.leaves(again), strict=True)
-    )
+    assert same(outside, again)
     # Inside another jit it is part of a program that is compiled apart.
     assert relative(inside, outside) <= FLOAT64
 

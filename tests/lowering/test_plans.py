@@ -10,8 +10,8 @@ import pytest
 from strategies import random_schedule
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.lowering.plan import Plan, plan_of
+from jaxpipe.lowering.ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.steps import StepRunner
 from tests.models import twin
 from tests.parity.engines import case_data, jaxpipe_step, pipeline, truth, worst_error

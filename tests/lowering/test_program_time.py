@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.cost_model import cost_parts, program_makespan
-from jaxpipe.lowering.plan import Plan, plan_of
-from jaxpipe.lowering.prices import Overheads
+from jaxpipe.lowering.plan import Plan, cost_parts, plan_of, program_makespan
+from jaxpipe.lowering.target import Overheads
 from jaxpipe.program.segments import Part, Payload, Permute, Segment, TickTemplate, room_of
 from tests.passes import simulated
 

@@ -22,7 +22,7 @@ from tests.flat import flat_pipeline, is_defined
 from tests.parity.engines import mesh_of
 from tests.shares import changed, put
 from tests.tiers import exhaustive, slow
-from tests.tolerance import relative
+from tests.tolerance import relative, same
 
 WIDTH, TOKENS, ROWS = 4, 3, 2
 # Sums of some dozens of terms of order one in float64, in another order: some 1e-15.
@@ -89,12 +89,7 @@ def agrees(
     """A step and an evaluation against plain JAX; the placed parameters and the gradients."""
     if name == "dualpipe":
         microbatches = max(microbatches, 2 * devices)
-    schedule = jp.schedules.build(
-        name,
-        devices=devices,
-        microbatches=microbatches,
-        chunks=jp.schedules.describe(name).chunks.natural,
-    )
+    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches)
     stages, count = schedule.num_stages, ROWS * microbatches
     options = {
         "mesh": mesh_of(devices),
@@ -252,10 +247,7 @@ def test_a_checkpoint_of_a_tied_table_fits_another_number_of_devices():
     stored = PortableState(pipe_on(4)).of(states[4])
     assert stored["params"]["shared"]["w"].shape == (10, WIDTH)
     back = PortableState(pipe_on(2)).placed(jax.tree.map(np.asarray, stored), states[2])
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[2]), strict=True)
-    )
+    assert same(back, states[2])
 
 
 def test_a_table_that_a_stage_reads_too_is_not_cut_and_the_embedding_says_so():
@@ -290,9 +282,7 @@ def test_a_token_that_is_no_word_gives_no_number():
 )
 def test_what_waits_for_meetings_takes_few_slots(name):
     """Against the same table without meetings, so that a split of its backwards does not count."""
-    plain = jp.schedules.build(
-        name, devices=4, microbatches=16, chunks=jp.schedules.describe(name).chunks.natural
-    )
+    plain = jp.schedules.build(name, devices=4, microbatches=16)
     costs = jp.Costs(last=0.2, first=0, first_grad=0)
     spread = jp.spread_first(jp.spread_last(plain, costs=costs), costs=costs)
     mine, bare = (

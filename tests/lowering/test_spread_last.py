@@ -25,7 +25,7 @@ from tests.flat import flat_pipeline, is_defined
 from tests.parity.engines import mesh_of
 from tests.shares import changed, put
 from tests.tiers import by_actions, exhaustive, slow
-from tests.tolerance import relative
+from tests.tolerance import relative, same
 
 WIDTH, TOKENS, ROWS = 4, 3, 2
 # Sums of some dozens of terms of order one in float64, in another order: some 1e-15.
@@ -113,29 +113,30 @@ def truth(
     return jax.jit(jax.value_and_grad(loss))(canonical(stages, vocabulary, tied=tied))
 
 
-def agrees(
-    name: str,
-    devices: int,
-    *,
-    vocabulary: int = 11,
-    microbatches: int = 4,
-    head: str = "all",
-    tied: bool = False,
-    **options: Any,
-):
-    """A step and an evaluation against plain JAX; the pipeline and its placed parameters."""
-    data = options.pop("data", 1)
+def agrees(name: str, devices: int, *, microbatches: int = 4, **how: Any) -> Any:
+    """The same for a schedule of the catalogue."""
     if name == "dualpipe":
         microbatches = max(microbatches, 2 * devices)
-    chunks = jp.schedules.describe(name).chunks.natural
-    schedule = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
-    count, stages = ROWS * microbatches * data, schedule.num_stages
+    table = jp.schedules.build(name, devices=devices, microbatches=microbatches)
+    return table_agrees(table, **how)
+
+
+def table_agrees(
+    table: jp.Schedule,
+    *,
+    vocabulary: int = 11,
+    head: str = "all",
+    tied: bool = False,
+    data: int = 1,
+    **options: Any,
+) -> Any:
+    """A step and an evaluation against plain JAX; the pipeline and its placed parameters."""
+    devices, microbatches = table.num_devices, table.num_microbatches
+    count, stages = ROWS * microbatches * data, table.num_stages
     options.setdefault("mesh", mesh_of(devices, data=data) if data > 1 else mesh_of(devices))
-    pipe = flat_pipeline(stage, schedule=schedule, last=HEADS[head], **options)
-    params, batch = (
-        pipe.place(canonical(stages, vocabulary, tied=tied)),
-        rows(count, vocabulary, HEADS[head].ignore),
-    )
+    pipe = flat_pipeline(stage, schedule=table, last=HEADS[head], **options)
+    params = pipe.place(canonical(stages, vocabulary, tied=tied))
+    batch = rows(count, vocabulary, HEADS[head].ignore)
     loss, grads = pipe.value_and_grad(params, batch)
     sums = options.get("loss") is Loss.SUM_OVER_COUNT
     wanted_loss, wanted = truth(
@@ -248,12 +249,7 @@ def test_what_is_placed_comes_back_and_shapes_are_placed_too():
     placed = pipe.place(whole)
     assert jax.tree.leaves(placed["last"])[0].shape == (12, WIDTH)
     back = pipe.canonical(placed)
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(
-            jax.tree.leaves({**back, "shared": {}}), jax.tree.leaves(whole), strict=True
-        )
-    )
+    assert same({**back, "shared": {}}, whole)
     shapes = pipe.place(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), whole))
     assert jax.tree.map(lambda s, a: (s.shape, s.sharding) == (a.shape, a.sharding), shapes, placed)
     assert pipe.outputs(placed, rows(8, 10)).shape == (8, TOKENS, WIDTH)
@@ -278,34 +274,26 @@ def test_a_checkpoint_holds_no_padding_and_fits_another_number_of_devices():
     # As from a file: the devices are others.
     back = PortableState(pipe_on(2)).placed(jax.tree.map(np.asarray, stored), states[2])
     assert jax.tree.structure(back) == jax.tree.structure(states[2])
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(states[2]), strict=True)
-    )
+    assert same(back, states[2])
     again = PortableState(pipe_on(4)).placed(
         jax.tree.map(np.asarray, PortableState(pipe_on(2)).of(states[2])), states[4]
     )
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(states[4]), strict=True)
-    )
+    assert same(again, states[4])
     pipe, params = pipe_on(4), states[4]["params"]
     spread = pipe.canonical(params, spread=True)
     assert np.array_equal(spread["last"]["w"], whole["last"]["w"])
 
 
-def test_a_function_of_ones_own_and_any_collective():
+def by_columns(params, x, microbatch, *, ctx):
     """A matrix cut along its columns, a scale that every device holds whole, a sum over devices and
     one of a gathered array.
     """
+    part = x * params["scale"] @ params["w"]
+    whole = jax.lax.all_gather(part, ctx.axis, axis=part.ndim - 1, tiled=True)
+    return jax.lax.psum(jnp.sum(part**2), ctx.axis) + jnp.sum(jnp.sin(whole[..., : ctx.sizes["w"]]))
 
-    def last(params, x, microbatch, *, ctx):
-        part = x * params["scale"] @ params["w"]
-        whole = jax.lax.all_gather(part, ctx.axis, axis=part.ndim - 1, tiled=True)[
-            ..., : ctx.sizes["w"]
-        ]
-        return jax.lax.psum(jnp.sum(part**2), ctx.axis) + jnp.sum(jnp.sin(whole))
 
+def test_a_function_of_ones_own_and_any_collective():
     def plain(params, x, microbatch):
         y = x * params["scale"] @ params["w"]
         return jnp.sum(y**2) + jnp.sum(jnp.sin(y))
@@ -314,7 +302,7 @@ def test_a_function_of_ones_own_and_any_collective():
     own = {"w": rng.standard_normal((WIDTH, 5)), "scale": rng.standard_normal(WIDTH)}
     whole = {**canonical(2, 1), "last": own}
     steps = []
-    for function in (jp.spread(last, dims={"w": 1, "scale": None}), plain):
+    for function in (jp.spread(by_columns, dims={"w": 1, "scale": None}), plain):
         pipe = jp.Pipeline(jp.Model(stage, last=function), schedule, mesh_of(2))
         loss, grads = pipe.value_and_grad(pipe.place(whole), rows(6, 2))
         steps.append((float(loss), pipe.canonical(grads)))
@@ -526,13 +514,10 @@ def test_no_more_predicates_ask_for_meetings_the_more_microbatches_there_are(nam
     """L, E and G in a program for GPUs: all that are left are in ramps; and there is no
     more code.
     """
-    costs, chunks = (
-        jp.Costs(last=0.2, first=0, first_grad=0),
-        jp.schedules.describe(name).chunks.natural,
-    )
+    costs = jp.Costs(last=0.2, first=0, first_grad=0)
     asked, sizes = [], []
     for microbatches in (64, 128):
-        schedule = jp.schedules.build(name, devices=4, microbatches=microbatches, chunks=chunks)
+        schedule = jp.schedules.build(name, devices=4, microbatches=microbatches)
         plan = plan_of(jp.spread_first(jp.spread_last(schedule, costs=costs), costs=costs))
         asked.append(sum(segment.num_collective_predicates for segment in plan.segments))
         sizes.append(sum(segment.stage_size for segment in plan.segments))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,8 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.distributed import (
     Watchdog,
+    _ExitMessage,
+    _roll_text,
     check_same,
     crossings,
     fingerprint,
@@ -26,7 +26,7 @@ from jaxpipe.distributed import (
     make_mesh,
 )
 from jaxpipe.fingerprint import differences
-from jaxpipe.watchdog import ExitMessage, roll_text
+from tests.environment import python
 
 from .jobs import free_port, start
 
@@ -134,15 +134,7 @@ with watchdog.step(1):
 def test_a_step_past_its_limit_ends_the_process_and_says_where_it_stood():
     """The first step takes longer than the limit of the others, which is no fault."""
     code = STUCK.format(seconds=0.5, first=50)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env=os.environ,
-        check=False,
-    )
-    assert done.returncode == 75, done.stderr
+    done = python("-c", code, timeout=90, status=75)
     assert done.stdout == "the first step is done\n"
     assert re.search(
         r"jaxpipe: process 0 of 1 on \S+: step 1 has not ended within its limit of 0.5 s",
@@ -163,15 +155,7 @@ with Watchdog(seconds=50).step(7):
 
 
 def test_a_failing_step_of_a_job_ends_the_process_without_waiting_for_the_others():
-    done = subprocess.run(
-        [sys.executable, "-c", FAILS],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        env=os.environ,
-        check=False,
-    )
-    assert done.returncode == 1
+    done = python("-c", FAILS, timeout=90, status=1)
     assert "RuntimeError: connection reset by peer" in done.stderr
     assert re.search(
         r"jaxpipe: process 3 of 4 on \S+: step 7 failed, see the error above", done.stderr
@@ -202,8 +186,8 @@ def test_a_fingerprint_differs_where_what_is_computed_does():
 
 
 def test_a_roll_call_names_who_is_silent_and_who_is_elsewhere():
-    assert roll_text({0: "step 7", 1: "step 6"}, 0, 2) == "process 1 is in step 6"
-    assert roll_text({}, 0, 2) == "process 1 is gone or stopped (no answer in 2 s)"
+    assert _roll_text({0: "step 7", 1: "step 6"}, 0, 2) == "process 1 is in step 6"
+    assert _roll_text({}, 0, 2) == "process 1 is gone or stopped (no answer in 2 s)"
 
 
 @pytest.mark.parametrize(("count", "answers"), [(2, True), (2, False), (3, True), (3, False)])
@@ -212,7 +196,7 @@ def test_last_words_name_process_0_where_it_is_the_one_that_is_gone(count, answe
         service.bind(("127.0.0.1", 0))
         if answers:
             service.listen()
-        message = ExitMessage(1, count, f"127.0.0.1:{service.getsockname()[1]}")
+        message = _ExitMessage(1, count, f"127.0.0.1:{service.getsockname()[1]}")
         message.say("died before")
         message.say("died in step 7. {}. Again")
         message._reader.communicate()  # the pipe ends without a word
@@ -227,7 +211,7 @@ def test_last_words_name_process_0_where_it_is_the_one_that_is_gone(count, answe
 
 
 def test_last_words_are_not_said_at_a_good_end(capfd):
-    message = ExitMessage(0, 2, "127.0.0.1:1")
+    message = _ExitMessage(0, 2, "127.0.0.1:1")
     message.say("died in step 7. {}")
     message.close()
     assert not capfd.readouterr().err

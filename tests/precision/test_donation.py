@@ -22,7 +22,7 @@ from tests.gpu.programs import (
     VOCAB,
     WIDTH,
     first,
-    gpu_fault,
+    gpu_marks,
     gpu_mesh,
     large_copies,
     last,
@@ -30,15 +30,7 @@ from tests.gpu.programs import (
     stage,
 )
 
-FAULT = gpu_fault()
-pytestmark = [
-    pytest.mark.gpu_compile,
-    pytest.mark.skipif(
-        FAULT is not None,
-        reason=f"GPU programs cannot be compiled here ({FAULT}); install jax-cuda13-plugin and "
-        "jax-cuda13-pjrt of jaxlib's version",
-    ),
-]
+pytestmark = gpu_marks()
 DEVICES = 4
 
 

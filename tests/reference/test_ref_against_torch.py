@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.table.activations import Release
+from jaxpipe.table.kinds import Release
 
 pytest.importorskip("torch.distributed.pipelining.schedules")
 from benchmarks.torch_tables import CLASSES, torch_table

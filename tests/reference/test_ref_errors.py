@@ -8,6 +8,7 @@ import torch
 from test_ref_executor import mlp_batch
 
 import torch_ref
+from tests.environment import python
 from torch_ref import BatchError, TableError, TorchRefError, WeightsError
 from torch_ref.models import MLP
 
@@ -198,14 +199,9 @@ def test_loss_that_is_no_scalar():
 
 
 def test_torch_ref_never_imports_jax_or_jaxpipe():
-    import subprocess
-    import sys
-
     code = (
         "import torch_ref, torch_ref.models, sys; print([m for m in ('jax', 'jaxpipe', "
         "'flax', 'optax') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = python("-c", code, timeout=120)
     assert done.stdout.strip() == "[]"

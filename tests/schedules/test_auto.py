@@ -12,7 +12,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.schedules._list_scheduling import Instance, least_peak, list_schedule
 from jaxpipe.schedules._orders import Wave, wave_order
-from jaxpipe.table.activations import Release
+from jaxpipe.table.kinds import Release
 from tests.tiers import exhaustive, slow
 
 
@@ -204,7 +204,7 @@ def test_squeezing_never_lengthens_a_figure_at_equal_costs():
         assert found.makespan <= jp.simulate(plain).makespan
 
 
-@pytest.mark.parametrize(("cap", "most"), [exhaustive(13, 1.25), (16, 1.14), (20, 1.04)])
+@pytest.mark.parametrize(("cap", "most"), [exhaustive(13, 1.25), (16, 1.14), (20, 1.06)])
 def test_caps_below_1f1b_with_four_chunks(cap, most):
     """32 activations are those of 1F1B; orders of waves alone are 32.8, 22.3 and 9.7 % above the
     bound.

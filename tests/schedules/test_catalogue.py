@@ -10,7 +10,7 @@ import random
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.schedules._rows import even_groups
+from jaxpipe.schedules._orders import even_groups
 from jaxpipe.schedules.registry import describe
 from tests.tiers import slow
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.engine.job_shop import JobShop
+from jaxpipe.engine.bounds import JobShop
 from jaxpipe.schedules._beam import Beam, improved, rows_of
 from tests.tiers import slow
 

@@ -6,7 +6,8 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.render import to_html, to_svg, to_trace
-from jaxpipe.table.kinds import Action, parse_cell
+from jaxpipe.table import parse_cell
+from jaxpipe.table.kinds import Action
 from jaxpipe.transforms.rewrites import sliced
 
 NAMES = [name for name in jp.schedules.names() if name != "dualpipe"]
@@ -192,3 +193,12 @@ def test_sliced_takes_any_table_in_order():
     schedule = jp.check(sliced(given, 2))
     assert schedule.num_microbatches == 6
     assert Action(0, jp.Kind.B, 5) in schedule.rows[0]
+
+
+@pytest.mark.parametrize("name", ["auto", "zbv", "interleaved_zb"])
+def test_factors_of_slices_go_with_any_schedule_that_takes_costs(name):
+    costs = jp.Costs(slice_factors=(0.8, 1.2))
+    assert build(name, slices=2, costs=costs).slices == 2
+    for slices in (1, 4):
+        with pytest.raises(jp.errors.CostError, match=f"2 entries, but the schedule has {slices}"):
+            build(name, slices=slices, costs=costs)

@@ -253,7 +253,7 @@ def test_bad_batches_are_refused_before_anything_is_traced():
     )
     assert expected in refusal(lambda: step(plain, batch=flat))
     short = {"x": batch["x"], "y": batch["y"][:, :4]}
-    assert "have different lengths: batch['x'] 8, batch['y'] 4" in refusal(
+    assert "lengths: batch['x'] has 8 positions of time, batch['y'] has 4 positions" in refusal(
         lambda: step(plain, batch=short)
     )
 

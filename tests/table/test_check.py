@@ -15,7 +15,7 @@ from strategies import random_schedule, randoms, schedules
 
 import jaxpipe as jp
 from jaxpipe import Action, Kind, Overlap, Placement, Schedule, ScheduleError, Transfers
-from jaxpipe.table.grid import MARK
+from jaxpipe.table.text import MARK
 
 Rows = list[list[object]]
 

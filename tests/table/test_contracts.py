@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import joins_weights
+from jaxpipe.lowering.ticks import joins_weights
 from jaxpipe.table.kinds import RECOMPUTE
 from tests.lowering_contracts import SEGMENTS, SLOTS, TICKS, Cut
 from tests.strategies import random_schedule

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks
-from jaxpipe.lowering.cost_model import cost_parts, program_makespan
-from jaxpipe.lowering.prices import Overheads
+from jaxpipe.lowering.plan import cost_parts, program_makespan
+from jaxpipe.lowering.target import Overheads
+from jaxpipe.lowering.ticks import assign_ticks
 from tests.passes import KEEP_ORDER, cuts, every_ticks, random_segments, simulated
 from tests.strategies import schedules
 

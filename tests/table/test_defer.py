@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Schedule
-from jaxpipe.lowering.cost_model import cost_parts, program_makespan
-from jaxpipe.lowering.plan import plan_of
+from jaxpipe.lowering.plan import cost_parts, plan_of, program_makespan
 from jaxpipe.program.verify import ProgramRule, faults
 from tests.shares import changed, put
 from tests.strategies import random_schedule
@@ -23,8 +22,7 @@ WHOLE = "0F0,0L0,0H0,0B0\n1F0,1L0,1B0,1H0\n"
 
 def whole(name: str, devices: int, microbatches: int, costs: Costs | None = None) -> Schedule:
     """A table with L and whole backwards."""
-    chunks = jp.schedules.describe(name).chunks.natural
-    plain = jp.schedules.build(name, devices=devices, microbatches=microbatches, chunks=chunks)
+    plain = jp.schedules.build(name, devices=devices, microbatches=microbatches)
     return jp.spread_last(plain, costs=costs, split=False)
 
 

@@ -124,17 +124,12 @@ def test_tables_with_r_do_not_go_below_a_bound_whose_costs_have_r(devices, micro
             assert bound <= least * (1 + 1e-12)
 
 
-def test_a_bound_with_r_trades_time_for_memory():
-    """By hand, one stage on each of two devices and one place: R costs less than the wait."""
-    shape = {"devices": 4, "microbatches": 16, "max_activations": 1}
+def test_a_bound_with_r_holds_for_any_memory():
     unit = {"forward": 1, "input_grad": 1, "weight_grad": 1}
-    alone = jp.lower_bound(jp.Costs(**unit), **shape)
-    cheap = jp.lower_bound(jp.Costs(**unit, recompute=0.25), **shape)
-    free = jp.lower_bound(jp.Costs(**unit, recompute=0), **shape)
-    none = jp.lower_bound(jp.Costs(**unit), devices=4, microbatches=16)
-    assert none <= free < cheap < alone
-    # Every R of a device adds its time to 16 microbatches of 3.
-    assert cheap <= 16 * (3 + 0.25) + 3 * 2
+    shape = {"devices": 4, "microbatches": 16}
+    alone = jp.lower_bound(jp.Costs(**unit), **shape, max_activations=1)
+    with_r = jp.lower_bound(jp.Costs(**unit, recompute=0.25), **shape, max_activations=1)
+    assert with_r == jp.lower_bound(jp.Costs(**unit), **shape) < alone
 
 
 NAMED = [n for n in jp.schedules.names() if n not in ("auto", "dualpipe", "no_pipelining")]

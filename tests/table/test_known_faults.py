@@ -38,7 +38,7 @@ def test_each_fault_is_found_for_its_versions_platform_and_feature(fault):
     other = "tpu"
 
     def found(version, platform=platform, feature=fault.feature):
-        return fault in faults_for(platform, {feature}, {fault.package: version})
+        return fault in faults_for(platform, {feature}, {fault.package: version}.get)
 
     assert found(bad)
     assert not found(good)
@@ -52,7 +52,7 @@ def test_wrong_hanging_and_failing_versions_are_refused_with_thread_and_workarou
     platform = "gpu" if fault.platform == "any" else fault.platform
 
     def given():
-        refuse_faults(platform, {fault.feature}, {fault.package: example(fault)[0]})
+        refuse_faults(platform, {fault.feature}, {fault.package: example(fault)[0]}.get)
 
     if fault.effect is Effect.AVOIDED:
         given()
@@ -69,7 +69,7 @@ def test_wrong_hanging_and_failing_versions_are_refused_with_thread_and_workarou
 def test_all_faults_are_listed_at_once():
     versions = {"jaxlib": "0.11.0", "nccl": "2.30.7"}
     with pytest.raises(jp.PipelineError) as caught:
-        refuse_faults("gpu", {Feature.OFFLOAD, Feature.SEVERAL_DEVICES}, versions)
+        refuse_faults("gpu", {Feature.OFFLOAD, Feature.SEVERAL_DEVICES}, versions.get)
     assert len(caught.value.faults) == 2
 
 

@@ -18,7 +18,7 @@ from jaxpipe.errors import listed, quoted
 from jaxpipe.layouts.balance import balanced_layout, even_layout, split_layers
 from jaxpipe.layouts.layout import Layout, check_layout, parse_layout
 from jaxpipe.table.kinds import parts
-from jaxpipe.table.limits import MAX_PAIRS, MAX_TEXT
+from jaxpipe.table.typed import MAX_PAIRS, MAX_TEXT
 from tests.excess import CSV, DIGITS, FULL_WIDTH, HUGE, JSON, refused
 
 
@@ -321,7 +321,10 @@ BUILDS = {
         lambda: jp.Placement.explicit([0, -HUGE]),
         "stages [1] have no device",
     ),
-    "a placement of words": (lambda: jp.Placement.explicit(["a"]), "stages [0] have no device"),
+    "a placement of words": (
+        lambda: jp.Placement.explicit(["a"]),
+        "stage_to_device must be a sequence, not ['a']",
+    ),
     "a placement on 5,000 digits": (
         lambda: jp.Placement.explicit([0], devices=HUGE),
         "are too many",
@@ -334,7 +337,10 @@ BUILDS = {
         lambda: jp.Placement.vee(devices=2, chunks=99_999_999_999),
         "are too many",
     ),
-    "a loop of words": (lambda: jp.Placement.loop(devices="2"), "must be whole numbers"),
+    "a loop of words": (
+        lambda: jp.Placement.loop(devices="2"),
+        "devices must be a whole number, not '2'",
+    ),
     "fewer than no microbatches": (
         lambda: Schedule.from_rows([], num_microbatches=-1),
         "num_microbatches must be 0 to",

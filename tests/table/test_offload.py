@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
-from jaxpipe.program.records import MOVE, NOBODY, UNDER_WAY
+from jaxpipe.lowering.ticks import assign_ticks
+from jaxpipe.program.ir import MOVE, NOBODY, UNDER_WAY
 from jaxpipe.program.verify import ProgramRule, faults, verify
 from jaxpipe.table.effects import Offload
 from jaxpipe.transforms.rewrites import forward_only

@@ -8,36 +8,15 @@ import shlex
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.cli import terminal
 from jaxpipe.cli.main import main
 from tests.table.test_plan import COSTS, MODEL, SHAPE
 
 
-def test_progress_is_told_of_choices_and_of_programs(monkeypatch, capsys):
+def test_progress_is_told_of_choices_and_of_programs():
     told = []
     jp.plan(MODEL, COSTS, **SHAPE, progress=lambda done, of: told.append((done, of)))
     assert told[: told[0][1]] == [(i + 1, told[0][1]) for i in range(told[0][1])]
     assert told[told[0][1]][0] == 1
-    monkeypatch.setattr(terminal, "_PATIENCE", 0)
-    sizes = [
-        "--layers",
-        "6",
-        "--width",
-        "1024",
-        "--vocab",
-        "32000",
-        "-P",
-        "2",
-        "-M",
-        "4",
-        "--schedules",
-        "1f1b",
-        "zb_h1",
-        "-V",
-        "1",
-    ]
-    assert main(["plan", *sizes]) == 0
-    assert capsys.readouterr().err == "planning: 1 of 16 done\n"
 
 
 def test_the_command_prints_a_table_json_and_a_picture(tmp_path, capsys):

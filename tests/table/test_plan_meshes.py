@@ -14,10 +14,8 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.cli.main import main
-from jaxpipe.lowering.cost_model import cost_parts, program_makespan
-from jaxpipe.lowering.plan import plan_of
-from jaxpipe.lowering.prices import NO_OVERHEADS, ON_HOST
-from jaxpipe.lowering.target import Awaits, RunsOn
+from jaxpipe.lowering.plan import cost_parts, plan_of, program_makespan
+from jaxpipe.lowering.target import NO_OVERHEADS, ON_HOST, RunsOn
 from jaxpipe.planner.transformer import Transformer
 from jaxpipe.program.segments import Payload, Permute, Segment, TickTemplate
 from jaxpipe.transforms.spread import spread_last
@@ -155,5 +153,5 @@ def test_whoever_comes_to_a_transfer_waits():
     ticks = tuple(TickTemplate((), those) for those in (exchange, ()))
     segments = (Segment(0, 1, ticks),)
     hop = replace(NO_OVERHEADS, hop=0.25)
-    assert program_makespan(costs, segments, hop, Awaits.AT_ONCE) == 2 + 0.25 + 5
-    assert program_makespan(costs, segments, hop, Awaits.ALL_AT_ONCE) == 3 + 0.25 + 5
+    assert program_makespan(costs, segments, hop, RunsOn.CPU_PROCESSES) == 2 + 0.25 + 5
+    assert program_makespan(costs, segments, hop, RunsOn.ONE_CPU_PROCESS) == 3 + 0.25 + 5

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import plan_of, plans_of
+from jaxpipe.lowering.ticks import assign_ticks
 from jaxpipe.transforms.spread import spread_last
 from tests.golden import check_golden
 from tests.passes import emitted, every_ticks

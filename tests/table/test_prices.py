@@ -14,16 +14,17 @@ from platformdirs.windows import Windows
 
 import jaxpipe as jp
 from jaxpipe.cli.main import main
-from jaxpipe.lowering.prices import (
+from jaxpipe.lowering.target import (
     GUESSED,
     GUESSES,
     ON_HOST,
+    RunsOn,
+    Target,
     measured_prices,
     prices_path,
     read_prices,
     write_prices,
 )
-from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.planner.layer_cost import LayerCost
 
 H100 = "NVIDIA H100 80GB HBM3"

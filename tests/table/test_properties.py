@@ -12,8 +12,8 @@ from strategies import random_schedule, randoms, schedules
 
 import jaxpipe as jp
 from jaxpipe import Action, Costs, Kind, Overlap, Schedule, Transfers
-from jaxpipe.table.grid import MARK, grid
 from jaxpipe.table.kinds import parts
+from jaxpipe.table.text import MARK, grid
 
 
 def test_random_tables_are_of_every_sort():

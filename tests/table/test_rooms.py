@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.environment import python
 from tests.rooms import (
     OPTIONAL,
     PACKAGE,
@@ -95,20 +94,18 @@ def test_optional_rooms_can_be_deleted(tmp_path: Path):
     for name in OPTIONAL:
         shutil.rmtree(copy / name, ignore_errors=True)
         (copy / f"{name}.py").unlink(missing_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-c", CORE],
-        capture_output=True,
-        text=True,
+    done = python(
+        "-c",
+        CORE,
         timeout=120,
-        cwd=tmp_path,
         env={
             **os.environ,
             "PYTHONPATH": str(tmp_path),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         },
+        cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", str(copy / "__init__.py")]
 
 
@@ -153,10 +150,4 @@ def test_neither_jax_nor_torch_is_loaded():
         if room(name) in WITHOUT_JAX
     ]
     assert len(names) > 50
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE.format(names=names)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", PROBE.format(names=names), timeout=120)

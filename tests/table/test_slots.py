@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.ticks import assign_ticks
 from jaxpipe.program.verify import faults, verify
 from tests.passes import cut, every_ticks, random_liveness, random_segments
 from tests.strategies import few, random_schedule, schedules

@@ -148,9 +148,7 @@ def test_no_schedule_of_the_catalogue_waits_at_its_meetings(name):
     Allowed is what the issue asks for, 3 %, but for the pairs of dualpipev, which last twice as
     long as an F.
     """
-    plain = jp.schedules.build(
-        name, devices=4, microbatches=16, chunks=jp.schedules.describe(name).chunks.natural
-    )
+    plain = jp.schedules.build(name, devices=4, microbatches=16)
     spread = jp.spread_last(plain, costs=Costs(last=0.5))
     most = 1.06 if name == "dualpipev" else 1.03
     assert (
@@ -173,9 +171,7 @@ def test_no_schedule_of_the_catalogue_waits_where_first_is_spread(name):
     """Beside L an E and a G cost their own time alone; without L they keep nobody waiting for more
     than 3 %, but in dualpipev.
     """
-    plain = jp.schedules.build(
-        name, devices=4, microbatches=16, chunks=jp.schedules.describe(name).chunks.natural
-    )
+    plain = jp.schedules.build(name, devices=4, microbatches=16)
     costs = Costs(last=0.5, first=0.125, first_grad=0.125)
     own = 16 * (0.125 + 0.125)
     with_last = jp.spread_last(plain, costs=costs)
@@ -216,9 +212,7 @@ def test_times_that_differ_a_little_make_nobody_wait_for_a_whole_action(name, co
     """Held as soon as they are due, meetings of 1F1B or ZB-H1 would make the step 16 to 19 %
     longer.
     """
-    bare = jp.schedules.build(
-        name, devices=4, microbatches=16, chunks=jp.schedules.describe(name).chunks.natural
-    )
+    bare = jp.schedules.build(name, devices=4, microbatches=16)
     ideal = jp.simulate(bare, costs).makespan + 16 * (6.0 + 0.1 + 0.1)
     table = jp.spread_first(jp.spread_last(bare, costs=costs), costs=costs)
     # What a step with a head on all devices may take more: the bound of 3 % that the pass is held

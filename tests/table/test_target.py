@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxpipe.lowering.prices import GUESSED, ON_HOST
-from jaxpipe.lowering.target import CHIPS, TRANSFER, RunsOn, Target
+from jaxpipe.lowering.target import CHIPS, GUESSED, ON_HOST, TRANSFER, RunsOn, Target
 
 
 def mesh(platform: str, *kinds: str, tensor: int = 1) -> Any:
@@ -26,7 +25,6 @@ def mesh(platform: str, *kinds: str, tensor: int = 1) -> Any:
 def test_tpus_of_one_host_are_no_cpu_devices(chip: Any) -> None:
     target = Target.of(mesh("tpu", *[chip.kind] * 4), ("pipe",))
     assert (target.runs_on, target.chip) == (RunsOn.TPUS, chip)
-    assert target.overlaps
     assert not target.on_cpus
     assert not target.on_gpus
     assert target.tile == (8, 128)
@@ -55,4 +53,4 @@ def test_gpus_and_cpus_keep_rows() -> None:
     for platform, runs_on in (("cuda", RunsOn.GPUS), ("cpu", RunsOn.ONE_CPU_PROCESS)):
         target = Target.of(mesh(platform, "a", "a"), ("pipe",))
         assert (target.runs_on, target.tile) == (runs_on, ())
-        assert target.overlaps == (platform == "cuda")
+        assert target.on_cpus == (platform == "cpu")

@@ -11,9 +11,9 @@ from hypothesis import given
 import jaxpipe as jp
 from jaxpipe.engine.costs import Costs
 from jaxpipe.engine.simulate import simulate
-from jaxpipe.lowering.assign_ticks import assign_ticks, joined_ticks, joins_weights, modulo_ticks
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.lowering.prices import NO_OVERHEADS
+from jaxpipe.lowering.target import NO_OVERHEADS
+from jaxpipe.lowering.ticks import assign_ticks, joined_ticks, joins_weights, modulo_ticks
 from jaxpipe.table.kinds import Kind, parts
 from tests.passes import KEEP_ORDER, every_ticks, inputs, places
 from tests.strategies import schedules

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.assign_ticks import assign_ticks, collect, joined_ticks
-from jaxpipe.lowering.candidates import Span, segments_of
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
+from jaxpipe.lowering.ticks import Span, assign_ticks, joined_ticks, segments_of
 from jaxpipe.program.segments import Block, Payload, Presence, TickTemplate
 from jaxpipe.program.verify import ProgramRule, faults, verify
 from jaxpipe.table.kinds import Kind
@@ -109,8 +108,8 @@ def test_the_error_lists_the_faults():
 
 def test_a_pool_that_is_too_large_is_found():
     program = sound_program()
-    for i, pool in enumerate(program.pools):
-        pools = (*program.pools[:i], replace(pool, slots=pool.slots + 1), *program.pools[i + 1 :])
+    for pool, slots in program.pools.items():
+        pools = {**program.pools, pool: slots + 1}
         assert rules_broken(replace(program, pools=pools)) == {ProgramRule.POOL}
 
 
@@ -249,7 +248,7 @@ def broken_segments(segments, broken):
 @pytest.mark.parametrize(("broken", "rules"), BREAK.values(), ids=[*BREAK])
 def test_a_wrong_segment_is_found(broken, rules):
     ticks = assign_ticks(jp.schedules.build("zbv", devices=3, microbatches=6))
-    program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 6)], collect(ticks)))
+    program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 6)], ticks))
     assert faults(program) == ()
     changed = list(broken_segments(program.segments, broken))
     assert len(changed) > 1
@@ -272,7 +271,7 @@ def test_a_missing_tick_is_found():
 def test_a_transfer_that_is_written_too_late_is_found(monkeypatch, payload):
     """Beside blocks it is written before the first that may need it, and no later."""
     ticks = assign_ticks(jp.schedules.build("zb_h1", devices=4, microbatches=8))
-    segments = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks))
+    segments = segments_of([Span(0, ticks.num_ticks, 1)], ticks)
     program = assign_slots(ticks, segments)
     assert any(t.permute.payload is payload and t.from_before for t in segments[0].transits)
     assert not faults(program)
@@ -283,7 +282,7 @@ def test_a_transfer_that_is_written_too_late_is_found(monkeypatch, payload):
         "before_readers",
         lambda self, of: late[of] if of is payload else right(self, of),
     )
-    broken = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks))
+    broken = segments_of([Span(0, ticks.num_ticks, 1)], ticks)
     broken_rules = rules_broken(replace(program, segments=broken))
     assert broken_rules
     assert broken_rules <= {ProgramRule.VALUE, ProgramRule.OVERWRITTEN}
@@ -295,11 +294,11 @@ def test_a_transfer_that_is_written_before_a_w_has_read_its_slot_is_found(monkey
     """
     schedule = jp.schedules.build("zb_h1", devices=4, microbatches=8)
     ticks = joined_ticks(schedule)
-    program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks)))
+    program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 1)], ticks))
     assert program.slots.x == plan_of(schedule).program().slots.x
     assert not faults(program)
     monkeypatch.setattr(TickTemplate, "before_readers", lambda *_: 0)
-    early = segments_of([Span(0, ticks.num_ticks, 1)], collect(ticks))
+    early = segments_of([Span(0, ticks.num_ticks, 1)], ticks)
     found = faults(replace(program, segments=early))
     assert {fault.rule for fault in found} == {ProgramRule.OVERWRITTEN}
     assert all("pool x " in fault.message for fault in found)
@@ -310,10 +309,10 @@ def test_a_forward_that_writes_what_the_w_of_its_block_still_reads_is_found():
     schedule = jp.schedules.build("zb_h1", devices=4, microbatches=8)
     apart, together = joined_ticks(schedule), joined_ticks(schedule, as_one=True)
     spans = [Span(0, apart.num_ticks, 1)]
-    sound = assign_slots(together, segments_of(spans, collect(together)))
+    sound = assign_slots(together, segments_of(spans, together))
     assert not faults(sound)
     assert all(template.paired for segment in sound.segments for template in segment.templates)
-    program = assign_slots(apart, segments_of(spans, collect(apart)))
+    program = assign_slots(apart, segments_of(spans, apart))
     assert not faults(program)
     found = faults(replace(program, joint=together.joint))
     assert {fault.rule for fault in found} == {ProgramRule.OVERWRITTEN}

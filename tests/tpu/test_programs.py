@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
-from jaxpipe.inspect.collectives import Compute, steady
-from jaxpipe.inspect.programs import Purpose, TpuProgram, heap_bytes
-from jaxpipe.inspect.step_profile import Clock
+from benchmarks.llama import layered
+from jaxpipe.inspect.programs import Compute, Purpose, TpuProgram, heap_bytes, steady
+from jaxpipe.inspect.step_report import Clock
 from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.spmd.executor import WITH_SLACK
 from tests.gpu import test_slices as gpu_slices
@@ -195,10 +195,7 @@ def test_unlike_stages(topology: str, request: pytest.FixtureRequest) -> None:
     model = jp.Model({"E": first, "t": layer, "L": last}, layers=layout)
     schedule = jp.schedules.build("zb_h1", devices=4, microbatches=8)
     pipe = small_pipeline(model, schedule, topology, layout=layout)
-    canonical = shapes(1, layers=10, **SIZES)
-    canonical["stages"] = {
-        "t": jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), canonical["stages"])
-    }
+    canonical = jax.eval_shape(layered, shapes(1, layers=10, **SIZES))
     lowered = pipe.lower(pipe.place(canonical), tokens(pipe))
     check_with_slack(read(lowered, topology))
 

@@ -14,6 +14,7 @@ from jaxpipe.eager import EagerExecutor
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
+from tests.refused import refused
 from tests.tolerance import relative
 from tests.unlike.test_unlike import draw, over_microbatches
 
@@ -166,19 +167,16 @@ def test_losses_of_layers_may_have_any_floating_form(loss):
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        ((), r"float64\[0\]"),
+        ((), "nothing"),
         (True, r"bool\[\]"),
         (lambda x: jnp.sum(x, -1), r"float64\[2\]"),
-        ({}, r"PyTreeDef\(\{\}\)"),
+        ({}, "nothing"),
     ],
     ids=["tuple", "bool", "vector", "dict"],
 )
 def test_what_is_no_loss_of_a_layer_is_refused(loss, text):
     pipe, canonical, batch = of_layers(loss)
-    with pytest.raises(
-        jp.PipelineError,
-        match=r"`layers\['t'\]` must return a floating scalar as its loss; it returns " + text,
-    ):
+    with refused(r"`layers\['t'\]` must return a floating scalar as its loss; it returns " + text):
         jax.eval_shape(pipe.losses, pipe.place(canonical), batch)
 
 
@@ -203,7 +201,7 @@ def test_faults_of_losses():
         ),
     ]:
         pipe = jp.Pipeline(jp.Model(stage, last=last, stage_loss=True), build("1f1b"), mesh_of(2))
-        with pytest.raises(jp.PipelineError, match=text):
+        with refused(text):
             pipe.value_and_grad(pipe.place(canonical), rows())
 
 
@@ -367,30 +365,28 @@ def test_faults_of_state():
     canonical = {"stages": draw({"w": (2, WIDTH, WIDTH)}), "last": {}}
     pipe = jp.Pipeline(jp.Model(normalised, last=last), build("1f1b"), mesh_of(2))
     params = pipe.place(canonical)
-    with pytest.raises(
-        jp.PipelineError, match=r"takes `state`, but the step got none; give state=pipe.place_state"
-    ):
+    with refused(r"takes `state`, but the step got none; give state=pipe.place_state"):
         pipe.value_and_grad(params, rows())
-    with pytest.raises(jp.PipelineError, match=r"its leading axis must be the number of stages, 2"):
+    with refused(r"its leading axis must be the number of stages, 2"):
         pipe.place_state(start(3))
-    with pytest.raises(jp.PipelineError, match=r"state are not placed.*`place_state`"):
+    with refused(r"state are not placed.*`place_state`"):
         pipe.value_and_grad(params, rows(), state=start(2))
     stateless = jp.Pipeline(jp.Model(lambda p, x: x @ p["w"], last=last), build("1f1b"), mesh_of(2))
-    with pytest.raises(jp.PipelineError, match="no stage takes `state`"):
+    with refused("no stage takes `state`"):
         stateless.value_and_grad(params, rows(), state=pipe.place_state(start(2)))
-    with pytest.raises(jp.PipelineError, match="cannot be on two devices"):
+    with refused("cannot be on two devices"):
         jp.Pipeline(jp.Model(normalised, last=last), build("dualpipe"), mesh_of(2))
 
     def scaled(params, x, *, state):
         return x @ params["w"] * (1 + state["mean"]), {**state, "mean": state["mean"] + 1}
 
     reads = jp.Pipeline(jp.Model(scaled, last=last), build("1f1b"), mesh_of(2))
-    with pytest.raises(jp.PipelineError, match="the gradient of `stage` depends on its state"):
+    with refused("the gradient of `stage` depends on its state"):
         reads.value_and_grad(params, rows(), state=pipe.place_state(start(2)))
     grown = jp.Pipeline(
         jp.Model(lambda p, x, *, state: (x @ p["w"], {"mean": state["mean"]}), last=last),
         build("1f1b"),
         mesh_of(2),
     )
-    with pytest.raises(jp.PipelineError, match="return the same tree"):
+    with refused("return the same tree"):
         grown.value_and_grad(params, rows(), state=pipe.place_state(start(2)))

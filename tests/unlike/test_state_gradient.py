@@ -13,6 +13,7 @@ from jaxpipe.eager import EagerExecutor
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
+from tests.refused import refused
 from tests.tolerance import relative
 from tests.unlike.test_returned import ROWS, WIDTH, M, build, last, one_by_one, rows
 from tests.unlike.test_unlike import draw
@@ -153,13 +154,13 @@ def test_a_stage_that_would_lose_a_gradient_is_refused(stage, executor):
         r"state = jax.lax.stop_gradient\(state\)"
     )
     for call in (pipe.value_and_grad, pipe.loss):
-        with pytest.raises(jp.PipelineError, match=text):
+        with refused(text):
             call(params, rows(), state=state)
 
 
 def test_it_is_refused_under_remat_too():
     pipe, params, state = pipeline(running, remat="full")
-    with pytest.raises(jp.PipelineError, match="`stage` would lose a gradient"):
+    with refused("`stage` would lose a gradient"):
         pipe.value_and_grad(params, rows(), state=state)
 
 
@@ -204,12 +205,8 @@ def test_others_have_the_gradients_of_one_device(stage):
 
 def test_what_is_recomputed_must_not_depend_on_state():
     pipe, params, state = pipeline(counted, jp.add_recompute(build("1f1b")))
-    with pytest.raises(
-        jp.PipelineError, match=r"R in the table recomputes .* `stage` needs.*remove_recompute"
-    ):
+    with refused(r"R in the table recomputes .* `stage` needs.*remove_recompute"):
         pipe.value_and_grad(params, rows(), state=state)
     pipe, params, state = pipeline(counted, remat="full")
-    with pytest.raises(
-        jp.PipelineError, match=r"the gradient of `stage` depends on its state.*\(With remat="
-    ):
+    with refused(r"the gradient of `stage` depends on its state.*\(With remat="):
         pipe.value_and_grad(params, rows(), state=state)

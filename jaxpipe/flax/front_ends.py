@@ -1,0 +1,515 @@
+"""linen modules and nnx modules as units, and pipelines of their blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import core, errors, nnx
+from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from ..arrays import Params, PyTree, by_path
+from ..errors import PipelineError
+from ..layouts.layout import Layout
+from .adapter import Call, End, FlaxModel, Form, Unit, adapt, end_units, listed, plain_call
+
+Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
+# Collections that a call never writes: `Module.perturb` adds nothing where it may not.
+FIXED = ("params", "perturbations")
+_LINEN_ADVICE = (
+    "Take the sow() out; a block may return a loss of them: stage_loss=True, call=function that "
+    "returns (x, loss made of block.variables[...]). (Leave out likewise what init() sowed into "
+    "the variables that are given)"
+)
+
+
+@dataclass(frozen=True)
+class LinenModel(FlaxModel):
+    """A model of linen modules as a pipeline takes it (see `FlaxModel`)."""
+
+    def to_linen(self, params: Params, state: PyTree = None) -> Any:
+        """Canonical parameters, and state, as the blocks' variables, in the form in which they were
+        given: a list, or stacked.
+
+        Parameters of first, last and shared are those of their modules already.
+        """
+        rows = self._by_block(params["stages"], self.state if state is None else state)
+        variables = [{"params": own, **other} for own, other in rows]
+        return variables[0] if self._stack else variables
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinenUnit(Unit):
+    """Modules with their variables."""
+
+    advice: ClassVar[str] = _LINEN_ADVICE
+    rngs: tuple[str, ...]
+    takes_sown: bool  # the call makes a loss of sown values
+
+    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
+        """The modules bound to variables.
+
+        New collections may be written.  The step refuses sown values, which would be lost.
+        """
+        names = () if key is None else self.rngs
+        keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}
+
+        def bound(module: nn.Module, own: PyTree, other: PyTree) -> nn.Module:
+            fixed = other if self.constant or not training else ()
+            mutable = core.DenyList([*FIXED, *fixed])
+            return module.bind({"params": own, **other}, rngs=keys, mutable=mutable)
+
+        return _each(bound, self.modules, params, state)
+
+    def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
+        """A call on the bound modules."""
+        try:
+            with nn.intercept_methods(_without_metadata):
+                return super().run(params, state, call)
+        except errors.ModifyScopeVariableError as error:
+            if not self.constant:
+                raise
+            raise PipelineError(
+                f"{self.name} changes its variables; only blocks may keep state (batch "
+                f"statistics): {error}"
+            ) from error
+
+    def variables(self, modules: Any, state: PyTree) -> PyTree:
+        """All collections but the parameters; those that were there where the call takes sown
+        ones.
+        """
+        after = _each(lambda module: _without_params(core.unfreeze(module.variables)), modules)
+        return {name: after[name] for name in state} if self.takes_sown else after
+
+    def settings(self) -> dict[str, str]:
+        """The class, attributes and shapes of variables."""
+        module = self.modules
+        attributes = {
+            f.name: repr(getattr(module, f.name, None))
+            for f in fields(module)
+            if f.name not in ("parent", "name")
+        }
+        shapes = {
+            path: f"{leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in by_path({"params": self.params, **self.state}).items()
+        }
+        return {"the block": type(module).__name__, **attributes, **shapes}
+
+
+def linen_unit(
+    name: str,
+    modules: Any,
+    call: Callable[..., Any] | None,
+    variables: Any,
+    *,
+    rngs: tuple[str, ...],
+    takes_sown: bool = False,
+) -> LinenUnit:
+    """The unit of modules, one or a tuple or dict of them, with as many variables."""
+
+    def params(_: nn.Module, own: Variables | None) -> PyTree:
+        return (own or {}).get("params", {})
+
+    variables = core.unfreeze(variables)
+    plain = _unbox(variables)
+    return LinenUnit(
+        name=name,
+        modules=modules,
+        call=call or plain_call,
+        params=_each(params, modules, plain),
+        state=_each(lambda _, own: _without_params(own or {}), modules, plain),
+        specs=nn.get_partition_spec(_each(params, modules, variables)),
+        random=bool(rngs),
+        rngs=rngs,
+        takes_sown=takes_sown,
+    )
+
+
+def _unbox(tree: PyTree) -> PyTree:
+    """A tree without sharding metadata, whose axes no mesh in context needs to have."""
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return nn.meta.unbox(tree)
+
+
+@dataclass(frozen=True)
+class _Unboxed:
+    """An initializer without sharding metadata."""
+
+    call: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return nn.meta.unbox(self.call(*arguments, **keywords))
+
+
+def _without_metadata(
+    method: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+    context: Any,
+) -> Any:
+    """A method call in which initializers ignore sharding metadata.
+
+    `DenseGeneral` calls its initializers in every call, for shapes alone, and would constrain the
+    result by axes that the pipeline's mesh does not have.
+    """
+    for name in ("kernel_init", "bias_init"):
+        init = getattr(context.module, name, None)
+        if callable(init) and not isinstance(init, _Unboxed):
+            object.__setattr__(context.module, name, _Unboxed(init))
+    return method(*arguments, **keywords)
+
+
+def _without_params(variables: Variables) -> dict[str, PyTree]:
+    return {name: tree for name, tree in variables.items() if name != "params"}
+
+
+def _each(function: Callable[..., Any], modules: Any, *trees: Any) -> Any:
+    """A function of each of the modules, one or a tuple or dict of them, and its part of trees."""
+    return {} if modules is None else jax.tree.map(function, modules, *trees)
+
+
+def from_linen(
+    blocks: nn.Module | Sequence[nn.Module],
+    variables: Variables | Sequence[Variables],
+    *,
+    num_stages: int | None = None,
+    layout: Layout | str | None = None,
+    first: End | None = None,
+    last: End | None = None,
+    shared: tuple[Any, Any] | None = None,
+    call: Callable[..., Any] | None = None,
+    rngs: Sequence[str] = ("dropout",),
+    rules: Mapping[str, Any] | None = None,
+    stage_loss: bool = False,
+    ignore: Sequence[str] = (),
+    **contract: Any,
+) -> LinenModel:
+    """Make the functions and canonical parameters of a pipeline from linen modules and their
+    variables, as they are.
+
+    Random numbers come from the step's key (`rng=`), a key for each layer and microbatch.  Blocks
+    need not be alike: a pattern that every stage repeats is enough.
+
+    Args:
+        blocks: the module of every block, or a list with each block's own.
+        variables: a list with each block's variables (see `submodules`), or variables with a
+            leading axis of blocks (as `nn.scan`, `nn.vmap` or a vmapped `init` make them).
+        num_stages: S; divides the number of blocks.
+        layout: instead of num_stages, the letters of each stage, as `from_nnx` takes them.
+        first, last: the modules before and after the blocks; their functions take bound modules.
+        shared: (modules, variables) that several of these functions use.  The functions take them,
+            bound, as `shared` by keyword.
+        call: `call(block, x) -> x`, where it is not `block(x)`; it may take training, microbatch,
+            ctx and shared by keyword, as in `lambda block, x, *, training: block(x,
+            train=training)`.
+        rngs: the collections for which modules draw random numbers.
+        rules: where `nn.with_partitioning` names logical axes, the mesh axis of each (or None).
+        stage_loss: blocks, or `call`, return (x, loss), and the losses are added to that of the
+            microbatch.  A loss that blocks sow comes so: `call` reads it in `block.variables`.
+        ignore: names of attributes in which blocks that run the same code may differ, such as
+            `layer_idx`.  Each runs with those of the first such block.
+        contract: `loss`, `has_metrics` and `frozen`, as `jaxpipe.Model` takes them.
+
+    Raises:
+        PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
+            A step raises it for values that blocks sow and nobody takes.
+    """
+    form = Form("from_linen", num_stages, layout, rules, stage_loss, ignore, contract)
+    unit = partial(linen_unit, rngs=tuple(rngs))
+    common = None if shared is None else End(shared[0], plain_call, shared[1])
+    ends = end_units(
+        first, last, common, lambda name, end: unit(name, end.modules, end.call, end.variables)
+    )
+    several, stack = not isinstance(blocks, nn.Module), isinstance(variables, Mapping)
+    modules = listed(blocks if several else [blocks], nn.Module, "linen")
+    if stack and several:
+        raise PipelineError(
+            "variables with a leading axis of blocks are of one module; give that module, or "
+            "a list of variables"
+        )
+    each: list[Any] = [variables] if stack else list(variables)
+    if several and len(each) != len(modules):
+        raise PipelineError(
+            f"there are {len(modules)} blocks but variables of {len(each)}; give each block's "
+            "own, in order"
+        )
+    takes_sown = stage_loss and call is not None
+    units = [
+        unit("a block", module, call, dict(own), takes_sown=takes_sown)
+        for module, own in zip(modules if several else modules * len(each), each, strict=True)
+    ]
+    return adapt(LinenModel, units, ends=ends, form=form, stack=stack)
+
+
+def submodule(variables: Variables, name: str) -> dict[str, PyTree]:
+    """The variables of one submodule: {"params": {"embed": tree}} -> {"params": tree};
+    PipelineError if there is none.
+    """
+    found = {collection: tree[name] for collection, tree in variables.items() if name in tree}
+    if not found:
+        raise PipelineError(
+            f"no submodule is called {name!r}; the names are "
+            f"{sorted({n for tree in variables.values() for n in tree})}"
+        )
+    return found
+
+
+def submodules(variables: Variables, pattern: str) -> list[dict[str, PyTree]]:
+    """The variables of submodules with numbered names, in order: "Block_{}" finds Block_0, Block_1,
+    ...
+    """
+    found, others = split_variables(variables, pattern)
+    if not found:
+        raise PipelineError(
+            f"no submodule is called {pattern.format(0)!r}; the names are "
+            f"{sorted({name for tree in others.values() for name in tree})}"
+        )
+    return found
+
+
+def names_of(pattern: str, number: int) -> tuple[str, ...]:
+    """The path of a block with this number: "decoder/layers_{}"."""
+    return tuple(pattern.format(number).split("/"))
+
+
+def split_variables(variables: Variables, pattern: str) -> tuple[list[Any], Any]:
+    """The variables of each numbered submodule, and those of the rest, with their metadata."""
+    trees = flatten_dict(core.unfreeze(variables))
+    own: list[Any] = []
+    while found := {
+        path: leaf
+        for path, leaf in trees.items()
+        if path[1 : len(names := names_of(pattern, len(own))) + 1] == names
+    }:
+        cut = {(path[0], *path[len(names) + 1 :]): leaf for path, leaf in found.items()}
+        own.append(unflatten_dict(cut))
+        trees = {path: leaf for path, leaf in trees.items() if path not in found}
+    return own, unflatten_dict(trees)
+
+
+# nnx
+
+_NNX_ADVICE = (
+    "Take them where the module is called, x, sown = nnx.capture(module, nnx.Intermediate)(x), and "
+    "drop them or make a loss of them: blocks return it with stage_loss=True, call=function that "
+    "returns (x, loss). (Take what was sown before out of the modules: nnx.pop(module, "
+    "nnx.Intermediate))"
+)
+
+
+@dataclass(frozen=True)
+class NnxModel(FlaxModel):
+    """A model of nnx modules as a pipeline takes it (see `FlaxModel`)."""
+
+    def to_nnx(self, params: Params, state: PyTree = None) -> None:
+        """Write canonical parameters, and state, into the variables of the modules that the model
+        was made of.
+        """
+        rows = self._by_block(params["stages"], {} if state is None else state)
+        written = [(block.modules, row) for block, row in zip(self._blocks, rows, strict=True)]
+        written += [(unit.modules, (params[key],)) for key, unit in self._ends.items()]
+        for modules, trees in written:
+            variables = nnx.state(modules)
+            for tree in trees:
+                nnx.replace_by_pure_dict(variables, tree)
+            nnx.update(modules, variables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NnxUnit(Unit):
+    """Modules as a graph and their variables: the parameters (those that the filter `trainable`
+    takes), the streams of random numbers, and the others.
+    """
+
+    advice: ClassVar[str] = _NNX_ADVICE
+    trainable: Any
+    graph: Any
+    states: tuple[Any, Any, Any]
+    stack: bool  # variables have a leading axis of blocks
+
+    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
+        """The modules; every stream of random numbers begins again from the key, and without one
+        drawing fails.
+        """
+        streams = enumerate(jax.tree.leaves(self.states[1]))
+        leaves = (
+            jax.tree.leaves(params),
+            [self._stream(number, old, key) for number, old in streams],
+            jax.tree.leaves(state),
+        )
+        filled = [
+            jax.tree.unflatten(jax.tree.structure(old), new)
+            for old, new in zip(self.states, leaves, strict=True)
+        ]
+        modules = nnx.merge(self.graph, *filled)
+        for module in jax.tree.leaves(modules, is_leaf=_is_module):
+            if _is_module(module) and not training:
+                module.eval()
+        return modules
+
+    def _stream(self, number: int, old: Any, key: Any) -> Any:
+        shape = old.shape[1:] if self.stack else old.shape
+        if not jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+            return jnp.zeros(shape, old.dtype)
+        own = None if key is None else jax.random.fold_in(key, number)
+        return own if own is None or not shape else jax.random.split(own, shape)
+
+    def variables(self, modules: Any, state: PyTree) -> PyTree:
+        """All that are neither parameters nor streams of random numbers."""
+        return nnx.to_pure_dict(nnx.split(modules, self.trainable, nnx.RngState, ...)[3])
+
+    def kind(self, ignore: Sequence[str]) -> Any:
+        """The graph with static attributes, shapes and dtypes."""
+        module = nnx.clone(self.modules)
+        module.set_attributes(**dict.fromkeys(ignore), raise_if_not_found=False)
+        graph, variables = nnx.split(module)
+        return graph, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variables)]
+
+    def settings(self) -> Mapping[str, str]:
+        """Variables by shape, modules by class, and static attributes as they are."""
+        texts = {}
+        for path, value in sorted(nnx.iter_graph(self.modules), key=lambda node: str(node[0])):
+            text = type(value).__name__
+            if isinstance(value, nnx.Variable):
+                text = f"{text} {value.dtype}{list(value.shape)}"
+            elif not isinstance(value, nnx.Module):
+                text = repr(value)
+            if "_pytree__" not in str(path[-1:]):
+                texts[".".join(map(str, path)) or "the block"] = text
+        return texts
+
+
+def _is_module(node: Any) -> bool:
+    return isinstance(node, nnx.Module)
+
+
+def nnx_unit(
+    name: str,
+    modules: Any,
+    call: Callable[..., Any] | None,
+    *,
+    trainable: Any,
+    frozen: Any,
+    stack: bool = False,
+) -> NnxUnit:
+    """The unit of modules; the filters say which variables are parameters, and which of these are
+    not trained.
+    """
+    graph, own, streams, others = nnx.split(modules, trainable, nnx.RngState, ...)
+    is_frozen = nnx.filterlib.to_predicate(False if frozen is None else frozen)
+    return NnxUnit(
+        name=name,
+        modules=modules,
+        call=call or plain_call,
+        params=nnx.to_pure_dict(own),
+        state=nnx.to_pure_dict(others),
+        specs=nnx.to_pure_dict(nnx.get_partition_spec(own)),
+        random=bool(jax.tree.leaves(streams)),
+        frozen=frozenset(
+            "/".join(map(str, path))
+            for path, leaf in nnx.to_flat_state(own)
+            if is_frozen(path, leaf)
+        ),
+        trainable=trainable,
+        graph=graph,
+        states=(own, streams, others),
+        stack=stack,
+    )
+
+
+def from_nnx(
+    blocks: Any,
+    *,
+    num_stages: int | None = None,
+    layout: Layout | str | None = None,
+    first: End | None = None,
+    last: End | None = None,
+    shared: Any = None,
+    call: Callable[..., Any] | None = None,
+    trainable: Any = nnx.Param,
+    frozen: Any = None,
+    rules: Mapping[str, Any] | None = None,
+    stage_loss: bool = False,
+    ignore: Sequence[str] = (),
+    **contract: Any,
+) -> NnxModel:
+    """Make the functions and canonical parameters of a pipeline from nnx modules; the modules stay
+    as they are.
+
+    Dropout draws from the step's key (`rng=`), a key for each layer and microbatch, and from no
+    stream of the modules.  Evaluation runs the modules as `Module.eval` would.  Blocks need not be
+    alike: a pattern that every stage repeats (local and global attention in turn) is enough.
+
+    Args:
+        blocks: a list of modules (`nnx.List`, `nnx.Sequential`), or one module whose variables have
+            a leading axis of blocks (made by `nnx.vmap`).
+        num_stages: S; divides the number of blocks.
+        layout: instead of num_stages, the letters of each stage, "Ett|tttL" (see `parse_layout`): E
+            is `first`, L is `last`, and every other letter the next block of the list.  Stages may
+            have any numbers of blocks, and letters kinds of their own.
+        first, last: the modules before and after the blocks.
+        shared: modules that several of these functions use (a tied embedding).  The functions take
+            them as `shared` by keyword.
+        call: `call(block, x) -> x`, where it is not `block(x)`; it may take microbatch, ctx, shared
+            and training by keyword.
+        trainable: which variables are parameters (a filter of nnx); the blocks' others are state.
+        frozen: which of them are not trained (a filter of nnx, `lambda path, v: not isinstance(v,
+            nnx.LoRAParam)` say); see `Model`.
+        rules: where `nnx.with_partitioning` names logical axes, the mesh axis of each (or None).
+        stage_loss: blocks, or `call`, return (x, loss), and the losses are added to that of the
+            microbatch.  A loss that blocks sow comes so: `call` takes it with `nnx.capture`.
+        ignore: names of attributes in which blocks that run the same code may differ, such as
+            `layer_idx`.  Each runs with those of the first such block.
+        contract: `loss` and `has_metrics`, as `jaxpipe.Model` takes them.
+
+    Raises:
+        PipelineError: blocks do not divide into stages, are unlike, or share a variable.  A step
+            raises it for values that blocks sow and nobody takes.
+
+    Example:
+        >>> blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(6)]
+        >>> model = from_nnx(
+        ...     blocks,
+        ...     num_stages=2,
+        ...     last=End(None, lambda _, x, microbatch: jnp.mean((x - microbatch["y"]) ** 2)),
+        ... )
+        >>> model.params["stages"]["kernel"].shape
+        (2, 3, 4, 4)
+    """
+    form = Form("from_nnx", num_stages, layout, rules, stage_loss, ignore, contract)
+    unit = partial(nnx_unit, trainable=trainable, frozen=frozen)
+    common = None if shared is None else End(shared, plain_call)
+    ends = end_units(first, last, common, lambda name, end: unit(name, end.modules, end.call))
+    if isinstance(blocks, nnx.Sequential):
+        blocks = blocks.layers
+    stack = isinstance(blocks, nnx.Module) and not isinstance(blocks, nnx.List)
+    modules = listed([blocks] if stack else blocks, nnx.Module, "nnx")
+    check_distinct(modules, ends)
+    units = [unit("a block", block, call, stack=stack) for block in modules]
+    return adapt(NnxModel, units, ends=ends, form=form, stack=stack)
+
+
+def check_distinct(blocks: Sequence[Any], ends: Mapping[str, Unit]) -> None:
+    """PipelineError where two parts hold the same variable: it would become two parameters."""
+    owners = {f"block {i}": block for i, block in enumerate(blocks)}
+    owners |= {key: unit.modules for key, unit in ends.items()}
+    seen: dict[int, tuple[str, str]] = {}
+    faults = []
+    for owner, modules in owners.items():
+        for path, value in nnx.iter_graph(modules):
+            if not isinstance(value, nnx.Variable) or isinstance(value, nnx.RngState):
+                continue
+            name = ".".join(map(str, path))
+            before = seen.setdefault(id(value), (owner, name))
+            if before[0] != owner:
+                faults.append(
+                    f"{before[0]} and {owner} hold the same variable, {before[1]} and {name}; "
+                    "give its module as shared="
+                )
+    PipelineError.refuse("parts share variables", faults)

@@ -1,0 +1,565 @@
+"""Passes: give every cell of a table the lock-step tick in which the lowered program runs it, list
+what each tick needs, and list the spans in which ticks can be emitted.
+
+Ticks are one span, or a warmup, a steady state and a cooldown.  Only what must be static has to
+repeat: which kinds of blocks occur in a tick, and which pairs of devices exchange something.  In
+cuts at collective actions these have no predicate, where they come at equal intervals or in bursts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise, product
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ScheduleError
+from ..program.ir import JOINT
+from ..program.segments import (
+    Block,
+    BlockUse,
+    Loop,
+    Part,
+    Payload,
+    Permute,
+    Presence,
+    Segment,
+    TickTemplate,
+    room_of,
+    ticks_of,
+)
+from ..table.effects import flags_of
+from ..table.encoded import BoolArray, IntArray
+from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap
+from ..table.run_order import Transfers, waits
+from ..table.schedule import Schedule
+from ..table.text import grid
+
+NO_TRANSFER = np.iinfo(np.int32).max  # in `Ticks.transfers`
+
+
+class Edge(NamedTuple):
+    """A transfer from one device to another at the end of a tick."""
+
+    payload: Payload
+    source: int
+    target: int
+
+
+def equal_rows(rows: NDArray[Any]) -> IntArray:
+    """Per row, a number that equal rows share, the first of them 0."""
+    numbers: dict[bytes, int] = {}
+    found = [numbers.setdefault(r.tobytes(), len(numbers)) for r in np.ascontiguousarray(rows)]
+    return np.array(found, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Ticks:
+    """`when[i]` is the tick in which action i of `schedule.encoded` runs.
+
+    Within a tick a device does at most one forward and one backward, or a W and then a forward;
+    what it produces is transferred. A collective action (L, E, G) has a tick of its own on every
+    device.
+    """
+
+    schedule: Schedule
+    when: IntArray
+    # the period of the whole table's code, for which the ticks were made; 1 leaves it to
+    # `span_candidates`
+    period: int = 1
+    # backwards that run as one block with a forward of their tick
+    joint: tuple[Kind, ...] = JOINT
+
+    @cached_property
+    def num_ticks(self) -> int:
+        """T, the number of ticks; a multiple of `period`."""
+        used = int(self.when.max(initial=-1)) + 1
+        return used + -used % self.period
+
+    @cached_property
+    def cells(self) -> tuple[tuple[Cell, ...], ...]:
+        """`cells[device][tick]`: what each device does in each tick, None where it idles; all rows
+        have length T.
+        """
+        rows: list[list[Cell]] = [[None] * self.num_ticks for _ in self.schedule.rows]
+        when = iter(self.when.tolist())
+        for device, _, action in self.schedule.actions():
+            tick = next(when)
+            other = rows[device][tick]
+            if other is None:
+                rows[device][tick] = action
+            else:  # a forward and a backward, whichever comes first in the row
+                assert isinstance(other, Action), "three actions in one tick"
+                rows[device][tick] = Overlap(*sorted((action, other), key=lambda a: a.kind))
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def pairs(self) -> BoolArray:
+        """`[tick, device]`: whether it runs a forward and a backward that may be one block."""
+        table, halves = self.schedule.encoded, []
+        for kinds in (RUNS_FORWARD, self.joint):
+            runs, found = table.of_kinds(kinds), np.zeros((self.num_ticks, table.num_devices), bool)
+            found[self.when[runs], table.device[runs]] = True
+            halves.append(found)
+        return halves[0] & halves[1]
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[Block, ...], IntArray]:
+        """The blocks that occur; and `[tick, block]`: how many devices run it, and how many of them
+        for the first, the last, a locally consumed stage.
+        """
+        table = self.schedule.encoded
+        kinds = np.stack([table.kind, self.schedule.chunks, ~table.recomputed], 1)
+        blocks, block = np.unique(kinds, axis=0, return_inverse=True)
+        shape, flags = (self.num_ticks, len(blocks)), flags_of(table)
+        cells = np.ravel_multi_index((self.when, block.reshape(-1)), shape)
+        some = (None, *(flags[name] for name in ("is_first", "is_last", "is_local")))
+        counts = np.stack([np.bincount(cells, each, math.prod(shape)) for each in some], -1)
+        found = tuple(Block(Kind(k), chunk, bool(keeps)) for k, chunk, keeps in blocks.tolist())
+        return found, counts.astype(np.int64).reshape(*shape, len(some))
+
+    @cached_property
+    def transfers(self) -> tuple[tuple[Edge, ...], NDArray[np.int32]]:
+        """The transfers that occur, in order; and `[tick, edge]` the slack of each, `NO_TRANSFER`
+        where it does not occur.
+        """
+        table, when = self.schedule.encoded, self.when
+        sent = np.flatnonzero((table.consumer >= 0) & ~flags_of(table)["is_local"])
+        user = table.consumer[sent]
+        payload = np.where(table.kind[sent] == Kind.F, Payload.ACTIVATION, Payload.COTANGENT)
+        ends = np.stack([payload, table.device[sent], table.device[user]], 1)
+        edges, edge = np.unique(ends, axis=0, return_inverse=True)
+        slack = np.full((self.num_ticks, len(edges)), NO_TRANSFER, np.int32)
+        slack[when[sent], edge.reshape(-1)] = when[user] - when[sent] - 1
+        return tuple(Edge(Payload(p), d, e) for p, d, e in edges.tolist()), slack
+
+    @cached_property
+    def collective(self) -> IntArray:
+        """Per tick, a number that ticks with equal collective actions share; else 0."""
+        blocks, counts = self.blocks
+        shares = counts[:, np.array([block.is_collective for block in blocks], bool), 0] > 0
+        return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:]
+
+    @cached_property
+    def signatures(self) -> IntArray:
+        """Per tick, a number that ticks of equal blocks and transfers share, which can share their
+        code.
+        """
+        needs = [self.blocks[1][:, :, 0] > 0, self.transfers[1] < NO_TRANSFER]
+        return equal_rows(np.concatenate(needs, axis=1))
+
+    def __str__(self) -> str:
+        return grid(self.cells)
+
+
+def assign_ticks(schedule: Schedule) -> Ticks:
+    """Put each cell in the first tick after its device's previous cell and after every producer on
+    another device.
+
+    This is the longest path through the table's order and data dependencies, so T is the least that
+    any lock-step program of this table can have.  Linear in the number of cells.  ScheduleError if
+    the table cannot run.
+    """
+    return _earliest(schedule, schedule.encoded.last_half)
+
+
+def joins_weights(schedule: Schedule) -> BoolArray:
+    """Per action, whether it is a W with an F right after it in its row, neither of them half of a
+    pair.
+    """
+    return _followed(schedule, Kind.W, Kind.F)
+
+
+def joins_shares(schedule: Schedule) -> BoolArray:
+    """Per action, whether it is an F with an H right after it in its row."""
+    return _followed(schedule, Kind.F, Kind.H)
+
+
+def _followed(schedule: Schedule, one: Kind, other: Kind) -> BoolArray:
+    """Per action, whether it is of one kind and the next of its row of the other, neither of them
+    half of a pair.
+    """
+    table, found = schedule.encoded, np.zeros(schedule.encoded.num_actions, bool)
+    kind = table.kind.copy()
+    kind[table.pairs] = kind[table.pairs + 1] = -1
+    found[:-1] = (kind[:-1] == one) & (kind[1:] == other) & (np.diff(table.device) == 0)
+    return found
+
+
+def joined_ticks(schedule: Schedule, *, as_one: bool = False) -> Ticks:
+    """As `assign_ticks`, but a W is in the tick of the F right after it, and an H in that of the F
+    right before it: fewer ticks, and in each of them predicates to ask.
+
+    A W and an H neither await nor make a transfer, so where transfers run beside blocks they run
+    while their tick's F awaits its input.  With `as_one` a W and its F are one block: where blocks
+    communicate, matmuls of the W run beside collectives of the F.
+    """
+    table = schedule.encoded
+    joined = joins_weights(schedule)
+    joined[1:] |= joins_shares(schedule)[1:] & ~joined[:-1]
+    ends = np.where(joined, np.arange(table.num_actions) + 1, table.last_half)
+    ticks = _earliest(schedule, ends)
+    return replace(ticks, joint=(*JOINT, Kind.W)) if as_one else ticks
+
+
+def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
+    """Put each cell in the first tick that it can have, where kinds of cells take turns: F, then I,
+    then W, then F again.
+
+    With no shift all devices do the same kind in the same tick, so nobody waits for a longer
+    action, and what an F sends has the whole turn of the other kinds to arrive.  It costs nothing
+    where the table has that much slack between a stage's action and its neighbour's, as interleaved
+    1F1B and ZB-H2 have.  With a shift of one, each device is a tick later than the device before
+    it: the steady state of 1F1B, where neighbours do F and B in turn.  Ticks in which a device has
+    nothing to do take no time.
+
+    It is modulo scheduling with kernel-only code (Rau, Schlansker and Tirumalai 1992, section 3):
+    warm-up and cool-down run in the code of the steady state, so there is one segment, whatever M
+    is.
+    """
+    table = schedule.encoded
+    pairs = table.pairs
+    kind = table.kind.copy()
+    kind[pairs] = kind[pairs + 1] = len(Kind) + table.kind[pairs + 1]  # a pair is a kind of its own
+    kinds, turn = np.unique(kind, return_inverse=True)
+    # All devices have the turn of a collective action in the same tick.
+    turn = turn + np.where(table.is_collective, 0, shift * table.device)
+    return _earliest(schedule, table.last_half, turn, period=max(1, len(kinds)))
+
+
+def _earliest(
+    schedule: Schedule, ends: IntArray, turn: IntArray | None = None, *, period: int = 1
+) -> Ticks:
+    """The first tick that is right for each cell, among those whose number is its turn modulo the
+    number of turns.
+
+    `ends`: per action the last one of its tick, itself or the next in its row.
+    """
+    table = schedule.encoded
+    device, last, needs = table.device.tolist(), ends.tolist(), waits(table, Transfers.ASYNC)
+    turns = [0] * len(last) if turn is None else turn.tolist()
+    need = np.where(table.is_collective, -1, needs).tolist()
+    when, free = [0] * len(last), [0] * table.num_devices
+    for i in _run_order(schedule):
+        together = table.collectives.get(i)
+        members = (i,) if together is None else together.members
+        if i != members[0]:
+            continue  # a collective action has one tick
+        tick = max(free[device[k]] for k in members)
+        if need[i] >= 0:
+            tick = max(tick, when[need[i]] + 1)
+        shares = i > 0 and last[i - 1] == i
+        if shares:
+            tick = max(tick, when[i - 1])
+        tick += (turns[i] - tick) % period
+        for k in (*members, *((i - 1,) if shares else ())):
+            when[k] = tick
+            free[device[k]] = tick + (last[i] == i)
+    return Ticks(schedule, np.array(when, np.int64), period=period)
+
+
+def _run_order(schedule: Schedule) -> Sequence[int]:
+    """An order of the actions in which each comes after all it needs; ScheduleError where there is
+    none.
+    """
+    found = schedule.run_order(Transfers.ASYNC)
+    if found.cycles:
+        table = schedule.encoded
+        stuck = [
+            f"{table.text(wait.at)} on device {wait.device}"
+            for cycle in found.cycles
+            for wait in cycle
+        ]
+        raise ScheduleError(
+            f"the table deadlocks: {', '.join(stuck)} wait for each other; run jaxpipe.check on it"
+        )
+    return found.order
+
+
+def uses_of(ticks: Ticks, counts: IntArray, num_ticks: int) -> tuple[BlockUse, ...]:
+    """The union of the blocks of some ticks, which are counted together, in the order in which code
+    that serves them all has them.
+
+    Backward blocks are first, so that the forward of the same tick may write what they free.  Of
+    them those that need no transfer are first, so that transfers run beside them.
+    """
+    everyone, uses = ticks.schedule.num_devices * num_ticks, []
+    for block, (active, *some) in zip(ticks.blocks[0], counts.tolist(), strict=True):
+        if active:
+            parts = [Presence.of(active, everyone), *(Presence.of(n, active) for n in some)]
+            uses.append(BlockUse(block, *parts))
+    return tuple(sorted(uses, key=lambda use: (Part.of(use.block.kind), use.block)))
+
+
+def permutes_of(ticks: Ticks, slack: IntArray, *, room: int = 0) -> tuple[Permute, ...]:
+    """The permutes that serve ticks: every transfer that any of them makes, with its least slack.
+
+    A transfer with slack is awaited later, at most `room` ticks: the longest delay that the trip
+    has place for (`room_of`). Edges are coloured greedily by payload, delay and direction, so that
+    sources and targets of a permute are distinct. Wrap-around edges of a ring point against their
+    payload's direction, so they come out as a permute of their own.
+    """
+    groups: dict[tuple[Payload, int, bool], list[dict[int, int]]] = {}
+    for i in np.flatnonzero(slack < NO_TRANSFER).tolist():  # edges are in order
+        payload, source, target = ticks.transfers[0][i]
+        delay = min(int(slack[i]), room)
+        colours = groups.setdefault((payload, delay, source > target), [])
+        for pairs in colours:
+            if source not in pairs and target not in pairs.values():
+                break
+        else:
+            colours.append(pairs := {})
+        pairs[source] = target
+    return tuple(
+        Permute(payload, tuple(pairs.items()), delay)
+        for payload, delay, up in sorted(groups)
+        for pairs in groups[payload, delay, up]
+    )
+
+
+class Span(NamedTuple):
+    """Ticks start..stop, emitted with this period; a span whose length is no multiple of it ends in
+    a shorter segment.
+    """
+
+    start: int
+    stop: int
+    period: int
+    # ticks of a trip that share their code (`Segment.loops`)
+    loops: tuple[Loop, ...] = ()
+
+
+def segments_of(spans: Iterable[Span], ticks: Ticks) -> tuple[Segment, ...]:
+    """The segments of spans that follow each other."""
+    return tuple(_segment(part, ticks) for span in spans for part in _even(span))
+
+
+def _even(span: Span) -> list[Span]:
+    """The part of a span whose length is a multiple of its period, and the rest."""
+    rest = (span.stop - span.start) % span.period
+    if not rest:
+        return [span]
+    middle = span.stop - rest
+    parts = [span._replace(stop=middle, loops=()), Span(middle, span.stop, rest)]
+    return [part for part in parts if part.start < part.stop]
+
+
+def _segment(span: Span, ticks: Ticks) -> Segment:
+    """The segment of a span whose length is a multiple of its period: each template has what any of
+    its ticks needs.
+    """
+    repeats = (span.stop - span.start) // span.period
+
+    def by_trip(values: NDArray[Any]) -> NDArray[Any]:
+        own = values[span.start : span.stop]
+        return own.reshape(repeats, span.period, *values.shape[1:])
+
+    # of the ticks of a trip, over all trips
+    counts = by_trip(ticks.blocks[1]).sum(axis=0)
+    slack = by_trip(ticks.transfers[1]).min(axis=0)
+    paired = np.logical_or.reduce(by_trip(ticks.pairs), axis=(0, 2))
+    templates: dict[int, TickTemplate] = {}
+    for mine in map(list, ticks_of(span.loops or (Loop(1),) * span.period)):
+        j = mine[0]
+        room = 0 if span.loops else room_of(span.period, j) if repeats > 1 else span.period - 1 - j
+        template = TickTemplate(
+            uses_of(ticks, counts[mine].sum(axis=0), repeats * len(mine)),
+            permutes_of(ticks, slack[mine].min(axis=0), room=room),
+            bool(paired[mine].any()),
+        )
+        templates |= dict.fromkeys(mine, template)
+    return Segment(span.start, repeats, tuple(templates[j] for j in range(span.period)), span.loops)
+
+
+# Pieces into which ticks are cut that come once, so that collectives have no predicate.
+MOST_PIECES = 24
+# The most ticks of a trip between equal collective actions, and the most of the longer trips of
+# interleaved tables, which repeat after P V microbatches.
+SHORT_TRIP, LONG_TRIP = 12, 512
+
+
+def between_collectives(ticks: Ticks) -> Iterator[list[Span]]:
+    """Cut at collective actions, where there are any.
+
+    Ticks between two collective actions share their code.  The longest stretch of equal intervals
+    is one span.  Ramps are cut in the same way: into trips where the intervals are equal, and into
+    pieces that run once where they are few.  In interleaved tables the intervals repeat after P V
+    actions of each direction.  Equal intervals within such a trip are a loop.
+    """
+    marks = ticks.collective
+    if marks.any():
+        pieces = _few_pieces(_cut_at_collectives(marks, 0, len(marks)))
+        yield pieces
+        yield [span._replace(loops=_in_turns(span.loops)) for span in pieces]
+
+
+def _cut_at_collectives(marks: IntArray, start: int, stop: int) -> list[Span]:
+    """The longest stretch of equal intervals first, then the same on both sides of it; the rest is
+    cut into pieces that are run once.
+    """
+    if start >= stop:
+        return []
+    best = _equal_intervals(marks, start, stop, longest=LONG_TRIP)
+    if best is not None:
+        before = _cut_at_collectives(marks, start, best.start)
+        return [*before, best, *_cut_at_collectives(marks, best.stop, stop)]
+    if not marks[start:stop].any():
+        return [Span(start, stop, 1)]
+    return [Span(start, stop, stop - start, _loops(marks[start:stop]))]
+
+
+def _few_pieces(spans: list[Span]) -> list[Span]:
+    """The spans; of those that come once, the ones with the most pieces share one code instead,
+    where all have too many.
+    """
+    once = [span for span in spans if span.loops and span.period == span.stop - span.start]
+    once.sort(key=_num_pieces)
+    pieces = accumulate(map(_num_pieces, once))
+    uncut = {span for span, number in zip(once, pieces, strict=True) if number > MOST_PIECES}
+    return [Span(span.start, span.stop, 1) if span in uncut else span for span in spans]
+
+
+def _equal_intervals(
+    marks: IntArray, start: int, stop: int, *, longest: int = SHORT_TRIP
+) -> Span | None:
+    """The longest stretch that begins at a collective action and repeats, with its shortest period;
+    None where no stretch has two trips.
+
+    Trips that are longer than `SHORT_TRIP` begin after their longest interval.
+    """
+    best, mine = Span(start, start, 0), marks[start:stop]
+    for period in range(2, min(longest, len(mine) // 2) + 1):
+        for begin, length in runs_of_true(mine[period:] == mine[:-period]):
+            if length < best.stop - best.start:
+                continue
+            first = np.flatnonzero(mine[begin : begin + period])
+            if not len(first):
+                continue
+            gaps = np.diff(first, prepend=first[-1] - period)
+            at = begin + int(first[gaps.argmax() if period > SHORT_TRIP else 0])
+            repeats = (begin + length + period - at) // period
+            if repeats < 2 or (repeats - (best.period > 0)) * period < best.stop - best.start:
+                continue
+            loops = _loops(mine[at : at + period])
+            span = Span(start + at, start + at + repeats * period, period, loops)
+            if period <= SHORT_TRIP or _num_pieces(span) <= MOST_PIECES:
+                best = span
+    return best if best.period else None
+
+
+def _num_pieces(span: Span) -> int:
+    """Templates that a span with loops has code for."""
+    return sum(1 for _ in ticks_of(span.loops))
+
+
+def _loops(marks: IntArray) -> tuple[Loop, ...]:
+    """The loops of a trip: what comes at equal intervals within it is a loop; the rest is pieces,
+    alike in whether they have a collective action.
+    """
+    inner = _equal_intervals(marks, 0, len(marks))
+    if inner is not None:
+        turn = Loop((inner.stop - inner.start) // inner.period, inner.loops)
+        return (*_loops(marks[: inner.start]), turn, *_loops(marks[inner.stop :]))
+    ends = (np.flatnonzero(np.diff(marks)) + 1).tolist()
+    return tuple(Loop(length) for length in np.diff([0, *ends, len(marks)]).tolist() if length)
+
+
+def _in_turns(loops: Sequence[Loop]) -> tuple[Loop, ...]:
+    """The loops with two templates that alternate, instead of one for all ticks: devices may have
+    long and short ticks in turn.
+    """
+    found: list[Loop] = []
+    for loop in loops:
+        if loop.body:
+            found.append(loop._replace(body=_in_turns(loop.body)))
+            continue
+        turns, rest = divmod(loop.times, 2)
+        found += [Loop(turns, (Loop(1),) * 2)] if turns > 1 else [Loop(1)] * turns * 2
+        found += [Loop(1)] * rest
+    return tuple(found)
+
+
+def runs_of_true(flags: BoolArray) -> list[tuple[int, int]]:
+    """Start and length of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    return list(zip(edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist(), strict=True))
+
+
+# Ticks of a trip: the turns of the catalogue's steady states.
+PERIODS = (1, 2, 3, 4, 6)
+# The longest period of an exact repeat: the least common multiple of them.
+LONGEST_PERIOD = 12
+
+
+def span_candidates(ticks: Ticks) -> tuple[tuple[Span, ...], ...]:
+    """Every list of spans to choose from.  Ticks that take turns are one span with the period that
+    they were made for.
+    """
+    stop = ticks.num_ticks
+    if not stop or ticks.period > 1:
+        return ((Span(0, stop, ticks.period),) if stop else (),)
+    edges = _edges(ticks)
+    found = [*_phases(stop, *edges), *_repeats(ticks, edges), *between_collectives(ticks)]
+    return tuple(dict.fromkeys(map(tuple, found)))
+
+
+def _edges(ticks: Ticks) -> tuple[int, int, int, int]:
+    """The ticks in which some device, and every device, has begun its backwards; and after which
+    every device, and some device, has done its forwards.
+    """
+    table, stop = ticks.schedule.encoded, ticks.num_ticks
+    busy = np.zeros((2, stop, table.num_devices), bool)
+    mine = ~table.is_collective
+    direction = (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)
+    busy[direction[mine], ticks.when[mine], table.device[mine]] = True
+    forward, backward = busy
+    begins = np.where(backward.any(0), backward.argmax(0), stop)
+    ends = np.where(forward.any(0), stop - forward[::-1].argmax(0), 0)
+    return int(begins.min()), int(begins.max()), int(ends.max()), int(ends.min())
+
+
+def _phases(stop: int, *edges: int) -> Iterator[list[Span]]:
+    """One span, or warmup, steady state and cooldown.
+
+    The steady state begins when some device, or every device, has begun its backwards.  It ends
+    when some device, or every device, has done its forwards.  The ramps may be cut where the first
+    device begins and where the last one ends.
+    """
+    begins, ends, some = edges[:2], edges[2:], (edges[0], edges[2])
+    for (begin, end), cuts, period in product(
+        ((0, stop), *product(begins, ends)), ((), some), PERIODS
+    ):
+        if period == 1 or end - begin >= 2 * period:
+            yield [
+                Span(a, b, period if (a, b) == (begin, end) else 1)
+                for a, b in pairwise(sorted({0, *cuts, begin, end, stop}))
+            ]
+
+
+def _repeats(ticks: Ticks, edges: Sequence[int]) -> Iterator[list[Span]]:
+    """The longest exact repeat of each period, between a warmup and a cooldown of period 1; and the
+    longest of all between ramps of period 2 that are cut at the edges.
+
+    Where a transfer takes long, the cuts make fewer of them: each piece makes its own alone.
+    """
+    codes, stop = ticks.signatures, ticks.num_ticks
+    longest = Span(0, 0, 1)
+    for period in range(1, min(LONGEST_PERIOD, stop // 2) + 1):
+        runs = runs_of_true(codes[period:] == codes[:-period])
+        begin, length = max(runs, key=lambda run: run[1], default=(0, 0))
+        end = begin + (length + period) // period * period
+        if end - begin > 2 * period:
+            steady = Span(begin, end, period)
+            longest = max(longest, steady, key=lambda span: span.stop - span.start)
+            spans = Span(0, begin, 1), steady, Span(end, stop, 1)
+            yield [span for span in spans if span.start < span.stop]
+    if longest.stop == longest.start or longest.stop < stop // 2:
+        return
+    inside = range(longest.start + 1, longest.stop)
+    marks = sorted({0, stop, longest.start, longest.stop, *edges}.difference(inside))
+    yield [longest if a == longest.start else Span(a, b, min(b - a, 2)) for a, b in pairwise(marks)]
