@@ -352,6 +352,8 @@ def _trace_one(
     keeps_state = job.training and "state" in extra
     try:
         with refusing(name):
+            # before a derivative, which JAX refuses in words of its own
+            check_equations(name, [jax.make_jaxpr(call)(*inputs).jaxpr])
             passed = functions.carried(stage, *inputs)
             if keeps_state:
                 check_state_gradient(name, call, inputs, [use.trained for use in uses])
