@@ -44,7 +44,7 @@ from examples.gpt.model import GPT
 from jaxpipe.lowering.plan import Plan
 from jaxpipe.program.segments import Presence
 from jaxpipe.spmd.block import run_in_order
-from jaxpipe.spmd.compiler_options import NO_GRAPHS
+from jaxpipe.spmd.xla import NO_GRAPHS
 
 MARK = "result "
 LAYERS = 8
@@ -265,7 +265,7 @@ def lowered(
     params = pipe.place(init(jax.random.key(0)))
     # No option does this, and none should: it only makes the program ask what it knows.
     how = {Form.WHOLE: run_in_order, Form.PREDICATED: _predicated, Form.IN_PARTS: _with_break}
-    with mock.patch("jaxpipe.spmd.tick.run_in_order", how[form]):
+    with mock.patch("jaxpipe.spmd.executor.run_in_order", how[form]):
         step = pipe.lower(params, batch)
     return step, params, _count_predicates(pipe._plan, form)
 

@@ -27,6 +27,7 @@ from benchmarks.output import Command, Result
 from examples.gpt.model import GPT
 from jaxpipe.stage.code import run
 from jaxpipe.stage.trace import trace_stage
+from jaxpipe.table.effects import Place
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ def _calls(sizes: Sizes) -> Mapping[str, Callable[[], Any]]:
         jax.jit(lambda *a, jaxpr=jaxpr: run(jaxpr, *a))
         for jaxpr in (code.forward, code.backward, code.input_grad, code.weight_grad)
     )
-    kept = forward(*leaves, x, *once)[len(code.y_avals) :]
+    kept = forward(*leaves, x, *once)[len(code.avals[Place.SENT_X]) :]
     operands = [*leaves, x, *once, *kept, x]
-    stash = input_grad(*operands)[len(code.dx_avals) :]
+    stash = input_grad(*operands)[len(code.avals[Place.SENT_DX]) :]
     first = jax.jit(gpt.first)
     first_gradient = jax.jit(lambda p, mb, dx: jax.vjp(lambda q: gpt.first(q, mb), p)[1](dx))
     last = jax.jit(jax.value_and_grad(gpt.last, argnums=(0, 1)))

@@ -24,8 +24,8 @@ from .model.param_layout import with_outer
 from .model.partition import leaf_plans
 from .model.settings import outside_contexts
 from .pipeline import Pipeline
-from .spmd.entries import mapped
 from .spmd.step import shard_key
+from .spmd.xla import mapped
 
 # By name, [data shards, (NaN, infinite, all)].
 _Counts: TypeAlias = "dict[str, Any]"

@@ -1,5 +1,5 @@
 """The eager executor: a program run by `program.ir.interpret` in one process, with plain `jax.vjp`
-for the stages.
+the stages.
 
 No shard_map, no compilation, no cut of the backward: an oracle for the SPMD executor, and a step
 that a debugger can walk through.
@@ -25,8 +25,7 @@ from .model.partition import LeafPlan, leaf_plans
 from .program.ir import Step, interpret
 from .program.verify import verify
 from .spmd.step import accumulator_dtype, merged_state, totals
-from .stage.job import Job
-from .stage.model_code import check_state_gradient
+from .stage.model_code import Job, check_state_gradient
 from .stage.trace import no_gradient
 from .table.effects import Liveness, Place
 from .table.kinds import Kind
@@ -90,23 +89,22 @@ class _Shard:
         self.params |= {s: layout.of_stage(s, params["stages"]) for s in self.stages}
         plans: dict[Any, list[LeafPlan]] = {key: leaf_plans(job.plans[key]) for key in OUTER}
         plans |= {s: layout.held(s, job.plans["stages"]).leaves for s in self.stages}
-        self.total = {key: self._zeros(tree, plans[key]) for key, tree in self.params.items()}
+
+        def empty(leaf: Any, plan: LeafPlan) -> Any:
+            dtype = accumulator_dtype(leaf.dtype, job.accumulate)
+            return None if plan.frozen else jnp.zeros(leaf.shape, dtype)
+
+        # accumulators; None for frozen parameters
+        self.total: dict[Any, PyTree] = {}
+        for key, tree in self.params.items():
+            like = jax.tree.unflatten(jax.tree.structure(tree), plans[key])
+            self.total[key] = jax.tree.map(empty, tree, like)
         self.like = params["stages"]
         self.state = [layout.of_stage(s, state) if state else () for s in self.stages]
         # the state before a forward: stage, microbatch
         self.before: dict[tuple[int, int], PyTree] = {}
         self.losses: list[Any] = [0.0] * job.num_microbatches
         self.aux: list[Any] = [None] * job.num_microbatches
-
-    def _zeros(self, tree: PyTree, plans: list[LeafPlan]) -> PyTree:
-        """Accumulators; None for frozen parameters."""
-        found = [
-            None
-            if plan.frozen
-            else jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, self.job.accumulate))
-            for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(tree), found)
 
     def _of(self, key: Any) -> tuple[PyTree, PyTree]:
         """The parameters of a function, and the shared ones."""
@@ -129,19 +127,35 @@ class _Shard:
         return self.functions.extra(self.batch, self.rng, *numbers, wants)
 
     def run(self, step: Step) -> Mapping[str, Any]:
-        """Runs one action and returns the values that it makes."""
-        actions = {
-            Kind.F: self.forward,
-            Kind.R: self.recompute,
-            Kind.B: self.backward,
-            Kind.I: self.backward,
-            Kind.W: self.weight_grad,
-            Kind.E: self.first_share,
-            Kind.G: self.first_share_gradient,
-            Kind.L: self.last_share,
-            Kind.H: self.last_weight_grad,
-        }
-        return actions[step.kind](step)
+        """Runs one action and returns the values that it makes.
+
+        B and I are alike: the gradient of the parameters, which comes with that of the input, is
+        the stash of I.  Where H follows, L leaves that gradient on every device, and H is one
+        device's part of it.
+        """
+        held, microbatch, parts = step.held, step.microbatch, self.job.partition.cuts.parts
+        match step.kind:
+            case Kind.F:
+                return self.forward(step)
+            case Kind.R:
+                vjp = self._stage(step, held["x"])[-1]
+                return {"residual_input": None, "residual_weight": vjp}
+            case Kind.B | Kind.I:
+                return self.backward(step)
+            case Kind.W:
+                self._add(step.stage, held["stash"])
+            case Kind.E:
+                return {"out": self._first(microbatch)[0]}
+            case Kind.G:
+                self._add("first", *self._first(microbatch)[1](held["y"]))
+            case Kind.L:
+                dy, grads = self._last(microbatch, held["y"])
+                if self.job.training and Place.SHARE not in step.makes:
+                    self._add("last", grads)
+                return {"out": dy, "stash": [grads] * parts}
+            case Kind.H:
+                self._add("last", held["stash"], 1 / parts)
+        return {}
 
     def forward(self, step: Step) -> Mapping[str, Any]:
         """F: [first,] stage[, last]; its residuals are its vjp."""
@@ -162,13 +176,8 @@ class _Shard:
         found["carry_out"], found["buffer"] = returned.carried or (None, None)
         return found | {"sent": y, "residual_input": None, "residual_weight": vjp}
 
-    def recompute(self, step: Step) -> Mapping[str, Any]:
-        """R: the vjp alone."""
-        vjp = self._stage(step, step.held["x"])[-1]
-        return {"residual_input": None, "residual_weight": vjp}
-
     def backward(self, step: Step) -> Mapping[str, Any]:
-        """B; or I, where the gradient of the parameters, which comes with it, is the stash."""
+        """B, or I."""
         later = tuple(step.held.get(f"{name}_gradient") for name in ("carry", "buffer"))
         grads, dx, before = step.held["residual_weight"](step.held["cotangent"], later)
         if Place.STAGE_GRADIENTS in step.makes:
@@ -179,42 +188,16 @@ class _Shard:
         found = {"sent": dx, "out": dx, "stash": grads}
         return found | {"carry_gradient_out": carry, "buffer_gradient": rows}
 
-    def weight_grad(self, step: Step) -> Mapping[str, Any]:
-        """W: the gradients of the stage's parameters."""
-        self._add(step.stage, step.held["stash"])
-        return {}
-
-    def first_share(self, step: Step) -> Mapping[str, Any]:
-        """E: a device's share of `first`."""
-        return {"out": self._first(step.microbatch)[0]}
-
-    def first_share_gradient(self, step: Step) -> Mapping[str, Any]:
-        """G: the gradient of a device's share of `first`."""
-        self._add("first", *self._first(step.microbatch)[1](step.held["y"]))
-        return {}
-
-    def last_share(self, step: Step) -> Mapping[str, Any]:
-        """L; where H follows, the gradient of the parameters is left on every device."""
-        dy, grads = self._last(step.microbatch, step.held["y"])
-        if self.job.training and Place.SHARE not in step.makes:
-            self._add("last", grads)
-        return {"out": dy, "stash": [grads] * self.job.cuts.parts}
-
-    def last_weight_grad(self, step: Step) -> Mapping[str, Any]:
-        """H: one device's part of the gradient."""
-        self._add("last", step.held["stash"], 1 / self.job.cuts.parts)
-        return {}
-
     def _first(self, microbatch: int) -> tuple[Any, Any]:
         """`first`, and its vjp."""
-        extra, cuts = self._extra(0, microbatch, OUTER_WANTS), self.job.cuts
+        extra, cuts = self._extra(0, microbatch, OUTER_WANTS), self.job.partition.cuts
         run = partial(self.functions.run_whole, "first")
         return jax.vjp(lambda params: run(params, (), extra, cuts), self._of("first"))
 
     def _last(self, microbatch: int, y: Any) -> tuple[Any, Any]:
         """Note the loss; the cotangent of y, and the gradients of the parameters."""
         extra = self._extra(len(self.stages) - 1, microbatch, OUTER_WANTS)
-        run, cuts = partial(self.functions.run_whole, "last"), self.job.cuts
+        run, cuts = partial(self.functions.run_whole, "last"), self.job.partition.cuts
         loss, vjp, self.aux[microbatch] = jax.vjp(
             lambda params, y: run(params, y, extra, cuts), self._of("last"), y, has_aux=True
         )

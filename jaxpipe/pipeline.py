@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -34,11 +35,10 @@ from .model.param_layout import State, check_canonical
 from .model.partition import LeafPlan, Partition
 from .model.placer import Placer
 from .model.settings import Memory, Sharding, automatic, frozen_filter, has
-from .spmd.body import SpmdExecutor, TracedStep
-from .spmd.compiler_options import features_of, options_for
-from .stage.job import Clock, Executor, Job
-from .stage.model_code import ModelCode
-from .steps import Compiled, StepRunner, key_of
+from .spmd.executor import SpmdExecutor, TracedStep
+from .spmd.xla import features_of, options_for
+from .stage.model_code import Clock, Executor, Job, ModelCode
+from .steps import Call, Compiled, StepRunner, key_of
 from .table.effects import Offload
 from .table.schedule import Schedule, check
 
@@ -247,7 +247,7 @@ class Pipeline:
         made.  With `state` (see `place_state`), the new state comes after the loss: ((loss, state),
         grads), or ((loss, metrics, state), grads).
         """
-        results, grads = self._call(self._compiled.step, params, batch, rng, state)
+        results, grads = self._call(Call.STEP, params, batch, rng, state)
         return self._answer(results, with_state=True), grads
 
     def loss(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
@@ -268,7 +268,7 @@ class Pipeline:
             loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch) + 1e-4 *
             optax.tree.norm(p, squared=True))(params)
         """
-        results = self._call(self._compiled.loss, params, batch, rng, state)
+        results, _ = self._call(Call.LOSS, params, batch, rng, state)
         loss, *aux = self._parts(results, with_state=True)
         return with_aux(loss, aux)
 
@@ -280,7 +280,7 @@ class Pipeline:
         many microbatches as its rows divide into, up to the schedule's.  (Each number of rows is a
         program of its own.)
         """
-        results = self._call(self._compiled.evaluate, params, batch, rng, state)
+        results, _ = self._call(Call.EVALUATE, params, batch, rng, state)
         return self._answer(results)
 
     def losses(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
@@ -288,7 +288,7 @@ class Pipeline:
         fewer where `evaluate` cuts fewer.
         """
         self._steps.check_last("`losses`")
-        return self._call(self._compiled.evaluate, params, batch, rng, state)["losses"]
+        return self._call(Call.EVALUATE, params, batch, rng, state)[0]["losses"]
 
     def outputs(
         self,
@@ -322,10 +322,10 @@ class Pipeline:
             if state:
                 raise PipelineError("a cache does not combine with state=; leave it out")
             rows = self._caching.positioned(cache, batch, position)
-            results = self._call(self._compiled.outputs, params, rows, rng, cache.stages)
+            results, _ = self._call(Call.OUTPUTS, params, rows, rng, cache.stages)
             outputs = hide_beyond(results["outputs"], rows, self.model.time)
             return outputs, replace(cache, stages=results["state"])
-        results = self._call(self._compiled.outputs, params, batch, rng, state)
+        results, _ = self._call(Call.OUTPUTS, params, batch, rng, state)
         outputs = results["outputs"]
         return (outputs, results["state"]) if self.functions.has_state else outputs
 
@@ -377,17 +377,17 @@ class Pipeline:
         traced: list[tuple[Job, ModelCode, Any]] = []
 
         def step(params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()) -> Any:
-            results, grads = self._steps.step(
-                *(params, batch, rng, state), observe=lambda *job: traced.append(job), clock=clock
+            results, grads = self._steps.run(
+                *(Call.STEP, params, batch, rng, state),
+                observe=lambda *job: traced.append(job),
+                clock=clock,
             )
             return self._answer(results, with_state=True), grads
 
         keywords = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
         jitted = self.jit(step)
-        function = self._call(
-            lambda params, batch, *_: jitted.trace(params, batch, **keywords),
-            *(params, batch, rng, state),
-        )
+        with self._checking(params, batch, rng, state):
+            function = jitted.trace(params, batch, **keywords)
         return TracedStep(*traced[0], function)
 
     # Compiling
@@ -416,15 +416,20 @@ class Pipeline:
 
     # Inside
 
-    def _call(
-        self, function: Callable[..., Any], params: Any, batch: Any, rng: Any, state: Any
-    ) -> Any:
-        """The function of a step; what JAX cannot take is named by its place in the arguments."""
-        PipelineError.refuse("", key_faults(rng))
+    def _call(self, call: Call, *arguments: Any) -> tuple[dict[str, Any], Any]:
+        """The results of a call, and the gradients of a step."""
+        with self._checking(*arguments):
+            found: tuple[dict[str, Any], Any] = self._compiled.calls[call](*arguments)
+        return found
+
+    @contextmanager
+    def _checking(self, *arguments: Any) -> Iterator[None]:
+        """What JAX cannot take is named by its place in the arguments of a step."""
+        PipelineError.refuse("", key_faults(arguments[2]))
         try:
-            return function(params, batch, rng, state)
+            yield
         except TypeError:
-            self._steps.check(params, batch, rng, state)
+            self._steps.check(*arguments)
             raise
 
     @property

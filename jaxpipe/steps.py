@@ -5,9 +5,10 @@ their derivatives.  Pipelines of equal arguments share what JAX has compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import jax
@@ -27,14 +28,24 @@ from .model.functions import Functions, Positioned, batch_faults, time_faults
 from .model.param_layout import with_outer
 from .model.partition import Partition
 from .model.settings import Memory, on_mesh
-from .stage.job import Clock, Executor, Job, Observe
-from .stage.model_code import ModelCode
+from .stage.model_code import Clock, Executor, Job, ModelCode, Observe
 from .table.effects import Offload
 from .table.kinds import Kind
 from .table.schedule import Schedule
 from .transforms.rewrites import forward_only, without_kinds
 
-T = TypeVar("T")
+# Of parameters, batch, key and state: results and gradients.
+_Run: TypeAlias = Callable[..., tuple[dict[str, Any], Params]]
+
+
+class Call(Enum):
+    """What a pipeline runs, by the method that runs it."""
+
+    STEP = "value_and_grad"
+    LOSS = "loss"  # forwards of a training step
+    EVALUATE = "evaluate"  # forwards with `training=False`
+    # the same, of what the last stage returns, without `last`; with a cache, that is the state
+    OUTPUTS = "outputs"
 
 
 @dataclass(eq=False)
@@ -78,40 +89,62 @@ class StepRunner:
         names = [function.name for function in ends if function is not None]
         return [*parts, f"with {' and '.join(names) or 'neither first nor last'}"]
 
-    def step(
-        self, *arguments: PyTree, observe: Observe | None = None, clock: Clock | None = None
+    def run(
+        self,
+        call: Call,
+        *arguments: PyTree,
+        observe: Observe | None = None,
+        clock: Clock | None = None,
     ) -> tuple[dict[str, Any], Params]:
-        """Losses and gradients."""
-        self.check_last("a training step")
-        if self.schedule.forward_only:
+        """The results of a call, and the gradients of a step.  `observe`: a tool traces it, which
+        one process may do by itself.
+        """
+        functions = replace(self.functions, training=call in (Call.STEP, Call.LOSS))
+        if call is Call.OUTPUTS:
+            functions = functions.returning_outputs()
+            if isinstance(arguments[1], Positioned):
+                functions = functions.with_cache(arguments[1].room)
+        else:
+            self.check_last(call.value)
+        training = call is Call.STEP
+        if training and self.schedule.forward_only:
             raise PipelineError(
                 f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a "
                 "schedule with backwards"
             )
-        return self._run(arguments, self.functions, training=True, observe=observe, clock=clock)
-
-    def forwards(self, *arguments: PyTree) -> dict[str, Any]:
-        """The results of a step, without its gradients."""
-        self.check_last("`loss`")
-        return self._run(arguments, self.functions)[0]
-
-    def evaluate(self, *arguments: PyTree) -> dict[str, Any]:
-        """The results of forwards with `training=False`."""
-        self.check_last("`evaluate`")
-        return self._run(arguments, replace(self.functions, training=False))[0]
-
-    def outputs(self, *arguments: PyTree) -> dict[str, Any]:
-        """What the last stage returns, without `last`; with a cache, that is the state."""
-        functions = replace(self.functions, training=False).returning_outputs()
-        if isinstance(arguments[1], Positioned):
-            functions = functions.with_cache(arguments[1].room)
-        return self._run(arguments, functions, outputs=True)[0]
+        plans = self.check(*arguments, whole=training)
+        params, batch, *rest = with_outer(arguments[0]), *arguments[1:]
+        job = Job(
+            plan=self.plan if training else self._forward_plan(call, batch),
+            functions=functions,
+            partition=self.partition,
+            accumulate=self.memory.accumulate,
+            plans=plans,
+            training=training,
+            target=self.target,
+            outputs=call is Call.OUTPUTS,
+            observe=observe or self._comparing(params, batch, *rest),
+            clock=clock,
+        )
+        shardings = (
+            {key: NamedSharding(job.mesh, spec) for key, spec in job.result_specs.items()},
+            self.partition.shardings(plans) if training else {},
+        )
+        run: Callable[..., Any] = partial(self.executor.run, job)
+        if self.executor.compiles:
+            run = on_mesh(job.mesh, run, shardings)
+        results, grads = run(params, batch, *rest)
+        if not self.executor.compiles:
+            results, grads = jax.tree.map(
+                lambda to, tree: jax.device_put(tree, to), shardings, (results, grads)
+            )
+        return results, {key: grads[key] for key in arguments[0] if key in grads}
 
     def check_last(self, what: str) -> None:
         """PipelineError without a `last`."""
         if self.functions.last is None:
             raise PipelineError(
-                f"{what} needs a loss; give Model(..., last=function(last_params, x, "
+                f"`{what}` needs a loss; give Model(..., last=function(last_params, x, "
                 "microbatch) -> scalar)"
             )
 
@@ -138,50 +171,11 @@ class StepRunner:
         PipelineError.refuse(_REFUSED, self.partition.frozen_faults(plans))
         return plans
 
-    def _run(
-        self,
-        arguments: tuple[PyTree, ...],
-        functions: Functions,
-        *,
-        training: bool = False,
-        outputs: bool = False,
-        observe: Observe | None = None,
-        clock: Clock | None = None,
-    ) -> tuple[dict[str, Any], Params]:
-        """Do a job; `observe`: a tool traces it, which one process may do by itself."""
-        plans = self.check(*arguments, whole=training)
-        params, batch, *rest = with_outer(arguments[0]), *arguments[1:]
-        job = Job(
-            plan=self.plan if training else self._forward_plan(batch, outputs=outputs),
-            functions=functions,
-            partition=self.partition,
-            accumulate=self.memory.accumulate,
-            plans=plans,
-            training=training,
-            target=self.target,
-            outputs=outputs,
-            observe=observe or self._comparing(params, batch, *rest),
-            clock=clock,
-        )
-        shardings = (
-            {key: NamedSharding(job.mesh, spec) for key, spec in job.result_specs.items()},
-            self.partition.shardings(plans) if training else {},
-        )
-        run: Callable[..., Any] = partial(self.executor.run, job)
-        if self.executor.compiles:
-            run = on_mesh(job.mesh, run, shardings)
-        results, grads = run(params, batch, *rest)
-        if not self.executor.compiles:
-            results, grads = jax.tree.map(
-                lambda to, tree: jax.device_put(tree, to), shardings, (results, grads)
-            )
-        return results, {key: grads[key] for key in arguments[0] if key in grads}
-
-    def _forward_plan(self, batch: PyTree, *, outputs: bool) -> Plan:
+    def _forward_plan(self, call: Call, batch: PyTree) -> Plan:
         """The plan of forwards of a batch: as many microbatches of whole sequences, up to those of
         the schedule, as its rows divide into.  What the last stage returns needs no `last`.
         """
-        table = without_kinds(self.schedule, {Kind.L}) if outputs else self.schedule
+        table = without_kinds(self.schedule, {Kind.L}) if call is Call.OUTPUTS else self.schedule
         batch = batch.batch if isinstance(batch, Positioned) else batch
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self.partition.data_size
         sequences = range(1, self.sequences + 1)
@@ -210,48 +204,40 @@ _NO_GRADIENT = (
 )
 
 
-def key_of(settings: Mapping[str, Any]) -> Any:
+def key_of(settings: Any) -> Any:
     """Settings as a key: equal for equal settings, functions being equal only to themselves; unique
     where one cannot be compared.
     """
-    key = _hashable(settings)
     try:
-        hash(key)
+        hash(settings)
     except TypeError:
+        if isinstance(settings, Mapping):
+            pairs = sorted(settings.items(), key=lambda pair: str(pair[0]))
+            return tuple((name, key_of(item)) for name, item in pairs)
+        if isinstance(settings, list | tuple):
+            return tuple(map(key_of, settings))
+        if is_dataclass(settings):
+            return type(settings), key_of(vars(settings))
         return object()
-    return key
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        pairs = sorted(value.items(), key=lambda pair: str(pair[0]))
-        return tuple((name, _hashable(item)) for name, item in pairs)
-    if type(value) in (list, tuple):
-        return tuple(map(_hashable, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        try:
-            hash(value)
-        except TypeError:  # it holds a list or a mapping
-            return type(value), _hashable({f.name: getattr(value, f.name) for f in fields(value)})
-    return value
+    return settings
 
 
 class Compiled:
     """The steps of a `StepRunner` as they are called: compiled, with their derivatives."""
 
     def __init__(self, steps: StepRunner, options: Mapping[str, Any]) -> None:
-        functions: list[Callable[..., Any]]
-        functions = [steps.step, steps.forwards, steps.evaluate, steps.outputs]
-        if steps.executor.compiles:
-            functions = [_compiled(function, options) for function in functions]
-        step, forwards, evaluate, outputs = functions
-        self.step = without_gradient(step, "value_and_grad")
-        self.evaluate = without_gradient(evaluate, "evaluate")
-        self.outputs = without_gradient(outputs, "outputs")
+        def of(call: Call) -> Callable[..., Any]:
+            def run(*arguments: PyTree) -> Any:
+                return steps.run(call, *arguments)
+
+            run.__name__ = call.value  # in profiles
+            return _compiled(run, options) if steps.executor.compiles else run
+
+        runs = {call: of(call) for call in Call}
         # What stages hand from microbatch to microbatch is known after a step alone.
-        has_state = steps.functions.has_state
-        value = (lambda *arguments: step(*arguments)[0]) if has_state else forwards
-        self.loss = differentiable_loss(value, step)
+        value = runs[Call.STEP if steps.functions.has_state else Call.LOSS]
+        self.calls = {call: without_gradient(run, call) for call, run in runs.items()}
+        self.calls[Call.LOSS] = differentiable_loss(value, runs[Call.STEP])
 
     @classmethod
     def of(cls, key: Any, steps: StepRunner, options: Mapping[str, Any]) -> Compiled:
@@ -281,32 +267,28 @@ def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Calla
     return call
 
 
-def differentiable_loss(
-    value: Callable[..., dict[str, Any]],
-    value_and_grad: Callable[..., tuple[dict[str, Any], PyTree]],
-) -> Callable[..., dict[str, Any]]:
-    """`f(params, *rest) -> {"loss", ...}`, whose loss is differentiable by `params`: the step's
-    gradients, scaled by the cotangent.
+def differentiable_loss(value: _Run, step: _Run) -> _Run:
+    """A call whose loss is differentiable by the parameters: the step's gradients, scaled by the
+    cotangent.
 
-    `value` is called where nothing is differentiated, `value_and_grad`, which returns (the same,
-    gradients), where something is.  Other results are constants, and `rest` may not depend on what
-    is differentiated.
+    `value` runs where nothing is differentiated, `step` where something is.  Other results are
+    constants, and batch, key and state may not depend on what is differentiated.
     """
 
     @jax.custom_vjp
-    def results(params: PyTree, *rest: PyTree) -> Any:
-        return value(params, *rest)
+    def results(*arguments: PyTree) -> Any:
+        return value(*arguments)[0]
 
-    def forward(params: PyTree, *rest: PyTree) -> tuple[dict[str, Any], PyTree]:
-        others = by_path(dict(zip(("batch", "rng", "state"), rest, strict=True)), _is_primal)
+    def forward(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
+        rest = dict(zip(("batch", "rng", "state"), arguments[1:], strict=True))
         PipelineError.refuse(
             "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
             "differentiated (compute them in `first`, from its parameters, or put "
             "jax.lax.stop_gradient around them)",
-            [path for path, leaf in others.items() if _moves(leaf)],
+            _moving(rest),
         )
-        params, rest = jax.tree.map(_plain, (params, rest), is_leaf=_is_primal)
-        found, grads = value_and_grad(params, *rest)
+        params, *others = _plain(arguments)
+        found, grads = step(params, *others)
         return found, (params, grads)
 
     def backward(kept: tuple[PyTree, PyTree], cotangents: Any) -> tuple[PyTree, ...]:
@@ -315,7 +297,7 @@ def differentiable_loss(
 
         def scaled(param: Any, grad: Any) -> Any:
             if grad is None or isinstance(scale, SymbolicZero):
-                return _nothing(param)
+                return None  # zeros
             return (grad * scale.astype(grad.dtype)).astype(param.dtype)
 
         nothing = (None, None, None)  # for batch, rng and state
@@ -323,27 +305,24 @@ def differentiable_loss(
 
     results.defvjp(forward, backward, symbolic_zeros=True)
 
-    def call(*arguments: PyTree) -> dict[str, Any]:
+    def run(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
         found = results(*arguments)
-        return {
-            key: leaf if key == "loss" else jax.lax.stop_gradient(leaf)
-            for key, leaf in found.items()
-        }
+        return {**jax.lax.stop_gradient(found), "loss": found["loss"]}, {}
 
-    return call
+    return run
 
 
-def without_gradient(function: Callable[..., T], method: str) -> Callable[..., T]:
-    """The function of this method, which raises PipelineError where JAX differentiates it."""
+def without_gradient(run: _Run, call: Call) -> _Run:
+    """The run of a call, which raises PipelineError where JAX differentiates it."""
 
     @jax.custom_vjp
-    def guarded(*arguments: PyTree) -> T:
-        return function(*arguments)
+    def guarded(*arguments: PyTree) -> Any:
+        return run(*arguments)
 
-    def forward(*arguments: PyTree) -> tuple[T, None]:
-        if any(_moves(leaf) for leaf in jax.tree.leaves(arguments, is_leaf=_is_primal)):
-            raise PipelineError(_NO_GRADIENT.format(method))
-        return function(*jax.tree.map(_plain, arguments, is_leaf=_is_primal)), None
+    def forward(*arguments: PyTree) -> tuple[Any, None]:
+        if _moving(arguments):
+            raise PipelineError(_NO_GRADIENT.format(call.value))
+        return run(*_plain(arguments)), None
 
     def backward(_kept: None, _cotangents: Any) -> Any:
         raise AssertionError("nothing that moves went in")
@@ -352,23 +331,24 @@ def without_gradient(function: Callable[..., T], method: str) -> Callable[..., T
     return guarded
 
 
-def _nothing(leaf: Any) -> Any:
-    """The cotangent of a parameter that has no gradient."""
-    if jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return jnp.zeros_like(leaf)
-    return np.zeros(leaf.shape, jax.dtypes.float0)
-
-
 def _is_primal(node: Any) -> bool:
     return isinstance(node, CustomVJPPrimal)
 
 
-def _plain(leaf: Any) -> Any:
-    return leaf.value if isinstance(leaf, CustomVJPPrimal) else leaf
+def _plain(arguments: PyTree) -> PyTree:
+    """The values of arguments of a forward under differentiation."""
+    return jax.tree.map(
+        lambda leaf: leaf.value if _is_primal(leaf) else leaf, arguments, is_leaf=_is_primal
+    )
+
+
+def _moving(arguments: PyTree) -> list[str]:
+    """The paths of leaves that depend on the differentiated values, and can have a gradient."""
+    leaves = by_path(arguments, _is_primal)
+    return [path for path, leaf in leaves.items() if _moves(leaf)]
 
 
 def _moves(leaf: Any) -> bool:
-    """Whether a leaf depends on the differentiated values, and can have a gradient."""
     return (
         isinstance(leaf, CustomVJPPrimal)
         and leaf.perturbed

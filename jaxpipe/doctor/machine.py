@@ -27,7 +27,7 @@ from ..known_faults import TESTED, Effect, Fault, faults_for, installed_version,
 from ..lowering.target import GUESSED, ON_HOST, ON_THE_HOST, TRANSFER, Target
 from ..measuring.blocks import exchange, timed
 from ..spmd.block import while_once
-from ..spmd.compiler_options import NO_GRAPHS, Options, features_of, options_for
+from ..spmd.xla import NO_GRAPHS, Options, features_of, options_for
 from ..table.effects import Offload
 from .run import MARK, Findings, Line, Scope, Verdict, at, judged, not_tried
 

@@ -28,7 +28,7 @@ from ..model.model import Model
 from ..model.settings import Memory
 from ..pipeline import Pipeline
 from ..schedules.registry import build
-from ..spmd.compiler_options import NO_GRAPHS
+from ..spmd.xla import NO_GRAPHS
 from ..vocabulary import VocabEmbedding, VocabHead
 from .machine import call_of, filled
 from .run import Findings, Line, Scope, at, judged, not_tried

@@ -29,13 +29,12 @@ from ..planner.layer_cost import Sizes, memory_of
 from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
 from ..spmd.block import empty, while_once, without_weak_types
-from ..spmd.body import TracedStep
-from ..spmd.entries import Group, StageEntries, compiled_alone, outer_specs
-from ..spmd.shared_buffers import Buffers, shared_buffers
+from ..spmd.executor import TracedStep
+from ..spmd.pools import Buffers, shared_buffers
 from ..spmd.step import accumulator_dtype
-from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, run
-from ..stage.job import Job
-from ..stage.model_code import ModelCode
+from ..spmd.xla import Group, StageEntries, compiled_alone, outer_specs
+from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact, run
+from ..stage.model_code import Job, ModelCode
 from ..table.effects import Place
 from ..table.kinds import RECOMPUTE, Kind
 from .programs import heap_bytes
@@ -128,8 +127,8 @@ class Step:
     def boundary(self, kind: int) -> int:
         """Bytes on one device of a kind of stage's output."""
         code = self.code.kinds[kind]
-        split = output_entries(code, self.entries[kind])
-        return sum(nbytes(a) // e.local_share for a, e in zip(code.y_avals, split, strict=True))
+        split = zip(code.avals[Place.SENT_X], output_entries(code, self.entries[kind]), strict=True)
+        return sum(nbytes(aval) // entry.local_share for aval, entry in split)
 
     def work_space(self) -> dict[str, int]:
         """Bytes on one device of each block's own arrays, by block.
@@ -246,8 +245,8 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
         place: [Value(entry.spec, place, number, entry) for number, entry in enumerate(own)]
         for place, own in entries.stored.items()
     }
-    trained = zip(entries.parameters, code.trained, strict=True)
-    values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, has in trained if has)
+    trained = zip(entries.parameters, code.uses, strict=True)
+    values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in trained if use.trained)
 
     def at(*places: Place) -> list[Value]:
         return [value for place in places for value in values[place]]
@@ -255,15 +254,16 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     start = [Value(_WHOLE) for _ in code.consts] + [Value(spec) for spec in entries.parameters]
     start += at(*INPUTS)
     start += _free(len(code.forward.invars) - len(start))  # extra and once
-    late = [*start, *at(*RESIDUALS, *COTANGENTS), *([] if code.loss is None else [Value(_WHOLE)])]
+    seeds = [Value(_WHOLE) for _ in code.avals[Place.LOSSES]]
+    late = [*start, *at(*RESIDUALS, *COTANGENTS), *seeds]
     blocks = {}
     for kind, places in RESULTS.items():
         inputs = start if kind in (Kind.F, Kind.R) else late
         stash = at(Place.STASH) if kind is Kind.W else []
         outputs = [
             value
-            for place, span in code.spans(places).items()
-            for value in values.get(place) or _free(len(span))
+            for place in places
+            for value in values.get(place) or _free(len(code.avals[place]))
         ]
         blocks[kind.name] = Block(kind.name, code.of(kind), (*inputs, *stash), tuple(outputs))
     return blocks
@@ -296,19 +296,19 @@ def outer_blocks(step: Step) -> list[Block]:
 
     first, last = step.code.first, step.code.last
     found = [block("first", first.forward, first)]
-    if first.num_trained:
+    if first.avals[Place.STAGE_GRADIENTS]:
         found.append(block("first gradient", first.backward, first, 0))
     if last is not None:
         # The loss and what comes with it are before the gradients.
-        found.append(block("last", last.train, last, 1 + len(last.aux_avals)))
+        found.append(block("last", last.backward, last, 1 + len(last.avals[Place.AUX])))
     return found
 
 
 def output_entries(code: StageCode, entries: StageEntries) -> Iterator[Entry]:
     """The split of each leaf of a stage's output: that of its cotangent, where it has one."""
     cotangents = iter(entries.stored[Place.COTANGENT])
-    for aval, wanted in zip(code.y_avals, code.y_wanted, strict=True):
-        yield next(cotangents) if wanted else Entry(tuple(aval.shape))
+    for aval in code.avals[Place.SENT_X]:
+        yield next(cotangents) if inexact(aval) else Entry(tuple(aval.shape))
 
 
 @outside_contexts
@@ -437,15 +437,15 @@ def _raveled(buffers: Buffers, code: ModelCode, *, splits: bool) -> int:
 
     kept = (*RESIDUALS, *((Place.STASH,) if splits else ()))
 
-    def copies(stored: Mapping[Place, Sequence[Any]]) -> int:
+    def copies(avals: Mapping[Place, Sequence[Any]]) -> int:
         return sum(
             nbytes(aval)
             for pool in kept
-            for aval, place in zip(stored[pool], buffers[pool].of_kind(stored[pool]), strict=True)
+            for aval, place in zip(avals[pool], buffers[pool].of_kind(avals[pool]), strict=True)
             if place.flat
         )
 
-    return max(copies(kind.stored) for kind in code.kinds)
+    return max(copies(kind.avals) for kind in code.kinds)
 
 
 def local_bytes(leaf: Any) -> int:

@@ -91,12 +91,9 @@ from ..pipeline import Pipeline
 from ..planner.layer_cost import Sizes
 from ..program.ir import POOL_OF, Program
 from ..schedules.registry import build
-from ..spmd.body import CANNOT_BE_TIMED
-from ..spmd.entries import on_cpus
-from ..spmd.shared_buffers import shared_buffers
-from ..spmd.tick import WITH_SLACK
+from ..spmd.executor import CANNOT_BE_TIMED, WITH_SLACK, TracedStep
+from ..spmd.pools import shared_buffers
 from ..stage.code import RESIDUALS
-from ..stage.model_code import ModelCode
 from ..table.effects import Place
 from ..table.encoded import Transfers
 from ..table.kinds import KINDS, SHARES, parts
@@ -171,7 +168,9 @@ def report(
     schedule, code = pipe.schedule, traced.code
     held, sizes = placed_shapes(pipe, params), step_sizes(pipe, traced, params, batch)
     plan = traced.job.plan
-    joint = (f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.dx_avals)))
+    joint = (
+        f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.avals[Place.SENT_DX]))
+    )
     times = dict.fromkeys(("seconds", "predicate_seconds", "loses_to_1f1b"))
     if not target.on_cpus:
         times = step_time(plan, target.overheads, pipe.costs)
@@ -183,7 +182,7 @@ def report(
         **_program(plan, code.program),
         **times,
         "prices": str(target.overheads),
-        **_pools(code, sizes),
+        **_pools(traced, sizes),
         "parameter_bytes": {
             key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in held.items()
         },
@@ -214,9 +213,10 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
     }
 
 
-def _pools(code: ModelCode, sizes: Sizes) -> dict[str, Any]:
+def _pools(traced: TracedStep, sizes: Sizes) -> dict[str, Any]:
     """Pools, residuals and transfers."""
-    program, buffers = code.program, shared_buffers(code.kinds)
+    code = traced.code
+    program, buffers = code.program, shared_buffers(code.kinds, traced.entries)
     kept = {place.value: buffers[place].avals for place in (*RESIDUALS, Place.STASH)}
     kept |= {"first": code.outer_pools[Place.FIRST]}
     sent: Counter[int] = Counter()
@@ -362,7 +362,7 @@ def profile(
     clock = Clock([])
     traced = pipe.trace(params, batch, rng=rng, state=state, clock=clock)
     compiled = traced.function.lower().compile()
-    if on_cpus(pipe.mesh) and any(
+    if pipe._target.on_cpus and any(
         each.is_permute and programs.differs(each.place.frames)
         for each in programs.CompiledProgram(compiled).collectives
     ):

@@ -36,12 +36,10 @@ from ..model.partition import leaf_plans, trained
 from ..model.settings import automatic, outside_contexts
 from ..pipeline import Pipeline
 from ..planner.layer_cost import FIRST, LAST, Ends, LayerCost
-from ..spmd.body import look
-from ..spmd.entries import mapped, split_entries
-from ..stage.job import Job
-from ..stage.model_code import Inputs, ModelCode, trace_model
+from ..spmd.executor import look
+from ..spmd.xla import inside, split_entries
+from ..stage.model_code import trace_model
 
-_WHOLE = PartitionSpec()
 BLOCKS = ("F", "B", "I", "W")
 
 
@@ -261,7 +259,7 @@ def hop_seconds(pipe: Pipeline, step: Step, kind: int, repeats: int) -> float:
     # Two devices exchange, as neighbours do; the others take no part.
     pairs = ((0, 1), (1, 0))
     calls = {
-        name: exchange(automatic(pipe.mesh), pipe.axis, those, code.y_avals, specs)
+        name: exchange(automatic(pipe.mesh), pipe.axis, those, jax.tree.leaves(code.y), specs)
         for name, those in (("hop", pairs), ("nothing", ()))
     }
     found = timed(calls, repeats)
@@ -310,22 +308,9 @@ def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) 
     job_of_batch, inputs, _ = look(job, with_outer(params), batch, rng, state)
     shapes = jax.tree.map(shape_of, inputs)
     job = replace(job_of_batch, partition=replace(job.partition, mesh=one_coordinate(pipe)))
-    code = _retraced(job, shapes)
+    # A traced program remembers the size of its mesh.
+    code = inside(job, lambda inputs: trace_model(job, inputs), PartitionSpec(), shapes)
     return Step(job, code, split_entries(job, code, shapes.owned))
-
-
-def _retraced(job: Job, shapes: Inputs) -> ModelCode:
-    """The model's code for a mesh of one coordinate: a traced program remembers the size of its
-    mesh.
-    """
-    found: list[ModelCode] = []
-
-    def trace(inputs: Inputs) -> tuple[()]:
-        found.append(trace_model(job, inputs))
-        return ()
-
-    jax.eval_shape(mapped(trace, job.mesh, job.axes, _WHOLE, _WHOLE), shapes)
-    return found[0]
 
 
 def blocks_of(step: Step) -> dict[str, Block]:

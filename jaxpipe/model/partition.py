@@ -5,7 +5,7 @@ over the pipe axis): the plan of each placed leaf, and how its gradient is reduc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -208,6 +208,15 @@ class _Rule(NamedTuple):
     faults: list[str]
 
 
+def parts_of(spec: Iterable[Any] | None, mesh: Mesh) -> tuple[Part, ...]:
+    """The dims of a value that a spec splits, over more than one device."""
+    return tuple(
+        Part(dim, names_of(entry), count)
+        for dim, entry in enumerate(spec or ())
+        if (count := math.prod(mesh.shape[axis] for axis in names_of(entry))) > 1
+    )
+
+
 @dataclass(frozen=True)
 class Partition:
     """How a model's parameters are stored on a mesh of automatic axes: the stages of each device,
@@ -392,12 +401,8 @@ class Partition:
         # `plans` lists these; and a buffer's shape is the same outside and inside of a step
         if faults or self._held(spec) or not (frozen or jnp.issubdtype(dtype, jnp.inexact)):
             return self.in_buffer(Group.ALONE)
-        parts = tuple(
-            Part(dim, names_of(entry), count)
-            for dim, entry in enumerate(spec)
-            if (count := math.prod(self.mesh.shape[axis] for axis in names_of(entry))) > 1
-        )
-        return self.in_buffer(Group.FROZEN if frozen else Group.TRAINED, parts)
+        group = Group.FROZEN if frozen else Group.TRAINED
+        return self.in_buffer(group, parts_of(spec, self.mesh))
 
     def in_buffer(self, group: Group, parts: tuple[Part, ...] = ()) -> InBuffer:
         """The storage of a leaf of this group on this mesh."""

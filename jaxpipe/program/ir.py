@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import product
-from operator import or_
+from operator import and_, or_
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -122,9 +122,14 @@ class TickRecord(Generic[A]):
         backward is that very forward's, and needs it.
         """
         one, two = self.forward, self.backward
-        other = (one.stage != two.stage) | (one.microbatch != two.microbatch)
         kind = reduce(or_, [two.kind == int(kind) for kind in joint])
-        return (one.chunk != NOBODY) & (two.chunk != NOBODY) & kind & other
+        return (one.chunk != NOBODY) & (two.chunk != NOBODY) & kind & self.distinct
+
+    @property
+    def distinct(self: TickRecord[Any]) -> Any:
+        """Whether the backward is not that very forward's."""
+        one, two = self.forward, self.backward
+        return (one.stage != two.stage) | (one.microbatch != two.microbatch)
 
     def map(self, function: Callable[[A], Any]) -> TickRecord[Any]:
         """A function of every column."""
@@ -276,14 +281,16 @@ class Program:
         return self.ticks.map(lambda table: int(table[tick, device]))
 
     def asks(self, record: TickRecord[Any], block: Block) -> Any:
-        """Whether a record asks for a block."""
+        """Whether a record asks for a block.  What all records of the program have is not asked."""
         own: Any = record.of(block.kind)
-        asks = own.kind == int(block.kind)
+        recomputes, asks = self.schedule.encoded.recomputes, []
         if not block.is_share:
-            asks = asks & (own.chunk == block.chunk)
-        if block.kind is Kind.F and not self.schedule.forward_only:
-            asks = asks & ((own.keeps != 0) == block.keeps)
-        return asks
+            asks.append(own.chunk == block.chunk)
+        if block.is_share or recomputes or not block.runs_forward:
+            asks.append(own.kind == int(block.kind))
+        if block.kind is Kind.F and recomputes:
+            asks.append((own.keeps != 0) == block.keeps)
+        return reduce(and_, asks)
 
     @cached_property
     def pairs(self) -> NDArray[np.bool_]:

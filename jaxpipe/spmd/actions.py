@@ -20,16 +20,13 @@ from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, run
 from ..table.effects import OF_SLICES, Access, Effect, Place
 from ..table.kinds import COLLECTIVES, Kind
 from .block import Block, State, add, add_at, of_chunk, read, run_where, without_weak_types, write
-from .step import DeviceStep, StageOperand
+from .pools import put, taken
+from .step import DeviceStep, Operand
 
 # The results that a stage's code writes to slots itself.
 _IN_SLOTS = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
-# The order in which results are written.
-_ORDER = (
-    *(*RESIDUALS, Place.STASH, Place.CARRY, Place.CARRY_GRADIENT),
-    *(Place.BUFFER, Place.BUFFER_GRADIENT, Place.LOSSES, Place.STAGE_STATE),
-    *(Place.STAGE_GRADIENTS, Place.SENT_X, Place.SENT_DX),
-)
+# By what is sent, the pool where it arrives.
+_SENT = {Place.SENT_X: Place.X, Place.SENT_DX: Place.COTANGENT}
 
 
 @dataclass(frozen=True)
@@ -47,14 +44,14 @@ class StageAction:
         return self.use.block.kind
 
     @property
-    def code(self) -> StageCode:
-        """The code of the stage."""
-        return self.step.code.kinds[self.stage_kind]
+    def operand(self) -> Operand:
+        """The stage's code and parameters on this device."""
+        return self.step.operands[self.use.block.chunk, self.stage_kind]
 
     @property
-    def operand(self) -> StageOperand:
-        """The inputs of the stage's code on this device."""
-        return self.step.stages[self.use.block.chunk, self.stage_kind]
+    def code(self) -> StageCode:
+        """The code of the stage."""
+        return self.operand.code
 
     @property
     def keeps(self) -> bool:
@@ -77,7 +74,7 @@ class StageAction:
             for effect in self.effects
             if effect.access is not Access.READ
             and self.use.does(effect)
-            and (effect.when != "has_loss" or self.code.loss is not None)
+            and (effect.when != "has_loss" or self.code.avals[Place.LOSSES])
             and (when is None or effect.when == when)
         }
 
@@ -94,7 +91,7 @@ class StageAction:
     def begin(self, state: State) -> tuple[InSlots, State]:
         """The stage's code, and the state before it: after `first`, in the first stage."""
         if self.kind is Kind.F and not self.step.code.spreads_first:
-            first = partial(_inner_first, self.step, self.row)
+            first = partial(_first, self.step, self.row)
             state = self._under("is_first", first, state)
         arguments = self._inputs(state)
         if not self.use.block.runs_forward:
@@ -104,39 +101,38 @@ class StageAction:
         return InSlots(jaxpr, arguments, slots, self._targets(state)), state
 
     def end(self, outs: Leaves, state: State) -> State:
-        """The state after the stage's code, from its results."""
-        found = {place: outs[span.start : span.stop] for place, span in self._results.items()}
-        for place in sorted(found, key=_ORDER.index):
+        """The state after the stage's code, from its results, which are written in the order of
+        their places.
+        """
+        found = self.code.results(self._places, outs)
+        for place in filter(found.__contains__, Place):
             state = self._write(place, found[place], state)
         return state
 
     @property
-    def _results(self) -> dict[Place, range]:
-        """The numbers of the results for each place."""
-        places = RESULTS[self.kind]
-        if self.kind is Kind.F and not self.keeps:
-            places = tuple(place for place in places if place not in RESIDUALS)
-        return self.code.spans(places)
+    def _places(self) -> tuple[Place, ...]:
+        """The places of the results."""
+        is_bare = self.kind is Kind.F and not self.keeps
+        return tuple(p for p in RESULTS[self.kind] if not (is_bare and p in RESIDUALS))
 
     def _inputs(self, state: State) -> Leaves:
         """(consts, parameters, x, carry, buffers, extra, once)."""
         step, code, row, operand = self.step, self.code, self.row, self.operand
-        x = step.buffers[Place.X].read(state["x"], row.x, code.x_avals)
-        wants = step.code.wants[self.stage_kind]
-        extra = step.extra(row.stage, row.microbatch, wants)
-        if "state" in wants:
-            extra += operand.read_state(state[self.name(Place.STAGE_STATE)])
+        x = step.buffers[Place.X].read(state["x"], row.x, code.avals[Place.X])
+        extra = step.extra(row.stage, row.microbatch, code.wants)
+        if "state" in code.wants:
+            extra += taken(operand.state_places, state[self.name(Place.STAGE_STATE)])
         passed = self._read(Place.CARRY, state) + self._read(Place.BUFFER, state)
-        return [*code.consts, *operand.params, *x, *passed, *extra, *operand.once]
+        return operand.inputs([*x, *passed], extra)
 
     def _kept(self, state: State) -> Leaves:
         """(residuals, dy, stash) of a backward action."""
         kept = [leaf for place in RESIDUALS for leaf in self._read(place, state)]
-        own, *later = COTANGENTS
-        dy = self.step.buffers[own].read(state[own.value], self.row.cotangent, self.code.dy_avals)
+        (own, *later), avals = COTANGENTS, self.code.avals
+        dy = self.step.buffers[own].read(state[own.value], self.row.cotangent, avals[own])
         for place in later:
             dy += self._read(place, state, flag="is_followed")
-        dy += [] if self.code.loss is None else [self.step.seed.astype(self.code.loss.dtype)]
+        dy += [self.step.seed.astype(loss.dtype) for loss in avals[Place.LOSSES]]
         return [*kept, *dy, *(self._read(Place.STASH, state) if self.kind is Kind.W else [])]
 
     def _read(self, place: Place, state: State, *, flag: str | None = None) -> Leaves:
@@ -145,7 +141,7 @@ class StageAction:
         Values of other slices that no effect of the action reads are zeros too: its code does not
         use them.
         """
-        avals, name = self.code.stored[place], place.value
+        avals, name = self.code.avals[place], place.value
         is_read = any(e.place is place and e.access is Access.READ for e in self.effects)
         if place in OF_SLICES and not is_read:
             return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
@@ -163,12 +159,12 @@ class StageAction:
         scan over layers writes slots, and adds to accumulators, row by row.
         """
         found: dict[int, Target] = {}
-        for place, span in self._results.items():
+        for place, span in self.code.spans(self._places).items():
             targets: list[Any] = []
             if place is Place.STAGE_GRADIENTS:
                 targets = self.operand.totals(state[self.name(place)])
-            elif place in _IN_SLOTS and span:
-                slot, avals = getattr(self.row, place.value), self.code.stored[place]
+            elif place in _IN_SLOTS and self.code.avals[place]:
+                slot, avals = getattr(self.row, place.value), self.code.avals[place]
                 targets = self.step.buffers[place].slots(state[place.value], slot, avals)
             found |= {span.start + i: t for i, t in enumerate(targets) if t is not None}
         return found
@@ -176,24 +172,21 @@ class StageAction:
     def _write(self, place: Place, values: Leaves, state: State) -> State:
         """Write the results for a place, after the code has written those that are in slots."""
         name, row = self.name(place), self.row
-        if place is Place.SENT_X:
-            return self._hand_on(Place.X, self.code.y_avals, values, state)
-        if place is Place.SENT_DX:
-            return self._hand_on(Place.COTANGENT, self.code.dx_avals, values, state)
+        if place in _SENT:
+            return self._hand_on(place, values, state)
         if place is Place.STAGE_GRADIENTS:
             common = state["shared_gradients"]
-            own = len(values) - len(common)
-            return state | {
-                name: self.operand.with_totals(state[name], values[:own]),
-                "shared_gradients": add(common, values[own:]),
-            }
+            own, after = len(values) - len(common), list(state[name])
+            for home, total in zip(self.operand.gradient_places, values[:own], strict=True):
+                after[home.at] = total
+            return state | {name: after, "shared_gradients": add(common, values[own:])}
         if not values:
             return state
         if place is Place.LOSSES:
             return state | {name: add_at(state[name], row.microbatch, values[0])}
         if place is Place.STAGE_STATE:
-            return state | {name: self.operand.write_state(state[name], values)}
-        buffer, avals, pool = self.step.buffers[place], self.code.stored[place], state[name]
+            return state | {name: put(self.operand.state_places, state[name], values)}
+        buffer, avals, pool = self.step.buffers[place], self.code.avals[place], state[name]
         if place in _IN_SLOTS:
             return state | {name: buffer.stored(pool, getattr(row, name), avals, values)}
         # for another slice, where there is one
@@ -201,28 +194,29 @@ class StageAction:
         slot, flag = getattr(row, effect.field), getattr(row, str(effect.when)) != 0
         return state | {name: buffer.write(pool, slot, avals, values, where=flag)}
 
-    def _hand_on(self, place: Place, avals: Any, values: Leaves, state: State) -> State:
+    def _hand_on(self, sent: Place, values: Leaves, state: State) -> State:
         """Send what the neighbour stage needs, or write it to its slot on this device.  At the end
         of the model, pass it to `first` or `last`.
 
         The output of the stage at this end of the model is never sent.  Where no other kind takes
         it, it has no place in the buffer.
         """
-        step, row, buffer, name = self.step, self.row, self.step.buffers[place], place.value
-        sent = "sent_x" if place is Place.X else "sent_dx"
+        step, row, avals, name = self.step, self.row, self.code.avals[sent], _SENT[sent].value
+        buffer = step.buffers[_SENT[sent]]
 
         def local(state: State) -> State:
             return state | {name: buffer.write(state[name], row.out, avals, values)}
 
         if buffer.has(avals):
-            if sent in self.changes():
-                state = state | {sent: without_weak_types(buffer.put(state[sent], avals, values))}
+            if sent.value in self.changes():
+                new = buffer.put(state[sent.value], avals, values)
+                state = state | {sent.value: without_weak_types(new)}
             state = self._under("is_local", local, state)
-        if place is Place.X:
-            last = partial(_inner_last, step, row, values)
-            return self._under("is_last", last, state, fits=step.code.fits_last(self.code))
-        first = partial(_inner_first_gradient, step, row, values)
-        return self._under("is_first", first, state, fits=step.code.fits_first(self.code))
+        if sent is Place.SENT_X:
+            last = partial(_last, step, row, y=values)
+            return self._under("is_last", last, state, fits=step.code.fits(self.code, sent))
+        first = partial(_first_gradient, step, row, dx=values)
+        return self._under("is_first", first, state, fits=step.code.fits(self.code, Place.X))
 
     def _under(
         self, flag: str, run: Callable[[State], State], state: State, *, fits: bool = True
@@ -261,71 +255,60 @@ def share_block(step: DeviceStep, kind: Kind, row: Record[Scalar]) -> Block:
     )
 
 
-def _inner_first(step: DeviceStep, row: Record[Scalar], state: State) -> State:
-    """`first` in a forward: the stage's input, and residuals for its gradient."""
-    code = step.code.first
-    jaxpr = code.forward if step.job.training else code.evaluate
-    outs = run(jaxpr, *_first_inputs(step, row.microbatch))
-    x, residuals = outs[: len(code.y_avals)], outs[len(code.y_avals) :]
-    state = state | {"x": step.buffers[Place.X].write(state["x"], row.x, code.y_avals, x)}
-    if not step.job.training:
-        return state
-    return state | {"first": write(state["first"], row.first, residuals)}
-
-
 def _first(step: DeviceStep, row: Record[Scalar], state: State) -> State:
-    """E: the first stage's input.  Every device has it whole, and the device of the first stage
-    keeps it.
+    """The first stage's input and what its gradient needs, in a forward; or E, with which every
+    device has the input whole, and the device of the first stage keeps it.
     """
-    code, buffer = step.code.first, step.buffers[Place.X]
-    x = run(code.evaluate, *_first_inputs(step, _ordered(step, row.microbatch, state)))
-    kept = buffer.write(state["x"], row.out, code.y_avals, x, where=row.is_source != 0)
-    return state | {"x": kept}
+    code, shared = step.code.first, step.code.spreads_first
+    microbatch = _ordered(step, row.microbatch, state) if shared else row.microbatch
+    jaxpr = code.forward if step.job.training else code.evaluate
+    outs, avals = run(jaxpr, *step.end_inputs("first", microbatch)), code.avals[Place.SENT_X]
+    slot, source = (row.out, row.is_source != 0) if shared else (row.x, None)
+    x, residuals = outs[: len(avals)], outs[len(avals) :]
+    kept = step.buffers[Place.X].write(state["x"], slot, avals, x, where=source)
+    if shared or not step.job.training:
+        return state | {"x": kept}
+    return state | {"x": kept, "first": write(state["first"], row.first, residuals)}
 
 
-def _inner_first_gradient(step: DeviceStep, row: Record[Scalar], dx: Leaves, state: State) -> State:
-    """The gradient of `first` in a backward.  A spread `first` gets it in a block of its own."""
-    if step.code.spreads_first:
-        return state | {"first": write(state["first"], row.out, dx)}
-    kept = read(state["first"], row.first)
-    return _add_first(step, row.microbatch, [*kept, *dx], state)
+def _first_gradient(
+    step: DeviceStep, row: Record[Scalar], state: State, dx: Leaves | None = None
+) -> State:
+    """The gradient of `first`, in a backward from that of the stage's input; a spread `first` gets
+    it later, in G: the gradient of a device's share of the parameters.
 
-
-def _first_gradient(step: DeviceStep, row: Record[Scalar], state: State) -> State:
-    """G: the gradient of a device's share of the parameters of `first`.
-
-    The device of the first stage begins with the gradient of its input, the others begin with
+    In G, the device of the first stage begins with the gradient of its input, the others begin with
     zeros.  The input is a sum of the devices' shares.  The gradient of that sum reaches all
     devices, so no other transfer is needed.
     """
-    dx = [_or_zeros(row.is_source != 0, leaf) for leaf in read(state["first"], row.y)]
-    return _add_first(step, _ordered(step, row.microbatch, state), dx, state)
-
-
-def _add_first(step: DeviceStep, microbatch: Scalar, more: Leaves, state: State) -> State:
-    arguments = [*_first_inputs(step, microbatch), *more]
+    microbatch = row.microbatch
+    if dx is None:
+        late = [_or_zeros(row.is_source != 0, leaf) for leaf in read(state["first"], row.y)]
+        microbatch = _ordered(step, microbatch, state)
+    elif step.code.spreads_first:
+        return state | {"first": write(state["first"], row.out, dx)}
+    else:
+        late = [*read(state["first"], row.first), *dx]
+    arguments = [*step.end_inputs("first", microbatch), *late]
     return _accumulate("first_gradients", step.code.first.backward, arguments, state)
 
 
-def _inner_last(step: DeviceStep, row: Record[Scalar], y: Leaves, state: State) -> State:
-    """`last` in a forward: the loss and at once its gradient, since a cotangent of y is far smaller
-    than the residuals of a head.  With a spread `last`, y alone is kept for the devices' shares.
+def _last(step: DeviceStep, row: Record[Scalar], state: State, y: Leaves | None = None) -> State:
+    """`last` in a forward, from the stage's output: the loss and at once its gradient, since a
+    cotangent of y is far smaller than the residuals of a head.  Of a spread `last`, y alone is kept
+    for L: the loss of a microbatch, and its gradient.
+
+    In L, the output of the last stage goes to all devices as a sum, to which the other devices add
+    zeros.  The source differs from microbatch to microbatch where a stage is on two devices.  One
+    sum is one collective; a tree of permutes would be log2(P) collectives of the same size.  Every
+    device gets the same loss and begins its backward with 1/P of the loss's cotangent.  The
+    backward thus differentiates the mean of P equal losses.  Collectives inside it sum cotangents
+    over devices, and count none twice.
     """
-    if step.code.spreads_last:
-        return state | {"last": write(state["last"], row.out, y)}
-    return _loss(step, row, y, state)
-
-
-def _last(step: DeviceStep, row: Record[Scalar], state: State) -> State:
-    """L: the loss of a microbatch, and its gradient.
-
-    The output of the last stage goes to all devices as a sum, to which the other devices add zeros.
-    The source differs from microbatch to microbatch where a stage is on two devices.  One sum is
-    one collective; a tree of permutes would be log2(P) collectives of the same size.  Every device
-    gets the same loss and begins its backward with 1/P of the loss's cotangent.  The backward thus
-    differentiates the mean of P equal losses.  Collectives inside it sum cotangents over devices,
-    and count none twice.
-    """
+    if y is not None:
+        if step.code.spreads_last:
+            return state | {"last": write(state["last"], row.out, y)}
+        return _loss(step, row, y, state)
     source = row.is_source != 0
     if step.blocking:
         source = jnp.logical_and(source, jnp.logical_not(state["token"]))
@@ -348,24 +331,23 @@ def _loss(
     """
     code, training = step.code.last, step.job.training
     assert code is not None
-    arguments = _last_inputs(step, y, row.microbatch)
-    seed = step.seed
+    arguments = step.end_inputs("last", row.microbatch, y)
+    jaxpr, places = code.evaluate, [Place.LOSSES, Place.AUX]
     if training:
-        seed = seed if source is None else seed / lax.axis_size(step.job.axis)
-        arguments.append(seed)
-    train = code.train if code.input_grad is None else code.input_grad
-    loss, *rest = run(train if training else code.evaluate, *arguments)
-    aux, rest = rest[: len(code.aux_avals)], rest[len(code.aux_avals) :]
-    dy_avals = step.code.kinds[step.code.kind_of[-1]].dy_avals
-    dy = rest[len(rest) - len(dy_avals) :]
-    if training and code.weight_grad is not None:
-        dy, stash = rest[: len(dy_avals)], rest[len(dy_avals) :]
-        state = state | {"share": write(state["share"], row.stash, stash)}
+        arguments.append(step.seed if source is None else step.seed / step.num_devices)
+        jaxpr = code.input_grad if step.code.defers_last else code.backward
+        more = (Place.SENT_DX, Place.STASH), (Place.STAGE_GRADIENTS, Place.SENT_DX)
+        places += more[not step.code.defers_last]
+    found = code.results(places, run(jaxpr, *arguments))
+    (loss,), aux, dy = found[Place.LOSSES], found[Place.AUX], found.get(Place.SENT_DX)
+    if Place.STASH in found:
+        state = state | {"share": write(state["share"], row.stash, found[Place.STASH])}
     elif training:
         own, common = state["last_gradients"], state["shared_gradients"]
+        grads = found[Place.STAGE_GRADIENTS]
         state = state | {
-            "last_gradients": add(own, rest[: len(own)]),
-            "shared_gradients": add(common, rest[len(own) : len(own) + len(common)]),
+            "last_gradients": add(own, grads[: len(own)]),
+            "shared_gradients": add(common, grads[len(own) :]),
         }
     if source is not None:
         # All leaves take one reduction.
@@ -376,10 +358,11 @@ def _loss(
         "losses": add_at(state["losses"], row.microbatch, loss),
         "aux": write(state["aux"], row.microbatch, aux),
     }
-    if not training:
+    if dy is None:
         return state
     buffer, pool = step.buffers[Place.COTANGENT], state["cotangent"]
-    return state | {"cotangent": buffer.write(pool, row.out, dy_avals, dy, where=source)}
+    kept = buffer.write(pool, row.out, code.avals[Place.SENT_DX], dy, where=source)
+    return state | {"cotangent": kept}
 
 
 def _last_weight_grad(step: DeviceStep, row: Record[Scalar], state: State) -> State:
@@ -387,23 +370,10 @@ def _last_weight_grad(step: DeviceStep, row: Record[Scalar], state: State) -> St
     L left.  No other device takes part.
     """
     assert step.code.last is not None
-    seed = step.seed / lax.axis_size(step.job.axis)
+    seed = step.seed / step.num_devices
     stash = read(state["share"], row.stash)
-    arguments = [*_last_inputs(step, [], row.microbatch), seed, *stash]
+    arguments = [*step.end_inputs("last", row.microbatch), seed, *stash]
     return _accumulate("last_gradients", step.code.last.weight_grad, arguments, state)
-
-
-def _first_inputs(step: DeviceStep, microbatch: Scalar) -> Leaves:
-    """(consts, parameters, extra, once) of `first`."""
-    extra = step.extra(jnp.zeros_like(microbatch), microbatch)
-    return [*step.code.first.consts, *step.first, *extra, *step.first_once]
-
-
-def _last_inputs(step: DeviceStep, y: Leaves, microbatch: Scalar) -> Leaves:
-    """(consts, parameters, once, y, extra) of `last`."""
-    assert step.code.last is not None
-    extra = step.extra(jnp.full_like(microbatch, len(step.code.kind_of) - 1), microbatch)
-    return [*step.code.last.consts, *step.last, *step.last_once, *y, *extra]
 
 
 def _accumulate(name: str, jaxpr: Any, arguments: Leaves, state: State) -> State:

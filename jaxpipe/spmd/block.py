@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import Flag, Leaves, Scalar
 from ..program.segments import Presence
-from ..stage.job import Clock, Job
+from ..stage.model_code import Clock, Job
 from ..table.effects import Place
 
 # Leaves by the name of their place ([slots, ...] of pools); `of_chunk` names places that each chunk
@@ -179,6 +179,20 @@ def false() -> Flag:
     return jnp.zeros((), bool)
 
 
+def is_ordered(leaf: Any) -> bool:
+    """Whether a token can depend on it; keys cannot give one."""
+    return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
+
+
+def settled(leaves: Leaves, state: State) -> State:
+    """The state, whose token depends on these values: those of a permute that has ended, say."""
+    token = state["token"]
+    for leaf in leaves:
+        if leaf.size and is_ordered(leaf):
+            token = jnp.logical_and(token, leaf.ravel()[0] == 0)
+    return state | {"token": token}
+
+
 def clocked(block: Block, what: tuple[Scalar, ...], job: Job) -> Block:
     """The same block, with a call of the host at its begin and one at its end.
 
@@ -225,7 +239,9 @@ def _call_host(clock: Clock, *numbers: Scalar, wrote: Sequence[Scalar] = ()) -> 
 
 
 def _touched(leaves: Leaves) -> Scalar:
-    """A number that depends on all leaves: the sum of one number of each."""
+    """A number that depends on all leaves: the sum of one number of each.  (A flag that is False at
+    first, as of `settled`, XLA would compute.)
+    """
     corners = [
         leaf[(0,) * leaf.ndim]
         for leaf in leaves

@@ -23,13 +23,11 @@ from ..model.calls import OUTER_WANTS, unpadded
 from ..model.packed import Places
 from ..model.param_layout import OUTER, Chunks
 from ..model.partition import gather, leaf_plans, reduce_gradients, trained, with_frozen
-from ..stage.code import run
-from ..stage.job import Job
-from ..stage.model_code import Inputs, ModelCode, trace_model
+from ..stage.code import StageCode, run
+from ..stage.model_code import Inputs, Job, ModelCode, trace_model
 from ..table.effects import OF_SLICES, Place
 from .block import State, chunks_of, empty, false, of_chunk
-from .host import Packing
-from .shared_buffers import Buffers
+from .pools import Buffers, Packing
 
 
 def prepare(
@@ -70,16 +68,23 @@ def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
 
 
 @dataclass(frozen=True)
-class StageOperand:
-    """The places of one kind of stage's parameters and state in its chunk."""
+class Operand:
+    """The code of a kind of stage in a chunk, or of `first` or `last`, with its parameters on this
+    device, and the places of its state.
+    """
 
-    # the stage's parameters, then the shared ones; those inside a longer array as `Piece`s, since
-    # every device would otherwise hold copies of the parameters of every kind
+    code: StageCode
+    # its parameters, then the shared ones; those inside a longer array as `Piece`s, since every
+    # device would otherwise hold copies of the parameters of every kind
     params: Leaves
     once: Leaves  # what was hoisted
-    state_places: Places
-    gradient_places: Places  # of the leaves that have a gradient
-    splits: tuple[PartitionSpec | None, ...]  # of the chunk's accumulators, see `Total`
+    state_places: Places = ()
+    gradient_places: Places = ()  # of the leaves that have a gradient
+    splits: tuple[PartitionSpec | None, ...] = ()  # of the chunk's accumulators, see `Total`
+
+    def inputs(self, x: Leaves, extra: Leaves) -> Leaves:
+        """The inputs of its code; x with what comes from other slices."""
+        return [*self.code.consts, *self.params, *x, *extra, *self.once]
 
     def totals(self, chunk: Leaves) -> list[Total | Piece]:
         """The accumulators of the stage's own gradients, among those of its chunk."""
@@ -89,24 +94,6 @@ class StageOperand:
             else Total(chunk[p.at], self.splits[p.at])
             for p in self.gradient_places
         ]
-
-    def with_totals(self, chunk: Leaves, new: Leaves) -> Leaves:
-        """The chunk's accumulators with the new totals of the stage's own parameters."""
-        after = list(chunk)
-        for place, total in zip(self.gradient_places, new, strict=True):
-            after[place.at] = total
-        return after
-
-    def read_state(self, state: Leaves) -> Leaves:
-        """The stage's state, from its chunk's."""
-        return [p.take(state[p.at]) for p in self.state_places]
-
-    def write_state(self, state: Leaves, new: Leaves) -> Leaves:
-        """The chunk's state with that of the stage replaced."""
-        after = list(state)
-        for place, value in zip(self.state_places, new, strict=True):
-            after[place.at] = place.put(after[place.at], value)
-        return after
 
 
 @dataclass(frozen=True)
@@ -119,10 +106,8 @@ class DeviceStep:
     buffers: Buffers
     everywhere: bool  # blocks permute, so all devices run each: see `ModelCode.permutes`
     chunks: Sequence[PyTree]  # the parameters of the device's stages, with copies of others'
-    # by chunk and kind of stage
-    stages: Mapping[tuple[int, int], StageOperand] = field(default_factory=dict)
-    first_once: Leaves = field(default_factory=list)
-    last_once: Leaves = field(default_factory=list)
+    # by chunk and kind of stage, and of "first" and "last"
+    operands: Mapping[Any, Operand] = field(default_factory=dict)
     seed: Any = None  # the cotangent of one microbatch's loss
 
     @property
@@ -131,40 +116,41 @@ class DeviceStep:
         return self.job.target.on_cpus
 
     @property
-    def first(self) -> Leaves:
-        """The parameters of `first`, and the shared ones."""
-        return jax.tree.leaves((self.inputs.first, self.inputs.shared))
+    def num_devices(self) -> int:
+        """The number of devices of the pipe axis."""
+        return lax.axis_size(self.job.axis)
 
-    @property
-    def last(self) -> Leaves:
-        """The parameters of `last`, and the shared ones."""
-        return jax.tree.leaves((self.inputs.last, self.inputs.shared))
+    def end_inputs(self, key: str, microbatch: Scalar, y: Leaves | None = None) -> Leaves:
+        """The inputs of `first` or `last`."""
+        stage = 0 if key == "first" else len(self.code.kind_of) - 1
+        extra = self.extra(jnp.full_like(microbatch, stage), microbatch)
+        return self.operands[key].inputs(y or [], extra)
 
     def with_once(self) -> DeviceStep:
         """The step with values of parameters alone, which are computed here."""
-        stages: dict[tuple[int, int], StageOperand] = {}
+        operands: dict[Any, Operand] = {}
         for held in self.job.layout.placement.stages_of:
             for chunk, stage in enumerate(held):
                 key = chunk, self.code.kind_of[stage]
-                if key not in stages:
-                    stages[key] = self._operand(chunk, stage)
-        first, last = self.code.first, self.code.last
-        return replace(
-            self,
-            stages=stages,
-            first_once=run(first.hoist, *first.consts, *self.first),
-            last_once=[] if last is None else run(last.hoist, *last.consts, *self.last),
-            seed=jnp.asarray(self.job.seed, jnp.result_type(float)),
-        )
+                if key not in operands:
+                    operands[key] = self._operand(chunk, stage)
+        for name, code in (("first", self.code.first), ("last", self.code.last)):
+            if code is not None:
+                params = jax.tree.leaves((getattr(self.inputs, name), self.inputs.shared))
+                once = run(code.hoist, *code.consts, *params)
+                operands[name] = Operand(code, params, once)
+        seed = jnp.asarray(self.job.seed, jnp.result_type(float))
+        return replace(self, operands=operands, seed=seed)
 
-    def _operand(self, chunk: int, stage: int) -> StageOperand:
+    def _operand(self, chunk: int, stage: int) -> Operand:
         layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
         leaves, places = jax.tree.leaves(self.chunks[chunk]), layout.held(stage, self.chunks).places
         params = [Piece(leaves[p.at], p.start, p.entry) if p.flat else leaves[p.at] for p in places]
         params += jax.tree.leaves(self.inputs.shared)
         code = self.code.kinds[self.code.kind_of[stage]]
         whole = [p.load() if isinstance(p, Piece) else p for p in params]
-        return StageOperand(
+        return Operand(
+            code,
             params,
             once=run(code.hoist, *code.consts, *whole),
             state_places=layout.held(stage, kept).places if kept else (),
@@ -192,13 +178,13 @@ class DeviceStep:
         """Empty pools and accumulators, and the stages' present state."""
         job, code, kept = self.job, self.code, self.inputs.kept
         slots, count = code.program.slots, job.num_microbatches
-        losses = [kind.loss.dtype for kind in code.kinds if kind.loss is not None]
-        losses += [] if code.last is None else [code.last.loss_dtype]
+        codes = [*code.kinds, *([] if code.last is None else [code.last])]
+        losses = [loss.dtype for each in codes for loss in each.avals[Place.LOSSES]]
         state: State = {
             "token": false(),
             "sent_x": empty(self.buffers[Place.X].avals),
             "losses": jnp.zeros(count, wider(*losses) if losses else jnp.float32),
-            "aux": None if code.last is None else empty(code.last.aux_avals, count),
+            "aux": None if code.last is None else empty(code.last.avals[Place.AUX], count),
         }
         for v in range(len(self.chunks)):
             state[of_chunk(Place.STAGE_STATE, v)] = jax.tree.leaves(kept[v]) if kept else []
@@ -296,7 +282,7 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     data shards.
     """
     job, code = step.job, step.code
-    aux = None if code.last is None else jax.tree.unflatten(code.last.aux_tree, state["aux"])
+    aux = None if code.last is None else jax.tree.unflatten(code.last.y_tree, state["aux"])
     results, scale = totals(job, state["losses"], aux, (job.axis,), job.data_axes)
     held = [
         jax.tree.unflatten(jax.tree.structure(tree), leaves)

@@ -14,13 +14,14 @@ auxiliary loss and state.  With a loss, dy ends with its cotangent.
 
 Residuals exclude parameters, values that depend on parameters alone, and copies of the stage input.
 No residual is kept twice, or as a layout change of another.  Every matmul of B is in exactly one of
-I and W.
+I and W.  They are cut out of one joint jaxpr of forward and backward,
+with the fewest bytes between the gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -29,8 +30,25 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ..arrays import Leaves
-from ..jaxprs.equations import results_of
-from ..table.effects import Liveness, Place
+from ..errors import PipelineError
+from ..jaxprs.cut import (
+    Assignment,
+    Cut,
+    Split,
+    cut,
+    drop_dead,
+    equal_outputs,
+    into_scans,
+    is_view,
+    keep_fewer_residuals,
+    keep_first,
+    known_from,
+    needed_for,
+)
+from ..jaxprs.cut import weight as cut_weight
+from ..jaxprs.equations import collectives, is_light, reads, results_of
+from ..model.calls import OUTER_WANTS
+from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from ..table.kinds import Kind
 
 
@@ -67,6 +85,24 @@ RESULTS = {
 # `once`.
 INPUTS = (Place.X, Place.CARRY, Place.BUFFER)
 COTANGENTS = (Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
+# What pools keep of a microbatch, or of a slice, in a stage.
+STORED = (
+    *(Place.X, Place.COTANGENT, *RESIDUALS, Place.STASH),
+    *(Place.CARRY, Place.CARRY_GRADIENT, Place.BUFFER, Place.BUFFER_GRADIENT),
+)
+# The places of gradients, and of what they are gradients.
+GRADIENT_OF = {
+    Place.SENT_DX: Place.X,
+    Place.COTANGENT: Place.SENT_X,
+    Place.CARRY_GRADIENT: Place.CARRY,
+    Place.BUFFER_GRADIENT: Place.BUFFER,
+}
+
+
+def by_place(trees: Mapping[Place, Any]) -> dict[Place, tuple[Any, ...]]:
+    """The leaves of each place, with those of gradients: floating leaves have one."""
+    avals = {place: tuple(jax.tree.leaves(trees.get(place, ()))) for place in Place}
+    return avals | {place: tuple(filter(inexact, avals[of])) for place, of in GRADIENT_OF.items()}
 
 
 _NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
@@ -74,26 +110,21 @@ _NOTHING = jax.make_jaxpr(lambda: ())().jaxpr
 
 @dataclass(frozen=True, kw_only=True)
 class StageCode:
-    """The pieces of one stage function, and their inputs and results by leaf.
+    """The pieces of the function of a stage, or of `first` or `last`, and their inputs and results
+    by leaf.
 
-    Floating leaves of x and y have a gradient.  dx and dy hold only these.
+    In the jaxprs carries follow x and y, and buffers follow the carries.  `last` has its loss and
+    its gradient at once: `evaluate` returns its loss and further results, and so do `backward` and
+    `input_grad` before gradients.
     """
 
     consts: tuple[Any, ...]  # arrays that the function closes over
     uses: tuple[ParamUse, ...]  # of each parameter
-    x_avals: tuple[Any, ...] = ()
     num_extra: int = 0  # the context, the rows of the microbatch, the state before it
-    y_tree: Any
-    y_avals: tuple[Any, ...]
-    loss: Any = None  # aval of the auxiliary loss
-    state: tuple[Any, ...] = ()  # avals of the state after it
-    # avals of values that pass between slices of a sequence; in the jaxprs carries follow x and y,
-    # and buffers follow the carries
-    carry: tuple[Any, ...] = ()
-    buffers: tuple[Any, ...] = ()
-    residual_input: tuple[Any, ...] = ()  # avals of what only I (and B) needs
-    residual_weight: tuple[Any, ...] = ()  # avals of what W needs
-    stash: tuple[Any, ...] = ()
+    y_tree: Any = None  # of what it returns for the next stage, or besides a loss
+    # by place: inputs, SENT_X what a stage returns, LOSSES its loss, STAGE_STATE the state after
+    # it, AUX what `last` returns besides its loss, and gradients
+    avals: Mapping[Place, tuple[Any, ...]]
     hoist: core.Jaxpr = _NOTHING
     forward: core.Jaxpr = _NOTHING
     evaluate: core.Jaxpr = _NOTHING
@@ -101,6 +132,7 @@ class StageCode:
     backward: core.Jaxpr = _NOTHING
     input_grad: core.Jaxpr = _NOTHING
     weight_grad: core.Jaxpr = _NOTHING
+    wants: frozenset[str] = OUTER_WANTS  # keywords whose values differ by microbatch or stage
     liveness: Liveness = field(default_factory=Liveness)
     offloads: bool = False  # a policy of `jax.checkpoint` in it uses the host's memory
 
@@ -112,44 +144,9 @@ class StageCode:
         return (*(True for _ in self.consts), *(use.once for use in self.uses))
 
     @property
-    def trained(self) -> tuple[bool, ...]:
-        """Which parameters have a gradient."""
-        return tuple(use.trained for use in self.uses)
-
-    @property
-    def y_wanted(self) -> tuple[bool, ...]:
-        """Which leaves of y have a gradient."""
-        return tuple(map(inexact, self.y_avals))
-
-    @property
-    def stored(self) -> dict[Place, tuple[Any, ...]]:
-        """Avals of what pools keep of a microbatch, or of a slice."""
-        return {
-            Place.X: self.x_avals,
-            Place.COTANGENT: tuple(filter(inexact, self.y_avals)),
-            Place.RESIDUAL_INPUT: self.residual_input,
-            Place.RESIDUAL_WEIGHT: self.residual_weight,
-            Place.STASH: self.stash,
-            Place.CARRY: self.carry,
-            Place.CARRY_GRADIENT: tuple(filter(inexact, self.carry)),
-            Place.BUFFER: self.buffers,
-            Place.BUFFER_GRADIENT: tuple(filter(inexact, self.buffers)),
-        }
-
-    @property
-    def dx_avals(self) -> tuple[Any, ...]:
-        """Avals of the gradient of x."""
-        return tuple(filter(inexact, self.x_avals))
-
-    @property
-    def dy_avals(self) -> tuple[Any, ...]:
-        """Avals of the cotangent of y."""
-        return self.stored[Place.COTANGENT]
-
-    @property
-    def num_trained(self) -> int:
-        """The number of parameters that have a gradient."""
-        return sum(self.trained)
+    def y(self) -> Any:
+        """Shapes of what it returns for the next stage."""
+        return jax.tree.unflatten(self.y_tree, self.avals[Place.SENT_X])
 
     @property
     def num_inputs(self) -> int:
@@ -161,17 +158,14 @@ class StageCode:
         """Outputs of the forward before its residuals."""
         return self.spans(_RETURNED)[Place.STAGE_STATE].stop
 
-    def spans(self, places: Sequence[Place], start: int = 0) -> dict[Place, range]:
+    def spans(self, places: Sequence[Place], start: int = 0) -> dict[Place, slice]:
         """The numbers of the inputs or results for consecutive places, from a number on."""
-        counts = {place: len(avals) for place, avals in self.stored.items()} | {
-            Place.SENT_X: len(self.y_avals),
-            Place.SENT_DX: len(self.dx_avals),
-            Place.LOSSES: int(self.loss is not None),
-            Place.STAGE_STATE: len(self.state),
-            Place.STAGE_GRADIENTS: self.num_trained,
-        }
-        ends = accumulate((counts[place] for place in places), initial=start)
-        return {place: range(*ends) for place, ends in zip(places, pairwise(ends), strict=True)}
+        ends = accumulate((len(self.avals[place]) for place in places), initial=start)
+        return {place: slice(*ends) for place, ends in zip(places, pairwise(ends), strict=True)}
+
+    def results(self, places: Sequence[Place], values: Sequence[Any]) -> dict[Place, Leaves]:
+        """The results for consecutive places, of the first of these values."""
+        return {place: list(values[span]) for place, span in self.spans(places).items()}
 
     def of(self, kind: Kind, *, keeps: bool = True) -> core.Jaxpr:
         """The code of a kind of action; `keeps`: the forward's residuals."""
@@ -184,28 +178,6 @@ class StageCode:
         }[kind]
 
 
-@dataclass(frozen=True)
-class LastCode:
-    """The loss of one microbatch with its gradients: `train(params, once, y, extra, seed) -> loss,
-    aux, dparams, dy`.
-
-    `evaluate(params, once, y, extra) -> loss, aux`.
-    """
-
-    consts: tuple[Any, ...]
-    hoist: core.Jaxpr
-    train: core.Jaxpr
-    evaluate: core.Jaxpr
-    aux_tree: Any
-    aux_avals: tuple[Any, ...]
-    loss_dtype: Any
-    num_trained: int
-    # `train` in two, where H computes the gradient of the parameters: L, then H from its stash
-    input_grad: core.Jaxpr | None = None
-    weight_grad: core.Jaxpr | None = None
-    stash: tuple[Any, ...] = ()
-
-
 def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
     """Evaluate a jaxpr without constants."""
     return results_of(core.ClosedJaxpr(jaxpr, []), *arguments)
@@ -214,3 +186,212 @@ def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
 def inexact(leaf: Any) -> bool:
     """True for arrays that have a gradient."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def cut_weights(
+    backward: core.Jaxpr,
+    *,
+    params: int,
+    priced: Sequence[int],
+    fits: Callable[[Cut], bool] | None = None,
+) -> Cut | None:
+    """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W; None
+    where no cut `fits`.
+
+    Every matmul that the input's gradient needs is in I.  Every other matmul is in W.  Light
+    equations may be in either.  For example, the gradient of a norm's scale is a sum over values
+    that I has, so I computes it where the result is smaller than those values.  An input whose
+    number is in `priced` stays in memory until W if W reads it.
+    """
+    mask = [False] * params + [True] * (len(backward.outvars) - params)
+    held = [backward.invars[i] for i in priced]
+    found = [
+        cut(backward, needed_for(backward, mask)[0], outputs=mask, priced=held),
+        cut(
+            backward,
+            needed_for(backward, _with_light(backward, mask, params))[0],
+            outputs=mask,
+            early=is_light,
+            priced=held,
+        ),
+    ]
+
+    def weight(halves: Cut) -> int:
+        """Bytes in memory between I and W."""
+        return halves.weight + sum(
+            cut_weight(backward.invars[i], None) for i in priced if halves.second_reads[i]
+        )
+
+    return min(filter(fits, found), key=weight, default=None)
+
+
+def _with_light(backward: core.Jaxpr, mask: Sequence[bool], params: int) -> list[bool]:
+    """The mask, with the parameters added whose gradients need no more matmuls."""
+    least = _heavy_in(backward, needed_for(backward, mask)[0])
+    counts = [
+        _heavy_in(backward, needed_for(backward, [m or j == i for j, m in enumerate(mask)])[0])
+        for i in range(params)
+    ]
+    return [count == least for count in counts] + list(mask[params:])
+
+
+def _heavy_in(jaxpr: core.Jaxpr, assignment: Assignment) -> int:
+    """The number of heavy equations in the first part."""
+    found = 0
+    for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
+        if choice is False:
+            continue
+        if eqn.primitive.name == "scan":
+            body = eqn.params["jaxpr"].jaxpr
+            found += _heavy_in(
+                body, choice.body if isinstance(choice, Split) else (True,) * len(body.eqns)
+            )
+        else:
+            found += not is_light(eqn)
+    return found
+
+
+def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Jaxpr, core.Jaxpr]:
+    """Cut a jaxpr whose first inputs are constants and parameters in two: (consts, params) -> once,
+    which is computed once a step, and the rest.
+
+    `known` says for each constant and parameter whether values that depend on it alone are computed
+    once.  Such values are inputs of the rest, after its first `at` inputs.  Equal values are
+    computed once only: under remat the backward repeats the forward's.
+    """
+    head, count = len(known), len(jaxpr.invars)
+    parts = cut(
+        jaxpr,
+        known_from(jaxpr, [*known, *(False for _ in range(count - head))])[0],
+        outputs=[False] * len(jaxpr.outvars),
+        repeat=is_view,
+    )
+    once = parts.first.replace(invars=parts.first.invars[:head])
+    same = equal_outputs(once)
+    distinct = [v for i, v in enumerate(once.outvars) if same[i] == i]
+    rest = keep_first(parts.second, count, same)
+    invars = [*rest.invars[:at], *rest.invars[count:], *rest.invars[at:count]]
+    return drop_dead(once.replace(outvars=distinct))[0], rest.replace(invars=invars)
+
+
+def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0) -> StageCode:
+    """Cut forward and backward in one jaxpr, (consts, params, x, extra, dy) -> (y, dparams, dx),
+    into the pieces; the first `split` equations are the forward's.
+
+    The forward's last `appended` results are the rows for buffers, then the slice's number.
+    """
+    total, outputs = code.num_inputs, code.num_outputs + appended
+    dy = len(joint.invars) - total
+    known = code.known
+    others = [False] * (len(joint.invars) - len(known))
+    jaxpr = keep_fewer_residuals(into_scans(joint), split, known=[*known, *others])
+    before = jaxpr.eqns[:split]
+    whole, computed = {id(eqn) for eqn in before}, {v for eqn in before for v in eqn.outvars}
+    once, rest = hoist(jaxpr, known, at=total)
+    start = total + len(once.outvars)
+
+    # Forward | backward, at the border that jax.vjp drew.  A print has no results.  A scan that is
+    # cut becomes other equations with the same results.
+    border = tuple(id(eqn) in whole or any(v in computed for v in eqn.outvars) for eqn in rest.eqns)
+    grads = len(jaxpr.outvars) - outputs
+    halves = cut(rest, border, outputs=[True] * outputs + [False] * grads)
+    forward = halves.first.replace(invars=halves.first.invars[:start])
+    # (consts, params, x, extra | once | residuals | dy)
+    ins, end = halves.second.invars, start + dy
+    backward = halves.second.replace(invars=[*ins[:start], *ins[end:], *ins[start:end]])
+    residuals = range(start, start + len(halves.crossing))
+
+    # Input gradient | weight gradient, by what dx needs.
+    dys = range(residuals.stop, len(backward.invars))
+    inputs = code.spans(INPUTS, len(known))
+    cotangents = code.spans(COTANGENTS, dys.start)
+    priced = [*range(len(known), inputs[Place.BUFFER].stop), *residuals, *dys]
+    gradients = cut_weights(backward, params=len(code.avals[Place.STAGE_GRADIENTS]), priced=priced)
+    assert gradients is not None, "any cut fits"
+
+    # Residuals that only I needs come before those that W needs.
+    late = [i for i in residuals if gradients.second_reads[i]]
+    early = [i for i in residuals if not gradients.second_reads[i]]
+    order = [*range(start), *early, *late, *dys]
+
+    def reorder(jaxpr: core.Jaxpr) -> core.Jaxpr:
+        rest = jaxpr.invars[len(order) :]
+        return jaxpr.replace(invars=[*(jaxpr.invars[i] for i in order), *rest])
+
+    returned = forward.outvars[:outputs]
+    kept = [forward.outvars[outputs + i - start] for i in (*early, *late)]
+    return replace(
+        code,
+        hoist=once,
+        forward=forward.replace(outvars=[*returned, *kept]),
+        evaluate=drop_dead(forward.replace(outvars=returned))[0],
+        recompute=drop_dead(forward.replace(outvars=kept))[0],
+        backward=reorder(backward),
+        input_grad=reorder(gradients.first),
+        weight_grad=reorder(gradients.second),
+        avals={
+            **code.avals,
+            Place.RESIDUAL_INPUT: tuple(v.aval for v in kept[: len(early)]),
+            Place.RESIDUAL_WEIGHT: tuple(v.aval for v in kept[len(early) :]),
+            Place.STASH: gradients.crossing,
+        },
+        liveness=_liveness(inputs | cotangents, reads(backward), gradients.second_reads),
+    )
+
+
+def _liveness(
+    spans: Mapping[Place, slice], by_any: Sequence[bool], by_second: Sequence[bool]
+) -> Liveness:
+    """The last reader of the inputs at each place, from those that I or W reads, and that W
+    reads.
+    """
+
+    def last_use(place: Place, span: slice) -> LastUse:
+        if span.start == span.stop and place in OF_SLICES:
+            return LastUse.NONE
+        if any(by_second[span]):
+            return LastUse.WEIGHT_GRAD
+        is_read = place in COTANGENTS or any(by_any[span])
+        return LastUse.INPUT_GRAD if is_read else LastUse.FORWARD
+
+    found = Liveness(**{place.value: last_use(place, span) for place, span in spans.items()})
+    late_rows = found.buffer_gradient is LastUse.WEIGHT_GRAD
+    assert not late_rows, "other slices change the gradients of rows before W"
+    return found
+
+
+def cut_last(last: StageCode, axis: str) -> StageCode:
+    """Cut `backward(parameters, y, extra, once, seed) -> loss, aux, dparams, dy` into L and H by
+    the smallest cut, as B is cut into I and W.  H computes the gradient of parameters.
+
+    One device runs H alone, at any time after its L, so H has no collective over the pipe axis.
+    Devices have y only during L, so the leaves of y that H reads are in the stash too.
+    """
+    whole, places = last.backward, (Place.LOSSES, Place.AUX, Place.STAGE_GRADIENTS)
+    own = last.spans(places)[Place.STAGE_GRADIENTS]
+    y = range(len(last.known), len(last.known) + len(last.avals[Place.X]))
+    outs = whole.outvars
+    halves = cut_weights(
+        whole.replace(outvars=[*outs[own], *outs[: own.start], *outs[own.stop :]]),
+        params=len(last.avals[Place.STAGE_GRADIENTS]),
+        priced=y,
+        fits=lambda halves: all(axis not in axes for _, axes in collectives(halves.second)),
+    )
+    if halves is None:
+        raise PipelineError(
+            "the gradient of a parameter of `last` needs communication over the pipe axis "
+            f"{axis!r}, so an H cannot make it while other "
+            "devices do something else; use the table without H: jaxpipe.spread_last(schedule)"
+        )
+    first, second = halves.first, halves.second
+    read = [i for i in y if halves.second_reads[i]]
+    crossing = len(halves.crossing)
+    inputs, left = second.invars[: len(second.invars) - crossing], len(first.outvars) - crossing
+    kept = [*(second.invars[i] for i in read), *second.invars[len(inputs) :]]
+    crossed = [*(first.invars[i] for i in read), *first.outvars[left:]]
+    return replace(
+        last,
+        input_grad=first.replace(outvars=[*first.outvars[:left], *crossed]),
+        weight_grad=second.replace(invars=[*inputs[: y.start], *inputs[y.stop :], *kept]),
+        avals={**last.avals, Place.STASH: tuple(var.aval for var in kept)},
+    )

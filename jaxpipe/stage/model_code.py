@@ -1,4 +1,6 @@
-"""Trace the whole model: the code of every kind of stage, of first and last, and their program.
+"""The job that `Pipeline` gives to an executor (a step or an evaluation), and the trace of
+the whole model: the code of every kind of stage, of first and last, and their program.
+
 Stages whose state would need a gradient to an earlier microbatch are refused.
 """
 
@@ -8,27 +10,129 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+from jax.sharding import Mesh, PartitionSpec
 
-from ..arrays import Leaves, PyTree
+from ..arrays import Leaves, Params, PyTree
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import Atom, collectives, flatten, reads
+from ..lowering.plan import Plan
+from ..lowering.target import Target
 from ..model.calls import OUTER_WANTS, check_equations, refusing
-from ..model.functions import Functions, StageOutput
-from ..model.partition import LeafPlan, leaf_plans
+from ..model.functions import Functions, Loss, StageOutput
+from ..model.param_layout import ParamLayout
+from ..model.partition import LeafPlan, Partition, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Offload, Place, longest
 from ..table.kinds import Kind
-from .code import LastCode, ParamUse, StageCode, inexact
-from .job import Job
-from .split import cut_last
+from .code import ParamUse, StageCode, cut_last, inexact
 from .trace import by_leaves, trace_last, trace_spread_first, trace_stage
+
+# Called with the job, its trace (a `ModelCode`), and the entries of each kind of stage
+# (`StageEntries`).
+Observe: TypeAlias = Callable[["Job", Any, Any], None]
+
+# Called on the host with two arguments, and returns int32 0.  The first is an array of (place along
+# the axes that are left to the partitioner, 0 at the begin and 1 at the end, data shard, device,
+# kind, stage, microbatch) of a block; the call waits for the second argument.
+Clock: TypeAlias = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything about a step that is known before its arrays."""
+
+    plan: Plan
+    functions: Functions
+    partition: Partition
+    accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
+    plans: dict[str, PyTree]  # how each parameter is spread over the mesh
+    training: bool
+    target: Target  # the kind of the mesh's devices
+    # return the outputs of the last stage, which `functions.last` returns as its metrics
+    outputs: bool = False
+    observe: Observe | None = None  # called as soon as the model is traced
+    clock: Clock | None = None  # called by every block
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, with automatic axes."""
+        return self.partition.mesh
+
+    @property
+    def axis(self) -> str:
+        """The pipe axis."""
+        return self.partition.axis
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which rows are spread."""
+        return self.partition.data_axes
+
+    @property
+    def axes(self) -> set[str]:
+        """The axes that are manual inside the step."""
+        return {self.axis, *self.data_axes}
+
+    @property
+    def data_size(self) -> int:
+        """The number of data shards."""
+        return self.partition.data_size
+
+    @property
+    def layout(self) -> ParamLayout:
+        """The stages of each device."""
+        return self.partition.layout
+
+    @property
+    def seed(self) -> float:
+        """The cotangent of one microbatch's loss."""
+        summed = self.functions.loss is Loss.SUM_OVER_COUNT
+        return 1.0 if summed else 1.0 / (self.num_microbatches * self.data_size)
+
+    @property
+    def result_specs(self) -> dict[str, PartitionSpec]:
+        """The results besides gradients, and the split of each."""
+        names = ["loss", "losses", "metrics"] if self.functions.last is not None else []
+        spread = {"outputs": PartitionSpec(self.data_axes or None)} if self.outputs else {}
+        spread = spread or dict.fromkeys(names, PartitionSpec())
+        return spread | {"state": PartitionSpec(self.axis)}
+
+    def for_run(self, params: Params, batch: PyTree, parts: int | None = None) -> Job:
+        """The job whose functions know the batch, cut into microbatches; and for spread functions
+        the axis and the whole sizes of cut parameters.
+        """
+        functions = self.functions.over(self.axis, self.partition.cuts, params, parts=parts)
+        return replace(self, functions=functions.for_batch(batch))
+
+    @property
+    def num_microbatches(self) -> int:
+        """M, the number of microbatches."""
+        return self.plan.ticks.schedule.num_microbatches
+
+
+class Executor(Protocol):
+    """A back end: runs the program of a job.
+    `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, and the
+    stages' placed state or (); it returns ({"loss", "losses", "metrics", "state"} or {"outputs",
+    "state"}, gradients laid out like the parameters, {} without any).
+    """
+
+    @property
+    def compiles(self) -> bool:
+        """Whether `run` is traced and compiled; otherwise it is called directly."""
+
+    def run(
+        self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
+        """Do the job; it may be traced."""
+
 
 # The parameters (a stage's own and the shared ones), x, and the further arguments.
 _Arguments: TypeAlias = "tuple[PyTree, PyTree, dict[str, PyTree]]"
@@ -103,22 +207,20 @@ class ModelCode:
 
     kinds: tuple[StageCode, ...]  # of stages that differ in function, parameters or what they take
     kind_of: tuple[int, ...]  # per stage
-    # per kind, the keywords whose values differ by microbatch or stage
-    wants: tuple[frozenset[str], ...]
     first: StageCode
-    last: LastCode | None
+    last: StageCode | None
     program: Program
 
     @property
     def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
         """The values that pools keep for `first` and `last`."""
-        first = self.first
-        kept = (*first.residual_input, *first.residual_weight)
+        first, y = self.first.avals, self.kinds[self.kind_of[-1]].avals[Place.SENT_X]
+        kept = (*first[Place.RESIDUAL_INPUT], *first[Place.RESIDUAL_WEIGHT])
         return {
             # what the gradient needs: what `first` keeps, or of all devices the input's gradient
-            Place.FIRST: first.dy_avals if self.spreads_first else kept,
-            Place.LAST: self.kinds[self.kind_of[-1]].y_avals if self.spreads_last else (),
-            Place.SHARE: () if self.last is None else self.last.stash,
+            Place.FIRST: first[Place.COTANGENT] if self.spreads_first else kept,
+            Place.LAST: y if self.spreads_last else (),
+            Place.SHARE: () if self.last is None else self.last.avals[Place.STASH],
         }
 
     @property
@@ -131,13 +233,17 @@ class ModelCode:
         """Whether `last` is a share on every device, and a block of its own."""
         return self.program.schedule.encoded.spreads_last
 
-    def fits_first(self, code: StageCode) -> bool:
-        """Whether the first stage may be of this kind: it takes the output of `first`."""
-        return self.kinds[self.kind_of[0]].x_avals == code.x_avals
+    @property
+    def defers_last(self) -> bool:
+        """Whether H computes the gradients of the parameters of `last`."""
+        return Kind.H in self.program.schedule.encoded.kinds
 
-    def fits_last(self, code: StageCode) -> bool:
-        """Whether the last stage may be of this kind: `last` takes its output."""
-        return self.kinds[self.kind_of[-1]].y_avals == code.y_avals
+    def fits(self, code: StageCode, place: Place) -> bool:
+        """Whether the stage at an end of the model may be of this kind: X the first stage, which
+        takes the output of `first`, SENT_X the last one, whose output `last` takes.
+        """
+        end = self.kinds[self.kind_of[0 if place is Place.X else -1]]
+        return end.avals[place] == code.avals[place]
 
     @property
     def permutes(self) -> bool:
@@ -145,7 +251,7 @@ class ModelCode:
         codes = [*self.kinds, *([] if self.spreads_first else [self.first])]
         jaxprs = [jaxpr for code in codes for jaxpr in (code.forward, code.backward)]
         if self.last is not None and not self.spreads_last:
-            jaxprs.append(self.last.train)
+            jaxprs.append(self.last.backward)
         return any("ppermute" in (name for name, _ in collectives(jaxpr)) for jaxpr in jaxprs)
 
 
@@ -170,21 +276,22 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         index = jnp.int32(0)
         return functions.extra(inputs.batch, inputs.rng, index, index, wants)
 
-    def outer(key: str, trace: Callable[..., Any], run: Any, *given: PyTree) -> Any:
+    def outer(key: str, trace: Callable[..., StageCode], x: PyTree, *, is_share: bool) -> StageCode:
         """`first` or `last`."""
-        own = getattr(inputs, key)
+        own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
         uses = _uses(own, leaf_plans(job.plans[key])) + shared_uses
         with refusing(key):
-            return trace(run, (own, shared), *given, extra_of(OUTER_WANTS), uses)
+            code = trace(run, (own, shared), x, extra_of(OUTER_WANTS), uses)
+        if not is_share:
+            _check_collectives(key, code, job.axis)
+        return code
 
-    if functions.spreads_first:
-        first = outer("first", trace_spread_first, functions.run_first)
-    else:
-        first = outer("first", trace_stage, functions.run_first, ())
-        _check_collectives("first", (first.hoist, first.forward, first.backward), job.axis)
-    x: PyTree = jax.tree.unflatten(first.y_tree, first.y_avals)
+    is_share = functions.spreads_first
+    trace_first = trace_spread_first if is_share else trace_stage
+    first = outer("first", trace_first, (), is_share=is_share)
+    x: PyTree = first.y
     kinds: dict[tuple[Any, ...], StageCode] = {}
-    kind_of, wants = [], []
+    kind_of: list[int] = []
     for stage, function in enumerate(functions.stages):
         own = layout.held(stage, inputs.owned)
         params, state = own.avals, layout.held(stage, inputs.kept).avals if inputs.kept else ()
@@ -194,21 +301,17 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
             extra = extra_of(function.wants_arrays)
             extra |= {"state": state} if "state" in function.wants_arrays else {}
             arguments = (params, shared), x, extra
-            kinds[key] = code = _trace_one(job, functions, stage, arguments, uses)
-            _check_collectives(function.name, (code.hoist, code.forward, code.backward), job.axis)
-            wants.append(function.wants_arrays)
+            kinds[key] = _trace_one(job, functions, stage, arguments, uses)
         kind_of.append(list(kinds).index(key))
-        x = jax.tree.unflatten(kinds[key].y_tree, kinds[key].y_avals)
+        x = kinds[key].y
     last = None
     if functions.last is not None:
-        last = outer("last", trace_last, functions.run_last, x)
-        if not functions.last.spread:
-            _check_collectives("last", (last.hoist, last.train), job.axis)
+        last = outer("last", trace_last, x, is_share=functions.spreads_last)
     codes = tuple(kinds.values())
     program = _program(job, codes)
     if last is not None and Kind.H in program.schedule.encoded.kinds:
-        last = cut_last(last, len(codes[kind_of[-1]].y_avals), job.axis)
-    return ModelCode(codes, tuple(kind_of), tuple(wants), first, last, program)
+        last = cut_last(last, job.axis)
+    return ModelCode(codes, tuple(kind_of), first, last, program)
 
 
 def _program(job: Job, codes: Sequence[StageCode]) -> Program:
@@ -243,26 +346,41 @@ def _uses(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
 def _trace_one(
     job: Job, functions: Functions, stage: int, inputs: _Arguments, uses: Sequence[ParamUse]
 ) -> StageCode:
-    """Trace one stage and check what it returns."""
-    call, name = partial(functions.run_stage, stage), functions.stages[stage].name
-    _check_forms(call, name, stage, inputs, unlike=job.layout.unlike)
-    passed, extra = functions.carried(stage, *inputs), inputs[2]
+    """Trace one stage and check what it takes and returns."""
+    call, function = partial(functions.run_stage, stage), functions.stages[stage]
+    name, extra = function.name, inputs[2]
     keeps_state = job.training and "state" in extra
+    try:
+        with refusing(name):
+            # before a derivative, which JAX refuses in words of its own
+            check_equations(name, [jax.make_jaxpr(call)(*inputs).jaxpr])
+            passed = functions.carried(stage, *inputs)
+            if keeps_state:
+                check_state_gradient(name, call, inputs, [use.trained for use in uses])
+            code = trace_stage(call, *inputs, uses, passed)
+    except (TypeError, ValueError) as error:
+        if not job.layout.unlike or isinstance(error, PipelineError):
+            raise
+        before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
+        shapes = ", ".join(f"{path} {a.dtype}{list(a.shape)}" for path, a in _by_path(inputs[1]))
+        raise PipelineError(
+            f"stage {stage} cannot take what {before} returns ({shapes}): {error}"
+        ) from error
+    _check_collectives(name, code, job.axis)
+    if not job.layout.unlike:
+        _check_forms(inputs[1], code.y)
     if keeps_state:
-        check_state_gradient(name, call, inputs, [use.trained for use in uses])
-    code = trace_stage(call, *inputs, uses, passed)
-    if keeps_state:
-        _check_reads_of_state(
-            name, code, extra, recomputes=job.plan.ticks.schedule.encoded.recomputes
-        )
-    return code
+        recomputes = job.plan.ticks.schedule.encoded.recomputes
+        _check_reads_of_state(name, code, extra, recomputes=recomputes)
+    return replace(code, wants=function.wants_arrays)
 
 
-def _check_collectives(name: str, jaxprs: Sequence[core.Jaxpr], axis: str) -> None:
+def _check_collectives(name: str, code: StageCode, axis: str) -> None:
     """PipelineError for communication over the pipe axis, and for constraints by manual axes.
 
     Devices run different stages at the same time, so such communication would wait for ever.
     """
+    jaxprs = code.hoist, code.forward, code.backward
     found = sorted(
         {primitive for jaxpr in jaxprs for primitive, axes in collectives(jaxpr) if axis in axes}
     )
@@ -301,28 +419,15 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
         )
 
 
-def _check_forms(call: _Stage, name: str, stage: int, inputs: _Arguments, *, unlike: bool) -> None:
-    """PipelineError where a stage cannot take the output of the stage before it, or where stages
-    are alike and it returns another tree, shape or dtype than x has.
-    """
-    x = jax.tree_util.tree_leaves_with_path(inputs[1])
-    try:
-        closed, (y, _) = jax.make_jaxpr(call, return_shape=True)(*inputs)
-    except (TypeError, ValueError) as error:
-        if not unlike or isinstance(error, PipelineError):
-            raise
-        before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
-        shapes = ", ".join(
-            f"{jax.tree_util.keystr(path) or 'x'} {a.dtype}{list(a.shape)}" for path, a in x
-        )
-        raise PipelineError(
-            f"stage {stage} cannot take what {before} returns ({shapes}): {error}"
-        ) from error
-    # A result has another shape where a constraint names a manual axis.
-    check_equations(name, [closed.jaxpr])
-    if unlike:
-        return
-    x_tree: Any = jax.tree.structure(inputs[1])
+def _by_path(x: PyTree) -> list[tuple[str, Any]]:
+    """The leaves of x as a message names them."""
+    leaves = jax.tree_util.tree_leaves_with_path(x)
+    return [(jax.tree_util.keystr(path) or "x", leaf) for path, leaf in leaves]
+
+
+def _check_forms(x: PyTree, y: PyTree) -> None:
+    """PipelineError where a stage returns another tree, shape or dtype than x has."""
+    x_tree: Any = jax.tree.structure(x)
     y_tree: Any = jax.tree.structure(y)
     if x_tree != y_tree:
         raise PipelineError(
@@ -330,10 +435,10 @@ def _check_forms(call: _Stage, name: str, stage: int, inputs: _Arguments, *, unl
             "stage's input, so return the same tree"
         )
     faults = [
-        f"`stage` takes {jax.tree_util.keystr(path) or 'x'} as {a.dtype}{list(a.shape)} but "
+        f"`stage` takes {path} as {a.dtype}{list(a.shape)} but "
         f"returns {b.dtype}{list(b.shape)}; a stage's output is the next stage's input, so return "
         "the same shape and dtype (or cast in `first`)"
-        for (path, a), b in zip(x, jax.tree.leaves(y), strict=True)
+        for (path, a), b in zip(_by_path(x), jax.tree.leaves(y), strict=True)
         if a.shape != b.shape or a.dtype != b.dtype
     ]
     PipelineError.refuse("", faults)

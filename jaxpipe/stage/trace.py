@@ -8,10 +8,9 @@ all pieces of a stage, and never a residual.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from graphlib import CycleError, TopologicalSorter
+from itertools import compress
 from typing import Any
 
 import jax
@@ -26,8 +25,7 @@ from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import copied, flatten, renamed, stores_on_host, variables, with_equations
 from ..model.functions import StageOutput
 from ..table.effects import Place
-from .code import INPUTS, LastCode, ParamUse, StageCode, inexact
-from .split import hoist, pieces
+from .code import INPUTS, ParamUse, StageCode, by_place, hoist, inexact, pieces
 
 
 def writing_rows(code: StageCode, count: int) -> StageCode:
@@ -42,7 +40,7 @@ def writing_rows(code: StageCode, count: int) -> StageCode:
     *rows, number = code.forward.outvars[total : total + count]
     newvar, writes = core.gensym(), list[core.JaxprEqn]()
     filled: dict[core.Var, core.Var] = {}
-    for buffer, row in zip([code.forward.invars[i] for i in buffers], rows, strict=True):
+    for buffer, row in zip(code.forward.invars[buffers], rows, strict=True):
         traced = _write(buffer.aval, row.aval, number.aval)
         env: dict[Any, Any] = dict(zip(traced.invars, (buffer, row, number), strict=True))
         writes += copied(traced.eqns, env, newvar)
@@ -68,23 +66,18 @@ def _write(buffer: Any, rows: Any, number: Any) -> core.Jaxpr:
 
 def _in_order(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
     """Sort the equations so that each follows its inputs; the order is kept where inputs allow."""
-    producer = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
-    graph = TopologicalSorter(
-        {i: {producer[v] for v in variables(e.invars) if v in producer} for i, e in enumerate(eqns)}
-    )
-    try:
-        graph.prepare()
-    except CycleError as error:
-        raise PipelineError(
-            "a stage appends rows that depend on their own buffer; append rows that do not depend "
-            "on the result of the same ctx.append"
-        ) from error
-    ordered, ready = [], list[int]()
-    while graph.is_active():
-        for i in graph.get_ready():
-            heapq.heappush(ready, i)
-        ordered.append(eqns[i := heapq.heappop(ready)])
-        graph.done(i)
+    left, ordered = list(eqns), list[core.JaxprEqn]()
+    missing = {v for eqn in eqns for v in eqn.outvars}
+    while left:
+        ready = (i for i, e in enumerate(left) if missing.isdisjoint(variables(e.invars)))
+        first = next(ready, None)
+        if first is None:
+            raise PipelineError(
+                "a stage appends rows that depend on their own buffer; append rows that do not "
+                "depend on the result of the same ctx.append"
+            )
+        ordered.append(left.pop(first))
+        missing.difference_update(ordered[-1].outvars)
     return ordered
 
 
@@ -106,8 +99,9 @@ def trace_stage(
     floating (segment ids, masks) get no gradient.
     """
     uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
-    avals, carry, buffers = map(_avals, (x, *(passed or ((), ()))))
-    wanted = [*(use.trained for use in uses), *map(inexact, (*avals, *carry, *buffers))]
+    places = Place.X, Place.CARRY, Place.BUFFER
+    given = dict(zip(places, map(_avals, (x, *(passed or ((), ())))), strict=True))
+    wanted = [*_trained(uses), *(inexact(leaf) for leaves in given.values() for leaf in leaves)]
 
     def split(params: PyTree, held: PyTree, extra: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         def call(params: PyTree, held: PyTree) -> tuple[PyTree, PyTree]:
@@ -141,14 +135,13 @@ def trace_stage(
     code = StageCode(
         consts=(*flat[0].consts, *flat[1].consts),
         uses=tuple(uses),
-        x_avals=avals,
         num_extra=len(jax.tree.leaves(extra)),
         y_tree=jax.tree.structure(y),
-        y_avals=tuple(jax.tree.leaves(y)),
-        loss=None if isinstance(loss, tuple) else loss,
-        state=tuple(jax.tree.leaves(state)),
-        carry=carry,
-        buffers=buffers,
+        avals=by_place(
+            given
+            | {Place.SENT_X: y, Place.LOSSES: loss, Place.STAGE_STATE: state}
+            | {Place.STAGE_GRADIENTS: _with_gradient(params, uses)}
+        ),
     )
     appended = len(jax.tree.leaves(rows))
     joint = _join(flat[0].jaxpr, flat[1].jaxpr, code.num_outputs + appended)
@@ -193,30 +186,13 @@ def _join(forward: core.Jaxpr, backward: core.Jaxpr, outputs: int) -> core.Jaxpr
     ).replace(constvars=[])
 
 
-def _trace(
-    function: Callable[..., tuple[PyTree, PyTree]],
-    uses: Sequence[ParamUse],
-    *arguments: PyTree,
-    before: int = 0,
-) -> tuple[tuple[Any, ...], core.Jaxpr, core.Jaxpr, core.Jaxpr, PyTree]:
-    """Trace `(parameters, ..., late) -> results, gradients`, where gradients alone depend on
-    `late`: the constants, what is computed once, the rest, the results alone of the rest, without
-    `late`, and the shapes of the results.
+def _trained(uses: Sequence[ParamUse]) -> list[bool]:
+    return [use.trained for use in uses]
 
-    Values that are computed once come after `before` leaves of the arguments.
-    """
-    traced, (results, _) = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    flat = flatten(traced)
-    jaxpr = _without_axes(
-        flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars])
-    )
-    known = [True] * len(flat.consts) + [use.once for use in uses]
-    once, body = hoist(jaxpr, known, at=len(known) + before)
-    count = len(jax.tree.leaves(results))
-    evaluate, _ = drop_dead(body.replace(outvars=body.outvars[:count]))
-    end = len(evaluate.invars) - len(jax.tree.leaves(arguments[-1]))
-    evaluate = evaluate.replace(invars=evaluate.invars[:end])
-    return tuple(flat.consts), once, body, evaluate, results
+
+def _with_gradient(params: PyTree, uses: Sequence[ParamUse]) -> Leaves:
+    """The parameters that are trained."""
+    return list(compress(jax.tree.leaves(params), _trained(uses)))
 
 
 def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -231,72 +207,88 @@ def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=eqns, effects=plain(jaxpr.effects))
 
 
+def _trace_at_once(
+    function: Callable[..., tuple[Leaves, PyTree]],
+    params: PyTree,
+    x: PyTree,
+    extra: PyTree,
+    uses: Sequence[ParamUse],
+    late: Leaves,
+) -> tuple[StageCode, PyTree]:
+    """Trace `function(params, x, extra) -> values, results` with the gradient of the values, whose
+    cotangents are `late`: `backward(params, x, extra, once, late) -> results, dparams, dx`, and
+    `evaluate` for the results alone.  Return the shapes of the results too.
+    """
+    wanted = [*_trained(uses), *map(inexact, jax.tree.leaves(x))]
+
+    def whole(params: PyTree, x: PyTree, extra: PyTree, late: Leaves) -> tuple[PyTree, Leaves]:
+        call, leaves = by_leaves(lambda p, x: function(p, x, extra), (params, x), wanted)
+        values, vjp, results = jax.vjp(call, leaves, has_aux=True)
+        (grads,) = vjp([d.astype(v.dtype) for d, v in zip(late, values, strict=True)])
+        return results, grads
+
+    traced, (results, _) = jax.make_jaxpr(whole, return_shape=True)(params, x, extra, late)
+    flat = flatten(traced)
+    jaxpr = _without_axes(
+        flat.jaxpr.replace(constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars])
+    )
+    code = StageCode(
+        consts=tuple(flat.consts),
+        uses=tuple(uses),
+        num_extra=len(jax.tree.leaves(extra)),
+        avals=by_place({Place.X: x, Place.STAGE_GRADIENTS: _with_gradient(params, uses)}),
+    )
+    once, body = hoist(jaxpr, code.known, at=code.num_inputs)
+    count = len(jax.tree.leaves(results))
+    evaluate, _ = drop_dead(body.replace(outvars=body.outvars[:count]))
+    evaluate = evaluate.replace(invars=evaluate.invars[: len(evaluate.invars) - len(late)])
+    return replace(code, hoist=once, evaluate=evaluate, backward=body), results
+
+
 def trace_last(
     function: Callable[..., tuple[Any, PyTree]],
     params: PyTree,
     y: PyTree,
     extra: PyTree,
     uses: Sequence[ParamUse],
-) -> LastCode:
-    """Trace `function(params, y, extra) -> (scalar, aux)` and its gradients, and hoist values of
-    parameters alone out of both.
-    """
-    wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves(y))]
+) -> StageCode:
+    """Trace `function(params, y, extra) -> (scalar, aux)` with its gradients."""
 
-    def train(params: PyTree, y: PyTree, extra: PyTree, seed: Any) -> PyTree:
-        call, leaves = by_leaves(lambda p, y: function(p, y, extra), (params, y), wanted)
-        loss, vjp, aux = jax.vjp(call, leaves, has_aux=True)
-        return (loss, aux), vjp(seed.astype(loss.dtype))
+    def call(params: PyTree, y: PyTree, extra: PyTree) -> tuple[Leaves, PyTree]:
+        loss, aux = function(params, y, extra)
+        return [loss], (loss, aux)
 
     # the widest dtype, so that the seed of a float64 loss is not rounded
     seed = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    consts, once, body, evaluate, results = _trace(train, uses, params, y, extra, seed)
-    loss, aux = results
-    aux_leaves, aux_tree = jax.tree.flatten(aux)
-    return LastCode(
-        consts=consts,
-        hoist=once,
-        train=body,
-        evaluate=evaluate,
-        aux_tree=aux_tree,
-        aux_avals=tuple(aux_leaves),
-        loss_dtype=loss.dtype,
-        num_trained=sum(use.trained for use in uses),
-    )
+    code, (loss, aux) = _trace_at_once(call, params, y, extra, uses, [seed])
+    avals = by_place({**code.avals, Place.LOSSES: loss, Place.AUX: aux})
+    return replace(code, y_tree=jax.tree.structure(aux), avals=avals)
 
 
 def trace_spread_first(
-    function: Callable[..., PyTree], params: PyTree, extra: PyTree, uses: Sequence[ParamUse]
+    function: Callable[..., PyTree],
+    params: PyTree,
+    x: tuple[()],
+    extra: PyTree,
+    uses: Sequence[ParamUse],
 ) -> StageCode:
-    """Trace `function(params, (), extra) -> x` and its gradient.  The forward leaves no residuals:
-    the gradient of a lookup needs none.
+    """Trace `function(params, x, extra) -> y`, where x is (), and its gradient.  The forward leaves
+    no residuals: the gradient of a lookup needs none.
 
     Another function is run again for its gradient.  The code has no input, residuals, I or W.
     """
 
-    def call(params: PyTree, extra: PyTree) -> PyTree:
-        return jax.tree.map(jnp.asarray, function(params, (), extra))
+    def call(params: PyTree, x: PyTree, extra: PyTree) -> tuple[Leaves, PyTree]:
+        y = jax.tree.map(jnp.asarray, function(params, x, extra))
+        return list(filter(inexact, jax.tree.leaves(y))), y
 
-    def train(params: PyTree, extra: PyTree, dy: Leaves) -> PyTree:
-        def differentiated(params: PyTree) -> tuple[Leaves, PyTree]:
-            x = call(params, extra)
-            return list(filter(inexact, jax.tree.leaves(x))), x
-
-        of_trained, leaves = by_leaves(differentiated, (params,), [use.trained for use in uses])
-        _, vjp, x = jax.vjp(of_trained, leaves, has_aux=True)
-        return x, vjp(dy)[0]
-
-    x_leaves, x_tree = jax.tree.flatten(jax.eval_shape(call, params, extra))
-    dy, before = list(filter(inexact, x_leaves)), len(jax.tree.leaves(extra))
-    consts, once, body, evaluate, _ = _trace(train, uses, params, extra, dy, before=before)
-    return StageCode(
-        consts=consts,
-        uses=tuple(uses),
-        num_extra=before,
-        y_tree=x_tree,
-        y_avals=tuple(x_leaves),
-        hoist=once,
-        forward=evaluate,
-        evaluate=evaluate,
-        backward=drop_dead(body.replace(outvars=body.outvars[len(x_leaves) :]))[0],
+    dy, y = jax.eval_shape(call, params, x, extra)
+    code, _ = _trace_at_once(call, params, x, extra, uses, dy)
+    gradients = code.backward.outvars[len(jax.tree.leaves(y)) :]
+    return replace(
+        code,
+        y_tree=jax.tree.structure(y),
+        avals=by_place({**code.avals, Place.SENT_X: y}),
+        forward=code.evaluate,
+        backward=drop_dead(code.backward.replace(outvars=gradients))[0],
     )

@@ -38,16 +38,16 @@ class Place(enum.Enum):
     CARRY_GRADIENT = "carry_gradient"  # the gradients of carries
     BUFFER = "buffer"  # the rows that the slices of a sequence append in a stage
     BUFFER_GRADIENT = "buffer_gradient"  # the gradients of these rows
-    SENT_X = "sent_x"  # the last output of a stage, which the tick's transfers send
-    SENT_DX = "sent_dx"  # the last gradient of a stage's input
-    STAGE_STATE = "stage_state"  # passed from microbatch to microbatch in a stage
     LOSSES = "losses"
+    STAGE_STATE = "stage_state"  # passed from microbatch to microbatch in a stage
     AUX = "aux"  # the further results of `last`
     # accumulated gradients of parameters
     STAGE_GRADIENTS = "stage_gradients"
     FIRST_GRADIENTS = "first_gradients"
     LAST_GRADIENTS = "last_gradients"
     SHARED_GRADIENTS = "shared_gradients"
+    SENT_X = "sent_x"  # the last output of a stage, which the tick's transfers send
+    SENT_DX = "sent_dx"  # the last gradient of a stage's input
 
     @property
     def letter(self) -> str:

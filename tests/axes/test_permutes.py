@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.spmd.tick import settled
+from jaxpipe.spmd.block import settled
 from tests.axes.model import (
     SPECS,
     batch,

@@ -10,7 +10,7 @@ import jaxpipe as jp
 from benchmarks.gpu_programs import Case
 from benchmarks.moves import Move, large_moves
 from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits, steady
-from jaxpipe.spmd import entries
+from jaxpipe.spmd import xla
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
 CUBLAS: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False}
@@ -45,7 +45,7 @@ def test_matmuls_of_either_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     # XLA would merge the matmuls of the gate and the hidden layer, and write their operands.
     assert moved(compile_and_read(step, CUBLAS | MERGED)) > 1.8 * moved(cublas)
     # Blocks that are compiled with calls of cuBLAS have its workspaces.
-    chosen = entries.options_for
-    monkeypatch.setattr(entries, "options_for", lambda target: chosen(target) | CUBLAS)
+    chosen = xla.options_for
+    monkeypatch.setattr(xla, "options_for", lambda target: chosen(target) | CUBLAS)
     predicted = jp.inspect.memory(pipe, params, rows)["total"]
     assert predicted == pytest.approx(cublas.total_bytes, rel=0.02)

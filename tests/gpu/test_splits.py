@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from benchmarks.gpu_programs import Axes, Case, Remat
-from jaxpipe.spmd import entries
-from jaxpipe.stage.job import Job
+from jaxpipe.spmd import xla
+from jaxpipe.stage.model_code import Job
 from jaxpipe.table.effects import Place
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 from tests.tiers import exhaustive, slow
@@ -19,11 +19,11 @@ from tests.tiers import exhaustive, slow
 
 def of_compiled(job: Job, function: Callable[..., Any], *groups: Any) -> list[PartitionSpec]:
     """The splits in the optimised program."""
-    found = entries.compiled_alone(job, function, *groups).output_shardings
+    found = xla.compiled_alone(job, function, *groups).output_shardings
     return [each.spec for each in found]
 
 
-def found_entries(case: Case) -> Sequence[entries.StageEntries]:
+def found_entries(case: Case) -> Sequence[xla.StageEntries]:
     pipe, params, rows = case.arguments(gpu_mesh)
     return pipe.trace(params, rows).entries
 
@@ -41,7 +41,7 @@ def test_the_answer_is_that_of_the_optimised_program(
         kind.stored[place] for kind in found for place in (Place.RESIDUAL_WEIGHT, Place.STASH)
     ]
     assert any(entry.parts for entries_of_place in stored for entry in entries_of_place)
-    monkeypatch.setattr(entries, "_output_specs", of_compiled)
+    monkeypatch.setattr(xla, "_output_specs", of_compiled)
     assert found_entries(case) == found
 
 
@@ -55,5 +55,5 @@ def test_the_answer_is_that_of_the_optimised_program(
 )
 def test_a_dim_on_a_part_of_an_axis_is_whole(split: str, wanted: PartitionSpec) -> None:
     with jax.jit(jax.numpy.sin).lower(1.0).compiler_ir("stablehlo").context:
-        found = entries.ir.Attribute.parse(f"#sdy.sharding<@mesh, [{split}]>")
-        assert entries._spec_of(entries.sdy.TensorShardingAttr(found)) == wanted
+        found = xla.ir.Attribute.parse(f"#sdy.sharding<@mesh, [{split}]>")
+        assert xla._spec_of(xla.sdy.TensorShardingAttr(found)) == wanted

@@ -10,6 +10,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpipe.stage.code import run
+from jaxpipe.table.effects import Place
 from tests.models import twin
 from tests.tolerance import FLOAT64
 
@@ -360,7 +361,7 @@ def arguments(code, params, x, extra, dy):
     once = run(code.hoist, *leaves)
     given = [*leaves, *jax.tree.leaves(x), *jax.tree.leaves(extra)]
     outs = run(code.forward, *given, *once)
-    count = len(code.y_avals)
+    count = len(code.avals[Place.SENT_X])
     return [*given, *once, *outs[count:], *dy], outs[:count]
 
 

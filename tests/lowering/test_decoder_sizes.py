@@ -16,6 +16,7 @@ from jaxpipe.jaxprs.equations import nbytes
 from jaxpipe.lowering.target import RunsOn
 from jaxpipe.planner.layer_cost import Ends
 from jaxpipe.planner.transformer import Transformer
+from jaxpipe.table.effects import Place
 from tests.tiers import exhaustive, slow
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -177,9 +178,9 @@ def test_a_layer_keeps_what_its_sizes_say(name, capacity, remat, monkeypatch):
     (kind,) = pipe.trace(pipe.place(found.shapes()), rows(2)).code.kinds
     said = estimated(name, capacity=capacity).under(POLICIES[remat] or "")
     # A scan over layers keeps each layer's input besides.
-    kept = sum(map(nbytes, (*kind.residual_input, *kind.residual_weight)))
+    kept = sum(map(nbytes, (*kind.avals[Place.RESIDUAL_INPUT], *kind.avals[Place.RESIDUAL_WEIGHT])))
     assert 2 * (said.residuals + said.boundary) == pytest.approx(kept, rel=0.05)
-    assert 2 * said.stash == pytest.approx(sum(map(nbytes, kind.stash)), rel=0.05)
+    assert 2 * said.stash == pytest.approx(sum(map(nbytes, kind.avals[Place.STASH])), rel=0.05)
     held = sum(leaf.size for leaf in jax.tree.leaves(found.shapes()["stages"]))
     assert 4 * said.parameters / 2 == pytest.approx(held, rel=0.01)
 

@@ -16,6 +16,7 @@ from jaxpipe.jaxprs.cut import into_scans
 from jaxpipe.jaxprs.entry import Entry, Part
 from jaxpipe.jaxprs.slots import InSlots, Piece, Slot, Total, run_in_slots
 from jaxpipe.stage.trace import trace_stage
+from jaxpipe.table.effects import Place
 
 SHAPES = [
     ((), ()),
@@ -120,9 +121,9 @@ def test_masks_are_made_inside_scans_and_never_kept():
     code = trace_stage(lambda p, x, _: masked(p, x), params, x, {})
     kept = (
         *(v.aval for v in code.hoist.outvars),
-        *code.residual_input,
-        *code.residual_weight,
-        *code.stash,
+        *code.avals[Place.RESIDUAL_INPUT],
+        *code.avals[Place.RESIDUAL_WEIGHT],
+        *code.avals[Place.STASH],
     )
     assert not [aval for aval in kept if aval.dtype == bool]
 
@@ -138,7 +139,7 @@ def test_a_gathered_value_is_kept_as_what_it_is_gathered_from():
     code = trace_stage(stage, jnp.ones((4, 4)), jnp.ones((2, 4)), {})
     # tanh's output is what its own derivative needs; the gathered copy, which W reads, is not kept
     # beside it.
-    assert len((*code.residual_input, *code.residual_weight)) == 1
+    assert len((*code.avals[Place.RESIDUAL_INPUT], *code.avals[Place.RESIDUAL_WEIGHT])) == 1
 
 
 def test_rows_of_a_table_s_gradient_are_added_where_they_belong():

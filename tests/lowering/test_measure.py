@@ -15,6 +15,7 @@ import jaxpipe as jp
 from jaxpipe.lowering.target import Target
 from jaxpipe.measuring import measure_stages
 from jaxpipe.measuring.blocks import blocks_of, traced
+from jaxpipe.table.effects import Place
 from tests.flat import flat_pipeline
 
 WIDTH, ROWS, M = 64, 16, 4
@@ -148,7 +149,7 @@ def test_policies_are_measured_and_planned():
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
     pipe = plan.pipeline(MODEL, mesh)
     (kind,) = pipe.trace(pipe.place(PARAMS), BATCH).code.kinds[:1]
-    kept = (*kind.residual_input, *kind.residual_weight)
+    kept = (*kind.avals[Place.RESIDUAL_INPUT], *kind.avals[Place.RESIDUAL_WEIGHT])
     assert all(4 * WIDTH not in leaf.shape for leaf in kept)
     with pytest.raises(jp.PipelineError, match="policies holds 'dots'; give names of"):
         jp.measure(MODEL, PARAMS, one, peak=peak, policies=("dots",))

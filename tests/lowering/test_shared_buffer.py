@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpipe.jaxprs.entry import Entry, Part
-from jaxpipe.spmd.shared_buffers import SharedBuffer
+from jaxpipe.spmd.pools import SharedBuffer
 
 EIGHT = 8  # devices of the axis that the partitioner has
 

@@ -15,7 +15,7 @@ from jaxpipe.inspect.step_report import fallbacks
 from jaxpipe.jaxprs.equations import every_equation
 from jaxpipe.stage.code import run
 from jaxpipe.stage.trace import trace_stage
-from jaxpipe.table.effects import LastUse
+from jaxpipe.table.effects import LastUse, Place
 from tests.lowering.stages import (
     MATRICES,
     OFFLOAD,
@@ -63,8 +63,8 @@ def test_pieces_give_the_numbers_of_vjp(name):
     assert close(both, wanted)
     by_input = run(code.input_grad, *given)
     dx, stash = (
-        by_input[: len(by_input) - len(code.stash)],
-        by_input[len(by_input) - len(code.stash) :],
+        by_input[: len(by_input) - len(code.avals[Place.STASH])],
+        by_input[len(by_input) - len(code.avals[Place.STASH]) :],
     )
     assert close(dx, wanted[count:])
     assert close(run(code.weight_grad, *given, *stash), wanted[:count])
@@ -103,7 +103,9 @@ def test_input_gradient_and_weight_gradient_share_the_work_of_the_backward(name)
     function, params, x, extra = any_case(name)
     code = trace_stage(function, params, x, extra)
     assert plus(work(code.input_grad), work(code.weight_grad)) == work(code.backward)
-    joint = [text.split(":")[0] for text in fallbacks(code.input_grad, len(code.dx_avals))]
+    joint = [
+        text.split(":")[0] for text in fallbacks(code.input_grad, len(code.avals[Place.SENT_DX]))
+    ]
     assert joint == ([UNCUT[name][0]] if name in UNCUT else [])
 
 
@@ -163,7 +165,7 @@ def test_masks_of_the_trips_of_a_loop_are_made_in_the_trips():
 
     code = trace_stage(by_blocks, draw(MATRICES), draw(X), {})
     assert not code.hoist.outvars
-    assert (*code.residual_input, *code.residual_weight) == ()
+    assert (*code.avals[Place.RESIDUAL_INPUT], *code.avals[Place.RESIDUAL_WEIGHT]) == ()
 
 
 def bytes_of(avals):
@@ -175,8 +177,11 @@ def test_a_tanh_layer_keeps_its_output_and_nothing_else():
         lambda params, x, extra: jnp.tanh(x @ params["a"]), draw({"a": (WIDTH, WIDTH)}), draw(X), {}
     )
     # tanh' = 1 - y^2 needs y, or 1 - y^2 itself; x has a slot of its own and a is a parameter.
-    assert bytes_of((*code.residual_input, *code.residual_weight)) == ROWS * WIDTH * 8
-    assert bytes_of(code.stash) == ROWS * WIDTH * 8
+    assert (
+        bytes_of((*code.avals[Place.RESIDUAL_INPUT], *code.avals[Place.RESIDUAL_WEIGHT]))
+        == ROWS * WIDTH * 8
+    )
+    assert bytes_of(code.avals[Place.STASH]) == ROWS * WIDTH * 8
 
 
 def test_between_i_and_w_are_the_fewest_bytes():
@@ -200,19 +205,19 @@ def test_between_i_and_w_are_the_fewest_bytes():
     )
     code = trace_stage(layer, params, jax.ShapeDtypeStruct(x, jnp.float32), {})
     assert code.liveness.x is LastUse.INPUT_GRAD
-    assert not code.residual_weight
+    assert not code.avals[Place.RESIDUAL_WEIGHT]
     # The inputs of both matmuls and the gradient of the first; gradients of scale, shift and bias,
     # which are sums over rows.
     matmuls = [(rows, width), (rows, hidden), (rows, hidden)]
     sums = [(width,), (width,), (hidden,)]
-    assert bytes_of(code.stash) == sum(4 * prod(shape) for shape in (*matmuls, *sums))
+    assert bytes_of(code.avals[Place.STASH]) == sum(4 * prod(shape) for shape in (*matmuls, *sums))
 
 
 def test_a_linear_layer_keeps_nothing():
     code = trace_stage(*case_of("linear"))
-    assert not code.residual_input
-    assert not code.residual_weight
-    assert not code.stash
+    assert not code.avals[Place.RESIDUAL_INPUT]
+    assert not code.avals[Place.RESIDUAL_WEIGHT]
+    assert not code.avals[Place.STASH]
 
 
 @pytest.mark.parametrize("name", [*STAGES, *TWINS])
@@ -223,15 +228,15 @@ def test_residuals_are_no_more_than_those_of_vjp(name):
         lambda p, h: jax.vjp(lambda p, h: function(p, h, extra), p, h), params, x
     )
     # What JAX itself would keep besides parameters and input.
-    assert bytes_of((*code.residual_input, *code.residual_weight)) <= bytes_of(
-        jax.tree.leaves(vjp.opaque_residuals)
-    )
+    assert bytes_of(
+        (*code.avals[Place.RESIDUAL_INPUT], *code.avals[Place.RESIDUAL_WEIGHT])
+    ) <= bytes_of(jax.tree.leaves(vjp.opaque_residuals))
 
 
 def test_remat_keeps_nothing_but_the_input():
     code = trace_stage(*case_of("remat"))
-    assert not code.residual_input
-    assert not code.residual_weight
+    assert not code.avals[Place.RESIDUAL_INPUT]
+    assert not code.avals[Place.RESIDUAL_WEIGHT]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe import known_faults
 from jaxpipe.lowering.target import RunsOn, Target
-from jaxpipe.spmd.compiler_options import features_of, options_for
+from jaxpipe.spmd.xla import features_of, options_for
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from benchmarks.llama import layered
 from jaxpipe.inspect.programs import Compute, Purpose, TpuProgram, heap_bytes, steady
 from jaxpipe.inspect.step_report import Clock
 from jaxpipe.lowering.target import RunsOn, Target
-from jaxpipe.spmd.tick import WITH_SLACK
+from jaxpipe.spmd.executor import WITH_SLACK
 from tests.gpu import test_slices as gpu_slices
 from tests.gpu.programs import first, last, shapes, stage
 from tests.tiers import exhaustive, slow

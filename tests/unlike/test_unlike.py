@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.spmd.shared_buffers import SharedBuffer
+from jaxpipe.spmd.pools import SharedBuffer
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64

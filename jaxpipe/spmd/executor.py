@@ -1,5 +1,8 @@
-"""Emits the JAX program of a program's segments, template by template, from the stages' code:
-blocks, permutes, and the writes of arrivals to their slots.
+"""The SPMD executor: program + user functions -> one `shard_map` program, whose body prepares, runs
+the segments and reduces.
+
+A segment is emitted template by template, from the stages' code: blocks, permutes, and the writes
+of arrivals to their slots.
 """
 
 from __future__ import annotations
@@ -7,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,46 +18,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
-from ..arrays import Flag, Leaves, Scalar
+from ..arrays import Leaves, Params, PyTree, Scalar
+from ..errors import PipelineError
 from ..program.ir import NOBODY, POOL_OF, Program, Record, TickRecord
 from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
+from ..stage.model_code import Inputs, Job, ModelCode
 from ..table.kinds import Kind
 from .actions import StageAction, pair_block, share_block
-from .block import State, clocked, run_in_order, run_where
-from .host import HostMoves, Packing
-from .step import DeviceStep
+from .block import State, clocked, is_ordered, run_in_order, run_where, settled
+from .pools import HostMoves, Packing, shared_buffers
+from .step import DeviceStep, finish, prepare, with_replicas
+from .xla import StageEntries, inside, mapped, split_entries, whole_entries
 
 # The scopes of transfers in a profile and in a compiled program.  The second is of transfers that
 # are awaited in a later tick.
 EXCHANGE, WITH_SLACK = "exchange", "exchange_with_slack"
 
 
-def scope_of(transit: Transit) -> str:
-    """The scope of a permute."""
-    return WITH_SLACK if transit.is_late else EXCHANGE
-
-
 def _after(leaf: Any, state: State) -> Any:
     """The leaf, with a dependence on the end of earlier blocks of the tick (the token is False
     after every block).
     """
-    return jnp.where(state["token"], jnp.zeros_like(leaf), leaf) if _is_ordered(leaf) else leaf
-
-
-def _is_ordered(leaf: Any) -> bool:
-    """Whether a token can depend on it; keys cannot give one."""
-    return jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
-
-
-def settled(brought: Leaves, state: State) -> State:
-    """The state, whose token depends on the end of a permute."""
-    token = state["token"]
-    for leaf in brought:
-        if leaf.size and _is_ordered(leaf):
-            token = jnp.logical_and(token, leaf.ravel()[0] == 0)
-    return state | {"token": token}
+    return jnp.where(state["token"], jnp.zeros_like(leaf), leaf) if is_ordered(leaf) else leaf
 
 
 # The records of this device in the ticks of a trip; -1 is the last tick of the previous trip.
@@ -72,7 +60,8 @@ class _Run(NamedTuple):
     kinds: tuple[int, ...]
     active: Presence
     tests_kind: bool = False  # stages of other kinds may run the block too
-    unpaired: bool = False  # its pairs are in other runs
+    # whether it is of a pair: None where the template has none
+    paired: bool | None = None
 
 
 def _scanned(body: Callable[[State, Any], State], state: State, lines: Any) -> State:
@@ -174,7 +163,9 @@ class TickEmitter:
     def _runs(self, segment: Segment, j: int) -> Iterator[tuple[int, list[_Run]]]:
         """(block before which it is, what is run there): pairs, then the blocks of a template."""
         template, ticks = segment.templates[j], segment.sharing(j)
-        kinds = [self._kinds(use, ticks) for use in template.blocks]
+        # NOBODY, the last stage, has the kind NOBODY
+        kind_of = np.array([*self.step.code.kind_of, NOBODY])
+        kinds = [kind_of[self._stages(use)[ticks]] for use in template.blocks]
         fuses = self.step.job.clock is None and not self._program.schedule.encoded.recomputes
         ahead = self._program.pairs[ticks] & fuses
         assert template.paired or not ahead.any(), "a pair that its template does not know of"
@@ -188,13 +179,14 @@ class TickEmitter:
                 continue
             paired |= {f, b}
             uses, pairs, several = (forward, backward), sorted(counts.items()), len(counts) > 1
-            yield 0, [_Run(uses, kind, Presence.of(n, both.size), several) for kind, n in pairs]
+            runs = [_Run(uses, kind, Presence.of(n, both.size), several, True) for kind, n in pairs]
+            yield 0, runs
         for place, (use, of) in enumerate(zip(template.blocks, kinds, strict=True)):
-            unpaired = place in paired
-            runs = (of != NOBODY) & ~ahead if unpaired else of != NOBODY
-            those, active = np.unique(of[runs]).tolist(), Presence.of(int(runs.sum()), runs.size)
+            apart = False if place in paired else None
+            own = (of != NOBODY) & ~ahead if place in paired else of != NOBODY
+            those, active = np.unique(of[own]).tolist(), Presence.of(int(own.sum()), own.size)
             several = len(those) > 1
-            yield place, [_Run((use,), (kind,), active, several, unpaired) for kind in those]
+            yield place, [_Run((use,), (kind,), active, several, apart) for kind in those]
 
     def _transfers(
         self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought
@@ -206,7 +198,7 @@ class TickEmitter:
                 # It would delay the blocks of its tick, so it follows them.
                 point = Point(point.tick, len(segment.templates[point.tick].blocks))
             if point == at and (-1 in rows or not transit.from_before):
-                with jax.named_scope(scope_of(transit)):
+                with jax.named_scope(WITH_SLACK if transit.is_late else EXCHANGE):
                     brought[transit], state = self._permuted(transit, state)
         # A transfer with slack is written to its slot some ticks later, so that nothing before
         # depends on it.  Readers of the pool must end before that write (see `run_in_order`), or
@@ -257,21 +249,24 @@ class TickEmitter:
 
     def _run(self, run: _Run, row: TickRecord[Scalar], state: State) -> State:
         """Run a block, or a pair, under its predicate."""
-        step, (use, *others) = self.step, run.uses
+        step, (use, *others), program = self.step, run.uses, self._program
         action, record = use.block.kind, row.of(use.block.kind)
+        records = [row.of(each.block.kind) for each in run.uses]
+        flags = [program.asks(row, each.block) for each in run.uses]
+        if run.paired:
+            flags.append(row.distinct)
+        elif run.paired is not None:
+            flags.append(jnp.logical_not(row.pairs(program.joint)))
+        if run.tests_kind:
+            kinds = jnp.array(step.code.kind_of)
+            flags += [kinds[r.stage] == kind for r, kind in zip(records, run.kinds, strict=True)]
         if use.block.is_share:
-            block = share_block(step, action, record)
-            flags, stage = [record.kind == int(action)], lax.axis_index(step.job.axis)
+            block, stage = share_block(step, action, record), lax.axis_index(step.job.axis)
         else:
-            actions = [
-                StageAction(step, each, kind, row.of(each.block.kind))
-                for each, kind in zip(run.uses, run.kinds, strict=True)
-            ]
+            parts = zip(run.uses, run.kinds, records, strict=True)
+            actions = [StageAction(step, *part) for part in parts]
             block = pair_block(*actions) if others else actions[0].block()
             stage = record.stage
-            flags = [row.pairs(self._program.joint)] if others else []
-            for each in actions:
-                flags += self._flags(each, run, row)
         flag = reduce(jnp.logical_and, flags)
         active, how = Presence.SOMETIMES if run.tests_kind else run.active, run_in_order
         if others:
@@ -286,21 +281,6 @@ class TickEmitter:
         state = how(active, flag, block, state)
         waits = step.blocking and use.block.is_collective
         return settled(jax.tree.leaves(block.part(state)), state) if waits else state
-
-    def _flags(self, action: StageAction, run: _Run, row: TickRecord[Scalar]) -> list[Flag]:
-        """Whether this device does a stage's action in this tick, as several flags."""
-        record, block = action.row, action.use.block
-        of_kind, flags = record.kind == int(block.kind), [record.chunk == block.chunk]
-        if len(run.uses) == 1:
-            if self._program.schedule.encoded.recomputes or not block.runs_forward:
-                flags.append(of_kind)
-            if block.kind is Kind.F and self._program.schedule.encoded.recomputes:
-                flags.append((record.keeps != 0) == block.keeps)
-            if run.unpaired:
-                flags.append(jnp.logical_not(row.pairs(self._program.joint)))
-        if run.tests_kind:
-            flags.append(jnp.array(self.step.code.kind_of)[record.stage] == action.stage_kind)
-        return flags
 
     def _scope(self, run: _Run) -> str:
         """The name under which a profile shows a block: "F stage 3" where no other stage runs this
@@ -320,14 +300,124 @@ class TickEmitter:
         """`[tick, device]`: the stage of which a device runs a block, 0 of a share; NOBODY where
         it runs none.
         """
-        block, ticks = use.block, self._program.ticks
-        runs = self._program.asks(ticks, block)
+        ticks, block = self._program.ticks, use.block
         stages = 0 if block.is_share else ticks.of(block.kind).stage
-        return np.where(runs, stages, NOBODY)
+        return np.where(self._program.asks(ticks, block), stages, NOBODY)
 
-    def _kinds(self, use: BlockUse, ticks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`[tick, device]`: the kind of the stage of which a device runs a block; NOBODY where it
-        runs none.
-        """
-        stages = self._stages(use)[ticks]
-        return np.where(stages == NOBODY, NOBODY, np.array(self.step.code.kind_of)[stages])
+
+CANNOT_BE_TIMED = (
+    "this step cannot be profiled on CPU devices: its functions permute over a mesh axis, so all "
+    "devices run every block at once (ring attention permutes; the partitioner does for a roll, "
+    "slice or concatenation along a dimension that is split); profile it without that axis, or "
+    "on GPUs"
+)
+
+
+def look(
+    job: Job, params: Params, batch: PyTree, rng: Any, state: PyTree
+) -> tuple[Job, Inputs, ModelCode]:
+    """Trace `prepare` alone: what one device starts from, as tracers."""
+    found: tuple[Job, Inputs, ModelCode] = inside(
+        job, partial(prepare, job), _in_specs(job), *(params, batch, rng, state)
+    )
+    return found
+
+
+def _in_specs(job: Job) -> tuple[Any, ...]:
+    """The splits of parameters, the batch, the key and the stages' own state."""
+    rows, kept = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
+    own = jax.tree.map(lambda plan: plan.manual(job.axis), job.plans)
+    return own, rows, PartitionSpec(), kept
+
+
+def body(
+    job: Job,
+    params: Params,
+    batch: PyTree,
+    rng: Any,
+    kept: tuple[PyTree, ...],
+    *,
+    entries: Sequence[StageEntries] | None,
+) -> tuple[dict[str, Any], dict[str, PyTree]]:
+    """Run the step on each device; return ({"loss", "losses", "metrics", "state"}, gradients laid
+    out like `params`).
+
+    The arguments are those of `prepare`.  `entries` is None where no axis is left to the
+    partitioner.
+
+    Every permute of XLA:CPU waits for all devices of the program, also for those outside its pairs.
+    Under predicates, some devices would wait in the permute of one block and some in that of
+    another, until XLA ends the process.  Where blocks permute, all devices therefore run every
+    block at once, and keep the result where its predicate holds (see `block`).
+
+    With axes that are left to the partitioner, permutes are assumed: a block compiled alone does
+    not show every one, because the partitioner decides from the whole program.  Timing needs
+    predicates, and `jaxpipe.inspect.profile` refuses blocks that permute.
+    """
+    job, inputs, code = prepare(job, params, batch, rng, kept)
+    assumed = bool(job.partition.auto_axes) and job.clock is None
+    waits = job.target.on_cpus and lax.axis_size(job.axis) > 1
+    everywhere = waits and (assumed or code.permutes)
+    if everywhere and job.clock is not None:
+        raise PipelineError(CANNOT_BE_TIMED)
+    if entries is None:
+        entries = tuple(whole_entries(job, kind) for kind in code.kinds)
+    buffers = shared_buffers(code.kinds, entries)
+    if job.observe is not None:
+        job.observe(job, code, entries)
+    with jax.named_scope("prepare"):
+        chunks = with_replicas(job, inputs.owned)
+        step = DeviceStep(job, inputs, code, buffers, everywhere, chunks).with_once()
+        emitter, state = TickEmitter(step), step.empty_state()
+        # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
+        table = jnp.asarray(_narrow(np.stack(code.program.ticks.columns, axis=-1)))
+        rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
+    with jax.named_scope("ticks"):
+        for segment in code.program.segments:
+            state = emitter.run_segment(segment, rows, state)
+    with jax.named_scope("finish"):
+        return finish(step, state, params)
+
+
+def _narrow(table: Any) -> Any:
+    """The table in the smallest signed integers that hold it.  It is a constant of the program, and
+    grows with M.
+    """
+    narrower = (table.astype(dtype) for dtype in (np.int8, np.int16))
+    return next((small for small in narrower if (small == table).all()), table)
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A training step that is traced and not compiled."""
+
+    job: Job
+    code: ModelCode
+    entries: tuple[StageEntries, ...]  # the entries of pools, by kind of stage
+    # the `jax.stages.Traced` step of (params, batch), and `rng` and `state` where they are given
+    function: Any
+
+
+class SpmdExecutor:
+    """Runs a job's program on the devices of its mesh, all in one program (an `Executor`)."""
+
+    compiles = True
+
+    def run(
+        self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
+        """Do the job; it may be traced."""
+        specs, entries = _in_specs(job), None
+        if job.partition.auto_axes and job.training:
+            # The model is traced once more for the entries.
+            cut, inputs, code = look(job, params, batch, rng, state)
+            entries = split_entries(cut, code, inputs.owned)
+        run = mapped(
+            partial(body, job, entries=entries),
+            job.mesh,
+            job.axes,
+            in_specs=specs,
+            out_specs=(job.result_specs, specs[0] if job.training else PartitionSpec()),
+        )
+        results: tuple[dict[str, Any], dict[str, PyTree]] = run(params, batch, rng, state)
+        return results

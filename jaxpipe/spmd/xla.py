@@ -1,10 +1,10 @@
-"""Axes that are left to the partitioner: functions mapped over the others, and the form of pool
-entries that it splits.
+"""XLA: its options for a pipeline's program, functions mapped over the mesh axes that are not left
+to its partitioner, and how the partitioner splits values that pools keep.
 """
 
 from __future__ import annotations
 
-import math
+import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -18,15 +18,105 @@ from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
-from ..jaxprs.entry import Entry, Part
+from ..jaxprs.entry import Entry
 from ..jaxprs.equations import Reductions
-from ..model.partition import leaf_plans
-from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, inexact, run
-from ..stage.job import Job
-from ..stage.model_code import ModelCode
-from ..table.effects import Place
+from ..known_faults import Feature, faults_for
+from ..lowering.target import Target
+from ..model.partition import leaf_plans, parts_of
+from ..stage.code import (
+    COTANGENTS,
+    GRADIENT_OF,
+    RESIDUALS,
+    RESULTS,
+    STORED,
+    StageCode,
+    inexact,
+    run,
+)
+from ..stage.model_code import Job, ModelCode
+from ..table.effects import Offload, Place
 from ..table.kinds import Kind
-from .compiler_options import options_for
+
+Options: TypeAlias = dict[str, str | bool]
+
+# Operations that may be in a CUDA graph: XLA's default and WHILE.  With WHILE a block under a
+# predicate is a node of a graph, and the host does not wait for its predicate.  COLLECTIVES is left
+# out: CUDA allows no communication in a conditional node's body.  The list has all other types that
+# this XLA accepts, because a block is a node only if all of its operations may be in a graph.
+_IN_GRAPHS = (
+    "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONVOLUTION,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+)
+_ZERO_INIT = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
+_COMPONENTS = "xla_gpu_collective_permute_connected_components"
+_GPU: Options = {
+    "xla_gpu_enable_command_buffer": _IN_GRAPHS,
+    "xla_gpu_graph_min_graph_size": "1",  # a predicate is one operation of its own
+    # Stacks that a scan fills from zero are not filled with zeros first.
+    _ZERO_INIT: True,
+    # Several collectives are in flight at a time: transfers of both payloads up and down the model,
+    # or those of both halves of a pair.  With one at a time, an awaited transfer keeps all others
+    # from running during compute.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
+    # Transfers are not merged.  In a vee placement, activations of one half and cotangents of the
+    # other have the same direction.  A merged permute would be awaited before the first backward,
+    # and could not run during it.
+    "xla_gpu_collective_permute_combine_threshold_bytes": "0",
+    # Matmuls of one operand are not merged.  XLA merges small ones.  If autotuning gives the merged
+    # one to cuBLAS, its concatenated operand is written in every trip: more than half of the bytes
+    # that the loops of a small model move.
+    "xla_gpu_dot_merger_threshold_mb": "0",
+}
+
+
+# Where blocks communicate, over axes that are left to the partitioner.
+_BLOCKS_COMMUNICATE: Options = {
+    # The gathers of the two halves of an overlapped pair are not merged: a merged gather would
+    # overlap no matmul.  XLA may merge scatters: without that, more of a layer is in memory at a
+    # time.
+    "xla_gpu_all_gather_combine_threshold_bytes": "0",
+    # A transfer is in flight during a whole block with all of its collectives.  With a limit of
+    # four, XLA would issue the transfer after the block.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "16",
+}
+
+
+# The host decides every predicate.
+NO_GRAPHS: Options = {"xla_gpu_enable_command_buffer": ""}
+
+
+def options_for(target: Target) -> Options:
+    """The options for a target; none except on NVIDIA GPUs.
+
+    The list of commands is explicit: this interface refuses the form with "+", though XLA_FLAGS
+    takes it (jaxlib 0.10).
+    """
+    if not target.on_gpus:
+        return {}
+    options = _GPU | _BLOCKS_COMMUNICATE if target.communicates else dict(_GPU)
+    if faults_for(target.platform, {Feature.ZERO_INIT}):
+        del options[_ZERO_INIT]
+    return options
+
+
+_MANY = 8  # devices of a node
+
+
+def features_of(target: Target, mesh: Mesh, offload: Offload) -> frozenset[Feature]:
+    """The features of a pipeline's program that known faults depend on."""
+    devices = list(mesh.devices.flat)
+    pipes = any(size > 1 for size in mesh.shape.values())
+    used = {
+        Feature.POOLS: True,
+        Feature.GRAPHS: target.on_gpus,
+        Feature.ZERO_INIT: target.on_gpus,
+        Feature.OFFLOAD: offload is not Offload.NOTHING,
+        Feature.COMMUNICATES: target.communicates,
+        Feature.SEVERAL_DEVICES: pipes,
+        Feature.LARGE_CLIQUES: len(devices) > _MANY and jax.process_count() > 1,
+        Feature.COMPONENTS: f"{_COMPONENTS}=true" in os.environ.get("XLA_FLAGS", ""),
+        Feature.SEVERAL_PROCESSES: jax.process_count() > 1,
+    }
+    return frozenset(feature for feature, is_used in used.items() if is_used)
 
 
 def mapped(
@@ -34,7 +124,8 @@ def mapped(
 ) -> Callable[..., Any]:
     """`jax.shard_map` of the function, with reductions in a form that XLA compiles."""
     single = {name for name, size in mesh.shape.items() if size == 1}
-    changes = Reductions(single, widen=on_cpus(mesh))
+    on_cpus = any(device.platform == "cpu" for device in mesh.devices.flat)
+    changes = Reductions(single, widen=on_cpus)
 
     def call(*arguments: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -54,9 +145,16 @@ def mapped(
     )
 
 
-def on_cpus(mesh: Mesh) -> bool:
-    """Whether the devices are CPUs."""
-    return any(device.platform == "cpu" for device in mesh.devices.flat)
+def inside(job: Job, function: Callable[..., Any], in_specs: PyTree, *arguments: PyTree) -> Any:
+    """What a function of one device returns, as tracers."""
+    found: list[Any] = []
+
+    def trace(*arguments: PyTree) -> tuple[()]:
+        found.append(function(*arguments))
+        return ()
+
+    jax.eval_shape(mapped(trace, job.mesh, job.axes, in_specs, PartitionSpec()), *arguments)
+    return found[0]
 
 
 # Values, and the split of each; None leaves it to the partitioner.
@@ -88,7 +186,7 @@ def _stored(
             _entry(job, aval, spec)
             for aval, spec in zip(avals, specs.get(place, [None] * len(avals)), strict=True)
         )
-        for place, avals in code.stored.items()
+        for place, avals in ((place, code.avals[place]) for place in STORED)
     }
 
 
@@ -123,30 +221,24 @@ def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> Stage
     def input_grad(parameters: Leaves, free: Leaves, late: Leaves) -> Leaves:
         return run(code.input_grad, *parameters, *free, *run(code.hoist, *parameters), *late)
 
-    results = _output_specs(job, forward, parameters, free)
-    spans = code.spans(RESULTS[Kind.F])
-    specs_of = {place: results[span.start : span.stop] for place, span in spans.items()}
-    y = specs_of[Place.SENT_X]
-    for place, gradient in (
-        (Place.SENT_X, Place.COTANGENT),
-        (Place.CARRY, Place.CARRY_GRADIENT),
-        (Place.BUFFER, Place.BUFFER_GRADIENT),
-    ):
-        values = code.y_avals if place is Place.SENT_X else code.stored[place]
-        pairs = zip(values, specs_of[place], strict=True)
+    specs_of = code.results(RESULTS[Kind.F], _output_specs(job, forward, parameters, free))
+    for gradient, place in GRADIENT_OF.items():
+        pairs = zip(code.avals[place], specs_of.get(place, ()), strict=False)
         specs_of[gradient] = [spec for aval, spec in pairs if inexact(aval)]
     late: Group = [
         pair
         for place in (*RESIDUALS, *COTANGENTS)
-        for pair in zip(code.stored[place], specs_of[place], strict=True)
+        for pair in zip(code.avals[place], specs_of[place], strict=True)
     ]
-    late = [*late, *([] if code.loss is None else [(code.loss, _WHOLE)])]
-    begin = code.spans(RESULTS[Kind.I])[Place.STASH].start
-    specs_of[Place.STASH] = _output_specs(job, input_grad, parameters, free, late)[begin:]
-    if [(a.shape, a.dtype) for a in code.x_avals] == [(a.shape, a.dtype) for a in code.y_avals]:
+    late = [*late, *((loss, _WHOLE) for loss in code.avals[Place.LOSSES])]
+    places = RESULTS[Kind.I]
+    found = code.results(places, _output_specs(job, input_grad, parameters, free, late))
+    specs_of[Place.STASH] = found[Place.STASH]
+    x, y = ([(a.shape, a.dtype) for a in code.avals[p]] for p in (Place.X, Place.SENT_X))
+    if x == y:
         # An arriving value is split as the previous stage left it.  A stage that returns the form
         # of its input leaves it alike.
-        specs_of[Place.X] = y
+        specs_of[Place.X] = specs_of[Place.SENT_X]
     return StageEntries(tuple(specs), _stored(job, code, specs_of))
 
 
@@ -235,12 +327,7 @@ def _entry(job: Job, aval: Any, spec: PartitionSpec | None) -> Entry:
     """The entry of a leaf, whole without a split.  Keys of random numbers have no tiles."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
     whole = Entry(tuple(aval.shape), tile=() if is_key else job.target.runs_on.tile)
-    parts = []
-    for dim, entry in enumerate(spec or ()):
-        names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        count = math.prod(job.mesh.shape[name] for name in names)
-        if whole.shape[dim] % count:
-            return whole  # padded parts: left to the partitioner
-        if count > 1:
-            parts.append(Part(dim, names, count))
-    return whole if spec is None else replace(whole, parts=tuple(parts), pinned=True)
+    parts = parts_of(spec, job.mesh)
+    if any(whole.shape[part.dim] % part.count for part in parts):
+        return whole  # padded parts: left to the partitioner
+    return whole if spec is None else replace(whole, parts=parts, pinned=True)

@@ -1,0 +1,433 @@
+"""Pools of slots: one buffer for values of unlike kinds, with the place of each leaf of each kind;
+and residuals in the host's memory, which are stored and fetched around the blocks of a tick.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+# an uninitialised array, as `lax.scan` uses for its stacks
+from jax._src.lax.lax import empty2
+from jax.sharding import PartitionSpec
+from numpy.typing import NDArray
+
+from ..arrays import Flag, Leaves, Scalar
+from ..jaxprs.entry import Entry
+from ..jaxprs.slots import Slot
+from ..model.packed import Place as Home
+from ..model.packed import Places
+from ..program.ir import NOBODY, Program, TickRecord
+from ..stage.code import STORED, StageCode
+from ..table.effects import Place
+from .block import State, write, zeros
+from .xla import StageEntries
+
+Avals: TypeAlias = "Sequence[Any]"
+_Key: TypeAlias = "tuple[tuple[int, ...], Any]"
+
+
+# The room that keeping shapes may take, as a multiple of the largest kind's.
+KEEP_SHAPES = 1.1
+
+
+def taken(places: Places, leaves: Sequence[Any]) -> Leaves:
+    """The values in these places of shared leaves."""
+    return [place.take(leaves[place.at]) for place in places]
+
+
+def put(places: Places, leaves: Sequence[Any], values: Iterable[Any]) -> Leaves:
+    """The shared leaves with these values in the places."""
+    after = list(leaves)
+    for place, value in zip(places, values, strict=True):
+        after[place.at] = place.put(after[place.at], value)
+    return after
+
+
+# The leaves of several kinds that share a leaf of the buffer: by number of a kind, which of its
+# leaves.
+_Members: TypeAlias = dict[int, int]
+
+
+@dataclass(frozen=True)
+class SharedBuffer:
+    """Leaves that hold any of several kinds of values, and their places by kind.
+
+    Leaves of one shape and dtype share a leaf of the buffer.  The buffer has as many of these as
+    the kind with the most of them.  Values so keep their shapes, and their splits over other mesh
+    axes.  If that takes much more room than the largest kind, only leaves that all kinds have are
+    shared so.  Of the others, the largest leaves of each kind share one leaf, then the next
+    largest, raveled where they differ.  Room is counted on one device, with its part of split
+    values.
+    """
+
+    avals: tuple[Any, ...]
+    places: dict[tuple[_Key, ...], Places]
+    entries: tuple[Entry, ...]  # how a pool of buffers keeps each leaf
+
+    @classmethod
+    def of(
+        cls, kinds: Sequence[Avals], entries: Sequence[Sequence[Entry]] | None = None
+    ) -> SharedBuffer:
+        """The buffer of these kinds; one kind alone is its own buffer.  `entries` has the entry of
+        each leaf of each kind.
+        """
+        keyed = [_keys(kind) for kind in kinds]
+        wanted = entries or [[Entry(tuple(aval.shape)) for aval in kind] for kind in kinds]
+        shaped = cls._laid_out(keyed, wanted, _groups(keyed, by_size=False))
+        largest = max(map(_nbytes, wanted, kinds))
+        if len(set(keyed)) < 2 or shaped.nbytes <= KEEP_SHAPES * largest:
+            return shaped
+        raveled = cls._laid_out(keyed, wanted, _groups(keyed, by_size=True))
+        # A raveled leaf is whole on all devices, also where the partitioner would split it.
+        return min((raveled, shaped), key=lambda buffer: buffer.nbytes)
+
+    @classmethod
+    def _laid_out(
+        cls,
+        keyed: Sequence[tuple[_Key, ...]],
+        wanted: Sequence[Sequence[Entry]],
+        groups: Sequence[_Members],
+    ) -> SharedBuffer:
+        """The buffer of these leaves.
+
+        Where the partitioner splits any value, raveled leaves are constrained to be whole when they
+        are read or written.  Otherwise the partitioner would cut the buffer as the reader of one
+        leaf wants it, and permute.
+        """
+        pinned = any(entry.pinned for own in wanted for entry in own)
+        avals, entries = [], []
+        places: dict[tuple[int, int], Home] = {}
+        for at, group in enumerate(groups):
+            members = sorted(group.items())
+            shapes, dtypes = zip(*(keyed[number][n] for number, n in members), strict=True)
+            shape = shapes[0] if len(set(shapes)) == 1 else (max(map(prod, shapes)),)
+            for member, own in zip(members, shapes, strict=True):
+                places[member] = Home(at, Entry(own, pinned=pinned), own != shape)
+            avals.append(jax.ShapeDtypeStruct(shape, dtypes[0]))
+            fits = [wanted[number][n] for number, n in members]
+            entries.append(_agreed(shape, fits, raveled=any(own != shape for own in shapes)))
+        by_kind = {
+            kind: tuple(places[number, n] for n in range(len(kind)))
+            for number, kind in enumerate(keyed)
+        }
+        return cls(tuple(avals), by_kind, tuple(entries))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a device's part of one slot."""
+        return _nbytes(self.entries, self.avals)
+
+    def has(self, avals: Avals) -> bool:
+        """Whether this is one of the kinds."""
+        return _keys(avals) in self.places
+
+    def of_kind(self, avals: Avals) -> Places:
+        """The places of a kind's leaves."""
+        return self.places[_keys(avals)]
+
+    def _held(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[tuple[Home, Slot]]:
+        """The place of each leaf of a kind, and the slot of the leaf of the buffer there."""
+        return [(p, Slot(pool[p.at], slot, self.entries[p.at])) for p in self.of_kind(avals)]
+
+    def read(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
+        """A kind's values out of one slot of a pool of buffers."""
+        return [p.take(held.load()) for p, held in self._held(pool, slot, avals)]
+
+    def lazily(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
+        """A kind's values out of one slot, still as slots where they can be."""
+        held = self._held(pool, slot, avals)
+        return [p.take(leaf.load()) if p.flat else leaf for p, leaf in held]
+
+    def slots(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[Slot | None]:
+        """A slot for each leaf of a kind that is in the buffer in its own shape."""
+        return [None if p.flat else held for p, held in self._held(pool, slot, avals)]
+
+    def write(
+        self,
+        pool: Sequence[Any],
+        slot: Scalar,
+        avals: Avals,
+        values: Sequence[Any],
+        where: Flag | None = None,
+    ) -> Leaves:
+        """The pool with a kind's values in one slot, where a flag is True."""
+        if where is not None:
+            old = self.read(pool, slot, avals)
+            values = [jnp.where(where, a, b) for a, b in zip(values, old, strict=True)]
+        after = list(pool)
+        for (p, held), value in zip(self._held(pool, slot, avals), values, strict=True):
+            after[p.at] = held.store_flat(value) if p.flat else held.store(value)
+        return after
+
+    def stored(
+        self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]
+    ) -> Leaves:
+        """The pool after a kind's values are written to a slot.  For leaves with a slot of `slots`,
+        `values` has the updated pool.
+        """
+        after = list(pool)
+        for (p, held), value in zip(self._held(pool, slot, avals), values, strict=True):
+            after[p.at] = held.store_flat(value) if p.flat else value
+        return after
+
+    def put(self, leaves: Sequence[Any], avals: Avals, values: Sequence[Any]) -> Leaves:
+        """A buffer's leaves, in which a kind's values replace the old ones."""
+        return put(self.of_kind(avals), leaves, map(jnp.asarray, values))
+
+    def whole(self, pool: Sequence[Any], slot: Scalar) -> list[Slot]:
+        """One slot of every leaf of the buffer."""
+        return [Slot(leaf, slot, entry) for leaf, entry in zip(pool, self.entries, strict=True)]
+
+    def empty(self, slots: int) -> Leaves:
+        """A pool of so many slots, of zeros."""
+        return [
+            entry.constrain_pool(zeros((slots, *entry.kept), aval.dtype))
+            for entry, aval in zip(self.entries, self.avals, strict=True)
+        ]
+
+
+def _nbytes(entries: Sequence[Entry], avals: Avals) -> int:
+    """Bytes of a device's part of values."""
+    return sum(entry.nbytes(aval) for entry, aval in zip(entries, avals, strict=True))
+
+
+def _agreed(shape: tuple[int, ...], wanted: Sequence[Entry], *, raveled: bool) -> Entry:
+    """How a pool keeps a leaf: the entry with the most parts that a kind wants.  Kinds that want
+    fewer parts, such as a stage without layers, use it too.
+
+    A leaf that some kind ravels is whole.
+    """
+    if not raveled:
+        return max(wanted, key=lambda entry: (entry.local_share, wanted.count(entry)))
+    return Entry(shape, pinned=any(entry.pinned for entry in wanted), tile=wanted[0].tile)
+
+
+def _keys(avals: Avals) -> tuple[_Key, ...]:
+    return tuple((tuple(a.shape), a.dtype) for a in avals)
+
+
+def _groups(keyed: Sequence[tuple[_Key, ...]], *, by_size: bool) -> list[_Members]:
+    """Leaves that share one: those of a shape and dtype, as many of each as the kind with the most.
+
+    `by_size`: of these only leaves that all kinds have.  For the others, by dtype, one leaf for the
+    largest of each kind, one for the second largest, and so on.
+    """
+    found: dict[tuple[Any, int], _Members] = {}
+
+    def add(number: int, leaves: Iterable[tuple[int, Any]]) -> None:
+        """Leaves of a kind, each to the first group of its key that has none of this kind."""
+        seen: Counter[Any] = Counter()
+        for n, key in leaves:
+            found.setdefault((key, seen[key]), {})[number] = n
+            seen[key] += 1
+
+    for number in sorted(range(len(keyed)), key=lambda number: -len(keyed[number])):
+        add(number, enumerate(keyed[number]))
+    if by_size:
+        found = {key: group for key, group in found.items() if len(group) == len(keyed)}
+        placed = {member for group in found.values() for member in group.items()}
+        for number, kind in enumerate(keyed):
+            rest = [n for n in range(len(kind)) if (number, n) not in placed]
+            rest.sort(key=lambda n: -prod(kind[n][0]))
+            add(number, ((n, kind[n][1]) for n in rest))
+    return list(found.values())
+
+
+# The buffers of pools and transfers.
+Buffers: TypeAlias = "Mapping[Place, SharedBuffer]"
+
+
+def shared_buffers(kinds: Sequence[StageCode], entries: Sequence[StageEntries]) -> Buffers:
+    """The buffers of several kinds of stages, with the entries of each."""
+    return {
+        place: SharedBuffer.of(
+            [kind.avals[place] for kind in kinds],
+            [each.stored[place] for each in entries],
+        )
+        for place in STORED
+    }
+
+
+# JAX has no public name for its memory spaces.
+_Space: Any = type(jax.typeof(np.float32(0)).memory_space)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """One array for all residuals of a forward (one for each dtype, and each way in which the
+    partitioner splits them).
+
+    One large copy is in flight at a time.  XLA would make several small ones wait for each other.
+    """
+
+    # by dtype and split, the leaves that are packed into one array: their numbers and entries
+    groups: Mapping[tuple[Any, ...], Sequence[tuple[int, Entry]]]
+    num_input: int  # how many leaves are of the pool that only I (and B) reads
+
+    @classmethod
+    def of(cls, buffers: Buffers) -> Packing:
+        """The packing of these pools' values."""
+        pools = buffers[Place.RESIDUAL_INPUT], buffers[Place.RESIDUAL_WEIGHT]
+        leaves = [pair for pool in pools for pair in zip(pool.entries, pool.avals, strict=True)]
+        groups: dict[tuple[Any, ...], list[tuple[int, Entry]]] = {}
+        for number, (entry, aval) in enumerate(leaves):
+            split = tuple((part.axes, part.count) for part in entry.parts)
+            groups.setdefault((aval.dtype, split, entry.tile), []).append((number, entry))
+        return cls(groups, len(pools[0].entries))
+
+    def empty(self, slots: int) -> Leaves:
+        """A pool in the host's memory, with one more slot for values that nobody needs."""
+
+        def pool(dtype: Any, leaves: Sequence[tuple[int, Entry]]) -> Any:
+            _, like = leaves[0]
+            shape = (slots + 1, *like.counts, sum(e.units for _, e in leaves), *like.tile)
+            if not _moves(dtype):
+                return zeros(shape, dtype)
+            return lax.broadcast(empty2(np.dtype(dtype), memory_space=_Space.Host), shape)
+
+        return [pool(key[0], leaves) for key, leaves in self.groups.items()] if slots else []
+
+    def pack(self, values: Sequence[Any]) -> Leaves:
+        """Leaves as pools keep them, in one array a group."""
+        packed = []
+        for leaves in self.groups.values():
+            _, like = leaves[0]
+            flat = [entry.ravel(values[i]) for i, entry in leaves]
+            array = jnp.concatenate(flat, axis=len(like.counts))
+            if any(entry.pinned for _, entry in leaves):
+                spec = PartitionSpec(*(part.axes for part in like.parts))
+                array = lax.with_sharding_constraint(array, spec)
+            packed.append(array)
+        return packed
+
+    def unpack(self, packed: Sequence[Any]) -> Leaves:
+        """The leaves."""
+        found: dict[int, Any] = {}
+        for leaves, array in zip(self.groups.values(), packed, strict=True):
+            at = 0
+            for i, entry in leaves:
+                end, axis = at + entry.units, len(entry.counts)
+                found[i] = entry.unravel(lax.slice_in_dim(array, at, end, axis=axis))
+                at = end
+        return [found[i] for i in range(len(found))]
+
+
+@dataclass(frozen=True)
+class HostMoves:
+    """The moves of one tick: `begin` before its blocks, `store` once after the first of them, `end`
+    after all.  In between, the state has the values that are under way.
+
+    XLA:GPU turns each move into a copy that starts in one place and is awaited in another.  A tick
+    with both fetches during its first block and stores during the next.  A pool that is read and
+    written at once would be copied whole in every tick.
+    """
+
+    packing: Packing
+    move: Any  # of the tick's record
+    stores: bool = False  # of any device, in a tick that shares this code
+    fetches: bool = False
+    always: bool = False  # every device fetches something in each of the ticks
+
+    @classmethod
+    def of(
+        cls, program: Program, ticks: NDArray[np.int64], packing: Packing, row: TickRecord[Scalar]
+    ) -> HostMoves:
+        """The moves of a tick; `ticks` share its code."""
+        for table, move in zip(program.ticks.moves, row.moves, strict=True):
+            stores, fetches = (value[ticks] != NOBODY for value in (table.stores, table.fetches))
+            flags = bool(stores.any()), bool(fetches.any()), bool(fetches.all())
+            return cls(packing, move, *flags)
+        return cls(packing, None)
+
+    def begin(self, state: State) -> State:
+        """Read values to store from the device's pools before a block overwrites them, and start to
+        fetch.
+        """
+        if not (self.stores or self.fetches):
+            return state
+        move, stored = self.move, []
+        if self.stores:
+            slots = {"residual_input": move.from_input, "residual_weight": move.from_weight}
+            stored = self.packing.pack(
+                [_at(leaf, slot) for pool, slot in slots.items() for leaf in state[pool]]
+            )
+        # The fetch is ordered after the earlier blocks; otherwise the store during them would be
+        # awaited before them.  It is ordered before the later blocks.
+        slot = jnp.where(state["token"], 0, jnp.maximum(move.from_host, 0))
+        slot, stored, token = lax.optimization_barrier((slot, stored, state["token"]))
+        host = state["host"] if self.fetches else []
+        fetched = [_to(_Space.Device, _at(leaf, slot)) for leaf in host]
+        state = state | {"token": token, "stored": stored, "fetched": fetched}
+        return state if fetched else self.store(state)
+
+    def store(self, state: State) -> State:
+        """Start to store, unless that is done; the fetch has ended by now."""
+        if not state.get("stored"):
+            return state
+        token, state = state["token"], _after_fetch(state)
+        host, spare = state["host"], jnp.int32(len(state["host"][0]) - 1)
+        idle = jnp.logical_or(token, self.move.stores == NOBODY)
+        slot = jnp.where(idle, spare, self.move.to_host)
+        after = [
+            lax.dynamic_update_index_in_dim(leaf, _to(_Space.Host, value), slot, 0)
+            for leaf, value in zip(host, state["stored"], strict=True)
+        ]
+        return state | {"host": after, "stored": []}
+
+    def end(self, state: State) -> State:
+        """Put fetched values into their slots."""
+        state = self.store(state)
+        if state.get("fetched"):
+            token, state = state["token"], _after_fetch(state)
+            leaves, count = self.packing.unpack(state["fetched"]), self.packing.num_input
+            by_pool = {
+                "residual_input": (self.move.to_input, leaves[:count]),
+                "residual_weight": (self.move.to_weight, leaves[count:]),
+            }
+            state = state | {
+                name: self._put(state[name], jnp.where(token, 0, jnp.maximum(slot, 0)), values)
+                for name, (slot, values) in by_pool.items()
+            }
+        return {name: leaf for name, leaf in state.items() if name not in ("stored", "fetched")}
+
+    def _put(self, pool: Leaves, slot: Scalar, values: Leaves) -> Leaves:
+        if not self.always:
+            takes = self.move.fetches != NOBODY
+            pairs = zip(pool, values, strict=True)
+            values = [jnp.where(takes, new, _at(leaf, slot)) for leaf, new in pairs]
+        return write(pool, slot, values)
+
+
+def _after_fetch(state: State) -> State:
+    """Order the fetched values after earlier blocks, or XLA:TPU would await them before those
+    blocks.  Order the host's pool after the fetch, so that the next store needs no copy of the
+    pool.
+    """
+    if not state["fetched"]:
+        return state
+    names = ("fetched", "host", "token")
+    return state | dict(
+        zip(names, lax.optimization_barrier(tuple(state[name] for name in names)), strict=True)
+    )
+
+
+def _at(leaf: Any, slot: Scalar) -> Any:
+    return lax.dynamic_index_in_dim(leaf, jnp.maximum(slot, 0), 0, keepdims=False)
+
+
+def _to(space: Any, leaf: Any) -> Any:
+    return jax.device_put(leaf, space) if _moves(leaf.dtype) else leaf
+
+
+def _moves(dtype: Any) -> bool:
+    """Keys of random numbers stay: they are small."""
+    return not jnp.issubdtype(dtype, jax.dtypes.extended)
