@@ -123,10 +123,13 @@ def cheapest(
         todo += operands
     late = _sink_side(capacity)
     stored = {v for v in seen if (v, True) in late and (v, False) not in late}
-    # Inputs first, then values in the order in which they are made.
+    # Inputs first, in the order in which they are read, then values in that in which they are made:
+    # processes that run one program agree on it.
+    read = dict.fromkeys([*(v for e in eqns for v in variables(e.invars)), *needed])
+    inputs = [v for v in read if v in stored and v not in maker]
     computed = [v for e in eqns for v in e.outvars if v in stored]
     again = producers(needed, eqns, lambda v: v in stored or at_hand(v))
-    return [*sorted(stored - set(computed), key=str), *computed], again
+    return [*inputs, *computed], again
 
 
 def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:

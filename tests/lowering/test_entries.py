@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from jaxpipe.jaxprs.cut import into_scans
+from jaxpipe.jaxprs.cut import cheapest, into_scans
 from jaxpipe.jaxprs.entry import Entry, Part
 from jaxpipe.jaxprs.slots import InSlots, Piece, Slot, Total, run_in_slots
 from jaxpipe.stage.trace import trace_stage
@@ -254,3 +254,12 @@ def test_a_large_slot_is_read_after_what_was_computed_before(width):
             after.update(eqn.outvars)
     second = [eqn for eqn in eqns if pool.shape in [v.aval.shape for v in eqn.invars]][-1]
     assert after.isdisjoint(second.outvars) == (width < 512)
+
+
+def test_inputs_that_are_kept_have_the_order_in_which_they_are_read():
+    """Every process of a pod must make the same program, and addresses of variables differ."""
+    arrays = [jnp.ones(4)] * 8
+    jaxpr = jax.make_jaxpr(lambda *xs: [jnp.sin(x) for x in reversed(xs)])(*arrays).jaxpr
+    kept, again = cheapest(jaxpr.outvars, jaxpr.eqns, lambda _: False, repeat=lambda _: True)
+    assert [jaxpr.invars.index(v) for v in kept] == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert again == jaxpr.eqns
