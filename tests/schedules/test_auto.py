@@ -209,9 +209,9 @@ def test_squeezing_never_lengthens_a_figure_at_equal_costs():
         assert found.makespan <= jp.simulate(plain).makespan
 
 
-@pytest.mark.parametrize(("cap", "most"), [exhaustive(13, 1.25), (16, 1.14), (20, 1.06)])
+@pytest.mark.parametrize(("cap", "most"), [exhaustive(13, 1.25), (16, 1.14), (20, 1.04)])
 def test_caps_below_1f1b_with_four_chunks(cap, most):
-    """32 activations are those of 1F1B; the tables are 24.3, 11.2 and 5.0 % above the bound."""
+    """32 activations are those of 1F1B; the tables are 24.3, 11.2 and 3.4 % above the bound."""
     costs = jp.Costs(forward=1, input_grad=1.2, weight_grad=0.9, transfer=0.02)
     shape = {"devices": 8, "chunks": 4, "microbatches": 32, "max_activations": cap}
     table = jp.check(jp.schedules.build("auto", **shape, costs=costs))
