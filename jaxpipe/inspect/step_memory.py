@@ -30,9 +30,9 @@ from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
 from ..spmd.block import empty, while_once, without_weak_types
 from ..spmd.executor import TracedStep
-from ..spmd.pools import Buffers, shared_buffers
+from ..spmd.pools import Buffers, StageEntries, shared_buffers
 from ..spmd.step import accumulator_dtype
-from ..spmd.xla import Group, StageEntries, compiled_alone, outer_specs
+from ..spmd.xla import Group, compiled_alone, outer_specs
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact, run
 from ..stage.model_code import Job, ModelCode
 from ..table.effects import Place

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ScheduleError
-from ..program.ir import JOINT
 from ..program.segments import (
+    JOINT,
     Block,
     BlockUse,
     Loop,

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .. import inspect
 from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..errors import PipelineError, quoted
+from ..inspect.step_memory import memory as step_memory
 from ..layouts.layout import Layout
 from ..model.arguments import under_policies
 from ..model.model import Model
@@ -259,7 +259,7 @@ def traced_memory(
         pipe = plan.pipeline(model, mesh, **options)
         whole = NamedSharding(pipe.mesh, PartitionSpec())
         batch = _microbatches(rows, plan.schedule.num_microbatches, whole)
-        return inspect.memory(pipe, pipe.place(shapes), batch)
+        return step_memory(pipe, pipe.place(shapes), batch)
 
     return found
 

@@ -32,7 +32,7 @@ from ..table.effects import (
 )
 from ..table.kinds import RUNS_FORWARD, SHARES, Kind
 from ..table.schedule import Schedule
-from .segments import Block, BlockUse, Payload, Segment, TickTemplate
+from .segments import JOINT, Block, BlockUse, Payload, Segment, TickTemplate
 
 IntTable: TypeAlias = NDArray[np.int32]
 # An array of the executor's own, of the same meaning: [ticks, devices] here, a scalar inside a tick
@@ -88,10 +88,6 @@ def columns_of(kinds: Collection[Kind], *, slices: bool = True) -> tuple[str, ..
     names = [name for e in own for name in (e.when, *e.unless, e.field)]
     absent = (None, "", "has_loss")
     return tuple(dict.fromkeys(n for n in (*head, *names) if n not in absent))
-
-
-# Backwards that executors may run as one block with a forward of their tick.
-JOINT = (Kind.B,)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from ..table.effects import EFFECTS, OF_SLICES, Effect
 from ..table.kinds import COLLECTIVES, KINDS, RUNS_FORWARD, SHARES, Kind
 
+# Backwards that executors may run as one block with a forward of their tick.
+JOINT = (Kind.B,)
+
 
 class Payload(enum.IntEnum):
     """The value of a transfer: a stage's output going down the model, or a cotangent going up."""

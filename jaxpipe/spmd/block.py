@@ -1,8 +1,7 @@
 """The state that a device carries from tick to tick, and blocks: code that changes a declared part
 of it, under a predicate that carries only that part.
 
-A predicate is a loop of at most one trip.  A block calls the host at its begin and its end where it
-is timed.
+A predicate is a loop of at most one trip.
 """
 
 from __future__ import annotations
@@ -14,12 +13,9 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import io_callback
-from jax.sharding import PartitionSpec
 
 from ..arrays import Flag, Leaves, Scalar
 from ..program.segments import Presence
-from ..stage.model_code import Clock, Job
 from ..table.effects import Place
 
 # Leaves by the name of their place ([slots, ...] of pools); `of_chunk` names places that each chunk
@@ -191,60 +187,3 @@ def settled(leaves: Leaves, state: State) -> State:
         if leaf.size and is_ordered(leaf):
             token = jnp.logical_and(token, leaf.ravel()[0] == 0)
     return state | {"token": token}
-
-
-def clocked(block: Block, what: tuple[Scalar, ...], job: Job) -> Block:
-    """The same block, with a call of the host at its begin and one at its end.
-
-    `what` is the kind, the number before it in the table, and the microbatch.
-    """
-    clock, data_axes = job.clock, job.data_axes
-    assert clock is not None
-
-    def run(state: State) -> State:
-        shard = lax.axis_index(data_axes) if data_axes else jnp.int32(0)
-        numbers = (shard, lax.axis_index(job.axis), *what)
-        zero = _call_host(clock, jnp.int32(0), *numbers)
-        # The block is in a loop whose predicate is the answer of the first call.  A block whose
-        # pools have one slot each needs no number of its record, so XLA would run it before its
-        # begin is noted.  The second call depends on the values that the block wrote.
-        after = run_where(Presence.SOMETIMES, zero == 0, block, state)
-        wrote = _touched(jax.tree.leaves(block.part(after)))
-        _call_host(clock, jnp.int32(1), *numbers, wrote=[wrote])
-        return after
-
-    return Block(block.changes, run)
-
-
-def _call_host(clock: Clock, *numbers: Scalar, wrote: Sequence[Scalar] = ()) -> Scalar:
-    """Call the host from each device and return its answer.  The host also gets the device's place
-    along the axes that are left to the partitioner.
-
-    JAX cannot call the host where an axis is left to the partitioner.  Nothing is computed here, so
-    the call is mapped over those axes too.
-    """
-    left = jax.sharding.get_abstract_mesh().auto_axes
-
-    def call(*operands: Scalar) -> Scalar:
-        partner = lax.axis_index(left) if left else jnp.int32(0)
-        # One array, because each array takes the host tens of microseconds.
-        array, rest = jnp.stack([partner, *operands[: len(numbers)]]), operands[len(numbers) :]
-        answer: Scalar = io_callback(clock, jax.ShapeDtypeStruct((), jnp.int32), array, rest)
-        return answer
-
-    spec = PartitionSpec()
-    mapped = jax.shard_map(call, in_specs=spec, out_specs=spec, axis_names={*left}, check_vma=False)
-    answer: Scalar = (mapped if left else call)(*numbers, *wrote)
-    return answer
-
-
-def _touched(leaves: Leaves) -> Scalar:
-    """A number that depends on all leaves: the sum of one number of each.  (A flag that is False at
-    first, as of `settled`, XLA would compute.)
-    """
-    corners = [
-        leaf[(0,) * leaf.ndim]
-        for leaf in leaves
-        if leaf.size and jnp.issubdtype(leaf.dtype, jnp.number)
-    ]
-    return sum((jnp.real(corner).astype(jnp.float32) for corner in corners), start=jnp.float32(0))

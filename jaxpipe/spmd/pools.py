@@ -29,7 +29,6 @@ from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
 from ..table.effects import Place
 from .block import State, write, zeros
-from .xla import StageEntries
 
 Avals: TypeAlias = "Sequence[Any]"
 _Key: TypeAlias = "tuple[tuple[int, ...], Any]"
@@ -244,6 +243,16 @@ def _groups(keyed: Sequence[tuple[_Key, ...]], *, by_size: bool) -> list[_Member
 
 # The buffers of pools and transfers.
 Buffers: TypeAlias = "Mapping[Place, SharedBuffer]"
+
+
+@dataclass(frozen=True)
+class StageEntries:
+    """For one kind of stage, the entry of each stored leaf, and the splits of its parameters and
+    the shared ones.
+    """
+
+    parameters: tuple[PartitionSpec, ...]
+    stored: Mapping[Place, tuple[Entry, ...]]
 
 
 def shared_buffers(kinds: Sequence[StageCode], entries: Sequence[StageEntries]) -> Buffers:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import jax
@@ -36,6 +36,7 @@ from ..stage.code import (
 from ..stage.model_code import Job, ModelCode
 from ..table.effects import Offload, Place
 from ..table.kinds import Kind
+from .pools import StageEntries
 
 Options: TypeAlias = dict[str, str | bool]
 
@@ -160,16 +161,6 @@ def inside(job: Job, function: Callable[..., Any], in_specs: PyTree, *arguments:
 # Values, and the split of each; None leaves it to the partitioner.
 Group: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
 _WHOLE = PartitionSpec()
-
-
-@dataclass(frozen=True)
-class StageEntries:
-    """For one kind of stage, the entry of each stored leaf, and the splits of its parameters and
-    the shared ones.
-    """
-
-    parameters: tuple[PartitionSpec, ...]
-    stored: Mapping[Place, tuple[Entry, ...]]
 
 
 def whole_entries(job: Job, code: StageCode) -> StageEntries:
