@@ -101,9 +101,10 @@ def is_in(number: str | None, versions: str) -> bool:
 def faults_for(
     platform: str,
     features: Collection[Feature],
-    version_of: Callable[[str], str | None] = installed_version,
+    version_of: Callable[[str], str | None] | None = None,
 ) -> tuple[Fault, ...]:
-    """The faults of the packages' versions in these features."""
+    """The faults in these features, of the installed versions unless others are given."""
+    version_of = version_of or installed_version
     return tuple(
         fault
         for fault in read_faults()
@@ -116,7 +117,7 @@ def faults_for(
 def refuse_faults(
     platform: str,
     features: Collection[Feature],
-    version_of: Callable[[str], str | None] = installed_version,
+    version_of: Callable[[str], str | None] | None = None,
 ) -> None:
     """Refuse faults that give wrong numbers, a hang or an error; warn of faults that cost speed.
 

@@ -29,7 +29,7 @@ def test_experts_that_do_not_divide(monkeypatch):
     with pytest.raises(jp.PipelineError) as caught:
         pipe.place(model.shapes())
     for name in ("gate", "up", "down"):  # all faults at once
-        assert f"stages/t/experts/{name}/kernel: dim 1 of shape (2, 6, 64, 64)" in str(caught.value)
+        assert f"stages/t/experts/{name}/kernel: dim 0 of shape (6, 64, 64)" in str(caught.value)
     fault = "does not divide over 'expert', which has 4 devices; choose a number of devices that "
     assert f"{fault}divides 6" in str(caught.value)
 

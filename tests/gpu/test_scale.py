@@ -4,12 +4,13 @@ grows with the schedule's slots.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from benchmarks.llama import Shape
-from benchmarks.scale import Case, Memory
+from benchmarks.scale import Case
 from tests.gpu.programs import gpu_marks
 
 pytestmark = gpu_marks()
@@ -19,9 +20,28 @@ pytestmark = gpu_marks()
 SHAPE = Shape(
     width=512, heads=4, kv_heads=2, head_dim=16, hidden=64, vocab=128, layers=8, rows=8, time=128
 )
-GPIPE = Case(
-    SHAPE, pipe=2, tensor=2, schedule="gpipe", chunks=1, microbatches=16, remat=True, sequence=True
-)
+GPIPE = Case(SHAPE, pipe=2, tensor=2, schedule="gpipe", chunks=1, microbatches=16, remat=True)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device: predicted, by what they are for, and as XLA has them."""
+
+    predicted: dict[str, int]
+    arguments: int
+    outputs: int
+    temp: int
+
+    @classmethod
+    def of(cls, report: dict[str, Any]) -> Memory:
+        """From a report of `Case.report`."""
+        sizes = (report[f"{name}_bytes"] for name in ("argument", "output", "temp"))
+        return cls(report["predicted"], *sizes)
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over what XLA needs."""
+        return self.predicted["total"] / (self.arguments + self.outputs + self.temp)
 
 
 def check(found: Memory) -> None:

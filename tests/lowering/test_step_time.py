@@ -92,7 +92,7 @@ def test_costs_are_in_seconds():
     )
     with pytest.raises(jp.PipelineError, match=r"must be in seconds.*their unit is ''"):
         pipe_with(jp.Costs())
-    with pytest.raises(jp.PipelineError, match=r"must be jaxpipe\.Costs"):
+    with pytest.raises(jp.PipelineError, match=r"must be a jaxpipe\.Costs"):
         pipe_with(0.002)
     with pytest.raises(jp.CostError, match="2 entries, but the schedule has 1 stages"):
         pipe_with(jp.Costs(forward=[1, 2], unit="seconds"))

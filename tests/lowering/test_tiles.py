@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.lowering.target import Target
+from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.model import partition
 from tests.axes import model as axes_model
 from tests.axes.model import SPECS, batch, build, canonical, like_truth, truth, worst_error
@@ -25,7 +25,7 @@ TILE = (2, 4)
 @pytest.fixture(autouse=True)
 def tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     # Every test below has functions of its own: equal pipelines would share compiled code.
-    monkeypatch.setattr(Target, "tile", TILE)
+    monkeypatch.setattr(RunsOn, "tile", TILE)
     monkeypatch.setattr(Target, "on_tpus", True)  # accumulators in order, sums by parts
     monkeypatch.setattr(partition, "PART", 64)
 
