@@ -3,12 +3,14 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import engine as engine
-from . import errors as errors
-from . import layouts as layouts
-from . import schedules
-from . import table as table
-from . import transforms as transforms
+from . import (
+    engine as engine,
+    errors as errors,
+    layouts as layouts,
+    schedules,
+    table as table,
+    transforms as transforms,
+)
 from .engine.bounds import lower_bound
 from .engine.costs import Costs
 from .engine.simulate import simulate
@@ -23,36 +25,34 @@ from .errors import (
 from .layouts.layout import parse_layout
 from .table.effects import Offload
 from .table.encoded import Transfers
-from .table.kinds import Action, Kind, Overlap
-from .table.placement import Placement
+from .table.kinds import Action, Kind, Overlap, Placement
 from .table.schedule import Schedule, check
-from .transforms.add_transfers import add_transfers
-from .transforms.recompute import add_recompute
+from .transforms.add_transfers import add_recompute, add_transfers
 from .transforms.rewrites import merge_backward, split_backward
 from .transforms.spread import defer_last, spread_first, spread_last
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import debug as debug
-    from . import inspect
-    from . import measuring as measuring
-    from . import megatron as megatron
-    from . import modules as modules
-    from . import planner as planner
-    from . import render as render
-    from .measuring import measure as measure
-    from .model.calls import Context as Context
-    from .model.calls import spread as spread
+    from . import (
+        debug as debug,
+        inspect,
+        measuring as measuring,
+        megatron as megatron,
+        modules as modules,
+        planner as planner,
+        render as render,
+    )
+    from .model.calls import Context as Context, spread as spread
     from .model.functions import Loss as Loss
     from .model.model import Model as Model
-    from .model.settings import Memory as Memory
-    from .model.settings import Sharding as Sharding
+    from .model.settings import Memory as Memory, Sharding as Sharding
     from .optimizers import per_layer as per_layer
     from .pipeline import Pipeline as Pipeline
     from .planner.layer_cost import LayerCost as LayerCost
     from .planner.plan import plan as plan
-    from .vocabulary import VocabEmbedding as VocabEmbedding
-    from .vocabulary import VocabHead as VocabHead
+    from .vocabulary import VocabEmbedding as VocabEmbedding, VocabHead as VocabHead
+
+    measure = measuring.measure
 
 # What needs JAX is imported on first use, so that tables can be designed and checked where JAX is
 # not installed.  So is what may be deleted.

@@ -1,11 +1,46 @@
-"""The errors that jaxpipe raises for what a user wrote.  Every one is a ValueError."""
+"""The errors that jaxpipe raises for what a user wrote, and the checks that raise them.
+
+Every error is a ValueError.
+"""
 
 from __future__ import annotations
 
+import inspect
 import reprlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Self
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cache, wraps
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import (
+    Any,
+    ParamSpec,
+    Self,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import numpy as np
+
+__all__ = [
+    "CheckpointError",
+    "CostError",
+    "JaxpipeError",
+    "ParseError",
+    "PipelineError",
+    "PlanError",
+    "ProgramError",
+    "ScheduleError",
+    "Violation",
+    "listed",
+    "quoted",
+]
 
 # A message stays readable, however many faults there are: it shows this many characters of a value,
 # and this many faults.
@@ -136,3 +171,163 @@ def listed(head: str, faults: Sequence[object]) -> str:
     if len(faults) > _MOST_FAULTS:
         lines.append(f"  ... and {len(faults) - _MOST_FAULTS:,} more")
     return "\n".join(lines)
+
+
+# Sizes far beyond any job, and small enough that a typing error does not take all memory.
+MAX_DEVICES = 4096  # rows of a table
+MAX_STAGES = 65_536
+# of stage and microbatch, in a table that is built: three million actions, half a gigabyte
+MAX_PAIRS = 2**20
+MAX_DIGITS = 10  # of a stage's or microbatch's number, as text
+MAX_COUNT = 10**MAX_DIGITS  # of anything that is counted
+MAX_TEXT = 2**25  # characters of a table as text: more than MAX_PAIRS take
+MAX_FAULTS = 1000  # cells that cannot be read; reading stops there
+MAX_COST = 1e100  # whatever the unit is: sums and squares of such costs are finite numbers
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_MISFIT = object()
+_TEXTS = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "True or False",
+    NoneType: "None",
+}
+
+
+def is_whole(value: object) -> TypeGuard[Any]:
+    """True for Python's and numpy's whole numbers (True and False are none)."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_flat(value: object) -> TypeGuard[Any]:
+    """True for a list, a tuple or an array of one dimension."""
+    if hasattr(value, "ndim"):
+        return bool(value.ndim == 1)
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def is_number(value: object) -> TypeGuard[Any]:
+    """True for Python's and numpy's real numbers (True and False are none)."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def typed(error: type[JaxpipeError] = ScheduleError) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: a function whose arguments are what its annotations say; the error lists every
+    one that is not.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        names = tuple(inspect.signature(function).parameters)
+        untyped: Callable[..., R] = function
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            by_place = dict(zip(names, args, strict=False))
+            read = _read_all({**by_place, **kwargs}, function, error)
+            # Too many arguments, or one that is given twice, are for Python to refuse.
+            return untyped(
+                *map(read.get, by_place),
+                *args[len(by_place) :],
+                **{name: read[name] for name in kwargs},
+            )
+
+        return call
+
+    return decorate
+
+
+def set_typed(value: Any, error: type[JaxpipeError], *, but: Collection[str] = ()) -> None:
+    """The same for the fields of a frozen dataclass, in its `__post_init__`; those named in `but`
+    are left as they are.
+    """
+    names = [field.name for field in fields(value) if field.name not in but]
+    values = {name: getattr(value, name) for name in names}
+    for name, read in _read_all(values, type(value), error).items():
+        object.__setattr__(value, name, read)
+
+
+def plain(number: Any) -> int | float:
+    """A number as Python's own int or float; infinite where no float is so large."""
+    try:
+        as_float = float(number)
+    except OverflowError:
+        return float("inf") if number > 0 else float("-inf")
+    return int(number) if is_whole(number) else as_float
+
+
+def is_cost(value: object) -> bool:
+    """Whether a value is a finite number of at least 0, of `MAX_COST` at most."""
+    return is_number(value) and 0 <= plain(value) <= MAX_COST
+
+
+_hints = cache(get_type_hints)
+
+
+def _read_all(values: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) -> dict[str, Any]:
+    """Every value as its annotation wants it; a value without one stays as it is."""
+    hints = _hints(owner)
+    read = {name: _read(value, hints.get(name, Any)) for name, value in values.items()}
+    misfits = [name for name, value in read.items() if value is _MISFIT]
+    faults = [f"{n} must be {_type_text(hints[n])}, not {quoted(values[n])}" for n in misfits]
+    if faults:
+        raise error(listed(f"{owner.__name__} cannot take this", faults))
+    return read
+
+
+def _read(value: Any, hint: Any) -> Any:
+    """A value as an annotation wants it; _MISFIT where it does not fit."""
+    if hint is Any:
+        return value
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        reads = (_read(value, each) for each in get_args(hint))
+        return next((read for read in reads if read is not _MISFIT), _MISFIT)
+    if origin is not None:
+        return _read_container(value, origin, get_args(hint))
+    if hint is float:
+        return plain(value) if is_number(value) else _MISFIT
+    if hint is int:
+        return int(value) if is_whole(value) else _MISFIT
+    if hint is bool:
+        return bool(value) if isinstance(value, bool | np.bool_) else _MISFIT
+    return value if isinstance(value, hint) else _MISFIT
+
+
+def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
+    """A container with its items; an iterator, which can be read only once, stays as it is."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, origin) or isinstance(value, str | bytes):
+        return _MISFIT
+    if origin is Iterable or not isinstance(value, Collection):
+        return value
+    if isinstance(value, Mapping) and issubclass(origin, Mapping):
+        read = [(_read(key, inner[0]), _read(each, inner[1])) for key, each in value.items()]
+        return _MISFIT if any(_MISFIT is each for pair in read for each in pair) else dict(read)
+    hints = inner[:1] * len(value) if len(inner) == 1 or inner[1:] == (...,) else inner
+    if len(hints) != len(value):
+        return _MISFIT
+    items = tuple(_read(each, hint) for each, hint in zip(value, hints, strict=True))
+    return _MISFIT if any(_MISFIT is each for each in items) else items
+
+
+def _type_text(hint: Any) -> str:
+    """An annotation as an error names it."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_type_text, get_args(hint)))
+    if origin is not None:
+        return "a mapping" if issubclass(origin, Mapping) else "a sequence"
+    if hint in _TEXTS:
+        return _TEXTS[hint]
+    if issubclass(hint, Enum):
+        return f"one of {', '.join(map(str, hint))}"
+    return f"a {_public(hint)}"
+
+
+def _public(hint: type) -> str:
+    """The path of a class for users of jaxpipe: at the top, or in its room."""
+    top, room = sys.modules["jaxpipe"], hint.__module__.split(".")[1]
+    return f"jaxpipe.{'' if hint.__name__ in top.__all__ else f'{room}.'}{hint.__name__}"

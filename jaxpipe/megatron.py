@@ -11,9 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .errors import ScheduleError, quoted
+from .errors import MAX_COUNT, MAX_PAIRS, ScheduleError, quoted, typed
 from .table.kinds import Action, Kind
-from .table.typed import MAX_COUNT, MAX_PAIRS, typed
 
 
 class VirtualMicrobatch(NamedTuple):

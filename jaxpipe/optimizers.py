@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree, by_path, followed, path_text, shapes_of
 from .errors import PipelineError
+from .model.arguments import PROBE, init_as_updated, inputs_of, rules_of
 from .model.calls import cut_off, padded_like
-from .model.own_rules import PROBE, init_as_updated, inputs_of, rules_of
 from .model.packed import (
     ChunkLayout,
     Group,

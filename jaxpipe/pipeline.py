@@ -23,14 +23,15 @@ from .model.arguments import (
     Caching,
     check_costs,
     check_kinds,
+    check_rules,
     hide_beyond,
+    init_as_updated,
     key_faults,
     staged,
     with_shares,
 )
 from .model.functions import with_aux
 from .model.model import Model
-from .model.own_rules import check_rules, init_as_updated
 from .model.param_layout import State, check_canonical
 from .model.partition import LeafPlan, Partition
 from .model.placer import Placer

@@ -11,7 +11,7 @@ from frugal import quick, small
 
 import jaxpipe as jp
 from jaxpipe import Schedule
-from jaxpipe.table.typed import MAX_DEVICES
+from jaxpipe.errors import MAX_DEVICES
 
 DIGITS = "9" * 5000
 HUGE = 10**5000  # Python refuses to write it out

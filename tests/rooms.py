@@ -29,7 +29,7 @@ WITHOUT_JAX = (
 WITH_JAX = (
     *("arrays", "jaxprs", "model", "stage", "spmd", "eager"),
     *("fingerprint", "steps", "pipeline", "vocabulary", "optimizers"),
-    *("debug", "portable"),
+    *("debug",),
     *("checkpoint", "distributed", "flax", "inspect", "measuring", "doctor", "modules"),
 )
 ROOMS = (*WITHOUT_JAX, *WITH_JAX)
@@ -37,7 +37,7 @@ ROOMS = (*WITHOUT_JAX, *WITH_JAX)
 OPTIONAL = frozenset(
     {
         *("solver", "megatron", "planner", "render", "cli", "eager", "vocabulary", "optimizers"),
-        *("debug", "portable", "checkpoint", "distributed", "flax", "inspect"),
+        *("debug", "checkpoint", "distributed", "flax", "inspect"),
         *("measuring", "doctor", "modules"),
     }
 )

@@ -9,12 +9,10 @@ import random
 from collections.abc import Iterator
 from itertools import product
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 
 from jaxpipe.table.encoded import Transfers
-from jaxpipe.table.kinds import COMPUTE, SHARES, Action, Cell, Kind, Overlap
-from jaxpipe.table.placement import Placement
+from jaxpipe.table.kinds import COMPUTE, SHARES, Action, Cell, Kind, Overlap, Placement
 from jaxpipe.table.schedule import Schedule
 
 

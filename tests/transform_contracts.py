@@ -19,8 +19,7 @@ from jaxpipe.table.kinds import (
     parts,
 )
 from jaxpipe.table.schedule import Schedule
-from jaxpipe.transforms.add_transfers import add_transfers
-from jaxpipe.transforms.recompute import add_recompute
+from jaxpipe.transforms.add_transfers import add_recompute, add_transfers
 from jaxpipe.transforms.rewrites import (
     forward_only,
     merge_backward,

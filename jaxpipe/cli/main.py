@@ -24,7 +24,6 @@ from ..table.encoded import Transfers
 from ..table.kinds import Release
 from ..version import __version__
 from . import commands, terminal
-from .doctor import doctor_command
 
 SUCCESS, INVALID, USAGE = 0, 1, 2
 
@@ -160,7 +159,7 @@ COMMANDS: dict[Callable[[argparse.Namespace], bool], tuple[str, ...]] = {
     commands.check_command: (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
     commands.compare_command: (_SOURCES, _SHAPE, _COSTS, _JSON),
     commands.plan_command: (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
-    doctor_command: (_DOCTOR, _PROCESSES, _JSON),
+    commands.doctor_command: (_DOCTOR, _PROCESSES, _JSON),
 }
 
 

@@ -20,15 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..engine.costs import Cost, Costs
-from ..errors import JaxpipeError, ScheduleError, quoted
+from ..errors import MAX_TEXT, JaxpipeError, ScheduleError, quoted
 from ..schedules import build, names
 from ..schedules.registry import describe
 from ..table.encoded import Transfers
-from ..table.kinds import Release
-from ..table.placement import Placement
+from ..table.kinds import Placement, Release
 from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, report
 from ..table.text import csv_lines, drawn, in_columns, json_value
-from ..table.typed import MAX_TEXT
 
 _MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
 _MOST_DIGITS = 18  # of a whole number; whether it is too large is checked where it is used

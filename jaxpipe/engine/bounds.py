@@ -19,11 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ScheduleError, quoted
-from ..table.kinds import COLLECTIVES, Kind, Release, Value, makers
-from ..table.placement import Placement
+from ..errors import MAX_COUNT, ScheduleError, quoted, typed
+from ..table.kinds import COLLECTIVES, Kind, Placement, Release, Value, makers
 from ..table.schedule import Objective
-from ..table.typed import MAX_COUNT, typed
 from .costs import Costs, StageCosts
 from .simulate import Timeline
 

@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
-from ..errors import CostError, quoted
+from ..errors import MAX_COST, MAX_STAGES, CostError, is_cost, is_number, plain, quoted, typed
 from ..table.kinds import KINDS, Kind, Release
-from ..table.typed import MAX_COST, MAX_STAGES, is_cost, is_number, plain, typed
 
 Cost: TypeAlias = float | Sequence[float]
 _NO_COSTS = ("release", "unit")  # fields that are no times and no sizes

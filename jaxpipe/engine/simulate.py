@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import ScheduleError, Violation, listed, quoted
+from ..errors import ScheduleError, Violation, listed, quoted, typed
 from ..table.encoded import (
     Encoded,
     IntArray,
@@ -26,7 +26,6 @@ from ..table.encoded import (
 from ..table.kinds import RECEIVES, Action, Cell, Kind, Overlap, Value, makers
 from ..table.schedule import Schedule, check
 from ..table.text import in_columns
-from ..table.typed import typed
 from .costs import Costs, StageCosts
 from .loop import Loop, action_durations
 

@@ -19,8 +19,8 @@ from ..arrays import Params, PyTree, by_path, described, summable
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
 from ..model.calls import Function
-from ..model.layers import EMBEDDING, LOSS
 from ..model.model import Model
+from ..model.param_layout import EMBEDDING, LOSS
 from ..model.settings import is_spec
 
 OFFERED = ("ctx", "microbatch", "shared", "training")

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from flax import core, errors, nnx
-from flax import linen as nn
+from flax import core, errors, linen as nn, nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..arrays import Params, PyTree, by_path

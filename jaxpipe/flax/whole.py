@@ -12,14 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from flax import core, nnx
-from flax import linen as nn
+from flax import core, linen as nn, nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..arrays import Params, PyTree, shapes_of, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import Layout
-from ..model.own_rules import inputs_of
+from ..model.arguments import inputs_of
 from .adapter import TAKES, Call, Form, Unit, adapt
 from .front_ends import (
     LinenModel,

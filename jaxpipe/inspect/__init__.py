@@ -6,8 +6,7 @@ for GPUs and TPUs; such a program can be compiled on a machine without them.
 
 from .programs import check_collectives as check_collectives
 from .step_memory import memory as memory
-from .step_report import profile as profile
-from .step_report import report as report
+from .step_report import profile as profile, report as report
 
 __all__ = ["check_collectives", "memory", "profile", "report"]
 

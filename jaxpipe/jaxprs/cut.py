@@ -34,10 +34,10 @@ from .equations import (
     reads,
     renamed,
     scan_counts,
+    stacked as stacked_aval,
     variables,
     with_equations,
 )
-from .equations import stacked as stacked_aval
 
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Transcendental
 # functions, reductions and matmuls are not among them: their results are kept, and they run once.

@@ -1,7 +1,6 @@
 """Layers -> stages: layout strings, and balanced layouts."""
 
-from .balance import balanced_layout, even_layout, split_layers
-from .layout import Layout, LayoutError, check_layout
+from .layout import Layout, LayoutError, balanced_layout, check_layout, even_layout, split_layers
 
 __all__ = [
     "Layout",

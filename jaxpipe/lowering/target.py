@@ -17,8 +17,7 @@ from typing import Any
 
 from platformdirs import user_config_path
 
-from ..errors import CostError, quoted
-from ..table.typed import is_number
+from ..errors import CostError, is_number, quoted
 
 # Assumed seconds of a stage's forward: one layer of a model of some billion parameters.
 FORWARD = 5e-3

@@ -3,9 +3,11 @@ timed, or estimated from its flops.
 """
 
 from .blocks import Peak as Peak
-from .costs import measure as measure
-from .costs import measure_stages as measure_stages
-from .costs import traced_memory as traced_memory
+from .costs import (
+    measure as measure,
+    measure_stages as measure_stages,
+    traced_memory as traced_memory,
+)
 
 IMPORTS = (
     "arrays",
@@ -21,5 +23,4 @@ IMPORTS = (
     "schedules",
     "spmd",
     "stage",
-    "table",
 )

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Params, PyTree
 from ..engine.costs import Costs
-from ..errors import PipelineError, quoted
+from ..errors import PipelineError, is_whole, quoted
 from ..inspect.step_memory import memory as step_memory
 from ..layouts.layout import Layout
 from ..model.arguments import under_policies
@@ -21,7 +21,6 @@ from ..pipeline import Pipeline
 from ..planner.candidate import PipelinePlan
 from ..planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs
 from ..schedules import build
-from ..table.typed import is_whole
 from .blocks import Peak, kept, measured_blocks, shape_of
 
 

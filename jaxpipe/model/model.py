@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from ..arrays import PyTree, summable, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
-from ..table.placement import Placement
+from ..table.kinds import Placement
 from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread
 from .functions import (
     Extra,
@@ -25,8 +25,7 @@ from .functions import (
     time_faults,
     with_aux,
 )
-from .layers import EMBEDDING, LOSS, LayerMap
-from .param_layout import with_outer
+from .param_layout import EMBEDDING, LOSS, LayerMap, with_outer
 
 Call: TypeAlias = Callable[..., Any]
 _AXIS = "pipe"  # the name of the pipe axis that a spread function finds in `Model.loss`

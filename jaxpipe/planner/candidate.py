@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from ..engine.bounds import timeline_bound
 from ..engine.costs import Costs
 from ..engine.simulate import Timeline, simulate
-from ..errors import PlanError, ScheduleError, quoted
+from ..errors import PlanError, ScheduleError, is_number, quoted
 from ..layouts.layout import Layout
 from ..lowering.plan import plan_of
 from ..program.ir import UNDER_WAY, Slots
@@ -24,8 +24,7 @@ from ..table.effects import LastUse, Liveness, Offload
 from ..table.kinds import Kind
 from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..table.text import in_columns
-from ..table.typed import is_number
-from ..transforms.recompute import add_recompute
+from ..transforms.add_transfers import add_recompute
 from ..transforms.spread import spread_first, spread_last
 from .layer_cost import FIRST, LAST, Ends, Memory, Remat, Sizes, layer_sizes, least_slots, memory_of
 from .request import Choice, Request

@@ -15,13 +15,11 @@ import numpy as np
 
 from ..engine.costs import Costs
 from ..engine.simulate import Timeline
-from ..errors import CostError, quoted
-from ..layouts.balance import split_layers
-from ..layouts.layout import Layout
+from ..errors import CostError, is_cost, plain, quoted
+from ..layouts.layout import Layout, split_layers
 from ..program.ir import UNDER_WAY, Slots
 from ..table.kinds import Kind
 from ..table.schedule import Schedule
-from ..table.typed import is_cost, plain
 
 # The letters of `first` and `last`, which run in the blocks of the first and the last stage.
 FIRST, LAST = "E", "L"

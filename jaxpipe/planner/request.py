@@ -8,11 +8,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ..engine.costs import Costs
-from ..errors import PlanError, quoted
+from ..errors import PlanError, is_flat, is_number, is_whole, plain, quoted
 from ..layouts.layout import Layout, parse_layout
 from ..lowering.target import RunsOn, Target
 from ..schedules.registry import describe
-from ..table.typed import is_flat, is_number, is_whole, plain
 from .layer_cost import (
     FIRST,
     LAST,

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from ..errors import CostError, PlanError, quoted
+from ..errors import CostError, PlanError, is_number, quoted
 from ..lowering.target import Target
-from ..table.typed import is_number
 from .candidate import PipelinePlan, Plans, Rejected, gib
 from .layer_cost import FIRST, LAST, Ends, Kept, LayerCost, device_work
 from .plan import Search

@@ -2,9 +2,8 @@
 chrome://tracing.
 """
 
-from .html import to_html
+from .html import to_html, to_trace
 from .svg import Theme, to_svg
-from .trace import to_trace
 
 __all__ = ["Theme", "to_html", "to_svg", "to_trace"]
 

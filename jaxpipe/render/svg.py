@@ -16,10 +16,9 @@ from typing import Any, ClassVar, NamedTuple
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from ..engine.simulate import Timeline
-from ..errors import JaxpipeError, quoted
+from ..errors import JaxpipeError, quoted, typed
 from ..table.kinds import KINDS, Action, Kind, Shades, parts
 from ..table.text import microbatch_label, parse_cell
-from ..table.typed import typed
 
 
 class Part(enum.Enum):

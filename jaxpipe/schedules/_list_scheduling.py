@@ -26,8 +26,7 @@ from ..engine.costs import Costs, StageCosts
 from ..engine.loop import NEVER, Loop
 from ..engine.simulate import simulate
 from ..table.encoded import encode
-from ..table.kinds import Action, Kind, Release
-from ..table.placement import Placement
+from ..table.kinds import Action, Kind, Placement, Release
 from ..table.schedule import Schedule
 from ..transforms.rewrites import sliced_rows
 from .loop import even_groups, in_groups, schedule_of

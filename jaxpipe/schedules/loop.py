@@ -10,8 +10,7 @@ from itertools import accumulate, repeat, zip_longest
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from ..errors import ScheduleError
-from ..table.kinds import Action, Cell, Kind, Overlap
-from ..table.placement import Placement
+from ..table.kinds import Action, Cell, Kind, Overlap, Placement
 from ..table.schedule import Schedule
 from ..transforms.rewrites import sliced
 

@@ -9,12 +9,10 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from ..engine.costs import Costs
-from ..errors import ScheduleError, quoted
-from ..table.placement import Placement
+from ..errors import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, ScheduleError, is_number, is_whole, quoted
+from ..table.kinds import Placement
 from ..table.schedule import Objective, Schedule
-from ..table.typed import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, is_number, is_whole
-from ..transforms.rewrites import forward_only as only_forwards
-from ..transforms.rewrites import sliced
+from ..transforms.rewrites import forward_only as only_forwards, sliced
 from ._list_scheduling import forward_order, shortest
 from .auto import auto
 from .loop import (

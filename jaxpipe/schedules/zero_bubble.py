@@ -11,8 +11,7 @@ from functools import partial
 
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
-from ..table.kinds import Action, Kind
-from ..table.placement import Placement
+from ..table.kinds import Action, Kind, Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import (
     Instance,

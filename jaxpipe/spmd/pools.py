@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from ..arrays import Flag, Leaves, Scalar
 from ..jaxprs.entry import Entry
 from ..jaxprs.slots import Slot
-from ..model.packed import Place as Home
-from ..model.packed import Places
+from ..model.packed import Place as Home, Places
 from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
 from ..table.effects import Place

@@ -44,8 +44,8 @@ from ..jaxprs.cut import (
     keep_first,
     known_from,
     needed_for,
+    weight as cut_weight,
 )
-from ..jaxprs.cut import weight as cut_weight
 from ..jaxprs.equations import collectives, is_light, reads, results_of
 from ..model.calls import OUTER_WANTS
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place

@@ -20,13 +20,13 @@ from .kinds import (
     SPREAD_FIRST,
     Kind,
     Pass,
+    Placement,
     Release,
     Value,
     kinds_where,
     makers,
     readers,
 )
-from .placement import Placement
 
 
 class Broken(NamedTuple):

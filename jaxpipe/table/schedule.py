@@ -12,10 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ..errors import ScheduleError, Violation, quoted
+from ..errors import MAX_COUNT, ScheduleError, Violation, quoted, set_typed, typed
 from .encoded import Encoded, IntArray, RunOrder, Transfers, encode, run_order
-from .kinds import SHARES, Action, Cell, Release, Row, parts
-from .placement import Placement
+from .kinds import SHARES, Action, Cell, Placement, Release, Row, parts
 from .rules import broken_rules, deadlocks, over_cap
 from .text import (
     as_rows,
@@ -26,7 +25,6 @@ from .text import (
     table_from_json,
     table_to_json,
 )
-from .typed import MAX_COUNT, set_typed, typed
 
 
 class Objective(Enum):

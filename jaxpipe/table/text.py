@@ -12,7 +12,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from itertools import chain
 from typing import Any
 
-from ..errors import ParseError, ScheduleError, Violation, listed, quoted
+from ..errors import (
+    MAX_COUNT,
+    MAX_DEVICES,
+    MAX_DIGITS,
+    MAX_FAULTS,
+    MAX_TEXT,
+    ParseError,
+    ScheduleError,
+    Violation,
+    is_whole,
+    listed,
+    quoted,
+)
 from .encoded import NUM_KINDS, Encoded, Transfers, encode, run_order, waits
 from .kinds import (
     BACKWARD_HALVES,
@@ -27,7 +39,6 @@ from .kinds import (
     Row,
     parts,
 )
-from .typed import MAX_COUNT, MAX_DEVICES, MAX_DIGITS, MAX_FAULTS, MAX_TEXT, is_whole
 
 _NUMBER = f"([0-9]{{1,{MAX_DIGITS}}})"
 _KIND = "|".join(sorted(KIND_NAMES, key=len, reverse=True))

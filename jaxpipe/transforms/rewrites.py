@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ScheduleError
+from ..errors import ScheduleError, typed
 from ..table.kinds import (
     KINDS,
     RECOMPUTE,
@@ -26,7 +26,6 @@ from ..table.kinds import (
     readers,
 )
 from ..table.schedule import Schedule
-from ..table.typed import typed
 
 _FORWARDS = (
     *makers(Value.OUTPUT),

@@ -19,10 +19,9 @@ from typing import Any
 from ..engine.costs import Costs, StageCosts
 from ..engine.loop import NEVER, Insertion
 from ..engine.simulate import simulate
-from ..errors import ScheduleError, quoted
+from ..errors import ScheduleError, quoted, typed
 from ..table.kinds import KINDS, Action, Kind, Value, readers
 from ..table.schedule import Schedule, check
-from ..table.typed import typed
 from .rewrites import refuse_transfers, split_backward, without_kinds
 
 # The share of the makespan that devices may lose by waiting for each other before backwards are

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpipe.checkpoint import Checkpoints
-from jaxpipe.portable import PortableState
+from jaxpipe.checkpoint import Checkpoints, PortableState
 from tests.axes.model import HIDDEN, SPECS, WIDTH, build, canonical, mesh, pipeline
 
 EVERYTHING: dict[str, Any] = {

@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
+from jaxpipe.checkpoint import PortableState
 from jaxpipe.errors import CheckpointError
-from jaxpipe.portable import PortableState
 from tests.axes.model import worst_error
 from tests.checkpoint import runs
 from tests.checkpoint.placements import pipelines

@@ -64,8 +64,9 @@ def test_every_public_name_is_in_the_reference() -> None:
             if not name.startswith("_")
             and callable(value)
             and (
-                name in getattr(module, "__all__", ())
-                or str(getattr(value, "__module__", "")).startswith(module.__name__)
+                name in module.__all__
+                if hasattr(module, "__all__")
+                else str(getattr(value, "__module__", "")).startswith(module.__name__)
             )
         ]
         wanted |= _entries(module, own)

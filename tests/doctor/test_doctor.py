@@ -326,7 +326,7 @@ def test_a_page_has_every_verdict(report, tmp_path):
 
 def test_a_python_without_jax_is_named_once(monkeypatch, capsys):
     """Every check would fail with an error of its own."""
-    monkeypatch.setattr("jaxpipe.cli.doctor.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxpipe.cli.commands.find_spec", lambda name: None)
     assert main(["doctor"]) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert "the checks run JAX, which" in message

@@ -19,8 +19,7 @@ from safetensors.numpy import load_file
 import moe
 import torch_ref
 from jaxpipe.distributed import make_mesh
-from llama_parts import initial, weights
-from llama_parts import model as llama_model
+from llama_parts import initial, model as llama_model, weights
 from llama_parts.packing import Corpus, packed
 from moe_parts.experts import Experts, Routed, route
 from moe_parts.model import PREDICT, MoE

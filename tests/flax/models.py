@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 
 WIDTH, LAYERS, ROWS, VOCAB = 4, 6, 3, 7
 F64 = jnp.float64

@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 import jaxpipe as jp
 from tests.axes.model import worst_error
 from tests.flax.models import Net, rows
-from tests.flax.test_linen import LinenNet, initialised
-from tests.flax.test_linen import taken_apart as linen_apart
+from tests.flax.test_linen import LinenNet, initialised, taken_apart as linen_apart
 from tests.flax.test_nnx import taken_apart
 from tests.flax.walk import through
 from tests.parity.tolerance import FLOAT64

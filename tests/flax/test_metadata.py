@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp

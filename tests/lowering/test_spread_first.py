@@ -14,9 +14,9 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe import PipelineError
+from jaxpipe.checkpoint import PortableState
 from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.portable import PortableState
 from jaxpipe.program.verify import ProgramRule, faults
 from tests.flat import flat_pipeline, is_defined
 from tests.parity.engines import mesh_of

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe import Loss, PipelineError
+from jaxpipe.checkpoint import PortableState
 from jaxpipe.eager import EagerExecutor
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.portable import PortableState
 from jaxpipe.program.segments import Presence
 from jaxpipe.program.verify import ProgramRule, faults
 from tests.flat import flat_pipeline, is_defined

@@ -9,7 +9,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.engine.bounds import JobShop
-from jaxpipe.schedules._beam import Beam, improved, rows_of
+from jaxpipe.schedules.auto import Beam, improved, rows_of
 from tests.tiers import slow
 
 

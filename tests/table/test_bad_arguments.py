@@ -25,10 +25,9 @@ import pytest
 import jaxpipe as jp
 from jaxpipe import Costs, Placement, Schedule, megatron, render
 from jaxpipe.cli.main import main
-from jaxpipe.errors import quoted
+from jaxpipe.errors import is_number, quoted
 from jaxpipe.layouts import Layout
 from jaxpipe.schedules.registry import describe
-from jaxpipe.table.typed import is_number
 from tests.odd_values import BROKEN, GOOD, LAYOUT, SPREAD, TIMELINE, draw_value
 
 SECONDS = 10  # of the processor, for one call

@@ -13,7 +13,7 @@ from frugal import quick, small
 
 from jaxpipe import Schedule
 from jaxpipe.cli.main import main
-from jaxpipe.table.typed import MAX_PAIRS, MAX_TEXT
+from jaxpipe.errors import MAX_PAIRS, MAX_TEXT
 from tests.excess import CSV, DIGITS, JSON
 
 SHAPE = ("-P", "2", "-M", "2")

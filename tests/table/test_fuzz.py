@@ -16,15 +16,19 @@ from typing import Any
 
 import pytest
 from frugal import quick
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from strategies import few, schedules
 
 import jaxpipe as jp
 from jaxpipe import Costs, Schedule, Transfers
 from jaxpipe.cli.main import main
-from jaxpipe.layouts.balance import balanced_layout, even_layout, split_layers
-from jaxpipe.layouts.layout import check_layout, parse_layout
+from jaxpipe.layouts.layout import (
+    balanced_layout,
+    check_layout,
+    even_layout,
+    parse_layout,
+    split_layers,
+)
 from jaxpipe.render import to_html, to_svg, to_trace
 
 HUGE = 10**5000

@@ -8,12 +8,18 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from jaxpipe.errors import ParseError
-from jaxpipe.layouts.balance import balanced_layout, even_layout, split_layers
-from jaxpipe.layouts.layout import Layout, LayoutError, check_layout, parse_layout
+from jaxpipe.layouts.layout import (
+    Layout,
+    LayoutError,
+    balanced_layout,
+    check_layout,
+    even_layout,
+    parse_layout,
+    split_layers,
+)
 
 
 def megatron_expansion(text: str) -> list[str]:

@@ -14,11 +14,16 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe import Kind, Schedule, megatron
-from jaxpipe.errors import listed, quoted
-from jaxpipe.layouts.balance import balanced_layout, even_layout, split_layers
-from jaxpipe.layouts.layout import Layout, check_layout, parse_layout
+from jaxpipe.errors import MAX_PAIRS, MAX_TEXT, listed, quoted
+from jaxpipe.layouts.layout import (
+    Layout,
+    balanced_layout,
+    check_layout,
+    even_layout,
+    parse_layout,
+    split_layers,
+)
 from jaxpipe.table.kinds import parts
-from jaxpipe.table.typed import MAX_PAIRS, MAX_TEXT
 from tests.excess import CSV, DIGITS, FULL_WIDTH, HUGE, JSON, refused
 
 

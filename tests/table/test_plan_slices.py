@@ -7,8 +7,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.cli.main import main
 from jaxpipe.lowering.plan import plan_of
-from jaxpipe.planner.layer_cost import Remat as Again
-from jaxpipe.planner.layer_cost import stage_costs
+from jaxpipe.planner.layer_cost import Remat as Again, stage_costs
 from jaxpipe.table.effects import LastUse, Liveness
 
 LAYER = jp.LayerCost(

@@ -8,8 +8,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from naive import deferred
 from strategies import schedules
 

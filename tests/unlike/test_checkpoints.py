@@ -8,9 +8,8 @@ import optax
 import pytest
 
 import jaxpipe as jp
-from jaxpipe.checkpoint import Checkpoints
+from jaxpipe.checkpoint import Checkpoints, PortableState
 from jaxpipe.errors import CheckpointError
-from jaxpipe.portable import PortableState
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 from tests.tolerance import relative
