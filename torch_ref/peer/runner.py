@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..batch import Microbatches
-from ..batch import split as split_batch
+from ..batch import Microbatches, split as split_batch
 from ..errors import PeerError
 from ..gradients import Gradients
 from ..models.base import Arrays, StagedModel
