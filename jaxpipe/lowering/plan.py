@@ -25,7 +25,7 @@ from ..table.schedule import Schedule
 from .slots import assign_slots
 from .target import FORWARD, GUESSED, NO_OVERHEADS, Overheads, RunsOn, Target
 from .ticks import (
-    F_THEN_H,
+    F_THEN_PART,
     NO_TRANSFER,
     W_THEN_F,
     Edge,
@@ -341,7 +341,7 @@ def plan_of(
     graph holds a collective, so the host waits.
     """
     ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)]
-    if any(followed(schedule, kinds).any() for kinds in (W_THEN_F, F_THEN_H)):
+    if any(followed(schedule, kinds).any() for kinds in (W_THEN_F, *F_THEN_PART)):
         ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
     timed = [(plan.makespan_of(costs), plan) for ticks in ways for plan in plans_of(ticks)]
     table = simulate(schedule, Costs() if costs is None else costs).makespan

@@ -35,7 +35,7 @@ from ..program.segments import (
 )
 from ..table.effects import flags_of
 from ..table.encoded import BoolArray, IntArray, Transfers, waits
-from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap
+from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap, kinds_where
 from ..table.schedule import Schedule
 from ..table.text import grid
 
@@ -168,7 +168,8 @@ def assign_ticks(schedule: Schedule) -> Ticks:
 
 
 # What `joined_ticks` puts in one tick: an action, and the next of its row.
-W_THEN_F, F_THEN_H = (Kind.W, Kind.F), (Kind.F, Kind.H)
+W_THEN_F = (Kind.W, Kind.F)
+F_THEN_PART = tuple((Kind.F, kind) for kind in kinds_where(lambda spec: spec.part_of))
 
 
 def followed(schedule: Schedule, kinds: tuple[Kind, Kind]) -> BoolArray:
@@ -183,8 +184,8 @@ def followed(schedule: Schedule, kinds: tuple[Kind, Kind]) -> BoolArray:
 
 
 def joined_ticks(schedule: Schedule, *, as_one: bool = False) -> Ticks:
-    """As `assign_ticks`, but a W is in the tick of the F right after it, and an H in that of the F
-    right before it: fewer ticks, and in each of them predicates to ask.
+    """As `assign_ticks`, but a W is in the tick of the F right after it, and a part of a share (H)
+    in that of the F right before it: fewer ticks, and in each of them predicates to ask.
 
     A W and an H neither await nor make a transfer, so where transfers run beside blocks they run
     while their tick's F awaits its input.  With `as_one` a W and its F are one block: where blocks
@@ -192,7 +193,8 @@ def joined_ticks(schedule: Schedule, *, as_one: bool = False) -> Ticks:
     """
     table = schedule.encoded
     joined = followed(schedule, W_THEN_F)
-    joined[1:] |= followed(schedule, F_THEN_H)[1:] & ~joined[:-1]
+    for kinds in F_THEN_PART:
+        joined[1:] |= followed(schedule, kinds)[1:] & ~joined[:-1]
     ends = np.where(joined, np.arange(table.num_actions) + 1, table.last_half)
     ticks = _earliest(schedule, ends)
     return replace(ticks, joint=(*JOINT, Kind.W)) if as_one else ticks

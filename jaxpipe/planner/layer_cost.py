@@ -196,7 +196,6 @@ def stage_costs(
     spread = {c: costs[c] for c in spread_letters(layout.layers, costs)}
     if LAST in spread:
         times["last"] = spread[LAST].forward + spread[LAST].backward_seconds
-        times["last_weight_grad"] = spread[LAST].weight_grad or None
     if FIRST in spread:
         times["first"] = spread[FIRST].forward
         times["first_grad"] = spread[FIRST].backward_seconds

@@ -30,7 +30,7 @@ from ..model.partition import LeafPlan, Partition, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Offload, Place, longest
-from ..table.kinds import Kind
+from ..table.kinds import KINDS
 from .code import ParamUse, StageCode, cut_last, inexact
 from .trace import by_leaves, trace_last, trace_spread_first, trace_stage
 
@@ -235,8 +235,8 @@ class ModelCode:
 
     @property
     def defers_last(self) -> bool:
-        """Whether H computes the gradients of the parameters of `last`."""
-        return Kind.H in self.program.schedule.encoded.kinds
+        """Whether a later action computes the gradients of the parameters of `last`."""
+        return _has_parts(self.program)
 
     def fits(self, code: StageCode, place: Place) -> bool:
         """Whether the stage at an end of the model may be of this kind: X the first stage, which
@@ -309,9 +309,14 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         last = outer("last", trace_last, x, is_share=functions.spreads_last)
     codes = tuple(kinds.values())
     program = _program(job, codes)
-    if last is not None and Kind.H in program.schedule.encoded.kinds:
+    if last is not None and _has_parts(program):
         last = cut_last(last, job.axis)
     return ModelCode(codes, tuple(kind_of), first, last, program)
+
+
+def _has_parts(program: Program) -> bool:
+    """Whether the table has parts of shares, which devices run alone and later."""
+    return any(KINDS[kind].part_of for kind in program.schedule.encoded.kinds)
 
 
 def _program(job: Job, codes: Sequence[StageCode]) -> Program:
