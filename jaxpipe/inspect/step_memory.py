@@ -17,9 +17,9 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree
-from ..jaxprs.entry import Entry
+from ..jaxprs.entry import Entry, Slot, Target, Total
 from ..jaxprs.equations import nbytes, tiled_bytes
-from ..jaxprs.slots import InSlots, Slot, Target, Total, run_in_slots
+from ..jaxprs.slots import InSlots, run_in_slots
 from ..lowering.target import RunsOn
 from ..model.param_layout import with_outer
 from ..model.partition import PART, LeafPlan, leaf_plans

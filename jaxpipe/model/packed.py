@@ -20,8 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import DictKey
 
 from ..arrays import PyTree, by_path, zeros_of
-from ..jaxprs.entry import Entry, Part
-from ..jaxprs.slots import Piece
+from ..jaxprs.entry import Entry, Part, Piece
 from .settings import jit_on_mesh
 
 

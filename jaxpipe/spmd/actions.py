@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar
-from ..jaxprs.slots import InSlots, Slot, Target, Total, run_in_slots
+from ..jaxprs.entry import Slot, Target, Total
+from ..jaxprs.slots import InSlots, run_in_slots
 from ..program.ir import Record
 from ..program.segments import BlockUse, Presence
 from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, run

@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar
-from ..jaxprs.entry import Entry
-from ..jaxprs.slots import Slot
+from ..jaxprs.entry import Entry, Slot
 from ..model.packed import Place as Home, Places
 from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode

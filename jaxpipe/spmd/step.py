@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, Scalar, summable, wider
-from ..jaxprs.slots import Piece, Total
+from ..jaxprs.entry import Piece, Total
 from ..model.calls import OUTER_WANTS, unpadded
 from ..model.packed import Places
 from ..model.param_layout import OUTER, Chunks

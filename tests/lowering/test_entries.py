@@ -13,8 +13,8 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from jaxpipe.jaxprs.cut import cheapest, into_scans
-from jaxpipe.jaxprs.entry import Entry, Part
-from jaxpipe.jaxprs.slots import InSlots, Piece, Slot, Total, run_in_slots
+from jaxpipe.jaxprs.entry import Entry, Part, Piece, Slot, Total
+from jaxpipe.jaxprs.slots import InSlots, run_in_slots
 from jaxpipe.stage.trace import trace_stage
 from jaxpipe.table.effects import Place
 
