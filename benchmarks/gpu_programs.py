@@ -31,7 +31,8 @@ from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.moves import LargeMove, Move, large_moves
 from benchmarks.output import Command, Result
-from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits, most_waits, steady
+from jaxpipe.inspect.hlo import steady
+from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits, most_waits
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 

@@ -33,7 +33,8 @@ import jaxpipe as jp
 from benchmarks.machine import describe
 from benchmarks.moves import large_moves
 from benchmarks.output import Command, Result, write_all
-from jaxpipe.inspect.programs import Compute, GpuProgram, compile_and_read, most_waits
+from jaxpipe.inspect.hlo import Compute
+from jaxpipe.inspect.programs import GpuProgram, compile_and_read, most_waits
 from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 

@@ -27,7 +27,8 @@ from benchmarks.llama import TENSOR, Model, Shape, batch, parameters, specs
 from benchmarks.machine import describe
 from benchmarks.moves import Move, large_moves_on_tpus
 from benchmarks.output import Command, Result, told
-from jaxpipe.inspect.programs import Purpose, TpuProgram, steady
+from jaxpipe.inspect.hlo import steady
+from jaxpipe.inspect.programs import Purpose, TpuProgram
 from jaxpipe.lowering.target import Chip
 from tests.tpu.programs import tpu_fault, tpu_mesh
 

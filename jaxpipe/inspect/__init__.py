@@ -1,6 +1,6 @@
 """Reports of a step: its program, its memory, and the times of its actions.
 
-Nothing that trains imports it.  `hlo`, `collectives` and `programs` read programs that XLA compiled
+Nothing that trains imports it.  `hlo` and `programs` read programs that XLA compiled
 for GPUs and TPUs; such a program can be compiled on a machine without them.
 """
 

@@ -22,9 +22,9 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -35,149 +35,23 @@ from jax.sharding import Mesh
 from ..errors import PipelineError
 from ..lowering.target import Chip, Target
 from ..table.kinds import SHARES, Kind
-from .hlo import Frame, Instruction, Module, Place, inner, issued, kind_of, parse, walk
-
-# An elementwise fusion of fewer bytes takes some microseconds, and hides no transfer: 16 MiB take
-# about 10 us on an H100.
-LARGE = 2**24
-MATMULS = frozenset({"convolution", "dot"})
-_LIBRARY_MATMULS = ("gemm", "matmul", "conv", "cudnn", "dot", "fmha", "flash")
-
-
-class Compute(IntEnum):
-    """The heaviest compute that is issued between start and done."""
-
-    NOTHING = 0
-    ELEMENTWISE = 1  # a fusion of at least LARGE bytes; on TPUs, work that hides the transfer
-    MATMUL = 2
-
-
-Group: TypeAlias = frozenset[int]
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a program; `compute` is NOTHING also for a synchronous call."""
-
-    kind: str  # collective-permute, all-reduce, all-gather, all-to-all, reduce-scatter
-    start: Instruction
-    place: Place
-    compute: Compute
-    between: tuple[Instruction, ...] = ()  # issued between its start and its done
-
-    @property
-    def overlapped(self) -> bool:
-        """Whether compute is issued while it runs."""
-        return self.compute is not Compute.NOTHING
-
-    @property
-    def is_permute(self) -> bool:
-        """Whether devices send in pairs."""
-        return self.kind == "collective-permute"
-
-    @property
-    def name(self) -> str:
-        """Its kind and the name of its instruction."""
-        return f"{self.kind} {self.start.name}"
-
-    @property
-    def queue(self) -> str:
-        """The queue that it is issued on."""
-        match = _QUEUE.search(self.start.attributes)
-        return match[1] if match else "0"
-
-    def cliques(self, count: int, components: bool) -> list[Group]:
-        """The devices of each communicator, of so many devices in all; see `check_collectives`."""
-        sets = [frozenset(group) for group in groups_of(self.start, count)]
-        if self.is_permute:
-            return connected(sets) if components else [frozenset(range(count))]
-        return sets
-
-    def __str__(self) -> str:
-        guarded = " guarded" if self.place.guarded else ""
-        return f"{self.name}, {self.place.trips} x{guarded}, beside {self.compute.name.lower()}"
-
-
-def in_flight(instructions: Sequence[Instruction], start: int) -> tuple[Instruction, ...]:
-    """The instructions that are issued between a start and its done."""
-    first = instructions[start]
-    if not first.opcode.endswith("-start") or '"is_sync":true' in first.attributes:
-        return ()
-    chain, found = {first.name}, list[Instruction]()
-    for instruction in instructions[start + 1 :]:
-        follows = instruction.operands[:1] and instruction.operands[0] in chain
-        if follows and instruction.opcode.endswith("-done"):
-            return tuple(found)
-        if follows and instruction.opcode.endswith("-update"):
-            chain.add(instruction.name)
-        else:
-            found.append(instruction)
-    raise AssertionError(f"{first.name} is never done")
-
-
-_AMONG_ALL = {"all-reduce", "all-gather", "all-to-all", "reduce-scatter", "ragged-all-to-all"}
-KINDS = _AMONG_ALL | {"collective-permute", "collective-broadcast"}
-
-
-def find_collectives(module: Module) -> list[Collective]:
-    """All collectives, each where it is issued."""
-    # The computation that an async-start wraps belongs to that start.
-    wrapped = {
-        each.called.get("calls")
-        for computation in module.computations.values()
-        for each in computation.instructions
-        if each.opcode == "async-start"
-    }
-    found = []
-    for place in walk(module):
-        instructions = place.computation.instructions
-        for i, instruction in enumerate(instructions):
-            kind = _kind(module, instruction)
-            if kind in KINDS and (place.computation.name,) not in wrapped:
-                between = in_flight(instructions, i)
-                compute = max(
-                    (_compute(module, each) for own in between for each, _ in issued(module, own)),
-                    default=Compute.NOTHING,
-                )
-                found.append(Collective(kind, instruction, place, compute, between))
-    return found
-
-
-def _kind(module: Module, instruction: Instruction) -> str:
-    opcode = instruction.opcode
-    if opcode == "async-start":
-        (wrapped,) = instruction.called["calls"]
-        opcode = module.computations[wrapped].root.opcode
-    return opcode.removesuffix("-start")
-
-
-def _compute(module: Module, instruction: Instruction) -> Compute:
-    """The compute of one instruction, without the computations that it issues."""
-    target = instruction.target.lower()
-    if module.opcodes(instruction) & MATMULS or any(word in target for word in _LIBRARY_MATMULS):
-        return Compute.MATMUL
-    large = instruction.opcode == "fusion" and instruction.nbytes >= LARGE
-    return Compute.ELEMENTWISE if large else Compute.NOTHING
-
-
-def steady(collectives: Iterable[Collective], kind: str = "collective-permute") -> list[Collective]:
-    """The collectives of a kind in the segment of most trips that has any; of equal segments, in
-    the one with the fewest under a predicate.
-
-    Where no segment is a loop, the collectives outside loops.
-    """
-    segments: dict[str, list[Collective]] = {}
-    for each in collectives:
-        if each.kind == kind:
-            frame = each.place.segment
-            segments.setdefault(frame.instruction.name if frame else "", []).append(each)
-
-    def rank(those: list[Collective]) -> tuple[int, int]:
-        frame = those[0].place.segment
-        trips = frame.trips or 1 if frame else 1
-        return trips, -sum(each.place.guarded for each in those)
-
-    return max(segments.values(), key=rank, default=[])
+from .hlo import (
+    MATMULS,
+    Collective,
+    Compute,
+    Frame,
+    Group,
+    Instruction,
+    Module,
+    Place,
+    find_collectives,
+    groups_of,
+    inner,
+    issued,
+    kind_of,
+    parse,
+    walk,
+)
 
 
 @dataclass(frozen=True)
@@ -483,9 +357,6 @@ def _purpose(module: Module, instruction: Instruction) -> Purpose:
 
 
 _COMPONENTS = "xla_gpu_collective_permute_connected_components=true"
-_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
-_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_QUEUE = re.compile(r'"operation_queue_id":"(\d+)"')
 _WithCliques: TypeAlias = tuple[Collective, list[Group]]
 
 
@@ -529,36 +400,6 @@ def collective_faults(
 def _shared(some: Sequence[Group], others: Sequence[Group]) -> Group:
     """The largest intersection of a clique of each."""
     return max((a & b for a in some for b in others), key=len, default=frozenset())
-
-
-def groups_of(start: Instruction, count: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of a collective, or the pairs of a permute; one of all devices where none are
-    listed.
-    """
-    iota = _IOTA.search(start.attributes)
-    if iota:
-        shape, dims = ([int(n) for n in iota[i].split(",")] for i in (1, 2))
-        numbers = np.arange(np.prod(dims)).reshape(dims)
-        if iota[3]:
-            numbers = numbers.transpose([int(n) for n in iota[3].split(",")])
-        return tuple(map(tuple, numbers.reshape(shape).tolist()))
-    listed = _LISTED.search(start.attributes)
-    found = re.findall(r"\{([\d,]+)\}", listed[1]) if listed else []
-    groups = tuple(tuple(int(n) for n in group.split(",")) for group in found)
-    return groups or (tuple(range(count)),)
-
-
-def connected(pairs: Sequence[Group]) -> list[Group]:
-    """The connected sets of devices.
-
-    >>> connected([frozenset({0, 1}), frozenset({2, 3}), frozenset({1, 4})])
-    [frozenset({2, 3}), frozenset({0, 1, 4})]
-    """
-    found: list[Group] = []
-    for pair in pairs:
-        separate = [group for group in found if not group & pair]
-        found = [*separate, pair.union(*(group for group in found if group & pair))]
-    return found
 
 
 def _group_faults(each: Collective, count: int) -> Iterator[str]:

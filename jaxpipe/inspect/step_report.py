@@ -99,6 +99,7 @@ from ..table.encoded import Transfers
 from ..table.kinds import KINDS, SHARES, parts
 from ..table.schedule import Schedule
 from . import programs
+from .hlo import steady
 from .step_memory import facts, local_bytes, placed_shapes, step_sizes
 
 
@@ -279,7 +280,7 @@ def _read(program: programs.CompiledProgram, schedule: Schedule) -> dict[str, An
     permutes = [each for each in collectives if each.is_permute]
     with_slack = [each for each in permutes if WITH_SLACK in each.start.attributes]
     others = [each for each in collectives if not each.is_permute]
-    groups = (with_slack, programs.steady(collectives), others)
+    groups = (with_slack, steady(collectives), others)
     for key, those in zip(overlaps, groups, strict=True):
         found[key] = (sum(each.overlapped for each in those), len(those))
     return found

@@ -10,8 +10,8 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpipe.inspect.hlo import parse
-from jaxpipe.inspect.programs import Collective, Compute, compile_and_read, find_collectives, steady
+from jaxpipe.inspect.hlo import Collective, Compute, find_collectives, parse, steady
+from jaxpipe.inspect.programs import compile_and_read
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 
 SIDE, TRIPS = 1024, 4

@@ -9,7 +9,8 @@ import pytest
 import jaxpipe as jp
 from benchmarks.gpu_programs import Case
 from benchmarks.moves import Move, large_moves
-from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits, steady
+from jaxpipe.inspect.hlo import steady
+from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits
 from jaxpipe.spmd import xla
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import jaxpipe as jp
 import moe
-from jaxpipe.inspect.programs import Collective, Compute, GpuProgram, compile_and_read
+from jaxpipe.inspect.hlo import Collective, Compute
+from jaxpipe.inspect.programs import GpuProgram, compile_and_read
 from llama_parts.model import Remat
 from moe_parts.model import MoE
 from moe_parts.sizes import Mixture, Routing

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxpipe as jp
 from benchmarks.moves import Move, large_moves
-from jaxpipe.inspect.programs import Collective, Compute, GpuProgram, compile_and_read
+from jaxpipe.inspect.hlo import Collective, Compute
+from jaxpipe.inspect.programs import GpuProgram, compile_and_read
 from tests.flat import flat_pipeline
 from tests.gpu.programs import gpu_marks, gpu_mesh
 from tests.tiers import exhaustive, slow

@@ -10,7 +10,8 @@ import pytest
 
 import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
-from jaxpipe.inspect.programs import compile_and_read, steady
+from jaxpipe.inspect.hlo import steady
+from jaxpipe.inspect.programs import compile_and_read
 from jaxpipe.lowering.plan import plan_of
 from tests.gpu.programs import compile_step, gpu_marks
 from tests.tiers import slow

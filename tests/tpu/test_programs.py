@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxpipe as jp
 from benchmarks.gpu_programs import Axes, Case, Remat
 from benchmarks.llama import layered
-from jaxpipe.inspect.programs import Compute, Purpose, TpuProgram, heap_bytes, steady
+from jaxpipe.inspect.hlo import Compute, steady
+from jaxpipe.inspect.programs import Purpose, TpuProgram, heap_bytes
 from jaxpipe.inspect.step_report import Clock
 from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.spmd.executor import WITH_SLACK
