@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
-from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -349,20 +348,15 @@ def _start(wanted: _Wanted) -> Schedule:
     return improved(listed, wanted.costs, shop, at_least=bound_of(shop))
 
 
-def _solver() -> ModuleType:
-    """The room that needs the extra of its name."""
-    from .. import solver
-
-    return solver
-
-
 def _searched(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     """The best that is found without the solver, shortened by it; where no placement is given, each
     gets its part of the time.
     """
+    from ..solver import improve  # needs the extra
+
     found, proven = [], []
     for place in wanted.places:
-        better = _solver().improve(
+        better = improve(
             _start(wanted._replace(places=[place])),
             wanted.costs,
             cap=wanted.cap,
@@ -415,11 +409,13 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     """The table whose steady state has the least period that is found; of equals, the
     shorter step.
     """
+    from ..solver import least_period  # needs the extra
+
     costs = wanted.costs
     found: list[tuple[float, float, int, Schedule]] = []
     for place in wanted.places:
         shop = _shop(wanted, place, costs)
-        steady = _solver().least_period(
+        steady = least_period(
             place,
             costs,
             microbatches=wanted.microbatches,
