@@ -288,7 +288,7 @@ class Pipeline:
         """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`);
         fewer where `evaluate` cuts fewer.
         """
-        self._steps.check_last("`losses`")
+        self._steps.check_last("losses")
         return self._call(Call.EVALUATE, params, batch, rng, state)[0]["losses"]
 
     def outputs(
