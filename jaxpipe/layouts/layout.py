@@ -1,5 +1,5 @@
 """Layouts: which layers each stage holds, as Megatron's layout strings (`Et*3|(tt|)*29,m|L`), read
-and written.
+and written, and layouts that are balanced by costs or by counts.
 """
 
 from __future__ import annotations

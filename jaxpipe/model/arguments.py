@@ -1,5 +1,5 @@
 """Read the arguments of `Pipeline`, of its steps and of calls with a cache, refuse them with every
-fault named, and cut the model into stages.
+fault named, and cut the model into stages; what an optimizer does with placed arrays.
 """
 
 from __future__ import annotations

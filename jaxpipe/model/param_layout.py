@@ -1,5 +1,5 @@
 """Parameters: the model's own (canonical) layout <-> the layout that a schedule's devices hold
-(placed), with their placement in the structure.
+(placed), with their placement in the structure; the layers of each stage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A timeline as one self-contained page: the chart with tooltips, and all numbers."""
+"""A timeline as a self-contained page: the chart with tooltips, and all numbers; and as a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of action, declared once, and the cells of a table: actions and overlapped pairs.
+"""Every kind of action, declared once, the cells of a table, and where stages are placed.
 
 A declaration has the values that a kind needs, makes and releases, its cost, and its colours.  The
 parser, the checker, the simulator, the count of activations and the pictures read it.  They name a

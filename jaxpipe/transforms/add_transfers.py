@@ -1,5 +1,5 @@
-"""Transform: SEND and RECV for every value that crosses devices, without deadlock and with no
-receive earlier than necessary.
+"""Transforms that add actions: SEND and RECV for every value that crosses devices, without deadlock
+and with no receive earlier than necessary; and R, a forward that is run again.
 
 Each SEND should come right after its producer, each RECV right before its consumer.  With transfers
 that block both sides, such rows may deadlock: a cycle of devices, at least one of which waits at a
