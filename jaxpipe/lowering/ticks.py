@@ -204,7 +204,7 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
     """Put each cell in the first tick that it can have, where kinds of cells take turns: F, then I,
     then W, then F again.
 
-    With no shift all devices do the same kind in the same tick, so nobody waits for a longer
+    With no shift all devices do the same kind in the same tick, so no device waits for a longer
     action, and what an F sends has the whole turn of the other kinds to arrive.  It costs nothing
     where the table has that much slack between a stage's action and its neighbour's, as interleaved
     1F1B and ZB-H2 have.  With a shift of one, each device is a tick later than the device before

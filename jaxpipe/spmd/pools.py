@@ -292,7 +292,7 @@ class Packing:
         return cls(groups, len(pools[0].entries))
 
     def empty(self, slots: int) -> Leaves:
-        """A pool in the host's memory, with one more slot for values that nobody needs."""
+        """A pool in the host's memory, with one more slot for values that no block needs."""
 
         def pool(dtype: Any, leaves: Sequence[tuple[int, Entry]]) -> Any:
             _, like = leaves[0]

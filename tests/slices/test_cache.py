@@ -52,6 +52,17 @@ def join(parts):
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
 
 
+def in_two_calls(pipe, params, batch):
+    """What the last stage returns for half of a sequence, and then for the other half."""
+    placed = pipe.place(params)
+    cache = pipe.empty_cache(placed, part(batch, 0, 4), length=TIME)
+    found = []
+    for at in (0, 4):
+        out, cache = pipe.outputs(placed, part(batch, at, at + 4), cache=cache, position=at)
+        found.append(out)
+    return join(found)
+
+
 EXPLICIT = jax.sharding.AxisType.Explicit
 CASES = [
     ("attention", "gpipe", 2, {}),
@@ -106,15 +117,9 @@ def test_a_cache_of_unlike_stages():
     more = rng.standard_normal((1, WIDTH, WIDTH))
     params = {"first": own["first"], "stages": {"t": own["stages"], "m": more}}
     pipe = pipeline(model, forwards("gpipe", devices=2, slices=2), layout="Etm|tt")
-    placed = pipe.place(params)
-    cache = pipe.empty_cache(placed, part(batch, 0, 4), length=TIME)
-    found = []
-    for at in (0, 4):
-        batch_part = part(batch, at, at + 4)
-        out, cache = pipe.outputs(placed, batch_part, cache=cache, position=at)
-        found.append(out)
+    found = in_two_calls(pipe, params, batch)
     whole = pipeline(model, forwards("gpipe", devices=2, slices=1), layout="Etm|tt")
-    assert relative(join(found), whole.outputs(placed, batch)) < BOUND
+    assert relative(found, whole.outputs(whole.place(params), batch)) < BOUND
 
 
 @pytest.mark.exhaustive
@@ -123,13 +128,8 @@ def test_a_cache_with_a_tensor_axis():
     mesh = jax.make_mesh((2, 2), ("pipe", "more"), devices=jax.devices()[:4])
     table = forwards("gpipe", devices=2, slices=2)
     pipe = jp.Pipeline(model, table, mesh, sharding=jp.Sharding(specs=TENSOR))
-    placed = pipe.place(params)
-    cache = pipe.empty_cache(placed, part(batch, 0, 4), length=TIME)
-    found = []
-    for at in (0, 4):
-        out, cache = pipe.outputs(placed, part(batch, at, at + 4), cache=cache, position=at)
-        found.append(out)
-    assert relative(join(found), plain("attention", params, batch)) < BOUND
+    found = in_two_calls(pipe, params, batch)
+    assert relative(found, plain("attention", params, batch)) < BOUND
 
 
 def test_a_cache_in_a_context_of_explicit_axes():
@@ -138,13 +138,8 @@ def test_a_cache_in_a_context_of_explicit_axes():
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2], axis_types=(EXPLICIT,))
     pipe = jp.Pipeline(model, forwards("gpipe", devices=2, slices=2), mesh)
     with jax.set_mesh(mesh):
-        placed = pipe.place(params)
-        cache = pipe.empty_cache(placed, part(batch, 0, 4), length=TIME)
-        found = []
-        for at in (0, 4):
-            out, cache = pipe.outputs(placed, part(batch, at, at + 4), cache=cache, position=at)
-            found.append(out)
-    assert relative(join(found), plain("attention", params, batch)) < BOUND
+        found = in_two_calls(pipe, params, batch)
+    assert relative(found, plain("attention", params, batch)) < BOUND
 
 
 def refusal(call):
