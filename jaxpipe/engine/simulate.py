@@ -522,7 +522,10 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     held = Transfers.BUFFERED if transfers is Transfers.ASYNC else transfers
     check(schedule, transfers=held)
     table = schedule.encoded
-    loop = in_steps(table, held)
+    loop = Loop.of(table, Costs().for_stages(table.num_stages), held)
+    # A step each, both halves of a pair in one; a RECV may share the step of its SEND.
+    loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
+    loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()
     loop.run(schedule.run_order(held).order)
     _join_pairs(table, loop.starts, loop.ends)
     count = int(max(loop.ends, default=0))
@@ -531,14 +534,6 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     for device, position, step in cells:
         rows[device][int(step)] = schedule.rows[device][position]
     return Steps(tuple(map(tuple, rows)))
-
-
-def in_steps(table: Encoded, transfers: Transfers) -> Loop:
-    """The actions of a table, a step each; a RECV may share the step of its SEND."""
-    loop = Loop.of(table, Costs().for_stages(table.num_stages), transfers)
-    loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
-    loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()
-    return loop
 
 
 def _check_memory(timeline: Timeline, most: float) -> None:

@@ -450,8 +450,8 @@ class RunOrder:
     cycles: tuple[tuple[Wait, ...], ...]
 
 
-# The order so far and a cycle -> the place of the wait that ends it.
-Chooser: TypeAlias = Callable[[Sequence[int], Sequence[Wait]], int]
+# A cycle -> the action in it whose wait ends.
+Chooser: TypeAlias = Callable[[Sequence[Wait]], int]
 
 
 def waits(table: Encoded, transfers: Transfers) -> IntArray:
@@ -491,11 +491,11 @@ def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
     return _run(table, np.where(wait >= 0, wait, table.num_actions).tolist(), together)
 
 
-def rendezvous_order(table: Encoded, choose: Chooser = lambda order, cycle: 0) -> RunOrder:
+def rendezvous_order(table: Encoded, choose: Chooser = lambda cycle: cycle[0].at) -> RunOrder:
     """Run the rows where SEND and RECV each hold their device until the other is reached; a SEND
     comes right before its RECV.
 
-    `choose` gets the order so far and a cycle, and returns the place of the wait that ends.
+    `choose` gets a cycle, and returns the action in it whose wait ends.
     """
     together = {number: each.members for number, each in table.collectives.items()}
     mate = mates(table)
@@ -509,7 +509,7 @@ def _run(
     table: Encoded,
     need: list[int],
     together: dict[int, tuple[int, ...]],
-    choose: Chooser = lambda order, cycle: 0,
+    choose: Chooser = lambda cycle: cycle[0].at,
 ) -> RunOrder:
     """Run the rows: each action after the one that it needs (the number of actions: none), and at
     the same time as those that run `together` with it, once all devices have reached them.
@@ -562,7 +562,7 @@ def _run(
     while (device := next((d for d, i in enumerate(head) if i < stop[d]), -1)) >= 0:
         cycle = _cycle_from(device, head, blocker, owner)
         cycles.append(cycle)
-        at = cycle[choose(order, cycle)].at
+        at = choose(cycle)
         need[at] = total
         members = together.get(at, (at,))
         for k in members:  # each device does its own alone

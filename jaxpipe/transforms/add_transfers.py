@@ -22,8 +22,8 @@ from typing import TypeAlias
 import numpy as np
 
 from ..engine.costs import Costs
-from ..engine.loop import NEVER, Insertion, Loop
-from ..engine.simulate import Timeline, in_steps, simulate
+from ..engine.loop import Insertion
+from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError, quoted, typed
 from ..table.encoded import Encoded, Transfers, Wait, buffered_order, mates, rendezvous_order, waits
 from ..table.kinds import MESSAGES, SENDS, Action, Cell, Kind, Value, parts, readers
@@ -111,31 +111,20 @@ def _early_in_cycles(late: Schedule, timeline: Timeline) -> list[list[Cell]]:
     table = late.encoded
     is_send, mate = table.of_kinds(SENDS).tolist(), mates(table).tolist()
     ready, wanted = _times(table, timeline)
-    loop = in_steps(table, Transfers.BUFFERED)
-    deadline = _deadlines(table, loop, mate)
+    deadline = _deadlines(table, mate)
     early: dict[int, list[int]] = {}
-    booked = 0
 
-    def first_received(order: Sequence[int], cycle: Sequence[Wait]) -> int:
-        """The place of the SEND that is cheapest to receive early."""
-        nonlocal booked
-        loop.run(i for i in order[booked:] if loop.ends[i] == NEVER)
-        booked = len(order)
+    def first_received(cycle: Sequence[Wait]) -> int:
+        """The SEND that is cheapest to receive early."""
 
-        def price(place: int) -> tuple[bool, bool, bool, float]:
-            send, other = cycle[place], cycle[(place + 1) % len(cycle)]
-            return (
-                not is_send[send.at],
-                ready[send.at] > wanted[other.at],
-                loop.free[send.device] > loop.free[other.device],
-                -deadline[other.at],
-            )
+        def price(place: int) -> tuple[bool, bool, float]:
+            send, other = cycle[place].at, cycle[(place + 1) % len(cycle)].at
+            return not is_send[send], ready[send] > wanted[other], -deadline[other]
 
         best = min(range(len(cycle)), key=price)
         send, at = cycle[best].at, cycle[(best + 1) % len(cycle)].at
-        loop.run((send, mate[send]))
         early.setdefault(at, []).append(mate[send])
-        return best
+        return send
 
     rendezvous_order(table, first_received)
     moved = {number: table.action(number) for numbers in early.values() for number in numbers}
@@ -161,13 +150,14 @@ def _times(table: Encoded, timeline: Timeline) -> tuple[list[float], list[float]
     return ends[table.producer].tolist(), np.concatenate(wanted).tolist()
 
 
-def _deadlines(table: Encoded, loop: Loop, mate: Sequence[int]) -> list[float]:
-    """For each action, the last step that delays nothing, counted back from the end."""
+def _deadlines(table: Encoded, mate: Sequence[int]) -> list[float]:
+    """For each action, the last lock-step that delays nothing, counted back from the end."""
     found: list[float] = [0] * table.num_actions
+    is_step = (table.last_half == np.arange(table.num_actions)).tolist()
     ends, sends = set(table.first), table.of_kinds(SENDS).tolist()
     for i in reversed(buffered_order(table, waits(table, Transfers.BUFFERED)).order):
         if i + 1 not in ends:
-            found[i] = found[i + 1] - loop.duration[i + 1]
+            found[i] = found[i + 1] - is_step[i + 1]
         if sends[i]:
             found[i] = min(found[i], found[mate[i]])
     return found
