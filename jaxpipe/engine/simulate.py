@@ -376,7 +376,7 @@ def critical_chain(
     """
     if table.num_actions == 0:
         return []
-    loop = Loop.of(table, costs, transfers)
+    loop = Loop(table, costs, transfers)
     loop.ends = list(ends)
     # A posted RECV holds nothing up: its device may have gone on.
     posted = set(table.receives.tolist()) if transfers is Transfers.ASYNC else set()
@@ -443,7 +443,7 @@ def simulate(
     check(schedule, transfers=transfers)
     table = schedule.encoded
     times = costs.for_stages(table.num_stages)
-    loop = Loop.of(table, times, transfers)
+    loop = Loop(table, times, transfers)
     loop.run(schedule.run_order(transfers).order)
     starts, ends = loop.starts, loop.ends
     if table.has_transfers:
@@ -522,7 +522,7 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     held = Transfers.BUFFERED if transfers is Transfers.ASYNC else transfers
     check(schedule, transfers=held)
     table = schedule.encoded
-    loop = Loop.of(table, Costs().for_stages(table.num_stages), held)
+    loop = Loop(table, Costs().for_stages(table.num_stages), held)
     # A step each, both halves of a pair in one; a RECV may share the step of its SEND.
     loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
     loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()

@@ -282,22 +282,24 @@ def _with_recompute(
     An R never prolongs the wait that it fills, so no action starts later than with every R right
     before its B or I.
     """
-    table = plain.encoded
-    by_stage = costs.for_stages(table.num_stages)
-    insertion = Insertion(plain, by_stage)
-    loop = insertion.loop
+    by_stage = costs.for_stages(plain.num_stages)
     # Per device, the R that are still to be placed, in the order of their use.
     pending = [
         deque(r for cell in row if (r := _recompute_of(cell)) is not None and r in wanted)
         for row in plain.rows
     ]
+    insertion = Insertion(plain, by_stage, pending)
+    loop, at = insertion.loop, insertion.table.at
     # Per device, the R that are placed and not used yet.
     early: list[set[Action | None]] = [set() for _ in plain.rows]
 
     def place(device: int) -> int:
         recompute = pending[device].popleft()
         early[device].add(recompute)
-        return insertion.add(device, recompute, by_stage.recompute[recompute.stage])
+        return number_of(recompute)
+
+    def number_of(action: Action) -> int:
+        return int(at[action.kind, action.stage, action.microbatch])
 
     def before(number: int, devices: Sequence[int]) -> Iterator[int]:
         own, begin = _recompute_of(insertion.cells[number]), loop.begin(number)
@@ -306,9 +308,9 @@ def _with_recompute(
                 yield place(d)
             early[d].discard(own)
             while pending[d] and loop.free[d] < begin and len(early[d]) != lead:
-                stage, _, microbatch = pending[d][0]
-                kept = loop.ends[int(table.at[Kind.F, stage, microbatch])] <= loop.free[d]
-                if loop.free[d] + by_stage.recompute[stage] > begin or not kept:
+                first = number_of(pending[d][0])
+                kept = loop.ends[number_of(pending[d][0]._replace(kind=Kind.F))] <= loop.free[d]
+                if loop.free[d] + loop.duration[first] > begin or not kept:
                     break
                 yield place(d)
 
