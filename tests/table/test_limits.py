@@ -58,7 +58,7 @@ LAYOUTS = {
         lambda: parse_layout("t*60000,t*60000", devices=1),
         "more than 100,000",
     ),
-    "100,000 brackets": (lambda: parse_layout("(" * 100_000, devices=1), "opens group 101 inside"),
+    "100,000 brackets": (lambda: parse_layout("(" * 100_000, devices=1), "is never closed"),
     "10,000 closed brackets": (
         lambda: parse_layout(")" * 10_000, devices=1),
         "the layout has 10000 faults",
@@ -78,8 +78,11 @@ LAYOUTS = {
         lambda: parse_layout("t", devices=HUGE),
         "a number of about 5,001 digits",
     ),
-    "devices that are no number": (lambda: parse_layout("t", devices="1"), "devices >= 1; got '1'"),
-    "no text": (lambda: parse_layout(None, devices=1), "got None"),
+    "devices that are no number": (
+        lambda: parse_layout("t", devices="1"),
+        "devices must be a whole number",
+    ),
+    "no text": (lambda: parse_layout(None, devices=1), "text must be a text, not None"),
     "many letters": (
         lambda: parse_layout("t", devices=1, letters="tt" * 100_000),
         "(200,000 characters) must be distinct",
@@ -91,11 +94,11 @@ LAYOUTS = {
     ),
     "stages of 5,000 digits": (lambda: Layout(("t",), HUGE), "a number of about 5,001 digits"),
     "a word for a cost": (lambda: split_layers(["a"], stages=1), "layer 0 costs 'a'"),
-    "a word for all costs": (lambda: split_layers("abc", stages=1), "a flat list of numbers"),
+    "a word for all costs": (lambda: split_layers("abc", stages=1), "costs must be a sequence"),
     "a cost in a list": (lambda: split_layers([[1], [1, 2]], stages=1), "layer 0 costs [1]"),
     "costs in a square": (
         lambda: split_layers(np.ones((2, 2)), stages=1),
-        "a flat list of numbers",
+        "layer 0 costs [1.0, 1.0]",
     ),
     "a cost of 400 digits": (
         lambda: split_layers([10**400], stages=1),
@@ -114,7 +117,7 @@ LAYOUTS = {
         lambda: split_layers([1], stages="2"),
         "stages must be a whole number",
     ),
-    "costs that are no list": (lambda: balanced_layout("tt", 3, devices=2), "costs=3"),
+    "costs that are no list": (lambda: balanced_layout("tt", 3, devices=2), "not 3"),
     "a word for a letter's cost": (
         lambda: balanced_layout("tt", {"t": "a"}, devices=2),
         "layer 0 costs 'a'",
