@@ -185,24 +185,33 @@ def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
         yield Broken(_is_on(table, i, where), i)
     mine = np.flatnonzero(others & table.of_kinds(kinds_where(lambda spec: spec.reads)))
     forward = table.at[Kind.F, table.stage[mine], table.microbatch[mine]]
-    for i, f in _pairs(mine, forward, _elsewhere(table, mine, forward)):
-        why = f"{table.text(f)}, which it needs, ran on device {table.device[f]}"
-        yield Broken(_is_on(table, i, why), i, (f,))
+    yield from _apart(table, mine, forward)
 
 
 def _is_on(table: Encoded, number: int, but: str) -> str:
     return f"{table.text(number)} is on device {table.device[number]}, but {but}"
 
 
-def _pairs(mine: IntArray, others: IntArray, where: BoolArray) -> Iterator[tuple[int, int]]:
-    """The actions with another one each, where a condition holds."""
-    return zip(mine[where].tolist(), others[where].tolist(), strict=True)
+def _apart(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
+    """Actions on another device than what they need; -1 for none."""
+    apart = (mine >= 0) & (needed >= 0) & (table.device[needed] != table.device[mine])
+    for i, j in zip(mine[apart].tolist(), needed[apart].tolist(), strict=True):
+        why = f"{table.text(j)}, which it needs, is on device {table.device[j]}"
+        yield Broken(_is_on(table, i, why), i, (j,))
 
 
-def _elsewhere(table: Encoded, mine: IntArray, others: IntArray) -> BoolArray:
-    """Whether an action is there (not -1), on another device."""
-    elsewhere: BoolArray = (others >= 0) & (table.device[others] != table.device[mine])
-    return elsewhere
+def _late(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
+    """Actions whose need comes later in the same row; -1 for none."""
+    late = (mine >= 0) & (needed > mine) & (table.device[needed] == table.device[mine])
+    for i, j in zip(mine[late].tolist(), needed[late].tolist(), strict=True):
+        before = f"{table.text(i)} comes before {table.text(j)}, which it needs"
+        yield Broken(f"{before}, on device {table.device[i]}; swap them", i, (j,))
+
+
+def _in_turn(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
+    """Actions that do not come after what they need in the same row; -1 for none."""
+    yield from _late(table, mine, needed)
+    yield from _apart(table, mine, needed)
 
 
 def _order(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -229,14 +238,6 @@ def _order(table: Encoded, _: Placement) -> Iterator[Broken]:
     yield from _late(table, *np.array(shares, np.int64).reshape(-1, 2).T)
 
 
-def _late(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
-    """Actions whose need comes later in the same row."""
-    late = (needed > mine) & (table.device[needed] == table.device[mine])
-    for i, j in _pairs(mine, needed, late):
-        before = f"{table.text(i)} comes before {table.text(j)}, which it needs"
-        yield Broken(f"{before}, on device {table.device[i]}; swap them", i, (j,))
-
-
 def _slice(table: Encoded, _: Placement) -> Iterator[Broken]:
     """On each stage, the forwards of a sequence run in the order of its slices, on one device: each
     needs the carry of the slice before it.
@@ -253,17 +254,6 @@ def _reverse(table: Encoded, _: Placement) -> Iterator[Broken]:
     later = np.flatnonzero(np.arange(table.num_microbatches) % table.slices)
     backward = table.backward_at
     yield from _in_turn(table, backward[:, later - 1], backward[:, later])
-
-
-def _in_turn(table: Encoded, action: IntArray, need: IntArray) -> Iterator[Broken]:
-    """Actions on another device than those that they need, or before them; -1 for none."""
-    there = (action >= 0) & (need >= 0)
-    yield from _late(table, action[there], need[there])
-    elsewhere = there & _elsewhere(table, action, need)
-    for i, j in _pairs(action, need, elsewhere):
-        other = f"{table.text(j)}, a slice of the same sequence, is on device {table.device[j]}"
-        why = "a stage keeps what passes between slices on one device"
-        yield Broken(_is_on(table, i, f"{other}; {why}"), i, (j,))
 
 
 def _overlap(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -302,7 +292,8 @@ def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
                 feeds = " feeds ".join(where)
                 add = "jaxpipe.add_transfers adds transfers"
                 yield Broken(f"{lacks}: {feeds}; {add}", i, (p,))
-            yield from _strayed(table, found, ends, before=kind is message.receive)
+            order = (found, ends) if kind is message.send else (ends, found)
+            yield from _in_turn(table, *order)
             needed[found[found >= 0]] = True
     spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)
     why = "no action on another device uses it; stages on one device hand over without a transfer"
@@ -315,23 +306,6 @@ def _is_first(table: Encoded) -> BoolArray:
     first = np.zeros(table.num_actions, bool)
     first[table.at[table.at >= 0]] = True
     return first
-
-
-def _strayed(
-    table: Encoded, transfers: IntArray, ends: IntArray, *, before: bool
-) -> Iterator[Broken]:
-    """Transfers that are on another device than the action they serve, or on the wrong side of
-    it.
-    """
-    elsewhere = _elsewhere(table, ends, transfers)
-    for t, end in _pairs(transfers, ends, elsewhere):
-        why = f"it serves {table.text(end)} on device {table.device[end]}"
-        yield Broken(_is_on(table, t, why), t, (end,))
-    wrong = (transfers > ends) if before else (transfers < ends)
-    side = "after" if before else "before"
-    for t, end in _pairs(transfers, ends, (transfers >= 0) & ~elsewhere & wrong):
-        where = f"{table.text(t)} comes {side} {table.text(end)} on device {table.device[t]}"
-        yield Broken(f"{where}; swap them", t, (end,))
 
 
 _RULES: dict[str, Callable[[Encoded, Placement], Iterator[Broken]]] = {
