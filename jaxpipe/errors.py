@@ -60,13 +60,13 @@ class JaxpipeError(ValueError):
         self.faults = faults or (message,)
 
     @classmethod
-    def listing(cls, head: str, faults: Iterable[str]) -> Self:
+    def listing(cls, head: str, faults: Iterable[Any]) -> Self:
         """The error whose message has a line for each fault (the first hundred), below `head`."""
         found = tuple(faults)
         return cls(listed(head, found) if head else "\n".join(found), found)
 
     @classmethod
-    def refuse(cls, head: str, faults: Iterable[str]) -> None:
+    def refuse(cls, head: str, faults: Iterable[Any]) -> None:
         """Raise the error that lists the faults, where there are any.
 
         >>> PipelineError.refuse("the mesh does not fit", [])
@@ -271,8 +271,7 @@ def _read_all(values: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) 
     read = {name: _read(value, hints.get(name, Any)) for name, value in values.items()}
     misfits = [name for name, value in read.items() if value is _MISFIT]
     faults = [f"{n} must be {_type_text(hints[n])}, not {quoted(values[n])}" for n in misfits]
-    if faults:
-        raise error(listed(f"{owner.__name__} cannot take this", faults))
+    error.refuse(f"{owner.__name__} cannot take this", faults)
     return read
 
 

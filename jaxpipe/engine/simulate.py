@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import ScheduleError, Violation, listed, quoted, typed
+from ..errors import ScheduleError, Violation, quoted, typed
 from ..table.encoded import (
     Encoded,
     IntArray,
@@ -545,5 +545,4 @@ def _check_memory(timeline: Timeline, most: float) -> None:
         for d, peak in enumerate(timeline.peak_memory)
         if peak > most
     )
-    if found:
-        raise ScheduleError(listed("the schedule needs too much memory", found), found)
+    ScheduleError.refuse("the schedule needs too much memory", found)

@@ -40,11 +40,7 @@ class LayoutError(ParseError):
     character.
     """
 
-    positions: tuple[int, ...]
-
-    def __init__(self, message: str, positions: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.positions = positions
+    positions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -291,7 +287,9 @@ def _written_out(text: str, letters: str) -> str:
     faults += [(at, "this '(' is never closed; write ')' after its group") for at, _ in groups[1:]]
     if faults:
         faults.sort()
-        raise LayoutError(_point(text, faults), tuple(at for at, _ in faults))
+        error = LayoutError(_point(text, faults), tuple(why for _, why in faults))
+        error.positions = tuple(at for at, _ in faults)
+        raise error
     return "".join(groups[0][1])
 
 

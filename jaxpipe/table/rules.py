@@ -193,25 +193,26 @@ def _is_on(table: Encoded, number: int, but: str) -> str:
 
 
 def _apart(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
-    """Actions on another device than what they need; -1 for none."""
-    apart = (mine >= 0) & (needed >= 0) & (table.device[needed] != table.device[mine])
+    """Actions on another device than what they need; -1 for no need."""
+    apart = (needed >= 0) & (table.device[needed] != table.device[mine])
     for i, j in zip(mine[apart].tolist(), needed[apart].tolist(), strict=True):
         why = f"{table.text(j)}, which it needs, is on device {table.device[j]}"
         yield Broken(_is_on(table, i, why), i, (j,))
 
 
 def _late(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
-    """Actions whose need comes later in the same row; -1 for none."""
-    late = (mine >= 0) & (needed > mine) & (table.device[needed] == table.device[mine])
+    """Actions whose need comes later in the same row; -1 for no need."""
+    late = (needed > mine) & (table.device[needed] == table.device[mine])
     for i, j in zip(mine[late].tolist(), needed[late].tolist(), strict=True):
         before = f"{table.text(i)} comes before {table.text(j)}, which it needs"
         yield Broken(f"{before}, on device {table.device[i]}; swap them", i, (j,))
 
 
 def _in_turn(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
-    """Actions that do not come after what they need in the same row; -1 for none."""
-    yield from _late(table, mine, needed)
-    yield from _apart(table, mine, needed)
+    """Actions that do not come after what they need in the same row; -1 for no action."""
+    there = (mine >= 0) & (needed >= 0)
+    for broken in (_late, _apart):
+        yield from broken(table, mine[there], needed[there])
 
 
 def _order(table: Encoded, _: Placement) -> Iterator[Broken]:

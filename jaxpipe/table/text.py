@@ -324,8 +324,7 @@ def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
         for position, cell in enumerate(row)
         if (why := _fault(cell))
     )
-    if bad:
-        raise ScheduleError(listed("the table holds things that are not actions", bad), bad)
+    ScheduleError.refuse("the table holds things that are not actions", bad)
     return tuple(
         tuple(map(_plain_cell, row)) if device in odd else row for device, row in enumerate(rows)
     )

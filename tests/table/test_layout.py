@@ -233,6 +233,8 @@ def test_split_refuses_bad_costs_all_at_once():
         "  layer 2 costs nan; a cost must be a finite number >= 0",
         "  stages must be >= 1; got 0",
     ]
+    assert [f"  {fault}" for fault in raised.value.faults] == str(raised.value).splitlines()[1:]
+    assert raised.value.positions == ()
 
 
 def test_balanced_layout_moves_layers_off_the_heavy_loss():
