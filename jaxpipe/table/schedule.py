@@ -21,6 +21,7 @@ from .text import (
     grid,
     plain_rows,
     rows_from_csv,
+    rows_from_json,
     rows_to_csv,
     table_from_json,
     table_to_json,
@@ -184,12 +185,10 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """Read what `to_json` writes; ScheduleError lists every field and cell that is wrong."""
-        fields, rows = table_from_json(text)
-        home, count = fields["stage_to_device"], fields["num_microbatches"]
-        placement = Placement.explicit(home, devices=fields["num_devices"])
-        name, slices = fields.get("name") or "", fields.get("slices") or 1
-        return cls(as_rows(rows), placement, count, name, slices=slices)
+        """Read what `to_json` writes; ScheduleError lists every field of another type, or every
+        cell that is wrong.
+        """
+        return json_table(**table_from_json(text))
 
     def to_json(self) -> str:
         """Write one JSON object with the rows, placement, number of microbatches, slices and
@@ -308,6 +307,25 @@ class Schedule:
 
     def __str__(self) -> str:
         return grid(self.cells, slices=self.slices)
+
+
+@typed()
+def json_table(
+    *,
+    rows: Sequence[Sequence[str | None]] = (),
+    stage_to_device: Sequence[int | Sequence[int]] = (),
+    num_devices: int = 0,
+    num_microbatches: int = 0,
+    name: str | None = None,
+    slices: int | None = None,
+    **_: object,
+) -> Schedule:
+    """The schedule of a JSON object with these fields."""
+    placement = Placement.explicit(stage_to_device, devices=num_devices)
+    slices = 1 if slices is None else slices
+    return Schedule(
+        as_rows(rows_from_json(rows)), placement, num_microbatches, name or "", slices=slices
+    )
 
 
 def _placement_of(rows: tuple[Row, ...]) -> Placement:

@@ -195,10 +195,8 @@ def table_to_json(fields: Mapping[str, object], rows: Sequence[Row]) -> str:
     return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
-def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
-    """The fields and the rows that `table_to_json` writes; ScheduleError lists every field and cell
-    that is wrong.
-    """
+def table_from_json(text: str) -> dict[str, Any]:
+    """The fields that `table_to_json` writes; ScheduleError for another JSON."""
     data = json_value(text)
     if not isinstance(data, dict) or data.get("format") != JSON_FORMAT:
         must = f'it must be an object with "format": "{JSON_FORMAT}"'
@@ -207,12 +205,16 @@ def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
         version = quoted(data.get("version"))
         reads = f"this jaxpipe reads version {JSON_VERSION}"
         raise ScheduleError(f"the JSON has version {version}; {reads}")
-    bad = _field_faults(data)
-    cells = [] if bad else data["rows"]
-    lines = ([(i, cell or "") for i, cell in enumerate(row)] for row in cells)
+    return data
+
+
+def rows_from_json(texts: Sequence[Sequence[str | None]]) -> list[list[Cell]]:
+    """The cells of each device; ScheduleError lists every one that is wrong."""
+    bad: list[Violation] = []
+    lines = ([(i, cell or "") for i, cell in enumerate(row)] for row in texts)
     rows = _rows(lines, bad, lambda d, c: f'"rows"[{d}][{c}]')
     _raise_if(bad, "the JSON is not a schedule")
-    return data, rows
+    return rows
 
 
 def json_value(text: str) -> object:
@@ -261,41 +263,6 @@ def _rows(
             if len(bad) >= MAX_FAULTS:
                 return rows
     return rows
-
-
-def _field_faults(data: dict[str, Any]) -> list[Violation]:
-    """Violations for fields that are missing or of the wrong type."""
-    fields: dict[str, tuple[str, Callable[[Any], object]]] = {
-        "name": ("a string", lambda v: v is None or isinstance(v, str)),
-        "num_devices": ("a whole number >= 1", lambda v: _is_count(v, 1)),
-        "num_microbatches": ("a whole number >= 0", _is_count),
-        "slices": ("a whole number >= 1, or left out", lambda v: v is None or _is_count(v, 1)),
-        "stage_to_device": (
-            "a list with a device, or a list of devices, for each stage",
-            lambda v: _is_list(v, lambda e: _is_count(e) or (_is_list(e, _is_count) and e)),
-        ),
-        "rows": (
-            "a list of lists of actions (strings) and nulls, one for each device",
-            lambda v: _is_list(v, lambda row: _is_list(row, lambda c: isinstance(c, str | None))),
-        ),
-    }
-    bad = [
-        Violation("parse", f'"{key}" must be {what}, not {quoted(data.get(key))}')
-        for key, (what, is_good) in fields.items()
-        if not is_good(data.get(key))
-    ]
-    if not bad and len(data["rows"]) != data["num_devices"]:
-        count = f"{len(data['rows'])} entries for {data['num_devices']} devices"
-        bad.append(Violation("parse", f'"rows" has {count}'))
-    return bad
-
-
-def _is_count(value: object, least: int = 0) -> bool:
-    return is_whole(value) and least <= value <= MAX_COUNT
-
-
-def _is_list(value: object, is_good: Callable[[Any], object]) -> bool:
-    return isinstance(value, list) and all(map(is_good, value))
 
 
 def _raise_if(bad: Sequence[Violation], what: str) -> None:
