@@ -345,10 +345,11 @@ def grid(
     With several slices a sequence, `2F1.3` is slice 3 of sequence 1.
     """
     columns = _columns(rows)
-    column_of = {(d, p): c for d, row in enumerate(columns) for p, c in enumerate(row)}
-    marks = {(cell[0], column_of[cell]) for cell in marked if cell in column_of}
-    labels = ([cell_label(cell, slices) if cell else "" for cell in row] for row in rows)
-    cells = [dict(zip(*pair, strict=True)) for pair in zip(columns, labels, strict=True)]
+    marks = {(d, columns[d][p]) for d, p in marked if p in columns[d]}
+    cells = [
+        {column: cell_label(row[p], slices) for p, column in places.items()}
+        for row, places in zip(rows, columns, strict=True)
+    ]
     return drawn(cells, marks, most_columns=most_columns)
 
 
@@ -412,9 +413,9 @@ def _shown(steps: int, marks: Sequence[int], most: int | None) -> list[int]:
     return [*[-1][:start], *range(start, stop), *[-1][: steps - stop]]
 
 
-def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
-    """Per device and position, the time step to draw at."""
-    by_position = [list(range(len(row))) for row in rows]
+def _columns(rows: tuple[Row, ...]) -> list[dict[int, int]]:
+    """Per device, the time step to draw at by position, idle ones left out."""
+    by_position = [{p: p for p, cell in enumerate(row) if cell} for row in rows]
     actions = [a for row in rows for c in row for a in parts(c)]
     if not actions or any(not a.kind.is_compute for a in actions):
         return by_position
@@ -423,16 +424,16 @@ def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
     if table.too_sparse or not table.in_range.all():
         return by_position
     order = run_order(table, Transfers.ASYNC)
-    return by_position if order.cycles else _in_time(rows, table, order.order)
+    return by_position if order.cycles else _in_time(table, order.order)
 
 
-def _in_time(rows: tuple[Row, ...], table: Encoded, order: Sequence[int]) -> list[list[int]]:
+def _in_time(table: Encoded, order: Sequence[int]) -> list[dict[int, int]]:
     """Columns where every cell, idle ones too, takes one step and comes at least one step after
     what it needs.
     """
     device, position = table.device.tolist(), table.position.tolist()
     need, last_half = waits(table, Transfers.ASYNC).tolist(), table.last_half.tolist()
-    column, before = [-1] * len(rows), [-1] * len(rows)
+    column, before = [-1] * table.num_devices, [-1] * table.num_devices
     at = [-1] * (table.num_actions + 1)  # the last is that of what needs nothing
     for i in order:
         members = table.collectives[i].members if i in table.collectives else (i,)
@@ -444,12 +445,9 @@ def _in_time(rows: tuple[Row, ...], table: Encoded, order: Sequence[int]) -> lis
         for j in members:
             column[device[j]] = at[j] = step
             before[device[j]] = position[j]
-    places: list[list[int]] = [[-1] * len(row) for row in rows]
-    for i in range(table.num_actions):
-        places[device[i]][position[i]] = at[last_half[i]]
-    for row in places:
-        for p in (p for p, place in enumerate(row) if place < 0):  # idle
-            row[p] = row[p - 1] + 1 if p else 0
+    places: list[dict[int, int]] = [{} for _ in column]
+    for i, half in enumerate(last_half):
+        places[device[i]][position[i]] = at[half]
     return places
 
 
