@@ -318,7 +318,8 @@ def _type_text(hint: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(map(_type_text, get_args(hint)))
     if origin is not None:
-        return "a mapping" if issubclass(origin, Mapping) else "a sequence"
+        what = "a mapping" if issubclass(origin, Mapping) else "a sequence"
+        return f"{what} of numbers" if get_args(hint)[-1] is float else what
     if hint in _TEXTS:
         return _TEXTS[hint]
     if issubclass(hint, Enum):

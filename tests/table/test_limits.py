@@ -154,30 +154,36 @@ def test_a_layouts_faults_show_it_once():
 
 
 COSTS = {
-    "400 digits": (lambda: jp.Costs(overlap=10**400), "overlap holds a number of about 401 digits"),
+    "400 digits": (
+        lambda: jp.Costs(overlap=10**400),
+        "overlap holds inf; a cost is a finite number",
+    ),
     "400 digits in a list": (
         lambda: jp.Costs(forward=[1, 10**400]),
-        "a number of about 401 digits",
+        "forward holds inf",
     ),
-    "5,000 digits": (lambda: jp.Costs(forward=-HUGE), "a number of about 5,001 digits"),
+    "5,000 digits": (lambda: jp.Costs(forward=-HUGE), "forward holds -inf"),
     "too large to add up": (lambda: jp.Costs(forward=1e308), "of 1e+100 at most"),
     "a million entries": (
         lambda: jp.Costs(forward=[-1] * 1_000_000),
         "forward has 1,000,000 entries",
     ),
-    "long words": (lambda: jp.Costs(forward=["x" * 100_000] * 20), "(100,000 characters)"),
-    "None": (lambda: jp.Costs(forward=None), "forward holds None"),
-    "an object": (lambda: jp.Costs(forward=object()), "forward holds <object"),
-    "a complex number": (lambda: jp.Costs(forward=1j), "forward holds 1j"),
-    "a truth value": (lambda: jp.Costs(forward=True), "forward holds True"),
-    "a map": (lambda: jp.Costs(forward={"a": 1}), "forward holds {'a': 1}"),
+    "long words": (lambda: jp.Costs(forward=["x" * 100_000] * 20), "numbers, not ['xxx"),
+    "None": (
+        lambda: jp.Costs(forward=None),
+        "forward must be a number or a sequence of numbers, not None",
+    ),
+    "an object": (lambda: jp.Costs(forward=object()), "a sequence of numbers, not <object"),
+    "a complex number": (lambda: jp.Costs(forward=1j), "a sequence of numbers, not 1j"),
+    "a truth value": (lambda: jp.Costs(forward=True), "a sequence of numbers, not True"),
+    "a map": (lambda: jp.Costs(forward={"a": 1}), "a sequence of numbers, not {'a': 1}"),
     "an array without dimensions": (
         lambda: jp.Costs(forward=np.array(1.0)),
-        "forward holds array(1.)",
+        "a sequence of numbers, not array(1.)",
     ),
     "a word for release": (
         lambda: jp.Costs(release="input_grad"),
-        "release is 'input_grad'; it is a jaxpipe.table.Release",
+        "release must be one of Release.INPUT_GRAD, Release.WEIGHT_GRAD, not 'input_grad'",
     ),
 }
 
