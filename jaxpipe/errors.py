@@ -219,19 +219,14 @@ def typed(error: type[JaxpipeError] = ScheduleError) -> Callable[[Callable[P, R]
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        names = tuple(inspect.signature(function).parameters)
+        signature = inspect.signature(function)
         untyped: Callable[..., R] = function
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            by_place = dict(zip(names, args, strict=False))
-            read = _read_all({**by_place, **kwargs}, function, error)
-            # Too many arguments, or one that is given twice, are for Python to refuse.
-            return untyped(
-                *map(read.get, by_place),
-                *args[len(by_place) :],
-                **{name: read[name] for name in kwargs},
-            )
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments |= _read_all(bound.arguments, function, error)
+            return untyped(*bound.args, **bound.kwargs)
 
         return call
 

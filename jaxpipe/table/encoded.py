@@ -477,18 +477,14 @@ def run_order(table: Encoded, transfers: Transfers) -> RunOrder:
     """The run order of a table under one kind of transfer, which matters with SEND and RECV."""
     if transfers is Transfers.RENDEZVOUS and table.has_transfers:
         return rendezvous_order(table)
-    return buffered_order(table, waits(table, transfers))
+    wait = waits(table, transfers)
+    together = {number: each.members for number, each in table.collectives.items()}
+    return _run(table, np.where(wait >= 0, wait, table.num_actions).tolist(), together)
 
 
 def senders(table: Encoded, wait: IntArray) -> IntArray:
     """Per action that waits, the action whose stage sends the message; -1 for the others."""
     return wait if table.has_transfers else np.where(wait >= 0, table.producer, -1)
-
-
-def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
-    """Run the rows where only `wait` holds a device back (sends never do)."""
-    together = {number: each.members for number, each in table.collectives.items()}
-    return _run(table, np.where(wait >= 0, wait, table.num_actions).tolist(), together)
 
 
 def rendezvous_order(table: Encoded, choose: Chooser = lambda cycle: cycle[0].at) -> RunOrder:

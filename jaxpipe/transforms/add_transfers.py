@@ -25,7 +25,7 @@ from ..engine.costs import Costs
 from ..engine.loop import Insertion
 from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError, quoted, typed
-from ..table.encoded import Encoded, Transfers, Wait, buffered_order, mates, rendezvous_order, waits
+from ..table.encoded import Encoded, Transfers, Wait, mates, rendezvous_order
 from ..table.kinds import MESSAGES, SENDS, Action, Cell, Kind, Value, parts, readers
 from ..table.schedule import Schedule, check
 from .rewrites import refuse_transfers, remove_recompute
@@ -111,7 +111,7 @@ def _early_in_cycles(late: Schedule, timeline: Timeline) -> list[list[Cell]]:
     table = late.encoded
     is_send, mate = table.of_kinds(SENDS).tolist(), mates(table).tolist()
     ready, wanted = _times(table, timeline)
-    deadline = _deadlines(table, mate)
+    deadline = _deadlines(late, mate)
     early: dict[int, list[int]] = {}
 
     def first_received(cycle: Sequence[Wait]) -> int:
@@ -150,12 +150,13 @@ def _times(table: Encoded, timeline: Timeline) -> tuple[list[float], list[float]
     return ends[table.producer].tolist(), np.concatenate(wanted).tolist()
 
 
-def _deadlines(table: Encoded, mate: Sequence[int]) -> list[float]:
+def _deadlines(late: Schedule, mate: Sequence[int]) -> list[float]:
     """For each action, the last lock-step that delays nothing, counted back from the end."""
+    table = late.encoded
     found: list[float] = [0] * table.num_actions
     is_step = (table.last_half == np.arange(table.num_actions)).tolist()
     ends, sends = set(table.first), table.of_kinds(SENDS).tolist()
-    for i in reversed(buffered_order(table, waits(table, Transfers.BUFFERED)).order):
+    for i in reversed(late.run_order(Transfers.BUFFERED).order):
         if i + 1 not in ends:
             found[i] = found[i + 1] - is_step[i + 1]
         if sends[i]:
