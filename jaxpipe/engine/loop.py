@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..table.encoded import Encoded, Transfers, encode, senders, waits
+from ..table.encoded import Encoded, Transfers, encode, waits
 from ..table.kinds import KINDS, Action, Cell
 from ..table.schedule import Schedule
 from .costs import StageCosts
@@ -56,7 +56,8 @@ class Loop:
         else:
             wait = waits(table, transfers)
             self.need = wait.tolist()
-            self.latency = np.array(costs.transfer)[table.stage[senders(table, wait)]].tolist()
+            sender = wait if table.has_transfers else table.producer
+            self.latency = np.array(costs.transfer)[table.stage[sender]].tolist()
         # Alone, a device has all that it needs.
         hop = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages
         for number, collective in table.collectives.items():

@@ -25,7 +25,7 @@ from ..engine.costs import Costs
 from ..engine.loop import Insertion
 from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError, quoted, typed
-from ..table.encoded import Encoded, Transfers, Wait, mates, rendezvous_order
+from ..table.encoded import Encoded, Transfers, Wait, mates, run_order
 from ..table.kinds import MESSAGES, SENDS, Action, Cell, Kind, Value, parts, readers
 from ..table.schedule import Schedule, check
 from .rewrites import refuse_transfers, remove_recompute
@@ -126,7 +126,7 @@ def _early_in_cycles(late: Schedule, timeline: Timeline) -> list[list[Cell]]:
         early.setdefault(at, []).append(mate[send])
         return send
 
-    rendezvous_order(table, first_received)
+    run_order(table, Transfers.RENDEZVOUS, first_received)
     moved = {number: table.action(number) for numbers in early.values() for number in numbers}
     rows: list[list[Cell]] = []
     number = 0
