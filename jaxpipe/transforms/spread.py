@@ -301,16 +301,16 @@ class _Run:
                 self._left[loop.device[i]].append(i)
         # A collective has the number of its first member; that of the table's own ones too.
         self._kind: dict[int, Kind] = {}
-        # By action: the new collective that reads its result, and the one that it waits for.
+        # By action: the new collective that reads its result, and of an F the E that it waits for.
         self._source: dict[int, int] = {}
-        self._input: dict[int, int] = {}
+        self._entry: dict[int, int] = {}
         for number, collective in table.collectives.items():
-            kind = Kind(int(table.kind[number]))
             if number == collective.members[0]:
-                self._kind[number] = kind
-            if number == collective.members[0] and kind in kinds:
-                self._source[loop.need[number]] = number
-                self._input[collective.user] = number
+                kind = self._kind[number] = Kind(int(table.kind[number]))
+                if kind in kinds:
+                    self._source[loop.need[number]] = number
+                if kind in kinds and kind is Kind.E:
+                    self._entry[collective.user] = number
         # By number, the devices of the actions that need its result.
         self._readers: dict[int, list[int]] = {}
         for user, need in enumerate(loop.need):
@@ -336,8 +336,8 @@ class _Run:
                 count = min(waiting, max(1, waiting - most))
                 self._with_input[number], waiting = count, waiting - count
                 first, rest = number, waiting
-            elif self._kind.get(self._input.get(number, -1)) is Kind.E:
-                self._inputs.appendleft(self._input[number])
+            elif number in self._entry:
+                self._inputs.appendleft(self._entry[number])
                 waiting += 1
         if self._with_input:
             self._with_input[first] += rest
@@ -347,9 +347,6 @@ class _Run:
         if not self._sets:
             return 0
         return 2 + len(self._left) // 2 if self._with_input else 1
-
-    def _is_left(self, number: int) -> bool:
-        return self._loop.ends[number] == NEVER
 
     def _halves(self, cell: int) -> tuple[int, ...]:
         second = self._loop.second_half.get(cell)
@@ -366,7 +363,7 @@ class _Run:
             self._offer(device)
         while self._queue:
             time, is_cell, number = heapq.heappop(self._queue)
-            if not self._is_left(number):
+            if self._loop.ends[number] < NEVER:
                 continue
             if is_cell:
                 if self._loop.begin(number) > time:
@@ -395,16 +392,15 @@ class _Run:
             heapq.heappush(self._queue, (start, True, left[0]))
         else:
             for half in self._halves(left[0]):
-                if self._kind.get(number := self._input.get(half, -1)) is Kind.E:
-                    heapq.heappush(self._queue, (loop.free[device], False, number))
+                if half in self._entry:
+                    heapq.heappush(self._queue, (loop.free[device], False, self._entry[half]))
 
     def _run(self, cell: int) -> Iterator[int]:
         device = self._loop.device[cell]
         self._left[device].popleft()
         yield from self._halves(cell)
         last = self._halves(cell)[-1]
-        for half in self._halves(cell):
-            self._entered -= self._kind.get(self._input.get(half, -1)) is Kind.E
+        self._entered -= sum(half in self._entry for half in self._halves(cell))
         if last in self._source:
             number = self._source[last]
             if self._kind[number] is Kind.G:
@@ -443,7 +439,7 @@ class _Run:
         if self._kind[number] is not Kind.E:
             lone = not self._with_input and not self._entered
             for _ in range(self._with_input.get(number, int(lone))):
-                while self._inputs and not self._is_left(self._inputs[0]):
+                while self._inputs and self._loop.ends[self._inputs[0]] < NEVER:
                     self._inputs.popleft()
                 if self._inputs:
                     yield self._inputs.popleft()
