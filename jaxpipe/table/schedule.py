@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..errors import MAX_COUNT, ScheduleError, Violation, quoted, set_typed, typed
+from ..errors import MAX_COUNT, ScheduleError, Violation, listed, quoted, set_typed, typed
 from .encoded import Encoded, IntArray, RunOrder, Transfers, encode, run_order
 from .kinds import SHARES, Action, Cell, Placement, Release, Row, parts
 from .rules import broken_rules, deadlocks, over_cap
@@ -350,8 +350,7 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
     return Placement(tuple(homes), len(rows))
 
 
-# An error's text stays readable: the rest is in `.violations`.
-_MOST_SHOWN, MOST_COLUMNS = 100, 60
+MOST_COLUMNS = 60  # of a grid in an error
 
 
 @typed()
@@ -396,21 +395,14 @@ def check(
     if not found:
         return schedule
     name = f"schedule {schedule.name!r}" if schedule.name else "the schedule"
-    head = f"{name} breaks {len(found)} rule{'s' if len(found) > 1 else ''}:"
-    raise ScheduleError(report(schedule, found, head, most=_MOST_SHOWN), found)
+    text = listed(f"{name} breaks {len(found)} rule{'s' if len(found) > 1 else ''}", found)
+    raise ScheduleError(f"{text}\n{marked_grid(schedule, found)}", found)
 
 
-def report(
-    schedule: Schedule, found: Sequence[Violation], head: str, *, most: int | None = None
-) -> str:
-    """All violations (or the first ones) and the grid with their cells marked."""
-    lines = [head, *(f"  {violation}" for violation in found[:most])]
-    if most is not None and len(found) > most:
-        lines.append(f"  ... and {len(found) - most} more (all are in .violations)")
+def marked_grid(schedule: Schedule, found: Sequence[Violation]) -> str:
+    """The grid with the cells of violations marked."""
     marked = {cell for v in found for cell in v.others}
     for v in found:
         if v.device is not None and v.position is not None:
             marked.add((v.device, v.position))
-    slices = schedule.slices
-    picture = grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS, slices=slices)
-    return "\n".join([*lines, picture])
+    return grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS, slices=schedule.slices)
