@@ -11,15 +11,14 @@ from ..errors import Violation, quoted
 from .encoded import BoolArray, Encoded, IntArray, RunOrder, Transfers, Wait, live_activations
 from .kinds import (
     BACKWARD_HALVES,
-    COLLECTIVES,
+    BACKWARDS,
     FORWARD_HALVES,
     KEPT,
-    KIND_NAMES,
     KINDS,
     MESSAGES,
+    SHARES,
     SPREAD_FIRST,
     Kind,
-    Pass,
     Placement,
     Release,
     Value,
@@ -120,39 +119,27 @@ def _anchored(numbers: Sequence[int]) -> tuple[int | None, Sequence[int]]:
 
 
 def _missing_shares(table: Encoded) -> Iterator[Broken]:
-    """A collective action is in every row for every microbatch, or in none; both of a spread
-    `first` are there; and each share has its late part (L its H), or none has.
+    """A share is in every row for every microbatch, or in none: with H there is L, with E there is
+    G, with G there is E.
     """
-    devices = table.num_devices
-    for kind in COLLECTIVES:
-        at = table.at[kind, :devices]
-        if (at >= 0).any() and table.num_stages < devices:
-            need = f"a table with {kind.name} needs as many stages as devices"
+    devices, kinds = table.num_devices, table.kinds
+    needed = {*kinds.intersection(SHARES)}
+    needed |= {late for kind in needed if (late := KINDS[kind].part_of) is not None}
+    if not kinds.isdisjoint(SPREAD_FIRST):
+        unneeded = BACKWARDS if table.forward_only else ()
+        needed |= {kind for kind in SPREAD_FIRST if kind not in unneeded}
+    for kind in sorted(needed):
+        at, what = table.at[kind, :devices], f"{kind.name}, {KINDS[kind].description}"
+        if table.num_stages < devices:
             has = f"{devices} devices and {table.num_stages} stages"
+            need = f"a table with {kind.name} needs as many stages as devices"
             yield Broken(f"{need}; this one has {has}")
-        elif (at >= 0).any():
-            why = f"all devices do their share of {kind.name} together, for every microbatch"
-            for device, m in np.argwhere(at < 0).tolist():
-                anchors = _anchored(at[at[:, m] >= 0, m].tolist())
-                missing = f"{device}{kind.name}{m} is missing"
-                yield Broken(f"{missing}: {why}", *anchors, device)
-    ends = np.flatnonzero(table.of_kinds(SPREAD_FIRST)).tolist()
-    for kind in SPREAD_FIRST if ends else ():
-        needed = KINDS[kind].direction is Pass.FORWARD or not table.forward_only
-        if needed and kind not in table.kinds:
-            has = f"{KIND_NAMES[table.kind[ends[0]]]}, but no {kind.name}"
-            what = f"{KINDS[kind].description}, on every device"
-            yield Broken(f"the table has {has}: {what}", ends[0])
-    for late in table.kinds:
-        sooner = KINDS[late].part_of
-        if sooner is None:
             continue
-        both = table.at[[late, sooner]]
-        for number, m in np.argwhere((both >= 0).sum(axis=0) == 1).tolist():
-            other = int(both[:, number, m].max())
-            lacks = sooner if table.kind[other] == late else late
-            what = f"{KINDS[lacks].description}, of the share {table.text(other)}"
-            yield Broken(f"{number}{lacks.name}{m} is missing: {what}", other)
+        why = f"every device does its share of {what}, for every microbatch"
+        for device, m in np.argwhere(at < 0).tolist():
+            near = at[:, m] if (at[:, m] >= 0).any() else table.at[sorted(needed), :devices, m]
+            anchors = _anchored(near[near >= 0].tolist())
+            yield Broken(f"{device}{kind.name}{m} is missing: {why}", *anchors, device)
 
 
 def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
