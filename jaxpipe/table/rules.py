@@ -29,12 +29,12 @@ from .kinds import (
 
 
 class Broken(NamedTuple):
-    """A place where a rule is broken: the fault, the action, and others that take part."""
+    """A place where a rule is broken: the fault, and the actions that take part, of which the first
+    is pointed at.
+    """
 
     message: str
-    number: int | None = None
-    others: Sequence[int] = ()
-    device: int | None = None  # to point at where there is no action
+    numbers: Sequence[int] = ()
 
 
 def broken_rules(table: Encoded, placement: Placement) -> tuple[Violation, ...]:
@@ -52,10 +52,9 @@ def broken_rules(table: Encoded, placement: Placement) -> tuple[Violation, ...]:
 
 def _violation(table: Encoded, rule: str, found: Broken) -> Violation:
     """A violation that points at the cells of actions."""
-    if found.number is None:
-        return Violation(rule, found.message, found.device)
-    others = tuple(map(table.cell_of, found.others))
-    return Violation(rule, found.message, *table.cell_of(found.number), others)
+    cells = tuple(map(table.cell_of, found.numbers))
+    device, position = cells[0] if cells else (None, None)
+    return Violation(rule, found.message, device, position, cells[1:])
 
 
 def _too_sparse(table: Encoded) -> Broken:
@@ -66,7 +65,7 @@ def _too_sparse(table: Encoded) -> Broken:
     number = int(np.argmax(np.maximum(table.stage, table.microbatch)))
     typo = f"{table.text(number)} is a possible typo"
     few = f"the table holds {table.num_actions} actions"
-    return Broken(f"{pairs}, but {few}; {typo}", number)
+    return Broken(f"{pairs}, but {few}; {typo}", [number])
 
 
 def _range(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -74,7 +73,7 @@ def _range(table: Encoded, _: Placement) -> Iterator[Broken]:
     stages, microbatches = table.num_stages - 1, table.num_microbatches - 1
     limits = f"stages go from 0 to {stages}, microbatches from 0 to {microbatches}"
     for i in np.flatnonzero(~table.in_range).tolist():
-        yield Broken(f"{table.text(i)} does not exist: {limits}", i)
+        yield Broken(f"{table.text(i)} does not exist: {limits}", [i])
 
 
 def _duplicate(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -83,7 +82,7 @@ def _duplicate(table: Encoded, _: Placement) -> Iterator[Broken]:
         original = int(table.at[table.kind[i], table.stage[i], table.microbatch[i]])
         device, position = table.cell_of(original)
         where = f"is already on device {device} at position {position}"
-        yield Broken(f"{table.text(i)} {where}; run every action once", i, (original,))
+        yield Broken(f"{table.text(i)} {where}; run every action once", [i, original])
 
 
 def _completeness(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -108,14 +107,8 @@ def _completeness(table: Encoded, _: Placement) -> Iterator[Broken]:
         texts = [f"{stage}{k.name}{m}" for k in present] or ["no backward"]
         fault = f"{texts[0]} alone" if len(present) == 1 else " and ".join(texts)
         found = table.at[[*present, Kind.F], stage, m]
-        message = f"stage {stage}, microbatch {m} has {fault}"
-        anchors = _anchored(found[found >= 0].tolist())
-        yield Broken(f"{message}; give it B, or both I and W", *anchors)
-
-
-def _anchored(numbers: Sequence[int]) -> tuple[int | None, Sequence[int]]:
-    """The action to point at, where there is any, and the others."""
-    return (numbers[0], numbers[1:]) if numbers else (None, ())
+        message = f"stage {stage}, microbatch {m} has {fault}; give it B, or both I and W"
+        yield Broken(message, found[found >= 0].tolist())
 
 
 def _missing_shares(table: Encoded) -> Iterator[Broken]:
@@ -138,8 +131,7 @@ def _missing_shares(table: Encoded) -> Iterator[Broken]:
         why = f"every device does its share of {what}, for every microbatch"
         for device, m in np.argwhere(at < 0).tolist():
             near = at[:, m] if (at[:, m] >= 0).any() else table.at[sorted(needed), :devices, m]
-            anchors = _anchored(near[near >= 0].tolist())
-            yield Broken(f"{device}{kind.name}{m} is missing: {why}", *anchors, device)
+            yield Broken(f"{device}{kind.name}{m} is missing: {why}", near[near >= 0].tolist())
 
 
 def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
@@ -158,7 +150,7 @@ def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
     known = table.in_range & table.is_compute
     shares, others = known & table.shares, known & ~table.shares
     for i in np.flatnonzero(shares & (table.stage != table.device)).tolist():
-        yield Broken(_is_on(table, i, f"it is the share of device {table.stage[i]}"), i)
+        yield Broken(_is_on(table, i, f"it is the share of device {table.stage[i]}"), [i])
     homes = [
         stage * rows + device
         for stage, devices in enumerate(placement.devices_of)
@@ -169,7 +161,7 @@ def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
     for i in np.flatnonzero(strayed).tolist():
         home = " or ".join(map(str, placement.devices_of[table.stage[i]]))
         where = f"stage {table.stage[i]} is on device {home}"
-        yield Broken(_is_on(table, i, where), i)
+        yield Broken(_is_on(table, i, where), [i])
     mine = np.flatnonzero(others & table.of_kinds(kinds_where(lambda spec: spec.reads)))
     forward = table.at[Kind.F, table.stage[mine], table.microbatch[mine]]
     yield from _apart(table, mine, forward)
@@ -184,7 +176,7 @@ def _apart(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]
     apart = (needed >= 0) & (table.device[needed] != table.device[mine])
     for i, j in zip(mine[apart].tolist(), needed[apart].tolist(), strict=True):
         why = f"{table.text(j)}, which it needs, is on device {table.device[j]}"
-        yield Broken(_is_on(table, i, why), i, (j,))
+        yield Broken(_is_on(table, i, why), [i, j])
 
 
 def _late(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
@@ -192,7 +184,7 @@ def _late(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
     late = (needed > mine) & (table.device[needed] == table.device[mine])
     for i, j in zip(mine[late].tolist(), needed[late].tolist(), strict=True):
         before = f"{table.text(i)} comes before {table.text(j)}, which it needs"
-        yield Broken(f"{before}, on device {table.device[i]}; swap them", i, (j,))
+        yield Broken(f"{before}, on device {table.device[i]}; swap them", [i, j])
 
 
 def _in_turn(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
@@ -252,10 +244,10 @@ def _overlap(table: Encoded, _: Placement) -> Iterator[Broken]:
     for i in table.pairs.tolist():
         pair = table.cell_text(i)
         if not forward[i] or not backward[i + 1]:
-            yield Broken(f"{pair} must pair an F with a B or an I, in this order", i)
+            yield Broken(f"{pair} must pair an F with a B or an I, in this order", [i])
         elif table.action(i)[::2] == table.action(i + 1)[::2]:
             why = "overlaps an F with its own backward, which needs it; pair it with another"
-            yield Broken(f"{pair} {why}", i)
+            yield Broken(f"{pair} {why}", [i])
 
 
 def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -279,14 +271,14 @@ def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
                 where = (f"{table.text(j)} on device {table.device[j]}" for j in (p, i))
                 feeds = " feeds ".join(where)
                 add = "jaxpipe.add_transfers adds transfers"
-                yield Broken(f"{lacks}: {feeds}; {add}", i, (p,))
+                yield Broken(f"{lacks}: {feeds}; {add}", [i, p])
             order = (found, ends) if kind is message.send else (ends, found)
             yield from _in_turn(table, *order)
             needed[found[found >= 0]] = True
     spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)
     why = "no action on another device uses it; stages on one device hand over without a transfer"
     for i in np.flatnonzero(spare).tolist():
-        yield Broken(f"{table.text(i)} is not needed: {why}", i)
+        yield Broken(f"{table.text(i)} is not needed: {why}", [i])
 
 
 def _is_first(table: Encoded) -> BoolArray:
@@ -344,8 +336,8 @@ def _deadlock(table: Encoded, cycle: tuple[Wait, ...], how: str) -> Broken:
         f"comes later on device {w.other}"
         for w in cycle
     )
-    others = [w.at for w in cycle[1:]] + [w.on for w in cycle]
-    return Broken(f"devices wait for each other{how}: {links}", cycle[0].at, others)
+    numbers = [w.at for w in cycle] + [w.on for w in cycle]
+    return Broken(f"devices wait for each other{how}: {links}", numbers)
 
 
 def over_cap(table: Encoded, cap: int | Sequence[int], release: Release) -> Iterator[Violation]:
@@ -367,4 +359,4 @@ def over_cap(table: Encoded, cap: int | Sequence[int], release: Release) -> Iter
             may = f"device {device} may hold {quoted(most)} activations"
             holds = f"holds {held[over[0]]} while {table.text(number)} runs"
             message = f"{may}, but {holds} and {held.max()} at its peak"
-            yield _violation(table, "memory", Broken(message, number))
+            yield _violation(table, "memory", Broken(message, [number]))
