@@ -153,15 +153,16 @@ class Insertion:
     def run(self, policy: Policy) -> Schedule:
         """The table with each row in the order that the policy chooses."""
         rows: list[list[Cell]] = [[] for _ in self._schedule.rows]
-        self.loop.run(self._recorded(policy, rows))
-        return self._schedule.with_rows(rows)
 
-    def _recorded(self, policy: Policy, rows: list[list[Cell]]) -> Iterator[int]:
-        for number in policy:
-            for i in self.loop.groups.get(number, (number,)):
-                if (cell := self.cells[i]) is not None:
-                    rows[self.loop.device[i]].append(cell)
-            yield number
+        def recorded() -> Iterator[int]:
+            for number in policy:
+                for i in self.loop.groups.get(number, (number,)):
+                    if (cell := self.cells[i]) is not None:
+                        rows[self.loop.device[i]].append(cell)
+                yield number
+
+        self.loop.run(recorded())
+        return self._schedule.with_rows(rows)
 
 
 def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
