@@ -129,20 +129,18 @@ class Costs:
         """
         if not 0 <= num_stages <= MAX_STAGES:
             raise CostError(f"num_stages must be 0 to {MAX_STAGES:,}, not {quoted(num_stages)}")
-        names = [field.name for field in fields(StageCosts) if field.name != "slice_factors"]
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        every = {
+            name: value if isinstance(value, tuple) else (value,) * num_stages
+            for name, value in vars(self).items()
+            if name not in (*_NO_COSTS, "slice_factors") and value is not None
+        }
         wrong = [
             f"Costs.{name} has {len(value)} entries, but the schedule has {num_stages} stages; "
             "give one number, or one per stage"
-            for name, value in given.items()
-            if isinstance(value, tuple) and len(value) != num_stages
+            for name, value in every.items()
+            if len(value) != num_stages
         ]
-        if wrong:
-            raise CostError("\n".join(wrong))
-        every = {
-            name: value if isinstance(value, tuple) else (value,) * num_stages
-            for name, value in given.items()
-        }
+        CostError.refuse("", wrong)
         split = tuple(i + w for i, w in zip(every["input_grad"], every["weight_grad"], strict=True))
         ones = (1,) * num_stages
         last = every.get("last", ones)

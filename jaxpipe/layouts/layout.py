@@ -420,42 +420,32 @@ def even_layout(
     'Et|tt|tt|tL'
     """
     fixed = {d: n for d, n in ((0, first_device), (devices - 1, last_device)) if n is not None}
-    held = sum(fixed.values())
-    faults = [
-        f"{name} must be >= {least}; got {quoted(n)}"
-        for name, n, least in (
-            ("num_layers", num_layers, 0),
-            ("devices", devices, 1),
-            ("chunks", chunks, 1),
-            ("mtp_layers", mtp_layers, 0),
-        )
-        if n < least
-    ]
-    texts = {
-        f"{quoted(num_layers)} layers are too many; {MAX_SYMBOLS:,} are the most": (
-            num_layers + mtp_layers > MAX_SYMBOLS
+    held, counted = sum(fixed.values()), count_embedding + count_loss
+    sizes = (num_layers, mtp_layers, devices - 1, chunks - 1)
+    layers, pieces = num_layers + mtp_layers, devices * chunks
+    wrong = {
+        "num_layers and mtp_layers must be >= 0, devices and chunks >= 1; got "
+        f"{', '.join(map(quoted, (num_layers, mtp_layers, devices, chunks)))}": min(sizes) < 0,
+        f"{quoted(layers)} layers and {quoted(pieces)} stages are too many; "
+        f"{MAX_SYMBOLS:,} and {MAX_STAGES:,} are the most": (
+            layers > MAX_SYMBOLS or pieces > MAX_STAGES
         ),
-        f"{quoted(devices * chunks)} stages are too many; {MAX_STAGES:,} are the most": (
-            devices * chunks > MAX_STAGES
+        f"first_device and last_device are to hold {', '.join(map(quoted, fixed.values()))} of "
+        f"{quoted(num_layers)} layers; give numbers >= 0, no more than there are, and leave one "
+        "out where no other device could hold the rest": (
+            min((0, *fixed.values())) < 0
+            or held > max(num_layers, 0)
+            or (held < num_layers and len(fixed) == devices)
         ),
-        f"first_device and last_device are to hold {quoted(held)} layers, but there are "
-        f"{quoted(num_layers)}; leave one number out, or give others": (
-            held > max(num_layers, 0) or (held < num_layers and len(fixed) == devices)
-        ),
-        "first_device and last_device exclude count_embedding and count_loss; give either the one "
-        "pair or the other": bool(fixed) and (count_embedding or count_loss),
-        "first_device and last_device are the same device where devices=1; give neither": (
-            devices == 1 and None not in (first_device, last_device)
-        ),
+        "first_device and last_device exclude count_embedding and count_loss, and each other where "
+        "devices=1": bool(fixed and counted)
+        or (devices == 1 and None not in (first_device, last_device)),
     }
-    texts |= {
-        f"device {quoted(d)} cannot hold {quoted(n)} layers; give a number >= 0": n < 0
-        for d, n in fixed.items()
-    }
-    faults += [text for text, wrong in texts.items() if wrong]
-    LayoutError.refuse("cannot lay the layers out", faults)
+    LayoutError.refuse(
+        "cannot lay the layers out", (text for text, is_so in wrong.items() if is_so)
+    )
     stages = range(devices * chunks)
-    slots = num_layers - sum(fixed.values()) + count_embedding + count_loss
+    slots = num_layers - held + counted
     shares = [([*stages[d::devices]], held) for d, held in fixed.items()]
     shares.append(([s for s in stages if s % devices not in fixed], slots))
     number = {s: n for places, held in shares for s, n in _spread(held, places).items()}

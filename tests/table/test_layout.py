@@ -314,22 +314,28 @@ def test_even_layout_is_even(num_layers, devices, chunks, embedding, loss):
     [
         (
             {"num_layers": -1, "devices": 0, "chunks": 0, "mtp_layers": -1},
-            ["num_layers", "devices", "chunks", "mtp_layers"],
+            ["num_layers and mtp_layers must be >= 0, devices and chunks >= 1; got -1, -1, 0, 0"],
         ),
         (
             {"num_layers": 3, "devices": 4, "first_device": 4},
-            ["are to hold 4 layers, but there are 3"],
+            ["are to hold 4 of 3 layers"],
         ),
         (
             {"num_layers": 9, "devices": 2, "first_device": 4, "last_device": 4},
-            ["leave one number out"],
+            ["are to hold 4, 4 of 9 layers"],
         ),
-        ({"num_layers": 9, "devices": 4, "first_device": -1}, ["device 0 cannot hold -1"]),
+        (
+            {"num_layers": 9, "devices": 4, "first_device": -1},
+            ["are to hold -1 of 9 layers; give numbers >= 0"],
+        ),
         (
             {"num_layers": 9, "devices": 4, "first_device": 1, "count_loss": True},
             ["exclude count_embedding"],
         ),
-        ({"num_layers": 9, "devices": 1, "first_device": 9, "last_device": 9}, ["same device"]),
+        (
+            {"num_layers": 9, "devices": 1, "first_device": 9, "last_device": 9},
+            ["each other where devices=1"],
+        ),
     ],
 )
 def test_even_layout_lists_every_fault(arguments, faults):

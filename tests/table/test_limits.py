@@ -128,7 +128,7 @@ LAYOUTS = {
     ),
     "a trillion layers": (
         lambda: even_layout(10**12, devices=2),
-        "1000000000000 layers are too many",
+        "1000000000000 layers and 2 stages are too many",
     ),
     "a trillion devices": (lambda: even_layout(10, devices=10**12), "stages are too many"),
     "layers that are no number": (
