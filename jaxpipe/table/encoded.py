@@ -299,7 +299,7 @@ class Encoded:
 def encode(
     rows: tuple[Row, ...], num_stages: int, num_microbatches: int, slices: int = 1
 ) -> Encoded:
-    """Flatten rows that hold cells and nothing else (see `plain_rows`)."""
+    """Flatten the rows of a schedule."""
     cells = list(chain.from_iterable(rows))
     sizes = np.array([len(parts(cell)) for cell in cells], np.int64)
     actions = list(chain.from_iterable(map(parts, cells)))

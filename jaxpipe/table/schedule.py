@@ -5,10 +5,10 @@ lists all rules that a table breaks and marks their cells.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from .encoded import Encoded, IntArray, RunOrder, Transfers, encode, run_order
 from .kinds import SHARES, Action, Cell, Placement, Release, Row, parts
 from .rules import broken_rules, deadlocks, over_cap
 from .text import (
-    as_rows,
     grid,
     plain_rows,
     rows_from_csv,
@@ -122,13 +121,9 @@ class Schedule:
     certificate: Certificate | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """ScheduleError for a value without rows; `cells` raises it for rows that hold anything but
-        cells.
-        """
+        """ScheduleError names everything in the rows that is no cell."""
         set_typed(self, ScheduleError, but=("rows",))
-        object.__setattr__(self, "rows", as_rows(self.rows))
-        with suppress(ScheduleError):
-            object.__setattr__(self, "rows", self.cells)
+        object.__setattr__(self, "rows", plain_rows(self.rows))
         count, slices = quoted(self.num_microbatches), quoted(self.slices)
         if not 0 <= self.num_microbatches <= MAX_COUNT:
             most = f"{MAX_COUNT:,}"
@@ -154,7 +149,7 @@ class Schedule:
         ScheduleError where a stage number is far beyond what the number of actions allows (a typing
         error in a file).
         """
-        table = plain_rows(as_rows(rows))
+        table = plain_rows(rows)
         if placement is None:
             placement = _placement_of(table)
         if num_microbatches is None:
@@ -181,7 +176,7 @@ class Schedule:
         A table with R or L is written too, but torch's reader knows neither (`remove_recompute` and
         `remove_spread` take them out).
         """
-        return rows_to_csv(self.cells)
+        return rows_to_csv(self.rows)
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
@@ -201,14 +196,7 @@ class Schedule:
             "stage_to_device": self.stage_to_device,
         }
         slices = {"slices": self.slices} if self.slices > 1 else {}
-        return table_to_json({**fields, **slices}, self.cells)
-
-    @cached_property
-    def cells(self) -> tuple[Row, ...]:
-        """The rows, in which each cell is an Action, an Overlap or None; ScheduleError names every
-        other one.
-        """
-        return plain_rows(self.rows)
+        return table_to_json({**fields, **slices}, self.rows)
 
     @property
     def num_devices(self) -> int:
@@ -235,7 +223,7 @@ class Schedule:
         """The table as integer arrays (made once; what the checker, the simulator and the passes
         read).
         """
-        return encode(self.cells, self.num_stages, self.num_microbatches, self.slices)
+        return encode(self.rows, self.num_stages, self.num_microbatches, self.slices)
 
     @cached_property
     def chunks(self) -> IntArray:
@@ -296,17 +284,19 @@ class Schedule:
         """Yield (device, position in its row, action), the halves of an overlapped pair one after
         the other.
         """
-        for device, row in enumerate(self.cells):
+        for device, row in enumerate(self.rows):
             for position, cell in enumerate(row):
                 for action in parts(cell):
                     yield device, position, action
 
     def with_rows(self, rows: Sequence[Sequence[Cell]]) -> Schedule:
         """The same placement, microbatches and name with other rows."""
-        return replace(self, rows=as_rows(rows), certificate=None)
+        # What rows are is checked once, where the schedule is made.
+        changes: dict[str, Any] = {"rows": rows, "certificate": None}
+        return replace(self, **changes)
 
     def __str__(self) -> str:
-        return grid(self.cells, slices=self.slices)
+        return grid(self.rows, slices=self.slices)
 
 
 @typed()
@@ -323,9 +313,8 @@ def json_table(
     """The schedule of a JSON object with these fields."""
     placement = Placement.explicit(stage_to_device, devices=num_devices)
     slices = 1 if slices is None else slices
-    return Schedule(
-        as_rows(rows_from_json(rows)), placement, num_microbatches, name or "", slices=slices
-    )
+    cells = plain_rows(rows_from_json(rows))
+    return Schedule(cells, placement, num_microbatches, name or "", slices=slices)
 
 
 def _placement_of(rows: tuple[Row, ...]) -> Placement:

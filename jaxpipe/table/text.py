@@ -273,18 +273,16 @@ def _raise_if(bad: Sequence[Violation], what: str) -> None:
         raise ScheduleError(listed(what, [v.message for v in bad]), tuple(bad))
 
 
-def as_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
-    """Rows as tuples; ScheduleError where there are none."""
+def plain_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
+    """The rows as tuples, whole numbers as Python's own; ScheduleError where there are none, or
+    where they hold anything but cells.
+    """
     try:
-        return tuple(map(tuple, rows))
+        table = tuple(map(tuple, rows))
     except TypeError as error:
         why = "are not the rows of a table; give each device a list of its actions"
         raise ScheduleError(f"{quoted(rows)} {why}") from error
-
-
-def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """The rows, whole numbers as Python's own; ScheduleError where they hold anything but cells."""
-    odd = {device: row for device, row in enumerate(rows) if not _is_plain(row)}
+    odd = {device: row for device, row in enumerate(table) if not _is_plain(row)}
     bad = tuple(
         Violation("cell", f"{quoted(cell)} {why}", device, position)
         for device, row in odd.items()
@@ -293,7 +291,7 @@ def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
     )
     ScheduleError.refuse("the table holds things that are not actions", bad)
     return tuple(
-        tuple(map(_plain_cell, row)) if device in odd else row for device, row in enumerate(rows)
+        tuple(map(_plain_cell, row)) if device in odd else row for device, row in enumerate(table)
     )
 
 

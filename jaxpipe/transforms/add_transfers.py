@@ -95,7 +95,7 @@ def _late_receives(timeline: Timeline) -> list[list[Cell]]:
             if cell is not None
             for each in (*_of(cell, before), cell, *_of(cell, after))
         ]
-        for row in timeline.schedule.cells
+        for row in timeline.schedule.rows
     ]
 
 

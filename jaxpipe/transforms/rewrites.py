@@ -75,7 +75,7 @@ def _without(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
     return schedule.with_rows(
         [
             [c for c in row if not isinstance(c, Action) or c.kind not in kinds]
-            for row in schedule.cells
+            for row in schedule.rows
         ]
     )
 
@@ -131,7 +131,7 @@ def flipped(schedule: Schedule, passes: Collection[tuple[int, int]]) -> Schedule
     right after it, a W; an I is a B, and its W goes.
     """
     return schedule.with_rows(
-        [[each for cell in row for each in _flipped(cell, passes)] for row in schedule.cells]
+        [[each for cell in row for each in _flipped(cell, passes)] for row in schedule.rows]
     )
 
 

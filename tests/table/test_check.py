@@ -394,8 +394,9 @@ def test_the_placement_itself_is_checked():
 
 @pytest.mark.parametrize("cell", ["0F0", 3, (0, Kind.F, 0), Overlap("0F0", "0B1")])
 def test_a_cell_of_another_type_is_named(cell):
-    schedule = Schedule(((Action(0, Kind.F, 0), cell),), Placement.loop(devices=1), 1)
-    assert [(v.rule, v.position) for v in faults(schedule)] == [("cell", 1)]
+    with pytest.raises(ScheduleError) as caught:
+        Schedule(((Action(0, Kind.F, 0), cell),), Placement.loop(devices=1), 1)
+    assert [(v.rule, v.position) for v in caught.value.violations] == [("cell", 1)]
 
 
 def test_a_kind_that_does_not_exist_is_refused():
