@@ -398,19 +398,16 @@ def preemptive_one_machine(jobs: Sequence[tuple[float, float, float]]) -> float:
     time: float = 0
     most: float = 0
     coming = sorted(jobs)
-    at = 0
-    while at < len(coming) or waiting:
-        if not waiting:
-            time = max(time, coming[at][0])
-        while at < len(coming) and coming[at][0] <= time:
-            heapq.heappush(waiting, (-coming[at][2], coming[at][1]))
-            at += 1
-        tail, left = heapq.heappop(waiting)
-        until = coming[at][0] if at < len(coming) else float("inf")
-        if time + left <= until:
-            time += left
-            most = max(most, time - tail)
-        else:
-            heapq.heappush(waiting, (tail, left - (until - time)))
-            time = until
+    nexts = [*(head for head, *_ in coming[1:]), inf]
+    for (head, length, tail), until in zip(coming, nexts, strict=False):
+        time = max(time, head)
+        heapq.heappush(waiting, (-tail, length))
+        while waiting and time < until:
+            minus_tail, left = heapq.heappop(waiting)
+            spent = min(left, until - time)
+            time += spent
+            if spent < left:
+                heapq.heappush(waiting, (minus_tail, left - spent))
+            else:
+                most = max(most, time - minus_tail)
     return most

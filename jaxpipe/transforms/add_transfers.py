@@ -231,11 +231,9 @@ def add_recompute(
             )
         return simulate(_with_recompute(plain, wanted, costs or Costs(), lead=lead), costs)
 
-    latest = placed(0)
-    early = (
-        latest if max_activations is not None and max_activations <= (lead or 0) else placed(lead)
-    )
-    return (early if early.makespan < latest.makespan else latest).schedule
+    has_room = max_activations is None or max_activations > (lead or 0)
+    timelines = map(placed, (0, lead) if has_room else (0,))
+    return min(timelines, key=lambda timeline: timeline.makespan).schedule
 
 
 def _refuse(
@@ -253,13 +251,13 @@ def _refuse(
             "every F"
         )
     unknown = sorted(set(stages or ()) - set(range(schedule.num_stages)))
-    stages_go = f"stages go from 0 to {schedule.num_stages - 1}"
-    cap = f"max_activations={quoted(max_activations)}"
-    own = "the backward itself needs those of its microbatch"
+    cap, last = f"max_activations={quoted(max_activations)}", schedule.num_stages - 1
     texts = {
-        f"stages={quoted(unknown)} do not exist; {stages_go}": unknown,
+        f"stages={quoted(unknown)} do not exist; stages go from 0 to {last}": unknown,
         f"lead={quoted(lead)} must be 0 or more, or None for no bound": (lead or 0) < 0,
-        f"{cap} must be at least 1: {own}": max_activations is not None and max_activations < 1,
+        f"{cap} must be at least 1: a backward needs those of its own microbatch": (
+            max_activations is not None and max_activations < 1
+        ),
         f"lead=None has no bound, so {cap} cannot be kept; write lead=1": (
             lead is None and max_activations is not None
         ),

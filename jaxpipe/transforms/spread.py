@@ -239,14 +239,8 @@ def _shortest(plain: Schedule, costs: Costs, kinds: frozenset[Kind]) -> Schedule
     where times differ a little or transfers take time.  A device that has just begun an action
     then keeps all others waiting.  At the rhythm of equal times it has not begun.
     """
-    found = {
-        _Run(plain, rhythm, kinds).table(): None for rhythm in _rhythms(costs, plain.num_stages)
-    }
-    return (
-        next(iter(found))
-        if len(found) == 1
-        else min(found, key=lambda table: simulate(table, costs).makespan)
-    )
+    runs = (_Run(plain, rhythm, kinds).table() for rhythm in _rhythms(costs, plain.num_stages))
+    return min(dict.fromkeys(runs), key=lambda table: simulate(table, costs).makespan)
 
 
 def _rhythms(costs: Costs, stages: int) -> list[Costs]:
