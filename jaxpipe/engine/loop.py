@@ -8,12 +8,13 @@ two actions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
 
 from ..table.encoded import Encoded, Transfers, encode, waits
-from ..table.kinds import KINDS, Action, Cell
+from ..table.kinds import KINDS, Action, Cell, parts
 from ..table.schedule import Schedule
 from .costs import StageCosts
 
@@ -131,11 +132,9 @@ class Insertion:
         given = schedule.encoded
         shifts = np.subtract(table.first, given.first)
         self.own: list[int] = (np.arange(given.num_actions) + shifts[given.device]).tolist()
-        self.cells = [
-            rows[d][p] for d, p in zip(table.device.tolist(), table.position.tolist(), strict=True)
-        ]
-        for i in self.loop.second_half.values():
-            self.cells[i] = None
+        self.cells: list[Cell] = []
+        for cell in chain.from_iterable(rows):
+            self.cells += (cell, None)[: len(parts(cell))]
 
     def filled(self, before: Callable[[int, Sequence[int]], Iterable[int]]) -> Iterator[int]:
         """The table's own order, with what `before` puts in front of each cell or group.

@@ -150,28 +150,22 @@ def check_layout(
     With `num_layers` and `mtp_layers` the numbers of t and m must match too.  LayoutError lists
     every fault. Source: Megatron-Core, PipelineParallelLayerLayout.validate_layer_layout.
     """
-    layers, faults = layout.layers, []
-    for letter, name, index in (("E", "embedding", 0), ("L", "loss", -1)):
-        if layers.count(letter) != 1:
-            faults.append(
-                f"the {name} {letter} occurs {layers.count(letter)} times; write it exactly once"
-            )
-        elif layers[index] != letter:
-            faults.append(
-                f"the {name} {letter} must be the {'first' if index == 0 else 'last'} layer, but "
-                f"that is {layers[index]}"
-            )
-    if "m" in layers and "t" in layers[layers.index("m") :]:
-        faults.append(
-            "a transformer layer t comes after a multi-token-prediction layer m; put every m "
-            "after the last t"
-        )
-    for letter, expected in (("t", num_layers), ("m", mtp_layers)):
-        if expected is not None and layers.count(letter) != expected:
-            faults.append(
-                f"the layout has {layers.count(letter)} layers {letter}, but the model has "
-                f"{quoted(expected)}"
-            )
+    layers = layout.layers
+    numbers = {letter: layers.count(letter) for letter in LETTERS}
+    faults = [
+        f"the {name} {letter} occurs {numbers[letter]} times; write it exactly once"
+        for letter, name in (("E", "embedding"), ("L", "loss"))
+        if numbers[letter] != 1
+    ]
+    places = ["E", "", "m", "L"]  # other letters are transformer layers, as t is
+    order = [places.index(letter if letter in places else "") for letter in layers]
+    if order != sorted(order):
+        faults.append("the layers are out of order; write E first, then every t, every m, L last")
+    faults += [
+        f"the layout has {numbers[letter]} layers {letter}, but the model has {quoted(expected)}"
+        for letter, expected in (("t", num_layers), ("m", mtp_layers))
+        if expected not in (None, numbers[letter])
+    ]
     LayoutError.refuse(f"the layout {quoted(str(layout))} is not a complete model", faults)
     return layout
 

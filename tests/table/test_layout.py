@@ -176,9 +176,9 @@ def test_layout_values_are_checked_too():
     ("text", "sizes", "faults"),
     [
         ("ttL", {}, ["E occurs 0 times"]),
-        ("EtLt", {}, ["L must be the last"]),
-        ("tEt", {}, ["E must be the first", "L occurs 0 times"]),
-        ("EtmtL", {}, ["after a multi-token-prediction layer"]),
+        ("EtLt", {}, ["write E first, then every t, every m, L last"]),
+        ("tEt", {}, ["L occurs 0 times", "out of order"]),
+        ("EtmtL", {}, ["out of order"]),
         (
             "EtttL",
             {"num_layers": 4, "mtp_layers": 1},
