@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from ..errors import MAX_COST, MAX_STAGES, CostError, is_cost, quoted, set_typed, typed
@@ -197,15 +197,3 @@ class StageCosts:
         """The time of each stage's actions of a kind; None where these take none of their own."""
         name = KINDS[kind].cost
         return None if name is None else getattr(self, name)
-
-    def shortened(self, kinds: Collection[Kind]) -> StageCosts:
-        """The same for a table with these kinds: of an action, without the part that another does
-        later.
-        """
-        found = self
-        for spec in (KINDS[kind] for kind in kinds):
-            if spec.part_of is not None and spec.cost is not None:
-                whole, name = found.of(spec.part_of), KINDS[spec.part_of].cost
-                pairs = zip(whole or (), found.of(spec.kind) or (), strict=True)
-                found = replace(found, **{str(name): tuple(max(0, w - p) for w, p in pairs)})
-        return found

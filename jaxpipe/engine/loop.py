@@ -170,16 +170,18 @@ def action_durations(table: Encoded, costs: StageCosts) -> list[float]:
     """
     stages = table.num_stages
     none = (0,) * stages
-    costs = costs.shortened(table.kinds)
-    flat = [time for spec in KINDS for time in (costs.of(spec.kind) or none)]
-    durations = [flat[k] for k in (table.kind * stages + table.stage).tolist()]
-    if costs.slice_factors:
-        factors = costs.factor_of(table.num_microbatches, table.slices)
-        own = (table.is_compute & ~table.shares).tolist()
-        durations = [
-            time * factors[m] if mine else time
-            for time, m, mine in zip(durations, table.microbatch.tolist(), own, strict=True)
-        ]
+    times = {spec.kind: costs.of(spec.kind) or none for spec in KINDS}
+    for late in table.kinds:  # what it does later, the share that it is part of does not
+        if (whole := KINDS[late].part_of) is not None:
+            pairs = zip(times[whole], times[late], strict=True)
+            times[whole] = tuple(max(0, time - part) for time, part in pairs)
+    flat = [time for each in times.values() for time in each]
+    factors = costs.factor_of(table.num_microbatches, table.slices)
+    keys = (table.kind * stages + table.stage, table.microbatch, table.is_compute & ~table.shares)
+    durations = [
+        flat[k] * factors[m] if is_sliced else flat[k]
+        for k, m, is_sliced in zip(*(key.tolist() for key in keys), strict=True)
+    ]
     for i in table.pairs.tolist():
         sum_of_halves = durations[i] + durations[i + 1]
         durations[i + 1] = sum_of_halves if costs.overlap is None else costs.overlap[table.stage[i]]

@@ -175,7 +175,7 @@ def _apart(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]
     """Actions on another device than what they need; -1 for no need."""
     apart = (needed >= 0) & (table.device[needed] != table.device[mine])
     for i, j in zip(mine[apart].tolist(), needed[apart].tolist(), strict=True):
-        why = f"{table.text(j)}, which it needs, is on device {table.device[j]}"
+        why = f"{table.text(j)}, which it needs, is on device {table.device[j]}; put both on one"
         yield Broken(_is_on(table, i, why), [i, j])
 
 
