@@ -84,11 +84,8 @@ def parse_cell(text: str) -> Cell:
         raise ParseError(f"{quoted(text)} is not an overlapped pair; {write}")
     forward, backward = parse_action(match[1].strip()), parse_action(match[2].strip())
     if forward.kind not in FORWARD_HALVES or backward.kind not in BACKWARD_HALVES:
-        first = " or ".join(kind.name for kind in FORWARD_HALVES)
-        second = " or ".join(kind.name for kind in BACKWARD_HALVES)
         overlaps = f"overlaps {forward.kind.name} with {backward.kind.name}"
-        must = f"the first must be {first}, the second {second}"
-        raise ParseError(f"{quoted(text)} {overlaps}; {must}")
+        raise ParseError(f"{quoted(text)} {overlaps}; the first must be F, the second B or I")
     return Overlap(forward, backward)
 
 

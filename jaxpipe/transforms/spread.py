@@ -239,19 +239,16 @@ def _shortest(plain: Schedule, costs: Costs, kinds: frozenset[Kind]) -> Schedule
     where times differ a little or transfers take time.  A device that has just begun an action
     then keeps all others waiting.  At the rhythm of equal times it has not begun.
     """
-    runs = (_Run(plain, rhythm, kinds).table() for rhythm in _rhythms(costs, plain.num_stages))
-    return min(dict.fromkeys(runs), key=lambda table: simulate(table, costs).makespan)
-
-
-def _rhythms(costs: Costs, stages: int) -> list[Costs]:
-    """The costs, the same without transfers, and with F, I and W that all take the mean."""
+    # With F, I and W that all take the mean, the same without transfers, and the costs.
+    stages = plain.num_stages
     by_stage = costs.for_stages(stages)
     mean = sum((*by_stage.forward, *by_stage.input_grad, *by_stage.weight_grad)) / (3 * stages)
     times: dict[str, Any] = dict.fromkeys(("forward", "input_grad", "weight_grad"), mean)
     times |= dict.fromkeys(("backward", "overlap", "recompute"))
     at_once = replace(costs, transfer=0)
-    equal = replace(at_once, **times)
-    return list({each.for_stages(stages): each for each in (equal, at_once, costs)}.values())
+    rhythms = {c.for_stages(stages): c for c in (replace(at_once, **times), at_once, costs)}
+    tables = dict.fromkeys(_Run(plain, each, kinds).table() for each in rhythms.values())
+    return min(tables, key=lambda table: simulate(table, costs).makespan)
 
 
 def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
