@@ -129,9 +129,13 @@ def _missing_shares(table: Encoded) -> Iterator[Broken]:
             yield Broken(f"{need}; this one has {has}")
             continue
         why = f"every device does its share of {what}, for every microbatch"
+        if kind not in kinds:
+            given = table.of_kinds(SPREAD_FIRST if kind in SPREAD_FIRST else SHARES)
+            yield Broken(f"the table has no {kind.name}: {why}", [int(given.argmax())])
+            continue
         for device, m in np.argwhere(at < 0).tolist():
-            near = at[:, m] if (at[:, m] >= 0).any() else table.at[sorted(needed), :devices, m]
-            yield Broken(f"{device}{kind.name}{m} is missing: {why}", near[near >= 0].tolist())
+            others = at[at[:, m] >= 0, m].tolist()
+            yield Broken(f"{device}{kind.name}{m} is missing: {why}", others)
 
 
 def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:

@@ -29,7 +29,7 @@ def whole(name: str, devices: int, microbatches: int, costs: Costs | None = None
     ("table", "rule", "message"),
     [
         (WHOLE.replace(",0H0", ""), "completeness", "0H0 is missing"),
-        (WHOLE.replace(",0L0", "").replace(",1L0", ""), "completeness", "0L0 is missing"),
+        (WHOLE.replace(",0L0", "").replace(",1L0", ""), "completeness", "the table has no L"),
         (WHOLE.replace("0L0,0H0", "0H0,0L0"), "order", "0H0 comes before 0L0, which it needs"),
         (
             WHOLE.replace(",0H0", "").replace(",1H0", ",1H0,0H0"),
