@@ -107,7 +107,7 @@ def find_nonfinite(
             "find_nonfinite runs each stage by itself, so no stage may take `state`; "
             "give that stage a constant one"
         )
-    if pipe.functions.spreads_last or pipe.functions.spreads_first:
+    if any(map(pipe.functions.spreads, ("first", "last"))):
         raise PipelineError(
             "find_nonfinite runs each function by itself, so none may be spread over the "
             "devices; build a pipeline whose `last` runs on one device"

@@ -190,16 +190,16 @@ class _Shard:
 
     def _first(self, microbatch: int) -> tuple[Any, Any]:
         """`first`, and its vjp."""
-        extra, cuts = self._extra(0, microbatch, OUTER_WANTS), self.job.partition.cuts
+        extra = self._extra(0, microbatch, OUTER_WANTS)
         run = partial(self.functions.run_whole, "first")
-        return jax.vjp(lambda params: run(params, (), extra, cuts), self._of("first"))
+        return jax.vjp(lambda params: run(params, (), extra), self._of("first"))
 
     def _last(self, microbatch: int, y: Any) -> tuple[Any, Any]:
         """Note the loss; the cotangent of y, and the gradients of the parameters."""
         extra = self._extra(len(self.stages) - 1, microbatch, OUTER_WANTS)
-        run, cuts = partial(self.functions.run_whole, "last"), self.job.partition.cuts
+        run = partial(self.functions.run_whole, "last")
         loss, vjp, self.aux[microbatch] = jax.vjp(
-            lambda params, y: run(params, y, extra, cuts), self._of("last"), y, has_aux=True
+            lambda params, y: run(params, y, extra), self._of("last"), y, has_aux=True
         )
         self.losses[microbatch] += loss
         if not self.job.training:

@@ -102,8 +102,8 @@ class Measured:
     def ends(self) -> dict[str, bool]:
         """The ends of the model that have blocks, and whether they are spread."""
         functions = self.step.job.functions
-        last = {} if self.step.code.last is None else {LAST: functions.spreads_last}
-        return {FIRST: functions.spreads_first} | last
+        last = {} if self.step.code.last is None else {LAST: functions.spreads("last")}
+        return {FIRST: functions.spreads("first")} | last
 
     def costs(
         self, letters: Sequence[str], placed: Mapping[str, PyTree], microbatch: PyTree

@@ -108,7 +108,7 @@ def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -
     They are placed by `costs` where these say how long a share takes.
     """
     for name, kind, put in (("last", "L", spread_last), ("first", "E", spread_first)):
-        there, spreads = (getattr(o, f"spreads_{name}") for o in (schedule.encoded, functions))
+        there, spreads = getattr(schedule.encoded, f"spreads_{name}"), functions.spreads(name)
         if there and not spreads:
             raise PipelineError(
                 f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, "
@@ -318,7 +318,7 @@ class Caching:
             rows = functions.split(batch, self.schedule.num_microbatches)
             trees = [layout.of_stage(stage, params["stages"]) for stage in range(count)]
             own = {**params, "stages": trees}
-            plain = Plain(functions.for_batch(rows), cuts, own, rows, None, stacked=False)
+            plain = Plain(functions.for_batch(rows), own, rows, None, stacked=False)
             return list(plain.begin([()] * count)[1])
 
         return [

@@ -194,20 +194,6 @@ class Cuts:
             for key, tree in params.items()
         }
 
-    def shares(self, key: str, placed: PyTree) -> PyTree:
-        """The parts of whole placed parameters, leaves [parts, ...]; those that are not cut are the
-        same for all.
-        """
-
-        def share(path: Any, leaf: Any) -> Any:
-            dim = self.dim(key, path)
-            array = leaf.array if is_padded(leaf) else leaf
-            if dim is None:
-                return jnp.broadcast_to(array, (self.parts, *array.shape))
-            return jnp.stack(jnp.split(array, self.parts, dim))
-
-        return jax.tree_util.tree_map_with_path(share, placed, is_leaf=is_padded)
-
     def sizes(self, key: str, placed: PyTree, *, parts: int | None = None) -> PyTree:
         """For each parameter, given one of `parts` parts of it, the whole length of the dim that is
         cut; 0 where none is.

@@ -26,7 +26,7 @@ from ..arrays import (
     zeros_of,
 )
 from ..errors import PipelineError
-from .calls import Context, Cuts, Function
+from .calls import Context, Cuts, Function, unpadded
 
 
 @partial(
@@ -171,8 +171,7 @@ _in_place.defvjp(_forwards, _backwards)
 class Ledger:
     """The rows that a stage appends while it is traced.
 
-    With a `room` the buffers are a cache's: they outlive a call, and `before` has them for all
-    sequences, [sequences, ...].
+    With a `room` the buffers are those of a sequence in a cache: they outlive a call.
     """
 
     # buffers by name; None while their shapes are inferred
@@ -182,7 +181,6 @@ class Ledger:
     # buffers have the rows of this slice already: the executor writes them
     holds: bool = False
     room: int = 0  # positions of a cache's buffers
-    sequence: Any = None  # of a cache
     prefix: str = ""  # of names
     rows: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Any] = field(default_factory=dict)
@@ -212,37 +210,20 @@ class Ledger:
         room = self.room or self.slices * rows.shape[axis]
         shape = (*rows.shape[:axis], room, *rows.shape[axis + 1 :])
         buffer: Any = jnp.zeros(shape, rows.dtype) if self.before is None else self.before.get(name)
-        own = None if buffer is None else (buffer.shape[int(self.of_cache) :], buffer.dtype)
-        if own != (shape, rows.dtype):
+        if buffer is None or (buffer.shape, buffer.dtype) != (shape, rows.dtype):
             raise PipelineError(
                 f"ctx.append({name!r}, ...) of rows {described(rows)} finds a buffer of "
                 f"{described(buffer)}; each slice of a sequence appends rows of the same name, "
                 f"shape and dtype, and the buffer has room for {room} of them"
             )
         self.rows[name] = rows
-        whole, self.buffers[name] = self._written(buffer, rows, axis)
-        return whole
-
-    @property
-    def of_cache(self) -> bool:
-        """Whether buffers are those of all sequences of a cache."""
-        return self.room > 0 and self.before is not None
-
-    def _written(self, buffer: Any, rows: Any, axis: int) -> tuple[Any, Any]:
-        """The buffer with the rows: once to read, once to leave for later slices."""
-        if self.of_cache:
-            starts = [jnp.int32(0)] * rows.ndim
-            starts[axis] = self.number
-            buffer = lax.dynamic_update_slice(buffer, rows[None], [self.sequence, *starts])
-            own = lax.dynamic_index_in_dim(buffer, self.sequence, 0, keepdims=False)
-            return own, buffer
-        offset = self.number * rows.shape[axis]
+        offset, later = self.number * (1 if self.room else rows.shape[axis]), buffer
         if not self.holds:
-            buffer = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
+            buffer = later = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
         elif jnp.issubdtype(rows.dtype, jnp.inexact):
-            both: tuple[Any, Any] = _in_place(buffer, rows, offset, rows.shape[axis], axis)
-            return both
-        return buffer, buffer
+            buffer, later = _in_place(buffer, rows, offset, rows.shape[axis], axis)
+        self.buffers[name] = later
+        return buffer
 
 
 # The arguments of a function besides parameters and x, by name.
@@ -304,15 +285,11 @@ class Functions:
         which they are given one of `parts` parts.
         """
         sizes = {key: cuts.sizes(key, params[key], parts=parts) for key in cuts.dims}
-
-        def of_share(key: str, function: Function | None) -> Function | None:
-            if function is None or function.spread is None:
-                return function
-            context = {"sizes": sizes[key], "shared_sizes": sizes.get("shared")}
-            return replace(function, context={"axis": axis, **context})
-
-        first, last = of_share("first", self.first), of_share("last", self.last)
-        return replace(self, first=first, last=last)
+        ends = {}
+        for key in filter(self.spreads, ("first", "last")):
+            context = {"axis": axis, "sizes": sizes[key], "shared_sizes": sizes.get("shared")}
+            ends[key] = replace(getattr(self, key), context=context)
+        return replace(self, **ends)
 
     def split(self, batch: PyTree, count: int) -> PyTree:
         """The rows of each microbatch."""
@@ -390,9 +367,9 @@ class Functions:
 
     def _ledger(self, ctx: Context, buffers: Any) -> Ledger:
         """Where a stage appends rows."""
-        sequence, number = ctx.microbatch // self.slices, ctx.microbatch % self.slices
         if self.room:
-            return Ledger(buffers, self._offset(ctx), room=self.room, sequence=sequence)
+            return Ledger(buffers, self._offset(ctx), room=self.room)
+        number = ctx.microbatch % self.slices
         return Ledger(buffers, number, slices=self.slices, holds=self.in_place)
 
     def carried(self, stage: int, params: PyTree, x: PyTree, extra: Extra) -> PyTree:
@@ -427,15 +404,10 @@ class Functions:
         function = Function(last, "last", frozenset())
         return replace(self, last=function, loss=Loss.MEAN, has_metrics=True)
 
-    @property
-    def spreads_first(self) -> bool:
-        """Whether `first` runs on all devices at once."""
-        return self.first is not None and self.first.spread is not None
-
-    @property
-    def spreads_last(self) -> bool:
-        """Whether `last` runs on all devices at once."""
-        return self.last is not None and self.last.spread is not None
+    def spreads(self, key: str) -> bool:
+        """Whether `first` or `last` runs on all devices at once."""
+        function: Function | None = getattr(self, key)
+        return function is not None and function.spread is not None
 
     @property
     def has_state(self) -> bool:
@@ -443,22 +415,17 @@ class Functions:
         return any("state" in function.wants_arrays for function in self.stages)
 
     def run_whole(
-        self, key: str, params: tuple[PyTree, PyTree], x: PyTree, extra: Extra, cuts: Cuts
+        self, key: str, params: tuple[PyTree, PyTree], x: PyTree, extra: Extra
     ) -> Any:
         """`first` or `last` with whole parameters (its own, shared), on one device.
 
-        A spread one runs with every device's share of them: a mapped axis is in the place of the
-        mesh's, and results are equal along it.
+        A spread one finds a mapped axis of length 1 in the place of the mesh's.
         """
-        run: Any = self.run_first if key == "first" else self.run_last
-        function = self.first if key == "first" else self.last
-        if function is None or function.spread is None:
-            return run(params, x, extra)
-        shares = cuts.shares(key, params[0]), cuts.shares("shared", params[1])
-        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=function.context["axis"])(
-            *shares
-        )
-        return jax.tree.map(lambda leaf: leaf[0], every)
+        run = partial(getattr(self, f"run_{key}"), unpadded(params), x, extra)
+        if not self.spreads(key):
+            return run()
+        axis = getattr(self, key).context["axis"]
+        return jax.tree.map(lambda leaf: leaf[0], jax.vmap(run, axis_name=axis, axis_size=1)())
 
     def run_first(self, params: PyTree, _x: PyTree, extra: Extra) -> PyTree:
         """(first parameters, shared), (), extra -> x."""
@@ -485,7 +452,10 @@ class Functions:
         """
         (own, shared), function = params, self.stages[stage]
         ctx: Any = extra.get("ctx")
-        before = extra.get("state" if self.room else "carried", ())
+        before = cache = extra.get("state" if self.room else "carried", ())
+        if self.room and cache:
+            at = ctx.microbatch // self.slices
+            before = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, 0, False), cache)
         ledger = None
         if self.passes and ctx is not None:
             ledger = self._ledger(ctx, before[1] if before else None)
@@ -507,15 +477,16 @@ class Functions:
         rows: PyTree = ()
         if ledger is not None and ledger.rows:
             buffers, rows = ledger.buffers, (ledger.rows, ledger.number)
-        if not self.room or not before:
+        if not self.room or not cache:
             return returned["x"], StageOutput(loss, state, (carry, buffers), rows)
-        at = ctx.microbatch // self.slices
-        carries = jax.tree.map(
-            lambda whole, own: jax.lax.dynamic_update_index_in_dim(whole, own, at, 0),
-            before[0],
-            carry,
-        )
-        return returned["x"], StageOutput(loss, (carries, buffers))
+
+        def put(whole: Any, own: Any) -> Any:
+            """The sequence's carry, or its rows at their position, in the cache."""
+            zero, sizes = jnp.int32(0), zip(whole.shape[1:], own.shape, strict=True)
+            starts = [ledger.number if size > length else zero for size, length in sizes]
+            return lax.dynamic_update_slice(whole, own[None], [at, *starts])
+
+        return returned["x"], StageOutput(loss, jax.tree.map(put, cache, (carry, ledger.rows)))
 
     def _carry(
         self, function: Function, own: PyTree, x: PyTree, keywords: Extra, before: PyTree
@@ -542,10 +513,7 @@ class Functions:
                 ) from error
         if not before:
             return first
-        carry = before[0]
-        if self.room:
-            carry = jax.tree.map(lambda leaf: leaf[ctx.microbatch // self.slices], carry)
-        return jax.tree.map(lambda a, b: jnp.where(ctx.offset == 0, a, b), first, carry)
+        return jax.tree.map(lambda a, b: jnp.where(ctx.offset == 0, a, b), first, before[0])
 
     def run_last(self, params: PyTree, y: PyTree, extra: Extra) -> tuple[Any, PyTree]:
         """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""

@@ -267,7 +267,7 @@ class Model:
             functions = self.stage_functions(1 if stacked else len(params["stages"]))
         cuts = Cuts(1, self.cuts(functions))
         own = self.functions(functions).over(_AXIS, cuts, params, parts=1)
-        return Plain(own, cuts, params, rows, rng, stacked)
+        return Plain(own, params, rows, rng, stacked)
 
 
 def _listed(stages: Any) -> tuple[Call, ...]:
@@ -329,7 +329,6 @@ class Plain:
     """The functions for a batch, with parameters and rows."""
 
     functions: Functions
-    cuts: Cuts
     params: dict[str, PyTree]  # "stages": a tree for each stage, or leaves [S, ...]
     rows: PyTree  # of each microbatch
     rng: Any
@@ -405,4 +404,4 @@ class Plain:
         """`first` or `last`."""
         params = self.params[key], self.params["shared"]
         extra = self._extra(stage, index, OUTER_WANTS)
-        return self.functions.run_whole(key, params, x, extra, self.cuts)
+        return self.functions.run_whole(key, params, x, extra)

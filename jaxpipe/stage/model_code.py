@@ -286,7 +286,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
             _check_collectives(key, code, job.axis)
         return code
 
-    is_share = functions.spreads_first
+    is_share = functions.spreads("first")
     trace_first = trace_spread_first if is_share else trace_stage
     first = outer("first", trace_first, (), is_share=is_share)
     x: PyTree = first.y
@@ -306,7 +306,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         x = kinds[key].y
     last = None
     if functions.last is not None:
-        last = outer("last", trace_last, x, is_share=functions.spreads_last)
+        last = outer("last", trace_last, x, is_share=functions.spreads("last"))
     codes = tuple(kinds.values())
     program = _program(job, codes)
     if last is not None and _has_parts(program):
