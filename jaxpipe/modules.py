@@ -19,7 +19,6 @@ import numpy as np
 from .arrays import PyTree, by_path, stacked
 from .errors import PipelineError
 from .model.model import Model
-from .model.settings import frozen_filter
 
 Rebuild: TypeAlias = Callable[[PyTree], Any]
 
@@ -125,11 +124,10 @@ def freeze_lowest(
     renamed = dict(zip(counts, unused, strict=False))  # by the letter that the layers have now
     new_letters = "".join(renamed[letter] for letter in lowest)
     layers = model.layers[:begin] + new_letters + others + model.layers[end:]
-    frozen = frozen_filter(model.frozen)
 
     def is_frozen(path: str, leaf: Any) -> bool:
         own = path.split("/")[:2] in [["stages", new] for new in renamed.values()]
-        return own or (frozen is not None and frozen(path, leaf))
+        return own or (model.frozen is not None and model.frozen(path, leaf))
 
     tree = dict(params["stages"])
     for letter, new in renamed.items():

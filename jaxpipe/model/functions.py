@@ -169,18 +169,14 @@ _in_place.defvjp(_forwards, _backwards)
 
 @dataclass
 class Ledger:
-    """The rows that a stage appends while it is traced.
-
-    With a `room` the buffers are those of a sequence in a cache: they outlive a call.
+    """The rows that a stage appends while it is traced; with a cache the buffers are those of one
+    of its sequences.
     """
 
+    functions: Functions
+    number: Any  # of the slice; with a cache the position of its first row
     # buffers by name; None while their shapes are inferred
     before: Mapping[str, Any] | None
-    number: Any  # of the slice; with a cache the position of its first row
-    slices: int = 1
-    # buffers have the rows of this slice already: the executor writes them
-    holds: bool = False
-    room: int = 0  # positions of a cache's buffers
     prefix: str = ""  # of names
     rows: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Any] = field(default_factory=dict)
@@ -207,7 +203,8 @@ class Ledger:
                 f"{list(rows.shape)}"
             )
         axis %= rows.ndim
-        room = self.room or self.slices * rows.shape[axis]
+        functions = self.functions
+        room = functions.room or functions.slices * rows.shape[axis]
         shape = (*rows.shape[:axis], room, *rows.shape[axis + 1 :])
         buffer: Any = jnp.zeros(shape, rows.dtype) if self.before is None else self.before.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (shape, rows.dtype):
@@ -217,8 +214,8 @@ class Ledger:
                 f"shape and dtype, and the buffer has room for {room} of them"
             )
         self.rows[name] = rows
-        offset, later = self.number * (1 if self.room else rows.shape[axis]), buffer
-        if not self.holds:
+        offset, later = self.number * (1 if functions.room else rows.shape[axis]), buffer
+        if not functions.in_place:
             buffer = later = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
         elif jnp.issubdtype(rows.dtype, jnp.inexact):
             buffer, later = _in_place(buffer, rows, offset, rows.shape[axis], axis)
@@ -269,7 +266,7 @@ class Functions:
     length: int = 0  # of a slice, once the batch is known
     # (stage's parameters, x) -> the first carry
     carry: Callable[..., Any] | None = None
-    # buffers have a slice's rows before the stage reads them (`Ledger`)
+    # buffers have the rows of a slice already when it appends them: the executor writes them
     in_place: bool = False
     room: int = 0  # positions of the buffers of a cache; 0 where a call has none
 
@@ -365,13 +362,6 @@ class Functions:
             return before
         return before + ctx.microbatch % self.slices * self.length
 
-    def _ledger(self, ctx: Context, buffers: Any) -> Ledger:
-        """Where a stage appends rows."""
-        if self.room:
-            return Ledger(buffers, self._offset(ctx), room=self.room)
-        number = ctx.microbatch % self.slices
-        return Ledger(buffers, number, slices=self.slices, holds=self.in_place)
-
     def carried(self, stage: int, params: PyTree, x: PyTree, extra: Extra) -> PyTree:
         """Shapes of what passes from slice to slice of a sequence in a stage: (carry, buffers by
         name), each () where there is none.
@@ -414,9 +404,7 @@ class Functions:
         """Whether any stage keeps state from microbatch to microbatch."""
         return any("state" in function.wants_arrays for function in self.stages)
 
-    def run_whole(
-        self, key: str, params: tuple[PyTree, PyTree], x: PyTree, extra: Extra
-    ) -> Any:
+    def run_whole(self, key: str, params: tuple[PyTree, PyTree], x: PyTree, extra: Extra) -> Any:
         """`first` or `last` with whole parameters (its own, shared), on one device.
 
         A spread one finds a mapped axis of length 1 in the place of the mesh's.
@@ -456,9 +444,10 @@ class Functions:
         if self.room and cache:
             at = ctx.microbatch // self.slices
             before = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, 0, False), cache)
-        ledger = None
+        ledger: Any = None
         if self.passes and ctx is not None:
-            ledger = self._ledger(ctx, before[1] if before else None)
+            number = self._offset(ctx) if self.room else ctx.microbatch % self.slices
+            ledger = Ledger(self, number, before[1] if before else None)
         keywords = self._keywords(function, extra, shared, ledger)
         if "carry" in function.wants:
             keywords["carry"] = self._carry(function, own, x, keywords, before)

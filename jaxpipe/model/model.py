@@ -26,6 +26,7 @@ from .functions import (
     with_aux,
 )
 from .param_layout import EMBEDDING, LOSS, LayerMap, with_outer
+from .settings import frozen_filter
 
 Call: TypeAlias = Callable[..., Any]
 _AXIS = "pipe"  # the name of the pipe axis that a spread function finds in `Model.loss`
@@ -108,9 +109,8 @@ class Model:
         time: Sequence[str] = (),
         carry: Call | None = None,
     ) -> None:
-        letters: str | None = None
         if isinstance(stages, Mapping):
-            stages, letters = dict(stages), _letters(stages, layers, first, last)
+            stages, layers = dict(stages), _letters(stages, layers, first, last)
             first, last = stages.get(EMBEDDING), stages.get(LOSS)
         elif layers is not None:
             raise PipelineError(
@@ -128,9 +128,10 @@ class Model:
                 f"carry must be a function (stage_params, x) -> the first carry, not {carry!r}"
             )
         time = (time,) if isinstance(time, str) else tuple(time)
-        values = (stages, first, last, letters, loss, has_metrics, stage_loss, frozen, time, carry)
-        for name, value in zip(self.__dataclass_fields__, values, strict=True):
-            object.__setattr__(self, name, value)
+        frozen = frozen_filter(frozen)
+        own = locals()
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, own[name])
         _ = self.outer
 
     @property

@@ -384,7 +384,7 @@ class Memory:
     """
 
     remat: str | Callable[..., bool] | None = None
-    offload: Offload | str | None = None
+    offload: Any = None  # an `Offload` afterwards
     accumulate: Any = jnp.float32
 
     def __post_init__(self) -> None:

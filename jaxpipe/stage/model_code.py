@@ -269,7 +269,7 @@ class Inputs(NamedTuple):
 
 def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
-    functions, layout = replace(job.functions, in_place=True), job.layout
+    functions, layout = replace(job.functions, in_place=not job.functions.room), job.layout
     shared, shared_uses = inputs.shared, _uses(inputs.shared, leaf_plans(job.plans["shared"]))
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
