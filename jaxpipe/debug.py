@@ -22,7 +22,7 @@ from .model.calls import OUTER_WANTS
 from .model.functions import Extra, Loss, StageOutput, split_batch
 from .model.param_layout import with_outer
 from .model.partition import leaf_plans
-from .model.settings import outside_contexts
+from .model.settings import on_own_mesh, outside_contexts
 from .pipeline import Pipeline
 from .spmd.step import shard_key
 from .spmd.xla import mapped
@@ -196,19 +196,13 @@ class _Search:
             for tree, plans in both
         )
 
-    def _on_mesh(self, leaf: Any) -> Any:
-        """The same array, spread as it is, on the mesh of automatic axes."""
-        own = leaf.sharding
-        spec = own.spec if isinstance(own, NamedSharding) else PartitionSpec()
-        return jax.device_put(leaf, NamedSharding(self.pipe.mesh, spec))
-
     def _run(self, body: Callable[..., Any], call: _Call, microbatch: int, x: PyTree) -> Any:
         """What a body returns on all devices of the mesh: an array or a gradient, and counts."""
         key = body.__name__, call.code
         if key not in self._compiled:
             self._compiled[key] = self._mapped(partial(body, call), self._specs(call))
         numbers = jnp.int32(call.stage), jnp.int32(microbatch)
-        params = jax.tree.map(self._on_mesh, self._params(call))
+        params = jax.tree.map(partial(on_own_mesh, self.pipe.mesh), self._params(call))
         return self._compiled[key](params, x, self.batch, self.rng, *numbers)
 
     def _mapped(self, body: Callable[..., Any], params: PyTree) -> Callable[..., Any]:

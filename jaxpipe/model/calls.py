@@ -238,30 +238,22 @@ _ADVICE = {
 }
 
 
-def refusal(name: str, error: Exception) -> PipelineError | None:
-    """What to remove from the function of this name, where JAX refused a sharding in it."""
-    text = str(error)
-    advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    varying = re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))
-    if advice is None and not {*manual}.isdisjoint(varying):
-        advice = _SHARD_MAP
-    if advice is None:
-        return None
-    return PipelineError(f"`{name}` {advice} ({text.splitlines()[0]})")
-
-
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """JAX's errors about shardings in the function of this name as PipelineErrors."""
+    """JAX's errors about shardings in the function of this name as PipelineErrors, which say what
+    to remove from it.
+    """
     try:
         yield
     except PipelineError:
         raise
     except (TypeError, ValueError) as error:
-        if refused := refusal(name, error):
-            raise refused from error
-        raise
+        text, manual = str(error), jax.sharding.get_abstract_mesh().manual_axes
+        advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
+        varying = re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))
+        if advice is None and set(manual).isdisjoint(varying):
+            raise
+        raise PipelineError(f"`{name}` {advice or _SHARD_MAP} ({text.splitlines()[0]})") from error
 
 
 def check_equations(name: str, jaxprs: Sequence[core.Jaxpr]) -> None:
@@ -415,7 +407,8 @@ class Function:
         """
         try:
             own = {name: keywords[name] for name in sorted(self.wants)}
-            return self.call(*arguments, **own)
+            with refusing(self.name):
+                return self.call(*arguments, **own)
         except PipelineError:
             raise
         except Exception as error:
@@ -425,8 +418,6 @@ class Function:
                     f"`{self.name}` uses ctx.rng, but the step got no key; pass "
                     "rng=jax.random.key(...)"
                 ) from error
-            if refused := refusal(self.name, error):
-                raise refused from error
             shapes = "; ".join(described(tree) for tree in arguments)
             error.add_note(
                 f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was "

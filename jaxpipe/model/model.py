@@ -187,10 +187,8 @@ class Model:
             )
         # A function that several stages have is one kind of stage where their parameters have one
         # form too.
-        functions: dict[int, Function] = {}
-        for s, call in enumerate(self.stages):
-            functions.setdefault(id(call), Function.of(call, f"stage[{s}]"))
-        return [functions[id(call)] for call in self.stages]
+        own = [id(call) for call in self.stages]
+        return [Function.of(call, f"stage[{own.index(id(call))}]") for call in self.stages]
 
     def cuts(self, stages: Sequence[Function]) -> dict[str, Any]:
         """The dims along which parameters of spread functions are cut; those under "shared" only
@@ -239,23 +237,19 @@ class Model:
         if microbatches % slices:
             faults.append(f"{microbatches} microbatches are no whole sequences of {slices} slices")
         PipelineError.refuse("", faults)
-        cut = split_batch(batch, microbatches, slices, self.time)
-        plain = self._plain(params, cut, rng)
-        functions = replace(plain.functions, training=training, slices=slices)
-        plain = replace(plain, functions=functions.for_batch(plain.rows))
-        passed, numbers = plain.begin(state), jnp.arange(microbatches, dtype=jnp.int32)
-        if microbatches == 1:  # XLA leaves a loop of one trip in the program
-            passed, out = plain.microbatch(passed, numbers[0])
-            out = jax.tree.map(lambda leaf: leaf[None], out)
-        else:
-            passed, out = jax.lax.scan(plain.microbatch, passed, numbers)
-        losses, aux = out
+        rows = split_batch(batch, microbatches, slices, self.time)
+        plain = self._plain(params, rows, rng, training=training, slices=slices)
+        functions, numbers = plain.functions, jnp.arange(microbatches, dtype=jnp.int32)
+        passed, (losses, aux) = jax.lax.scan(
+            *(plain.microbatch, plain.begin(state), numbers),
+            unroll=microbatches == 1,  # XLA leaves a loop of one trip in the program
+        )
         loss, *_ = functions.total(losses, aux["count"])
         metrics = jax.tree.map(lambda leaf: jnp.mean(summable(leaf), axis=0), aux["metrics"])
         aux = [metrics] if self.has_metrics else []
         return with_aux(loss, [*aux, passed[0]] if functions.has_state else aux)
 
-    def _plain(self, params: Mapping[str, PyTree], rows: PyTree, rng: Any) -> Plain:
+    def _plain(self, params: Mapping[str, PyTree], rows: PyTree, rng: Any, **how: Any) -> Plain:
         """The model on one device, for the rows of each microbatch."""
         params = with_outer(params)
         stacked = not self.is_layered and callable(self.stages)
@@ -267,8 +261,8 @@ class Model:
         else:
             functions = self.stage_functions(1 if stacked else len(params["stages"]))
         cuts = Cuts(1, self.cuts(functions))
-        own = self.functions(functions).over(_AXIS, cuts, params, parts=1)
-        return Plain(own, params, rows, rng, stacked)
+        own = replace(self.functions(functions).over(_AXIS, cuts, params), **how)
+        return Plain(own.for_batch(rows), params, rows, rng, stacked)
 
 
 def _listed(stages: Any) -> tuple[Call, ...]:
@@ -379,8 +373,8 @@ class Plain:
         def stage(x: PyTree, row: PyTree, at: int = 0) -> tuple[PyTree, PyTree]:
             number, own, (state, carried) = row
             function = functions.stages[at]
-            extra = self._extra(number, index, function.wants_arrays) | {"carried": carried}
-            extra |= {"state": state} if "state" in function.wants else {}
+            extra = self._extra(number, index, function.wants_arrays)
+            extra |= {"carried": carried, "state": state}
             y, returned = functions.run_stage(at, (own, shared), x, extra)
             loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
             left = returned.carried if functions.passes else ()

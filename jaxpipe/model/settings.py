@@ -114,14 +114,15 @@ def outside_contexts(function: Callable[P, T]) -> Callable[P, T]:
         if jax.sharding.get_abstract_mesh().empty:
             return function(*arguments, **keywords)
         pipe: Any = arguments[0]
-        own = partial(_on_own_mesh, pipe.mesh)
+        own = partial(on_own_mesh, pipe.mesh)
         with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
             return function(*jax.tree.map(own, arguments), **jax.tree.map(own, keywords))
 
     return call
 
 
-def _on_own_mesh(mesh: Mesh, leaf: Any) -> Any:
+def on_own_mesh(mesh: Mesh, leaf: Any) -> Any:
+    """The same array or shape, spread as it is, on a mesh of automatic axes."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return leaf
@@ -399,8 +400,8 @@ class Memory:
         except ValueError:
             faults.append(f'offload must be "residuals" or None; got {self.offload!r}')
         try:
-            dtype = jnp.dtype(jnp.float32 if self.accumulate is None else self.accumulate)
-            floating = jnp.issubdtype(dtype, jnp.floating)
+            own = self.accumulate
+            floating = own is None or jnp.issubdtype(jnp.dtype(own), jnp.floating)
         except TypeError:
             floating = False
         if not floating:
