@@ -247,7 +247,7 @@ def refusing(name: str) -> Iterator[None]:
         yield
     except PipelineError:
         raise
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         text, manual = str(error), jax.sharding.get_abstract_mesh().manual_axes
         advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
         varying = re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))
