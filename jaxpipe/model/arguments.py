@@ -73,24 +73,20 @@ def under_policies(model: Model, policies: Mapping[str, str]) -> Model:
 def _checkpointed(
     call: Callable[..., Any], policy: Callable[..., bool] | None
 ) -> Callable[..., Any]:
-    """The call under `jax.checkpoint` of arrays alone: `training` stays a Python bool."""
+    """The call under `jax.checkpoint`; rows that it appends leave it as results."""
 
     @functools.wraps(call)
     def run(*arguments: PyTree, **keywords: PyTree) -> PyTree:
-        leaves, tree = jax.tree.flatten((arguments, keywords))
-        arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
         ledger: Ledger | None = getattr(keywords.get("ctx"), "ledger", None)
 
-        def on_arrays(arrays: dict[int, Any]) -> tuple[PyTree, ...]:
-            values = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-            arguments, keywords = jax.tree.unflatten(tree, values)
+        def traced() -> tuple[PyTree, ...]:
             if ledger is None:
                 return call(*arguments, **keywords), {}, {}
             own = ledger.again()
-            keywords["ctx"] = keywords["ctx"]._replace(ledger=own)
-            return call(*arguments, **keywords), own.rows, own.buffers
+            ctx = keywords["ctx"]._replace(ledger=own)
+            return call(*arguments, **{**keywords, "ctx": ctx}), own.rows, own.buffers
 
-        out, rows, buffers = jax.checkpoint(on_arrays, policy=policy)(arrays)
+        out, rows, buffers = jax.checkpoint(traced, policy=policy)()
         if ledger is not None:
             ledger.rows |= rows
             ledger.buffers |= buffers
