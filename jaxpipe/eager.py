@@ -81,7 +81,7 @@ class _Shard:
 
     def __init__(self, job: Job, params: Params, batch: PyTree, rng: Any, state: PyTree) -> None:
         self.batch, self.rng = job.functions.split(batch, job.num_microbatches), rng
-        self.job = job.for_run(params, self.batch, parts=1)
+        self.job = job.for_batch(self.batch)
         self.functions, layout = self.job.functions, job.layout
         self.stages = range(layout.placement.num_stages)
         # parameters and their gradients, by number of stage, "first", "last" and "shared"

@@ -134,6 +134,7 @@ class StepRunner:
             )
         plans = self.check(*arguments, whole=training)
         params, batch, *rest = with_outer(arguments[0]), *arguments[1:]
+        functions = functions.over(self.partition.axis, self.partition.cuts, params)
         job = Job(
             plan=self.plan if training else self._forward_plan(call, batch),
             functions=functions,
@@ -208,7 +209,7 @@ class StepRunner:
 
         def carried(params: Params, batch: PyTree) -> PyTree:
             rows = functions.split(batch, self.schedule.num_microbatches)
-            ready = functions.over(own.axis, own.cuts, params, parts=1).for_batch(rows)
+            ready = functions.over(own.axis, own.cuts, params).for_batch(rows)
             params["stages"] = [own.layout.of_stage(stage, params["stages"]) for stage in stages]
             return Plain(ready, params, rows, None, stacked=False).begin([()] * len(stages))[1]
 

@@ -194,17 +194,14 @@ class Cuts:
             for key, tree in params.items()
         }
 
-    def sizes(self, key: str, placed: PyTree, *, parts: int | None = None) -> PyTree:
-        """For each parameter, given one of `parts` parts of it, the whole length of the dim that is
-        cut; 0 where none is.
-        """
-        count = self.parts if parts is None else parts
+    def sizes(self, key: str, placed: PyTree) -> PyTree:
+        """For each parameter the whole length of the dim that is cut; 0 where none is."""
 
         def size(path: Any, leaf: Any) -> int:
             if is_padded(leaf):
                 return int(leaf.size)
             dim = self.dim(key, path)
-            return 0 if dim is None else int(leaf.shape[dim]) * count
+            return 0 if dim is None else int(leaf.shape[dim])
 
         return jax.tree_util.tree_map_with_path(size, placed, is_leaf=is_padded)
 

@@ -275,13 +275,9 @@ class Functions:
         stages = tuple(replace(function, cached=True) for function in self.stages)
         return replace(self, stages=stages, room=room)
 
-    def over(
-        self, axis: str, cuts: Cuts, params: Mapping[str, PyTree], parts: int | None = None
-    ) -> Functions:
-        """The same functions, whose spread ones know the axis and the whole sizes of parameters of
-        which they are given one of `parts` parts.
-        """
-        sizes = {key: cuts.sizes(key, params[key], parts=parts) for key in cuts.dims}
+    def over(self, axis: str, cuts: Cuts, params: Mapping[str, PyTree]) -> Functions:
+        """The same functions, whose spread ones know the axis and the sizes of whole parameters."""
+        sizes = {key: cuts.sizes(key, params[key]) for key in cuts.dims}
         ends = {}
         for key in filter(self.spreads, ("first", "last")):
             context = {"axis": axis, "sizes": sizes[key], "shared_sizes": sizes.get("shared")}

@@ -162,17 +162,9 @@ class Model:
 
     def functions(self, stages: Sequence[Function]) -> Functions:
         """The functions of a step whose stages run these."""
-        first, last = self.outer
-        return Functions(
-            stages=tuple(stages),
-            first=first,
-            last=last,
-            loss=self.contract,
-            has_metrics=self.has_metrics,
-            stage_loss=self.stage_loss,
-            time=self.time,
-            carry=self.carry,
-        )
+        names = ("has_metrics", "stage_loss", "time", "carry")
+        own = {name: getattr(self, name) for name in names}
+        return Functions(tuple(stages), *self.outer, self.contract, **own)
 
     def stage_functions(self, count: int) -> list[Function]:
         """A function for each of `count` stages of a model without letters; PipelineError where a

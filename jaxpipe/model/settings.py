@@ -264,38 +264,36 @@ class Sharding:
     def check(self, mesh: Mesh, *, schedule: str, devices: int) -> None:
         """PipelineError lists every fault of the mesh for the schedule of this name."""
         sizes, pipe, data = dict(mesh.shape), self.pipe, tuple(self.data)
-        named, faults = axes_of(self.specs), []
-        if pipe not in sizes:
-            faults.append(
-                f"the mesh has no axis {pipe!r}; its axes are {sizes}: write Sharding(pipe=) one "
-                f"of them, or name a mesh axis {pipe!r}"
-            )
-        elif sizes[pipe] != devices:
+        axes = {"pipe": [pipe], "data": data, "replicated": self.replicated}
+        named = axes_of(self.specs)
+        faults = [
+            f"the mesh has no {argument} axis {name!r}; its axes are {sizes}: write "
+            f"Sharding({argument}=) one of them, or name a mesh axis {name!r}"
+            for argument, names in axes.items()
+            for name in names
+            if name not in sizes
+        ]
+        if sizes.get(pipe, devices) != devices:
             faults.append(
                 f"schedule {schedule!r} is for {devices} devices but mesh axis {pipe!r} has "
                 f"{sizes[pipe]}; build the schedule with devices={sizes[pipe]}, or a mesh with "
                 f"{devices} along {pipe!r}"
             )
-        faults += [
-            f"the mesh has no data axis {name!r}; its axes are {sizes}"
-            for name in data
-            if name not in sizes
-        ]
         if pipe in data:
             faults.append(f"{pipe!r} is the pipe axis and cannot be a data axis too")
-        of_rows = [("fsdp", self.fsdp)] if self.fsdp is not None else []
-        of_rows += [("local", name) for name in self.local]
-        for argument, name in of_rows:
-            if name not in data:
-                faults.append(
-                    f"{argument}={name!r} must be one of data={data}: its devices see different "
-                    "rows of the batch"
-                )
-            elif argument == "local" and name not in named and sizes.get(name, 1) > 1:
-                faults.append(
-                    f"local={name!r}, but no spec splits a parameter over {name!r}; name it in "
-                    "specs=, or take it out of local="
-                )
+        faults += [
+            f"{argument}={name!r} must be one of data={data}: its devices see different rows of "
+            "the batch"
+            for argument, names in (("fsdp", [self.fsdp]), ("local", self.local))
+            for name in names
+            if name not in (None, *data)
+        ]
+        faults += [
+            f"local={name!r}, but no spec splits a parameter over {name!r}; name it in specs=, or "
+            "take it out of local="
+            for name in self.local
+            if name not in named and sizes.get(name, 1) > 1
+        ]
         used = {pipe, *data, *self.replicated, *named}
         faults += [
             f"mesh axis {name!r} is in no argument, so its {size} devices would all do the same "

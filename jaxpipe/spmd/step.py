@@ -53,7 +53,7 @@ def prepare(
         first, last, shared = (
             unpadded(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
         )
-    job = job.for_run(params, batch)
+    job = job.for_batch(batch)
     inputs = Inputs(owned, kept, shared, first, last, batch, rng)
     return job, inputs, trace_model(job, inputs)
 

@@ -104,12 +104,9 @@ class Job:
         spread = spread or dict.fromkeys(names, PartitionSpec())
         return spread | {"state": PartitionSpec(self.axis)}
 
-    def for_run(self, params: Params, batch: PyTree, parts: int | None = None) -> Job:
-        """The job whose functions know the batch, cut into microbatches; and for spread functions
-        the axis and the whole sizes of cut parameters.
-        """
-        functions = self.functions.over(self.axis, self.partition.cuts, params, parts=parts)
-        return replace(self, functions=functions.for_batch(batch))
+    def for_batch(self, batch: PyTree) -> Job:
+        """The job whose functions know the batch, cut into microbatches."""
+        return replace(self, functions=self.functions.for_batch(batch))
 
     @property
     def num_microbatches(self) -> int:
