@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .arrays import Params, PyTree, stacked, zeros_of
+from .arrays import Params, PyTree, accumulator_dtype, stacked, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
 from .model.functions import StageOutput
@@ -24,7 +24,7 @@ from .model.param_layout import OUTER
 from .model.partition import LeafPlan, leaf_plans
 from .program.ir import Step, interpret
 from .program.verify import verify
-from .spmd.step import accumulator_dtype, merged_state, totals
+from .spmd.step import merged_state, totals
 from .stage.model_code import Job, check_state_gradient
 from .stage.trace import no_gradient
 from .table.effects import Liveness, Place

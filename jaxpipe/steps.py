@@ -180,12 +180,13 @@ class StepRunner:
         cached = isinstance(batch, Positioned)
         batch = batch.batch if cached else batch
         count = self.sequences if whole or cached else 1
+        own = "state" if self.functions.has_state else ""
         faults = [
             *param_faults(params, layout, table.num_devices),
             *batch_faults(batch, count, data_shards=self.partition.data_size),
             *time_faults(batch, table.slices, self.functions.time),
             *key_faults(rng),
-            *state_faults(state, layout, wanted=cached or self.functions.has_state),
+            *state_faults(state, layout, "caches" if cached else own),
         ]
         PipelineError.refuse(_REFUSED, faults)
         plans = self.partition.plans(with_outer(params))
@@ -225,21 +226,27 @@ class StepRunner:
         Raises:
             PipelineError: cache, batch and position do not fit; every fault is listed.
         """
-        layout, sequences = self.partition.layout, self.sequences
-        faults = self._cache_faults(batch)
+        faults, sequences = self._cache_faults(batch), self.sequences
+        whole = jnp.issubdtype(jnp.result_type(position), jnp.integer)
+        if not whole or np.shape(position) not in ((), (sequences,)):
+            what = described(position)
+            faults.append(f"position is {what}; give a whole number, or {sequences} of them")
         if not isinstance(cache, Cache):
             kind = type(cache).__name__
             faults += [f"cache= takes what `empty_cache` or `outputs` returned, not {kind}"]
         elif not faults:
-            if cache.stages.layout != layout:
-                faults += [
-                    f"the cache is for {cache.stages.layout}, but this schedule has {layout}; make "
-                    "it by `empty_cache` of this pipeline"
-                ]
             if cache.sequences != sequences:
                 has = f"the cache has {cache.sequences} sequences"
                 faults += [f"{has}, but the schedule has {sequences}"]
-            faults += _position_faults(cache, position, positions(batch, self.functions.time))
+            if not isinstance(position, jax.core.Tracer):
+                more, least = positions(batch, self.functions.time), int(np.min(position))
+                end = int(np.max(position)) + more
+                if least < 0 or end > cache.length:
+                    faults.append(
+                        f"{more} rows at position {least if least < 0 else end - more} are beyond "
+                        f"the buffers of the cache, which have room for {cache.length}; make it "
+                        f"with length={end}"
+                    )
         PipelineError.refuse("this call with a cache cannot be lowered", faults)
         at = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (sequences,))
         return Positioned(batch, at, cache.length)
@@ -280,22 +287,6 @@ class StepRunner:
                 compare_first_step(self, call, arguments, code)
 
         return compare
-
-
-def _position_faults(cache: Cache, position: Any, more: int) -> list[str]:
-    whole = jnp.issubdtype(jnp.result_type(position), jnp.integer)
-    if not whole or np.shape(position) not in ((), (cache.sequences,)):
-        what = described(position)
-        return [f"position is {what}; give a whole number, or {cache.sequences} of them"]
-    if isinstance(position, jax.core.Tracer):
-        return []
-    least, most = int(np.min(position)), int(np.max(position))
-    if least < 0 or most + more > cache.length:
-        return [
-            f"{more} rows at position {most if least >= 0 else least} are beyond the buffers of "
-            f"the cache, which have room for {cache.length}; make it with length={most + more}"
-        ]
-    return []
 
 
 def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> PyTree:

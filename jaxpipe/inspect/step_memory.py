@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree
+from ..arrays import Leaves, Params, PyTree, accumulator_dtype
 from ..jaxprs.entry import Entry, Slot, Target, Total
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..jaxprs.slots import InSlots, run_in_slots
@@ -31,7 +31,6 @@ from ..program.segments import Payload
 from ..spmd.block import empty, while_once, without_weak_types
 from ..spmd.executor import TracedStep
 from ..spmd.pools import Buffers, StageEntries, shared_buffers
-from ..spmd.step import accumulator_dtype
 from ..spmd.xla import Group, compiled_alone, outer_specs
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact, run
 from ..stage.model_code import Job, ModelCode

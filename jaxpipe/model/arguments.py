@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import Mesh
 
-from ..arrays import Params, PyTree, array_faults, axis_faults, by_path, wider
+from ..arrays import PyTree, accumulator_dtype, array_faults, axis_faults, by_path
 from ..engine.costs import Costs
 from ..errors import PipelineError, ScheduleError, quoted
 from ..jaxprs.equations import flatten
@@ -249,13 +249,13 @@ def key_faults(rng: Any) -> list[str]:
     return [f"rng={quoted(rng)} is no key; write rng=jax.random.key({number})"]
 
 
-def state_faults(state: Any, layout: ParamLayout, *, wanted: bool) -> list[str]:
-    """Faults of the stages' own state; `wanted`: some stage takes it."""
-    if not wanted:
+def state_faults(state: Any, layout: ParamLayout, what: str) -> list[str]:
+    """Faults of the stages' own state; `what` it is, "" where no stage takes it."""
+    if not what:
         return ["no stage takes `state` by keyword; leave state= out"] if state else []
     if not state:
         return ["a stage takes `state`, but the step got none; give state=pipe.place_state(...)"]
-    return owner_faults(state, layout, "state", "place_state")
+    return owner_faults(state, layout, what, "place_state")
 
 
 # The texts of the equations that matter to one parameter alone, by path.
@@ -315,7 +315,7 @@ def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None
     return None
 
 
-def _rules_of(optimizer: Any, tree: Params, extra: dict[str, Any]) -> Rules:
+def _rules_of(optimizer: Any, tree: PyTree, extra: dict[str, Any]) -> Rules:
     paths = list(by_path(tree))
     state = jax.eval_shape(optimizer.init, tree)
     closed, shapes = jax.make_jaxpr(
@@ -343,7 +343,7 @@ def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTre
     """
 
     def gradient(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = leaf.dtype if accumulate is None else wider(leaf.dtype, accumulate)
+        dtype = accumulator_dtype(leaf.dtype, accumulate)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
     def init(params: PyTree) -> PyTree:

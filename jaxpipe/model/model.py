@@ -337,14 +337,8 @@ class Plain:
         if not self.functions.passes:
             return state, nothing
         number = jnp.int32(0)
-        *_, after = jax.eval_shape(
-            lambda: self.stages(self.first(number), number, (state, nothing))
-        )
+        *_, after = jax.eval_shape(lambda: self.stages(number, (state, nothing)))
         return state, zeros_of(after[1])
-
-    def first(self, index: Any) -> PyTree:
-        """The input of the first stage."""
-        return self._outer("first", (), 0, index)
 
     def microbatch(
         self, passed: tuple[PyTree, PyTree], index: Any
@@ -352,15 +346,16 @@ class Plain:
         """State, what passes between slices, and the number of a microbatch -> both after it,
         (loss, {"count", "metrics"}).
         """
-        x, of_stages, passed = self.stages(self.first(index), index, passed)
+        x, of_stages, passed = self.stages(index, passed)
         loss, aux = self._outer("last", x, self.num_stages - 1, index)
         return passed, (loss + of_stages, aux)
 
-    def stages(self, x: PyTree, index: Any, passed: PyTree) -> tuple[PyTree, Any, PyTree]:
+    def stages(self, index: Any, passed: PyTree) -> tuple[PyTree, Any, PyTree]:
         """x after all stages, the sum of their losses, and what each leaves; `passed` are their
         states and what the slice before left.
         """
         functions, shared = self.functions, self.params["shared"]
+        x = self._outer("first", (), 0, index)
 
         def stage(x: PyTree, row: PyTree, at: int = 0) -> tuple[PyTree, PyTree]:
             number, own, (state, carried) = row

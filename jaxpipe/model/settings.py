@@ -327,25 +327,23 @@ class Sharding:
                 ]
         faults, named = [], [name for entry in spec for name in names_of(entry)]
         for name in dict.fromkeys(named):
-            of_rows = name in self.data and name not in self.local
-            reasons = (
-                (
-                    name in mesh,
-                    f"an axis {name!r} that the mesh does not have; its axes are {mesh}",
-                ),
-                (
-                    name != self.pipe,
+            if name not in mesh:
+                why = f"an axis {name!r} that the mesh does not have; its axes are {mesh}"
+            elif name == self.pipe:
+                why = (
                     f"the pipe axis {name!r}, over which stages are spread anyway; "
-                    "Sharding(outer=True) splits what is not a stage",
-                ),
-                (
-                    not of_rows,
+                    "Sharding(outer=True) splits what is not a stage"
+                )
+            elif name in self.data and name not in self.local:
+                why = (
                     f"the data axis {name!r}; fsdp={name!r} splits parameters over it, and "
-                    f"local={name!r} gives each device's functions their own part",
-                ),
-                (named.count(name) == 1, f"{name!r} more than once"),
-            )
-            faults += [f"{where}: {spec} names {why}" for right, why in reasons if not right]
+                    f"local={name!r} gives each device's functions their own part"
+                )
+            elif named.count(name) > 1:
+                why = f"{name!r} more than once"
+            else:
+                continue
+            faults.append(f"{where}: {spec} names {why}")
         for dim, entry in enumerate(spec):
             if len(names_of(entry)) > 1 and not set(names_of(entry)).isdisjoint(self.local):
                 faults.append(
@@ -388,7 +386,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         faults = []
-        if self.remat is not None and self.remat != "full" and not callable(self.remat):
+        if self.remat not in (None, "full") and not callable(self.remat):
             faults.append(
                 f'remat must be None, "full" or a jax.checkpoint policy; got {self.remat!r}'
             )

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree, Scalar, summable, wider
+from ..arrays import Leaves, Params, PyTree, Scalar, accumulator_dtype, summable, wider
 from ..jaxprs.entry import Piece, Total
 from ..model.calls import OUTER_WANTS, unpadded
 from ..model.packed import Places
@@ -217,11 +217,6 @@ class DeviceStep:
             )
             for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)
         ]
-
-
-def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
-    """At least `wanted` (float32 by default); a wider parameter keeps its own dtype."""
-    return dtype if wanted is None else wider(dtype, wanted)
 
 
 def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
