@@ -193,7 +193,7 @@ class StepRunner:
         PipelineError.refuse(_REFUSED, self.partition.frozen_faults(plans))
         return plans
 
-    def cache_shapes(self, params: Params, batch: PyTree, length: int) -> list[PyTree]:
+    def cache_shapes(self, params: Params, batch: PyTree, length: int) -> PyTree:
         """The shapes of what each stage keeps in a cache with room for `length` positions, leaves
         [sequences, ...].
 
@@ -212,13 +212,10 @@ class StepRunner:
             rows = functions.split(batch, self.schedule.num_microbatches)
             ready = functions.over(own.axis, own.cuts, params).for_batch(rows)
             params["stages"] = [own.layout.of_stage(stage, params["stages"]) for stage in stages]
-            return Plain(ready, params, rows, None, stacked=False).begin([()] * len(stages))[1]
+            _, zeros = Plain(ready, params, rows, None, stacked=False).begin([()] * len(stages))
+            return jax.tree.map(lambda a: jnp.broadcast_to(a, (self.sequences, *a.shape)), zeros)
 
-        shapes = jax.eval_shape(on_mesh(own.mesh, carried), with_outer(params), batch)
-        return [
-            jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.sequences, *a.shape), a.dtype), tree)
-            for tree in shapes
-        ]
+        return jax.eval_shape(on_mesh(own.mesh, carried), with_outer(params), batch)
 
     def positioned(self, cache: Any, batch: PyTree, position: Any) -> Positioned:
         """The batch of a call that goes on at a position of its cache.

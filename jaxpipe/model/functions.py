@@ -341,12 +341,9 @@ class Functions:
 
         return outputs if self.slices == 1 else jax.tree.map(join, outputs)
 
-    def _keywords(
-        self, function: Function, extra: Extra, shared: PyTree, ledger: Ledger | None = None
-    ) -> Extra:
+    def _keywords(self, function: Function, extra: Extra, ledger: Any = None) -> Extra:
         """The keywords that a function may take; its context has the position of its slice."""
-        keywords = {"microbatch": None, "state": None, **extra}
-        keywords |= {"shared": shared, "training": self.training}
+        keywords = {"microbatch": None, "state": None, "training": self.training, **extra}
         ctx = extra.get("ctx")
         if ctx is not None:
             ctx = ctx._replace(offset=self._offset(ctx), ledger=ledger, **function.context)
@@ -400,7 +397,7 @@ class Functions:
         """Whether any stage keeps state from microbatch to microbatch."""
         return any("state" in function.wants_arrays for function in self.stages)
 
-    def run_whole(self, key: str, params: tuple[PyTree, PyTree], x: PyTree, extra: Extra) -> Any:
+    def run_whole(self, key: str, params: PyTree, x: PyTree, extra: Extra) -> Any:
         """`first` or `last` with whole parameters (its own, shared), on one device.
 
         A spread one finds a mapped axis of length 1 in the place of the mesh's.
@@ -423,7 +420,7 @@ class Functions:
                     "first=function(first_params, microbatch) -> x)"
                 )
             return rows["x"]
-        keywords = self._keywords(self.first, extra, shared)
+        keywords = self._keywords(self.first, extra | {"shared": shared})
         return self.first.run(own, extra["microbatch"], keywords=keywords)
 
     def run_stage(
@@ -444,7 +441,7 @@ class Functions:
         if self.passes and ctx is not None:
             number = self._offset(ctx) if self.room else ctx.microbatch % self.slices
             ledger = Ledger(self, number, before[1] if before else None)
-        keywords = self._keywords(function, extra, shared, ledger)
+        keywords = self._keywords(function, extra | {"shared": shared}, ledger)
         if "carry" in function.wants:
             keywords["carry"] = self._carry(function, own, x, keywords, before)
         out = function.run(own, x, keywords=keywords)
@@ -508,7 +505,7 @@ class Functions:
                 "this pipeline has no `last` function; give Model(..., last=function that "
                 "returns the loss)"
             )
-        keywords = self._keywords(self.last, extra, shared)
+        keywords = self._keywords(self.last, extra | {"shared": shared})
         out = self.last.run(own, y, extra["microbatch"], keywords=keywords)
         metrics: PyTree = ()
         count: PyTree = ()
