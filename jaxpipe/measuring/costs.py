@@ -88,12 +88,12 @@ def measure(
             "jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'": not named,
             "policies are of the letters of layers; the model is given by stages": not policies
             or not is_model
-            or model.is_layered,
+            or model.layers is not None,
         },
     )
     rows = jax.tree.map(shape_of, microbatch)
     settings: dict[str, Any] = {"sharding": sharding, "memory": memory}
-    if not model.is_layered:
+    if model.layers is None:
         pipe = _of_stages(model, params, mesh, **settings)
         return measure_stages(
             pipe,
@@ -266,7 +266,7 @@ def traced_memory(
 def refuse_layers(model: Model, params: Any) -> None:
     """PipelineError for a model and parameters that are not by letter."""
     stages = params.get("stages") if isinstance(params, Mapping) else None
-    if not model.is_layered or not isinstance(stages, Mapping):
+    if model.layers is None or not isinstance(stages, Mapping):
         raise PipelineError(
             "the model must be given by the letters of its layers, and params must be a mapping "
             "with 'stages', itself one from letters to parameters, not "

@@ -109,11 +109,10 @@ def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -
                 f"but `{name}` is not spread; give {name}=jaxpipe.spread(...), or take {kind} out "
                 "with jaxpipe.transforms.remove_spread"
             )
-        if there or not spreads:
-            continue
-        timed = costs is not None and getattr(costs, name) is not None
         try:
-            schedule = put(schedule, costs=costs if timed else None)
+            if spreads and not there:
+                timed = costs is not None and getattr(costs, name) is not None
+                schedule = put(schedule, costs=costs if timed else None)
         except ScheduleError as error:
             raise PipelineError(
                 f"`{name}` cannot be spread with schedule {schedule.name!r}: {error}"
@@ -162,7 +161,7 @@ def staged(
 ) -> tuple[Functions, ParamLayout, Cuts]:
     """Cut a model into the stages of a schedule; PipelineError where they do not fit."""
     placement = schedule.placement
-    if model.is_layered:
+    if model.layers is not None:
         layers = LayerMap.of(_layout(model, placement, layout), placement)
         stages = layers.functions(model.stages, has_loss=model.stage_loss)
         params = ParamLayout(placement, unlike=True, layers=layers)

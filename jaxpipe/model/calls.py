@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,6 @@ from ..arrays import PyTree, by_path, described, followed, path_text, summable
 from ..errors import PipelineError
 from ..jaxprs.equations import every_equation
 from .settings import axes_of, holds
-
-# By path of a parameter: the dim that is cut, or None.
-Dims: TypeAlias = "Mapping[str, int | None]"
 
 
 @dataclass(frozen=True)

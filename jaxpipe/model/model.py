@@ -135,15 +135,10 @@ class Model:
         _ = self.outer
 
     @property
-    def is_layered(self) -> bool:
-        """Whether the model is given by letters."""
-        return self.layers is not None
-
-    @property
     def outer(self) -> tuple[Function | None, Function | None]:
         """`first` and `last`."""
         names = ("first", "last")
-        if self.is_layered:
+        if self.layers is not None:
             names = (f"layers[{EMBEDDING!r}]", f"layers[{LOSS!r}]")
         first = _outer(self.first, names[0], ("params", "microbatch"))
         last = _outer(self.last, names[1], ("params", "x", "microbatch"))
@@ -156,7 +151,7 @@ class Model:
     def changed(self, **fields: Any) -> Model:
         """The same model with other fields, checked like a new model; PipelineError as for one."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__} | fields
-        if self.is_layered:
+        if self.layers is not None:
             del values["first"], values["last"]  # letters of `stages`
         return Model(values.pop("stages"), loss=values.pop("contract"), **values)
 
@@ -244,7 +239,7 @@ class Model:
     def _plain(self, params: Mapping[str, PyTree], rows: PyTree, rng: Any, **how: Any) -> Plain:
         """The model on one device, for the rows of each microbatch."""
         params = with_outer(params)
-        stacked = not self.is_layered and callable(self.stages)
+        stacked = callable(self.stages)
         if self.layers is not None:
             one = Placement.loop(devices=1, chunks=1)
             by_letter = LayerMap.of(Layout((self.layers,), 1), one)
