@@ -13,14 +13,13 @@ from jax.sharding import Mesh
 
 from .arrays import Params, PyTree
 from .engine.costs import Costs
-from .errors import PipelineError
+from .errors import PipelineError, typed
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
 from .lowering.plan import Plan
 from .lowering.target import Target
 from .model.arguments import (
     check_costs,
-    check_kinds,
     check_rules,
     init_as_updated,
     key_faults,
@@ -88,6 +87,7 @@ class Pipeline:
         (1, 3, 3)
     """
 
+    @typed(PipelineError)
     def __init__(
         self,
         model: Model,
@@ -100,9 +100,7 @@ class Pipeline:
         costs: Costs | None = None,
         executor: Executor | None = None,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k != "self"}
-        check_kinds(given)
-        key = key_of(given)
+        key = key_of({k: v for k, v in locals().items() if k != "self"})
         check(schedule)
         self.mesh = automatic(mesh)
         self.model, self.sharding, self.memory = model, sharding, memory

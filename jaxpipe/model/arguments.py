@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import Mesh
 
 from ..arrays import PyTree, accumulator_dtype, array_faults, axis_faults, by_path
 from ..engine.costs import Costs
@@ -39,7 +38,6 @@ from .param_layout import (
     owner_faults,
 )
 from .partition import leaf_plans
-from .settings import Memory, Sharding
 
 _SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
 
@@ -131,29 +129,6 @@ def check_costs(costs: Costs | None, schedule: Schedule) -> None:
             'unit="seconds, estimated")'
         )
     costs.for_stages(schedule.num_stages)
-
-
-def check_kinds(given: Mapping[str, Any]) -> None:
-    """PipelineError for arguments of `Pipeline` of another kind, such as a schedule's name instead
-    of a schedule; every fault is listed.
-    """
-    name = given["schedule"] if isinstance(given["schedule"], str) else "1f1b"
-    build = f"jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)"
-    wanted = {
-        "model": (Model, "write jaxpipe.Model(stage, first=..., last=...)"),
-        "schedule": (Schedule, f"write {build}"),
-        "mesh": (Mesh, 'write jax.make_mesh((P,), ("pipe",))'),
-        "sharding": (Sharding, "write jaxpipe.Sharding(...)"),
-        "memory": (Memory, "write jaxpipe.Memory(...)"),
-        "costs": (Costs, "take what jaxpipe.measure returns"),
-    }
-    faults = [
-        f"{name} must be a {'jax.sharding' if kind is Mesh else 'jaxpipe'}.{kind.__name__}, not "
-        f"{quoted(given[name])}; {how}"
-        for name, (kind, how) in wanted.items()
-        if not (isinstance(given[name], kind) or (name == "costs" and given[name] is None))
-    ]
-    PipelineError.refuse("", faults)
 
 
 def staged(

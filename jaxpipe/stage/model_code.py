@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +114,7 @@ class Job:
         return self.plan.ticks.schedule.num_microbatches
 
 
+@runtime_checkable
 class Executor(Protocol):
     """A back end: runs the program of a job.
     `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, and the
