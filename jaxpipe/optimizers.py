@@ -149,7 +149,7 @@ class _PerLayer:
             return {}
         parts = self._parts(params)
         if self.pipe.layout.unlike and not self._layered:
-            self._check_stages(parts, params["stages"])
+            self._check_stages(params["stages"])
         found = []
         for part in parts:
             stacks = self._stacks(part).items()
@@ -374,29 +374,25 @@ class _PerLayer:
 
     # Rules that cannot act on a layer
 
-    def _check_stages(self, parts: Sequence[_Part], stages: Chunks) -> None:
+    def _check_stages(self, stages: Chunks) -> None:
         """PipelineError where a rule differs by the number of a stage in a list: the stages of a
         chunk go through it together.
         """
-        canonical = {"stages": jax.eval_shape(self.pipe.layout.canonical_stages, stages)}
-        faults = []
-        for part in (part for part in parts if part.key == "stages"):
-            numbers, seats = self.pipe.layout.stage_at(part.chunk), self._seats(part)
-            inside = part.tree.layout.parameters(numbers, layered=False)
-            for stack, (tree, axes) in self._stacks(part).items():
-                own = jax.tree.map(
-                    lambda a, n=axes: jax.ShapeDtypeStruct(a.shape[n:], a.dtype), tree
-                )
-                rules = rules_of(self.optimizer, canonical, own)
-                if rules is None:
-                    continue
-                whole, alone = rules
-                faults += [
-                    f"{parameter.path!r}, which it gives as {path!r}"
-                    for name, (seat, path) in seats.items()
-                    for parameter, _ in inside[name]
-                    if seat == stack and path in alone and whole[parameter.path] != alone[path]
-                ]
+        trees = jax.eval_shape(self.pipe.layout.canonical_stages, stages)
+        own = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape[int(self.layer_axis) :], a.dtype), trees
+        )
+        rules = rules_of(self.optimizer, {"stages": own}, *({"stages": tree} for tree in own))
+        if rules is None:
+            return
+        whole, *alone = rules
+        faults = [
+            f"{name!r}, which it gives as {path!r}"
+            for number, of_stage in enumerate(alone)
+            for path, rule in of_stage.items()
+            if path != PROBE
+            and whole[name := path.replace("stages", f"stages/{number}", 1)] != rule
+        ]
         PipelineError.refuse(
             "per_layer gives a rule the tree of a stage, without its number in the list, since "
             "stages of several devices go through it "
