@@ -5,13 +5,12 @@ a layer at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree, by_path, followed, path_text, shapes_of
 from .errors import PipelineError
@@ -32,7 +31,7 @@ from .model.packed import (
 )
 from .model.param_layout import OUTER, Chunks
 from .model.placer import Followers, shardings
-from .model.settings import explicit_context, on_mesh
+from .model.settings import on_mesh
 from .pipeline import Pipeline
 
 
@@ -137,7 +136,6 @@ class _PerLayer:
     pipe: Pipeline
     optimizer: Optimizer
     layer_axis: bool
-    checked: set[Any] = field(default_factory=set)
 
     @cached_property
     def _init(self) -> Callable[[PyTree], PyTree]:
@@ -167,16 +165,16 @@ class _PerLayer:
         if PROBE in grads:
             return dict(grads), state
 
-        partition, to = self.pipe.partition, None
-        if explicit_context(self.pipe.mesh):
-            followers = Followers(grads, partition)
-            to = tuple(shardings(partition, followers.of(tree), tree) for tree in (grads, state))
-        run = on_mesh(self.pipe.mesh, self._updated, to)
+        partition = self.pipe.partition
+        followers = Followers(grads, partition)
+        to = tuple(shardings(partition, followers.of(tree), tree) for tree in (grads, state))
+        run = on_mesh(self.pipe.mesh, partial(self._updated, to[1]), to)
         updates: tuple[PyTree, PyTree] = run(grads, state, params, extra)
         return updates
 
     def _updated(
         self,
+        to: PyTree,
         grads: Mapping[str, PyTree],
         state: Mapping[str, PyTree],
         params: Any,
@@ -198,9 +196,10 @@ class _PerLayer:
                     params_of[name].tree if params_of else None,
                 )
             updates.append(self._as_placed(part, changes))
-            kept = self._kept(part, states)
-            after.append(self._spread(kept) if part.key == "stages" else kept)
-        return _joined(grads, updates), _joined(grads, after)
+            after.append(self._kept(part, states))
+        # left to itself XLA brings constants in the state to every device
+        kept = jax.lax.with_sharding_constraint(_joined(grads, after), to)
+        return _joined(grads, updates), kept
 
     @property
     def _layered(self) -> bool:
@@ -354,23 +353,9 @@ class _PerLayer:
             }
             found = followed(path, own.shape, known)
             parts = () if found is None else partition.kept(found[1], dtype).parts
-            return partition.in_buffer(Group.STATE, parts)
+            return partition.in_buffer(Group.TRAINED, parts)
 
         return kept
-
-    def _spread(self, state: PyTree) -> PyTree:
-        """The state of a chunk's stages stays with them; left to itself XLA brings constants in it
-        to every device.
-        """
-        pipe, layout = self.pipe, state.layout if isinstance(state, Packed) else None
-
-        def constrain(path: Any, leaf: Any) -> Any:
-            buffer = None if layout is None else layout.of(path_text(path))
-            spec = PartitionSpec(pipe.axis, *(PartitionSpec.UNCONSTRAINED,) * (leaf.ndim - 1))
-            spec = spec if buffer is None else pipe.partition.buffer_spec(buffer, leaf.shape)
-            return jax.lax.with_sharding_constraint(leaf, NamedSharding(pipe.mesh, spec))
-
-        return jax.tree_util.tree_map_with_path(constrain, state)
 
     # Rules that cannot act on a layer
 
@@ -404,10 +389,7 @@ class _PerLayer:
     def _update(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
         """One layer's update; PipelineError where the update of a parameter depends on others."""
         shapes = shapes_of((grads, state, params))
-        leaves, form = jax.tree.flatten(shapes)
-        if (form, *leaves) not in self.checked:
-            _check_independent(lambda *trees: self.optimizer.update(*trees, **extra)[0], shapes)
-            self.checked.add((form, *leaves))
+        _check_independent(lambda *trees: self.optimizer.update(*trees, **extra)[0], shapes)
         return self.optimizer.update(grads, state, params, **extra)
 
 

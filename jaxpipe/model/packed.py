@@ -102,7 +102,6 @@ class Group(Enum):
 
     TRAINED = "trained"
     FROZEN = "frozen"
-    STATE = "state"
     ALONE = "alone"  # each by itself
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, groupby, pairwise, zip_longest
+from itertools import accumulate, compress, groupby, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -58,8 +58,7 @@ class LayerMap:
     """
 
     stages: tuple[str, ...]  # letters of each stage, without E and L
-    # per stage, the stages that share its chunk number, itself too
-    chunk_mates: tuple[tuple[int, ...], ...]
+    chunk_of: tuple[int, ...]  # per stage, its number among those that its device holds
 
     @classmethod
     def of(cls, layout: Layout, placement: Placement) -> LayerMap:
@@ -84,12 +83,9 @@ class LayerMap:
                     f"{str(layout)!r}"
                 )
         PipelineError.refuse("the layout does not fit", faults)
-        mates_of = {}
-        for chunk in zip_longest(*owned_stages(placement)):
-            mates = tuple(stage for stage in chunk if stage is not None)
-            mates_of.update(dict.fromkeys(mates, mates))
         letters = (stage.replace(EMBEDDING, "").replace(LOSS, "") for stage in layout.stages)
-        return cls(tuple(letters), tuple(mates_of[s] for s in range(placement.num_stages)))
+        chunks = {stage: v for row in owned_stages(placement) for v, stage in enumerate(row)}
+        return cls(tuple(letters), tuple(chunks[s] for s in range(placement.num_stages)))
 
     @property
     def letters(self) -> tuple[str, ...]:
@@ -99,7 +95,8 @@ class LayerMap:
     def groups(self, stage: int, letter: str) -> tuple[int, ...]:
         """The sizes of a stage's stacks of a letter."""
         own = self.stages[stage].count(letter)
-        counts = {self.stages[mate].count(letter) for mate in self.chunk_mates[stage]}
+        mates = (v == self.chunk_of[stage] for v in self.chunk_of)
+        counts = {mate.count(letter) for mate in compress(self.stages, mates)}
         return tuple(b - a for a, b in pairwise(sorted({0, *counts})) if b <= own)
 
     def split(self, by_letter: Mapping[str, PyTree]) -> list[dict[str, tuple[PyTree, ...]]]:
@@ -119,14 +116,12 @@ class LayerMap:
 
     def join(self, stages: Sequence[Mapping[str, Sequence[PyTree]]]) -> dict[str, PyTree]:
         """The inverse of `split`."""
-        parts = {
-            letter: [stack for own in stages for stack in own.get(letter, ())]
-            for letter in self.letters
-        }
-        return {
-            letter: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks)
-            for letter, stacks in parts.items()
-        }
+
+        def joined(letter: str) -> PyTree:
+            stacks = (stack for own in stages for stack in own.get(letter, ()))
+            return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks)
+
+        return {letter: joined(letter) for letter in self.letters}
 
     def faults(self, by_letter: Any) -> list[str]:
         """Faults of canonical parameters of the stages."""
