@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
-from textwrap import shorten
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -401,23 +400,6 @@ def _buffers(
             yield shared
         else:
             yield from (buffer(n, [n]) for n in leaves if len(set(shapes[n])) > 1)
-
-
-def storage_faults(
-    inside: Sequence[tuple[Parameter, InBuffer | None]], dtype: Any, kept: Kept
-) -> list[str]:
-    """Why an array that was placed by another rule than `kept` cannot be used; `inside` are the
-    parameters that are in it, and how, where it is a buffer.
-    """
-    alike = kept(inside[0][0], dtype)
-    if all(kept(own, dtype) == (how or alike) for own, how in inside):
-        return []
-    paths = ", ".join(dict.fromkeys(repr(own.path) for own, _ in inside))
-    return [
-        f"one array stores {shorten(paths, 300)}, but frozen=, specs= or the mesh axes of this "
-        "pipeline keep it apart; bring them over with the pipeline that placed them as `old`: "
-        "new.place(old.canonical(...))"
-    ]
 
 
 def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -> PyTree:

@@ -101,7 +101,7 @@ class Followers:
             buffer = chunk.layout.of(path[2].key) if isinstance(chunk, Packed) else None
             if buffer is None or self._partition is None:
                 return Follow()
-            return Follow(spec=tuple(self._partition.buffer_spec(buffer, leaf.shape)[1:]))
+            return Follow(spec=tuple(self._partition.buffer_spec(buffer, leaf)[1:]))
 
         return jax.tree_util.tree_map_with_path(of_leaf, node)
 
