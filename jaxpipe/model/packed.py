@@ -287,11 +287,11 @@ def is_missing(node: PyTree) -> bool:
     return not jax.tree.leaves(node)
 
 
-def masked(leaf: Any, there: Sequence[bool]) -> Any:
-    """The leaf [P, ...] with zeros for devices that are not there."""
+def masked(leaf: Any, there: Sequence[bool], axis: int = 0) -> Any:
+    """The leaf [P, ...] with zeros for devices that are not there; these are along `axis`."""
     if all(there):
         return leaf
-    mask = np.array(there).reshape(-1, *(1,) * (leaf.ndim - 1))
+    mask = np.array(there).reshape(-1, *(1,) * (leaf.ndim - 1 - axis))
     return jnp.where(mask, leaf, jnp.zeros_like(leaf))
 
 

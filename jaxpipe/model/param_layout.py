@@ -383,9 +383,11 @@ class ParamLayout:
                 found.append((owner, chunk, holder, self.placement.chunk_of(stage, holder)))
         return tuple(found)
 
-    def place_stages(self, stages: PyTree, how: Kept | Sequence[PyTree] = alone) -> Chunks:
+    def place_stages(
+        self, stages: PyTree, how: Kept | Sequence[PyTree] = alone, *, axis: int = 0
+    ) -> Chunks:
         """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that
-        chunk are zero.
+        chunk are zero.  The stages are along `axis`.
 
         Unlike stages are laid out as the rule says, or as these placed ones are.
         """
@@ -395,11 +397,11 @@ class ParamLayout:
             )
 
         def placed(leaf: Any, stage_of: tuple[int, ...]) -> Any:
-            if stage_of == tuple(range(np.shape(leaf)[0])):
+            if stage_of == tuple(range(np.shape(leaf)[axis])):
                 # in order already: under jit, what draws the leaf is split as the leaf is
                 return leaf
-            own = jnp.take(leaf, np.array([max(s, 0) for s in stage_of]), axis=0)
-            return masked(own, [s >= 0 for s in stage_of])
+            own = jnp.take(leaf, np.array([max(s, 0) for s in stage_of]), axis=axis)
+            return masked(own, [s >= 0 for s in stage_of], axis)
 
         return Chunks(
             (
@@ -425,7 +427,7 @@ class ParamLayout:
             found.append(Packed.of(chunk, layout))
         return Chunks(found, self)
 
-    def canonical_stages(self, placed: tuple[PyTree, ...]) -> PyTree:
+    def canonical_stages(self, placed: tuple[PyTree, ...], *, axis: int = 0) -> PyTree:
         """The inverse of `place_stages`."""
         stages = range(self.placement.num_stages)
         if self.unlike:
@@ -433,7 +435,7 @@ class ParamLayout:
             return trees if self.layers is None else self.layers.join(trees)
         order = np.array([v * self.placement.num_devices + d for v, d in map(self.where, stages)])
         return jax.tree.map(
-            lambda *leaves: jnp.take(jnp.concatenate(leaves, axis=0), order, axis=0), *placed
+            lambda *leaves: jnp.take(jnp.concatenate(leaves, axis), order, axis), *placed
         )
 
     def of_stage(self, stage: int, placed: Sequence[PyTree]) -> PyTree:
