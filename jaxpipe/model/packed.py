@@ -370,8 +370,12 @@ def _buffers(
     """
     known = [form for form in forms if form.names]
     shapes: dict[str, list[tuple[int, ...]]] = {}
-    for name, shape in _by_leaf(forms, [form.shapes for form in forms]):
-        shapes.setdefault(name, []).append(shape)
+    lengths: list[dict[str, int]] = []
+    for form in known:
+        own = dict(zip(form.names, form.shapes, strict=True))
+        lengths.append({n: Entry(shape, kinds[n][0].parts).length for n, shape in own.items()})
+        for name, shape in own.items():
+            shapes.setdefault(name, []).append(shape)
     groups: dict[Any, list[str]] = {}
     for name in sorted(shapes):
         if len(shapes[name]) < len(known) or len(set(shapes[name])) > 1:
@@ -379,14 +383,8 @@ def _buffers(
             by_itself = name if how.group is Group.ALONE else ""
             groups.setdefault((dtype, how.group, how.axes, by_itself), []).append(name)
 
-    def length(name: str, shape: tuple[int, ...]) -> int:
-        return Entry(shape, kinds[name][0].parts).length
-
     def buffer(name: str, leaves: Sequence[str]) -> Buffer:
-        most = max(
-            sum(length(*one) for one in _by_leaf([form], [form.shapes]) if one[0] in leaves)
-            for form in known
-        )
+        most = max(sum(own.get(leaf, 0) for leaf in leaves) for own in lengths)
         multiple = kinds[leaves[0]][0].multiple
         size = math.ceil(most / multiple) * multiple
         return Buffer(name, size, tuple((leaf, kinds[leaf][0]) for leaf in leaves))
@@ -396,7 +394,7 @@ def _buffers(
         word += "_"
     for number, leaves in enumerate(groups.values()):
         shared = buffer(f"{word} {number}", leaves)
-        if shared.size < sum(max(length(n, shape) for shape in shapes[n]) for n in leaves):
+        if shared.size < sum(max(own.get(leaf, 0) for own in lengths) for leaf in leaves):
             yield shared
         else:
             yield from (buffer(n, [n]) for n in leaves if len(set(shapes[n])) > 1)

@@ -355,6 +355,11 @@ class ParamLayout:
         return f"stages by device {{{'; '.join(rows)}}}{layers}"
 
     @property
+    def is_layered(self) -> bool:
+        """Whether stages are made of layers."""
+        return self.layers is not None
+
+    @property
     def num_owned(self) -> int:
         """The most stages that one device owns: the length of the placed `stages` tuple."""
         return max(len(row) for row in self.owned)
@@ -362,7 +367,7 @@ class ParamLayout:
     @property
     def num_leading(self) -> int:
         """The axes of stages and of layers that canonical leaves have before those of one layer."""
-        return int(not self.unlike or self.layers is not None) + self.stacks
+        return int(not self.unlike or self.is_layered) + self.stacks
 
     def stage_at(self, chunk: int) -> tuple[int, ...]:
         """Per device, the stage that its owned chunk `chunk` is, or -1."""
@@ -420,7 +425,7 @@ class ParamLayout:
             numbers = self.stage_at(v)
             chunk = [None if s < 0 else trees[s] for s in numbers]
             layout = (
-                chunk_layout(chunk, numbers, how, layered=self.layers is not None)
+                chunk_layout(chunk, numbers, how, layered=self.is_layered)
                 if callable(how)
                 else how[v].layout
             )

@@ -154,15 +154,14 @@ def reduce_gradients(
     scattered = [plan.scatter(g, axes) for g, plan in zip(grads, plans, strict=True)]
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, plan in enumerate(plans):
-        groups.setdefault(plan.whole_axes(axes), []).append(i)
+        names = plan.whole_axes(axes)
+        if names and by_parts and scattered[i].nbytes > PART:
+            scattered[i] = _summed_by_parts(scattered[i], plan, names)
+        elif names:
+            groups.setdefault(names, []).append(i)
     for names, members in groups.items():
-        if not names:
-            continue
-        large = [i for i in members if by_parts and scattered[i].nbytes > PART]
-        for i in large:
-            scattered[i] = _summed_by_parts(scattered[i], plans[i], names)
-        small = [i for i in members if i not in large]
-        for i, value in zip(small, lax.psum([scattered[i] for i in small], names), strict=True):
+        sums = lax.psum([scattered[i] for i in members], names)
+        for i, value in zip(members, sums, strict=True):
             scattered[i] = value
     return scattered
 
@@ -175,14 +174,11 @@ def _summed_by_parts(total: Any, plan: LeafPlan, names: tuple[str, ...]) -> Any:
     until the rest of the array is one part.
     """
 
-    def summed(total: Any, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
-        part = lax.dynamic_slice(total, starts, sizes)
-        return plan.constrain(lax.dynamic_update_slice(total, lax.psum(part, names), starts))
-
     def rest(total: Any, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
         """The sum of all that has these first indices."""
         if (dim := len(starts)) == total.ndim:
-            return summed(total, starts, sizes)
+            part = lax.psum(lax.dynamic_slice(total, starts, sizes), names)
+            return plan.constrain(lax.dynamic_update_slice(total, part, starts))
         length, row = total.shape[dim], math.prod((*sizes, *total.shape[dim + 1 :]))
         count = PART // (row * total.dtype.itemsize)
         if plan.auto[dim] is not None or count >= length:
@@ -238,10 +234,6 @@ class Partition:
         """The number of data shards."""
         return math.prod(self.mesh.shape[name] for name in self.data_axes)
 
-    @property
-    def _layered(self) -> bool:
-        return self.layout.layers is not None
-
     def plans(
         self, params: Mapping[str, PyTree], canonical: Mapping[str, PyTree] | None = None
     ) -> dict[str, PyTree]:
@@ -291,7 +283,7 @@ class Partition:
         list.
         """
         key, _, name = path.partition("/")
-        numbered = self.layout.unlike and not self._layered
+        numbered = self.layout.unlike and not self.layout.is_layered
         by_stage = isinstance((self.sharding.specs or {}).get("stages"), list | tuple)
         return name.partition("/")[2] if key == "stages" and numbered and not by_stage else name
 
@@ -304,7 +296,7 @@ class Partition:
         spec = next((spec for prefix, spec in specs.items() if holds(prefix, name)), None)
         faults = self.sharding.spec_faults(own.path, own.shape, spec, dict(self.mesh.shape))
         # a stage has a stack of layers
-        stack = (None,) if self._layered and key == "stages" else ()
+        stack = (None,) if self.layout.is_layered and key == "stages" else ()
         return (*stack, *(() if faults or spec is None else spec)), faults
 
     def _is_frozen(self, own: Parameter, dtype: Any) -> bool:
@@ -371,7 +363,7 @@ class Partition:
 
     def _packed(self, chunk: Packed, v: int) -> Packed:
         """The plans of the arrays of chunk `v` of unlike stages."""
-        inside = chunk.layout.parameters(self.layout.stage_at(v), layered=self._layered)
+        inside = chunk.layout.parameters(self.layout.stage_at(v), layered=self.layout.is_layered)
 
         def plan(name: str, leaf: Any) -> LeafPlan:
             if (buffer := chunk.layout.of(name)) is None:

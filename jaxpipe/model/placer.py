@@ -102,6 +102,11 @@ class Followers:
 
         return jax.tree_util.tree_map_with_path(of_leaf, node)
 
+    def shardings(self, node: PyTree) -> dict[str, PyTree]:
+        """The sharding of each leaf of a node of placed shapes."""
+        assert self._partition is not None, "a plain program places nothing"
+        return shardings(self._partition, self.of(node), node)
+
     def _follow(self, part: str, name: str, shape: tuple[int, ...]) -> Follow:
         stage, known = part.startswith("stages"), self._known.get(part, {})
         one_a_device = (
@@ -251,8 +256,7 @@ class Placer:
 
         def to(state: PyTree) -> PyTree:
             def of_node(node: PyTree) -> PyTree:
-                follows = is_params(node)
-                return shardings(self._partition, followers.of(node), node) if follows else whole
+                return followers.shardings(node) if is_params(node) else whole
 
             return jax.tree.map(of_node, state, is_leaf=is_params)
 
@@ -401,9 +405,7 @@ def _placed_in_parts(partition: Partition, like: Chunks, stages: PyTree) -> PyTr
         rest[max(fits, key=lambda dim: leaf.shape[dim]) - 1] = axis
         return constrained(leaf, None, *rest)
 
-    in_order = (*range(layout.placement.num_stages),)
-    if layout.unlike or any(layout.stage_at(v) != in_order for v in range(layout.num_owned)):
-        stages = jax.tree.map(split, stages)
+    stages = jax.tree.map(split, stages)
     if not layout.unlike:
         return layout.place_stages(stages)
     separate = [Packed({}, chunk.layout.separate) for chunk in like]

@@ -272,8 +272,11 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         index = jnp.int32(0)
         return functions.extra(inputs.batch, inputs.rng, index, index, wants)
 
-    def outer(key: str, trace: Callable[..., StageCode], x: PyTree, *, is_share: bool) -> StageCode:
+    def outer(key: str, x: PyTree) -> StageCode:
         """`first` or `last`."""
+        is_share = getattr(functions, f"spreads_{key}")
+        trace_first = trace_spread_first if is_share else trace_stage
+        trace: Callable[..., StageCode] = trace_first if key == "first" else trace_last
         own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
         uses = _uses(own, leaf_plans(job.plans[key])) + shared_uses
         with refusing(key):
@@ -282,9 +285,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
             _check_collectives(key, code, job.axis)
         return code
 
-    is_share = functions.spreads_first
-    trace_first = trace_spread_first if is_share else trace_stage
-    first = outer("first", trace_first, (), is_share=is_share)
+    first = outer("first", ())
     x: PyTree = first.y
     kinds: dict[tuple[Any, ...], StageCode] = {}
     kind_of: list[int] = []
@@ -301,9 +302,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
             kinds[key] = _trace_one(job, functions, stage, arguments, uses)
         kind_of.append(list(kinds).index(key))
         x = kinds[key].y
-    last = None
-    if functions.last is not None:
-        last = outer("last", trace_last, x, is_share=functions.spreads_last)
+    last = None if functions.last is None else outer("last", x)
     codes = tuple(kinds.values())
     found = ModelCode(codes, tuple(kind_of), first, last, _program(job, codes))
     if last is None or not found.defers_last:
