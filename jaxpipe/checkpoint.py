@@ -215,9 +215,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and bool(
-        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    )
+    return bool(jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key))
 
 
 try:
@@ -510,8 +508,9 @@ class Checkpoints:
     ) -> None:
         """CheckpointError listing every leaf that differs."""
         CheckpointError.refuse(
-            f"step {step} of {self._folder} was saved by another model or optimizer (another number "
-            "of stages can resume only where both runs say Checkpoints(..., layer_axis=True))",
+            f"step {step} of {self._folder} was saved by another model or optimizer (another "
+            "number of stages can resume only where both runs say "
+            "Checkpoints(..., layer_axis=True))",
             [
                 f"{name}: the state wants {_aval(wanted.get(name))}, but "
                 f"{_aval(stored.get(name))} was saved"
