@@ -32,9 +32,7 @@ from jax.extend import core
 from ..arrays import Leaves
 from ..errors import PipelineError
 from ..jaxprs.cut import (
-    Assignment,
     Cut,
-    Split,
     cut,
     drop_dead,
     equal_outputs,
@@ -205,15 +203,10 @@ def cut_weights(
     """
     mask = [False] * params + [True] * (len(backward.outvars) - params)
     held = [backward.invars[i] for i in priced]
+    needed, _ = needed_for(backward, mask)
     found = [
-        cut(backward, needed_for(backward, mask)[0], outputs=mask, priced=held),
-        cut(
-            backward,
-            needed_for(backward, _with_light(backward, mask, params))[0],
-            outputs=mask,
-            early=is_light,
-            priced=held,
-        ),
+        cut(backward, needed, outputs=mask, priced=held),
+        cut(backward, needed, outputs=mask, early=is_light, priced=held),
     ]
 
     def weight(halves: Cut) -> int:
@@ -223,32 +216,6 @@ def cut_weights(
         )
 
     return min(filter(fits, found), key=weight, default=None)
-
-
-def _with_light(backward: core.Jaxpr, mask: Sequence[bool], params: int) -> list[bool]:
-    """The mask, with the parameters added whose gradients need no more matmuls."""
-    least = _heavy_in(backward, needed_for(backward, mask)[0])
-    counts = [
-        _heavy_in(backward, needed_for(backward, [m or j == i for j, m in enumerate(mask)])[0])
-        for i in range(params)
-    ]
-    return [count == least for count in counts] + list(mask[params:])
-
-
-def _heavy_in(jaxpr: core.Jaxpr, assignment: Assignment) -> int:
-    """The number of heavy equations in the first part."""
-    found = 0
-    for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
-        if choice is False:
-            continue
-        if eqn.primitive.name == "scan":
-            body = eqn.params["jaxpr"].jaxpr
-            found += _heavy_in(
-                body, choice.body if isinstance(choice, Split) else (True,) * len(body.eqns)
-            )
-        else:
-            found += not is_light(eqn)
-    return found
 
 
 def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Jaxpr, core.Jaxpr]:
