@@ -394,11 +394,6 @@ class Segment:
             tick[-1], block[-1] = self.stop - 1, len(self.templates[-1].blocks)
         return tick, block
 
-    def num_blocks(self, tick: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of blocks of the templates of these ticks."""
-        sizes = np.array([len(template.blocks) for template in self.templates])
-        return sizes[(tick - self.start) % self.period]
-
     def template(self, tick: int) -> TickTemplate:
         """The template of a tick."""
         return self.templates[(tick - self.start) % self.period]

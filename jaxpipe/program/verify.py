@@ -296,7 +296,8 @@ class Accesses(NamedTuple):
     device: Ints
     slot: Ints
     tick: Ints
-    place: Ints  # within the tick: 2 n before block n, one more in it; `_AFTER` all of them
+    # within the tick: 4 n before block n or after n blocks, two more in it; `_AFTER` all of them
+    place: Ints
     order: Ints  # within the block
     value: Ints
     is_read: NDArray[np.bool_]
@@ -352,7 +353,7 @@ def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iter
         for effect, at, record, value in _happening(program, pool, block):
             # A pair runs as one: the backward may read until the forward has written.
             late = program.pairs[at] & (effect.access is Access.READ) & (not is_forward)
-            place = 1 + 2 * np.where(late, block.among, block.place)
+            place = np.where(late, 4 * block.among - 1, 4 * block.place + 2)
             slots = getattr(record, effect.field)
             yield Accesses.of(at, slots, place, effect.access, value)
 
@@ -376,9 +377,8 @@ def _of_exchanges(program: Program, pool: Place, blocks: Sequence[Running]) -> I
             value[:, target] = sent[ticks, source]
         k, device = np.nonzero(arrival.takes[ticks] != 0)
         tick, before = segment.written(transit)
-        place = np.where(before < segment.num_blocks(tick), 2 * before, _AFTER)
         order, at = Access.WRITE + transit.lane, (ticks[k], device)
-        yield Accesses.of(at, arrival.slot, place[k], order, value[k, device], tick[k])
+        yield Accesses.of(at, arrival.slot, 4 * before[k], order, value[k, device], tick[k])
 
 
 def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
