@@ -4,8 +4,7 @@ shares of `first` and `last` where these are spread over the pipe axis (E, G, L,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,12 +16,12 @@ from ..jaxprs.entry import Slot, Target, Total
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..program.ir import Record
 from ..program.segments import BlockUse, Presence
-from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, run
-from ..table.effects import OF_SLICES, Access, Effect, Place
+from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, run
+from ..table.effects import OF_SLICES, Access, Place
 from ..table.kinds import COLLECTIVES, Kind
 from .block import Block, State, add, add_at, of_chunk, read, run_where, without_weak_types, write
 from .pools import put, taken
-from .step import DeviceStep, Operand
+from .step import DeviceStep, whole
 
 # The results that a stage's code writes to slots itself.
 _IN_SLOTS = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
@@ -30,39 +29,24 @@ _IN_SLOTS = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
 _SENT = {Place.SENT_X: Place.X, Place.SENT_DX: Place.COTANGENT}
 
 
-@dataclass(frozen=True)
 class StageAction:
-    """An action of one kind of stage on one chunk; `row` is the record that it reads."""
+    """An action of one kind of stage on one chunk; `row` is the record that it reads.
 
-    step: DeviceStep
-    use: BlockUse
-    stage_kind: int
-    row: Any
+    Attributes:
+        operand: the stage's code and parameters on this device.
+        effects: what it reads and writes.
+        keeps: whether a forward keeps residuals.
+        places: the places of the results of its code.
+    """
 
-    @property
-    def kind(self) -> Kind:
-        """The kind of the action."""
-        return self.use.block.kind
-
-    @property
-    def operand(self) -> Operand:
-        """The stage's code and parameters on this device."""
-        return self.step.operands[self.use.block.chunk, self.stage_kind]
-
-    @property
-    def code(self) -> StageCode:
-        """The code of the stage."""
-        return self.operand.code
-
-    @property
-    def keeps(self) -> bool:
-        """Whether a forward keeps residuals."""
-        return self.step.job.training and self.use.block.keeps
-
-    @property
-    def effects(self) -> Sequence[Effect]:
-        """What it reads and writes."""
-        return self.step.code.program.effects(self.kind)
+    def __init__(self, step: DeviceStep, use: BlockUse, stage_kind: int, row: Any) -> None:
+        self.step, self.use, self.row, self.kind = step, use, row, use.block.kind
+        self.operand = step.operands[use.block.chunk, stage_kind]
+        self.code = self.operand.code
+        self.effects = step.code.program.effects(self.kind)
+        self.keeps = step.job.training and use.block.keeps
+        is_bare = self.kind is Kind.F and not self.keeps
+        self.places = [p for p in RESULTS[self.kind] if not (is_bare and p in RESIDUALS)]
 
     def name(self, place: Place) -> str:
         """A place of the chunk in the state."""
@@ -105,16 +89,10 @@ class StageAction:
         """The state after the stage's code, from its results, which are written in the order of
         their places.
         """
-        found = self.code.results(self._places, outs)
+        found = self.code.results(self.places, outs)
         for place in filter(found.__contains__, Place):
             state = self._write(place, found[place], state)
         return state
-
-    @property
-    def _places(self) -> tuple[Place, ...]:
-        """The places of the results."""
-        is_bare = self.kind is Kind.F and not self.keeps
-        return tuple(p for p in RESULTS[self.kind] if not (is_bare and p in RESIDUALS))
 
     def _inputs(self, state: State) -> Leaves:
         """(consts, parameters, x, carry, buffers, extra, once)."""
@@ -160,7 +138,7 @@ class StageAction:
         scan over layers writes slots, and adds to accumulators, row by row.
         """
         found: dict[int, Target] = {}
-        for place, span in self.code.spans(self._places).items():
+        for place, span in self.code.spans(self.places).items():
             targets: list[Any] = []
             if place is Place.STAGE_GRADIENTS:
                 targets = self.operand.totals(state[self.name(place)])
@@ -189,7 +167,8 @@ class StageAction:
             return state | {name: put(self.operand.state_places, state[name], values)}
         buffer, avals, pool = self.step.buffers[place], self.code.avals[place], state[name]
         if place in _IN_SLOTS:
-            return state | {name: buffer.stored(pool, getattr(row, name), avals, values)}
+            after = buffer.write(pool, getattr(row, name), avals, values, in_slots=True)
+            return state | {name: after}
         # for another slice, where there is one
         (effect,) = (e for e in self.effects if e.place is place and e.access is Access.WRITE)
         slot, flag = getattr(row, effect.field), getattr(row, str(effect.when)) != 0
@@ -313,12 +292,8 @@ def _last(step: DeviceStep, row: Record[Scalar], state: State, y: Leaves | None 
     source = row.is_source != 0
     if step.blocking:
         source = jnp.logical_and(source, jnp.logical_not(state["token"]))
-
-    def everywhere(leaf: Any) -> Any:
-        number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
-        return lax.psum(_or_zeros(source, number), step.job.axis).astype(leaf.dtype)
-
-    y = [everywhere(leaf) for leaf in read(state["last"], row.y)]
+    kept = read(state["last"], row.y)
+    y = [whole(_or_zeros(source, leaf), step.job.axis) for leaf in kept]
     return _loss(step, row, y, state, source)
 
 
@@ -335,7 +310,7 @@ def _loss(
     arguments = step.end_inputs("last", row.microbatch, y)
     jaxpr, places = code.evaluate, [Place.LOSSES, Place.AUX]
     if training:
-        arguments.append(step.seed if source is None else step.seed / step.num_devices)
+        arguments.append(step.seed if source is None else step.share_seed)
         jaxpr = code.input_grad if step.code.defers_last else code.backward
         more = (Place.SENT_DX, Place.STASH), (Place.STAGE_GRADIENTS, Place.SENT_DX)
         places += more[not step.code.defers_last]
@@ -371,7 +346,7 @@ def _last_weight_grad(step: DeviceStep, row: Record[Scalar], state: State) -> St
     L left.  No other device takes part.
     """
     assert step.code.last is not None
-    seed = step.seed / step.num_devices
+    seed = step.share_seed
     stash = read(state["share"], row.stash)
     arguments = [*step.end_inputs("last", row.microbatch), seed, *stash]
     return _accumulate("last_gradients", step.code.last.weight_grad, arguments, state)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 
 from ..arrays import Leaves, Params, PyTree, Scalar
 from ..errors import PipelineError
-from ..program.ir import NOBODY, POOL_OF, Program, Record, TickRecord
+from ..program.ir import NOBODY, POOL_OF, Record, TickRecord
 from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
 from ..stage.model_code import Clock, Inputs, Job, ModelCode
 from ..table.kinds import Kind
 from .actions import StageAction, pair_block, share_block
-from .block import Block, State, is_ordered, run_in_order, run_where, settled
+from .block import Block, State, is_ordered, run_where, settled
 from .pools import HostMoves, Packing, StageEntries, shared_buffers
-from .step import DeviceStep, finish, prepare, with_replicas
+from .step import DeviceStep, finish, prepare
 from .xla import inside, mapped, split_entries, whole_entries
 
 # The scopes of transfers in a profile and in a compiled program.  The second is of transfers that
@@ -70,19 +70,28 @@ def _scanned(body: Callable[[State, Any], State], state: State, lines: Any) -> S
     return lax.scan(lambda state, line: (body(state, line), None), state, lines)[0]
 
 
-@dataclass(frozen=True)
+def _by_kinds(
+    uses: tuple[BlockUse, ...],
+    kinds: tuple[NDArray[np.int64], ...],
+    where: NDArray[np.bool_],
+    paired: bool | None,
+) -> list[_Run]:
+    """The runs of blocks by the kinds of their stages, on the devices that run them all."""
+    those = np.logical_and.reduce([where, *(of != NOBODY for of in kinds)])
+    counts = Counter(zip(*(of[those].tolist() for of in kinds), strict=True))
+    several = len(counts) > 1
+    return [
+        _Run(uses, kind, Presence.of(n, those.size), several, paired)
+        for kind, n in sorted(counts.items())
+    ]
+
+
 class TickEmitter:
     """Turns segments into code."""
 
-    step: DeviceStep
-
-    @property
-    def _program(self) -> Program:
-        return self.step.code.program
-
-    @cached_property
-    def _packing(self) -> Packing:
-        return Packing.of(self.step.buffers)
+    def __init__(self, step: DeviceStep) -> None:
+        self.step, self._program = step, step.code.program
+        self._packing = Packing(step.buffers)
 
     def run_segment(self, segment: Segment, table: Any, state: State) -> State:
         """Emit one period of ticks; scan it over the segment's rows of the table where it repeats.
@@ -147,7 +156,7 @@ class TickEmitter:
     ) -> State:
         """One tick; `brought` records the transfers in flight."""
         row, begun = rows[j], -1
-        moves = HostMoves.of(self._program, segment.sharing(j), self._packing, row)
+        moves = HostMoves(self._program, segment.sharing(j), self._packing, row)
         state = moves.begin(state)
         for place, runs in self._runs(segment, j):
             if place != begun:
@@ -174,20 +183,13 @@ class TickEmitter:
         for (f, forward), (b, backward) in product(enumerate(template.blocks), repeat=2):
             if forward.block.kind is not Kind.F or backward.block.kind not in self._program.joint:
                 continue
-            both = ahead & (kinds[f] != NOBODY) & (kinds[b] != NOBODY)
-            counts = Counter(zip(kinds[f][both].tolist(), kinds[b][both].tolist(), strict=True))
-            if not counts:
-                continue
-            paired |= {f, b}
-            uses, pairs, several = (forward, backward), sorted(counts.items()), len(counts) > 1
-            runs = [_Run(uses, kind, Presence.of(n, both.size), several, True) for kind, n in pairs]
-            yield 0, runs
+            if runs := _by_kinds((forward, backward), (kinds[f], kinds[b]), ahead, True):
+                paired |= {f, b}
+                yield 0, runs
         for place, (use, of) in enumerate(zip(template.blocks, kinds, strict=True)):
-            apart = False if place in paired else None
-            own = (of != NOBODY) & ~ahead if place in paired else of != NOBODY
-            those, active = np.unique(of[own]).tolist(), Presence.of(int(own.sum()), own.size)
-            several = len(those) > 1
-            yield place, [_Run((use,), (kind,), active, several, apart) for kind in those]
+            apart = place in paired
+            own = ~ahead if apart else np.ones_like(ahead)
+            yield place, _by_kinds((use,), (of,), own, False if apart else None)
 
     def _transfers(
         self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought
@@ -202,7 +204,7 @@ class TickEmitter:
                 with jax.named_scope(WITH_SLACK if transit.is_late else EXCHANGE):
                     brought[transit], state = self._permuted(transit, state)
         # A transfer with slack is written to its slot some ticks later, so that nothing before
-        # depends on it.  Readers of the pool must end before that write (see `run_in_order`), or
+        # depends on it.  Readers of the pool must end before that write (see `run_where`), or
         # XLA writes to a copy.
         for transit in [t for t in brought if t.written == at]:
             row = rows[-1 if transit.from_before else transit.tick]
@@ -269,17 +271,17 @@ class TickEmitter:
             block = pair_block(*actions) if others else actions[0].block()
             stage = record.stage
         flag = reduce(jnp.logical_and, flags)
-        active, how = Presence.SOMETIMES if run.tests_kind else run.active, run_in_order
+        active, ordered = Presence.SOMETIMES if run.tests_kind else run.active, True
         if others:
-            return how(active, flag, block, state)
+            return run_where(active, flag, block, state, ordered=True)
         if step.job.clock is not None:
             # It is always under a predicate: a loop's body begins when all of its inputs are
             # computed.
             active = Presence.SOMETIMES
             block = clocked(block, (jnp.int32(int(action)), stage, record.microbatch), step.job)
         elif use.block.is_collective and active is Presence.ALWAYS:
-            how = run_where  # its exchange keeps it in order
-        state = how(active, flag, block, state)
+            ordered = False  # its exchange keeps it in order
+        state = run_where(active, flag, block, state, ordered=ordered)
         waits = step.blocking and use.block.is_collective
         return settled(jax.tree.leaves(block.part(state)), state) if waits else state
 
@@ -362,13 +364,12 @@ def body(
     if everywhere and job.clock is not None:
         raise PipelineError(CANNOT_BE_TIMED)
     if entries is None:
-        entries = tuple(whole_entries(job, kind) for kind in code.kinds)
+        entries = whole_entries(job, code)
     buffers = shared_buffers(code.kinds, entries)
     if job.observe is not None:
         job.observe(job, code, entries)
     with jax.named_scope("prepare"):
-        chunks = with_replicas(job, inputs.owned)
-        step = DeviceStep(job, inputs, code, buffers, everywhere, chunks).with_once()
+        step = DeviceStep(job, inputs, code, buffers, everywhere=everywhere)
         emitter, state = TickEmitter(step), step.empty_state()
         # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
         table = jnp.asarray(_narrow(np.stack(code.program.ticks.columns, axis=-1)))
