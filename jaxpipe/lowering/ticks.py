@@ -184,11 +184,11 @@ def followed(schedule: Schedule, kinds: tuple[Kind, Kind]) -> BoolArray:
 
 
 def joined_ticks(schedule: Schedule, *, as_one: bool = False) -> Ticks:
-    """As `assign_ticks`, but a W is in the tick of the F right after it, and a part of a share (H)
+    """As `assign_ticks`, but a W is in the tick of the F right after it, and a late part of a share
     in that of the F right before it: fewer ticks, and in each of them predicates to ask.
 
-    A W and an H neither await nor make a transfer, so where transfers run beside blocks they run
-    while their tick's F awaits its input.  With `as_one` a W and its F are one block: where blocks
+    Both neither await nor make a transfer, so where transfers run beside blocks they run while
+    their tick's F awaits its input.  With `as_one` a W and its F are one block: where blocks
     communicate, matmuls of the W run beside collectives of the F.
     """
     table = schedule.encoded

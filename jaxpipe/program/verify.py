@@ -175,7 +175,7 @@ def _action_faults(program: Program) -> Iterator[Fault]:
 
 
 def _collective_faults(program: Program) -> Iterator[Fault]:
-    """All devices do a collective action in one tick, which has nothing else; H is alone."""
+    """All devices do a collective action in one tick, which has nothing else."""
     ticks = program.ticks
     busy = (ticks.forward.kind != NOBODY) | (ticks.backward.kind != NOBODY)
     for record in ticks.collectives:
