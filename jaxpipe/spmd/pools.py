@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,43 @@ def put(places: Places, leaves: Sequence[Any], values: Iterable[Any]) -> Leaves:
     for place, value in zip(places, values, strict=True):
         after[place.at] = place.put(after[place.at], value)
     return after
+
+
+class InPool(NamedTuple):
+    """Values in one slot of a pool of buffers: the place of each leaf, and the slot of the leaf of
+    the buffer there.
+    """
+
+    pool: Sequence[Any]
+    held: list[tuple[Home, Slot]]
+
+    def read(self) -> Leaves:
+        """The values."""
+        return [p.take(leaf.load()) for p, leaf in self.held]
+
+    def lazily(self) -> Leaves:
+        """The values, still as slots where they can be."""
+        return [p.take(leaf.load()) if p.flat else leaf for p, leaf in self.held]
+
+    def slots(self) -> list[Slot | None]:
+        """A slot for each leaf that is in the buffer in its own shape."""
+        return [None if p.flat else leaf for p, leaf in self.held]
+
+    def write(
+        self, values: Sequence[Any], *, where: Flag | None = None, in_slots: bool = False
+    ) -> Leaves:
+        """The pool with other values in the slot, where a flag is True.
+
+        With `in_slots`, `values` has the updated pool for each leaf with a slot of `slots`.
+        """
+        if where is not None:
+            pairs = zip(values, self.read(), strict=True)
+            values = [jnp.where(where, new, old) for new, old in pairs]
+        after = list(self.pool)
+        for (p, leaf), value in zip(self.held, values, strict=True):
+            store = leaf.store_flat if p.flat else leaf.store
+            after[p.at] = value if in_slots and not p.flat else store(value)
+        return after
 
 
 # The leaves of several kinds that share a leaf of the buffer: by number of a kind, which of its
@@ -106,13 +143,14 @@ class SharedBuffer:
         places: dict[tuple[int, int], Home] = {}
         for at, group in enumerate(groups):
             members = sorted(group.items())
-            shapes, dtypes = zip(*(keyed[number][n] for number, n in members), strict=True)
+            keys = [keyed[number][n] for number, n in members]
+            shapes, dtypes = zip(*keys, strict=True)
             shape = shapes[0] if len(set(shapes)) == 1 else (max(map(prod, shapes)),)
             for member, own in zip(members, shapes, strict=True):
                 places[member] = Home(at, Entry(own, pinned=pinned), own != shape)
             avals.append(jax.ShapeDtypeStruct(shape, dtypes[0]))
-            fits = [wanted[number][n] for number, n in members]
-            entries.append(_agreed(shape, fits, raveled=any(own != shape for own in shapes)))
+            fits, raveled = [wanted[number][n] for number, n in members], {*shapes} != {shape}
+            entries.append(_agreed(shape, fits, raveled=raveled))
         by_kind = {
             kind: tuple(places[number, n] for n in range(len(kind)))
             for number, kind in enumerate(keyed)
@@ -132,45 +170,10 @@ class SharedBuffer:
         """The places of a kind's leaves."""
         return self.places[_keys(avals)]
 
-    def _held(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[tuple[Home, Slot]]:
-        """The place of each leaf of a kind, and the slot of the leaf of the buffer there."""
-        return [(p, Slot(pool[p.at], slot, self.entries[p.at])) for p in self.of_kind(avals)]
-
-    def read(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
-        """A kind's values out of one slot of a pool of buffers."""
-        return [p.take(held.load()) for p, held in self._held(pool, slot, avals)]
-
-    def lazily(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
-        """A kind's values out of one slot, still as slots where they can be."""
-        held = self._held(pool, slot, avals)
-        return [p.take(leaf.load()) if p.flat else leaf for p, leaf in held]
-
-    def slots(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[Slot | None]:
-        """A slot for each leaf of a kind that is in the buffer in its own shape."""
-        return [None if p.flat else held for p, held in self._held(pool, slot, avals)]
-
-    def write(
-        self,
-        pool: Sequence[Any],
-        slot: Scalar,
-        avals: Avals,
-        values: Sequence[Any],
-        *,
-        where: Flag | None = None,
-        in_slots: bool = False,
-    ) -> Leaves:
-        """The pool with a kind's values in one slot, where a flag is True.
-
-        With `in_slots`, `values` has the updated pool for each leaf with a slot of `slots`.
-        """
-        if where is not None:
-            old = self.read(pool, slot, avals)
-            values = [jnp.where(where, a, b) for a, b in zip(values, old, strict=True)]
-        after = list(pool)
-        for (p, held), value in zip(self._held(pool, slot, avals), values, strict=True):
-            store = held.store_flat if p.flat else held.store
-            after[p.at] = value if in_slots and not p.flat else store(value)
-        return after
+    def at(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> InPool:
+        """A kind's values in one slot of a pool of buffers."""
+        places = self.of_kind(avals)
+        return InPool(pool, [(p, Slot(pool[p.at], slot, self.entries[p.at])) for p in places])
 
     def put(self, leaves: Sequence[Any], avals: Avals, values: Sequence[Any]) -> Leaves:
         """A buffer's leaves, in which a kind's values replace the old ones."""
@@ -338,7 +341,7 @@ class HostMoves:
     stores = fetches = always = False
 
     def __init__(
-        self, program: Program, ticks: NDArray[np.int64], packing: Packing, row: TickRecord[Scalar]
+        self, packing: Packing, program: Program, ticks: NDArray[np.int64], row: TickRecord[Scalar]
     ) -> None:
         self.packing = packing
         self.move: Any = next(iter(row.moves), None)

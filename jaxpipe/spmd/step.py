@@ -102,7 +102,7 @@ class DeviceStep:
 
     Attributes:
         everywhere: blocks permute, so all devices run each: see `ModelCode.permutes`.
-        blocking: whether a permute holds its device's thread until it is over: see `TickEmitter`.
+        blocking: whether a permute holds its device's thread until it is over: see `SegmentCode`.
         chunks: the parameters of the device's stages, with copies of others'.
         operands: by chunk and kind of stage, and of "first" and "last".
         seed: the cotangent of one microbatch's loss.
@@ -112,6 +112,7 @@ class DeviceStep:
         self, job: Job, inputs: Inputs, code: ModelCode, buffers: Buffers, *, everywhere: bool
     ) -> None:
         self.job, self.inputs, self.code, self.buffers = job, inputs, code, buffers
+        self.packing = Packing(buffers)
         self.everywhere, self.blocking = everywhere, job.target.on_cpus
         self.chunks = with_replicas(job, inputs.owned)
         self.operands: dict[Any, Operand] = {}
@@ -200,7 +201,7 @@ class DeviceStep:
             state[f"{key}_gradients"] = [total for total in totals if total is not None]
         return state | {
             "sent_dx": empty(self.buffers[Place.COTANGENT].avals),
-            "host": Packing(self.buffers).empty(slots.host),
+            "host": self.packing.empty(slots.host),
         }
 
     def _totals(self, tree: PyTree, plans: Sequence[Any]) -> Leaves:
