@@ -30,7 +30,7 @@ from .model.param_layout import Chunks, with_outer
 from .model.partition import Partition
 from .model.settings import Memory, on_mesh
 from .stage.model_code import Clock, Executor, Job, ModelCode, Observe
-from .table.kinds import Kind
+from .table.kinds import SPREAD_LAST
 from .table.schedule import Schedule
 from .transforms.rewrites import forward_only, without_kinds
 
@@ -265,7 +265,7 @@ class StepRunner:
         """The plan of forwards of a batch: as many microbatches of whole sequences, up to those of
         the schedule, as its rows divide into.  What the last stage returns needs no `last`.
         """
-        table = without_kinds(self.schedule, {Kind.L}) if call is Call.OUTPUTS else self.schedule
+        table = without_kinds(self.schedule, SPREAD_LAST) if call is Call.OUTPUTS else self.schedule
         batch = batch.batch if isinstance(batch, Positioned) else batch
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self.partition.data_size
         sequences = range(1, self.sequences + 1)
