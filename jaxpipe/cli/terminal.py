@@ -25,7 +25,7 @@ from ..schedules import build, names
 from ..schedules.registry import describe
 from ..table.encoded import Transfers
 from ..table.kinds import Placement, Release
-from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, report
+from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, marked_grid
 from ..table.text import csv_lines, drawn, in_columns, json_value
 
 _MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
@@ -203,7 +203,8 @@ def checked(
         rules = error.violations
         count = f"{len(rules)} violation{'' if len(rules) == 1 else 's'}"
         head = f"{schedule.name or 'the schedule'} is invalid, {count}:"
-        text = report(schedule, rules, head) if rules else f"{head}\n  {error}"
+        text = "\n".join((head, *(f"  {each}" for each in rules or [error])))
+        text += f"\n{marked_grid(schedule, rules)}" if rules else ""
         raise InvalidScheduleError(text, rules) from error
 
 
