@@ -11,7 +11,7 @@ from functools import partial
 
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
-from ..table.kinds import Action, Kind, Placement
+from ..table.kinds import Cell, Kind, Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import (
     Instance,
@@ -22,15 +22,7 @@ from ._list_scheduling import (
     shortest,
     wave_order,
 )
-from .loop import (
-    actions,
-    alternate,
-    drop_phantoms,
-    even_groups,
-    in_groups,
-    in_turns,
-    schedule_of,
-)
+from .loop import Lane, even_groups, in_groups, in_turns, numbered, schedule_of
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
@@ -152,35 +144,29 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
     placement = Placement.vee(devices=devices)
     if costs is not None:
         return _fitted(placement, microbatches, costs, cap=2 * devices)
-    rows = [_zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
-    figure = schedule_of(drop_phantoms(rows, microbatches), placement, microbatches)
+    rows = [_zbv_row(devices, d, microbatches) for d in range(devices)]
+    figure = schedule_of(rows, placement, microbatches)
     return figure if microbatches >= 2 * devices - 1 else _shorter(figure)
 
 
-def _zbv_row(devices: int, device: int, microbatches: int) -> list[Action]:
-    """Device d's row of the figure for M >= 2 P - 1; "down" is its first chunk, "up" its second,
-    where a microbatch comes back.
+def _zbv_row(devices: int, device: int, microbatches: int) -> list[Cell]:
+    """Device d's row of the figure for M >= 2 P - 1; lane 1 is its second chunk, where a
+    microbatch comes back.
     """
-    down, up, every = device, 2 * devices - 1 - device, range(microbatches)
-    f0, i0, w0 = (actions(down, kind, every) for kind in (F, I, W))
-    f1, i1, w1 = (actions(up, kind, every) for kind in (F, I, W))
-    left, done = devices - device, microbatches - devices
-    first, both = 2 * left - 1, 2 * devices - 1 - device
-    return [
-        *f0[:first],
-        *alternate(f1[:device], f0[first:both]),
-        *alternate(f1[device:devices], i1[:left], w1[:left]),
-        # Steady state: six actions a microbatch, then the same without the forward that has run
-        # out.
-        *alternate(
-            *(f0[both:], i0[:done], w0[:done]),
-            *(f1[devices:], i1[left : left + done], w1[left : left + done]),
-        ),
-        *alternate(i0[done : done + device], i1[left + done :]),
-        *alternate(i0[done + device :], w0[done : done + left]),
-        *w1[left + done :],
-        *w0[done + left :],
+    left, padded = devices - device, max(microbatches, 2 * devices - 1)
+    steps = [
+        *["F0"] * (2 * left - 1),
+        *["F1", "F0"] * device,
+        *["F1", "I1", "W1"] * left,
+        # Steady state; in the end no forward of the first chunk is left.
+        *["F0", "I0", "W0", "F1", "I1", "W1"] * (padded - devices),
+        *["I0", "I1"] * device,
+        *["I0", "W0"] * left,
+        *["W1"] * device,
+        *["W0"] * device,
     ]
+    every = range(microbatches)
+    return numbered(steps, (Lane(device, every), Lane(2 * devices - 1 - device, every)))
 
 
 def _shorter(figure: Schedule) -> Schedule:
