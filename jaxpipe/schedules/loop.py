@@ -350,9 +350,7 @@ def _row(near: Lane, far: Lane, rank: int, half: int, total: int) -> list[Cell]:
     # A small number of microbatches takes the last places, whose backwards are split; a larger one
     # the first places.
     if max(len(near.microbatches), len(far.microbatches)) <= half:
-        near, far = (
-            lane._replace(first=lane.microbatches.stop - total) for lane in (near, far)
-        )
+        near, far = (lane._replace(first=lane.microbatches.stop - total) for lane in (near, far))
     whole, inner = rank + 1, half - rank - 1
     turns = total - 2 * half + whole
     steady = ["F0+B1", "F1+B0"] * turns
