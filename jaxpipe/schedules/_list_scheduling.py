@@ -377,48 +377,46 @@ _MOST_ACTIONS = 300_000  # actions of all full runs together: two or three secon
 
 def fitted(
     placement: Placement,
-    costs: Costs,
+    costs: Costs | None,
     microbatches: int,
     *,
     cap: int,
-    order: OrderMaker | None = None,
-) -> Schedule | None:
-    """The shortest table under the cap that follows the order, or where none is given one of the
-    waves and packed orders for these costs, of equals the one that holds least; None if none fits.
+    wave: Wave | None = None,
+) -> Schedule:
+    """The shortest table under the cap that follows one of the waves and packed orders for these
+    costs, of equals the one that holds least; where no costs are given, one that follows `wave`.
 
     Many orders are ranked by the first microbatches.  Only the most promising are run in full.
     With `costs.slice_factors` they are orders of slices.
     """
+    wave = wave if costs is None else None
+    costs = costs or Costs()
     stages = costs.for_stages(placement.num_stages)
-    makers = [*even_waves(placement, stages, cap), *packed_orders(placement, stages, cap)]
-    makers = makers if order is None else [order]
-    instance = Instance(placement, stages, microbatches, costs.release)
     slices, caps = len(stages.slice_factors) or 1, [cap] * placement.num_devices
 
-    def fitting(count: int) -> Iterator[tuple[int, Order]]:
-        for place in places:
-            rows = makers[place](count + slices - 1)
+    def runs(makers: Iterable[OrderMaker], count: int) -> Iterator[tuple[ListSchedule, OrderMaker]]:
+        for maker in makers:
+            rows = maker(count + slices - 1)
             rows = rows if slices == 1 else sliced_rows(rows, count, slices)
             if max(map(least_peak, rows)) <= cap:
-                yield place, rows
+                instance = Instance(placement, stages, count, costs.release)
+                yield list_schedule(rows, instance, caps), maker
 
-    places = list(range(len(makers)))
-    if len(makers) > _FINALISTS:
+    makers: list[OrderMaker]
+    if wave is not None:
+        makers = [partial(wave_order, placement, wave)]
+    else:
         # At least two rounds of P microbatches and a dozen microbatches, of whole sequences.
         short = 2 * placement.num_devices * -(-6 // placement.num_devices)
-        first = instance._replace(microbatches=min(microbatches, slices * -(-short // slices)))
-        judged = [
-            (list_schedule(rows, first, caps)[1:], place)
-            for place, rows in fitting(first.microbatches)
-        ]
-        places = [place for _, place in sorted(judged)]
+        short = min(microbatches, slices * -(-short // slices))
+        every = (*even_waves(placement, stages, cap), *packed_orders(placement, stages, cap))
+        makers = [maker for _, maker in sorted(runs(every, short), key=lambda run: run[0][1:])]
+    # The most promising come first.
     affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
-    finalists = islice(fitting(microbatches), min(_FINALISTS, affordable))
-    results = (list_schedule(rows, instance, caps) for _, rows in finalists)
-    found = min(results, key=lambda f: (f.makespan, f.peak), default=None)
-    if found is None:
-        return None
-    return replace(schedule_of(found.rows, placement, microbatches), slices=slices)
+    finalists = islice(runs(makers, microbatches), min(_FINALISTS, affordable))
+    # One sequence after the other keeps every cap.
+    best = min((run for run, _ in finalists), key=lambda run: run[1:])
+    return replace(schedule_of(best.rows, placement, microbatches), slices=slices)
 
 
 def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:

@@ -92,7 +92,8 @@ class Partial(NamedTuple):
 
     def take(self, rows: Numbers) -> Partial:
         """The partial tables of these rows."""
-        return Partial(*(array[rows] for array in self))
+        counts, ends, free, live, reached = self
+        return Partial(counts[rows], ends[rows], free[rows], live[rows], reached[rows])
 
 
 class Beam:
@@ -284,22 +285,14 @@ class _Wanted(NamedTuple):
 
 def _listed(wanted: _Wanted, costs: Costs, slices: int = 1) -> Schedule:
     """The best of list scheduling along waves."""
-    caps = (wanted.cap // 2, wanted.cap) if wanted.requested_cap is None else (wanted.cap,)
+    least = least_activations(wanted.places[0]) * slices
+    caps = [wanted.cap] if wanted.requested_cap else [max(least, wanted.cap // 2), wanted.cap]
     found: list[Schedule] = []
     for cap, place in product(caps, wanted.places):
-        table = fitted(place, costs, wanted.microbatches, cap=cap)
-        found += [] if table is None else [table]
-        if (
-            slices == 1
-            and table
-            and simulate(table, costs).makespan <= bound_of(_shop(wanted, place, costs))
-        ):
+        found.append(fitted(place, costs, wanted.microbatches, cap=cap))
+        makespan = simulate(found[-1], costs).makespan
+        if slices == 1 and makespan <= bound_of(_shop(wanted, place, costs)):
             break
-    if not found:
-        raise ScheduleError(
-            f"auto cannot be built:\n  no order of {slices} slices keeps "
-            f"max_activations={wanted.cap}; a device holds those of all slices of a sequence"
-        )
     return shortest(found, costs)
 
 

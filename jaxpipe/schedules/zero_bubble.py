@@ -7,8 +7,6 @@ same device.
 
 from __future__ import annotations
 
-from functools import partial
-
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..table.kinds import Cell, Kind, Placement
@@ -75,7 +73,7 @@ def zb_1p(
     if costs is None and max_activations is None:
         return figure
     costs, cap = costs or Costs(), max_activations or devices
-    found = _fitted(Placement.loop(devices=devices), microbatches, costs, cap=cap)
+    found = fitted(Placement.loop(devices=devices), costs, microbatches, cap=cap)
     return shortest((found, figure), costs) if cap >= devices else found
 
 
@@ -95,24 +93,7 @@ def interleaved_zb(
     if costs is None:
         return _in_order(devices, chunks, microbatches, ahead, delay=list(range(devices)))
     placement = Placement.loop(devices=devices, chunks=chunks)
-    return _fitted(placement, microbatches, costs, cap=(chunks - 1) * longest + devices)
-
-
-def _fitted(
-    placement: Placement,
-    microbatches: int,
-    costs: Costs | None,
-    *,
-    cap: int,
-    wave: Wave | None = None,
-) -> Schedule:
-    """A wave that fits the cap, list-scheduled; where costs are given, the best of waves for
-    them.
-    """
-    order = partial(wave_order, placement, wave) if wave and costs is None else None
-    found = fitted(placement, costs or Costs(), microbatches, cap=cap, order=order)
-    assert found is not None, f"one microbatch after the other holds more than {cap} activations"
-    return found
+    return fitted(placement, costs, microbatches, cap=(chunks - 1) * longest + devices)
 
 
 def _in_order(
@@ -143,7 +124,7 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
     """
     placement = Placement.vee(devices=devices)
     if costs is not None:
-        return _fitted(placement, microbatches, costs, cap=2 * devices)
+        return fitted(placement, costs, microbatches, cap=2 * devices)
     rows = [_zbv_row(devices, d, microbatches) for d in range(devices)]
     figure = schedule_of(rows, placement, microbatches)
     return figure if microbatches >= 2 * devices - 1 else _shorter(figure)
@@ -202,7 +183,7 @@ def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None 
     """
     block = Wave(out=2, back=1, pause=3 if devices % 2 == 0 else 0, period=6)
     cap = 2 * ((devices + 2) // 2)
-    return _fitted(Placement.vee(devices=devices), microbatches, costs, cap=cap, wave=block)
+    return fitted(Placement.vee(devices=devices), costs, microbatches, cap=cap, wave=block)
 
 
 def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -217,4 +198,4 @@ def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None =
     """
     block = Wave(out=1, back=1, pause=2 if devices % 3 == 0 else 0, period=6)
     cap = 2 * ((devices + 4) // 3)
-    return _fitted(Placement.vee(devices=devices), microbatches, costs, cap=cap, wave=block)
+    return fitted(Placement.vee(devices=devices), costs, microbatches, cap=cap, wave=block)
