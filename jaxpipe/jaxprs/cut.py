@@ -58,6 +58,11 @@ def is_arithmetic(eqn: core.JaxprEqn) -> bool:
     )
 
 
+def is_light(eqn: core.JaxprEqn) -> bool:
+    """True for arithmetic, and for sums, whose results are smaller than what they sum."""
+    return is_arithmetic(eqn) or eqn.primitive.name == "reduce_sum"
+
+
 def is_view(eqn: core.JaxprEqn) -> bool:
     """True for layout changes, for arithmetic that makes a value larger, and for arithmetic of
     whole numbers and masks: of results that are computed once a step, all that is made again in
@@ -286,7 +291,6 @@ class Cut:
     first: core.Jaxpr
     second: core.Jaxpr
     crossing: tuple[Any, ...]  # avals
-    weight: int  # of what crosses: see `weight`
     second_reads: tuple[bool, ...]
 
 
@@ -327,8 +331,7 @@ def cut(
             late.update(eqn.outvars)
     first_outs = _marked(jaxpr.outvars, outputs)
     second_outs = _marked(jaxpr.outvars, [not f for f in outputs])
-    maker_of = {v: e for e in first for v in e.outvars}
-    from_first = {*maker_of, *hidden}
+    from_first = {*hidden, *(v for e in first for v in e.outvars)}
     kept = {*from_first, *priced}
     used = variables([*(v for e in second for v in e.invars), *second_outs])
     needed = [v for v in used if v in kept]
@@ -343,7 +346,6 @@ def cut(
         before,
         after,
         tuple(v.aval for v in crossing),
-        sum(weight(v, maker_of.get(v)) for v in crossing),
         after_reads[: len(jaxpr.invars)],
     )
 

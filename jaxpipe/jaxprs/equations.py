@@ -252,9 +252,6 @@ def stacked(aval: Any, length: int) -> Any:
 
 
 _MATMULS = {"dot_general", "conv_general_dilated"}
-# Primitives that may be most of a backward's work.
-_KERNELS = {"pallas_call", "custom_call", "ffi_call"}
-_HEAVY = _MATMULS | _KERNELS | {"ragged_dot", "ragged_dot_general", "cumsum", "sort"}
 
 
 class Work(NamedTuple):
@@ -288,15 +285,6 @@ def count_work(jaxpr: core.Jaxpr) -> Work:
         else:
             flops += sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape"))
     return Work(flops, moved)
-
-
-def is_light(eqn: core.JaxprEqn) -> bool:
-    """True for an equation that is no matmul and has none in its bodies."""
-    return (
-        eqn.primitive.name not in _HEAVY
-        and not eqn.effects
-        and not list(core.jaxprs_in_params(eqn.params))
-    )
 
 
 def _multiplications(eqn: Any) -> int:

@@ -20,7 +20,7 @@ with the fewest bytes between the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -32,21 +32,19 @@ from jax.extend import core
 from ..arrays import Leaves
 from ..errors import PipelineError
 from ..jaxprs.cut import (
-    Assignment,
     Cut,
-    Split,
     cut,
     drop_dead,
     equal_outputs,
     into_scans,
+    is_light,
     is_view,
     keep_fewer_residuals,
     keep_first,
     known_from,
     needed_for,
-    weight as cut_weight,
 )
-from ..jaxprs.equations import collectives, is_light, reads, results_of
+from ..jaxprs.equations import collectives, reads, results_of
 from ..model.calls import OUTER_WANTS
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from ..table.kinds import Kind
@@ -188,67 +186,22 @@ def inexact(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def cut_weights(
-    backward: core.Jaxpr,
-    *,
-    params: int,
-    priced: Sequence[int],
-    fits: Callable[[Cut], bool] | None = None,
-) -> Cut | None:
-    """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W; None
-    where no cut `fits`.
+def cut_weights(backward: core.Jaxpr, *, params: int, priced: Sequence[int]) -> Cut:
+    """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W.
 
-    Every matmul that the input's gradient needs is in I.  Every other matmul is in W.  Light
-    equations may be in either.  For example, the gradient of a norm's scale is a sum over values
-    that I has, so I computes it where the result is smaller than those values.  An input whose
-    number is in `priced` stays in memory until W if W reads it.
+    Every matmul that the input's gradient needs is in I.  Every other matmul is in W.  Sums of
+    values that I has may be in either.  For example, the gradient of a norm's scale is such a sum,
+    so I computes it where the result is smaller than what is summed.  An input whose number is in
+    `priced` stays in memory until W if W reads it.
     """
     mask = [False] * params + [True] * (len(backward.outvars) - params)
-    held = [backward.invars[i] for i in priced]
-    found = [
-        cut(backward, needed_for(backward, mask)[0], outputs=mask, priced=held),
-        cut(
-            backward,
-            needed_for(backward, _with_light(backward, mask, params))[0],
-            outputs=mask,
-            early=is_light,
-            priced=held,
-        ),
-    ]
-
-    def weight(halves: Cut) -> int:
-        """Bytes in memory between I and W."""
-        return halves.weight + sum(
-            cut_weight(backward.invars[i], None) for i in priced if halves.second_reads[i]
-        )
-
-    return min(filter(fits, found), key=weight, default=None)
-
-
-def _with_light(backward: core.Jaxpr, mask: Sequence[bool], params: int) -> list[bool]:
-    """The mask, with the parameters added whose gradients need no more matmuls."""
-    least = _heavy_in(backward, needed_for(backward, mask)[0])
-    counts = [
-        _heavy_in(backward, needed_for(backward, [m or j == i for j, m in enumerate(mask)])[0])
-        for i in range(params)
-    ]
-    return [count == least for count in counts] + list(mask[params:])
-
-
-def _heavy_in(jaxpr: core.Jaxpr, assignment: Assignment) -> int:
-    """The number of heavy equations in the first part."""
-    found = 0
-    for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
-        if choice is False:
-            continue
-        if eqn.primitive.name == "scan":
-            body = eqn.params["jaxpr"].jaxpr
-            found += _heavy_in(
-                body, choice.body if isinstance(choice, Split) else (True,) * len(body.eqns)
-            )
-        else:
-            found += not is_light(eqn)
-    return found
+    return cut(
+        backward,
+        needed_for(backward, mask)[0],
+        outputs=mask,
+        early=is_light,
+        priced=[backward.invars[i] for i in priced],
+    )
 
 
 def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Jaxpr, core.Jaxpr]:
@@ -307,7 +260,6 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
     cotangents = code.spans(COTANGENTS, dys.start)
     priced = [*range(len(known), inputs[Place.BUFFER].stop), *residuals, *dys]
     gradients = cut_weights(backward, params=len(code.avals[Place.STAGE_GRADIENTS]), priced=priced)
-    assert gradients is not None, "any cut fits"
 
     # Residuals that only I needs come before those that W needs.
     late = [i for i in residuals if gradients.second_reads[i]]
@@ -375,9 +327,8 @@ def cut_last(last: StageCode, axis: str) -> StageCode:
         whole.replace(outvars=[*outs[own], *outs[: own.start], *outs[own.stop :]]),
         params=len(last.avals[Place.STAGE_GRADIENTS]),
         priced=y,
-        fits=lambda halves: all(axis not in axes for _, axes in collectives(halves.second)),
     )
-    if halves is None:
+    if any(axis in axes for _, axes in collectives(halves.second)):
         raise PipelineError(
             "the gradient of a parameter of `last` needs communication over the pipe axis "
             f"{axis!r}, so an H cannot make it while other "
