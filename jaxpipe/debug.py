@@ -324,9 +324,10 @@ class _Search:
         stages = self.functions.stages
         return stages[call.stage].wants_arrays if call.function == "stage" else OUTER_WANTS
 
-    def _extra(self, call: _Call, batch: PyTree, key: Any, *at: Any) -> Extra:
+    def _extra(self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any) -> Extra:
         """The further arguments of the function in the step."""
-        return self.functions.extra(split_batch(batch, self.count), key, *at, self._wants(call))
+        rows = split_batch(batch, self.count)
+        return self.functions.extra(rows, key, stage, microbatch, self._wants(call))
 
     def _output(self, call: _Call, params: PyTree, x: PyTree, extra: Extra) -> PyTree:
         """What the function returns for the next one; the loss of `last`."""

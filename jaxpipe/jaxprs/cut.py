@@ -280,20 +280,6 @@ def _known_in_scan(eqn: core.JaxprEqn, inputs: Sequence[bool]) -> bool | Split:
     return is_cut and Split(choice, (*carry, *outs[carries:]))
 
 
-@dataclass(frozen=True)
-class Cut:
-    """`first(*inputs) -> (*first_outputs, *crossing)` and `second(*inputs, *crossing) ->
-    second_outputs`.
-
-    Both take all inputs of the jaxpr that was cut; `second_reads` says which ones the second uses.
-    """
-
-    first: core.Jaxpr
-    second: core.Jaxpr
-    crossing: tuple[Any, ...]  # avals
-    second_reads: tuple[bool, ...]
-
-
 def cut(
     jaxpr: core.Jaxpr,
     assignment: Assignment,
@@ -304,15 +290,16 @@ def cut(
     late: Collection[core.Var] = (),
     hidden: Collection[core.Var] = (),
     priced: Collection[core.Var] = (),
-) -> Cut:
-    """Cut a flat jaxpr (no constants) by `assignment`; `outputs` marks what the first part returns,
-    the rest the second does.
+) -> tuple[core.Jaxpr, core.Jaxpr]:
+    """Cut a flat jaxpr (no constants) by `assignment`: `first(*inputs) -> (*first_outputs,
+    *crossing)` and `second(*inputs, *crossing) -> second_outputs`.
 
-    The crossing is the smallest from which equations that may be repeated give the rest
-    (`cheapest`).  `early` marks equations of the second part that the first may do too, if it has
-    what they read.  Of the inputs, only the second part has those in `late`, and only the first
-    part those in `hidden`.  `priced` are inputs that stay in memory until the second part where it
-    reads them: they weigh as much as what crosses.
+    `outputs` marks what the first part returns, the rest the second does.  The crossing is the
+    smallest from which equations that may be repeated give the rest (`cheapest`).  `early` marks
+    equations of the second part that the first may do too, if it has what they read.  Of the
+    inputs, only the second part has those in `late`, and only the first part those in `hidden`.
+    `priced` are inputs that stay in memory until the second part where it reads them: they weigh
+    as much as what crosses.
     """
     assert not jaxpr.constvars, "constants must be inputs"
     first: list[core.JaxprEqn] = []
@@ -338,16 +325,9 @@ def cut(
     stored, again = cheapest(needed, first, lambda v: v not in kept, repeat=repeat)
     crossing = [v for v in stored if v in from_first]
     # Recomputing can leave equations in the first part that nothing needs any more.
-    before, _ = drop_dead(with_equations(jaxpr, first, jaxpr.invars, [*first_outs, *crossing]))
-    after, after_reads = drop_dead(
-        with_equations(jaxpr, [*again, *second], [*jaxpr.invars, *crossing], second_outs)
-    )
-    return Cut(
-        before,
-        after,
-        tuple(v.aval for v in crossing),
-        after_reads[: len(jaxpr.invars)],
-    )
+    before = with_equations(jaxpr, first, jaxpr.invars, [*first_outs, *crossing])
+    after = with_equations(jaxpr, [*again, *second], [*jaxpr.invars, *crossing], second_outs)
+    return drop_dead(before), drop_dead(after)
 
 
 def _scan_halves(
@@ -365,7 +345,7 @@ def _scan_halves(
     carry = [v for _, v in scan.carry]
     body = eqn.params["jaxpr"].jaxpr
     operands = zip(eqn.invars, body.invars, strict=True)
-    halves = cut(
+    before, after = cut(
         body,
         choice.body,
         outputs=choice.first,
@@ -380,27 +360,24 @@ def _scan_halves(
         for v, o in _marked(scan.ys, choice.first[len(carry) :])
         if isinstance(v, core.Var) and not isinstance(o, core.DropVar)
     }
-    crossing = variables(halves.first.outvars[sum(choice.first) :])
+    crossing = variables(before.outvars[sum(choice.first) :])
     new = [v for v in crossing if v not in stacked]
     stacked |= {v: newvar(stacked_aval(v.aval, eqn.params["length"])) for v in new}
     first, second = [], []
     if any(choice.first) or new:
         ys = [(v, stacked[v]) for v in new]
-        first = [_part(scan, halves.first.eqns, choice.first, ys=ys)]
+        first = [_part(scan, before.eqns, choice.first, ys=ys)]
     if any(others):
-        inner = halves.second.invars[len(body.invars) :]
+        inner = after.invars[len(body.invars) :]
         xs = [(stacked[v], x) for v, x in zip(crossing, inner, strict=True)]
-        second = [_part(scan, halves.second.eqns, others, xs=xs)]
+        second = [_part(scan, after.eqns, others, xs=xs)]
     return first, second
 
 
-def drop_dead(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[bool, ...]]:
-    """The jaxpr without equations that no output needs, also in scans, and which inputs
-    it reads.
-    """
+def drop_dead(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The jaxpr without equations that no output needs, also in scans."""
     kept = _live_equations(jaxpr, needed_for(jaxpr, [True] * len(jaxpr.outvars))[0])
-    alive = with_equations(jaxpr, kept, jaxpr.invars, jaxpr.outvars)
-    return alive, reads(alive)
+    return with_equations(jaxpr, kept, jaxpr.invars, jaxpr.outvars)
 
 
 def _live_equations(jaxpr: core.Jaxpr, needed: Assignment) -> list[core.JaxprEqn]:
@@ -459,7 +436,8 @@ def equal_outputs(jaxpr: core.Jaxpr) -> tuple[int, ...]:
 
 def _text(jaxpr: core.Jaxpr, atom: Any) -> str | None:
     """How a value is made, and from which inputs; None where the text does not have it all."""
-    alone, used = drop_dead(jaxpr.replace(outvars=[atom]))
+    alone = drop_dead(jaxpr.replace(outvars=[atom]))
+    used = reads(alone)
     eqns = [
         eqn.replace(params=eqn.params | {"reverse": False})
         if eqn.primitive.name == "scan" and not scan_counts(eqn)[1]

@@ -156,8 +156,8 @@ def check_state_gradient(
 
     def needed_by(outputs: Sequence[Atom]) -> tuple[list[bool], bool]:
         """The state that these outputs depend on, and whether they depend on parameters or x."""
-        reads = drop_dead(jaxpr.replace(outvars=list(outputs)))[1][-moved:]
-        return list(reads[-count:]), any(reads[:-count])
+        read = reads(drop_dead(jaxpr.replace(outvars=list(outputs))))[-moved:]
+        return list(read[-count:]), any(read[:-count])
 
     read = needed_by(results)[0]
     while True:
