@@ -182,9 +182,7 @@ class _Search:
         spec = own.spec if isinstance(own, NamedSharding) else PartitionSpec()
         return jax.device_put(leaf, NamedSharding(self.pipe.mesh, spec))
 
-    def _on_devices(
-        self, body: _Body, call: _Call, params: PyTree, x: PyTree, batch: PyTree, rng: Any, *at: Any
-    ) -> Any:
+    def _on_devices(self, body: _Body, call: _Call, params: PyTree, *operands: Any) -> Any:
         """A body, mapped over the pipe axis and the data axes."""
         pipe, everywhere, rows = self.pipe, PartitionSpec(), self.rows
 
@@ -207,7 +205,7 @@ class _Search:
             {pipe.axis, *pipe.data_axes},
             in_specs=(specs, rows, rows, everywhere, everywhere, everywhere),
             out_specs=(rows, everywhere),
-        )(params, x, batch, rng, *at)
+        )(params, *operands)
 
     # The bodies: a call, parameters, what enters the call, the batch, the key of the data shard,
     # and the numbers of stage and microbatch -> what the call returns, and counts.
@@ -235,16 +233,14 @@ class _Search:
         inputs = self._inputs(params, x, extra) | self._count({"gradient of the output": dy})
         return list(filter(_floating, jax.tree.leaves(dx))), (counts, inputs)
 
-    def _later_rows(
-        self, call: _Call, params: PyTree, x: PyTree, batch: PyTree, key: Any, stage: Any, _: Any
-    ) -> tuple[PyTree, Any]:
+    def _later_rows(self, call: _Call, params: PyTree, x: PyTree, *step: Any) -> tuple[PyTree, Any]:
         """Name of each buffer -> [K], for each slice the number of values that a stage returns and
         that depend on later rows of the buffer.
 
         Each slice runs with two finite fills of the later rows of each buffer.  NaN as a fill would
         reach the output of a masked product too, since 0 times NaN is NaN.
         """
-        slices, first = self.slices, jnp.int32(0)
+        slices, (batch, key, stage, first) = self.slices, step
         rows = self.pipe.functions.split(batch, self.count * slices)
         functions = self.pipe.functions.for_batch(rows)
         length = functions.length

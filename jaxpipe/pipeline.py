@@ -39,7 +39,7 @@ from .model.settings import Memory, Sharding, automatic, frozen_filter, has
 from .spmd.executor import SpmdExecutor, TracedStep
 from .spmd.xla import features_of, options_for
 from .stage.model_code import Clock, Executor, Job, ModelCode
-from .steps import Call, Compiled, StepRunner, key_of
+from .steps import HELD, Call, Compiled, StepRunner, key_of
 from .table.effects import Offload
 from .table.schedule import Schedule, check
 
@@ -112,7 +112,6 @@ class Pipeline:
         self.model, self.sharding, self.memory = model, sharding, memory
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
         self._target = Target.of(self.mesh, sharding.independent)
-        self._key = (key, self._target)
         features = features_of(self._target, self.mesh, Offload(memory.offload))
         refuse_faults(self._target.platform, features)
         check_costs(costs, schedule)
@@ -133,7 +132,8 @@ class Pipeline:
             SpmdExecutor() if executor is None else executor,
         )
         self._caching = Caching(self.functions, self.partition, self.schedule)
-        self._compiled = Compiled.of(self._key, self._steps, self.compiler_options)
+        compiled = Compiled(self._steps, self.compiler_options)
+        self._compiled = HELD.setdefault((key, self._target), compiled)
 
     def __repr__(self) -> str:
         """The schedule, the mesh, and what the model has."""

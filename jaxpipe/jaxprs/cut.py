@@ -485,28 +485,23 @@ def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def keep_fewer_residuals(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool]) -> core.Jaxpr:
-    """Rewrite each scan before equation `border` whose stacked outputs feed scans after it: these
-    make again what elementwise arithmetic gives.
+def keep_fewer_residuals(jaxpr: core.Jaxpr, forward: Sequence[bool]) -> core.Jaxpr:
+    """Rewrite each scan of the forward whose stacked outputs feed scans of the backward: these make
+    again what elementwise arithmetic gives.
 
-    The equations stay as many.  `known` marks parameters among the inputs: values that they alone
-    determine are computed once a step, and stay as they are.
+    The equations stay as many; `forward` marks those of the forward.
     """
     eqns = list(jaxpr.eqns)
     newvar = core.gensym()
-    parameters = {v for v, k in zip(jaxpr.invars, known, strict=True) if k}
-    for index in range(border):
+    for index in _marked(range(len(eqns)), forward):
         if eqns[index].primitive.name != "scan":
             continue
         # Choose what this scan stacks, and change it and the scans that read its stacks.
         eqn = eqns[index]
         scan = Scan.of(eqn)
-        readers = _readers(eqns, border, [o for _, o in scan.ys], jaxpr)
-        fixed_in = [isinstance(a, core.Literal) or a in parameters for a in eqn.invars]
-        fixed_in[len(scan.consts) : sum(scan_counts(eqn))] = [False] * len(scan.carry)
-        _, once = known_from(eqn.params["jaxpr"].jaxpr, fixed_in)
+        readers = _readers(jaxpr.replace(eqns=eqns), forward, [o for _, o in scan.ys])
         ys = [(v, o) for v, o in scan.ys if isinstance(v, core.Var)]
-        moved = {o: v for v, o in ys if readers.get(o) and v not in once}
+        moved = {o: v for v, o in ys if readers.get(o)}
         fixed = {v: o for v, o in ys if o not in moved and not isinstance(o, core.DropVar)}
         # Inputs of the whole step, and what another output stacks anyway, cost the backward
         # nothing.
@@ -531,19 +526,19 @@ def keep_fewer_residuals(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool
 
 
 def _readers(
-    eqns: Sequence[core.JaxprEqn], border: int, outvars: Sequence[Any], jaxpr: core.Jaxpr
+    jaxpr: core.Jaxpr, forward: Sequence[bool], outvars: Sequence[Any]
 ) -> dict[Any, list[int]]:
-    """For each stacked output that is read only as a scanned operand of later scans: their
-    positions.
+    """The positions of the scans of the backward that scan each stacked output, where nothing else
+    reads it.
     """
     found: dict[Any, list[int]] = {
         v: [] for v in outvars if not isinstance(v, core.DropVar) and v not in jaxpr.outvars
     }
-    for i, eqn in enumerate(eqns):
+    for i, eqn in enumerate(jaxpr.eqns):
         for k, v in enumerate(eqn.invars):
             if not isinstance(v, core.Var) or v not in found:
                 continue
-            if eqn.primitive.name == "scan" and i >= border and k >= sum(scan_counts(eqn)):
+            if eqn.primitive.name == "scan" and not forward[i] and k >= sum(scan_counts(eqn)):
                 found[v].append(i)
             else:
                 del found[v]

@@ -237,8 +237,7 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
     total, outputs = code.num_inputs, code.num_outputs + appended
     dy = len(joint.invars) - total
     known = code.known
-    others = [False] * (len(joint.invars) - len(known))
-    jaxpr = keep_fewer_residuals(into_scans(joint), split, known=[*known, *others])
+    jaxpr = into_scans(joint)
     before = jaxpr.eqns[:split]
     whole, computed = {id(eqn) for eqn in before}, {v for eqn in before for v in eqn.outvars}
     once, rest = hoist(jaxpr, known, at=total)
@@ -247,7 +246,7 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
     # Forward | backward, at the border that jax.vjp drew.  A print has no results.  A scan that is
     # cut becomes other equations with the same results.
     border = tuple(id(eqn) in whole or any(v in computed for v in eqn.outvars) for eqn in rest.eqns)
-    grads = len(jaxpr.outvars) - outputs
+    rest, grads = keep_fewer_residuals(rest, border), len(jaxpr.outvars) - outputs
     forward, backward = cut(rest, border, outputs=[True] * outputs + [False] * grads)
     forward = forward.replace(invars=forward.invars[:start])
     # (consts, params, x, extra | once | residuals | dy)
