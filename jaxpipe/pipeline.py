@@ -16,7 +16,6 @@ from .engine.costs import Costs
 from .errors import PipelineError
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
-from .lowering.plan import Plan
 from .lowering.target import Target
 from .model.arguments import (
     Cache,
@@ -432,10 +431,6 @@ class Pipeline:
         except TypeError:
             self._steps.check(*arguments)
             raise
-
-    @property
-    def _plan(self) -> Plan:
-        return self._steps.plan
 
     def _parts(self, results: dict[str, Any], *, with_state: bool) -> list[Any]:
         """The loss, then the metrics and the state where the model has these."""
