@@ -133,7 +133,8 @@ class _Shard:
         the stash of I.  Where L leaves the gradient of the parameters for later, it is the stash on
         every device, and each one adds its part of it.
         """
-        held, microbatch, parts = step.held, step.microbatch, self.job.partition.cuts.parts
+        held, microbatch = step.held, step.microbatch
+        parts = self.job.partition.cuts.parts
         match step.kind:
             case Kind.F:
                 return self.forward(step)
@@ -213,7 +214,8 @@ class _Shard:
         The vjp takes the gradients of x and of what passes to the next slice; None for zeros.
         """
         stage, params = step.stage, self._of(step.stage)
-        function, run = self.functions.stages[stage], partial(self.functions.run_stage, stage)
+        function = self.functions.stages[stage]
+        run = partial(self.functions.run_stage, stage)
         extra = self._extra(stage, step.microbatch, function.wants_arrays)
         if "state" in function.wants_arrays:
             extra["state"] = self.before[stage, step.microbatch]

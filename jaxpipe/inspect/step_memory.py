@@ -89,18 +89,19 @@ class Block:
         parameters are split.
         """
         pools = dict(zip(self.changes, changed, strict=True))
-        slots = {
-            i: Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
-            for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
+        arguments = [
+            Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
             if value.place in _READ or i in self.updates
-        }
+            else leaf
+            for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
+        ]
         targets: dict[int, Target] = {}
         for i, leaf in pools.items():
             value = self.outputs[i]
             is_total = value.place is Place.STAGE_GRADIENTS
             own = value.spec if split else None
             targets[i] = Total(leaf, own) if is_total else Slot(leaf, at, value.entry)
-        return InSlots(self.jaxpr, inputs, slots, targets)
+        return InSlots(self.jaxpr, arguments, targets)
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,8 @@ class Step:
         """
         assert value.place is not None
         slots = min(2, getattr(self.code.program.slots, value.place.value))
-        return value.entry.pool(max(slots, 1), aval.dtype), value.entry.pool_spec
+        shape = (max(slots, 1), *value.entry.kept)
+        return jax.ShapeDtypeStruct(shape, aval.dtype), value.entry.pool_spec
 
 
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:

@@ -154,8 +154,8 @@ def check_state_gradient(
 
     def needed_by(outputs: Sequence[Atom]) -> tuple[list[bool], bool]:
         """The state that these outputs depend on, and whether they depend on parameters or x."""
-        reads = drop_dead(jaxpr.replace(outvars=list(outputs)))[1][-moved:]
-        return list(reads[-len(names) :]), any(reads[: -len(names)])
+        read = reads(drop_dead(jaxpr.replace(outvars=list(outputs))))[-moved:]
+        return list(read[-len(names) :]), any(read[: -len(names)])
 
     read, _ = needed_by(results)
     for _ in after:
