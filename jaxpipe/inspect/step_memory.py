@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -320,8 +320,10 @@ def memory(
     Takes what `pipe.lower` takes.  The step is traced, and each block of it compiled alone; the
     step itself is not compiled.
 
-        parameters, batch   what the step is given
+        parameters, batch   what the step is given, and the copy of the batch that is cut into
+                            slices
         gradients           what it returns
+        state               the stages' own state, as it is given and as it is returned
         pools               the slots that the program has, each as large as a device's part of what
                             it holds
         host                what waits in the host's memory (`offload`); not in the total
@@ -342,7 +344,7 @@ def memory(
         PipelineError: as `value_and_grad` does.
     """
     traced = pipe.trace(params, batch, rng=rng, state=state)
-    return facts(traced, step_sizes(pipe, traced, params, batch))
+    return facts(traced, step_sizes(pipe, traced, params, batch, state))
 
 
 def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
@@ -363,7 +365,7 @@ def placed_shapes(pipe: Pipeline, params: Params) -> dict[str, PyTree]:
 
 
 def step_sizes(
-    pipe: Pipeline, traced: TracedStep, arrays: dict[str, PyTree], batch: PyTree
+    pipe: Pipeline, traced: TracedStep, arrays: Params, batch: PyTree, state: PyTree
 ) -> Sizes:
     """Sizes of a traced model on one device."""
     step, params = (
@@ -388,7 +390,8 @@ def step_sizes(
             for leaf, plan in _planned(params, job.plans)
             if not plan.frozen
         ),
-        batch=sum(map(nbytes, jax.tree.leaves(batch))) // job.data_size,
+        batch=_batch_bytes(job, batch),
+        state=2 * sum(map(local_bytes, jax.tree.leaves(state))),
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
         entry=entry,
@@ -403,6 +406,13 @@ def step_sizes(
         ends = sum(_summed_bytes(step, key, params[key], most=PART) for key in params)
         return replace(found, ends=(ends,))
     return found
+
+
+def _batch_bytes(job: Job, batch: PyTree) -> int:
+    """Bytes of one device's part of a batch, and of the copy of it that is cut into slices."""
+    split = partial(job.functions.split, count=job.num_microbatches)
+    copy = jax.eval_shape(split, batch) if job.functions.slices > 1 else ()
+    return sum(map(nbytes, jax.tree.leaves((batch, copy)))) // job.data_size
 
 
 def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:
