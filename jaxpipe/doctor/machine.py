@@ -25,7 +25,7 @@ from ..arrays import PyTree
 from ..inspect.programs import compile_and_read
 from ..known_faults import TESTED, Effect, Fault, faults_for, installed_version, is_in
 from ..lowering.target import GUESSED, ON_HOST, ON_THE_HOST, TRANSFER, Target
-from ..measuring.blocks import exchange, timed
+from ..measuring import exchange, timed
 from ..spmd.block import while_once
 from ..spmd.xla import NO_GRAPHS, Options, features_of, options_for
 from ..table.effects import Offload

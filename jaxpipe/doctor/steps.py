@@ -21,8 +21,7 @@ from ..engine.simulate import simulate
 from ..errors import PipelineError, ScheduleError
 from ..inspect.programs import program_of
 from ..lowering.target import Target
-from ..measuring import measure_stages
-from ..measuring.blocks import timed
+from ..measuring import measure_stages, timed
 from ..model.functions import split_batch
 from ..model.model import Model
 from ..model.settings import Memory

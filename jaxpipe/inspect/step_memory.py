@@ -22,7 +22,7 @@ from ..jaxprs.equations import nbytes, tiled_bytes
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..lowering.target import RunsOn
 from ..model.param_layout import with_outer
-from ..model.partition import PART, LeafPlan, leaf_plans
+from ..model.partition import PART, LeafPlan, leaf_plans, trained
 from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
 from ..planner.layer_cost import Sizes, memory_of
@@ -245,8 +245,8 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
         place: [Value(entry.spec, place, number, entry) for number, entry in enumerate(own)]
         for place, own in entries.stored.items()
     }
-    trained = zip(entries.parameters, code.uses, strict=True)
-    values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in trained if use.trained)
+    uses = zip(entries.parameters, code.uses, strict=True)
+    values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in uses if use.trained)
 
     def at(*places: Place) -> list[Value]:
         return [value for place in places for value in values[place]]
@@ -290,8 +290,7 @@ def outer_blocks(step: Step) -> list[Block]:
         start = [*(Value(_WHOLE) for _ in code.consts), *map(Value, specs)]
         inputs = (*start, *(free for _ in range(len(jaxpr.invars) - len(start))))
         plans = [*leaf_plans(job.plans[key]), *leaf_plans(job.plans["shared"])]
-        trained = [spec for spec, plan in zip(specs, plans, strict=True) if not plan.frozen]
-        own = [] if before is None else [*_free(before), *_gradients(trained)]
+        own = [] if before is None else [*_free(before), *_gradients(trained(specs, plans))]
         return Block(name, jaxpr, inputs, (*own, *_free(len(jaxpr.outvars) - len(own))))
 
     first, last = step.code.first, step.code.last
@@ -384,12 +383,7 @@ def step_sizes(
     work = step.work_space()
     most = max(work.values(), default=0)
     found = Sizes(
-        parameters=sum(map(local_bytes, jax.tree.leaves(params))),
-        gradients=sum(
-            gradient_bytes(job, leaf)
-            for leaf, plan in _planned(params, job.plans)
-            if not plan.frozen
-        ),
+        **held(job, params, job.plans),
         batch=_batch_bytes(job, batch),
         state=2 * sum(map(local_bytes, jax.tree.leaves(state))),
         gathered=_gathered(step, params),
@@ -418,6 +412,15 @@ def _batch_bytes(job: Job, batch: PyTree) -> int:
 def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:
     """Each leaf of parameters with its plan."""
     return zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
+
+
+def held(job: Job, params: PyTree, plans: PyTree) -> dict[str, Any]:
+    """Bytes of parameters and of their gradients on one device."""
+    leaves, has = jax.tree.leaves(params), trained(jax.tree.leaves(params), leaf_plans(plans))
+    return {
+        "parameters": sum(map(local_bytes, leaves)),
+        "gradients": sum(gradient_bytes(job, leaf) for leaf in has),
+    }
 
 
 def _sent_bytes(program: Program, buffers: Buffers, work: Mapping[str, int]) -> int:
