@@ -36,7 +36,7 @@ from ..spmd.xla import Group, compiled_alone, outer_specs
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact, run
 from ..stage.model_code import Job, ModelCode
 from ..table.effects import Place
-from ..table.kinds import RECOMPUTE, Kind
+from ..table.kinds import Kind
 from .programs import heap_bytes
 
 _WHOLE = PartitionSpec()
@@ -114,11 +114,6 @@ class Step:
     code: ModelCode
     entries: tuple[StageEntries, ...]
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether several devices share a stage."""
-        return bool(self.job.partition.auto_axes)
-
     def entry(self, kind: int) -> dict[str, int]:
         """Bytes on one device of a kind of stage's values of one microbatch, by pool."""
         buffers = shared_buffers([self.code.kinds[kind]], [self.entries[kind]])
@@ -140,8 +135,7 @@ class Step:
         One block runs at a time, so the step needs the largest of these.  Each block is compiled.
         """
         program, table = self.code.program, self.code.program.schedule.encoded
-        own = {k.name: (k,) for k in (Kind.F, Kind.B, Kind.I, Kind.W)} | {"R": RECOMPUTE}
-        kinds = {name for name, those in own.items() if table.of_kinds(those).any()}
+        kinds = {kind.name for kind in table.kinds}
         joined = (program.pairs & (program.ticks.backward.kind == Kind.W)).any()
         runs: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
         for kind, entries in zip(self.code.kinds, self.entries, strict=True):
@@ -154,14 +148,6 @@ class Step:
             name = " with ".join(block.name for block in blocks)
             found[name] = max(found.get(name, 0), self.temp(*blocks))
         return found
-
-    def work_without_gradients(self) -> dict[str, int]:
-        """The same of "first gradient" and "last", without their gradients of parameters."""
-        return {
-            block.name: self.temp(block.dropping(block.gradients))
-            for block in outer_blocks(self)
-            if block.gradients
-        }
 
     def temp(self, *blocks: Block) -> int:
         """Bytes besides inputs and outputs, of blocks that run as one."""
@@ -281,7 +267,7 @@ def _gradients(specs: Iterable[PartitionSpec]) -> list[Value]:
 
 def outer_blocks(step: Step) -> list[Block]:
     """`first`, its gradient, `last` with its gradient."""
-    job, free = step.job, Value(None if step.is_shared else _WHOLE)
+    job, free = step.job, Value(None if step.job.partition.auto_axes else _WHOLE)
 
     def block(name: str, jaxpr: core.Jaxpr, code: Any, before: int | None = None) -> Block:
         """A block with gradients of parameters after so many results; None: without gradients."""
@@ -343,7 +329,7 @@ def memory(
         PipelineError: as `value_and_grad` does.
     """
     traced = pipe.trace(params, batch, rng=rng, state=state)
-    return facts(traced, step_sizes(pipe, traced, params, batch, state))
+    return facts(traced, step_sizes(traced, placed_shapes(pipe, params), batch, state))
 
 
 def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
@@ -363,14 +349,9 @@ def placed_shapes(pipe: Pipeline, params: Params) -> dict[str, PyTree]:
     return found
 
 
-def step_sizes(
-    pipe: Pipeline, traced: TracedStep, arrays: Params, batch: PyTree, state: PyTree
-) -> Sizes:
-    """Sizes of a traced model on one device."""
-    step, params = (
-        Step(traced.job, traced.code, traced.entries),
-        with_outer(placed_shapes(pipe, arrays)),
-    )
+def step_sizes(traced: TracedStep, placed: Params, batch: PyTree, state: PyTree) -> Sizes:
+    """Sizes of a traced model on one device; the parameters have the shardings of the step."""
+    step, params = Step(traced.job, traced.code, traced.entries), with_outer(placed)
     job, code, program = step.job, step.code, step.code.program
     buffers = shared_buffers(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
@@ -381,8 +362,7 @@ def step_sizes(
     entry["stash"] *= splits
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
     work = step.work_space()
-    most = max(work.values(), default=0)
-    found = Sizes(
+    return Sizes(
         **held(job, params, job.plans),
         batch=_batch_bytes(job, batch),
         state=2 * sum(map(local_bytes, jax.tree.leaves(state))),
@@ -391,15 +371,9 @@ def step_sizes(
         entry=entry,
         sent=_sent_bytes(program, buffers, work),
         raveled=_raveled(buffers, code, splits=splits),
-        work=most,
+        work=max(work.values(), default=0),
+        **_summed(step, params, work),
     )
-    if job.target.on_cpus:
-        return replace(found, **_summed(step, params, most))
-    if job.target.on_tpus:
-        # The accumulators of the ticks and the results both have room.
-        ends = sum(_summed_bytes(step, key, params[key], most=PART) for key in params)
-        return replace(found, ends=(ends,))
-    return found
 
 
 def _batch_bytes(job: Job, batch: PyTree) -> int:
@@ -475,19 +449,28 @@ def gradient_bytes(job: Job, leaf: Any) -> int:
     return int(local_bytes(leaf) // leaf.dtype.itemsize * wide)
 
 
-def _summed(step: Step, params: Mapping[str, PyTree], most: int) -> dict[str, Any]:
-    """Room for the results of sums of gradients on CPU devices, where they are outputs of their
-    own.
+def _summed(step: Step, params: Mapping[str, PyTree], work: Mapping[str, int]) -> dict[str, Any]:
+    """Room for the results of sums of gradients, where they are arrays of their own: on CPU
+    devices, and on TPUs small ones, whose accumulators of the ticks have room too.
 
-    The room of the ticks' values is free by then.  XLA reuses it for the largest result that fits:
-    the gradient of the own parameters of `last`.
+    On CPU devices the room of the ticks' values is free by then.  XLA reuses it for the largest
+    result that fits: the gradient of the own parameters of `last`.
     """
+    target, most = step.job.target, max(work.values(), default=0)
+    if not target.on_cpus:
+        small = (_summed_bytes(step, key, params[key], most=PART) for key in params)
+        return {"ends": (sum(small),)} if target.on_tpus else {}
     sizes = {key: _summed_bytes(step, key, params[key]) for key in params}
     ends: tuple[int, ...] = ()
     if any(size for key, size in sizes.items() if key != "stages"):
+        # "first gradient" and "last", without the gradients of their parameters
         ends = tuple(
-            min(rest, most) + sizes[name.removesuffix(" gradient")] + sizes["shared"] - most
-            for name, rest in step.work_without_gradients().items()
+            min(step.temp(block.dropping(block.gradients)), most)
+            + sizes[block.name.removesuffix(" gradient")]
+            + sizes["shared"]
+            - most
+            for block in outer_blocks(step)
+            if block.gradients
         )
     return {"summed": sum(sizes.values()), "ends": ends}
 

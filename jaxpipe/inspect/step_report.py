@@ -167,7 +167,8 @@ def report(
     program = _compiled(lowered, target)
     end = time.perf_counter()
     schedule, code = pipe.schedule, traced.code
-    held, sizes = placed_shapes(pipe, params), step_sizes(pipe, traced, params, batch, state)
+    held = placed_shapes(pipe, params)
+    sizes = step_sizes(traced, held, batch, state)
     plan = traced.job.plan
     joint = (
         f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.avals[Place.SENT_DX]))
