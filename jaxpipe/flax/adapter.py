@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,14 @@ class Call(NamedTuple):
     training: bool
 
 
+_ADVICE = (
+    "Take the sow() out, or what was sown out of the variables: with nnx.capture where an nnx "
+    "module is called.  A block may return a loss of it: stage_loss=True, call=function that "
+    "returns (x, loss); linen's reads block.variables[...].  Leave out likewise what was sown "
+    "before (nnx.pop(module, nnx.Intermediate)), or what init() sowed into the variables"
+)
+
+
 def plain_call(block: Any, *arguments: Any) -> Any:
     """The call of a block where the user says nothing else."""
     return block(*arguments)
@@ -74,7 +82,6 @@ class Unit:
         frozen: the paths of parameters that are not trained.
     """
 
-    advice: ClassVar[str]  # about sown values, for a message
     name: str
     modules: Any
     call: Callable[..., Any]
@@ -85,16 +92,10 @@ class Unit:
     random: bool = False
     frozen: frozenset[str] = frozenset()
 
-    def kind(self, ignore: Sequence[str]) -> Any:
-        """Two blocks with equal kinds run the same code: class, settings and shapes of variables.
-
-        Args:
-            ignore: names of attributes in which they may differ.
-        """
-        return {name: text for name, text in self.settings().items() if name not in ignore}
-
     def settings(self) -> Mapping[str, str]:
-        """The class, settings and shapes of a block, as text by name."""
+        """The class, attributes and shapes of variables, as text by name.  Blocks in which they are
+        equal run the same code.
+        """
         raise NotImplementedError
 
     def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
@@ -133,7 +134,7 @@ class Unit:
         if odd := sorted(set(old) ^ set(new)):
             raise PipelineError(
                 f"{self.name} writes variables in a call, as sow() does, which a pipeline does not "
-                f"keep: {', '.join(odd)}. {self.advice}"
+                f"keep: {', '.join(odd)}. {_ADVICE}"
             )
         changed = [path for path in old if old[path] is not new[path]]
         if self.constant and changed:
@@ -142,15 +143,6 @@ class Unit:
                 "statistics): put it into a block"
             )
         return after
-
-    def difference(self, other: Unit) -> str:
-        """The first attribute, shape or dtype in which two blocks differ."""
-        left, right = self.settings(), other.settings()
-        for name in (*left, *right):
-            if left.get(name) != right.get(name):
-                one, two = (settings.get(name, "not there") for settings in (left, right))
-                return f"{name} is {one} in one and {two} in the other"
-        return "their graphs differ (modules or variables are shared within one of them)"
 
     @property
     def constant(self) -> bool:
@@ -331,12 +323,10 @@ class Form:
     """The settings of a model of blocks.
 
     Attributes:
-        maker: the function that the user called, for messages.
         num_stages, layout: how blocks are cut into stages, in one of the two ways.
         rules, stage_loss, ignore, contract: as `from_nnx` takes them.
     """
 
-    maker: str
     num_stages: int | None
     layout: Layout | str | None
     rules: Mapping[str, Any] | None
@@ -346,9 +336,7 @@ class Form:
 
     def __post_init__(self) -> None:
         if (self.layout is None) == (self.num_stages is None):
-            raise PipelineError(
-                f"give {self.maker} either num_stages=, for stages of equal size, or {_LETTERS}"
-            )
+            raise PipelineError(f"give either num_stages=, for stages of equal size, or {_LETTERS}")
 
 
 @dataclass(frozen=True)
@@ -505,64 +493,63 @@ def _keys(blocks: Sequence[Unit], form: Form, *, stack: bool) -> list[str]:
             "with layout=, give a list with each block's variables, not variables with a "
             "leading axis of blocks"
         )
-    kinds = [None] * _stack_size(blocks[0]) if stack else [b.kind(form.ignore) for b in blocks]
-    if form.num_stages is not None:
-        per_stage = _blocks_per_stage(len(kinds), form.num_stages)
-        length = _period(blocks, kinds, per_stage)
-        return [str(i % length) if length > 1 else "" for i in range(len(kinds))]
-    assert form.layout is not None
-    letters = _letters_of(form.layout)
-    if len(letters) != len(blocks):
+    kinds = [_kind(block, form.ignore) for block in blocks]
+    kinds *= _stack_size(blocks[0]) if stack else 1
+    keys = _letters(form.layout) if form.num_stages is None else _pattern(kinds, form.num_stages)
+    if len(keys) != len(kinds):
         raise PipelineError(
-            f"the layout has {len(letters)} layers between E and L, but there are {len(blocks)} "
-            "blocks"
+            f"the layout has {len(keys)} layers between E and L, but there are {len(kinds)} blocks"
         )
-    for i, letter in enumerate(letters):
-        first = letters.index(letter)
+    for i, key in enumerate(keys):
+        first = keys.index(key)
         if kinds[i] != kinds[first]:
             raise PipelineError(
-                f"blocks of letter {letter!r} are unlike: {blocks[first].difference(blocks[i])}; "
-                "give them letters of their own"
+                f"blocks {first} and {i} are unlike: {_difference(kinds[first], kinds[i])}; "
+                "blocks of one letter, and those at one place of every stage, must be alike.  "
+                f"Give {_LETTERS}, with one for each kind of block"
             )
-    return letters
+    return keys
 
 
-def _letters_of(layout: Layout | str) -> list[str]:
+def _kind(block: Unit, ignore: Sequence[str]) -> dict[str, str]:
+    """A block's settings but for the attributes that are ignored."""
+    return {
+        name: text for name, text in block.settings().items() if name.split(".")[-1] not in ignore
+    }
+
+
+def _difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The first setting in which two blocks differ."""
+    name = next(name for name in (*one, *other) if one.get(name) != other.get(name))
+    left, right = (kind.get(name, "not there") for kind in (one, other))
+    return f"{name} is {left} in one and {right} in the other"
+
+
+def _letters(layout: Layout | str | None) -> list[str]:
     """The letters of the blocks in model order."""
+    assert layout is not None
     if isinstance(layout, str):
         known = {*LETTERS, *(c for c in layout if c.isalpha())}
         layout = parse_layout(layout, devices=1, letters="".join(sorted(known)))
     return [letter for letter in "".join(layout.stages) if letter not in (EMBEDDING, LOSS)]
 
 
-def _blocks_per_stage(count: int, num_stages: int) -> int:
-    """How many blocks a stage has; PipelineError where they do not divide."""
-    if count and num_stages > 0 and count % num_stages == 0:
-        return count // num_stages
-    fits = [s for s in range(1, count + 1) if count % s == 0]
-    raise PipelineError(
-        f"{count} blocks do not divide into {num_stages} stages of equal size; num_stages may be "
-        f"one of {fits}, or give {_LETTERS}"
-    )
-
-
-def _period(blocks: Sequence[Unit], kinds: Sequence[Any], per_stage: int) -> int:
-    """The length of the shortest pattern of kinds that every stage repeats; PipelineError where
-    stages are unlike.
+def _pattern(kinds: Sequence[Any], num_stages: int) -> list[str]:
+    """The place of each block in the shortest pattern of kinds that stages repeat, "" where one is
+    enough; PipelineError where blocks do not divide.
     """
-    for length in range(1, per_stage + 1):
-        if per_stage % length == 0 and all(
-            kind == kinds[i % length] for i, kind in enumerate(kinds)
-        ):
-            return length
-    i = next(i for i, kind in enumerate(kinds) if kind != kinds[i % per_stage])
-    other = i % per_stage
-    raise PipelineError(
-        f"blocks {other} and {i} are unlike: {blocks[other].difference(blocks[i])}; every stage "
-        f"must have the same sequence of blocks, and with {len(kinds) // per_stage} stages of "
-        f"{per_stage} block {i} has the place of block {other}.  Give {_LETTERS}, with one for "
-        "each kind of block"
-    )
+    count = len(kinds)
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    if num_stages not in divisors:
+        raise PipelineError(
+            f"{count} blocks do not divide into {num_stages} stages of equal size; num_stages may "
+            f"be one of {divisors}, or give {_LETTERS}"
+        )
+    own = count // num_stages
+    lengths = [n for n in divisors if own % n == 0]
+    repeats = (n for n in lengths if all(kinds[i] == kinds[i % n] for i in range(count)))
+    length = next(repeats, own)
+    return [str(i % length) if length > 1 else "" for i in range(count)]
 
 
 def _stack_size(unit: Unit) -> int:

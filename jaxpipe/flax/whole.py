@@ -361,7 +361,7 @@ def from_flax_model(
         >>> sorted(found.params), found.params["shared"]["embed"]["embedding"].shape
         (['first', 'last', 'shared', 'stages'], (7, 4))
     """
-    form = Form("from_flax_model", num_stages, layout, rules, False, ignore, contract)
+    form = Form(num_stages, layout, rules, False, ignore, contract)
     if unknown := sorted(contract.keys() - {"has_metrics"}):
         raise PipelineError(
             f"from_flax_model has no argument {', '.join(unknown)}; blocks that return a loss, and "
