@@ -1,5 +1,5 @@
-"""The commands about schedules and plans; each returns False where a table is invalid.  Their
-docstrings are their descriptions in the help.
+"""The commands.  Those that judge something return whether it is good.  Their docstrings are their
+descriptions in the help.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from importlib import import_module
@@ -45,39 +45,36 @@ _WHERE = {
 }
 
 
-def list_command(arguments: argparse.Namespace) -> bool:
+def list_command(arguments: argparse.Namespace) -> None:
     """List the schedules that can be built, or describe those that are named."""
     entries = [describe(name) for name in arguments.names or names()]
     if arguments.json:
+        texts = ("name", "summary", "doc")
         facts = [
-            {
-                "name": e.name,
-                "summary": e.summary,
-                "chunks": vars(e.chunks),
-                "options": [vars(option) for option in e.options],
-                "doc": e.doc,
-            }
+            {name: getattr(e, name) for name in texts}
+            | {"chunks": vars(e.chunks), "options": list(map(vars, e.options))}
             for e in entries
         ]
         terminal.write(json.dumps(facts, indent=2, default=str))
-        return True
-    if not arguments.names:
+    elif not arguments.names:
         rows = [(e.name, str(e.chunks), e.summary) for e in entries]
         terminal.print_table(("schedule", "chunks", "description"), rows, left=3)
-        return True
-    for e in entries:
-        options = [o for o in e.options if o.name != "forward_only"]
-        lines = [f"  --option {o.name}={o.default}  {o.summary}" for o in options]
-        lines = ["options:", *lines, ""] if lines else []
-        terminal.write("\n".join([f"{e.name}\n\n{e.doc}\n\nchunks: {e.chunks}", *lines, ""]))
-    return True
+    else:
+        for e in entries:
+            options = [o for o in e.options if o.name != "forward_only"]
+            lines = [f"  --option {o.name}={o.default}  {o.summary}" for o in options] or ["  none"]
+            head = f"{e.name}\n\n{e.doc}\n\nchunks: {e.chunks}\noptions:"
+            terminal.write("\n".join([head, *lines, ""]))
 
 
-def show_command(arguments: argparse.Namespace) -> bool:
+def show_command(arguments: argparse.Namespace) -> None:
     """Print or draw a schedule."""
     if arguments.json and arguments.format not in (None, "json"):
         raise terminal.UsageError(f"give --json or --format {arguments.format}, not both")
-    form = "json" if arguments.json else arguments.format or _format_of(arguments.output)
+    form = "json" if arguments.json else arguments.format
+    if form is None:
+        has_suffix = Path(arguments.output or "-").suffix
+        form = _format_of(arguments.output) if has_suffix else "grid"
     costs = terminal.read_costs(arguments)
     with terminal.counting(f"making {arguments.source}"):
         schedule = terminal.load(arguments, costs)
@@ -87,11 +84,10 @@ def show_command(arguments: argparse.Namespace) -> bool:
     if arguments.output in (None, "-"):
         terminal.write(text)
     else:
-        terminal.save(terminal.file_path(arguments.output), text)
-    return True
+        terminal.save(arguments.output, text)
 
 
-def simulate_command(arguments: argparse.Namespace) -> bool:
+def simulate_command(arguments: argparse.Namespace) -> None:
     """Simulate a schedule with given costs."""
     costs, transfers = terminal.read_costs(arguments), Transfers(arguments.transfers)
     with terminal.counting(f"simulating {arguments.source}"):
@@ -104,14 +100,13 @@ def simulate_command(arguments: argparse.Namespace) -> bool:
     if arguments.json:
         facts = _timeline_facts(t) | ({"lower_bound": found.bound} if found else {})
         terminal.write(json.dumps(facts))
-        return True
+        return
     terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
     head = {"makespan": number(t.makespan), "span": number(t.span), "bubble": f"{t.bubble:.2%}"}
     terminal.write("\n".join(f"{name:<9} {value}" for name, value in head.items()) + "\n")
     terminal.print_table(DEVICE_COLUMNS, device_rows(t))
     if found is not None:
         terminal.write(f"of this placement: {found}")
-    return True
 
 
 def check_command(arguments: argparse.Namespace) -> bool:
@@ -141,7 +136,7 @@ def check_command(arguments: argparse.Namespace) -> bool:
     return True
 
 
-def compare_command(arguments: argparse.Namespace) -> bool:
+def compare_command(arguments: argparse.Namespace) -> None:
     """Simulate several schedules of one model.  Costs are those of 1/P of the model: a stage of
     a schedule with S stages costs P/S of them, and its activations count P/S too, so that
     schedules with different chunks can be compared.  Each schedule uses the nearest number
@@ -155,7 +150,14 @@ def compare_command(arguments: argparse.Namespace) -> bool:
             "leave the ':' out"
         )
     sources = arguments.sources or names()
-    _refuse_unknown_options(arguments, sources)
+    entries = [describe(source) for source in sources if not terminal.is_file(source)]
+    known = sorted({option.name for entry in entries for option in entry.options})
+    unknown = [name for name in terminal.read_options(arguments.option) if name not in known]
+    if unknown:
+        raise terminal.UsageError(
+            f"no schedule of these takes --option {', '.join(unknown)}; they take "
+            f"{', '.join(known) or 'none'}"
+        )
     results: list[tuple[Timeline, float]] = []
     skipped: list[str] = []
     with terminal.counting("simulating") as progress:
@@ -176,11 +178,10 @@ def compare_command(arguments: argparse.Namespace) -> bool:
         schedules = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
         facts = {"costs": _cost_facts(costs), "schedules": schedules, "left_out": skipped}
         terminal.write(json.dumps(facts))
-        return True
+        return
     _print_comparison(results, costs)
-    if skipped:
-        terminal.complain("\n".join(skipped))
-    return True
+    for line in skipped:
+        terminal.complain(line)
 
 
 def _one_of_many(
@@ -202,24 +203,6 @@ def _one_of_many(
         schedule = terminal.load(argparse.Namespace(**own), _shared(costs, 1 / chunks))
     share = schedule.num_devices / schedule.num_stages
     return simulate(schedule, _shared(costs, share)), share
-
-
-def _refuse_unknown_options(arguments: argparse.Namespace, sources: Sequence[str]) -> None:
-    """UsageError for an option that none of the schedules takes (each gets the options that it
-    takes).
-    """
-    known = {
-        option.name
-        for source in sources
-        if not terminal.is_file(source)
-        for option in describe(source).options
-    }
-    unknown = sorted(set(terminal.read_options(arguments.option)) - known)
-    if unknown:
-        raise terminal.UsageError(
-            f"no schedule of these takes --option {', '.join(unknown)}; they take "
-            f"{', '.join(sorted(known)) or 'none'}"
-        )
 
 
 def _print_comparison(results: list[tuple[Timeline, float]], costs: Costs) -> None:
@@ -276,23 +259,20 @@ def _written(schedule: Schedule, form: str, arguments: argparse.Namespace, costs
     )
 
 
-# The format of a file by the end of its name; the grid where it has no suffix.
-_FORMATS = {".trace.json": "trace", ".htm": "html", ".txt": "grid"}
-_FORMATS |= {f".{form}": form for form in ("csv", "svg", "html", "json")}
+# The format of a file by the end of its name.
+_FORMATS = {".html": "html", ".htm": "html", ".trace.json": "trace", ".txt": "grid"}
+_FORMATS |= {f".{form}": form for form in ("csv", "svg", "json")}
 
 
-def _format_of(output: str | None) -> str:
-    """The format of a file."""
-    name = str(output).lower()
-    if not Path(output or "-").suffix:
-        return "grid"
-    form = next((form for end, form in _FORMATS.items() if name.endswith(end)), None)
-    if form is None:
-        raise terminal.UsageError(
-            f"no format is known for {output}; give --format, or a file that ends in "
-            f"{', '.join(_FORMATS)}"
-        )
-    return form
+def _format_of(output: str, *among: str) -> str:
+    """The format of a file, one of these or of all."""
+    ends = {end: form for end, form in _FORMATS.items() if form in (among or _FORMATS.values())}
+    for end, form in ends.items():
+        if output.lower().endswith(end):
+            return form
+    raise terminal.UsageError(
+        f"no format is known for {output}; its name must end in {' or '.join(ends)}"
+    )
 
 
 def _schedule_facts(schedule: Schedule) -> dict[str, Any]:
@@ -331,30 +311,27 @@ def _cost_text(costs: Costs) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in numbers)
 
 
+_DRAWN: dict[str, Callable[..., str]] = {"svg": to_svg, "html": to_html}
 _PLANS = 5
 _SHOWN = 12  # of the rejected plans
 _CHUNKS = (1, 2, 4)
 
 
-def plan_command(arguments: argparse.Namespace) -> bool:
+def plan_command(arguments: argparse.Namespace) -> None:
     """Find the fastest pipelines of a model that fit into memory.  A plan has layers of stages,
     schedule, chunks and remat, with a step's seconds and a device's memory.  The model is given by
     its sizes (a decoder-only transformer; times are then estimates) or by a file of costs.
     """
-    if arguments.output is not None and not arguments.output.lower().endswith((".html", ".svg")):
-        raise terminal.UsageError(
-            f"no picture is known for {arguments.output}; give a file that ends in .html or .svg"
-        )
+    form = arguments.output and _format_of(arguments.output, "svg", "html")
     plans, command = (_of_layers if arguments.model is None else _published)(arguments)
-    if arguments.output is not None:
-        draw = to_html if arguments.output.lower().endswith(".html") else to_svg
-        title = f"{plans.best.label}: {plans.best.layout}"
-        terminal.save(terminal.file_path(arguments.output), draw(plans.best.timeline, title=title))
+    if form:
+        draw, title = _DRAWN[form], f"{plans.best.label}: {plans.best.layout}"
+        terminal.save(arguments.output, draw(plans.best.timeline, title=title))
     if arguments.json:
         left = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
         facts = {"plans": [p.facts() for p in plans], "rejected": left, "prices": plans.prices}
-        terminal.write(json.dumps(facts | ({} if command is None else {"command": command})))
-        return True
+        terminal.write(json.dumps(facts | ({"command": command} if command else {})))
+        return
     terminal.print_table(COLUMNS, plans.rows(), left=2, styles={0: terminal.BEST})
     lines = [f"best: {plans.best.why}", f"prices: {plans.prices}"]
     if not arguments.costs:
@@ -365,17 +342,13 @@ def plan_command(arguments: argparse.Namespace) -> bool:
         lines += ["left out:", *(f"  {r}" for r in plans.rejected[:_SHOWN])]
     if len(plans.rejected) > _SHOWN:
         lines.append(f"  ... and {len(plans.rejected) - _SHOWN} more")
-    terminal.write("\n".join(lines + ([] if command is None else [command])))
-    return True
+    terminal.write("\n".join([*lines, command]).rstrip())
 
 
-def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, None]:
-    """Plans of a model by its sizes, or by a file of costs."""
-    if missing := terminal.missing_flags(arguments, "devices", "microbatches"):
-        raise terminal.UsageError(
-            f"give {' and '.join(missing)}, or --model NAME --gpus N "
-            "--batch N --memory SIZE, which chooses them"
-        )
+def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, str]:
+    """Plans of a model by its sizes, or by a file of costs, and no command."""
+    advice = "give {}, or --model NAME --gpus N --batch N --memory SIZE, which chooses them"
+    terminal.require(arguments, "devices", "microbatches", advice=advice)
     layers, costs, transfer = (
         _from_file(arguments.costs) if arguments.costs else _from_sizes(arguments)
     )
@@ -394,13 +367,12 @@ def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, None]:
             progress=progress,
             mesh=Target(communicates=(arguments.tensor or 1) > 1),
         )
-    return plans, None
+    return plans, ""
 
 
 def _published(arguments: argparse.Namespace) -> tuple[Plans, str]:
     """Plans of a published model with the mesh chosen, and the command that runs the best."""
-    if missing := terminal.missing_flags(arguments, "gpus", "batch", "memory"):
-        raise terminal.UsageError(f"--model needs {', '.join(missing)} too")
+    terminal.require(arguments, "gpus", "batch", "memory", advice="--model needs {} too")
     sizes = (f.name for f in fields(Transformer) if f.name not in ("context", "flops", "tensor"))
     own = ("layers", "devices", "microbatches", "slices", "costs", "search", "no_offload", *sizes)
     if excess := [terminal.flag(name) for name in own if getattr(arguments, name, None)]:
@@ -431,11 +403,8 @@ def _choices(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost], float]:
-    if missing := terminal.missing_flags(arguments, "layers", "width", "vocab"):
-        raise terminal.UsageError(
-            f"give {', '.join(missing)}, or --costs FILE; e.g. --layers 80 --width 8192 --vocab "
-            "128256"
-        )
+    advice = "give {}, or --costs FILE; e.g. --layers 80 --width 8192 --vocab 128256"
+    terminal.require(arguments, "layers", "width", "vocab", advice=advice)
     names = (field.name for field in fields(Transformer))
     sizes = {name: size for name in names if (size := getattr(arguments, name, None)) is not None}
     model = Transformer(**sizes)
@@ -478,13 +447,13 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
     # By name: the checks may be deleted.
     doctor = import_module("jaxpipe.doctor.run")
     _refuse(arguments)
+    _format_of(arguments.output or ".html", "html")
     checks = [c for c in doctor.CHECKS if (arguments.only or "") in c.item]
     if not checks:
         raise terminal.UsageError(
             f"no check has {arguments.only!r} in its title; titles are "
             f"{', '.join(c.item for c in doctor.CHECKS)}"
         )
-    page = None if arguments.output is None else terminal.file_path(arguments.output)
     writes = not arguments.no_prices and arguments.process == 0
     if writes:
         read_prices()  # the checks take minutes: a faulty file is refused before them
@@ -492,22 +461,21 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
     scope = doctor.Scope(**{name: getattr(arguments, name) for name in names})
     with terminal.counting("checking") as progress:
         report = doctor.run(scope, minutes=arguments.minutes, checks=checks, tell=progress)
-    facts: dict[str, Any] = asdict(report) | {"prices_file": None}
+    path = None
     if report.prices and writes:
         versions = next((line.measured for line in report.lines if line.item == "versions"), "")
         day = datetime.now(UTC).strftime("%Y-%m-%d")
         path = write_prices(report.kind, report.prices, ", ".join(filter(None, [day, versions])))
-        facts["prices_file"] = str(path)
         terminal.complain(f"wrote the prices of {report.kind} to {path}")
-    if page is not None:
+    if arguments.output is not None:
         picture = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, force_terminal=True)
         picture.print(f"jaxpipe doctor: {report.kind or 'no device'}", highlight=False)
         _print(report, picture)
         for name, seconds in report.prices.items():
             picture.print(f"price of {name}: {seconds * 1e6:.3g} us", highlight=False)
-        terminal.save(page, picture.export_html())
+        terminal.save(arguments.output, picture.export_html())
     if arguments.json:
-        terminal.write(json.dumps(facts))
+        terminal.write(json.dumps(asdict(report) | {"prices_file": path and str(path)}))
     else:
         _print(report)
     return bool(report.is_good)
@@ -522,18 +490,18 @@ def _print(report: Any, console: Console | None = None) -> None:
 
 def _refuse(arguments: argparse.Namespace) -> None:
     """UsageError for numbers that do not fit."""
-    several = arguments.coordinator is not None
-    least = {"--devices": arguments.devices, "--steps": arguments.steps}
-    faults = [f"{name} must be at least 1" for name, n in least.items() if n is not None and n < 1]
-    if not arguments.minutes > 0:  # nan too
+    devices, processes = arguments.devices, arguments.processes
+    least = {"devices": devices, "steps": arguments.steps, "processes": processes}
+    faults = [
+        f"--{name} must be at least 1" for name, n in least.items() if n is not None and n < 1
+    ]
+    if arguments.minutes <= 0:
         faults.append("--minutes must be above 0")
-    if not 0 <= arguments.process < arguments.processes:
+    if not 0 <= arguments.process < processes:
         faults.append("--process must be a number from 0 to --processes less 1")
-    if (arguments.processes > 1) != several:
+    if (processes > 1) != (arguments.coordinator is not None):
         faults.append("several processes need --coordinator HOST:PORT, --processes and --process")
-    if arguments.devices is not None and several and arguments.devices % arguments.processes:
+    if devices is not None and processes > 0 and devices % processes:
         faults.append("--devices must divide over --processes")
-    if not (arguments.output or ".html").lower().endswith((".html", ".htm")):
-        faults.append(f"the report is HTML: {arguments.output} must end in .html")
     if faults:
         raise terminal.UsageError("; ".join(faults))

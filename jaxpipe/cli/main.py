@@ -16,7 +16,7 @@ from inspect import cleandoc, getdoc
 from typing import Any
 
 from ..engine.costs import Costs
-from ..errors import JaxpipeError
+from ..errors import JaxpipeError, quoted
 from ..planner.request import SCHEDULES
 from ..planner.transformer import Transformer
 from ..render import Theme
@@ -152,7 +152,7 @@ _SIZES = f"""model by its sizes
 --layers N
 {_fields(Transformer, "NUMBER")}"""
 # Each command and its groups of arguments.
-COMMANDS: dict[Callable[[argparse.Namespace], bool], tuple[str, ...]] = {
+COMMANDS: dict[Callable[[argparse.Namespace], bool | None], tuple[str, ...]] = {
     commands.list_command: ("\nnames NAME ...", _JSON),
     commands.show_command: (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
     commands.simulate_command: (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
@@ -209,7 +209,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; `argv` is sys.argv[1:] where it is None."""
     arguments = make_parser().parse_args(argv)
     try:
-        is_valid = arguments.run(arguments)
+        if odd := [text for text in argv or () if "\0" in text]:
+            raise terminal.UsageError(
+                f"{quoted(odd[0])} is not a file name: it holds a null character"
+            )
+        is_good = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe.  Python would report it once more when it
@@ -224,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (JaxpipeError, OSError, UnicodeEncodeError) as error:
         terminal.complain(f"jaxpipe {arguments.command}: {_text(error)}")
         return USAGE
-    return SUCCESS if is_valid else INVALID
+    return INVALID if is_good is False else SUCCESS
 
 
 def _text(error: Exception) -> str:

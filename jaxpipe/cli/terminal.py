@@ -9,9 +9,9 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -105,9 +105,12 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def missing_flags(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """The flags of these arguments that the command line does not give."""
-    return [flag(name) for name in names if getattr(arguments, name) is None]
+def require(arguments: argparse.Namespace, *names: str, advice: str) -> None:
+    """UsageError with the flags of these arguments that the command line does not give, in place of
+    the braces of the advice.
+    """
+    if missing := [flag(name) for name in names if getattr(arguments, name) is None]:
+        raise UsageError(advice.format(" and ".join(missing)))
 
 
 def is_file(source: str) -> bool:
@@ -152,19 +155,18 @@ def load(
 def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """Build a named schedule from the command line's shape and options."""
     entry = describe(name)
-    if missing := missing_flags(arguments, "devices", "microbatches"):
-        raise UsageError(
-            f"{name} needs {' and '.join(missing)}, e.g. jaxpipe show {name} --devices 4 "
-            "--microbatches 8"
-        )
+    advice = f"{name} needs {{}}, e.g. jaxpipe show {name} --devices 4 --microbatches 8"
+    require(arguments, "devices", "microbatches", advice=advice)
     options = read_options(arguments.option)
     if any(option.name == "costs" for option in entry.options) and _gives_costs(arguments):
         options.setdefault("costs", costs)
-    if options.get("placement") is not None:
+    stages, devices = options.get("placement"), arguments.devices
+    if stages in ("loop", "vee"):
+        make = Placement.loop if stages == "loop" else Placement.vee
         chunks = entry.chunks.natural if arguments.chunks is None else arguments.chunks
-        options["placement"] = _placement(options["placement"], arguments.devices, chunks)
-    if options.get("objective") is not None:
-        options["objective"] = _objective(options["objective"])
+        options["placement"] = make(devices=devices, chunks=chunks)
+    elif isinstance(stages, tuple):
+        options["placement"] = Placement.explicit(stages, devices=devices)
     shape = {name: value for name in _SHAPE if (value := getattr(arguments, name)) is not None}
     return build(name, **shape, **options)
 
@@ -245,54 +247,17 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-def _placement(value: object, devices: int, chunks: int) -> Placement:
-    """`loop`, `vee`, or the device of each stage (`0,1,1,0`)."""
-    if value in ("loop", "vee"):
-        make = Placement.loop if value == "loop" else Placement.vee
-        return make(devices=devices, chunks=chunks)
-    if isinstance(value, tuple) and all(isinstance(device, int) for device in value):
-        return Placement.explicit(value, devices=devices)
-    raise UsageError(
-        f"--option placement={quoted(value)} must be loop, vee, or the device of each stage, "
-        "e.g. placement=0,1,1,0"
-    )
-
-
-def _objective(value: object) -> Objective:
-    """`makespan` or `period`."""
-    try:
-        return Objective(value)
-    except ValueError:
-        raise UsageError(
-            f"--option objective={quoted(value)} must be "
-            f"{' or '.join(each.value for each in Objective)}"
-        ) from None
+_NAMED = {"true": True, "false": False, "none": None} | {each.value: each for each in Objective}
 
 
 def _value(text: str) -> object:
-    """A whole number, several joined by commas, True, False or None, where the text is one of them;
-    else the text.
-    """
-    named: dict[str, object] = {"true": True, "false": False, "none": None}
-    if text.lower() in named:
-        return named[text.lower()]
+    """A whole number, several joined by commas, or what a name stands for; else the text."""
+    if text.lower() in _NAMED:
+        return _NAMED[text.lower()]
     fields = text.split(",")
     if not all(_WHOLE.fullmatch(field.strip()) for field in fields):
         return text
     return int(text) if len(fields) == 1 else tuple(map(int, fields))
-
-
-def file_path(text: str) -> Path:
-    """The path of a file; UsageError for a text with a null character."""
-    if "\0" in text:
-        raise UsageError(f"{quoted(text)} is not a file name: it holds a null character")
-    return Path(text)
-
-
-def _open(source: str) -> AbstractContextManager[TextIO]:
-    if source == "-":
-        return nullcontext(sys.stdin)
-    return file_path(source).open(encoding="utf-8-sig")
 
 
 def read_text(source: str) -> str:
@@ -300,8 +265,11 @@ def read_text(source: str) -> str:
     than any table has (the file may be endless).
     """
     try:
-        with _open(source) as file:
-            text = file.read(MAX_TEXT + 1)
+        if source == "-":
+            text = sys.stdin.read(MAX_TEXT + 1)
+        else:
+            with Path(source).open(encoding="utf-8-sig") as file:
+                text = file.read(MAX_TEXT + 1)
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{source}: not a text file ({error.reason} at byte {error.start}); give a .csv or "
@@ -348,10 +316,10 @@ def complain(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
-def save(path: Path, text: str) -> None:
+def save(output: str, text: str) -> None:
     """Write text into a file, with a newline at its end, and say so."""
-    path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
-    complain(f"wrote {path}")
+    Path(output).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    complain(f"wrote {output}")
 
 
 def print_table(

@@ -105,7 +105,7 @@ def test_sizes_of_experts_and_tied_tables_are_planned(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layers", "6"], "give --width, --vocab"),
+        (["--layers", "6"], "give --width and --vocab"),
         (["--costs", "{file}"], "forward is missing"),
     ],
 )
