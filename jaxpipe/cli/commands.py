@@ -34,6 +34,7 @@ from ..schedules.registry import describe
 from ..table.encoded import Transfers
 from ..table.kinds import KINDS
 from ..table.schedule import Certificate, Objective, Proof, Schedule
+from ..table.text import json_value
 from ..transforms.add_transfers import add_transfers
 from . import terminal
 
@@ -98,8 +99,10 @@ def simulate_command(arguments: argparse.Namespace) -> None:
         bound, cap = timeline_bound(t)
         found = Certificate(Objective.MAKESPAN, t.makespan, bound, Proof.RELAXATION, cap)
     if arguments.json:
-        facts = _timeline_facts(t) | ({"lower_bound": found.bound} if found else {})
-        terminal.write(json.dumps(facts))
+        facts = _schedule_facts(t.schedule) | _sums(t, 1) | {"costs": _cost_facts(t.costs)}
+        facts |= {"busy": t.busy, "idle": [idle._asdict() for idle in t.idle]}
+        facts |= {"critical_path": t.critical_path, "start": dict(t.start), "end": dict(t.end)}
+        terminal.write(json.dumps(facts | ({"lower_bound": found.bound} if found else {})))
         return
     terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
     head = {"makespan": number(t.makespan), "span": number(t.span), "bubble": f"{t.bubble:.2%}"}
@@ -289,19 +292,6 @@ def _schedule_facts(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _timeline_facts(t: Timeline) -> dict[str, Any]:
-    return {
-        **_schedule_facts(t.schedule),
-        "costs": _cost_facts(t.costs),
-        **_sums(t, 1),
-        "busy": t.busy,
-        "idle": [idle._asdict() for idle in t.idle],
-        "critical_path": t.critical_path,
-        "start": dict(t.start),
-        "end": dict(t.end),
-    }
-
-
 def _cost_facts(costs: Costs) -> dict[str, Any]:
     return vars(costs) | {"release": costs.release.value}
 
@@ -314,7 +304,6 @@ def _cost_text(costs: Costs) -> str:
 _DRAWN: dict[str, Callable[..., str]] = {"svg": to_svg, "html": to_html}
 _PLANS = 5
 _SHOWN = 12  # of the rejected plans
-_CHUNKS = (1, 2, 4)
 
 
 def plan_command(arguments: argparse.Namespace) -> None:
@@ -356,11 +345,10 @@ def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, str]:
         plans = plan(
             layers,
             costs,
-            **_choices(arguments),
+            **_choices(arguments, "slices"),
             devices=arguments.devices,
             microbatches=arguments.microbatches,
             transfer=transfer,
-            slices=arguments.slices or (1,),
             offload=(None,) if arguments.no_offload else (None, "residuals"),
             search=arguments.search,
             most=_PLANS,
@@ -379,35 +367,36 @@ def _published(arguments: argparse.Namespace) -> tuple[Plans, str]:
         raise terminal.UsageError(
             f"--model {arguments.model} has its own sizes and mesh; leave out {', '.join(excess)}"
         )
-    name, context = arguments.model, int(arguments.context or 8192)
+    name, context, choices = arguments.model, int(arguments.context or 8192), _choices(arguments)
+    if arguments.tensor is not None:
+        choices["tensor"] = (int(arguments.tensor),)
     with terminal.counting(f"planning {name}") as progress:
         plans = plan_mesh(
             name,
-            **_choices(arguments),
+            **choices,
             gpus=arguments.gpus,
             batch=arguments.batch,
             context=context,
-            tensor=(1, 2, 4, 8) if arguments.tensor is None else (int(arguments.tensor),),
             progress=progress,
             flops=arguments.flops or Transformer.flops,
         )
     return plans, command_of(name, plans.best, batch=arguments.batch, context=context)
 
 
-def _choices(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The limits and the choices for `plan` and `plan_mesh`."""
-    names = ("memory", "schedules", "within")
-    choices = {name: getattr(arguments, name) for name in names}
-    policies = arguments.remat and [None if name == "none" else name for name in arguments.remat]
-    return choices | {"chunks": arguments.chunks or _CHUNKS, "remat": policies}
+def _choices(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
+    """The limits and the choices for `plan` and `plan_mesh` that the command line gives."""
+    names = ("memory", "schedules", "within", "chunks", "remat", *more)
+    found = terminal.given(arguments, *names)
+    if "remat" in found:
+        found["remat"] = [None if name == "none" else name for name in found["remat"]]
+    return found
 
 
 def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost], float]:
     advice = "give {}, or --costs FILE; e.g. --layers 80 --width 8192 --vocab 128256"
     terminal.require(arguments, "layers", "width", "vocab", advice=advice)
     names = (field.name for field in fields(Transformer))
-    sizes = {name: size for name in names if (size := getattr(arguments, name, None)) is not None}
-    model = Transformer(**sizes)
+    model = Transformer(**terminal.given(arguments, *names))
     model = model if arguments.bandwidth else model.on(arguments.devices)
     if arguments.layers < 1:
         raise terminal.UsageError(f"--layers must be at least 1, not {arguments.layers}")
@@ -415,10 +404,7 @@ def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost
 
 
 def _from_file(name: str) -> tuple[str, dict[str, LayerCost], float]:
-    try:
-        facts: Any = json.loads(terminal.read_text(name))
-    except json.JSONDecodeError as error:
-        raise terminal.UsageError(f"{name} is not JSON: {error}") from error
+    facts: Any = json_value(terminal.read_text(name))
     match facts:
         case {"layers": str(layers), "costs": dict(costs)}:
             return layers, read_layer_costs(costs), facts.get("transfer", 0.0)
@@ -458,7 +444,7 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
     if writes:
         read_prices()  # the checks take minutes: a faulty file is refused before them
     names = ("devices", "steps", "coordinator", "processes", "process")
-    scope = doctor.Scope(**{name: getattr(arguments, name) for name in names})
+    scope = doctor.Scope(**terminal.given(arguments, *names))
     with terminal.counting("checking") as progress:
         report = doctor.run(scope, minutes=arguments.minutes, checks=checks, tell=progress)
     path = None

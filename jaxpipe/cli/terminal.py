@@ -105,11 +105,17 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of these arguments that are not None, by name."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
 def require(arguments: argparse.Namespace, *names: str, advice: str) -> None:
     """UsageError with the flags of these arguments that the command line does not give, in place of
     the braces of the advice.
     """
-    if missing := [flag(name) for name in names if getattr(arguments, name) is None]:
+    found = given(arguments, *names)
+    if missing := [flag(name) for name in names if name not in found]:
         raise UsageError(advice.format(" and ".join(missing)))
 
 
@@ -158,7 +164,8 @@ def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
     advice = f"{name} needs {{}}, e.g. jaxpipe show {name} --devices 4 --microbatches 8"
     require(arguments, "devices", "microbatches", advice=advice)
     options = read_options(arguments.option)
-    if any(option.name == "costs" for option in entry.options) and _gives_costs(arguments):
+    has_costs = given(arguments, "costs", *OTHER_COSTS)
+    if has_costs and any(option.name == "costs" for option in entry.options):
         options.setdefault("costs", costs)
     stages, devices = options.get("placement"), arguments.devices
     if stages in ("loop", "vee"):
@@ -167,8 +174,7 @@ def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
         options["placement"] = make(devices=devices, chunks=chunks)
     elif isinstance(stages, tuple):
         options["placement"] = Placement.explicit(stages, devices=devices)
-    shape = {name: value for name in _SHAPE if (value := getattr(arguments, name)) is not None}
-    return build(name, **shape, **options)
+    return build(name, **given(arguments, *_SHAPE), **options)
 
 
 def read(source: str, slices: int | None = None) -> Schedule:
@@ -178,16 +184,13 @@ def read(source: str, slices: int | None = None) -> Schedule:
     """
     text, name = read_text(source), "stdin" if source == "-" else Path(source).stem
     try:
-        if Path(source).suffix == ".json":
-            table = Schedule.from_json(text)
-            return table if slices is None else dataclasses.replace(table, slices=slices)
-        return Schedule.from_csv(text, name=name, slices=1 if slices is None else slices)
+        is_json = Path(source).suffix == ".json"
+        table = Schedule.from_json(text) if is_json else Schedule.from_csv(text, name=name)
+        return table if slices is None else dataclasses.replace(table, slices=slices)
     except ScheduleError as error:
         raise InvalidScheduleError(
             f"{source}: {_with_raw_grid(text, Path(source).suffix, error)}", error.violations
         ) from error
-    except JaxpipeError as error:
-        raise InvalidScheduleError(f"{source}: {error}") from error
 
 
 def checked(
@@ -211,14 +214,8 @@ def checked(
 
 def read_costs(arguments: argparse.Namespace) -> Costs:
     """The costs that the command line gives."""
-    own = {name: getattr(arguments, name) for name in OTHER_COSTS}
-    own = {name: value for name, value in own.items() if value is not None}
+    own = given(arguments, *OTHER_COSTS)
     return Costs(**(arguments.costs or {}), **own, release=Release(arguments.release))
-
-
-def _gives_costs(arguments: argparse.Namespace) -> bool:
-    """Whether the command line gives any cost."""
-    return any(getattr(arguments, name) is not None for name in ("costs", *OTHER_COSTS))
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:

@@ -315,7 +315,8 @@ class NnxUnit(Unit):
         drawing fails.
         """
         old, structure = jax.tree.flatten(self.streams)
-        streams = structure.unflatten(self._stream(i, leaf, key) for i, leaf in enumerate(old))
+        new = [self._stream(i, leaf, key) for i, leaf in enumerate(old)]
+        streams = jax.tree.unflatten(structure, new)
         modules = nnx.merge(self.graph, params, streams, state)
         if not training:
             for _, module in nnx.iter_modules(modules):
