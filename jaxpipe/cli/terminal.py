@@ -123,15 +123,9 @@ def is_file(source: str) -> bool:
     """Whether a NAME|FILE is a file: `-`, a known suffix, a path, or an existing file that has no
     schedule's name.
     """
-    if source in names():
-        return False
-    return (
-        source == "-"
-        or Path(source).suffix in (".csv", ".json")
-        or "/" in source
-        or "\\" in source
-        or Path(source).exists()
-    )
+    path = Path(source)
+    is_path = source == "-" or "/" in source or "\\" in source or path.exists()
+    return source not in names() and (is_path or path.suffix in (".csv", ".json"))
 
 
 def load(
@@ -220,27 +214,24 @@ def read_costs(arguments: argparse.Namespace) -> Costs:
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
     """`["group_size=4", "lean=true"]` -> {"group_size": 4, "lean": True}; UsageError lists every
-    pair without '='.
+    pair that is none.
     """
-    bad = [pair for pair in pairs if not pair.partition("=")[0].isidentifier() or "=" not in pair]
-    if bad:
-        raise UsageError(
-            f"--option {', '.join(map(quoted, bad))} must be KEY=VALUE, e.g. --option group_size=4"
-        )
     options: dict[str, Any] = {}
-    for key, _, value in (pair.partition("=") for pair in pairs):
-        if key in options:
-            raise UsageError(f"--option {quoted(key)} is given twice; give it once")
-        if key in _SHAPE:
-            raise UsageError(
-                f"--option {key}={value[:MOST_COLUMNS]} has a flag of its own; write {flag(key)}"
-            )
-        if key == "name":
-            raise UsageError(
-                "--option name=... is the schedule's name; write it after the command, e.g. "
-                "jaxpipe show 1f1b"
-            )
+    faults = []
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        fault = ""
+        if not key.isidentifier() or not sign:
+            fault = "must be KEY=VALUE, e.g. --option group_size=4"
+        elif key in options:
+            fault = "is given twice; give it once"
+        elif key in _SHAPE:
+            fault = f"has a flag of its own; write {flag(key)}"
+        elif key == "name":
+            fault = "is the schedule's name; write it after the command, e.g. jaxpipe show 1f1b"
+        faults += [f"--option {pair[:MOST_COLUMNS]} {fault}"] if fault else []
         options[key] = _value(value)
+    UsageError.refuse("", faults)
     return options
 
 

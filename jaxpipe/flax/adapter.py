@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax.errors import InvalidRngError
 from jax.sharding import PartitionSpec
 
 from ..arrays import Params, PyTree, by_path, described, summable
@@ -109,28 +108,13 @@ class Unit:
         raise NotImplementedError
 
     def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
-        """The result of a call, and the state after it.
-
-        Raises:
-            PipelineError: the call draws without a key, or writes variables that are not kept.
+        """The result of a call, and the state after it; PipelineError where the call wrote
+        variables that are not kept.
         """
         modules = self.build(params, state, call.key, training=call.training)
-        try:
-            out = self.call(modules, *call.arguments, **call.keywords)
-        except (InvalidRngError, TypeError) as error:
-            # nnx folds numbers into the key, which is None.
-            drew = isinstance(error, InvalidRngError) or "NoneType" in str(error)
-            if not drew or not self.random or call.key is not None:
-                raise
-            raise PipelineError(
-                f"{self.name} draws random numbers, but the step got no key; pass "
-                f"rng=jax.random.key(...) ({error})"
-            ) from error
-        return out, self._kept(state, self.variables(modules, state))
-
-    def _kept(self, before: PyTree, after: PyTree) -> PyTree:
-        """The state after a call; PipelineError where the call wrote other variables."""
-        old, new = by_path(before), by_path(after)
+        out = self.call(modules, *call.arguments, **call.keywords)
+        after = self.variables(modules, state)
+        old, new = by_path(state), by_path(after)
         if odd := sorted(set(old) ^ set(new)):
             raise PipelineError(
                 f"{self.name} writes variables in a call, as sow() does, which a pipeline does not "
@@ -142,7 +126,7 @@ class Unit:
                 f"{self.name} changes its variables {changed}; only blocks may keep state (batch "
                 "statistics): put it into a block"
             )
-        return after
+        return out, after
 
     @property
     def constant(self) -> bool:
@@ -150,9 +134,14 @@ class Unit:
         return self.takes[0] != "block"
 
     @cached_property
+    def function(self) -> Function:
+        """The user's function."""
+        return Function.of(self.call, self.name, OFFERED, takes=self.takes)
+
+    @property
     def wants(self) -> frozenset[str]:
-        """The keywords of a pipeline that the user's function takes."""
-        return Function.of(self.call, self.name, OFFERED, takes=self.takes).wants
+        """The keywords of a pipeline that it takes."""
+        return self.function.wants
 
     @property
     def keywords(self) -> frozenset[str]:
@@ -232,16 +221,15 @@ def _run(
 
 
 def _function(
-    unit: Unit, name: str, shared: Unit | None, *, number: int | None, stage_loss: bool = False
+    unit: Unit, name: str, shared: Unit | None, *, number: int | None
 ) -> Callable[..., Any]:
     """`first`, `last` or a layer: its variables that are no parameters are constants.  A layer has
-    no number of its own, and may return (x, loss).
+    no number of its own.
     """
 
     def function(params: PyTree, *arguments: Any, **offered: Any) -> Any:
         own = offered["ctx"].layer if number is None and unit.random else number
-        out, _ = _run(unit, shared, params, unit.state, arguments, own, offered)
-        return _with_loss(unit.name, out) if stage_loss else out
+        return _run(unit, shared, params, unit.state, arguments, own, offered)[0]
 
     return _with_keywords(function, ("params", *unit.takes[1:]), unit.keywords, name)
 
@@ -271,8 +259,8 @@ def _stage_function(
                     unit, shared, tree_at(own, key), tree_at(state, key), (x,), number, offered
                 )
                 if stage_loss:
-                    x, loss = _with_loss(unit.name, x)
-                    losses.append(loss)
+                    x, loss = unit.function.results(_RETURNED, x).values()
+                    losses.append(summable(loss))
             new = after.get("", after) if stateful else {}
             # flax may widen statistics.
             new = jax.tree.map(lambda after, before: after.astype(before.dtype), new, state)
@@ -303,16 +291,8 @@ def _with_keywords(
     return function
 
 
-def _with_loss(name: str, out: Any) -> tuple[PyTree, Any]:
-    """x and the loss that a block returned; PipelineError where it returned something else."""
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise PipelineError(
-            f"{name} must return (x, loss), since stage_loss=True; it returns "
-            f"{jax.tree.structure(out)}"
-        )
-    return out[0], summable(out[1])
-
-
+_RETURNED = {"x": "", "loss": "stage_loss=True"}
+_OUTER = {"first": EMBEDDING, "last": LOSS}
 _LETTERS = "layout=, the letters of each stage"
 
 T = TypeVar("T", bound="FlaxModel")
@@ -459,8 +439,8 @@ def _model(
     if frozen := {f"{part}/{path}" for part, unit in parts.items() for path in unit.frozen}:
         options["frozen"] = lambda path, _leaf: path in frozen
     outer: dict[str, Any] = {
-        key: _function(ends[key], key, shared, number=count + number)
-        for number, key in enumerate(("first", "last"))
+        key: _function(ends[key], key, shared, number=count + i)
+        for i, key in enumerate(_OUTER)
         if key in ends
     }
     if form.num_stages is not None:
@@ -474,12 +454,10 @@ def _model(
             "layout=, or make them parameters that are frozen"
         )
     layers = {
-        key: _function(unit, f"layer_{key}", shared, number=None, stage_loss=stage_loss)
-        for key, unit in units.items()
+        key: _function(unit, f"layer_{key}", shared, number=None) for key, unit in units.items()
     }
-    named = {"first": EMBEDDING, "last": LOSS}
-    layers |= {named[key]: function for key, function in outer.items()}
-    first, last = (letter if letter in layers else "" for letter in (EMBEDDING, LOSS))
+    layers |= {_OUTER[key]: function for key, function in outer.items()}
+    first, last = (letter if letter in layers else "" for letter in _OUTER.values())
     return Model(layers, layers=first + "".join(keys) + last, **options)
 
 

@@ -327,8 +327,10 @@ class NnxUnit(Unit):
         shape = old.shape[1:] if self.stack else old.shape
         if not jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
             return jnp.zeros(shape, old.dtype)
-        own = None if key is None else jax.random.fold_in(key, number)
-        return own if own is None or not shape else jax.random.split(own, shape)
+        if key is None:
+            return jnp.zeros((), jnp.uint32)  # JAX refuses to draw from it
+        own = jax.random.fold_in(key, number)
+        return jax.random.split(own, shape) if shape else own
 
     def variables(self, modules: Any, state: PyTree) -> PyTree:
         """All that are neither parameters nor streams of random numbers."""

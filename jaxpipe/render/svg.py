@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from string import Template
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from ..engine.simulate import Timeline
 from ..errors import JaxpipeError, quoted, typed
 from ..table.kinds import KINDS, Action, Kind, Shades, parts
 from ..table.text import microbatch_label, parse_cell
+
+Box: TypeAlias = tuple[float, float, float, float]  # x, y, width and height
 
 
 class Part(enum.Enum):
@@ -242,8 +244,8 @@ class Chart:
         """The top of a device's row."""
         return self.top + self.pitch * device
 
-    def box(self, bar: Bar) -> tuple[float, float, float, float]:
-        """x, y, width and height of a bar."""
+    def box(self, bar: Bar) -> Box:
+        """The place of a bar."""
         y, half = self.y(bar.device), self.row / 2
         top, height = {
             Part.WHOLE: (0.0, self.row),
@@ -467,8 +469,9 @@ def _draw_rows(root: Element, chart: Chart) -> None:
     length, makespan = chart.span * chart.unit, t.makespan or 1
     for device in range(t.schedule.num_devices):
         y = chart.y(device)
-        _rect(root, "idle", chart.left, y, length, chart.row, rx=3)
-        _rect(root, "", chart.left, y, length, chart.row, rx=3, fill=_HATCHED)
+        box = (chart.left, y, length, chart.row)
+        _rect(root, "idle", box, rx=3)
+        _rect(root, "", box, rx=3, fill=_HATCHED)
         middle = y + chart.row / 2 + 4
         _text(root, "label", chart.left - 8, middle, f"device {device}", "end")
         x = chart.x(chart.span) + 10
@@ -516,7 +519,7 @@ def _draw_critical_path(root: Element, chart: Chart) -> None:
     cells = map(parse_cell, chart.timeline.critical_path)
     wanted = {action for cell in cells for action in parts(cell)}
     boxes = [chart.box(bar) for bar in chart.bars if bar.action in wanted]
-    outlines = (_rectangle(x + 1, y + 1, w - 2, h - 2) for x, y, w, h in boxes if w > 2)
+    outlines = (_rectangle((x + 1, y + 1, w - 2, h - 2)) for x, y, w, h in boxes if w > 2)
     _add(root, "path", "critical", d="".join(outlines))
 
 
@@ -533,13 +536,13 @@ def _draw_axis(root: Element, chart: Chart) -> None:
 def _draw_legend(root: Element, chart: Chart) -> None:
     """A swatch for each kind, divided into the shades of its chunks."""
     for boxes, text, x, y, cell in chart.legend:
-        for chunk, box in enumerate(boxes):
-            _rect(root, box, x, y, cell, 15)
-            if box == "idle":
-                _rect(root, "", x, y, cell, 15, fill=_HATCHED)
+        for chunk, kind in enumerate(boxes):
+            box = (x, y, cell, 15.0)
+            _rect(root, kind, box)
+            if kind == "idle":
+                _rect(root, "", box, fill=_HATCHED)
             if len(boxes) > 1:
-                middle = x + cell / 2
-                label = _text(root, f"on{box}", middle, y + 11.5, str(chunk), "middle")
+                label = _text(root, f"on{kind}", x + cell / 2, y + 11.5, str(chunk), "middle")
                 label.set("font-size", "10")
             x += cell
         kind, gap = ("label", 7) if boxes else ("muted", 0)
@@ -557,11 +560,12 @@ def _draw_bars(root: Element, chart: Chart) -> None:
         kind, (x, y, width, height) = _class(bar, chart.shades), chart.box(bar)
         # A thin line of background separates neighbours.
         gap = min(1.0, width * 0.2)
+        box = (x + gap / 2, y, width - gap, height)
         if merged:
-            paths[kind].append(_rectangle(x + gap / 2, y, width - gap, height))
+            paths[kind].append(_rectangle(box))
             continue
-        box = _rect(group, kind, x + gap / 2, y, width - gap, height, rx=min(2, width / 4))
-        SubElement(box, "title").text = describe(bar, chart.timeline.schedule.slices)
+        drawn = _rect(group, kind, box, rx=min(2, width / 4))
+        SubElement(drawn, "title").text = describe(bar, chart.timeline.schedule.slices)
     for kind, pieces in sorted(paths.items()):
         _add(root, "path", kind, d="".join(pieces))
 
@@ -608,10 +612,9 @@ def _add(parent: Element, tag: str, kind: str = "", **attributes: float | str) -
     return SubElement(parent, tag, values)
 
 
-def _rect(
-    parent: Element, kind: str, x: float, y: float, width: float, height: float, **more: float | str
-) -> Element:
-    return _add(parent, "rect", kind, x=x, y=y, width=width, height=height, **more)
+def _rect(parent: Element, kind: str, box: Box, **more: float | str) -> Element:
+    sides = zip(("x", "y", "width", "height"), box, strict=True)
+    return _add(parent, "rect", kind, **dict(sides), **more)
 
 
 def _text(parent: Element, kind: str, x: float, y: float, text: str, anchor: str = "") -> Element:
@@ -621,7 +624,8 @@ def _text(parent: Element, kind: str, x: float, y: float, text: str, anchor: str
     return element
 
 
-def _rectangle(x: float, y: float, width: float, height: float) -> str:
+def _rectangle(box: Box) -> str:
+    x, y, width, height = box
     return f"M{_px(x)} {_px(y)}h{_px(width)}v{_px(height)}h{_px(-width)}z"
 
 

@@ -160,8 +160,8 @@ def test_dropout_draws_from_the_step_s_key() -> None:
     assert relative(losses[1, 0], losses[2, 0]) <= FLOAT64
     assert not np.allclose(losses[1, 0], losses[1, 1])
     through(model, model.params, x, training=False)
-    with refused(r"a block draws random numbers, but the step got no key; pass rng="):
-        through(model, model.params, x)
+    with refused(r"`stage` draws random numbers, but the step got no key; pass rng="):
+        model.model.loss(model.params, {"x": x}, microbatches=1)
 
 
 @pytest.mark.exhaustive
