@@ -8,7 +8,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from importlib import import_module
@@ -29,8 +29,7 @@ from ..planner.plan import plan
 from ..planner.transformer import Transformer, command_of, plan_mesh
 from ..render import Theme, to_html, to_svg, to_trace
 from ..render.svg import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
-from ..schedules import names
-from ..schedules.registry import describe
+from ..schedules.registry import describe, names
 from ..table.encoded import Transfers
 from ..table.kinds import KINDS
 from ..table.schedule import Certificate, Objective, Proof, Schedule
@@ -44,6 +43,9 @@ _WHERE = {
     Transfers.BUFFERED: " where a SEND returns at once (buffered)",
     Transfers.RENDEZVOUS: "",
 }
+
+
+_COMPARED = "schedule,devices,microbatches,chunks,makespan,vs best,bubble,peak activations"
 
 
 def list_command(arguments: argparse.Namespace) -> None:
@@ -99,14 +101,21 @@ def simulate_command(arguments: argparse.Namespace) -> None:
         bound, cap = timeline_bound(t)
         found = Certificate(Objective.MAKESPAN, t.makespan, bound, Proof.RELAXATION, cap)
     if arguments.json:
-        facts = _schedule_facts(t.schedule) | _sums(t, 1) | {"costs": _cost_facts(t.costs)}
-        facts |= {"busy": t.busy, "idle": [idle._asdict() for idle in t.idle]}
-        facts |= {"critical_path": t.critical_path, "start": dict(t.start), "end": dict(t.end)}
-        terminal.write(json.dumps(facts | ({"lower_bound": found.bound} if found else {})))
+        terminal.write_json(
+            **_schedule_facts(t.schedule),
+            **_sums(t, 1),
+            costs=_cost_facts(t.costs),
+            lower_bound=found and found.bound,
+            busy=t.busy,
+            idle=[idle._asdict() for idle in t.idle],
+            critical_path=t.critical_path,
+            start=dict(t.start),
+            end=dict(t.end),
+        )
         return
     terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
-    head = {"makespan": number(t.makespan), "span": number(t.span), "bubble": f"{t.bubble:.2%}"}
-    terminal.write("\n".join(f"{name:<9} {value}" for name, value in head.items()) + "\n")
+    terminal.write(f"makespan  {number(t.makespan)}\nspan      {number(t.span)}")
+    terminal.write(f"bubble    {t.bubble:.2%}\n")
     terminal.print_table(DEVICE_COLUMNS, device_rows(t))
     if found is not None:
         terminal.write(f"of this placement: {found}")
@@ -117,7 +126,7 @@ def check_command(arguments: argparse.Namespace) -> bool:
     most, transfers = arguments.max_activations, Transfers(arguments.transfers)
     if most is not None and most < 0:
         raise terminal.UsageError(f"--max-activations must be at least 0, not {most}")
-    facts: dict[str, Any] = {"file": arguments.file, "ok": True, "transfers": transfers.value}
+    facts = {"file": arguments.file, "transfers": transfers.value}
     try:
         with terminal.counting(f"checking {arguments.file}"):
             s = terminal.read(arguments.file, arguments.slices)
@@ -125,17 +134,19 @@ def check_command(arguments: argparse.Namespace) -> bool:
     except terminal.InvalidScheduleError as error:
         names = ("rule", "message", "device", "position")
         rules = [{name: getattr(v, name) for name in names} for v in error.violations]
-        facts |= {"ok": False, "violations": rules, "report": str(error)}
-        terminal.write(json.dumps(facts) if arguments.json else str(error))
+        if arguments.json:
+            terminal.write_json(**facts, ok=False, violations=rules, report=str(error))
+        else:
+            terminal.write(str(error))
         return False
     if arguments.json:
-        terminal.write(json.dumps(facts | _schedule_facts(s) | {"violations": []}))
-        return True
-    terminal.write(
-        f"{arguments.file} is valid: {s.num_devices} devices, {s.num_stages} stages, "
-        f"{s.num_microbatches} microbatches, {s.encoded.num_actions} actions; it cannot "
-        f"deadlock{_WHERE[transfers] if s.has_transfers else ''}"
-    )
+        terminal.write_json(**facts, ok=True, violations=[], **_schedule_facts(s))
+    else:
+        terminal.write(
+            f"{arguments.file} is valid: {s.num_devices} devices, {s.num_stages} stages, "
+            f"{s.num_microbatches} microbatches, {s.encoded.num_actions} actions; it cannot "
+            f"deadlock{_WHERE[transfers] if s.has_transfers else ''}"
+        )
     return True
 
 
@@ -155,7 +166,7 @@ def compare_command(arguments: argparse.Namespace) -> None:
     sources = arguments.sources or names()
     entries = [describe(source) for source in sources if not terminal.is_file(source)]
     known = sorted({option.name for entry in entries for option in entry.options})
-    unknown = [name for name in terminal.read_options(arguments.option) if name not in known]
+    unknown = sorted({*terminal.read_options(arguments.option)} - {*known})
     if unknown:
         raise terminal.UsageError(
             f"no schedule of these takes --option {', '.join(unknown)}; they take "
@@ -175,12 +186,10 @@ def compare_command(arguments: argparse.Namespace) -> None:
                 skipped.append(f"left out: {error}")
             progress(done, len(sources))
     if not results:
-        why = "\n".join(skipped)
-        raise terminal.UsageError(f"no schedule can be built with these arguments:\n{why}")
+        terminal.UsageError.refuse("no schedule can be built with these arguments", skipped)
     if arguments.json:
-        schedules = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
-        facts = {"costs": _cost_facts(costs), "schedules": schedules, "left_out": skipped}
-        terminal.write(json.dumps(facts))
+        each = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
+        terminal.write_json(costs=_cost_facts(costs), schedules=each, left_out=skipped)
         return
     _print_comparison(results, costs)
     for line in skipped:
@@ -210,18 +219,18 @@ def _one_of_many(
 
 def _print_comparison(results: list[tuple[Timeline, float]], costs: Costs) -> None:
     best = min(t.makespan for t, _ in results)
-    columns = "schedule,devices,microbatches,chunks,makespan,vs best,bubble,peak activations"
     rows: list[tuple[str, ...]] = []
-    best_rows: dict[int, str] = {}
-    for i, (t, share) in enumerate(results):
+    for t, share in results:
         s = t.schedule
         shape = map(str, (s.num_devices, s.num_microbatches, s.num_chunks))
         ratio = f"{t.makespan / best:.3f}" if best else "-"
         peak = number(max(t.peak_memory) * share)
         rows.append((s.name, *shape, number(t.makespan), ratio, f"{t.bubble:.2%}", peak))
-        best_rows |= {i: terminal.BEST} if t.makespan == best else {}
-    terminal.print_table(columns.split(","), rows, styles=best_rows)
-    terminal.write(f"costs and activations of a P-th of the model: {_cost_text(costs)}")
+    styles = {i: terminal.BEST for i, (t, _) in enumerate(results) if t.makespan == best}
+    terminal.print_table(_COMPARED.split(","), rows, styles=styles)
+    every = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
+    texts = ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in every)
+    terminal.write(f"costs and activations of a P-th of the model: {texts}")
 
 
 def _sums(t: Timeline, share: float) -> dict[str, Any]:
@@ -267,9 +276,9 @@ _FORMATS = {".html": "html", ".htm": "html", ".trace.json": "trace", ".txt": "gr
 _FORMATS |= {f".{form}": form for form in ("csv", "svg", "json")}
 
 
-def _format_of(output: str, *among: str) -> str:
-    """The format of a file, one of these or of all."""
-    ends = {end: form for end, form in _FORMATS.items() if form in (among or _FORMATS.values())}
+def _format_of(output: str, among: Collection[str] = _FORMATS.values()) -> str:
+    """The format of a file, one of these."""
+    ends = {end: form for end, form in _FORMATS.items() if form in among}
     for end, form in ends.items():
         if output.lower().endswith(end):
             return form
@@ -296,12 +305,8 @@ def _cost_facts(costs: Costs) -> dict[str, Any]:
     return vars(costs) | {"release": costs.release.value}
 
 
-def _cost_text(costs: Costs) -> str:
-    numbers = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
-    return ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in numbers)
-
-
 _DRAWN: dict[str, Callable[..., str]] = {"svg": to_svg, "html": to_html}
+_CHOICES = ("memory", "schedules", "within", "chunks", "remat")
 _PLANS = 5
 _SHOWN = 12  # of the rejected plans
 
@@ -311,15 +316,15 @@ def plan_command(arguments: argparse.Namespace) -> None:
     schedule, chunks and remat, with a step's seconds and a device's memory.  The model is given by
     its sizes (a decoder-only transformer; times are then estimates) or by a file of costs.
     """
-    form = arguments.output and _format_of(arguments.output, "svg", "html")
+    form = arguments.output and _format_of(arguments.output, _DRAWN)
     plans, command = (_of_layers if arguments.model is None else _published)(arguments)
     if form:
         draw, title = _DRAWN[form], f"{plans.best.label}: {plans.best.layout}"
         terminal.save(arguments.output, draw(plans.best.timeline, title=title))
     if arguments.json:
         left = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
-        facts = {"plans": [p.facts() for p in plans], "rejected": left, "prices": plans.prices}
-        terminal.write(json.dumps(facts | ({"command": command} if command else {})))
+        each = [p.facts() for p in plans]
+        terminal.write_json(plans=each, rejected=left, prices=plans.prices, command=command)
         return
     terminal.print_table(COLUMNS, plans.rows(), left=2, styles={0: terminal.BEST})
     lines = [f"best: {plans.best.why}", f"prices: {plans.prices}"]
@@ -331,12 +336,12 @@ def plan_command(arguments: argparse.Namespace) -> None:
         lines += ["left out:", *(f"  {r}" for r in plans.rejected[:_SHOWN])]
     if len(plans.rejected) > _SHOWN:
         lines.append(f"  ... and {len(plans.rejected) - _SHOWN} more")
-    terminal.write("\n".join([*lines, command]).rstrip())
+    terminal.write("\n".join(lines + ([command] if command else [])))
 
 
-def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, str]:
+def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, str | None]:
     """Plans of a model by its sizes, or by a file of costs, and no command."""
-    advice = "give {}, or --model NAME --gpus N --batch N --memory SIZE, which chooses them"
+    advice = "give {}, or --model NAME --gpus N --batch N --memory SIZE to choose them"
     terminal.require(arguments, "devices", "microbatches", advice=advice)
     layers, costs, transfer = (
         _from_file(arguments.costs) if arguments.costs else _from_sizes(arguments)
@@ -355,19 +360,20 @@ def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, str]:
             progress=progress,
             mesh=Target(communicates=(arguments.tensor or 1) > 1),
         )
-    return plans, ""
+    return plans, None
 
 
 def _published(arguments: argparse.Namespace) -> tuple[Plans, str]:
     """Plans of a published model with the mesh chosen, and the command that runs the best."""
     terminal.require(arguments, "gpus", "batch", "memory", advice="--model needs {} too")
-    sizes = (f.name for f in fields(Transformer) if f.name not in ("context", "flops", "tensor"))
-    own = ("layers", "devices", "microbatches", "slices", "costs", "search", "no_offload", *sizes)
-    if excess := [terminal.flag(name) for name in own if getattr(arguments, name, None)]:
+    own = {*_CHOICES, "command", "run", "json", "output", "model", "gpus", "batch"}
+    own |= {"context", "flops", "tensor"}
+    if excess := [terminal.flag(n) for n, v in vars(arguments).items() if v and n not in own]:
         raise terminal.UsageError(
             f"--model {arguments.model} has its own sizes and mesh; leave out {', '.join(excess)}"
         )
-    name, context, choices = arguments.model, int(arguments.context or 8192), _choices(arguments)
+    name, context = arguments.model, int(arguments.context or 8192)
+    choices = _choices(arguments)
     if arguments.tensor is not None:
         choices["tensor"] = (int(arguments.tensor),)
     with terminal.counting(f"planning {name}") as progress:
@@ -385,8 +391,7 @@ def _published(arguments: argparse.Namespace) -> tuple[Plans, str]:
 
 def _choices(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
     """The limits and the choices for `plan` and `plan_mesh` that the command line gives."""
-    names = ("memory", "schedules", "within", "chunks", "remat", *more)
-    found = terminal.given(arguments, *names)
+    found = terminal.given(arguments, *_CHOICES, *more)
     if "remat" in found:
         found["remat"] = [None if name == "none" else name for name in found["remat"]]
     return found
@@ -433,7 +438,7 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
     # By name: the checks may be deleted.
     doctor = import_module("jaxpipe.doctor.run")
     _refuse(arguments)
-    _format_of(arguments.output or ".html", "html")
+    _format_of(arguments.output or ".html", ["html"])
     checks = [c for c in doctor.CHECKS if (arguments.only or "") in c.item]
     if not checks:
         raise terminal.UsageError(
@@ -461,7 +466,7 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
             picture.print(f"price of {name}: {seconds * 1e6:.3g} us", highlight=False)
         terminal.save(arguments.output, picture.export_html())
     if arguments.json:
-        terminal.write(json.dumps(asdict(report) | {"prices_file": path and str(path)}))
+        terminal.write_json(**asdict(report), prices_file=path and str(path))
     else:
         _print(report)
     return bool(report.is_good)

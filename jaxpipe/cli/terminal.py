@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,8 +22,7 @@ from rich.text import Text
 
 from ..engine.costs import Cost, Costs
 from ..errors import MAX_TEXT, JaxpipeError, ScheduleError, quoted
-from ..schedules import build, names
-from ..schedules.registry import describe
+from ..schedules.registry import build, describe, names
 from ..table.encoded import Transfers
 from ..table.kinds import Placement, Release
 from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, report
@@ -297,6 +297,11 @@ BEST = "bold green"  # the style of a best row
 def write(text: str) -> None:
     """Print text as it is, with a newline at its end."""
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def write_json(**facts: Any) -> None:
+    """Print facts as one JSON object."""
+    write(json.dumps(facts))
 
 
 def complain(text: str) -> None:

@@ -135,18 +135,13 @@ class Unit:
 
     @cached_property
     def function(self) -> Function:
-        """The user's function."""
+        """The user's function, with the keywords of a pipeline that it takes."""
         return Function.of(self.call, self.name, OFFERED, takes=self.takes)
-
-    @property
-    def wants(self) -> frozenset[str]:
-        """The keywords of a pipeline that it takes."""
-        return self.function.wants
 
     @property
     def keywords(self) -> frozenset[str]:
         """The keywords of a pipeline that a function of the unit takes."""
-        return self.wants | {"training"} | ({"ctx"} if self.random else set())
+        return self.function.wants | {"training"} | ({"ctx"} if self.random else set())
 
 
 def end_units(
@@ -212,7 +207,7 @@ def _run(
     put into stages.  The user's function gets shared parameters as modules.
     """
     ctx, training = offered.get("ctx"), offered.get("training", True)
-    keywords = {name: offered[name] for name in unit.wants}
+    keywords = {name: offered[name] for name in unit.function.wants}
     if "shared" in keywords and shared is not None:
         keywords["shared"] = shared.build(keywords["shared"], shared.state, None, training=training)
     key = ctx.microbatch_rng if unit.random and ctx is not None else None
@@ -264,11 +259,11 @@ def _stage_function(
             new = after.get("", after) if stateful else {}
             # flax may widen statistics.
             new = jax.tree.map(lambda after, before: after.astype(before.dtype), new, state)
-            return x, (sum(losses) if stage_loss else None, new)
+            return x, (losses, new)
 
         rows = (jnp.arange(groups), params, offered["state"] if stateful else {})
         x, (losses, state) = jax.lax.scan(group, x, rows)
-        more = [jnp.sum(losses, axis=0)] if stage_loss else []
+        more = [sum(map(jnp.sum, losses))] if stage_loss else []
         more += [state] if stateful else []
         return (x, *more) if more else x
 
@@ -411,12 +406,13 @@ def adapt(
     every = {"stages": specs.get("", specs)} | {
         key: _mesh_specs(unit, form.rules) for key, unit in ends.items()
     }
+    leaves = jax.tree.leaves(every, is_leaf=lambda node: isinstance(node, PartitionSpec))
     return kind(
         model=_model(units, keys, ends, state, form),
         params={"stages": tree([block.params for block in blocks])}
         | {key: unit.params for key, unit in ends.items()},
         state=state if _has(state) else {},
-        specs=every if _names_axes(every) else None,
+        specs=every if any(axis is not None for spec in leaves for axis in spec) else None,
         layout=form.layout,
         _ends=dict(ends),
         _blocks=tuple(blocks),
@@ -547,12 +543,6 @@ def _stack_size(unit: Unit) -> int:
 def _has(tree: PyTree) -> bool:
     """Whether a tree has leaves."""
     return bool(jax.tree.leaves(tree))
-
-
-def _names_axes(tree: PyTree) -> bool:
-    """Whether a spec of a tree names an axis."""
-    specs = [spec for spec in jax.tree.leaves(tree, is_leaf=is_spec) if spec is not None]
-    return any(entry is not None for spec in specs for entry in spec)
 
 
 def _mesh_specs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -237,25 +237,19 @@ def submodule(variables: Variables, name: str) -> dict[str, PyTree]:
     PipelineError if there is none.
     """
     found = {collection: tree[name] for collection, tree in variables.items() if name in tree}
-    if not found:
-        raise PipelineError(
-            f"no submodule is called {name!r}; the names are "
-            f"{sorted({n for tree in variables.values() for n in tree})}"
-        )
-    return found
+    return found or _refuse(name, variables)
 
 
 def submodules(variables: Variables, pattern: str) -> list[dict[str, PyTree]]:
     """The variables of submodules with numbered names, in order: "Block_{}" finds Block_0, Block_1,
     ...
     """
-    found, others = split_variables(variables, pattern)
-    if not found:
-        raise PipelineError(
-            f"no submodule is called {pattern.format(0)!r}; the names are "
-            f"{sorted({name for tree in others.values() for name in tree})}"
-        )
-    return found
+    return split_variables(variables, pattern)[0]
+
+
+def _refuse(name: str, variables: Variables) -> NoReturn:
+    names = {name for tree in variables.values() for name in tree}
+    raise PipelineError(f"no submodule is called {name!r}; the names are {sorted(names)}")
 
 
 def names_of(pattern: str, number: int) -> tuple[str, ...]:
@@ -264,7 +258,9 @@ def names_of(pattern: str, number: int) -> tuple[str, ...]:
 
 
 def split_variables(variables: Variables, pattern: str) -> tuple[list[Any], Any]:
-    """The variables of each numbered submodule, and those of the rest, with their metadata."""
+    """The variables of each numbered submodule, and those of the rest, with their metadata;
+    PipelineError if there are no such submodules.
+    """
     trees = flatten_dict(core.unfreeze(variables))
     own: list[Any] = []
     while found := {
@@ -275,7 +271,7 @@ def split_variables(variables: Variables, pattern: str) -> tuple[list[Any], Any]
         cut = {(path[0], *path[len(names) + 1 :]): leaf for path, leaf in found.items()}
         own.append(unflatten_dict(cut))
         trees = {path: leaf for path, leaf in trees.items() if path not in found}
-    return own, unflatten_dict(trees)
+    return own or _refuse(pattern.format(0), variables), unflatten_dict(trees)
 
 
 # nnx

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -77,7 +77,7 @@ class Whole:
         for path, leaf in flatten_dict(self.unit.params).items():
             if path not in every:
                 every[path] = zeros_of(leaf)
-        keywords = {"training": training} if "training" in self.unit.wants else {}
+        keywords = {"training": training} if "training" in self.unit.function.wants else {}
         call = Call((microbatch,), key, keywords, training)
         with self.watch(on_block):
             return self.unit.run(unflatten_dict(every), self.unit.state, call)[0]
@@ -106,10 +106,10 @@ class Part(Unit):
     whole: Whole
     tied: bool  # the function takes `shared` parameters too
 
-    @property
-    def wants(self) -> frozenset[str]:
-        """`shared`, where parameters are."""
-        return frozenset({"shared"} if self.tied else ())
+    @cached_property
+    def function(self) -> Any:
+        """It takes `shared`, where parameters are."""
+        return replace(self.whole.unit.function, wants=frozenset({"shared"} if self.tied else ()))
 
     def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> PyTree:
         """The parameters: functions put them into the model themselves."""
@@ -385,8 +385,6 @@ def _linen_blocks(
 ) -> Whole:
     """The model without the variables of its blocks."""
     own, outer = split_variables(variables, pattern)
-    if not own:
-        raise _none(pattern, {name for tree in outer.values() for name in tree})
     numbers = {names_of(pattern, i): i for i in range(len(own))}
 
     def watch(on_block: OnBlock) -> AbstractContextManager[Any]:
@@ -424,7 +422,10 @@ def _nnx_blocks(
     while (block := _at(model, names_of(pattern, len(own)))) is not None:
         own.append(block)
     if not own:
-        raise _none(pattern, vars(model))
+        raise PipelineError(
+            f"the model has no block {pattern.format(0)!r}; give blocks= its path with {{}} for "
+            f"the number, the names are {sorted(map(str, vars(model)))}"
+        )
     check_distinct(own, {})
     running: list[OnBlock] = []
 
@@ -449,13 +450,6 @@ def _nnx_blocks(
     whole = make("the model", hollow, loss)
     whole = replace(whole, modules=model, takes=("model", "microbatch"))
     return Whole(whole, pattern, len(own), watch, unit)
-
-
-def _none(pattern: str, names: Any) -> PipelineError:
-    return PipelineError(
-        f"the model has no block {pattern.format(0)!r}; give blocks= its path with {{}} for the "
-        f"number, the names are {sorted(map(str, names))}"
-    )
 
 
 def _at(model: Any, names: Sequence[str]) -> Any:
