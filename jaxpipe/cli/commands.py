@@ -27,8 +27,8 @@ from ..planner.candidate import COLUMNS, Plans
 from ..planner.layer_cost import LayerCost, read_layer_costs
 from ..planner.plan import plan
 from ..planner.transformer import Transformer, command_of, plan_mesh
-from ..render import Theme, to_html, to_svg, to_trace
-from ..render.svg import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
+from ..render.html import DEVICE_COLUMNS, device_rows, to_html, to_trace
+from ..render.svg import Theme, costs_of, number, title_of, to_svg
 from ..schedules.registry import describe, names
 from ..table.encoded import Transfers
 from ..table.kinds import KINDS

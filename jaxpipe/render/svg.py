@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from string import Template
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from ..engine.simulate import Timeline
@@ -33,11 +33,9 @@ class Part(enum.Enum):
 
 
 class Bar(NamedTuple):
-    """One action of one device, from `start` to `end`; `number` is its number in
-    `schedule.encoded`.
-    """
+    """One action of one device, from `start` to `end`."""
 
-    number: int
+    number: int  # in `schedule.encoded`
     device: int
     start: float
     end: float
@@ -68,32 +66,14 @@ def title_of(timeline: Timeline) -> str:
     """`1f1b: 4 devices, 8 microbatches, 2 chunks`."""
     s = timeline.schedule
     p, m = s.num_devices, s.num_microbatches
-    parts = [f"{p} device{'s' if p != 1 else ''}", f"{m} microbatch{'es' if m != 1 else ''}"]
+    parts = [f"{p} device{'s' * (p != 1)}", f"{m} microbatch{'es' * (m != 1)}"]
     parts += [f"{s.slices} slices a sequence"] if s.slices > 1 else []
     parts += [f"{s.num_chunks} chunks"] if s.num_chunks > 1 else []
     return f"{s.name or 'schedule'}: {', '.join(parts)}"
 
 
-DEVICE_COLUMNS = (
-    *("device", "busy", "idle", "warmup", "waiting", "drain"),
-    *("peak activations", "peak memory"),
-)
-
-
-def device_rows(timeline: Timeline) -> list[tuple[str, ...]]:
-    """A row for each device: busy, idle by cause, peaks."""
-    t, rows = timeline, []
-    for d, (busy, idle) in enumerate(zip(t.busy, t.idle, strict=True)):
-        times = map(number, (busy, sum(idle), *idle))
-        peaks = (str(t.peak_activations[d]), number(t.peak_memory[d]))
-        rows.append((str(d), *times, *peaks))
-    return rows
-
-
 def number(value: float) -> str:
-    """A time or a size, rounded for readers: whole numbers as they are, others to four significant
-    digits.
-    """
+    """A time or a size for readers: a whole number, or four significant digits."""
     if float(value).is_integer():
         return f"{value:.10g}"
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
@@ -112,8 +92,8 @@ def costs_of(timeline: Timeline) -> str:
     )
 
 
-# The columns of numbers right of the chart, with their widths.
-COLUMNS = (("idle", 44.0), ("peak act.", 68.0))
+# The columns of numbers, with their ends right of the chart.
+_COLUMNS = (("idle", 54.0), ("peak act.", 122.0))
 PAD = 16.0
 AXIS = 34.0
 _GUTTER, _HEADING, _COLUMN_NAMES = 66.0, 48.0, 26.0
@@ -136,10 +116,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """The geometry of one picture, in pixels.
-
-    The title is drawn where it has a heading.
-    """
+    """The geometry of one picture, in pixels.  The title is drawn where it has a heading."""
 
     timeline: Timeline
     fixed_width: float | None = None
@@ -147,8 +124,7 @@ class Chart:
     given_title: str | None = None
     has_heading: bool = True
     left: ClassVar[float] = PAD + _GUTTER  # where time 0 is
-    # the room right of the chart, for the numbers of each device
-    right: ClassVar[float] = PAD + 10 + sum(width for _, width in COLUMNS)
+    right: ClassVar[float] = PAD + _COLUMNS[-1][1]  # the room right of the chart
 
     def __post_init__(self) -> None:
         """JaxpipeError for a `fixed_width` that leaves less than 100 pixels for time or is far too
@@ -160,8 +136,8 @@ class Chart:
             give = f"give {least:g} to {MAX_WIDTH:,.0f} pixels"
             raise JaxpipeError(f"width={quoted(width)} {why}; {give}")
         if _NOT_XML.search(self.title):
-            why = "holds characters that a picture cannot show; give a title without them"
-            raise JaxpipeError(f"the title {quoted(self.title)} {why}")
+            why = "a picture cannot show; give a title without them"
+            raise JaxpipeError(f"the title {quoted(self.title)} holds characters that {why}")
 
     @property
     def title(self) -> str:
@@ -213,8 +189,8 @@ class Chart:
         devices = self.timeline.schedule.num_devices
         if devices > 32:
             return 16.0
-        tall = any(bar.part is Part.TOP for bar in self.bars)
-        return (30.0 if devices <= 16 else 20.0) + (6.0 if tall else 0.0)
+        has_pairs = any(bar.part is Part.TOP for bar in self.bars)
+        return (30.0 if devices <= 16 else 20.0) + 6.0 * has_pairs
 
     @property
     def pitch(self) -> float:
@@ -257,9 +233,7 @@ class Chart:
 
     @cached_property
     def legend(self) -> tuple[Entry, ...]:
-        """The meaning of the colours, each entry with its place: broken into lines where the
-        picture is narrow.
-        """
+        """The meaning of the colours, in lines where the picture is narrow."""
         schedule = self.timeline.schedule
         kinds = sorted({bar.action.kind for bar in self.bars})
         swatches: list[tuple[tuple[str, ...], str]] = []
@@ -304,12 +278,10 @@ class Theme(enum.Enum):
 
 @dataclass(frozen=True)
 class Palette:
-    """The colours of one theme; `shades[kind]` are the colours of the first and of the
-    last chunk.
-    """
+    """The colours of one theme."""
 
     colours: dict[str, str]
-    shades: dict[Kind, Shades]
+    shades: dict[Kind, Shades]  # the colours of the first and of the last chunk
 
 
 # On a light page, and on a dark one.
@@ -390,9 +362,7 @@ def shade(palette: Palette, kind: Kind, *, chunk: int, chunks: int) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """White where its contrast is at least 3.5 to 1 (bold figures need 3), else near-black.
-    Source: WCAG 2.2, 1.4.3.
-    """
+    """White where its contrast is 3.5 to 1 (WCAG 2.2, 1.4.3: bold figures need 3), else black."""
     weighted = zip((0.2126, 0.7152, 0.0722), _rgb(colour), strict=True)
     luminance = sum(weight * (channel / 255) ** 2.2 for weight, channel in weighted)
     return "#ffffff" if 1.05 / (luminance + 0.05) >= 3.5 else "#10151c"
@@ -417,9 +387,10 @@ def style(palette: Palette, *, chunks: int, within: str = "") -> str:
 def draw(chart: Chart, *, critical_path: bool = False, sheet: str = "") -> str:
     """The text of the whole picture, with a style sheet of its own or that of its page."""
     width, height = _px(chart.width), _px(chart.height)
+    box = f"0 0 {width} {height}"
     root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": SCOPE[1:]})
     root.attrib |= {"role": "img", "aria-label": chart.title}
-    root.attrib |= {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
+    root.attrib |= {"width": width, "height": height, "viewBox": box}
     if sheet:
         SubElement(root, "style").text = sheet
     _add_hatch(root)
@@ -439,10 +410,8 @@ def draw(chart: Chart, *, critical_path: bool = False, sheet: str = "") -> str:
 
 def _draw_heading(root: Element, chart: Chart) -> None:
     """The title and the numbers of the whole step, and the names of the columns on the right."""
-    x = chart.x(chart.span) + 10
-    for name, width in COLUMNS:
-        x += width
-        _text(root, "muted", x, chart.top - 7, name, "end")
+    for name, end in _COLUMNS:
+        _text(root, "muted", chart.x(chart.span) + end, chart.top - 7, name, "end")
     if not chart.has_heading:
         return
     t, room = chart.timeline, chart.width - 2 * PAD
@@ -474,12 +443,9 @@ def _draw_rows(root: Element, chart: Chart) -> None:
         _rect(root, "", box, rx=3, fill=_HATCHED)
         middle = y + chart.row / 2 + 4
         _text(root, "label", chart.left - 8, middle, f"device {device}", "end")
-        x = chart.x(chart.span) + 10
-        idle = f"{1 - t.busy[device] / makespan:.0%}"
-        values = (idle, str(t.peak_activations[device]))
-        for (_, width), value in zip(COLUMNS, values, strict=True):
-            x += width
-            _text(root, "label", x, middle, value, "end")
+        values = f"{1 - t.busy[device] / makespan:.0%}", str(t.peak_activations[device])
+        for (_, end), value in zip(_COLUMNS, values, strict=True):
+            _text(root, "label", chart.x(chart.span) + end, middle, value, "end")
 
 
 def _draw_numbers(root: Element, chart: Chart) -> None:
@@ -496,8 +462,8 @@ def _draw_numbers(root: Element, chart: Chart) -> None:
             place = (f"on{_class(bar, chart.shades)}", middle, base, text)
             sizes[math.floor(size * 2) / 2].append(place)
     for size, labels in sizes.items():
-        look: dict[str, Any] = {"font-size": size, "text-anchor": "middle"}
-        group = _add(root, "g", **look)
+        group = _add(root, "g")
+        group.attrib |= {"font-size": _px(size), "text-anchor": "middle"}
         for label in labels:
             _text(group, *label)
 
@@ -542,7 +508,8 @@ def _draw_legend(root: Element, chart: Chart) -> None:
             if kind == "idle":
                 _rect(root, "", box, fill=_HATCHED)
             if len(boxes) > 1:
-                label = _text(root, f"on{kind}", x + cell / 2, y + 11.5, str(chunk), "middle")
+                middle = x + cell / 2
+                label = _text(root, f"on{kind}", middle, y + 11.5, str(chunk), "middle")
                 label.set("font-size", "10")
             x += cell
         kind, gap = ("label", 7) if boxes else ("muted", 0)
