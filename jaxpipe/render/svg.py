@@ -1,6 +1,4 @@
-"""A Gantt chart as SVG: one row per device, hue by kind, shade by chunk, microbatch numbers, idle
-time hatched; the place of every bar, row and legend entry; its colours, for light and dark pages.
-"""
+"""A Gantt chart as SVG: a row per device, hue by kind, shade by chunk, microbatch numbers."""
 
 from __future__ import annotations
 
@@ -94,8 +92,7 @@ def costs_of(timeline: Timeline) -> str:
 
 # The columns of numbers, with their ends right of the chart.
 _COLUMNS = (("idle", 54.0), ("peak act.", 122.0))
-PAD = 16.0
-AXIS = 34.0
+PAD, AXIS = 16.0, 34.0
 _GUTTER, _HEADING, _COLUMN_NAMES = 66.0, 48.0, 26.0
 _MOST_SHADES = 8
 _MAX_AUTO_WIDTH, MAX_WIDTH = 12000.0, 100_000.0
@@ -127,9 +124,7 @@ class Chart:
     right: ClassVar[float] = PAD + _COLUMNS[-1][1]  # the room right of the chart
 
     def __post_init__(self) -> None:
-        """JaxpipeError for a `fixed_width` that leaves less than 100 pixels for time or is far too
-        large, or for a heading that XML forbids.
-        """
+        """JaxpipeError for a width or a title that no picture can have."""
         width, least = self.fixed_width, self.left + self.right + 100
         if width is not None and not least <= width <= MAX_WIDTH:
             why = "is too large" if width > least else "leaves no room for the chart"
@@ -170,18 +165,14 @@ class Chart:
         if self.fixed_width is not None:
             return (self.fixed_width - self.left - self.right) / self.span
         lengths = sorted(b.length for b in self.bars if b.part is not Part.STRIP)
-        # A tenth of the bars may be too short for their number, so that one short stage does not
-        # stretch the picture.
+        # A tenth of the bars may be too short for a number: one stage does not stretch a picture.
         short = lengths[len(lengths) // 10] if lengths else self.span
-        digits = len(self.label(max(self.timeline.schedule.num_microbatches - 1, 0)))
+        s = self.timeline.schedule
+        digits = len(microbatch_label(max(s.num_microbatches - 1, 0), s.slices))
         least = 24.0 if self.span / short < 48 else 17.0
         wanted = max(least, 8.0 + 7.0 * digits) / short
         room = _MAX_AUTO_WIDTH - self.left - self.right
         return min(max(wanted, 420.0 / self.span), room / self.span)
-
-    def label(self, microbatch: int) -> str:
-        """The number of a microbatch, or of its sequence and slice, as bars show it."""
-        return microbatch_label(microbatch, self.timeline.schedule.slices)
 
     @cached_property
     def row(self) -> float:
@@ -242,7 +233,7 @@ class Chart:
             swatches.append((boxes, f"{kind.name}  {KINDS[kind].description}"))
         if not all(kind.is_compute for kind in kinds):
             swatches.append((("transfer",), "transfer"))
-        swatches += [(("idle",), "idle")]
+        swatches.append((("idle",), "idle"))
         swatches += [(("memory",), "activations held")] if self.memory else []
         meaning = "direction" if schedule.placement.is_bidirectional else "chunk"
         text = f"number: {'microbatch' if schedule.slices == 1 else 'sequence.slice'}"
@@ -260,8 +251,7 @@ class Chart:
 
 
 SCOPE = ".jaxpipe"
-# With more bars than this, bars of one colour share one path instead of being elements of their own
-# (with a hover title).
+# With more bars than this (a large job has a hundred thousand), those of a colour share one path.
 MOST_ELEMENTS = 4000
 
 _HATCHED = "url(#jaxpipe-hatch)"
@@ -334,8 +324,7 @@ def to_svg(
     Args:
         timeline: what `jaxpipe.simulate` returned.
         title: the heading; schedule, devices and microbatches where it is None.
-        width: of the picture, in pixels; by default as wide as the microbatch numbers need, but at
-            most 12000.
+        width: in pixels; by default as wide as the microbatch numbers need, but at most 12000.
         theme: colours; AUTO follows the reader's system.
         memory: draw the activation memory held over time under each device's row.
         critical_path: outline a longest chain of actions.
@@ -357,19 +346,16 @@ def to_svg(
 def shade(palette: Palette, kind: Kind, *, chunk: int, chunks: int) -> str:
     """The colour of a kind's chunk, from the first chunk's to the last chunk's."""
     at = chunk / (chunks - 1) if chunks > 1 else 0.0
-    ends = zip(*map(_rgb, palette.shades[kind]), strict=True)
-    return "#" + bytes(round(a + (b - a) * at) for a, b in ends).hex()
+    one, other = (bytes.fromhex(colour[1:]) for colour in palette.shades[kind])
+    mixed = (round(a + (b - a) * at) for a, b in zip(one, other, strict=True))
+    return f"#{bytes(mixed).hex()}"
 
 
 def ink_on(colour: str) -> str:
     """White where its contrast is 3.5 to 1 (WCAG 2.2, 1.4.3: bold figures need 3), else black."""
-    weighted = zip((0.2126, 0.7152, 0.0722), _rgb(colour), strict=True)
+    weighted = zip((0.2126, 0.7152, 0.0722), bytes.fromhex(colour[1:]), strict=True)
     luminance = sum(weight * (channel / 255) ** 2.2 for weight, channel in weighted)
     return "#ffffff" if 1.05 / (luminance + 0.05) >= 3.5 else "#10151c"
-
-
-def _rgb(colour: str) -> bytes:
-    return bytes.fromhex(colour[1:])
 
 
 def style(palette: Palette, *, chunks: int, within: str = "") -> str:
@@ -415,19 +401,15 @@ def _draw_heading(root: Element, chart: Chart) -> None:
     if not chart.has_heading:
         return
     t, room = chart.timeline, chart.width - 2 * PAD
-    _fitted(root, "title", 28, chart.title, size=15, room=room)
-    peak, costs = max(t.peak_activations, default=0), costs_of(t)
-    summary = f"makespan {number(t.makespan)}  ·  bubble {t.bubble:.1%}  ·  peak activations {peak}"
-    # Costs only where they fit; a page or a caption can give them, too.
-    if 6.0 * (len(summary) + len(costs) + 5) < room:
-        summary += f"  ·  {costs}"
-    _fitted(root, "muted", 47, summary, size=11.5, room=room)
+    _fit(_text(root, "title", PAD, 28, chart.title), 15, room)
+    texts = [f"makespan {number(t.makespan)}", f"bubble {t.bubble:.1%}"]
+    texts += [f"peak activations {max(t.peak_activations, default=0)}", costs_of(t)]
+    _fit(_text(root, "muted", PAD, 47, "  ·  ".join(texts)), 11.5, room)
 
 
-def _fitted(root: Element, kind: str, y: float, text: str, *, size: float, room: float) -> None:
-    """A line of the heading, in smaller type where the picture is narrow."""
-    line = _text(root, kind, PAD, y, text)
-    fits = room / (0.56 * max(len(text), 1))
+def _fit(line: Element, size: float, room: float) -> None:
+    """Set a line in smaller type where the picture is narrow."""
+    fits = room / (0.56 * max(len(line.text or ""), 1))
     if fits < size:
         line.set("style", f"font-size:{_px(fits)}px")
 
@@ -454,7 +436,8 @@ def _draw_numbers(root: Element, chart: Chart) -> None:
     for bar in chart.bars:
         if bar.part is Part.STRIP:
             continue
-        (x, y, width, height), text = chart.box(bar), chart.label(bar.action.microbatch)
+        x, y, width, height = chart.box(bar)
+        text = microbatch_label(bar.action.microbatch, chart.timeline.schedule.slices)
         size = min(12.0, height * 0.62, (width - 3) / (_DIGIT * len(text)))
         if size >= 7:
             # Few sizes, so that the numbers of a picture look alike.
@@ -484,9 +467,9 @@ def _draw_critical_path(root: Element, chart: Chart) -> None:
     """Outline the actions of the critical path."""
     cells = map(parse_cell, chart.timeline.critical_path)
     wanted = {action for cell in cells for action in parts(cell)}
-    boxes = [chart.box(bar) for bar in chart.bars if bar.action in wanted]
-    outlines = (_rectangle((x + 1, y + 1, w - 2, h - 2)) for x, y, w, h in boxes if w > 2)
-    _add(root, "path", "critical", d="".join(outlines))
+    boxes = (chart.box(bar) for bar in chart.bars if bar.action in wanted)
+    lines = (_rectangle((x + 1, y + 1, w - 2, h - 2)) for x, y, w, h in boxes if w > 2)
+    _add(root, "path", "critical", d="".join(lines))
 
 
 def _draw_axis(root: Element, chart: Chart) -> None:
@@ -517,9 +500,7 @@ def _draw_legend(root: Element, chart: Chart) -> None:
 
 
 def _draw_bars(root: Element, chart: Chart) -> None:
-    """A rectangle for each bar, with a title that browsers show on hovering; of many bars, one path
-    for those of a colour: the table of a large job has a hundred thousand bars.
-    """
+    """A rectangle for each bar, with a title that browsers show; of many bars, a path a colour."""
     merged = len(chart.bars) > MOST_ELEMENTS
     paths: dict[str, list[str]] = defaultdict(list)
     group = root if merged else _add(root, "g")
@@ -540,19 +521,17 @@ def _draw_bars(root: Element, chart: Chart) -> None:
 def describe(bar: Bar, slices: int = 1) -> str:
     """The tooltip of a bar."""
     stage, kind, microbatch = bar.action
-    name = KINDS[kind].description
     where = f", slice {microbatch % slices} of sequence {microbatch // slices}"
     return (
-        f"{bar.action}: {name} of stage {stage}, microbatch {microbatch}"
+        f"{bar.action}: {KINDS[kind].description} of stage {stage}, microbatch {microbatch}"
         f"{where if slices > 1 else ''}\n"
         f"device {bar.device}, {number(bar.start)} to {number(bar.end)}"
     )
 
 
 def _class(bar: Bar, shades: int) -> str:
-    if bar.part is Part.STRIP:
-        return "transfer"
-    return f"{bar.action.kind.name}{min(bar.chunk, shades - 1)}"
+    own = f"{bar.action.kind.name}{min(bar.chunk, shades - 1)}"
+    return "transfer" if bar.part is Part.STRIP else own
 
 
 def _ticks(end: float, *, most: float) -> list[float]:
