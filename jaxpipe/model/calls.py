@@ -409,7 +409,7 @@ class Function:
             ctx = keywords["ctx"] if "ctx" in self.wants else None
             if ctx is not None and ctx.rng is None and re.search(r"\b(key|PRNG)", str(error)):
                 raise PipelineError(
-                    f"`{self.name}` uses ctx.rng, but the step got no key; pass "
+                    f"`{self.name}` draws random numbers, but the step got no key; pass "
                     "rng=jax.random.key(...)"
                 ) from error
             shapes = "; ".join(described(tree) for tree in arguments)
