@@ -266,7 +266,8 @@ def _read_all(values: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) 
     read = {name: _read(value, hints.get(name, Any)) for name, value in values.items()}
     misfits = [name for name, value in read.items() if value is _MISFIT]
     faults = [f"{n} must be {_type_text(hints[n])}, not {quoted(values[n])}" for n in misfits]
-    error.refuse(f"{owner.__name__} cannot take this", faults)
+    name = owner.__qualname__.removesuffix(".__init__").split(".")[-1]
+    error.refuse(f"{name} cannot take this", faults)
     return read
 
 
@@ -324,5 +325,8 @@ def _type_text(hint: Any) -> str:
 
 def _public(hint: type) -> str:
     """The path of a class for users of jaxpipe: at the top, or in its room."""
-    top, room = sys.modules["jaxpipe"], hint.__module__.split(".")[1]
+    package, room, *_ = f"{hint.__module__}.".split(".")
+    if package != "jaxpipe":
+        return f"{package} {hint.__name__}"
+    top = sys.modules["jaxpipe"]
     return f"jaxpipe.{'' if hint.__name__ in top.__all__ else f'{room}.'}{hint.__name__}"
