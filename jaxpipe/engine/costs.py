@@ -112,11 +112,8 @@ class Costs:
         if not isinstance(values, dict):
             raise CostError(f"costs as JSON are one object, not {quoted(values)}")
         known = [field.name for field in fields(cls)]
-        unknown = [name for name in values if name not in known]
-        if unknown:
-            raise CostError(
-                f"there are no costs {', '.join(map(quoted, unknown))}; they are {', '.join(known)}"
-            )
+        unknown = (f"there are no costs {quoted(name)}" for name in values if name not in known)
+        CostError.refuse(f"costs are {', '.join(known)}", unknown)
         if "release" in values:
             named = [release for release in Release if release.value == values["release"]]
             values["release"] = named[0] if named else values["release"]

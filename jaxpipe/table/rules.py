@@ -155,12 +155,8 @@ def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
     shares, others = known & table.shares, known & ~table.shares
     for i in np.flatnonzero(shares & (table.stage != table.device)).tolist():
         yield Broken(_is_on(table, i, f"it is the share of device {table.stage[i]}"), [i])
-    homes = [
-        stage * rows + device
-        for stage, devices in enumerate(placement.devices_of)
-        for device in devices
-        if 0 <= device < rows
-    ]
+    stages_of = placement.stages_of[:rows]
+    homes = [s * rows + d for d, stages in enumerate(stages_of) for s in stages]
     strayed = others & ~np.isin(table.stage * rows + table.device, homes)
     for i in np.flatnonzero(strayed).tolist():
         home = " or ".join(map(str, placement.devices_of[table.stage[i]]))
