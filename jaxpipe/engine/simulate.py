@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -245,9 +245,7 @@ class Timeline:
         row = slice(table.first[device], table.first[device + 1])
         taken, freed = self._changes
         changes = np.stack([taken[row], -freed[row]], axis=1).ravel()
-        times = [
-            time for pair in zip(self.starts[row], self.ends[row], strict=True) for time in pair
-        ]
+        times = [*chain.from_iterable(zip(self.starts[row], self.ends[row], strict=True))]
         held = np.cumsum(changes).tolist()
         return tuple(Step(times[i], held[i]) for i in np.flatnonzero(changes).tolist())
 

@@ -13,6 +13,7 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from ..engine.costs import Costs
@@ -197,12 +198,7 @@ def _with_late_parts(plain: Schedule, costs: Costs, most: int) -> Schedule:
             if is_last:
                 left[d].append(int(table.at[kind, d, table.microbatch[number]]))
 
-    def policy() -> Iterator[int]:
-        yield from insertion.filled(before)
-        for waiting in left:
-            yield from waiting
-
-    return insertion.run(policy())
+    return insertion.run(chain(insertion.filled(before), chain.from_iterable(left)))
 
 
 def _placed(
