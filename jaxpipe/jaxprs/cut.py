@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .equations import (
     Atom,
@@ -376,20 +377,7 @@ def _scan_halves(
 
 def drop_dead(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """The jaxpr without equations that no output needs, also in scans."""
-    kept = _live_equations(jaxpr, needed_for(jaxpr, [True] * len(jaxpr.outvars))[0])
-    return with_equations(jaxpr, kept, jaxpr.invars, jaxpr.outvars)
-
-
-def _live_equations(jaxpr: core.Jaxpr, needed: Assignment) -> list[core.JaxprEqn]:
-    """The needed equations; of a scan that is needed in part, the scan of that part."""
-    kept = []
-    for eqn, choice in zip(jaxpr.eqns, needed, strict=True):
-        if isinstance(choice, Split):
-            inner = _live_equations(eqn.params["jaxpr"].jaxpr, choice.body)
-            kept.append(_part(Scan.of(eqn), inner, choice.first))
-        elif choice:
-            kept.append(eqn)
-    return kept
+    return dce_jaxpr(jaxpr, True, instantiate=True)[0]
 
 
 def _part(
