@@ -15,6 +15,7 @@ from math import inf
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -26,9 +27,7 @@ from .equations import (
     Scan,
     copied,
     every_equation,
-    grows,
     is_gather,
-    is_inexact,
     is_layout,
     nbytes,
     producers,
@@ -71,7 +70,11 @@ def is_view(eqn: core.JaxprEqn) -> bool:
 
     Positions in the trips of a loop would take room for each trip.
     """
-    return is_layout(eqn) or (is_arithmetic(eqn) and (grows(eqn) or not is_inexact(eqn)))
+    if not is_arithmetic(eqn) or is_layout(eqn):
+        return is_layout(eqn)
+    result: Any = eqn.outvars[0].aval
+    is_larger = sum(nbytes(v.aval) for v in variables(eqn.invars)) < nbytes(result)
+    return is_larger or not jnp.issubdtype(result.dtype, jnp.inexact)
 
 
 def numbers_of(eqns: Sequence[core.JaxprEqn]) -> dict[core.Var, core.JaxprEqn]:

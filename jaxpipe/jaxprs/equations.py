@@ -203,17 +203,6 @@ def is_layout(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name in _LAYOUT or is_gather(eqn)
 
 
-def grows(eqn: core.JaxprEqn) -> bool:
-    """True for an equation whose result has more bytes than its inputs: a cast to more bits."""
-    return sum(nbytes(v.aval) for v in variables(eqn.invars)) < nbytes(eqn.outvars[0].aval)
-
-
-def is_inexact(eqn: core.JaxprEqn) -> bool:
-    """True for an equation whose result has fractions: no index, and no mask."""
-    aval: Any = eqn.outvars[0].aval
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
 def is_gather(eqn: core.JaxprEqn) -> bool:
     """True for a sharding constraint that leaves nothing split.  Its input may be split over other
     axes, and then has fewer bytes on a device.
@@ -300,14 +289,12 @@ def _multiplications(eqn: Any) -> int:
     return int(size * math.prod(right) // max(1, features))
 
 
-# The parameter that holds a call's body.  `custom_*` calls that are still here were not
+# Their bodies are inlined.  `custom_*` calls that are still here were not
 # differentiated, so the plain body is their meaning.  Inlined remat keeps its purpose: a stage's
 # forward and backward are separate computations, so what the backward recomputes cannot be shared
 # with the forward by accident.
-_CALLS = ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
-_BODY_OF = dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr") | dict.fromkeys(
-    _CALLS, "call_jaxpr"
-)
+_REMAT = ("remat2", "checkpoint")
+_CALLS = ("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", *_REMAT)
 
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
@@ -374,8 +361,8 @@ def _inlined(closed: core.ClosedJaxpr, *arguments: Any) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         inputs, params = list(map(read, eqn.invars)), eqn.params
-        body = params.get(_BODY_OF.get(eqn.primitive.name, ""))
-        if body is not None:
+        if eqn.primitive.name in _CALLS:
+            body = params.get("call_jaxpr", params.get("jaxpr"))
             code = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, [])
             outs = _inlined(code, *inputs)
         else:
