@@ -363,8 +363,9 @@ def _inlined(closed: core.ClosedJaxpr, *arguments: Any) -> list[Any]:
         inputs, params = list(map(read, eqn.invars)), eqn.params
         if eqn.primitive.name in _CALLS:
             body = params.get("call_jaxpr", params.get("jaxpr"))
-            code = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, [])
-            outs = _inlined(code, *inputs)
+            if isinstance(body, core.Jaxpr):  # of remat
+                body = core.ClosedJaxpr(body, [])
+            outs = _inlined(body, *inputs)
         else:
             if eqn.primitive.name == "scan":
                 flat = flatten(params["jaxpr"])
@@ -415,9 +416,7 @@ class Reductions:
         It is the same object where there is nothing to change, so that calls stay shared.
         """
         eqns = [new for eqn in jaxpr.eqns for new in self._equations(eqn)]
-        same = len(eqns) == len(jaxpr.eqns) and all(
-            new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)
-        )
+        same = list(map(id, eqns)) == list(map(id, jaxpr.eqns))
         return jaxpr if same else jaxpr.replace(eqns=eqns)
 
     def _equations(self, eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
@@ -426,21 +425,20 @@ class Reductions:
             axes = tuple(name for name in params["axes"] if name not in self.alone)
             params = params | {"axes": axes}
         eqn = eqn if params is eqn.params else eqn.replace(params=params)
-        narrow = any(_is_narrow(atom) for atom in eqn.invars)
-        if not (self.widen and narrow and eqn.primitive.name in _REDUCTIONS):
+        inputs, outputs = (
+            {id(a): a for a in atoms if _is_narrow(a)} for atoms in (eqn.invars, eqn.outvars)
+        )
+        if not (self.widen and inputs and eqn.primitive.name in _REDUCTIONS):
             yield eqn
             return
-        newvar = core.gensym()
-        wide: list[Any] = [
-            newvar(a.aval.update(dtype=_WIDE)) if _is_narrow(a) else a
-            for a in (*eqn.invars, *eqn.outvars)
-        ]
-        inputs, outputs = wide[: len(eqn.invars)], wide[len(eqn.invars) :]
-        before = [(a, w) for a, w in zip(eqn.invars, inputs, strict=True) if w is not a]
-        after = [(w, a) for a, w in zip(eqn.outvars, outputs, strict=True) if w is not a]
-        yield from (_converted(eqn, value, var) for value, var in before)
-        yield eqn.replace(invars=inputs, outvars=outputs)
-        yield from (_converted(eqn, value, var) for value, var in after)
+        newvar, narrow = core.gensym(), inputs | outputs
+        wide = {key: newvar(a.aval.update(dtype=_WIDE)) for key, a in narrow.items()}
+        yield from (_converted(eqn, a, wide[key]) for key, a in inputs.items())
+        yield eqn.replace(
+            invars=[wide.get(id(a), a) for a in eqn.invars],
+            outvars=[wide.get(id(a), a) for a in eqn.outvars],
+        )
+        yield from (_converted(eqn, wide[key], a) for key, a in outputs.items())
 
 
 def _is_narrow(atom: Any) -> bool:
