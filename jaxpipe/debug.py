@@ -7,6 +7,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -21,7 +22,7 @@ from .model.calls import OUTER_WANTS
 from .model.functions import Extra, Loss, StageOutput, split_batch
 from .model.param_layout import with_outer
 from .model.partition import leaf_plans
-from .model.settings import outside_contexts
+from .model.settings import on_own_mesh, outside_contexts
 from .pipeline import Pipeline
 from .spmd.step import shard_key
 from .spmd.xla import mapped
@@ -109,7 +110,7 @@ def find_nonfinite(
             "find_nonfinite runs each stage by itself, so no stage may take `state`; "
             "give that stage a constant one"
         )
-    if pipe.functions.spreads_last or pipe.functions.spreads_first:
+    if any(map(pipe.functions.spreads, ("first", "last"))):
         raise PipelineError(
             "find_nonfinite runs each function by itself, so none may be spread over the "
             "devices; build a pipeline whose `last` runs on one device"
@@ -172,15 +173,9 @@ class _Search:
             own = self.pipe.layout.of_stage(call.stage, own)
             # Unlike stages are compiled one by one, alike ones once.
             code = call if self.pipe.layout.unlike else call._replace(stage=0)
-        params = jax.tree.map(self._on_mesh, (own, self.params["shared"]))
+        params = jax.tree.map(partial(on_own_mesh, self.pipe.mesh), (own, self.params["shared"]))
         numbers = jnp.int32(call.stage), jnp.int32(microbatch)
         return self._compiled(body, code, params, x, self.batch, self.rng, *numbers)
-
-    def _on_mesh(self, leaf: Any) -> Any:
-        """The same array, spread as it is, on the mesh of automatic axes."""
-        own = leaf.sharding
-        spec = own.spec if isinstance(own, NamedSharding) else PartitionSpec()
-        return jax.device_put(leaf, NamedSharding(self.pipe.mesh, spec))
 
     def _on_devices(self, body: _Body, call: _Call, params: PyTree, *operands: Any) -> Any:
         """A body, mapped over the pipe axis and the data axes."""

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ..arrays import Leaves, PyTree
+from ..arrays import Leaves, PyTree, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import copied, flatten, renamed, stores_on_host, variables, with_equations
@@ -99,9 +99,8 @@ def trace_stage(
     floating (segment ids, masks) get no gradient.
     """
     uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
-    places = Place.X, Place.CARRY, Place.BUFFER
-    given = dict(zip(places, map(_avals, (x, *(passed or ((), ())))), strict=True))
-    wanted = [*_trained(uses), *(inexact(leaf) for leaves in given.values() for leaf in leaves)]
+    given = dict(zip(INPUTS, shapes_of((x, *(passed or ((), ())))), strict=True))
+    wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves((x, passed)))]
 
     def split(params: PyTree, held: PyTree, extra: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         def call(params: PyTree, held: PyTree) -> tuple[PyTree, PyTree]:
@@ -149,11 +148,6 @@ def trace_stage(
     return replace(writing_rows(code, appended), offloads=stores_on_host(forward.jaxpr))
 
 
-def _avals(tree: PyTree) -> tuple[Any, ...]:
-    leaves = jax.tree.leaves(tree)
-    return tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in leaves)
-
-
 def by_leaves(
     function: Callable[..., Any], arguments: tuple[PyTree, ...], wanted: Sequence[bool]
 ) -> tuple[Callable[[Leaves], Any], Leaves]:
@@ -186,13 +180,9 @@ def _join(forward: core.Jaxpr, backward: core.Jaxpr, outputs: int) -> core.Jaxpr
     ).replace(constvars=[])
 
 
-def _trained(uses: Sequence[ParamUse]) -> list[bool]:
-    return [use.trained for use in uses]
-
-
 def _with_gradient(params: PyTree, uses: Sequence[ParamUse]) -> Leaves:
     """The parameters that are trained."""
-    return list(compress(jax.tree.leaves(params), _trained(uses)))
+    return list(compress(jax.tree.leaves(params), (use.trained for use in uses)))
 
 
 def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -219,7 +209,7 @@ def _trace_at_once(
     cotangents are `late`: `backward(params, x, extra, once, late) -> results, dparams, dx`, and
     `evaluate` for the results alone.  Return the shapes of the results too.
     """
-    wanted = [*_trained(uses), *map(inexact, jax.tree.leaves(x))]
+    wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves(x))]
 
     def whole(params: PyTree, x: PyTree, extra: PyTree, late: Leaves) -> tuple[PyTree, Leaves]:
         call, leaves = by_leaves(lambda p, x: function(p, x, extra), (params, x), wanted)
