@@ -522,17 +522,15 @@ def _readers(
     """The positions of the scans of the backward that scan each stacked output, where nothing else
     reads it.
     """
-    found: dict[Any, list[int]] = {
-        v: [] for v in outvars if not isinstance(v, core.DropVar) and v not in jaxpr.outvars
-    }
+    found: dict[Any, list[int]] = {v: [] for v in outvars if v not in jaxpr.outvars}
     for i, eqn in enumerate(jaxpr.eqns):
-        for k, v in enumerate(eqn.invars):
-            if not isinstance(v, core.Var) or v not in found:
-                continue
-            if eqn.primitive.name == "scan" and not forward[i] and k >= sum(scan_counts(eqn)):
+        scans = eqn.primitive.name == "scan" and not forward[i]
+        whole = sum(scan_counts(eqn)) if scans else len(eqn.invars)
+        for v in variables(eqn.invars[:whole]):
+            found.pop(v, None)
+        for v in variables(eqn.invars[whole:]):
+            if v in found:
                 found[v].append(i)
-            else:
-                del found[v]
     return found
 
 
@@ -549,11 +547,8 @@ def _remake(
     The equations `again` make them from what these `consts` and `xs` of the scan give.
     """
     scan = Scan.of(eqn)
-
-    def is_moved(atom: Atom) -> bool:
-        return isinstance(atom, core.Var) and atom in moved
-
-    values = {v: moved[a] for a, v in (*scan.consts, *scan.xs) if is_moved(a)}
+    operands = (*scan.consts, *scan.xs)
+    values = {v: moved[a] for a, v in operands if isinstance(a, core.Var) and a in moved}
     if not values:
         return eqn
     head = producers(values.values(), again, lambda v: v in consts or v in xs)
@@ -570,6 +565,6 @@ def _remake(
     return replace(
         scan,
         eqns=[*made, *scan.eqns],
-        consts=[*extra_consts, *(pair for pair in scan.consts if not is_moved(pair[0]))],
-        xs=[*(pair for pair in scan.xs if not is_moved(pair[0])), *extra_xs],
+        consts=[*extra_consts, *((a, v) for a, v in scan.consts if v not in values)],
+        xs=[*((a, v) for a, v in scan.xs if v not in values), *extra_xs],
     ).equation()

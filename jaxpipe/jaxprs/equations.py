@@ -392,7 +392,8 @@ def collectives(jaxpr: core.Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
     """
     for eqn in every_equation(jaxpr):
         named = jax.tree.leaves([eqn.params.get("axes"), eqn.params.get("axis_name")])
-        axes = tuple(name for name in named if isinstance(name, str))  # not axes of arrays
+        # numbers are axes of arrays
+        axes = tuple(name for name in named if isinstance(name, str))
         if axes and eqn.primitive.name != "axis_index":
             yield eqn.primitive.name, axes
 
