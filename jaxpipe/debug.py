@@ -274,8 +274,6 @@ class _Search:
 
     def _check_mask(self, call: _Call, x: PyTree) -> None:
         """PipelineError where a slice of the first sequence reads rows of later slices."""
-        if "ctx" not in self._wants(call):
-            return
         _, counts = self._run(self._later_rows, call, 0, x)
         faults = [
             f"  slice {k} reads later rows of {name!r}: {read} values of its results depend on them"
@@ -357,38 +355,29 @@ def _described(counts: _Counts, shard: int) -> tuple[str, ...]:
 
 
 def _floating(leaf: Any) -> bool:
-    # float0 is the gradient of a parameter that is not floating
-    if getattr(leaf, "dtype", None) == jax.dtypes.float0:
-        return False
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
+    # A gradient of what is not floating has the dtype float0.
+    return bool(jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact))
 
 
 def _filled(buffer: Any, rows: Any, k: Any) -> tuple[Any, Any]:
     """The buffer with two finite fills of the rows after slice k: copies of the slice's own rows,
     and other numbers.  Whole numbers such as those of documents are zero in the second fill.
     """
-    shapes = zip(buffer.shape, rows.shape, strict=True)
-    axis = next(i for i, (whole, own) in enumerate(shapes) if whole != own)
-    length = rows.shape[axis]
-    later = lax.broadcasted_iota(jnp.int32, buffer.shape, axis) >= (k + 1) * length
-    inexact = jnp.issubdtype(rows.dtype, jnp.inexact)
-    other = 2 * rows + 1 if inexact else jnp.zeros_like(rows)
-
-    def fill(numbers: Any) -> Any:
-        copies = jnp.concatenate([numbers] * (buffer.shape[axis] // length), axis)
-        return jnp.where(later, copies, buffer)
-
-    return fill(rows), fill(other)
+    times = [whole // own for whole, own in zip(buffer.shape, rows.shape, strict=True)]
+    axis = times.index(max(times))
+    later = lax.broadcasted_iota(jnp.int32, buffer.shape, axis) >= (k + 1) * rows.shape[axis]
+    other = 2 * rows + 1 if _floating(rows) else jnp.zeros_like(rows)
+    own, others = (jnp.where(later, jnp.tile(fill, times), buffer) for fill in (rows, other))
+    return own, others
 
 
 def _differing(one: PyTree, other: PyTree) -> Any:
     """How many values of two trees differ by more than a rounding; a NaN does not count."""
 
     def count(a: Any, b: Any) -> Any:
-        if not jnp.issubdtype(a.dtype, jnp.inexact):
+        if not _floating(a):
             return jnp.sum(a != b)
         eps = float(jnp.finfo(a.dtype).eps)  # type: ignore[no-untyped-call]
         return jnp.sum(jnp.abs(a - b) > _ROUNDING * eps * jnp.max(jnp.abs(a), initial=0))
 
-    counts = jax.tree.leaves(jax.tree.map(count, one, other))
-    return sum(counts, jnp.int32(0))
+    return sum(jax.tree.leaves(jax.tree.map(count, one, other)), jnp.int32(0))

@@ -83,7 +83,7 @@ from ..engine.costs import Costs
 from ..engine.simulate import Timeline, simulate
 from ..errors import PipelineError, quoted
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import nbytes, scan_counts, variables
+from ..jaxprs.equations import nbytes, variables
 from ..lowering.plan import Plan, cost_parts, plan_of, program_makespan
 from ..lowering.target import FORWARD, Overheads, Target
 from ..model.settings import outside_contexts
@@ -309,16 +309,17 @@ def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
 
     `input_grad` returns `num_dx` gradients, then the stash for W.
     """
-    without_stash = drop_dead(input_grad.replace(outvars=input_grad.outvars[:num_dx]))
-    eqns = without_stash.eqns
-    read = {*variables(v for eqn in eqns for v in eqn.invars), *variables(without_stash.outvars)}
+    alive = drop_dead(input_grad.replace(outvars=input_grad.outvars[:num_dx]))
+    made = {v for eqn in alive.eqns for v in eqn.outvars}
+    read = {*variables(v for eqn in alive.eqns for v in eqn.invars), *variables(alive.outvars)}
     found = []
-    for eqn in eqns:
+    for eqn in input_grad.eqns:
         name, outs = eqn.primitive.name, eqn.outvars
+        if made.isdisjoint(outs):
+            continue
         if name == "scan":
-            body, carries = eqn.params["jaxpr"].jaxpr, scan_counts(eqn)[1]
-            pairs = enumerate(zip(body.outvars, outs, strict=True))
-            wanted = [v for i, (v, out) in pairs if i < carries or out in read]
+            body = eqn.params["jaxpr"].jaxpr
+            wanted = [v for v, out in zip(body.outvars, outs, strict=True) if out in made]
             found += fallbacks(body.replace(outvars=wanted), len(wanted))
             continue
         count = sum(v not in read and not isinstance(v, core.DropVar) for v in outs)

@@ -15,8 +15,10 @@ from math import inf
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .equations import (
     Atom,
@@ -25,9 +27,7 @@ from .equations import (
     Scan,
     copied,
     every_equation,
-    grows,
     is_gather,
-    is_inexact,
     is_layout,
     nbytes,
     producers,
@@ -70,7 +70,11 @@ def is_view(eqn: core.JaxprEqn) -> bool:
 
     Positions in the trips of a loop would take room for each trip.
     """
-    return is_layout(eqn) or (is_arithmetic(eqn) and (grows(eqn) or not is_inexact(eqn)))
+    if not is_arithmetic(eqn) or is_layout(eqn):
+        return is_layout(eqn)
+    result: Any = eqn.outvars[0].aval
+    is_larger = sum(nbytes(v.aval) for v in variables(eqn.invars)) < nbytes(result)
+    return is_larger or not jnp.issubdtype(result.dtype, jnp.inexact)
 
 
 def numbers_of(eqns: Sequence[core.JaxprEqn]) -> dict[core.Var, core.JaxprEqn]:
@@ -376,20 +380,7 @@ def _scan_halves(
 
 def drop_dead(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """The jaxpr without equations that no output needs, also in scans."""
-    kept = _live_equations(jaxpr, needed_for(jaxpr, [True] * len(jaxpr.outvars))[0])
-    return with_equations(jaxpr, kept, jaxpr.invars, jaxpr.outvars)
-
-
-def _live_equations(jaxpr: core.Jaxpr, needed: Assignment) -> list[core.JaxprEqn]:
-    """The needed equations; of a scan that is needed in part, the scan of that part."""
-    kept = []
-    for eqn, choice in zip(jaxpr.eqns, needed, strict=True):
-        if isinstance(choice, Split):
-            inner = _live_equations(eqn.params["jaxpr"].jaxpr, choice.body)
-            kept.append(_part(Scan.of(eqn), inner, choice.first))
-        elif choice:
-            kept.append(eqn)
-    return kept
+    return dce_jaxpr(jaxpr, True, instantiate=True)[0]
 
 
 def _part(
@@ -531,17 +522,15 @@ def _readers(
     """The positions of the scans of the backward that scan each stacked output, where nothing else
     reads it.
     """
-    found: dict[Any, list[int]] = {
-        v: [] for v in outvars if not isinstance(v, core.DropVar) and v not in jaxpr.outvars
-    }
+    found: dict[Any, list[int]] = {v: [] for v in outvars if v not in jaxpr.outvars}
     for i, eqn in enumerate(jaxpr.eqns):
-        for k, v in enumerate(eqn.invars):
-            if not isinstance(v, core.Var) or v not in found:
-                continue
-            if eqn.primitive.name == "scan" and not forward[i] and k >= sum(scan_counts(eqn)):
+        scans = eqn.primitive.name == "scan" and not forward[i]
+        whole = sum(scan_counts(eqn)) if scans else len(eqn.invars)
+        for v in variables(eqn.invars[:whole]):
+            found.pop(v, None)
+        for v in variables(eqn.invars[whole:]):
+            if v in found:
                 found[v].append(i)
-            else:
-                del found[v]
     return found
 
 
@@ -558,11 +547,8 @@ def _remake(
     The equations `again` make them from what these `consts` and `xs` of the scan give.
     """
     scan = Scan.of(eqn)
-
-    def is_moved(atom: Atom) -> bool:
-        return isinstance(atom, core.Var) and atom in moved
-
-    values = {v: moved[a] for a, v in (*scan.consts, *scan.xs) if is_moved(a)}
+    operands = (*scan.consts, *scan.xs)
+    values = {v: moved[a] for a, v in operands if isinstance(a, core.Var) and a in moved}
     if not values:
         return eqn
     head = producers(values.values(), again, lambda v: v in consts or v in xs)
@@ -579,6 +565,6 @@ def _remake(
     return replace(
         scan,
         eqns=[*made, *scan.eqns],
-        consts=[*extra_consts, *(pair for pair in scan.consts if not is_moved(pair[0]))],
-        xs=[*(pair for pair in scan.xs if not is_moved(pair[0])), *extra_xs],
+        consts=[*extra_consts, *((a, v) for a, v in scan.consts if v not in values)],
+        xs=[*((a, v) for a, v in scan.xs if v not in values), *extra_xs],
     ).equation()

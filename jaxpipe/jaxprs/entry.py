@@ -49,7 +49,8 @@ class Entry:
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
-    pinned: bool = False  # constrain the split, because the mesh has axes of the partitioner
+    # constrain the split, because the mesh has axes of the partitioner
+    pinned: bool = False
     tile: tuple[int, ...] = ()  # of the devices' memory
 
     @property
@@ -277,7 +278,8 @@ class Slot(NamedTuple):
 
     def store(self, value: Any) -> Any:
         """The pool with the entry replaced."""
-        value = jnp.asarray(value).astype(self.pool.dtype)  # a literal of a jaxpr is a number
+        # A literal of a jaxpr is a number.
+        value = jnp.asarray(value).astype(self.pool.dtype)
         return lax.dynamic_update_index_in_dim(self.pool, self.entry.pack(value), self.index, 0)
 
     def store_flat(self, value: Any) -> Any:

@@ -203,17 +203,6 @@ def is_layout(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive.name in _LAYOUT or is_gather(eqn)
 
 
-def grows(eqn: core.JaxprEqn) -> bool:
-    """True for an equation whose result has more bytes than its inputs: a cast to more bits."""
-    return sum(nbytes(v.aval) for v in variables(eqn.invars)) < nbytes(eqn.outvars[0].aval)
-
-
-def is_inexact(eqn: core.JaxprEqn) -> bool:
-    """True for an equation whose result has fractions: no index, and no mask."""
-    aval: Any = eqn.outvars[0].aval
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
 def is_gather(eqn: core.JaxprEqn) -> bool:
     """True for a sharding constraint that leaves nothing split.  Its input may be split over other
     axes, and then has fewer bytes on a device.
@@ -300,14 +289,12 @@ def _multiplications(eqn: Any) -> int:
     return int(size * math.prod(right) // max(1, features))
 
 
-# The parameter that holds a call's body.  `custom_*` calls that are still here were not
+# Their bodies are inlined.  `custom_*` calls that are still here were not
 # differentiated, so the plain body is their meaning.  Inlined remat keeps its purpose: a stage's
 # forward and backward are separate computations, so what the backward recomputes cannot be shared
 # with the forward by accident.
-_CALLS = ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
-_BODY_OF = dict.fromkeys(("jit", "remat2", "checkpoint"), "jaxpr") | dict.fromkeys(
-    _CALLS, "call_jaxpr"
-)
+_REMAT = ("remat2", "checkpoint")
+_CALLS = ("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", *_REMAT)
 
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
@@ -374,10 +361,11 @@ def _inlined(closed: core.ClosedJaxpr, *arguments: Any) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         inputs, params = list(map(read, eqn.invars)), eqn.params
-        body = params.get(_BODY_OF.get(eqn.primitive.name, ""))
-        if body is not None:
-            code = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, [])
-            outs = _inlined(code, *inputs)
+        if eqn.primitive.name in _CALLS:
+            body = params.get("call_jaxpr", params.get("jaxpr"))
+            if isinstance(body, core.Jaxpr):  # of remat
+                body = core.ClosedJaxpr(body, [])
+            outs = _inlined(body, *inputs)
         else:
             if eqn.primitive.name == "scan":
                 flat = flatten(params["jaxpr"])
@@ -404,7 +392,8 @@ def collectives(jaxpr: core.Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
     """
     for eqn in every_equation(jaxpr):
         named = jax.tree.leaves([eqn.params.get("axes"), eqn.params.get("axis_name")])
-        axes = tuple(name for name in named if isinstance(name, str))  # not axes of arrays
+        # numbers are axes of arrays
+        axes = tuple(name for name in named if isinstance(name, str))
         if axes and eqn.primitive.name != "axis_index":
             yield eqn.primitive.name, axes
 
@@ -428,9 +417,7 @@ class Reductions:
         It is the same object where there is nothing to change, so that calls stay shared.
         """
         eqns = [new for eqn in jaxpr.eqns for new in self._equations(eqn)]
-        same = len(eqns) == len(jaxpr.eqns) and all(
-            new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)
-        )
+        same = list(map(id, eqns)) == list(map(id, jaxpr.eqns))
         return jaxpr if same else jaxpr.replace(eqns=eqns)
 
     def _equations(self, eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
@@ -439,21 +426,20 @@ class Reductions:
             axes = tuple(name for name in params["axes"] if name not in self.alone)
             params = params | {"axes": axes}
         eqn = eqn if params is eqn.params else eqn.replace(params=params)
-        narrow = any(_is_narrow(atom) for atom in eqn.invars)
-        if not (self.widen and narrow and eqn.primitive.name in _REDUCTIONS):
+        inputs, outputs = (
+            {id(a): a for a in atoms if _is_narrow(a)} for atoms in (eqn.invars, eqn.outvars)
+        )
+        if not (self.widen and inputs and eqn.primitive.name in _REDUCTIONS):
             yield eqn
             return
-        newvar = core.gensym()
-        wide: list[Any] = [
-            newvar(a.aval.update(dtype=_WIDE)) if _is_narrow(a) else a
-            for a in (*eqn.invars, *eqn.outvars)
-        ]
-        inputs, outputs = wide[: len(eqn.invars)], wide[len(eqn.invars) :]
-        before = [(a, w) for a, w in zip(eqn.invars, inputs, strict=True) if w is not a]
-        after = [(w, a) for a, w in zip(eqn.outvars, outputs, strict=True) if w is not a]
-        yield from (_converted(eqn, value, var) for value, var in before)
-        yield eqn.replace(invars=inputs, outvars=outputs)
-        yield from (_converted(eqn, value, var) for value, var in after)
+        newvar, narrow = core.gensym(), inputs | outputs
+        wide = {key: newvar(a.aval.update(dtype=_WIDE)) for key, a in narrow.items()}
+        yield from (_converted(eqn, a, wide[key]) for key, a in inputs.items())
+        yield eqn.replace(
+            invars=[wide.get(id(a), a) for a in eqn.invars],
+            outvars=[wide.get(id(a), a) for a in eqn.outvars],
+        )
+        yield from (_converted(eqn, wide[key], a) for key, a in outputs.items())
 
 
 def _is_narrow(atom: Any) -> bool:

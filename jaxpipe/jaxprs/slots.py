@@ -246,7 +246,8 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
     jaxpr, writes = run.jaxpr, run.writes
     env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True))
     slots = {v: value for v, value in env.items() if isinstance(value, Slot)}
-    now: dict[int, Any] = {}  # pools as they are by now, by the `id` of what they were at first
+    # pools as they are by now, by the `id` of what they were at first
+    now: dict[int, Any] = {}
 
     def current(target: Any) -> Any:
         """The target in its pool as it is by now."""
