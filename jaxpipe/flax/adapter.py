@@ -162,10 +162,8 @@ def end_units(
                 "and how it is called"
             )
     PipelineError.refuse("", faults)
-    return {
-        name: replace(unit(f"`{name}`", end), takes=("modules", *TAKES[name]))
-        for name, end in ends.items()
-    }
+    units = {name: unit(f"`{name}`", end) for name, end in ends.items()}
+    return {n: replace(own, takes=("modules", *TAKES[n])) for n, own in units.items()}
 
 
 def listed(blocks: Any, module: type, kind: str) -> list[Any]:
@@ -176,15 +174,12 @@ def listed(blocks: Any, module: type, kind: str) -> list[Any]:
             f"there are no blocks; give a list of {kind} modules, or one whose variables have a "
             "leading axis of blocks"
         )
-    odd = [
-        f"block {i} is {type(b).__name__}"
-        for i, b in enumerate(modules)
-        if not isinstance(b, module)
-    ]
+    odd = [i for i, block in enumerate(modules) if not isinstance(block, module)]
     if odd:
+        found = ", ".join(f"block {i} is {type(modules[i]).__name__}" for i in odd)
         raise PipelineError(
-            f"blocks must be {kind} modules, but {', '.join(odd)}; a plain function goes into "
-            "call=, or into a module"
+            f"blocks must be {kind} modules, but {found}; a plain function goes into call=, or "
+            "into a module"
         )
     return modules
 

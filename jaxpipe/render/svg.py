@@ -367,7 +367,8 @@ def style(palette: Palette, *, chunks: int, within: str = "") -> str:
             colour = shade(palette, kind, chunk=chunk, chunks=chunks)
             rules.append([f".{kind.name}{chunk}", f"fill:{colour}"])
             rules.append([f".on{kind.name}{chunk}", f"fill:{ink_on(colour)}"])
-    return "".join(f"{within}{SCOPE} {name}".rstrip() + f"{{{body}}}" for name, body in rules)
+    named = ((f"{within}{SCOPE} {name}".rstrip(), body) for name, body in rules)
+    return "".join(f"{name}{{{body}}}" for name, body in named)
 
 
 def draw(chart: Chart, *, critical_path: bool = False, sheet: str = "") -> str:
@@ -468,8 +469,8 @@ def _draw_critical_path(root: Element, chart: Chart) -> None:
     cells = map(parse_cell, chart.timeline.critical_path)
     wanted = {action for cell in cells for action in parts(cell)}
     boxes = (chart.box(bar) for bar in chart.bars if bar.action in wanted)
-    lines = (_rectangle((x + 1, y + 1, w - 2, h - 2)) for x, y, w, h in boxes if w > 2)
-    _add(root, "path", "critical", d="".join(lines))
+    inner = ((x + 1, y + 1, w - 2, h - 2) for x, y, w, h in boxes if w > 2)
+    _add(root, "path", "critical", d="".join(map(_rectangle, inner)))
 
 
 def _draw_axis(root: Element, chart: Chart) -> None:
@@ -552,9 +553,9 @@ def _add_hatch(root: Element) -> None:
     _add(pattern, "path", "hatch", d="M0 0V6")
 
 
-def _add(parent: Element, tag: str, kind: str = "", **attributes: float | str) -> Element:
+def _add(parent: Element, tag: str, kind: str = "", **more: float | str) -> Element:
     values = {"class": kind} if kind else {}
-    values |= {k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}
+    values |= {k: v if isinstance(v, str) else _px(v) for k, v in more.items()}
     return SubElement(parent, tag, values)
 
 
