@@ -473,10 +473,8 @@ def _print(report: Any, console: Console | None = None) -> None:
 def _refuse(arguments: argparse.Namespace) -> None:
     """UsageError for numbers that do not fit."""
     devices, processes = arguments.devices, arguments.processes
-    least = {"devices": devices, "steps": arguments.steps, "processes": processes}
-    faults = [
-        f"--{name} must be at least 1" for name, n in least.items() if n is not None and n < 1
-    ]
+    least = terminal.given(arguments, "devices", "steps", "processes")
+    faults = [f"--{name} must be at least 1" for name, n in least.items() if n < 1]
     if arguments.minutes <= 0:
         faults.append("--minutes must be above 0")
     if not 0 <= arguments.process < processes:
@@ -485,5 +483,4 @@ def _refuse(arguments: argparse.Namespace) -> None:
         faults.append("several processes need --coordinator HOST:PORT, --processes and --process")
     if devices is not None and processes > 0 and devices % processes:
         faults.append("--devices must divide over --processes")
-    if faults:
-        raise terminal.UsageError("; ".join(faults))
+    terminal.UsageError.refuse("", faults)
