@@ -25,7 +25,7 @@ from ..errors import MAX_TEXT, JaxpipeError, ScheduleError, quoted
 from ..schedules.registry import build, describe, names
 from ..table.encoded import Transfers
 from ..table.kinds import Placement, Release
-from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, report
+from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, marked_grid
 from ..table.text import csv_lines, drawn, in_columns, json_value
 
 _MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
@@ -205,7 +205,8 @@ def checked(
         rules = error.violations
         name, count = schedule.name or "the schedule", len(rules)
         head = f"{name} is invalid, {count} violation{'s' * (count != 1)}:"
-        text = report(schedule, rules, head) if rules else f"{head}\n  {error}"
+        text = "\n".join((head, *(f"  {each}" for each in rules or [error])))
+        text += f"\n{marked_grid(schedule, rules)}" if rules else ""
         raise InvalidScheduleError(text, rules) from error
 
 
