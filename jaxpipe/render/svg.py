@@ -96,8 +96,7 @@ PAD, AXIS = 16.0, 34.0
 _GUTTER, _HEADING, _COLUMN_NAMES = 66.0, 48.0, 26.0
 _MOST_SHADES = 8
 _MAX_AUTO_WIDTH, MAX_WIDTH = 12000.0, 100_000.0
-# What XML 1.0 forbids: control characters, halves of surrogate pairs, two code points that are not
-# characters.
+# What XML 1.0 forbids: control characters, halves of surrogate pairs, two code points.
 _NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
