@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Console
 
@@ -223,9 +223,9 @@ def _print_comparison(results: list[tuple[Timeline, float]], costs: Costs) -> No
     for t, share in results:
         s = t.schedule
         shape = map(str, (s.num_devices, s.num_microbatches, s.num_chunks))
-        ratio = f"{t.makespan / best:.3f}" if best else "-"
+        times = number(t.makespan), f"{t.makespan / best:.3f}" if best else "-"
         peak = number(max(t.peak_memory) * share)
-        rows.append((s.name, *shape, number(t.makespan), ratio, f"{t.bubble:.2%}", peak))
+        rows.append((s.name, *shape, *times, f"{t.bubble:.2%}", peak))
     styles = {i: terminal.BEST for i, (t, _) in enumerate(results) if t.makespan == best}
     terminal.print_table(_COMPARED.split(","), rows, styles=styles)
     every = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
@@ -246,8 +246,8 @@ def _shared(costs: Costs, share: float) -> Costs:
     if share == 1:
         return costs
     names = [spec.cost for spec in KINDS if spec.cost is not None] + ["overlap"]
-    times: dict[str, Any] = {name: getattr(costs, name) for name in names}
-    return replace(costs, **{name: t * share for name, t in times.items() if t is not None})
+    times = {n: t * share for n in names if (t := getattr(costs, n)) is not None}
+    return replace(costs, **times)
 
 
 def _written(schedule: Schedule, form: str, arguments: argparse.Namespace, costs: Costs) -> str:
@@ -259,16 +259,11 @@ def _written(schedule: Schedule, form: str, arguments: argparse.Namespace, costs
     timeline = simulate(schedule, costs)
     if form == "trace":
         return to_trace(timeline)
-    look = {"title": arguments.title, "width": arguments.width}
+    look = terminal.given(arguments, "title", "width")
     if form == "html":
         return to_html(timeline, **look)
-    return to_svg(
-        timeline,
-        **look,
-        theme=Theme(arguments.theme),
-        memory=arguments.memory,
-        critical_path=arguments.critical_path,
-    )
+    look |= terminal.given(arguments, "memory", "critical_path")
+    return to_svg(timeline, **look, theme=Theme(arguments.theme))
 
 
 # The format of a file by the end of its name.
@@ -350,12 +345,9 @@ def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, str | None]:
         plans = plan(
             layers,
             costs,
-            **_choices(arguments, "slices"),
-            devices=arguments.devices,
-            microbatches=arguments.microbatches,
+            **_choices(arguments, "devices", "microbatches", "slices", "search"),
             transfer=transfer,
             offload=(None,) if arguments.no_offload else (None, "residuals"),
-            search=arguments.search,
             most=_PLANS,
             progress=progress,
             mesh=Target(communicates=(arguments.tensor or 1) > 1),
@@ -368,36 +360,34 @@ def _published(arguments: argparse.Namespace) -> tuple[Plans, str]:
     terminal.require(arguments, "gpus", "batch", "memory", advice="--model needs {} too")
     own = {*_CHOICES, "command", "run", "json", "output", "model", "gpus", "batch"}
     own |= {"context", "flops", "tensor"}
-    if excess := [terminal.flag(n) for n, v in vars(arguments).items() if v and n not in own]:
+    excess = [name for name, v in vars(arguments).items() if v and name not in own]
+    if excess:
+        flags = ", ".join(map(terminal.flag, excess))
         raise terminal.UsageError(
-            f"--model {arguments.model} has its own sizes and mesh; leave out {', '.join(excess)}"
+            f"--model {arguments.model} has its own sizes and mesh; leave out {flags}"
         )
     name, context = arguments.model, int(arguments.context or 8192)
-    choices = _choices(arguments)
+    choices = _choices(arguments, "gpus", "batch", "flops")
     if arguments.tensor is not None:
         choices["tensor"] = (int(arguments.tensor),)
     with terminal.counting(f"planning {name}") as progress:
-        plans = plan_mesh(
-            name,
-            **choices,
-            gpus=arguments.gpus,
-            batch=arguments.batch,
-            context=context,
-            progress=progress,
-            flops=arguments.flops or Transformer.flops,
-        )
+        plans = plan_mesh(name, **choices, context=context, progress=progress)
     return plans, command_of(name, plans.best, batch=arguments.batch, context=context)
 
 
 def _choices(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
-    """The limits and the choices for `plan` and `plan_mesh` that the command line gives."""
+    """The limits and the choices that the command line gives, and more arguments."""
     found = terminal.given(arguments, *_CHOICES, *more)
     if "remat" in found:
         found["remat"] = [None if name == "none" else name for name in found["remat"]]
     return found
 
 
-def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost], float]:
+# Letters of layers, their costs, and seconds of a hop.
+_Layers: TypeAlias = tuple[str, dict[str, LayerCost], float]
+
+
+def _from_sizes(arguments: argparse.Namespace) -> _Layers:
     advice = "give {}, or --costs FILE; e.g. --layers 80 --width 8192 --vocab 128256"
     terminal.require(arguments, "layers", "width", "vocab", advice=advice)
     names = (field.name for field in fields(Transformer))
@@ -408,7 +398,7 @@ def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost
     return f"Et*{arguments.layers},L", model.costs(), model.transfer
 
 
-def _from_file(name: str) -> tuple[str, dict[str, LayerCost], float]:
+def _from_file(name: str) -> _Layers:
     facts: Any = json_value(terminal.read_text(name))
     match facts:
         case {"layers": str(layers), "costs": dict(costs)}:
@@ -450,13 +440,14 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
         read_prices()  # the checks take minutes: a faulty file is refused before them
     names = ("devices", "steps", "coordinator", "processes", "process")
     scope = doctor.Scope(**terminal.given(arguments, *names))
-    with terminal.counting("checking") as progress:
-        report = doctor.run(scope, minutes=arguments.minutes, checks=checks, tell=progress)
+    with terminal.counting("checking") as tell:
+        report = doctor.run(scope, minutes=arguments.minutes, checks=checks, tell=tell)
     path = None
     if report.prices and writes:
-        versions = next((line.measured for line in report.lines if line.item == "versions"), "")
+        versions = [line.measured for line in report.lines if line.item == "versions"]
         day = datetime.now(UTC).strftime("%Y-%m-%d")
-        path = write_prices(report.kind, report.prices, ", ".join(filter(None, [day, versions])))
+        measured = ", ".join(filter(None, [day, *versions]))
+        path = write_prices(report.kind, report.prices, measured)
         terminal.complain(f"wrote the prices of {report.kind} to {path}")
     if arguments.output is not None:
         picture = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, force_terminal=True)
@@ -474,7 +465,7 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
 
 def _print(report: Any, console: Console | None = None) -> None:
     header = ("item", "verdict", "measured", "expected", "what to do")
-    rows = [(e.item, e.verdict.value, e.measured, e.expected, e.advice) for e in report.lines]
+    rows = [[str(text) for text in vars(line).values()] for line in report.lines]
     styles = {i: _STYLES[row[1]] for i, row in enumerate(rows)}
     terminal.print_table(header, rows, left=len(header), styles=styles, console=console)
 
@@ -482,10 +473,8 @@ def _print(report: Any, console: Console | None = None) -> None:
 def _refuse(arguments: argparse.Namespace) -> None:
     """UsageError for numbers that do not fit."""
     devices, processes = arguments.devices, arguments.processes
-    least = {"devices": devices, "steps": arguments.steps, "processes": processes}
-    faults = [
-        f"--{name} must be at least 1" for name, n in least.items() if n is not None and n < 1
-    ]
+    least = terminal.given(arguments, "devices", "steps", "processes")
+    faults = [f"--{name} must be at least 1" for name, n in least.items() if n < 1]
     if arguments.minutes <= 0:
         faults.append("--minutes must be above 0")
     if not 0 <= arguments.process < processes:
@@ -494,5 +483,4 @@ def _refuse(arguments: argparse.Namespace) -> None:
         faults.append("several processes need --coordinator HOST:PORT, --processes and --process")
     if devices is not None and processes > 0 and devices % processes:
         faults.append("--devices must divide over --processes")
-    if faults:
-        raise terminal.UsageError("; ".join(faults))
+    terminal.UsageError.refuse("", faults)

@@ -47,10 +47,11 @@ _KINDS: dict[str, dict[str, Any]] = {
 def _fields(record: type, names: Iterable[str], value: str) -> str:
     """A line for each of these fields of a dataclass, with the text of its docstring."""
     section = (getdoc(record) or "").partition("Args:\n")[2].partition("\n\n")[0]
-    texts = dict(re.findall(r"^    (\w+): (.+?)(?=\n    \w|\Z)", section, re.DOTALL | re.MULTILINE))
+    texts = dict(re.findall(r"(?ms)^    (\w+): (.+?)(?=\n    \w|\Z)", section))
     lines = []
     for name in names:
-        text = " ".join(texts[name].split()).rstrip(".").replace("where it is None", "by default")
+        text = " ".join(texts[name].split()).rstrip(".")
+        text = text.replace("where it is None", "by default")
         default = getattr(record, name, None)
         metavar = "" if isinstance(default, bool) else value
         text += f" (default: {default:g})" if default else ""
@@ -182,9 +183,10 @@ def _add(parser: argparse._ActionsContainer, line: str) -> None:
     default = terms.pop()[1:] if terms[-1].startswith("=") else None
     several = terms[-1] == "..." and terms.pop()
     text += "" if default is None else f" (default: {default})"
-    options: dict[str, Any] = {"help": text.strip().replace("%", "%%"), "default": default}
+    shown = text.strip().replace("%", "%%")
+    options: dict[str, Any] = {"help": shown, "default": default}
     if terms == names:
-        options = {"help": options["help"], "action": "store_true"}
+        options = {"help": shown, "action": "store_true"}
     else:
         options |= _KINDS.get(terms[-1], {"metavar": terms[-1]})
     if several:

@@ -107,7 +107,8 @@ def flag(name: str) -> str:
 
 def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Those of these arguments that are not None, by name."""
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def require(arguments: argparse.Namespace, *names: str, advice: str) -> None:
@@ -177,14 +178,16 @@ def read(source: str, slices: int | None = None) -> Schedule:
     CSV does not hold the number of slices of a sequence, and JSON does.
     """
     text, name = read_text(source), "stdin" if source == "-" else Path(source).stem
+    suffix = Path(source).suffix
     try:
-        is_json = Path(source).suffix == ".json"
-        table = Schedule.from_json(text) if is_json else Schedule.from_csv(text, name=name)
+        if suffix == ".json":
+            table = Schedule.from_json(text)
+        else:
+            table = Schedule.from_csv(text, name=name)
         return table if slices is None else dataclasses.replace(table, slices=slices)
     except ScheduleError as error:
-        raise InvalidScheduleError(
-            f"{source}: {_with_raw_grid(text, Path(source).suffix, error)}", error.violations
-        ) from error
+        why = _with_raw_grid(text, suffix, error)
+        raise InvalidScheduleError(f"{source}: {why}", error.violations) from error
 
 
 def checked(
@@ -200,8 +203,8 @@ def checked(
         return check(schedule, transfers=transfers, max_activations=max_activations)
     except ScheduleError as error:
         rules = error.violations
-        count = f"{len(rules)} violation{'' if len(rules) == 1 else 's'}"
-        head = f"{schedule.name or 'the schedule'} is invalid, {count}:"
+        name, count = schedule.name or "the schedule", len(rules)
+        head = f"{name} is invalid, {count} violation{'s' * (count != 1)}:"
         text = "\n".join((head, *(f"  {each}" for each in rules or [error])))
         text += f"\n{marked_grid(schedule, rules)}" if rules else ""
         raise InvalidScheduleError(text, rules) from error
@@ -236,7 +239,8 @@ def read_options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-_NAMED = {"true": True, "false": False, "none": None} | {each.value: each for each in Objective}
+_NAMED: dict[str, object] = {each.value: each for each in Objective}
+_NAMED |= {"true": True, "false": False, "none": None}
 
 
 def _value(text: str) -> object:
@@ -260,16 +264,12 @@ def read_text(source: str) -> str:
             with Path(source).open(encoding="utf-8-sig") as file:
                 text = file.read(MAX_TEXT + 1)
     except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{source}: not a text file ({error.reason} at byte {error.start}); give a .csv or "
-            ".json table"
-        ) from error
-    if len(text) > MAX_TEXT:
-        raise UsageError(
-            f"{source}: more than {MAX_TEXT:,} characters, more than any table; give a .csv or "
-            ".json table"
-        )
-    return text
+        why = f"not a text file ({error.reason} at byte {error.start})"
+    else:
+        if len(text) <= MAX_TEXT:
+            return text
+        why = f"more than {MAX_TEXT:,} characters, more than any table"
+    raise UsageError(f"{source}: {why}; give a .csv or .json table")
 
 
 def _with_raw_grid(text: str, suffix: str, error: ScheduleError) -> str:
@@ -297,7 +297,7 @@ BEST = "bold green"  # the style of a best row
 
 def write(text: str) -> None:
     """Print text as it is, with a newline at its end."""
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    sys.stdout.write(text.removesuffix("\n") + "\n")
 
 
 def write_json(**facts: Any) -> None:
@@ -312,7 +312,7 @@ def complain(text: str) -> None:
 
 def save(output: str, text: str) -> None:
     """Write text into a file, with a newline at its end, and say so."""
-    Path(output).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    Path(output).write_text(text.removesuffix("\n") + "\n", encoding="utf-8")
     complain(f"wrote {output}")
 
 
@@ -353,8 +353,8 @@ def counting(title: str) -> Iterator[Callable[[int, int], None]]:
     A bar that is never counted shows that work goes on.
     """
     console = Console(stderr=True, highlight=False)
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
-    is_hidden = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
-        task = progress.add_task(title, total=None)
-        yield lambda done, of: progress.update(task, completed=done, total=of)
+    first, hidden = Progress.get_default_columns()[:2], not console.is_terminal
+    columns = (*first, MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, of: bar.update(task, completed=done, total=of)

@@ -162,10 +162,8 @@ def end_units(
                 "and how it is called"
             )
     PipelineError.refuse("", faults)
-    return {
-        name: replace(unit(f"`{name}`", end), takes=("modules", *TAKES[name]))
-        for name, end in ends.items()
-    }
+    units = {name: unit(f"`{name}`", end) for name, end in ends.items()}
+    return {n: replace(own, takes=("modules", *TAKES[n])) for n, own in units.items()}
 
 
 def listed(blocks: Any, module: type, kind: str) -> list[Any]:
@@ -176,15 +174,12 @@ def listed(blocks: Any, module: type, kind: str) -> list[Any]:
             f"there are no blocks; give a list of {kind} modules, or one whose variables have a "
             "leading axis of blocks"
         )
-    odd = [
-        f"block {i} is {type(b).__name__}"
-        for i, b in enumerate(modules)
-        if not isinstance(b, module)
-    ]
+    odd = [i for i, block in enumerate(modules) if not isinstance(block, module)]
     if odd:
+        found = ", ".join(f"block {i} is {type(modules[i]).__name__}" for i in odd)
         raise PipelineError(
-            f"blocks must be {kind} modules, but {', '.join(odd)}; a plain function goes into "
-            "call=, or into a module"
+            f"blocks must be {kind} modules, but {found}; a plain function goes into call=, or "
+            "into a module"
         )
     return modules
 
@@ -337,7 +332,7 @@ class FlaxModel:
     layout: Layout | str | None
     _ends: dict[str, Unit]  # first, last and shared
     _blocks: tuple[Unit, ...]
-    _places: tuple[tuple[str, int], ...]  # of each block: its tree, "" for the only one, and row
+    _places: tuple[tuple[str, int], ...]  # of each block: the key of its tree, and its row
     _stack: bool  # the only unit of blocks has variables of all of them
 
     def _by_block(self, *trees: PyTree) -> list[tuple[PyTree, ...]]:
@@ -378,13 +373,13 @@ def adapt(
     """
     keys = _keys(blocks, form, stack=stack)
     members = {key: [i for i, own in enumerate(keys) if own == key] for key in dict.fromkeys(keys)}
-    units = {key: blocks[own[0]] for key, own in members.items()}
+    units, stages = {key: blocks[own[0]] for key, own in members.items()}, form.num_stages
 
     def joined(*leaves: Any) -> Any:
         rows = leaves[0] if stack else jnp.stack(leaves)
-        if form.num_stages is None:
+        if stages is None:
             return rows
-        return rows.reshape(form.num_stages, rows.shape[0] // form.num_stages, *rows.shape[1:])
+        return rows.reshape(stages, len(rows) // stages, *rows.shape[1:])
 
     def joined_or_shapes(*leaves: Any) -> Any:
         abstract = isinstance(leaves[0], jax.ShapeDtypeStruct)
@@ -399,20 +394,20 @@ def adapt(
         return found.get("", found)
 
     specs = {
-        key: _mesh_specs(unit, form.rules, lead=int(form.num_stages is not None), stack=stack)
+        key: _mesh_specs(unit, form.rules, lead=int(stages is not None), stack=stack)
         for key, unit in units.items()
     }
     state = tree([block.state for block in blocks])
     every = {"stages": specs.get("", specs)} | {
         key: _mesh_specs(unit, form.rules) for key, unit in ends.items()
     }
-    leaves = jax.tree.leaves(every, is_leaf=lambda node: isinstance(node, PartitionSpec))
+    names_axes = any(axis is not None for spec in jax.tree.leaves(every) for axis in spec)
     return kind(
         model=_model(units, keys, ends, state, form),
         params={"stages": tree([block.params for block in blocks])}
         | {key: unit.params for key, unit in ends.items()},
         state=state if _has(state) else {},
-        specs=every if any(axis is not None for spec in leaves for axis in spec) else None,
+        specs=every if names_axes else None,
         layout=form.layout,
         _ends=dict(ends),
         _blocks=tuple(blocks),
@@ -431,8 +426,10 @@ def _model(
     """The functions of blocks and ends, and their loss contract."""
     shared, stage_loss, count = ends.get("shared"), form.stage_loss, len(keys)
     options: dict[str, Any] = {"stage_loss": stage_loss, **form.contract}
-    parts = {f"stages/{key}".rstrip("/"): unit for key, unit in units.items()} | dict(ends)
-    if frozen := {f"{part}/{path}" for part, unit in parts.items() for path in unit.frozen}:
+    parts = {f"stages/{key}".rstrip("/"): unit for key, unit in units.items()}
+    parts |= ends
+    frozen = {f"{part}/{path}" for part, unit in parts.items() for path in unit.frozen}
+    if frozen:
         options["frozen"] = lambda path, _leaf: path in frozen
     outer: dict[str, Any] = {
         key: _function(ends[key], key, shared, number=count + i)
@@ -469,7 +466,10 @@ def _keys(blocks: Sequence[Unit], form: Form, *, stack: bool) -> list[str]:
         )
     kinds = [_kind(block, form.ignore) for block in blocks]
     kinds *= _stack_size(blocks[0]) if stack else 1
-    keys = _letters(form.layout) if form.num_stages is None else _pattern(kinds, form.num_stages)
+    if form.layout is not None:
+        keys = _letters(form.layout)
+    else:
+        keys = _pattern(kinds, form.num_stages or 0)
     if len(keys) != len(kinds):
         raise PipelineError(
             f"the layout has {len(keys)} layers between E and L, but there are {len(kinds)} blocks"
@@ -499,16 +499,15 @@ def _difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
     return f"{name} is {left} in one and {right} in the other"
 
 
-def _letters(layout: Layout | str | None) -> list[str]:
+def _letters(layout: Layout | str) -> list[str]:
     """The letters of the blocks in model order."""
-    assert layout is not None
     if isinstance(layout, str):
         known = {*LETTERS, *(c for c in layout if c.isalpha())}
         layout = parse_layout(layout, devices=1, letters="".join(sorted(known)))
-    return [letter for letter in "".join(layout.stages) if letter not in (EMBEDDING, LOSS)]
+    return [c for c in "".join(layout.stages) if c not in (EMBEDDING, LOSS)]
 
 
-def _pattern(kinds: Sequence[Any], num_stages: int) -> list[str]:
+def _pattern(kinds: list[Any], num_stages: int) -> list[str]:
     """The place of each block in the shortest pattern of kinds that stages repeat, "" where one is
     enough; PipelineError where blocks do not divide.
     """
@@ -520,9 +519,8 @@ def _pattern(kinds: Sequence[Any], num_stages: int) -> list[str]:
             f"be one of {divisors}, or give {_LETTERS}"
         )
     own = count // num_stages
-    lengths = [n for n in divisors if own % n == 0]
-    repeats = (n for n in lengths if all(kinds[i] == kinds[i % n] for i in range(count)))
-    length = next(repeats, own)
+    lengths = (n for n in divisors if own % n == 0)
+    length = next((n for n in lengths if kinds == kinds[:n] * (count // n)), own)
     return [str(i % length) if length > 1 else "" for i in range(count)]
 
 
@@ -563,7 +561,8 @@ def _mesh_specs(
     def entry(names: Any) -> Any:
         if not isinstance(names, tuple):
             return known.get(names, names)
-        return tuple(axis for n in names if (axis := known.get(n, n)) is not None) or None
+        axes = (known.get(name, name) for name in names)
+        return tuple(axis for axis in axes if axis is not None) or None
 
     def translated(spec: Any, leaf: Any) -> Any:
         if spec is None:

@@ -68,7 +68,7 @@ class LinenUnit(Unit):
         """All collections but the parameters; those that were there where the call takes sown
         ones.
         """
-        after = _each(lambda module: _without_params(core.unfreeze(module.variables)), modules)
+        after = _each(lambda module: _without_params(module.variables), modules)
         return {name: after[name] for name in state} if self.takes_sown else after
 
     def settings(self) -> dict[str, str]:
@@ -87,25 +87,19 @@ class LinenUnit(Unit):
 
 
 def linen_unit(
-    name: str,
-    modules: Any,
-    call: Callable[..., Any] | None,
-    variables: Any,
-    *,
-    rngs: tuple[str, ...],
-    takes_sown: bool = False,
+    name: str, end: End, *, rngs: tuple[str, ...], takes_sown: bool = False
 ) -> LinenUnit:
     """The unit of modules, one or a tuple or dict of them, with as many variables."""
 
     def params(_: nn.Module, own: Variables | None) -> PyTree:
         return (own or {}).get("params", {})
 
-    variables = core.unfreeze(variables)
+    modules, variables = end.modules, core.unfreeze(end.variables)
     plain = _unbox(variables)
     return LinenUnit(
         name=name,
         modules=modules,
-        call=call or plain_call,
+        call=end.call,
         params=_each(params, modules, plain),
         state=_each(lambda _, own: _without_params(own or {}), modules, plain),
         specs=nn.get_partition_spec(_each(params, modules, variables)),
@@ -128,16 +122,10 @@ class _Unboxed:
     call: Callable[..., Any]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return nn.meta.unbox(self.call(*arguments, **keywords))
+        return _unbox(self.call(*arguments, **keywords))
 
 
-def _without_metadata(
-    method: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-    context: Any,
-) -> Any:
+def _without_metadata(method: Any, arguments: Any, keywords: Any, context: Any) -> Any:
     """A method call in which initializers ignore sharding metadata.
 
     `DenseGeneral` calls its initializers in every call, for shapes alone, and would constrain the
@@ -151,7 +139,7 @@ def _without_metadata(
 
 
 def _without_params(variables: Variables) -> dict[str, PyTree]:
-    return {name: tree for name, tree in variables.items() if name != "params"}
+    return {n: tree for n, tree in core.unfreeze(variables).items() if n != "params"}
 
 
 def _each(function: Callable[..., Any], modules: Any, *trees: Any) -> Any:
@@ -208,9 +196,7 @@ def from_linen(
     form = Form(num_stages, layout, rules, stage_loss, ignore, contract)
     unit = partial(linen_unit, rngs=tuple(rngs))
     common = None if shared is None else End(shared[0], plain_call, shared[1])
-    ends = end_units(
-        first, last, common, lambda name, end: unit(name, end.modules, end.call, end.variables)
-    )
+    ends = end_units(first, last, common, unit)
     several, stack = not isinstance(blocks, nn.Module), isinstance(variables, Mapping)
     modules = listed(blocks if several else [blocks], nn.Module, "linen")
     if stack and several:
@@ -219,15 +205,17 @@ def from_linen(
             "a list of variables"
         )
     each: list[Any] = [variables] if stack else list(variables)
-    if several and len(each) != len(modules):
+    if not several:
+        modules *= len(each)
+    elif len(each) != len(modules):
         raise PipelineError(
             f"there are {len(modules)} blocks but variables of {len(each)}; give each block's "
             "own, in order"
         )
-    takes_sown = stage_loss and call is not None
+    unit = partial(unit, takes_sown=stage_loss and call is not None)
     units = [
-        unit("a block", module, call, dict(own), takes_sown=takes_sown)
-        for module, own in zip(modules if several else modules * len(each), each, strict=True)
+        unit("a block", End(module, call or plain_call, dict(own)))
+        for module, own in zip(modules, each, strict=True)
     ]
     return adapt(LinenModel, units, ends=ends, form=form, stack=stack)
 
@@ -236,7 +224,7 @@ def submodule(variables: Variables, name: str) -> dict[str, PyTree]:
     """The variables of one submodule: {"params": {"embed": tree}} -> {"params": tree};
     PipelineError if there is none.
     """
-    found = {collection: tree[name] for collection, tree in variables.items() if name in tree}
+    found = {kind: tree[name] for kind, tree in variables.items() if name in tree}
     return found or _refuse(name, variables)
 
 
@@ -286,13 +274,12 @@ class NnxModel(FlaxModel):
         was made of.
         """
         rows = self._by_block(params["stages"], {} if state is None else state)
-        written = [(block.modules, row) for block, row in zip(self._blocks, rows, strict=True)]
-        written += [(unit.modules, (params[key],)) for key, unit in self._ends.items()]
-        for modules, trees in written:
-            variables = nnx.state(modules)
+        rows += [(params[key],) for key in self._ends]
+        for unit, trees in zip((*self._blocks, *self._ends.values()), rows, strict=True):
+            variables = nnx.state(unit.modules)
             for tree in trees:
                 nnx.replace_by_pure_dict(variables, tree)
-            nnx.update(modules, variables)
+            nnx.update(unit.modules, variables)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,14 +317,15 @@ class NnxUnit(Unit):
 
     def variables(self, modules: Any, state: PyTree) -> PyTree:
         """All that are neither parameters nor streams of random numbers."""
-        return nnx.to_pure_dict(nnx.split(modules, self.trainable, nnx.RngState, ...)[3])
+        others = nnx.split(modules, self.trainable, nnx.RngState, ...)[3]
+        return nnx.to_pure_dict(others)
 
     def settings(self) -> Mapping[str, str]:
         """Arrays by shape, modules by class, and static attributes as they are.  What is shared
         within the block has one path.
         """
         texts = {}
-        for path, value in sorted(nnx.iter_graph(self.modules), key=lambda node: str(node[0])):
+        for path, value in nnx.iter_graph(self.modules):
             text = repr(type(value) if nnx.graph.is_node(value) else value)
             if hasattr(value, "shape") and not isinstance(value, type):
                 text = f"{type(value).__name__} {value.dtype}{list(value.shape)}"
@@ -346,24 +334,16 @@ class NnxUnit(Unit):
         return texts
 
 
-def nnx_unit(
-    name: str,
-    modules: Any,
-    call: Callable[..., Any] | None,
-    *,
-    trainable: Any,
-    frozen: Any,
-    stack: bool = False,
-) -> NnxUnit:
+def nnx_unit(name: str, end: End, *, trainable: Any, frozen: Any, stack: bool = False) -> NnxUnit:
     """The unit of modules; the filters say which variables are parameters, and which of these are
     not trained.
     """
-    graph, own, streams, others = nnx.split(modules, trainable, nnx.RngState, ...)
+    graph, own, streams, others = nnx.split(end.modules, trainable, nnx.RngState, ...)
     is_frozen = nnx.filterlib.to_predicate(False if frozen is None else frozen)
     return NnxUnit(
         name=name,
-        modules=modules,
-        call=call or plain_call,
+        modules=end.modules,
+        call=end.call,
         params=nnx.to_pure_dict(own),
         state=nnx.to_pure_dict(others),
         specs=nnx.to_pure_dict(nnx.get_partition_spec(own)),
@@ -442,13 +422,14 @@ def from_nnx(
     form = Form(num_stages, layout, rules, stage_loss, ignore, contract)
     unit = partial(nnx_unit, trainable=trainable, frozen=frozen)
     common = None if shared is None else End(shared, plain_call)
-    ends = end_units(first, last, common, lambda name, end: unit(name, end.modules, end.call))
+    ends = end_units(first, last, common, unit)
     if isinstance(blocks, nnx.Sequential):
         blocks = blocks.layers
     stack = isinstance(blocks, nnx.Module) and not isinstance(blocks, nnx.List)
     modules = listed([blocks] if stack else blocks, nnx.Module, "nnx")
     check_distinct(modules, ends)
-    units = [unit("a block", block, call, stack=stack) for block in modules]
+    every = [End(module, call or plain_call) for module in modules]
+    units = [unit("a block", end, stack=stack) for end in every]
     return adapt(NnxModel, units, ends=ends, form=form, stack=stack)
 
 

@@ -19,7 +19,7 @@ from ..arrays import Params, PyTree, shapes_of, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..model.arguments import inputs_of
-from .adapter import TAKES, Call, Form, Unit, adapt
+from .adapter import TAKES, Call, End, Form, Unit, adapt
 from .front_ends import (
     LinenModel,
     NnxModel,
@@ -50,6 +50,8 @@ class BlockCall(NamedTuple):
 
 
 OnBlock: TypeAlias = Callable[[BlockCall], Any]  # what a call of a block does
+Inputs: TypeAlias = tuple[PyTree, PyTree, Any]  # parameters, microbatch, key
+_ARRAY = jax.Array | np.ndarray
 
 
 class _Reached(Exception):
@@ -63,33 +65,32 @@ class Whole:
     unit: Unit  # whose call is the loss
     pattern: str  # the path of a block, with {} for its number
     count: int  # of blocks
-    watch: Callable[[OnBlock], AbstractContextManager[Any]]  # how calls of blocks are seen
+    watch: Callable[[OnBlock], AbstractContextManager[Any]]  # for calls of blocks
     # a block's number, the block as it was called, and how a pipeline calls it -> its unit
     block: Callable[[int, Any, Callable[..., Any]], Unit]
 
-    def run(
-        self, params: PyTree, microbatch: PyTree, key: Any, on_block: OnBlock, *, training: bool
-    ) -> Any:
+    def run(self, inputs: Inputs, on_block: OnBlock, *, training: bool) -> Any:
         """The result of `loss` where calls of blocks do `on_block`.  Parameters that are not given
         are zeros: no result depends on them.
         """
+        params, microbatch, key = inputs
         every = flatten_dict(params)
         for path, leaf in flatten_dict(self.unit.params).items():
             if path not in every:
                 every[path] = zeros_of(leaf)
-        keywords = {"training": training} if "training" in self.unit.function.wants else {}
+        keywords = dict.fromkeys(self.unit.function.wants & {"training"}, training)
         call = Call((microbatch,), key, keywords, training)
         with self.watch(on_block):
             return self.unit.run(unflatten_dict(every), self.unit.state, call)[0]
 
-    def reach(self, params: PyTree, microbatch: PyTree, key: Any, *, training: bool) -> BlockCall:
+    def reach(self, inputs: Inputs, *, training: bool) -> BlockCall:
         """The call of the first block."""
 
         def stop(call: BlockCall) -> Any:
             raise _Reached(call)
 
         try:
-            self.run(params, microbatch, key, stop, training=training)
+            self.run(inputs, stop, training=training)
         except _Reached as reached:
             found: BlockCall = reached.args[0]
             return found
@@ -109,9 +110,10 @@ class Part(Unit):
     @cached_property
     def function(self) -> Any:
         """It takes `shared`, where parameters are."""
-        return replace(self.whole.unit.function, wants=frozenset({"shared"} if self.tied else ()))
+        wants = frozenset({"shared"} if self.tied else ())
+        return replace(self.whole.unit.function, wants=wants)
 
-    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> PyTree:
+    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
         """The parameters: functions put them into the model themselves."""
         return params
 
@@ -121,8 +123,8 @@ class Part(Unit):
         *x, microbatch = call.arguments
         inputs = (unflatten_dict(own), microbatch, call.key)
         if x:
-            return self.whole.run(*inputs, lambda *_: x[0], training=call.training), state
-        return self.whole.reach(*inputs, training=call.training).x, state
+            return self.whole.run(inputs, lambda *_: x[0], training=call.training), state
+        return self.whole.reach(inputs, training=call.training).x, state
 
 
 def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
@@ -130,7 +132,7 @@ def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
 
     def own(tree: PyTree) -> PyTree:
         flat = flatten_dict(core.unfreeze(tree))
-        return unflatten_dict({path: leaf for path, leaf in flat.items() if path in paths})
+        return unflatten_dict({path: flat[path] for path in flat if path in paths})
 
     unit = whole.unit
     return Part(
@@ -152,7 +154,7 @@ def _call_faults(calls: Sequence[BlockCall], outs: Sequence[PyTree], pattern: st
     """Calls that are not one of each block in order, each with the result of the one before."""
     if [one.number for one in calls] != list(range(len(outs))):
         order = ", ".join(pattern.format(one.number) for one in calls)
-        return [f"it calls {order}, and not each of the {len(outs)} blocks once, in order"]
+        return [f"it calls {order}, not each of the {len(outs)} blocks once, in order"]
     faults = [
         f"{pattern.format(i)} is not called with what {pattern.format(i - 1)} returned: "
         "move what is between them into a block, and take nn.remat off blocks "
@@ -175,7 +177,7 @@ def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[Any]
     An input is a parameter (its path), "microbatch", "key", or the result of a block (its number).
     """
     params, key = shapes_of(whole.unit.params), jax.random.key(0)
-    x = jax.eval_shape(lambda *inputs: whole.reach(*inputs, training=True).x, params, shapes, key)
+    x = jax.eval_shape(lambda *own: whole.reach(own, training=True).x, params, shapes, key)
     calls: list[BlockCall] = []
 
     def traced(params: PyTree, microbatch: PyTree, key: Any, outs: list[PyTree]) -> Any:
@@ -185,7 +187,7 @@ def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[Any]
             calls.append(call)
             return outs[call.number]
 
-        out = whole.run(params, microbatch, key, on_block, training=True)
+        out = whole.run((params, microbatch, key), on_block, training=True)
         PipelineError.refuse(_FAULTY, _call_faults(calls, outs, whole.pattern))
         return calls[0].x, _arrays(calls[0].more), out
 
@@ -197,11 +199,11 @@ def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[Any]
     inputs += [*("microbatch" for _ in jax.tree.leaves(shapes)), "key"]
     inputs += [i for i in range(whole.count) for _ in jax.tree.leaves(x)]
     reads = jax.tree.unflatten(jax.tree.structure(results), inputs_of(closed))
-    made_of = [
-        {own for bits in jax.tree.leaves(part) for n, own in enumerate(inputs) if bits >> n & 1}
+    named = [*enumerate(inputs)]
+    return calls, [
+        {own for bits in jax.tree.leaves(part) for n, own in named if bits >> n & 1}
         for part in reads
     ]
-    return calls, made_of
 
 
 def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
@@ -228,7 +230,8 @@ def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
     first = paths & before
     last = paths & after | paths - first
     tied = first & last
-    own = {"first": first - tied, "last": last - tied} | ({"shared": tied} if tied else {})
+    own = {"first": first - tied, "last": last - tied}
+    own |= {"shared": tied} if tied else {}
     ends: dict[str, Unit] = {
         name: _part(whole, name, part, tied=bool(tied)) for name, part in own.items()
     }
@@ -241,17 +244,17 @@ def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> Callable[..., Any]:
     are made again from the microbatch.
     """
 
-    def more(microbatch: PyTree, training: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def more(rows: PyTree, training: bool) -> Any:
         # None of these arguments depends on a parameter or on the key.
-        return whole.reach({}, microbatch, jax.random.key(0), training=training).more
+        return whole.reach(({}, rows, jax.random.key(0)), training=training).more
 
-    def with_arrays(block: Any, x: PyTree, *, training: bool, microbatch: PyTree) -> Any:
+    def with_arrays(block: Any, x: Any, *, training: bool, microbatch: Any) -> Any:
         arguments, keywords = more(microbatch, training)
         return block(x, *arguments, **keywords)
 
     def with_values(block: Any, x: PyTree, *, training: bool) -> Any:
         found: list[Any] = []
-        jax.eval_shape(lambda microbatch: found.append(more(microbatch, training)), shapes)
+        jax.eval_shape(lambda rows: found.append(more(rows, training)), shapes)
         arguments, keywords = found[0]
         return block(x, *arguments, **keywords)
 
@@ -260,7 +263,7 @@ def _call(whole: Whole, shapes: PyTree, *, arrays: bool) -> Callable[..., Any]:
 
 def _arrays(tree: PyTree) -> list[Any]:
     """The leaves that are arrays."""
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array | np.ndarray)]
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, _ARRAY)]
 
 
 def _form(tree: PyTree) -> Any:
@@ -369,7 +372,7 @@ def from_flax_model(
     kind: type[LinenModel | NnxModel] = NnxModel
     if isinstance(model, nn.Module):
         if variables is None:
-            raise PipelineError("a linen model needs variables=, as model.init returns them")
+            raise PipelineError("a linen model needs variables=, as model.init makes them")
         kind = WholeLinenModel
         if frozen is not None:
             form = replace(form, contract={**contract, "frozen": frozen})
@@ -406,9 +409,9 @@ def _linen_blocks(
 
     def unit(number: int, module: Any, call: Callable[..., Any]) -> Unit:
         unbound = module.clone(parent=None, name=None)
-        return linen_unit("a block", unbound, call, own[number], rngs=rngs)
+        return linen_unit("a block", End(unbound, call, own[number]), rngs=rngs)
 
-    whole = linen_unit("the model", model, loss, outer, rngs=rngs)
+    whole = linen_unit("the model", End(model, loss, outer), rngs=rngs)
     whole = replace(whole, takes=("model", "microbatch"))
     return Whole(whole, pattern, len(own), watch, unit)
 
@@ -444,10 +447,10 @@ def _nnx_blocks(
     make = partial(nnx_unit, trainable=trainable, frozen=frozen)
 
     def unit(number: int, _block: Any, call: Callable[..., Any]) -> Unit:
-        return make("a block", own[number], call)
+        return make("a block", End(own[number], call))
 
     # Variables are written into the user's model.
-    whole = make("the model", hollow, loss)
+    whole = make("the model", End(hollow, loss))
     whole = replace(whole, modules=model, takes=("model", "microbatch"))
     return Whole(whole, pattern, len(own), watch, unit)
 

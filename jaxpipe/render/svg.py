@@ -96,8 +96,7 @@ PAD, AXIS = 16.0, 34.0
 _GUTTER, _HEADING, _COLUMN_NAMES = 66.0, 48.0, 26.0
 _MOST_SHADES = 8
 _MAX_AUTO_WIDTH, MAX_WIDTH = 12000.0, 100_000.0
-# What XML 1.0 forbids: control characters, halves of surrogate pairs, two code points that are not
-# characters.
+# What XML 1.0 forbids: control characters, halves of surrogate pairs, two code points.
 _NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
@@ -367,7 +366,8 @@ def style(palette: Palette, *, chunks: int, within: str = "") -> str:
             colour = shade(palette, kind, chunk=chunk, chunks=chunks)
             rules.append([f".{kind.name}{chunk}", f"fill:{colour}"])
             rules.append([f".on{kind.name}{chunk}", f"fill:{ink_on(colour)}"])
-    return "".join(f"{within}{SCOPE} {name}".rstrip() + f"{{{body}}}" for name, body in rules)
+    named = ((f"{within}{SCOPE} {name}".rstrip(), body) for name, body in rules)
+    return "".join(f"{name}{{{body}}}" for name, body in named)
 
 
 def draw(chart: Chart, *, critical_path: bool = False, sheet: str = "") -> str:
@@ -468,8 +468,8 @@ def _draw_critical_path(root: Element, chart: Chart) -> None:
     cells = map(parse_cell, chart.timeline.critical_path)
     wanted = {action for cell in cells for action in parts(cell)}
     boxes = (chart.box(bar) for bar in chart.bars if bar.action in wanted)
-    lines = (_rectangle((x + 1, y + 1, w - 2, h - 2)) for x, y, w, h in boxes if w > 2)
-    _add(root, "path", "critical", d="".join(lines))
+    inner = ((x + 1, y + 1, w - 2, h - 2) for x, y, w, h in boxes if w > 2)
+    _add(root, "path", "critical", d="".join(map(_rectangle, inner)))
 
 
 def _draw_axis(root: Element, chart: Chart) -> None:
@@ -552,9 +552,9 @@ def _add_hatch(root: Element) -> None:
     _add(pattern, "path", "hatch", d="M0 0V6")
 
 
-def _add(parent: Element, tag: str, kind: str = "", **attributes: float | str) -> Element:
+def _add(parent: Element, tag: str, kind: str = "", **more: float | str) -> Element:
     values = {"class": kind} if kind else {}
-    values |= {k: v if isinstance(v, str) else _px(v) for k, v in attributes.items()}
+    values |= {k: v if isinstance(v, str) else _px(v) for k, v in more.items()}
     return SubElement(parent, tag, values)
 
 
