@@ -40,8 +40,8 @@ from ..table.kinds import Kind
 from .programs import heap_bytes
 
 _WHOLE = PartitionSpec()
-_READ = (*RESIDUALS, Place.STASH, Place.BUFFER)  # inputs that stay in their slots
-_WRITTEN = (*_READ, Place.BUFFER_GRADIENT)
+# Values that stay in their slots.
+_POOLED = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
 
 
 class Value(NamedTuple):
@@ -70,8 +70,8 @@ class Block:
     @cached_property
     def changes(self) -> list[int]:
         """The outputs that are in slots or accumulators."""
-        stored = [i for i, v in enumerate(self.outputs) if v.place in _WRITTEN]
-        return [*stored, *self.gradients]
+        changed = (*_POOLED, Place.STAGE_GRADIENTS)
+        return [i for i, v in enumerate(self.outputs) if v.place in changed]
 
     @cached_property
     def updates(self) -> dict[int, int]:
@@ -85,15 +85,15 @@ class Block:
         jaxpr = self.jaxpr.replace(outvars=[self.jaxpr.outvars[i] for i in left])
         return replace(self, jaxpr=jaxpr, outputs=tuple(self.outputs[i] for i in left))
 
-    def in_slots(self, at: Any, inputs: Leaves, changed: Leaves, *, split: bool) -> InSlots:
-        """The block on the slots `at` of its pools.  With `split`, accumulators are as the
-        parameters are split.
+    def in_slots(self, at: Any, inputs: Leaves, outputs: Leaves, *, split: bool) -> InSlots:
+        """The block on the slots `at` of its pools, which are among its outputs.  With `split`,
+        accumulators are as the parameters are split.
         """
-        pools = dict(zip(self.changes, changed, strict=True))
+        pools = {i: outputs[i] for i in self.changes}
         slots = {
             i: Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
             for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
-            if value.place in _READ or i in self.updates
+            if value.place in _POOLED or i in self.updates
         }
         targets: dict[int, Target] = {}
         for i, leaf in pools.items():
@@ -166,60 +166,52 @@ class Step:
 
         XLA:GPU copies a layer's weights out of their stack in loops only.
         """
-        others = [block.dropping(block.changes).jaxpr.outvars for block in blocks]
         split = self.job.target.on_tpus
 
         def guarded(flags: Leaves, *groups: Leaves) -> Leaves:
             runs, index = flags
 
-            def once(state: tuple[list[Leaves], list[Leaves]]) -> tuple[list[Leaves], list[Leaves]]:
-                parts = zip(blocks, groups[::2], state[0], strict=True)
+            def once(state: list[Leaves]) -> list[Leaves]:
+                parts = zip(blocks, groups[::2], state, strict=True)
                 found = run_in_slots(
                     *(block.in_slots(index, *leaves, split=split) for block, *leaves in parts)
                 )
-                changed, rest = [], []
-                for block, outs in zip(blocks, found, strict=True):
-                    changed.append([outs[i] for i in block.changes])
-                    rest.append([out for i, out in enumerate(outs) if i not in block.changes])
-                return changed, [without_weak_types(outs) for outs in rest]
+                return list(map(without_weak_types, found))
 
-            start = (list(groups[1::2]), [empty([var.aval for var in own]) for own in others])
+            start = [empty([var.aval for var in block.jaxpr.outvars]) for block in blocks]
+            for block, outputs, changed in zip(blocks, start, groups[1::2], strict=True):
+                for i, pool in zip(block.changes, changed, strict=True):
+                    outputs[i] = pool
             return jax.tree.leaves(while_once(runs, once, start)[1])
 
         # Pools and accumulators are changed in place.  As outputs of their own they would lend
         # their room to the block's arrays.
         donated = [2 + 2 * k for k in range(len(blocks))]
-        groups = [
-            group for block in blocks for group in (self._inputs(block), self._changed(block))
-        ]
         flags: Group = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
+        groups = [group for block in blocks for group in self._groups(block)]
         return compiled_alone(self.job, guarded, flags, *groups, donated=donated)
 
-    def _inputs(self, block: Block) -> Group:
-        """The inputs of a block: pools, and values."""
-        return [
-            self._pool(value, var.aval)
-            if value.place in _READ and i not in block.updates
-            else (var.aval, value.spec)
-            for i, (var, value) in enumerate(zip(block.jaxpr.invars, block.inputs, strict=True))
-        ]
+    def _groups(self, block: Block) -> tuple[Group, Group]:
+        """The inputs of a block, and the pools and accumulators that it changes."""
+        inputs = enumerate(zip(block.inputs, block.jaxpr.invars, strict=True))
+        outputs, outvars = block.outputs, block.jaxpr.outvars
+        return (
+            [
+                (var.aval, value.spec) if i in block.updates else self._room(value, var.aval)
+                for i, (value, var) in inputs
+            ],
+            [self._room(outputs[i], outvars[i].aval) for i in block.changes],
+        )
 
-    def _changed(self, block: Block) -> Group:
-        """The pools and accumulators that a block changes."""
-
-        def changed(value: Value, aval: Any) -> tuple[jax.ShapeDtypeStruct, PartitionSpec | None]:
-            if value.place is not Place.STAGE_GRADIENTS:
-                return self._pool(value, aval)
+    def _room(self, value: Value, aval: Any) -> tuple[Any, PartitionSpec | None]:
+        """Where a value lies, and its split: in an accumulator, by itself, or in a pool of two
+        slots; of one, where the step has one: XLA copies no slot of an only one.
+        """
+        if value.place is Place.STAGE_GRADIENTS:
             dtype = accumulator_dtype(aval.dtype, self.job.accumulate)
             return jax.ShapeDtypeStruct(aval.shape, dtype), value.spec
-
-        return [changed(block.outputs[i], block.jaxpr.outvars[i].aval) for i in block.changes]
-
-    def _pool(self, value: Value, aval: Any) -> tuple[jax.ShapeDtypeStruct, PartitionSpec]:
-        """A pool of two slots, and its split; of one, where the step has one: XLA copies no slot
-        of an only one.
-        """
-        assert value.place is not None
+        if value.place not in _POOLED:
+            return aval, value.spec
         slots = min(2, getattr(self.code.program.slots, value.place.value))
         return value.entry.pool(max(slots, 1), aval.dtype), value.entry.pool_spec
 
@@ -227,10 +219,9 @@ class Step:
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     """The blocks of a kind of stage, by name."""
 
-    values = {
-        place: [Value(entry.spec, place, number, entry) for number, entry in enumerate(own)]
-        for place, own in entries.stored.items()
-    }
+    values = {place: _free(len(avals)) for place, avals in code.avals.items()}
+    for place, own in entries.stored.items():
+        values[place] = [Value(entry.spec, place, n, entry) for n, entry in enumerate(own)]
     uses = zip(entries.parameters, code.uses, strict=True)
     values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in uses if use.trained)
 
@@ -245,13 +236,8 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     blocks = {}
     for kind, places in RESULTS.items():
         inputs = start if kind in (Kind.F, Kind.R) else late
-        stash = at(Place.STASH) if kind is Kind.W else []
-        outputs = [
-            value
-            for place in places
-            for value in values.get(place) or _free(len(code.avals[place]))
-        ]
-        blocks[kind.name] = Block(kind.name, code.of(kind), (*inputs, *stash), tuple(outputs))
+        inputs = inputs + at(Place.STASH) if kind is Kind.W else inputs
+        blocks[kind.name] = Block(kind.name, code.of(kind), tuple(inputs), tuple(at(*places)))
     return blocks
 
 
