@@ -104,116 +104,113 @@ class Block:
         return InSlots(self.jaxpr, inputs, slots, targets)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A traced step.  `entries` has for each kind of stage the splits of its parameters
-    and stored values over the axes that are left to the partitioner.
+def entry_bytes(step: TracedStep, kind: int) -> dict[str, int]:
+    """Bytes on one device of a kind of stage's values of one microbatch, by pool."""
+    buffers = shared_buffers([step.code.kinds[kind]], [step.entries[kind]])
+    return {place.value: buffer.nbytes for place, buffer in buffers.items()}
+
+
+def boundary_bytes(step: TracedStep, kind: int) -> int:
+    """Bytes on one device of a kind of stage's output."""
+    code = step.code.kinds[kind]
+    split = zip(code.avals[Place.SENT_X], output_entries(code, step.entries[kind]), strict=True)
+    return sum(nbytes(aval) // entry.local_share for aval, entry in split)
+
+
+def work_space(step: TracedStep) -> dict[str, int]:
+    """Bytes on one device of each block's own arrays, by block.
+
+    The blocks are those of the step's table: "F", "B", "I", "W", "R", and "B with F" of
+    overlapped pairs, which run as one, each of the kind of stage that needs most; "first",
+    "first gradient" and "last".
+
+    One block runs at a time, so the step needs the largest of these.  Each block is compiled.
     """
+    program, table = step.code.program, step.code.program.schedule.encoded
+    kinds = {kind.name for kind in table.kinds}
+    joined = (program.pairs & (program.ticks.backward.kind == Kind.W)).any()
+    runs: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(step)]
+    for kind, entries in zip(step.code.kinds, step.entries, strict=True):
+        of_kind = stage_blocks(kind, entries)
+        runs += [(block,) for name, block in of_kind.items() if name in kinds]
+        runs += [(of_kind["B"], of_kind["F"])] if len(table.pairs) and "B" in kinds else []
+        runs += [(of_kind["W"], of_kind["F"])] if joined else []
+    found: dict[str, int] = {}
+    for blocks in runs:
+        name = " with ".join(block.name for block in blocks)
+        found[name] = max(found.get(name, 0), temp(step, *blocks))
+    return found
 
-    job: Job
-    code: ModelCode
-    entries: tuple[StageEntries, ...]
 
-    def entry(self, kind: int) -> dict[str, int]:
-        """Bytes on one device of a kind of stage's values of one microbatch, by pool."""
-        buffers = shared_buffers([self.code.kinds[kind]], [self.entries[kind]])
-        return {place.value: buffer.nbytes for place, buffer in buffers.items()}
+def temp(step: TracedStep, *blocks: Block) -> int:
+    """Bytes besides inputs and outputs, of blocks that run as one."""
+    return temp_of(step, compile_blocks(step, *blocks))
 
-    def boundary(self, kind: int) -> int:
-        """Bytes on one device of a kind of stage's output."""
-        code = self.code.kinds[kind]
-        split = zip(code.avals[Place.SENT_X], output_entries(code, self.entries[kind]), strict=True)
-        return sum(nbytes(aval) // entry.local_share for aval, entry in split)
 
-    def work_space(self) -> dict[str, int]:
-        """Bytes on one device of each block's own arrays, by block.
+def temp_of(step: TracedStep, compiled: Any) -> int:
+    """Bytes of a program of this mesh on one device besides inputs and outputs."""
+    memory = compiled.memory_analysis()
+    if step.job.target.on_tpus:
+        return heap_bytes(memory)
+    return int(getattr(memory, "temp_size_in_bytes", 0))
 
-        The blocks are those of the step's table: "F", "B", "I", "W", "R", and "B with F" of
-        overlapped pairs, which run as one, each of the kind of stage that needs most; "first",
-        "first gradient" and "last".
 
-        One block runs at a time, so the step needs the largest of these.  Each block is compiled.
-        """
-        program, table = self.code.program, self.code.program.schedule.encoded
-        kinds = {kind.name for kind in table.kinds}
-        joined = (program.pairs & (program.ticks.backward.kind == Kind.W)).any()
-        runs: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
-        for kind, entries in zip(self.code.kinds, self.entries, strict=True):
-            of_kind = stage_blocks(kind, entries)
-            runs += [(block,) for name, block in of_kind.items() if name in kinds]
-            runs += [(of_kind["B"], of_kind["F"])] if len(table.pairs) and "B" in kinds else []
-            runs += [(of_kind["W"], of_kind["F"])] if joined else []
-        found: dict[str, int] = {}
-        for blocks in runs:
-            name = " with ".join(block.name for block in blocks)
-            found[name] = max(found.get(name, 0), self.temp(*blocks))
-        return found
+def compile_blocks(step: TracedStep, *blocks: Block) -> Any:
+    """Compile blocks that run as one; they read and write slots as in the step, in a loop of at
+    most one trip.
 
-    def temp(self, *blocks: Block) -> int:
-        """Bytes besides inputs and outputs, of blocks that run as one."""
-        return self.temp_of(self.compiled(*blocks))
+    XLA:GPU copies a layer's weights out of their stack in loops only.
+    """
+    split = step.job.target.on_tpus
 
-    def temp_of(self, compiled: Any) -> int:
-        """Bytes of a program of this mesh on one device besides inputs and outputs."""
-        memory = compiled.memory_analysis()
-        if self.job.target.on_tpus:
-            return heap_bytes(memory)
-        return int(getattr(memory, "temp_size_in_bytes", 0))
+    def guarded(flags: Leaves, *groups: Leaves) -> Leaves:
+        runs, index = flags
 
-    def compiled(self, *blocks: Block) -> Any:
-        """Compile blocks that run as one; they read and write slots as in the step, in a loop of at
-        most one trip.
+        def once(state: list[Leaves]) -> list[Leaves]:
+            parts = zip(blocks, groups[::2], state, strict=True)
+            found = run_in_slots(
+                *(block.in_slots(index, *leaves, split=split) for block, *leaves in parts)
+            )
+            return list(map(without_weak_types, found))
 
-        XLA:GPU copies a layer's weights out of their stack in loops only.
-        """
-        split = self.job.target.on_tpus
+        start = [empty([var.aval for var in block.jaxpr.outvars]) for block in blocks]
+        for block, outputs, changed in zip(blocks, start, groups[1::2], strict=True):
+            for i, pool in zip(block.changes, changed, strict=True):
+                outputs[i] = pool
+        return jax.tree.leaves(while_once(runs, once, start)[1])
 
-        def guarded(flags: Leaves, *groups: Leaves) -> Leaves:
-            runs, index = flags
+    # Pools and accumulators are changed in place.  As outputs of their own they would lend
+    # their room to the block's arrays.
+    donated = [2 + 2 * k for k in range(len(blocks))]
+    flags: Group = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
+    groups = [group for block in blocks for group in _groups(step, block)]
+    return compiled_alone(step.job, guarded, flags, *groups, donated=donated)
 
-            def once(state: list[Leaves]) -> list[Leaves]:
-                parts = zip(blocks, groups[::2], state, strict=True)
-                found = run_in_slots(
-                    *(block.in_slots(index, *leaves, split=split) for block, *leaves in parts)
-                )
-                return list(map(without_weak_types, found))
 
-            start = [empty([var.aval for var in block.jaxpr.outvars]) for block in blocks]
-            for block, outputs, changed in zip(blocks, start, groups[1::2], strict=True):
-                for i, pool in zip(block.changes, changed, strict=True):
-                    outputs[i] = pool
-            return jax.tree.leaves(while_once(runs, once, start)[1])
+def _groups(step: TracedStep, block: Block) -> tuple[Group, Group]:
+    """The inputs of a block, and the pools and accumulators that it changes."""
+    inputs = enumerate(zip(block.inputs, block.jaxpr.invars, strict=True))
+    outputs, outvars = block.outputs, block.jaxpr.outvars
+    return (
+        [
+            (var.aval, value.spec) if i in block.updates else _room(step, value, var.aval)
+            for i, (value, var) in inputs
+        ],
+        [_room(step, outputs[i], outvars[i].aval) for i in block.changes],
+    )
 
-        # Pools and accumulators are changed in place.  As outputs of their own they would lend
-        # their room to the block's arrays.
-        donated = [2 + 2 * k for k in range(len(blocks))]
-        flags: Group = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
-        groups = [group for block in blocks for group in self._groups(block)]
-        return compiled_alone(self.job, guarded, flags, *groups, donated=donated)
 
-    def _groups(self, block: Block) -> tuple[Group, Group]:
-        """The inputs of a block, and the pools and accumulators that it changes."""
-        inputs = enumerate(zip(block.inputs, block.jaxpr.invars, strict=True))
-        outputs, outvars = block.outputs, block.jaxpr.outvars
-        return (
-            [
-                (var.aval, value.spec) if i in block.updates else self._room(value, var.aval)
-                for i, (value, var) in inputs
-            ],
-            [self._room(outputs[i], outvars[i].aval) for i in block.changes],
-        )
-
-    def _room(self, value: Value, aval: Any) -> tuple[Any, PartitionSpec | None]:
-        """Where a value lies, and its split: in an accumulator, by itself, or in a pool of two
-        slots; of one, where the step has one: XLA copies no slot of an only one.
-        """
-        if value.place is Place.STAGE_GRADIENTS:
-            dtype = accumulator_dtype(aval.dtype, self.job.accumulate)
-            return jax.ShapeDtypeStruct(aval.shape, dtype), value.spec
-        if value.place not in _POOLED:
-            return aval, value.spec
-        slots = min(2, getattr(self.code.program.slots, value.place.value))
-        return value.entry.pool(max(slots, 1), aval.dtype), value.entry.pool_spec
+def _room(step: TracedStep, value: Value, aval: Any) -> tuple[Any, PartitionSpec | None]:
+    """Where a value lies, and its split: in an accumulator, by itself, or in a pool of two
+    slots; of one, where the step has one: XLA copies no slot of an only one.
+    """
+    if value.place is Place.STAGE_GRADIENTS:
+        dtype = accumulator_dtype(aval.dtype, step.job.accumulate)
+        return jax.ShapeDtypeStruct(aval.shape, dtype), value.spec
+    if value.place not in _POOLED:
+        return aval, value.spec
+    slots = min(2, getattr(step.code.program.slots, value.place.value))
+    return value.entry.pool(max(slots, 1), aval.dtype), value.entry.pool_spec
 
 
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
@@ -251,7 +248,7 @@ def _gradients(specs: Iterable[PartitionSpec]) -> list[Value]:
     return [Value(spec, Place.STAGE_GRADIENTS) for spec in specs]
 
 
-def outer_blocks(step: Step) -> list[Block]:
+def outer_blocks(step: TracedStep) -> list[Block]:
     """`first`, its gradient, `last` with its gradient."""
     job, free = step.job, Value(None if step.job.partition.auto_axes else _WHOLE)
 
@@ -335,10 +332,10 @@ def placed_shapes(pipe: Pipeline, params: Params) -> dict[str, PyTree]:
     return found
 
 
-def step_sizes(traced: TracedStep, placed: Params, batch: PyTree, state: PyTree) -> Sizes:
+def step_sizes(step: TracedStep, placed: Params, batch: PyTree, state: PyTree) -> Sizes:
     """Sizes of a traced model on one device; the parameters have the shardings of the step."""
-    step, params = Step(traced.job, traced.code, traced.entries), with_outer(placed)
     job, code, program = step.job, step.code, step.code.program
+    params = with_outer(placed)
     buffers = shared_buffers(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
     entry = dict.fromkeys(vars(program.slots), 0)
@@ -347,7 +344,7 @@ def step_sizes(traced: TracedStep, placed: Params, batch: PyTree, state: PyTree)
         entry[place.value] = sum(map(nbytes, avals))
     entry["stash"] *= splits
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
-    work = step.work_space()
+    work = work_space(step)
     return Sizes(
         **held(job, params, job.plans),
         batch=_batch_bytes(job, batch),
@@ -435,7 +432,9 @@ def gradient_bytes(job: Job, leaf: Any) -> int:
     return int(local_bytes(leaf) // leaf.dtype.itemsize * wide)
 
 
-def _summed(step: Step, params: Mapping[str, PyTree], work: Mapping[str, int]) -> dict[str, Any]:
+def _summed(
+    step: TracedStep, params: Mapping[str, PyTree], work: Mapping[str, int]
+) -> dict[str, Any]:
     """Room for the results of sums of gradients, where they are arrays of their own: on CPU
     devices, and on TPUs small ones, whose accumulators of the ticks have room too.
 
@@ -451,7 +450,7 @@ def _summed(step: Step, params: Mapping[str, PyTree], work: Mapping[str, int]) -
     if any(size for key, size in sizes.items() if key != "stages"):
         # "first gradient" and "last", without the gradients of their parameters
         ends = tuple(
-            min(step.temp(block.dropping(block.gradients)), most)
+            min(temp(step, block.dropping(block.gradients)), most)
             + sizes[block.name.removesuffix(" gradient")]
             + sizes["shared"]
             - most
@@ -461,7 +460,7 @@ def _summed(step: Step, params: Mapping[str, PyTree], work: Mapping[str, int]) -
     return {"summed": sum(sizes.values()), "ends": ends}
 
 
-def _summed_bytes(step: Step, key: str, tree: PyTree, most: float = math.inf) -> int:
+def _summed_bytes(step: TracedStep, key: str, tree: PyTree, most: float = math.inf) -> int:
     """Bytes of gradients, of at most `most` each, that are summed whole over devices; gradients of
     gathered parameters are parts of their accumulators.
     """
@@ -476,7 +475,7 @@ def _summed_bytes(step: Step, key: str, tree: PyTree, most: float = math.inf) ->
     )
 
 
-def _gathered(step: Step, params: Mapping[str, PyTree]) -> int:
+def _gathered(step: TracedStep, params: Mapping[str, PyTree]) -> int:
     """Bytes of parameters that are gathered over their manual axes, and of their accumulators."""
     job, stages = step.job, params["stages"]
     trees = [(params.get(key, ()), job.plans[key], False) for key in ("first", "last", "shared")]
@@ -494,7 +493,7 @@ def _gathered(step: Step, params: Mapping[str, PyTree]) -> int:
     return found
 
 
-def hoisted_bytes(step: Step, code: Any, specs: Sequence[PartitionSpec]) -> int:
+def hoisted_bytes(step: TracedStep, code: Any, specs: Sequence[PartitionSpec]) -> int:
     """Bytes of the values that a stage, `first` or `last` computes once a step from parameters with
     these splits.
     """
@@ -507,7 +506,7 @@ def hoisted_bytes(step: Step, code: Any, specs: Sequence[PartitionSpec]) -> int:
     return int(getattr(compiled.memory_analysis(), "output_size_in_bytes", 0))
 
 
-def _hoisted(step: Step) -> int:
+def _hoisted(step: TracedStep) -> int:
     """Bytes of hoisted values of every chunk of a device, and of first and last."""
     code = step.code
     pairs = zip(code.kinds, step.entries, strict=True)
