@@ -189,9 +189,16 @@ def _group(moves: Sequence[LargeMove]) -> str:
 
 def details(program: GpuProgram) -> Iterator[str]:
     """Each predicate, large copy in a loop, and collective, a line each."""
-    yield from (f"  {each}" for each in program.predicates)
+    for predicate in program.predicates:
+        kind, graph = (
+            "loop" if predicate.is_loop else "conditional",
+            " (graph)" * predicate.in_graph,
+        )
+        yield f"  {kind} {predicate.instruction.name} asked {predicate.place.trips}{graph}"
     yield from (f"  {each}" for each in large_moves(program.module) if each.place.in_loop)
-    yield from (f"  {each}" for each in program.collectives)
+    for each in program.collectives:
+        trips = f"{each.place.trips} x{' guarded' * each.place.guarded}"
+        yield f"  {each.name}, {trips}, beside {each.compute.name.lower()}"
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

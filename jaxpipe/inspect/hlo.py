@@ -344,10 +344,6 @@ class Collective:
             return connected(sets) if components else [frozenset(range(count))]
         return sets
 
-    def __str__(self) -> str:
-        guarded = " guarded" if self.place.guarded else ""
-        return f"{self.name}, {self.place.trips} x{guarded}, beside {self.compute.name.lower()}"
-
 
 def in_flight(instructions: Sequence[Instruction], start: int) -> tuple[Instruction, ...]:
     """The instructions that are issued between a start and its done."""

@@ -101,11 +101,6 @@ class Predicate:
         """The kind of action of its block (F of a pair); None where it is around no block."""
         return kind_of(self.instruction)
 
-    def __str__(self) -> str:
-        kind = "loop" if self.is_loop else "conditional"
-        graph = " (graph)" if self.in_graph else ""
-        return f"{kind} {self.instruction.name} asked {self.place.trips}{graph}"
-
 
 def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
     """The predicates of a program, nested ones after those around them."""
@@ -316,12 +311,9 @@ class TpuProgram(CompiledProgram):
     @cached_property
     def padding(self) -> int:
         """Bytes that tiles add to the arrays that the loops of the step's segments carry."""
-        segments = [place.segment for place in walk(self.module)]
-        carried = [segment.instruction.results for segment in segments if segment is not None]
-        return max(
-            (sum(array.padded_nbytes - array.nbytes for array in arrays) for arrays in carried),
-            default=0,
-        )
+        loops = {place.segment for place in walk(self.module)}
+        carried = (loop.instruction.results for loop in loops if loop is not None)
+        return max((sum(a.padded_nbytes - a.nbytes for a in own) for own in carried), default=0)
 
 
 def program_of(compiled: Any, target: Target) -> CompiledProgram:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,10 +11,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from benchmarks.gpu_programs import details
 from jaxpipe.inspect.hlo import parse
 from jaxpipe.inspect.programs import (
     GpuProgram,
-    Predicate,
     compile_and_read,
     count_waits,
     find_predicates,
@@ -190,12 +191,10 @@ def test_what_is_only_lowered_is_refused() -> None:
         parse(PREDICATES.replace(", is_scheduled=true", ""))
 
 
-def test_predicates_print_what_they_are() -> None:
-    found: tuple[Predicate, ...] = find_predicates(parse(PREDICATES), ("w5",))
-    assert [str(each) for each in found][3:] == [
-        "loop w4 asked 1",
-        "loop w5 asked 1 (graph)",
-    ]
+def test_details_of_predicates_say_what_they_are() -> None:
+    compiled = SimpleNamespace(as_text=lambda: PREDICATES)
+    found = details(GpuProgram(compiled, frozenset({"w5"})))
+    assert list(found)[3:] == ["  loop w4 asked 1", "  loop w5 asked 1 (graph)"]
 
 
 @needs_gpu_compiler
