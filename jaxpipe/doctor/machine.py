@@ -45,17 +45,18 @@ _PACKAGES = {
 TICKS = 64
 
 
-def main(check: str, settings: str, options: str) -> None:
+def main(request: str) -> None:
     """Start JAX for the scope, run the check and print its findings as a line of JSON, after
     `MARK`.
     """
-    scope = Scope(**json.loads(settings))
+    check, settings, options = json.loads(request)
+    scope = Scope(**settings)
     at("the start of JAX")
     mesh = make_mesh(scope)
     module, function = check.split(":")
     at(function)
-    name = module if "." in module else f"jaxpipe.doctor.{module}"
-    findings: Findings = getattr(import_module(name), function)(scope, mesh, **json.loads(options))
+    module = module if "." in module else f"jaxpipe.doctor.{module}"
+    findings: Findings = getattr(import_module(module), function)(scope, mesh, **options)
     findings = replace(findings, kind=str(mesh.devices.flat[0].device_kind))
     print(MARK + json.dumps(asdict(findings)), flush=True)
 

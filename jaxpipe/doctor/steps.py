@@ -95,28 +95,24 @@ def judge(
     results with the first, bit by bit.
     """
     bound = f"below {TOLERANCE:g} of the plain function, equal bits in {count} runs"
-
-    def line(measured: str, advice: str = "") -> Line:
-        return judged(item, measured, bound, advice, wrong=advice)
-
     at(item)
     first = [step(params, batch) for batch in batches]
     worst = float(np.max([_distance(*pair) for pair in zip(first, expected, strict=True)]))
+    measured, advice = f"{worst:.1g}, equal bits in {count} runs", ""
     if not worst <= TOLERANCE:
-        return line(
-            f"{worst:.2g} from the plain function",
-            "do not train with this: see known faults above, and try another version of jaxlib",
-        )
+        count, measured = 0, f"{worst:.2g} from the plain function"
+        advice = "do not train with this: see known faults above, and try another version of jaxlib"
     for number in range(count):
         run, which = number + len(batches) + 1, number % len(batches)
         at(f"{item}, run {run}")
         if not bool(_same(step(params, batches[which]), first[which])):
-            return line(
-                f"{worst:.1g} at first, other bits in run {run}",
+            measured = f"{worst:.1g} at first, other bits in run {run}"
+            advice = (
                 "the same program gives other numbers: try "
-                "XLA_FLAGS=--xla_gpu_enable_command_buffer= and look for faulty memory",
+                "XLA_FLAGS=--xla_gpu_enable_command_buffer= and look for faulty memory"
             )
-    return line(f"{worst:.1g}, equal bits in {count} runs")
+            break
+    return judged(item, measured, bound, advice, wrong=advice)
 
 
 @jax.jit

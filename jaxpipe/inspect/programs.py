@@ -22,7 +22,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -102,16 +102,6 @@ class Predicate:
         return kind_of(self.instruction)
 
 
-def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
-    """The predicates of a program, nested ones after those around them."""
-    return tuple(
-        Predicate(instruction, place, instruction.name in graph_nodes)
-        for place in walk(module)
-        for instruction in place.computation.instructions
-        if any(inside.guarded for inside in inner(module, instruction))
-    )
-
-
 def count_waits(predicates: Sequence[Predicate], *, taken: bool) -> int:
     """Waits a step of a device that takes each predicate once each time, or none."""
     return sum(
@@ -157,8 +147,13 @@ class GpuProgram(CompiledProgram):
 
     @cached_property
     def predicates(self) -> tuple[Predicate, ...]:
-        """Loops of unknown trip count, and conditionals."""
-        return find_predicates(self.module, self.graph_nodes)
+        """Loops of unknown trip count, and conditionals, nested ones after those around them."""
+        return tuple(
+            Predicate(instruction, place, instruction.name in self.graph_nodes)
+            for place in walk(self.module)
+            for instruction in place.computation.instructions
+            if any(inside.guarded for inside in inner(self.module, instruction))
+        )
 
 
 def compile_and_read(lowered: Any, options: Mapping[str, Any] | None = None) -> GpuProgram:
@@ -224,10 +219,7 @@ def only(folder: Path, pattern: str) -> str:
     """
     files = sorted(folder.glob(pattern))
     if len(files) != 1:
-        raise ValueError(
-            f"{len(files)} files {pattern} in {folder}, where the dump of one program has 1: "
-            f"{[f.name for f in files]}"
-        )
+        raise ValueError(f"{folder} has {len(files)} files {pattern}, where one program has 1")
     return files[0].read_text()
 
 

@@ -17,7 +17,6 @@ from jaxpipe.inspect.programs import (
     GpuProgram,
     compile_and_read,
     count_waits,
-    find_predicates,
     graph_nodes,
     most_waits,
 )
@@ -164,8 +163,12 @@ ENTRY %main (a: (pred[], f32[4])) -> (pred[], f32[4]) {
 """
 
 
+def found_in(text: str, *graph_nodes: str) -> GpuProgram:
+    return GpuProgram(SimpleNamespace(as_text=lambda: text), frozenset(graph_nodes))
+
+
 def test_each_action_takes_one_predicate() -> None:
-    predicates = find_predicates(parse(PREDICATES), ())
+    predicates = found_in(PREDICATES).predicates
     assert count_waits(predicates, taken=False) == 5
     assert most_waits(predicates, actions=9) == 5 + 5
     assert most_waits(predicates, actions=1) == 5 + 1
@@ -179,7 +182,7 @@ def test_no_more_predicates_of_a_kind_are_taken_than_a_device_has_actions_of_it(
         named = named.replace(
             line, f'{line}, metadata={{op_name="jit(step)/ticks/while/body/{scope}/while"}}'
         )
-    predicates = find_predicates(parse(named), ())
+    predicates = found_in(named).predicates
     assert [each.kind for each in predicates] == ["F", None, None, "W", None]
     assert most_waits(predicates, actions=9, by_kind={"F": 0, "W": 0}) == 5 + 3
     assert most_waits(predicates, actions=9, by_kind={"F": 5, "W": 0}) == 5 + 1 + 3
@@ -192,8 +195,7 @@ def test_what_is_only_lowered_is_refused() -> None:
 
 
 def test_details_of_predicates_say_what_they_are() -> None:
-    compiled = SimpleNamespace(as_text=lambda: PREDICATES)
-    found = details(GpuProgram(compiled, frozenset({"w5"})))
+    found = details(found_in(PREDICATES, "w5"))
     assert list(found)[3:] == ["  loop w4 asked 1", "  loop w5 asked 1 (graph)"]
 
 
