@@ -175,7 +175,10 @@ def measured_blocks(
 ) -> Measured:
     """Every block of a step of these arguments, compiled alone, and timed or estimated."""
     step = traced(pipe, *arguments)
-    blocks = blocks_of(step)
+    blocks = {block.name: block for block in step_memory.outer_blocks(step)}
+    for number, kind in enumerate(zip(step.code.kinds, step.entries, strict=True)):
+        pieces = step_memory.stage_blocks(*kind)
+        blocks |= {f"{name} {number}": pieces[name] for name in BLOCKS}
     compiled = {name: step_memory.compile_blocks(step, block) for name, block in blocks.items()}
     temp = {name: step_memory.temp_of(step, each) for name, each in compiled.items()}
     largest = max(range(len(step.code.kinds)), key=partial(step_memory.boundary_bytes, step))
@@ -200,12 +203,9 @@ def call_of(compiled: Any, changes: Sequence[int]) -> Callable[[], Any]:
 
     Each run changes the pools and accumulators of the run before it.
     """
-
-    def filled(argument: Any, sharding: Any) -> Any:
-        return jax.device_put(_value(argument), sharding)
-
     (shardings, _), (arguments, _) = compiled.input_shardings, compiled.args_info
-    flags, inputs, changed = jax.tree.map(filled, arguments, shardings)
+    values = jax.tree.map(_value, arguments)
+    flags, inputs, changed = jax.tree.map(jax.device_put, values, shardings)
     flags[0] = flags[0] | True  # it runs
 
     def call() -> None:
@@ -303,15 +303,6 @@ def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) 
     # A traced program remembers the size of its mesh.
     code = inside(job, lambda inputs: trace_model(job, inputs), PartitionSpec(), shapes)
     return TracedStep(job, code, split_entries(job, code, shapes.owned))
-
-
-def blocks_of(step: TracedStep) -> dict[str, step_memory.Block]:
-    """Every block by name."""
-    found: dict[str, step_memory.Block] = {}
-    for number, (kind, entries) in enumerate(zip(step.code.kinds, step.entries, strict=True)):
-        pieces = step_memory.stage_blocks(kind, entries)
-        found |= {f"{name} {number}": pieces[name] for name in BLOCKS}
-    return found | {block.name: block for block in step_memory.outer_blocks(step)}
 
 
 def one_coordinate(pipe: Pipeline) -> Mesh:

@@ -29,7 +29,7 @@ from ..measuring import exchange, timed
 from ..spmd.block import while_once
 from ..spmd.xla import NO_GRAPHS, Options, features_of, options_for
 from ..table.effects import Offload
-from .run import MARK, Findings, Line, Scope, Verdict, at, judged, not_tried
+from .run import MARK, Findings, Line, Scope, Verdict, at, judged, not_tried, one_device
 
 _AXIS = "pipe"
 _COUNT = "xla_force_host_platform_device_count"
@@ -267,7 +267,7 @@ def hops(scope: Scope, mesh: Mesh) -> Findings:
     (axis,) = mesh.axis_names
     count, target = mesh.shape[axis], Target.of(mesh, ())
     if count == 1:
-        return Findings((not_tried("hops", "there is one device; give --devices 2 or more"),))
+        return one_device("hops")
     size = _ON_CPU if target.on_cpus else TRANSFER
     aval = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
     forward = [(i, i + 1) for i in range(count - 1)]

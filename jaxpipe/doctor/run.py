@@ -90,6 +90,11 @@ def not_tried(item: str, why: str) -> Line:
     return Line(item, Verdict.NOT_TRIED, advice=why)
 
 
+def one_device(item: str) -> Findings:
+    """Findings of a check that needs several devices."""
+    return Findings((not_tried(item, "there is one device; give --devices 2 or more"),))
+
+
 def at(part: str) -> None:
     """Print the begin of a part, so that a hang can be located."""
     print(f"{AT}{part}", file=sys.stderr, flush=True)

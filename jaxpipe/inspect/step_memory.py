@@ -21,9 +21,9 @@ from ..jaxprs.entry import Entry, Slot, Target, Total
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..lowering.target import RunsOn
-from ..model.param_layout import with_outer
+from ..model.param_layout import OUTER, with_outer
 from ..model.partition import PART, LeafPlan, leaf_plans, trained
-from ..model.settings import outside_contexts
+from ..model.settings import outside_contexts, with_sharding
 from ..pipeline import Pipeline
 from ..planner.layer_cost import Sizes, memory_of
 from ..program.ir import POOL_OF, Program
@@ -312,7 +312,7 @@ def memory(
         PipelineError: as `value_and_grad` does.
     """
     traced = pipe.trace(params, batch, rng=rng, state=state)
-    return facts(traced, step_sizes(traced, placed_shapes(pipe, params), batch, state))
+    return facts(traced, step_sizes(traced, placed_shapes(traced.job, params), batch, state))
 
 
 def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
@@ -322,20 +322,17 @@ def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
     return {**parts, "total": int(found.total)}
 
 
-def placed_shapes(pipe: Pipeline, params: Params) -> dict[str, PyTree]:
+def placed_shapes(job: Job, params: Params) -> dict[str, PyTree]:
     """Parameters as shapes, with the shardings that a step has."""
     found: dict[str, PyTree] = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        params,
-        pipe.partition.shardings(pipe.partition.plans(params)),
+        with_sharding, with_outer(params), job.partition.shardings(job.plans)
     )
     return found
 
 
-def step_sizes(step: TracedStep, placed: Params, batch: PyTree, state: PyTree) -> Sizes:
-    """Sizes of a traced model on one device; the parameters have the shardings of the step."""
+def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state: PyTree) -> Sizes:
+    """Sizes of a traced model on one device, from `placed_shapes` of its parameters."""
     job, code, program = step.job, step.code, step.code.program
-    params = with_outer(placed)
     buffers = shared_buffers(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
     entry = dict.fromkeys(vars(program.slots), 0)
@@ -478,7 +475,7 @@ def _summed_bytes(step: TracedStep, key: str, tree: PyTree, most: float = math.i
 def _gathered(step: TracedStep, params: Mapping[str, PyTree]) -> int:
     """Bytes of parameters that are gathered over their manual axes, and of their accumulators."""
     job, stages = step.job, params["stages"]
-    trees = [(params.get(key, ()), job.plans[key], False) for key in ("first", "last", "shared")]
+    trees = [(params[key], job.plans[key], False) for key in OUTER]
     for chunk in range(step.code.program.schedule.num_chunks):
         held = min(chunk, len(stages) - 1)
         # A chunk that another device owns is a copy.
