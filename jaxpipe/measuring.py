@@ -155,7 +155,7 @@ class Measured:
         program.
         """
         functions, name = self.step.job.functions, "first" if end == FIRST else "last"
-        spread = functions.spreads_first if end == FIRST else functions.spreads_last
+        spread = functions.spreads(name)
         return LayerCost(
             forward=self.seconds[name],
             input_grad=0.0,
@@ -382,12 +382,12 @@ def measure(
         "jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'": not named,
         "policies are of the letters of layers; the model is given by stages": not policies
         or not is_model
-        or model.is_layered,
+        or model.layers is not None,
     }
     _refuse(checks | _is_params(params), repeats, peak)
     rows = jax.tree.map(shape_of, microbatch)
     settings: dict[str, Any] = {"sharding": sharding, "memory": memory}
-    if not model.is_layered:
+    if model.layers is None:
         pipe = _of_stages(model, params, mesh, **settings)
         return measure_stages(
             pipe,
@@ -535,7 +535,7 @@ def traced_memory(
         mesh: of the pipeline.
         options: further ones of `Pipeline`, `sharding` for instance.
     """
-    is_layered = isinstance(model, Model) and model.is_layered
+    is_layered = isinstance(model, Model) and model.layers is not None
     _refuse(
         {"the model must be given by the letters of its layers": is_layered, **_is_params(params)}
     )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree
+from ..arrays import Leaves, Params, PyTree, accumulator_dtype
 from ..jaxprs.entry import Entry, Slot, Target, Total
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..jaxprs.slots import InSlots, run_in_slots
@@ -31,7 +31,6 @@ from ..program.segments import Payload
 from ..spmd.block import empty, while_once, without_weak_types
 from ..spmd.executor import TracedStep
 from ..spmd.pools import Buffers, StageEntries, shared_buffers
-from ..spmd.step import accumulator_dtype
 from ..spmd.xla import Group, compiled_alone, outer_specs
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact, run
 from ..stage.model_code import Job, ModelCode
@@ -90,18 +89,19 @@ class Block:
         accumulators are as the parameters are split.
         """
         pools = {i: outputs[i] for i in self.changes}
-        slots = {
-            i: Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
-            for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
+        arguments = [
+            Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
             if value.place in _POOLED or i in self.updates
-        }
+            else leaf
+            for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
+        ]
         targets: dict[int, Target] = {}
         for i, leaf in pools.items():
             value = self.outputs[i]
             is_total = value.place is Place.STAGE_GRADIENTS
             own = value.spec if split else None
             targets[i] = Total(leaf, own) if is_total else Slot(leaf, at, value.entry)
-        return InSlots(self.jaxpr, inputs, slots, targets)
+        return InSlots(self.jaxpr, arguments, targets)
 
 
 def entry_bytes(step: TracedStep, kind: int) -> dict[str, int]:
@@ -209,8 +209,9 @@ def _room(step: TracedStep, value: Value, aval: Any) -> tuple[Any, PartitionSpec
         return jax.ShapeDtypeStruct(aval.shape, dtype), value.spec
     if value.place not in _POOLED:
         return aval, value.spec
-    slots = min(2, getattr(step.code.program.slots, value.place.value))
-    return value.entry.pool(max(slots, 1), aval.dtype), value.entry.pool_spec
+    slots = max(1, min(2, getattr(step.code.program.slots, value.place.value)))
+    shape = (slots, *value.entry.kept)
+    return jax.ShapeDtypeStruct(shape, aval.dtype), value.entry.pool_spec
 
 
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:

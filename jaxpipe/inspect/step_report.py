@@ -305,7 +305,7 @@ def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
 
     `input_grad` returns `num_dx` gradients, then the stash for W.
     """
-    without_stash, _ = drop_dead(input_grad.replace(outvars=input_grad.outvars[:num_dx]))
+    without_stash = drop_dead(input_grad.replace(outvars=input_grad.outvars[:num_dx]))
     eqns = without_stash.eqns
     read = {*variables(v for eqn in eqns for v in eqn.invars), *variables(without_stash.outvars)}
     found = []

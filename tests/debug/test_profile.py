@@ -163,7 +163,7 @@ def test_no_block_runs_before_its_begin_is_noted(name):
         for each in module.computations.values()
     ]
     pairs = [(each, calls) for each, calls in called if calls]
-    assert len(pairs) == sum(segment.size for segment in pipe._plan.segments) >= 2
+    assert len(pairs) == sum(segment.size for segment in pipe._steps.plan.segments) >= 2
     for computation, (begin, end) in pairs:
         needed, todo = set(), [end]
         while todo:

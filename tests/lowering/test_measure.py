@@ -278,8 +278,8 @@ def test_a_plan_for_devices_that_share_layers_is_of_the_program_that_runs():
         mesh=mesh,
     )
     pipe = plan.pipeline(MODEL, mesh, sharding=jp.Sharding(specs=specs))
-    assert plan.seconds == pipe._plan.seconds(Target.of(pipe.mesh, ("pipe",)), pipe.costs)
-    slots, held = pipe._plan.program().slots, plan.parts
+    assert plan.seconds == pipe._steps.plan.seconds(Target.of(pipe.mesh, ("pipe",)), pipe.costs)
+    slots, held = pipe._steps.plan.program().slots, plan.parts
     predicted = jp.inspect.memory(pipe, pipe.place(PARAMS), BATCH)
     # A stage whose backward does not read its input gives that back sooner than the plan can know.
     others = predicted["pools"] - held.pools["residual_weight"] - held.pools["stash"]

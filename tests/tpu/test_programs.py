@@ -160,7 +160,7 @@ def test_residuals_go_to_the_host_and_back_beside_compute(
         topology,
         memory=jp.Memory(offload="residuals"),
     )
-    assert pipe._plan.program().slots.host
+    assert pipe._steps.plan.program().slots.host
     program = read(pipe.lower(pipe.place(shapes(devices, **SIZES)), tokens(pipe)))
     check(program)
     moves = ("dynamic-slice", "dynamic-update-slice")
@@ -179,7 +179,9 @@ def test_residuals_go_to_the_host_and_back_beside_compute(
     # layers, rows, time; GELU's two arrays and the normal input, bfloat16: all in whole tiles
     slot = 2 * 4 * 512 * (2 * SIZES["hidden"] + SIZES["width"]) * 2
     # one slot is for what nobody needs
-    assert program.memory.host_temp_size_in_bytes == (pipe._plan.program().slots.host + 1) * slot
+    assert (
+        program.memory.host_temp_size_in_bytes == (pipe._steps.plan.program().slots.host + 1) * slot
+    )
 
 
 @needs_tpu_compiler
