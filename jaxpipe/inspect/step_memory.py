@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, accumulator_dtype
 from ..jaxprs.entry import Entry, Slot, Target, Total
@@ -342,11 +342,11 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
         entry[place.value] = sum(map(nbytes, avals))
     entry["stash"] *= splits
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
-    work = work_space(step)
+    work, kept = work_space(step), NamedSharding(job.mesh, PartitionSpec(job.axis))
     return Sizes(
         **held(job, params, job.plans),
         batch=_batch_bytes(job, batch),
-        state=2 * sum(map(local_bytes, jax.tree.leaves(state))),
+        state=2 * sum(local_bytes(with_sharding(leaf, kept)) for leaf in jax.tree.leaves(state)),
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
         entry=entry,
@@ -417,11 +417,11 @@ def _raveled(buffers: Buffers, code: ModelCode, *, splits: bool) -> int:
 
 
 def local_bytes(leaf: Any) -> int:
-    """Bytes of one device's part of an array, or of a shape with a sharding, with the padding of
+    """Bytes of one device's part of an array, or of a shape, with a sharding; with the padding of
     tiles.
     """
-    own, mesh = leaf.sharding.shard_shape(leaf.shape), getattr(leaf.sharding, "mesh", None)
-    return tiled_bytes(own, leaf.dtype.itemsize, () if mesh is None else RunsOn.of(mesh).tile)
+    own, tile = leaf.sharding.shard_shape(leaf.shape), RunsOn.of(leaf.sharding.mesh).tile
+    return tiled_bytes(own, leaf.dtype.itemsize, tile)
 
 
 def gradient_bytes(job: Job, leaf: Any) -> int:
