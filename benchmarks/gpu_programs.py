@@ -32,8 +32,8 @@ from benchmarks.machine import describe
 from benchmarks.moves import LargeMove, Move, large_moves
 from benchmarks.output import Command, Result
 from jaxpipe.inspect.hlo import steady
-from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits, most_waits
-from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
+from jaxpipe.inspect.programs import GpuProgram, compile_and_read, count_waits
+from jaxpipe.inspect.step_report import host_waits
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 GIB = 2**30
@@ -150,7 +150,7 @@ def line(case: Case, program: GpuProgram, seconds: float) -> tuple[str, ...]:
     schedule = case.build()
     least, most = (
         count_waits(predicates, taken=False),
-        most_waits(predicates, most_actions(schedule), by_kind=most_of_each_kind(schedule)),
+        host_waits(program, schedule),
     )
     waits = f"{least:.0f}-{most:.0f}" if most > least else f"{least:.0f}"
     on_host = sum(not each.in_graph for each in predicates)
@@ -189,9 +189,16 @@ def _group(moves: Sequence[LargeMove]) -> str:
 
 def details(program: GpuProgram) -> Iterator[str]:
     """Each predicate, large copy in a loop, and collective, a line each."""
-    yield from (f"  {each}" for each in program.predicates)
+    for predicate in program.predicates:
+        kind, graph = (
+            "loop" if predicate.is_loop else "conditional",
+            " (graph)" * predicate.in_graph,
+        )
+        yield f"  {kind} {predicate.instruction.name} asked {predicate.place.trips}{graph}"
     yield from (f"  {each}" for each in large_moves(program.module) if each.place.in_loop)
-    yield from (f"  {each}" for each in program.collectives)
+    for each in program.collectives:
+        trips = f"{each.place.trips} x{' guarded' * each.place.guarded}"
+        yield f"  {each.name}, {trips}, beside {each.compute.name.lower()}"
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

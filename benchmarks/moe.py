@@ -34,8 +34,8 @@ from benchmarks.machine import describe
 from benchmarks.moves import large_moves
 from benchmarks.output import Command, Result, write_all
 from jaxpipe.inspect.hlo import Compute
-from jaxpipe.inspect.programs import GpuProgram, compile_and_read, most_waits
-from jaxpipe.inspect.step_report import most_actions, most_of_each_kind
+from jaxpipe.inspect.programs import GpuProgram, compile_and_read
+from jaxpipe.inspect.step_report import host_waits
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -159,7 +159,7 @@ class Case:
         """A line of the first table, and the share of all-to-alls of a pair that matmuls hide."""
         found, other = self.program()
         memory, table = found.memory, self.table()
-        waits = most_waits(found.predicates, most_actions(table), by_kind=most_of_each_kind(table))
+        waits = host_waits(found, table)
         sent = [each for each in found.collectives if each.kind == "all-to-all"]
         pairs = [each for each in sent if _PAIR.search(each.start.attributes)]
         beside = sum(each.compute is Compute.MATMUL for each in pairs)

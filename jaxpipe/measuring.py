@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,16 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .arrays import Leaves, Params, PyTree
 from .engine.costs import Costs
 from .errors import PipelineError, is_whole, quoted
-from .inspect import memory as step_memory
-from .inspect.step_memory import (
-    Block,
-    Step,
-    held,
-    hoisted_bytes,
-    outer_blocks,
-    output_entries,
-    stage_blocks,
-)
+from .inspect import step_memory
 from .jaxprs.equations import count_work, nbytes
 from .layouts.layout import Layout
 from .lowering.target import CHIPS, Chip
@@ -42,7 +34,7 @@ from .pipeline import Pipeline
 from .planner.candidate import PipelinePlan
 from .planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs
 from .schedules import build
-from .spmd.executor import look
+from .spmd.executor import TracedStep, look
 from .spmd.xla import inside, split_entries
 from .stage.model_code import trace_model
 
@@ -101,7 +93,7 @@ class Measured:
     and bytes of its own arrays.
     """
 
-    step: Step
+    step: TracedStep
     seconds: Mapping[str, float]
     temp: Mapping[str, int]
     unit: str
@@ -118,29 +110,35 @@ class Measured:
         found = {}
         for stage, letter in enumerate(letters):
             number = step.code.kind_of[stage]
-            kind, entries, entry = step.code.kinds[number], step.entries[number], step.entry(number)
+            code, specs = step.code.kinds[number], step.entries[number].parameters
+            entry = step_memory.entry_bytes(step, number)
             found[letter] = replace(
                 self.stage_times(number),
-                **held(step.job, placed["stages"][stage], plans["stages"][stage]),
+                **step_memory.held(step.job, placed["stages"][stage], plans["stages"][stage]),
                 residuals=kept(entry),
-                boundary=step.boundary(number),
+                boundary=step_memory.boundary_bytes(step, number),
                 stash=entry["stash"],
                 workspace=max(self.temp[f"{name} {number}"] for name in BLOCKS),
-                hoisted=hoisted_bytes(step, kind, entries.parameters),
+                hoisted=step_memory.hoisted_bytes(step, code, specs),
             )
         functions, rows = step.job.functions, sum(map(nbytes, jax.tree.leaves(microbatch)))
         ends = {FIRST: "first"} if functions.first is not None else {}
         ends |= {LAST: "last"} if functions.last is not None else {}
         for end, name in ends.items():
             is_last = end == LAST or functions.last is None
-            keys = (name, "shared") if is_last else (name,)
+            held, own = (
+                [tree[key] for key in ((name, "shared") if is_last else (name,))]
+                for tree in (placed, plans)
+            )
             found[end] = replace(
                 self.end_times(end, Ends.ALL),
-                **held(step.job, [placed[key] for key in keys], [plans[key] for key in keys]),
+                **step_memory.held(step.job, held, own),
                 batch=rows if is_last else 0,
-                boundary=step.entry(step.code.kind_of[0])["x"] if end == FIRST else 0,
                 workspace=max(self.temp.get(block, 0) for block in (name, f"{name} gradient")),
             )
+        if FIRST in found:
+            entry = step_memory.entry_bytes(step, step.code.kind_of[0])
+            found[FIRST] = replace(found[FIRST], boundary=entry["x"])
         return found
 
     def stage_times(self, kind: int) -> LayerCost:
@@ -177,40 +175,43 @@ def measured_blocks(
 ) -> Measured:
     """Every block of a step of these arguments, compiled alone, and timed or estimated."""
     step = traced(pipe, *arguments)
-    blocks = blocks_of(step)
-    compiled = {name: step.compiled(block) for name, block in blocks.items()}
-    temp = {name: step.temp_of(each) for name, each in compiled.items()}
-    largest = max(range(len(step.code.kinds)), key=step.boundary)
+    blocks = {block.name: block for block in step_memory.outer_blocks(step)}
+    for number, kind in enumerate(zip(step.code.kinds, step.entries, strict=True)):
+        pieces = step_memory.stage_blocks(*kind)
+        blocks |= {f"{name} {number}": pieces[name] for name in BLOCKS}
+    compiled = {name: step_memory.compile_blocks(step, block) for name, block in blocks.items()}
+    temp = {name: step_memory.temp_of(step, each) for name, each in compiled.items()}
+    largest = max(range(len(step.code.kinds)), key=partial(step_memory.boundary_bytes, step))
     hops = pipe.schedule.num_devices > 1
     if peak is None:
-        seconds = timed({name: call_of(each) for name, each in compiled.items()}, repeats)
+        seconds = timed(
+            {name: call_of(each, blocks[name].changes) for name, each in compiled.items()}, repeats
+        )
         hop = hop_seconds(pipe, step, largest, repeats) if hops else 0.0
         unit = f"seconds, measured on {pipe.mesh.devices.flat[0].device_kind}"
     else:
         size = step.job.mesh.size
         seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}
-        hop = peak.hop(step.boundary(largest)) if hops else 0.0
+        hop = peak.hop(step_memory.boundary_bytes(step, largest)) if hops else 0.0
         rates = f"{peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
         unit = f"seconds, estimated for {rates}"
     return Measured(step, {**seconds, "hop": hop}, temp, unit)
 
 
-def call_of(compiled: Any) -> Callable[[], Any]:
-    """Run a block that is compiled alone (`Step.compiled`) on arguments of its shapes.
+def call_of(compiled: Any, changes: Sequence[int]) -> Callable[[], Any]:
+    """Run a block that is compiled alone (`compile_blocks`) on arguments of its shapes.
 
     Each run changes the pools and accumulators of the run before it.
     """
-
-    def filled(argument: Any, sharding: Any) -> Any:
-        return jax.device_put(_value(argument), sharding)
-
     (shardings, _), (arguments, _) = compiled.input_shardings, compiled.args_info
-    flags, inputs, changed = jax.tree.map(filled, arguments, shardings)
+    values = jax.tree.map(_value, arguments)
+    flags, inputs, changed = jax.tree.map(jax.device_put, values, shardings)
     flags[0] = flags[0] | True  # it runs
 
     def call() -> None:
         nonlocal changed
-        changed = jax.block_until_ready(compiled(flags, inputs, changed))[: len(changed)]
+        outputs = jax.block_until_ready(compiled(flags, inputs, changed))
+        changed = [outputs[i] for i in changes]
 
     return call
 
@@ -241,12 +242,12 @@ def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, floa
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def hop_seconds(pipe: Pipeline, step: Step, kind: int, repeats: int) -> float:
+def hop_seconds(pipe: Pipeline, step: TracedStep, kind: int, repeats: int) -> float:
     """Of the output of a kind of stage to the next device of the pipe axis, less the time of the
     same call that sends nothing.
     """
     code = step.code.kinds[kind]
-    splits = output_entries(code, step.entries[kind])
+    splits = step_memory.output_entries(code, step.entries[kind])
     specs = [PartitionSpec(pipe.axis, *entry.spec) for entry in splits]
     # Two devices exchange, as neighbours do; the others take no part.
     pairs = ((0, 1), (1, 0))
@@ -291,7 +292,7 @@ def exchange(
     return lambda: jax.block_until_ready(mapped(values))
 
 
-def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) -> Step:
+def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) -> TracedStep:
     """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
     axes are left to it.
     """
@@ -301,16 +302,7 @@ def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) 
     job = replace(job_of_batch, partition=replace(job.partition, mesh=one_coordinate(pipe)))
     # A traced program remembers the size of its mesh.
     code = inside(job, lambda inputs: trace_model(job, inputs), PartitionSpec(), shapes)
-    return Step(job, code, split_entries(job, code, shapes.owned))
-
-
-def blocks_of(step: Step) -> dict[str, Block]:
-    """Every block by name."""
-    found: dict[str, Block] = {}
-    for number, (kind, entries) in enumerate(zip(step.code.kinds, step.entries, strict=True)):
-        pieces = stage_blocks(kind, entries)
-        found |= {f"{name} {number}": pieces[name] for name in BLOCKS}
-    return found | {block.name: block for block in outer_blocks(step)}
+    return TracedStep(job, code, split_entries(job, code, shapes.owned))
 
 
 def one_coordinate(pipe: Pipeline) -> Mesh:
@@ -515,7 +507,7 @@ def measure_stages(
     letters[0] = FIRST + letters[0]
     letters[-1] += LAST if LAST in costs else ""
     layout, hop = Layout(tuple(letters), 1), measured.seconds["hop"]
-    entries = [step.entry(kind) for kind in kinds]
+    entries = [step_memory.entry_bytes(step, kind) for kind in kinds]
     return replace(
         stage_costs(layout, costs, remat=Remat.STAGES, transfer=hop),
         activation=tuple(kept(entry) + entry["x"] for entry in entries),
@@ -553,7 +545,7 @@ def traced_memory(
         pipe = plan.pipeline(model, mesh, **options)
         whole = NamedSharding(pipe.mesh, PartitionSpec())
         batch = _microbatches(rows, plan.schedule.num_microbatches, whole)
-        return step_memory(pipe, pipe.place(shapes), batch)
+        return step_memory.memory(pipe, pipe.place(shapes), batch)
 
     return found
 

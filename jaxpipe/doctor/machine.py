@@ -29,7 +29,7 @@ from ..measuring import exchange, timed
 from ..spmd.block import while_once
 from ..spmd.xla import NO_GRAPHS, Options, features_of, options_for
 from ..table.effects import Offload
-from .run import MARK, Findings, Line, Scope, Verdict, at, judged, not_tried
+from .run import MARK, Findings, Line, Scope, Verdict, at, judged, not_tried, one_device
 
 _AXIS = "pipe"
 _COUNT = "xla_force_host_platform_device_count"
@@ -45,17 +45,18 @@ _PACKAGES = {
 TICKS = 64
 
 
-def main(check: str, settings: str, options: str) -> None:
+def main(request: str) -> None:
     """Start JAX for the scope, run the check and print its findings as a line of JSON, after
     `MARK`.
     """
-    scope = Scope(**json.loads(settings))
+    check, settings, options = json.loads(request)
+    scope = Scope(**settings)
     at("the start of JAX")
     mesh = make_mesh(scope)
     module, function = check.split(":")
     at(function)
-    name = module if "." in module else f"jaxpipe.doctor.{module}"
-    findings: Findings = getattr(import_module(name), function)(scope, mesh, **json.loads(options))
+    module = module if "." in module else f"jaxpipe.doctor.{module}"
+    findings: Findings = getattr(import_module(module), function)(scope, mesh, **options)
     findings = replace(findings, kind=str(mesh.devices.flat[0].device_kind))
     print(MARK + json.dumps(asdict(findings)), flush=True)
 
@@ -266,7 +267,7 @@ def hops(scope: Scope, mesh: Mesh) -> Findings:
     (axis,) = mesh.axis_names
     count, target = mesh.shape[axis], Target.of(mesh, ())
     if count == 1:
-        return Findings((not_tried("hops", "there is one device; give --devices 2 or more"),))
+        return one_device("hops")
     size = _ON_CPU if target.on_cpus else TRANSFER
     aval = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
     forward = [(i, i + 1) for i in range(count - 1)]

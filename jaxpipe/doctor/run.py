@@ -14,7 +14,7 @@ from enum import StrEnum
 
 MARK, AT = "doctor-found: ", "doctor-at: "
 _LAST = 300  # characters of a failure
-_CHILD = "import sys; from jaxpipe.doctor.machine import main; main(*sys.argv[1:])"
+_CHILD = "import sys; from jaxpipe.doctor.machine import main; main(sys.argv[1])"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,11 @@ def judged(
 def not_tried(item: str, why: str) -> Line:
     """A line about a check that was left out."""
     return Line(item, Verdict.NOT_TRIED, advice=why)
+
+
+def one_device(item: str) -> Findings:
+    """Findings of a check that needs several devices."""
+    return Findings((not_tried(item, "there is one device; give --devices 2 or more"),))
 
 
 def at(part: str) -> None:
@@ -171,24 +176,22 @@ def run(
 
 def run_one(check: Check, scope: Scope, limit: float) -> Findings:
     """Run one check in a process of its own; a hang or a crash becomes a line."""
-    arguments = [check.function, json.dumps(asdict(scope)), json.dumps(dict(check.options))]
+    request = json.dumps([check.function, asdict(scope), dict(check.options)])
+    command, status = [sys.executable, "-c", _CHILD, request], None
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _CHILD, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=limit,
-            check=False,
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False
         )
         status, out, err = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as error:
-        status, out, err = None, b"", error.stderr or b""
-    results = [line for line in out.decode(errors="replace").splitlines() if line.startswith(MARK)]
-    if results and status == 0:
-        facts = json.loads(results[-1].removeprefix(MARK))
-        lines = (Line(**each | {"verdict": Verdict(each["verdict"])}) for each in facts["lines"])
-        return Findings(tuple(lines), facts["prices"], facts["kind"])
-    return Findings((_failed(check, status, limit, err.decode(errors="replace").splitlines()),))
+        out, err = b"", error.stderr or b""
+    said, errors = (text.decode(errors="replace").splitlines() for text in (out, err))
+    results = [line.removeprefix(MARK) for line in said if line.startswith(MARK)]
+    if status or not results:
+        return Findings((_failed(check, status, limit, errors),))
+    facts = json.loads(results[-1])
+    lines = (Line(**each | {"verdict": Verdict(each["verdict"])}) for each in facts["lines"])
+    return Findings(tuple(lines), facts["prices"], facts["kind"])
 
 
 def _failed(check: Check, status: int | None, limit: float, err: Sequence[str]) -> Line:

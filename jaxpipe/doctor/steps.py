@@ -30,7 +30,7 @@ from ..schedules.registry import build
 from ..spmd.xla import NO_GRAPHS
 from ..vocabulary import VocabEmbedding, VocabHead
 from .machine import call_of, filled
-from .run import Findings, Line, Scope, at, judged, not_tried
+from .run import Findings, Line, Scope, at, judged, not_tried, one_device
 
 WIDTH, WORDS, TOKENS = 16, 32, 8
 ROWS = 2  # of a microbatch
@@ -95,28 +95,24 @@ def judge(
     results with the first, bit by bit.
     """
     bound = f"below {TOLERANCE:g} of the plain function, equal bits in {count} runs"
-
-    def line(measured: str, advice: str = "") -> Line:
-        return judged(item, measured, bound, advice, wrong=advice)
-
     at(item)
     first = [step(params, batch) for batch in batches]
     worst = float(np.max([_distance(*pair) for pair in zip(first, expected, strict=True)]))
+    measured, advice = f"{worst:.1g}, equal bits in {count} runs", ""
     if not worst <= TOLERANCE:
-        return line(
-            f"{worst:.2g} from the plain function",
-            "do not train with this: see known faults above, and try another version of jaxlib",
-        )
+        count, measured = 0, f"{worst:.2g} from the plain function"
+        advice = "do not train with this: see known faults above, and try another version of jaxlib"
     for number in range(count):
         run, which = number + len(batches) + 1, number % len(batches)
         at(f"{item}, run {run}")
         if not bool(_same(step(params, batches[which]), first[which])):
-            return line(
-                f"{worst:.1g} at first, other bits in run {run}",
+            measured = f"{worst:.1g} at first, other bits in run {run}"
+            advice = (
                 "the same program gives other numbers: try "
-                "XLA_FLAGS=--xla_gpu_enable_command_buffer= and look for faulty memory",
+                "XLA_FLAGS=--xla_gpu_enable_command_buffer= and look for faulty memory"
             )
-    return line(f"{worst:.1g}, equal bits in {count} runs")
+            break
+    return judged(item, measured, bound, advice, wrong=advice)
 
 
 @jax.jit
@@ -263,15 +259,18 @@ def collectives(compiled: Any, mesh: Mesh) -> Line:
 def judge_memory(predicted: int, by_xla: int, reported: int | None) -> Line:
     """A line about memory; the device may report none."""
     most = max(by_xla, reported or 0)
-    text = f"XLA {by_xla / 2**20:.1f} MiB, device "
-    text += "reports none" if reported is None else f"{reported / 2**20:.1f} MiB at its peak"
+    device = "reports none" if reported is None else f"{_mib(reported)} at its peak"
     return judged(
         "memory",
-        text,
-        f"{predicted / 2**20:.1f} MiB (predicted)",
+        f"XLA {_mib(by_xla)}, device {device}",
+        f"{_mib(predicted)} (predicted)",
         "plans of jaxpipe plan need more room here: plan with a smaller --memory",
         wrong=most > _MEMORY * predicted + 2**20,
     )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def speed(scope: Scope, mesh: Mesh) -> Findings:
@@ -330,7 +329,7 @@ def plan(scope: Scope, mesh: Mesh) -> Findings:
     """Compare a step on several devices with its planned time, and find lost time."""
     item = "a step against its plan"
     if mesh.size == 1:
-        return Findings((not_tried(item, "there is one device; give --devices 2 or more"),))
+        return one_device(item)
     pipe, weights, batch = step_of(mesh)
     params = filled(pipe.place(weights))
     at("the times of stages")

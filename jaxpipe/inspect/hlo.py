@@ -141,8 +141,8 @@ class Module:
         """The opcode of an instruction, or those in its fusion."""
         if instruction.opcode != "fusion":
             return {instruction.opcode}
-        fused = (self.computations[name] for name in instruction.called["calls"])
-        return {code for body in fused for each in body.instructions for code in self.opcodes(each)}
+        (name,) = instruction.called["calls"]
+        return set[str]().union(*map(self.opcodes, self.computations[name].instructions))
 
     def trip_count(self, loop: Instruction) -> int | None:
         """The trip count of a while loop, if the compiler knows it; the host then waits for nothing
@@ -344,10 +344,6 @@ class Collective:
             return connected(sets) if components else [frozenset(range(count))]
         return sets
 
-    def __str__(self) -> str:
-        guarded = " guarded" if self.place.guarded else ""
-        return f"{self.name}, {self.place.trips} x{guarded}, beside {self.compute.name.lower()}"
-
 
 def in_flight(instructions: Sequence[Instruction], start: int) -> tuple[Instruction, ...]:
     """The instructions that are issued between a start and its done."""
@@ -413,18 +409,16 @@ def steady(collectives: Iterable[Collective]) -> list[Collective]:
 
     Where no segment is a loop, the permutes outside loops.
     """
-    segments: dict[str, list[Collective]] = {}
+    segments: dict[Frame | None, list[Collective]] = {}
     for each in collectives:
         if each.is_permute:
-            frame = each.place.segment
-            segments.setdefault(frame.instruction.name if frame else "", []).append(each)
+            segments.setdefault(each.place.segment, []).append(each)
 
-    def rank(those: list[Collective]) -> tuple[int, int]:
-        frame = those[0].place.segment
-        trips = frame.trips or 1 if frame else 1
-        return trips, -sum(each.place.guarded for each in those)
+    def rank(segment: Frame | None) -> tuple[int, int]:
+        trips = segment.trips if segment else 1
+        return trips or 1, -sum(each.place.guarded for each in segments[segment])
 
-    return max(segments.values(), key=rank, default=[])
+    return segments[max(segments, key=rank)] if segments else []
 
 
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")

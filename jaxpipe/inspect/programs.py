@@ -22,7 +22,7 @@ import os
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -101,21 +101,6 @@ class Predicate:
         """The kind of action of its block (F of a pair); None where it is around no block."""
         return kind_of(self.instruction)
 
-    def __str__(self) -> str:
-        kind = "loop" if self.is_loop else "conditional"
-        graph = " (graph)" if self.in_graph else ""
-        return f"{kind} {self.instruction.name} asked {self.place.trips}{graph}"
-
-
-def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
-    """The predicates of a program, nested ones after those around them."""
-    return tuple(
-        Predicate(instruction, place, instruction.name in graph_nodes)
-        for place in walk(module)
-        for instruction in place.computation.instructions
-        if any(inside.guarded for inside in inner(module, instruction))
-    )
-
 
 def count_waits(predicates: Sequence[Predicate], *, taken: bool) -> int:
     """Waits a step of a device that takes each predicate once each time, or none."""
@@ -162,8 +147,13 @@ class GpuProgram(CompiledProgram):
 
     @cached_property
     def predicates(self) -> tuple[Predicate, ...]:
-        """Loops of unknown trip count, and conditionals."""
-        return find_predicates(self.module, self.graph_nodes)
+        """Loops of unknown trip count, and conditionals, nested ones after those around them."""
+        return tuple(
+            Predicate(instruction, place, instruction.name in self.graph_nodes)
+            for place in walk(self.module)
+            for instruction in place.computation.instructions
+            if any(inside.guarded for inside in inner(self.module, instruction))
+        )
 
 
 def compile_and_read(lowered: Any, options: Mapping[str, Any] | None = None) -> GpuProgram:
@@ -229,10 +219,7 @@ def only(folder: Path, pattern: str) -> str:
     """
     files = sorted(folder.glob(pattern))
     if len(files) != 1:
-        raise ValueError(
-            f"{len(files)} files {pattern} in {folder}, where the dump of one program has 1: "
-            f"{[f.name for f in files]}"
-        )
+        raise ValueError(f"{folder} has {len(files)} files {pattern}, where one program has 1")
     return files[0].read_text()
 
 
@@ -316,12 +303,9 @@ class TpuProgram(CompiledProgram):
     @cached_property
     def padding(self) -> int:
         """Bytes that tiles add to the arrays that the loops of the step's segments carry."""
-        segments = [place.segment for place in walk(self.module)]
-        carried = [segment.instruction.results for segment in segments if segment is not None]
-        return max(
-            (sum(array.padded_nbytes - array.nbytes for array in arrays) for arrays in carried),
-            default=0,
-        )
+        loops = {place.segment for place in walk(self.module)}
+        carried = (loop.instruction.results for loop in loops if loop is not None)
+        return max((sum(a.padded_nbytes - a.nbytes for a in own) for own in carried), default=0)
 
 
 def program_of(compiled: Any, target: Target) -> CompiledProgram:

@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, accumulator_dtype
 from ..jaxprs.entry import Entry, Slot, Target, Total
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..lowering.target import RunsOn
-from ..model.param_layout import with_outer
+from ..model.param_layout import OUTER, with_outer
 from ..model.partition import PART, LeafPlan, leaf_plans, trained
-from ..model.settings import outside_contexts
+from ..model.settings import outside_contexts, with_sharding
 from ..pipeline import Pipeline
 from ..planner.layer_cost import Sizes, memory_of
 from ..program.ir import POOL_OF, Program
@@ -39,8 +39,8 @@ from ..table.kinds import Kind
 from .programs import heap_bytes
 
 _WHOLE = PartitionSpec()
-_READ = (*RESIDUALS, Place.STASH, Place.BUFFER)  # inputs that stay in their slots
-_WRITTEN = (*_READ, Place.BUFFER_GRADIENT)
+# Values that stay in their slots.
+_POOLED = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
 
 
 class Value(NamedTuple):
@@ -69,8 +69,8 @@ class Block:
     @cached_property
     def changes(self) -> list[int]:
         """The outputs that are in slots or accumulators."""
-        stored = [i for i, v in enumerate(self.outputs) if v.place in _WRITTEN]
-        return [*stored, *self.gradients]
+        changed = (*_POOLED, Place.STAGE_GRADIENTS)
+        return [i for i, v in enumerate(self.outputs) if v.place in changed]
 
     @cached_property
     def updates(self) -> dict[int, int]:
@@ -84,14 +84,14 @@ class Block:
         jaxpr = self.jaxpr.replace(outvars=[self.jaxpr.outvars[i] for i in left])
         return replace(self, jaxpr=jaxpr, outputs=tuple(self.outputs[i] for i in left))
 
-    def in_slots(self, at: Any, inputs: Leaves, changed: Leaves, *, split: bool) -> InSlots:
-        """The block on the slots `at` of its pools.  With `split`, accumulators are as the
-        parameters are split.
+    def in_slots(self, at: Any, inputs: Leaves, outputs: Leaves, *, split: bool) -> InSlots:
+        """The block on the slots `at` of its pools, which are among its outputs.  With `split`,
+        accumulators are as the parameters are split.
         """
-        pools = dict(zip(self.changes, changed, strict=True))
+        pools = {i: outputs[i] for i in self.changes}
         arguments = [
             Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
-            if value.place in _READ or i in self.updates
+            if value.place in _POOLED or i in self.updates
             else leaf
             for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
         ]
@@ -104,134 +104,122 @@ class Block:
         return InSlots(self.jaxpr, arguments, targets)
 
 
-@dataclass(frozen=True)
-class Step:
-    """A traced step.  `entries` has for each kind of stage the splits of its parameters
-    and stored values over the axes that are left to the partitioner.
+def entry_bytes(step: TracedStep, kind: int) -> dict[str, int]:
+    """Bytes on one device of a kind of stage's values of one microbatch, by pool."""
+    buffers = shared_buffers([step.code.kinds[kind]], [step.entries[kind]])
+    return {place.value: buffer.nbytes for place, buffer in buffers.items()}
+
+
+def boundary_bytes(step: TracedStep, kind: int) -> int:
+    """Bytes on one device of a kind of stage's output."""
+    code = step.code.kinds[kind]
+    split = zip(code.avals[Place.SENT_X], output_entries(code, step.entries[kind]), strict=True)
+    return sum(nbytes(aval) // entry.local_share for aval, entry in split)
+
+
+def work_space(step: TracedStep) -> dict[str, int]:
+    """Bytes on one device of each block's own arrays, by block.
+
+    The blocks are those of the step's table: "F", "B", "I", "W", "R", and "B with F" of
+    overlapped pairs, which run as one, each of the kind of stage that needs most; "first",
+    "first gradient" and "last".
+
+    One block runs at a time, so the step needs the largest of these.  Each block is compiled.
     """
+    program, table = step.code.program, step.code.program.schedule.encoded
+    kinds = {kind.name for kind in table.kinds}
+    joined = (program.pairs & (program.ticks.backward.kind == Kind.W)).any()
+    runs: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(step)]
+    for kind, entries in zip(step.code.kinds, step.entries, strict=True):
+        of_kind = stage_blocks(kind, entries)
+        runs += [(block,) for name, block in of_kind.items() if name in kinds]
+        runs += [(of_kind["B"], of_kind["F"])] if len(table.pairs) and "B" in kinds else []
+        runs += [(of_kind["W"], of_kind["F"])] if joined else []
+    found: dict[str, int] = {}
+    for blocks in runs:
+        name = " with ".join(block.name for block in blocks)
+        found[name] = max(found.get(name, 0), temp(step, *blocks))
+    return found
 
-    job: Job
-    code: ModelCode
-    entries: tuple[StageEntries, ...]
 
-    def entry(self, kind: int) -> dict[str, int]:
-        """Bytes on one device of a kind of stage's values of one microbatch, by pool."""
-        buffers = shared_buffers([self.code.kinds[kind]], [self.entries[kind]])
-        return {place.value: buffer.nbytes for place, buffer in buffers.items()}
+def temp(step: TracedStep, *blocks: Block) -> int:
+    """Bytes besides inputs and outputs, of blocks that run as one."""
+    return temp_of(step, compile_blocks(step, *blocks))
 
-    def boundary(self, kind: int) -> int:
-        """Bytes on one device of a kind of stage's output."""
-        code = self.code.kinds[kind]
-        split = zip(code.avals[Place.SENT_X], output_entries(code, self.entries[kind]), strict=True)
-        return sum(nbytes(aval) // entry.local_share for aval, entry in split)
 
-    def work_space(self) -> dict[str, int]:
-        """Bytes on one device of each block's own arrays, by block.
+def temp_of(step: TracedStep, compiled: Any) -> int:
+    """Bytes of a program of this mesh on one device besides inputs and outputs."""
+    memory = compiled.memory_analysis()
+    if step.job.target.on_tpus:
+        return heap_bytes(memory)
+    return int(getattr(memory, "temp_size_in_bytes", 0))
 
-        The blocks are those of the step's table: "F", "B", "I", "W", "R", and "B with F" of
-        overlapped pairs, which run as one, each of the kind of stage that needs most; "first",
-        "first gradient" and "last".
 
-        One block runs at a time, so the step needs the largest of these.  Each block is compiled.
-        """
-        program, table = self.code.program, self.code.program.schedule.encoded
-        kinds = {kind.name for kind in table.kinds}
-        joined = (program.pairs & (program.ticks.backward.kind == Kind.W)).any()
-        runs: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
-        for kind, entries in zip(self.code.kinds, self.entries, strict=True):
-            of_kind = stage_blocks(kind, entries)
-            runs += [(block,) for name, block in of_kind.items() if name in kinds]
-            runs += [(of_kind["B"], of_kind["F"])] if len(table.pairs) and "B" in kinds else []
-            runs += [(of_kind["W"], of_kind["F"])] if joined else []
-        found: dict[str, int] = {}
-        for blocks in runs:
-            name = " with ".join(block.name for block in blocks)
-            found[name] = max(found.get(name, 0), self.temp(*blocks))
-        return found
+def compile_blocks(step: TracedStep, *blocks: Block) -> Any:
+    """Compile blocks that run as one; they read and write slots as in the step, in a loop of at
+    most one trip.
 
-    def temp(self, *blocks: Block) -> int:
-        """Bytes besides inputs and outputs, of blocks that run as one."""
-        return self.temp_of(self.compiled(*blocks))
+    XLA:GPU copies a layer's weights out of their stack in loops only.
+    """
+    split = step.job.target.on_tpus
 
-    def temp_of(self, compiled: Any) -> int:
-        """Bytes of a program of this mesh on one device besides inputs and outputs."""
-        memory = compiled.memory_analysis()
-        if self.job.target.on_tpus:
-            return heap_bytes(memory)
-        return int(getattr(memory, "temp_size_in_bytes", 0))
+    def guarded(flags: Leaves, *groups: Leaves) -> Leaves:
+        runs, index = flags
 
-    def compiled(self, *blocks: Block) -> Any:
-        """Compile blocks that run as one; they read and write slots as in the step, in a loop of at
-        most one trip.
+        def once(state: list[Leaves]) -> list[Leaves]:
+            parts = zip(blocks, groups[::2], state, strict=True)
+            found = run_in_slots(
+                *(block.in_slots(index, *leaves, split=split) for block, *leaves in parts)
+            )
+            return list(map(without_weak_types, found))
 
-        XLA:GPU copies a layer's weights out of their stack in loops only.
-        """
-        others = [block.dropping(block.changes).jaxpr.outvars for block in blocks]
-        split = self.job.target.on_tpus
+        start = [empty([var.aval for var in block.jaxpr.outvars]) for block in blocks]
+        for block, outputs, changed in zip(blocks, start, groups[1::2], strict=True):
+            for i, pool in zip(block.changes, changed, strict=True):
+                outputs[i] = pool
+        return jax.tree.leaves(while_once(runs, once, start)[1])
 
-        def guarded(flags: Leaves, *groups: Leaves) -> Leaves:
-            runs, index = flags
+    # Pools and accumulators are changed in place.  As outputs of their own they would lend
+    # their room to the block's arrays.
+    donated = [2 + 2 * k for k in range(len(blocks))]
+    flags: Group = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
+    groups = [group for block in blocks for group in _groups(step, block)]
+    return compiled_alone(step.job, guarded, flags, *groups, donated=donated)
 
-            def once(state: tuple[list[Leaves], list[Leaves]]) -> tuple[list[Leaves], list[Leaves]]:
-                parts = zip(blocks, groups[::2], state[0], strict=True)
-                found = run_in_slots(
-                    *(block.in_slots(index, *leaves, split=split) for block, *leaves in parts)
-                )
-                changed, rest = [], []
-                for block, outs in zip(blocks, found, strict=True):
-                    changed.append([outs[i] for i in block.changes])
-                    rest.append([out for i, out in enumerate(outs) if i not in block.changes])
-                return changed, [without_weak_types(outs) for outs in rest]
 
-            start = (list(groups[1::2]), [empty([var.aval for var in own]) for own in others])
-            return jax.tree.leaves(while_once(runs, once, start)[1])
+def _groups(step: TracedStep, block: Block) -> tuple[Group, Group]:
+    """The inputs of a block, and the pools and accumulators that it changes."""
+    inputs = enumerate(zip(block.inputs, block.jaxpr.invars, strict=True))
+    outputs, outvars = block.outputs, block.jaxpr.outvars
+    return (
+        [
+            (var.aval, value.spec) if i in block.updates else _room(step, value, var.aval)
+            for i, (value, var) in inputs
+        ],
+        [_room(step, outputs[i], outvars[i].aval) for i in block.changes],
+    )
 
-        # Pools and accumulators are changed in place.  As outputs of their own they would lend
-        # their room to the block's arrays.
-        donated = [2 + 2 * k for k in range(len(blocks))]
-        groups = [
-            group for block in blocks for group in (self._inputs(block), self._changed(block))
-        ]
-        flags: Group = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
-        return compiled_alone(self.job, guarded, flags, *groups, donated=donated)
 
-    def _inputs(self, block: Block) -> Group:
-        """The inputs of a block: pools, and values."""
-        return [
-            self._pool(value, var.aval)
-            if value.place in _READ and i not in block.updates
-            else (var.aval, value.spec)
-            for i, (var, value) in enumerate(zip(block.jaxpr.invars, block.inputs, strict=True))
-        ]
-
-    def _changed(self, block: Block) -> Group:
-        """The pools and accumulators that a block changes."""
-
-        def changed(value: Value, aval: Any) -> tuple[jax.ShapeDtypeStruct, PartitionSpec | None]:
-            if value.place is not Place.STAGE_GRADIENTS:
-                return self._pool(value, aval)
-            dtype = accumulator_dtype(aval.dtype, self.job.accumulate)
-            return jax.ShapeDtypeStruct(aval.shape, dtype), value.spec
-
-        return [changed(block.outputs[i], block.jaxpr.outvars[i].aval) for i in block.changes]
-
-    def _pool(self, value: Value, aval: Any) -> tuple[jax.ShapeDtypeStruct, PartitionSpec]:
-        """A pool of two slots, and its split; of one, where the step has one: XLA copies no slot
-        of an only one.
-        """
-        assert value.place is not None
-        slots = min(2, getattr(self.code.program.slots, value.place.value))
-        shape = (max(slots, 1), *value.entry.kept)
-        return jax.ShapeDtypeStruct(shape, aval.dtype), value.entry.pool_spec
+def _room(step: TracedStep, value: Value, aval: Any) -> tuple[Any, PartitionSpec | None]:
+    """Where a value lies, and its split: in an accumulator, by itself, or in a pool of two
+    slots; of one, where the step has one: XLA copies no slot of an only one.
+    """
+    if value.place is Place.STAGE_GRADIENTS:
+        dtype = accumulator_dtype(aval.dtype, step.job.accumulate)
+        return jax.ShapeDtypeStruct(aval.shape, dtype), value.spec
+    if value.place not in _POOLED:
+        return aval, value.spec
+    slots = max(1, min(2, getattr(step.code.program.slots, value.place.value)))
+    shape = (slots, *value.entry.kept)
+    return jax.ShapeDtypeStruct(shape, aval.dtype), value.entry.pool_spec
 
 
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     """The blocks of a kind of stage, by name."""
 
-    values = {
-        place: [Value(entry.spec, place, number, entry) for number, entry in enumerate(own)]
-        for place, own in entries.stored.items()
-    }
+    values = {place: _free(len(avals)) for place, avals in code.avals.items()}
+    for place, own in entries.stored.items():
+        values[place] = [Value(entry.spec, place, n, entry) for n, entry in enumerate(own)]
     uses = zip(entries.parameters, code.uses, strict=True)
     values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in uses if use.trained)
 
@@ -246,13 +234,8 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
     blocks = {}
     for kind, places in RESULTS.items():
         inputs = start if kind in (Kind.F, Kind.R) else late
-        stash = at(Place.STASH) if kind is Kind.W else []
-        outputs = [
-            value
-            for place in places
-            for value in values.get(place) or _free(len(code.avals[place]))
-        ]
-        blocks[kind.name] = Block(kind.name, code.of(kind), (*inputs, *stash), tuple(outputs))
+        inputs = inputs + at(Place.STASH) if kind is Kind.W else inputs
+        blocks[kind.name] = Block(kind.name, code.of(kind), tuple(inputs), tuple(at(*places)))
     return blocks
 
 
@@ -266,7 +249,7 @@ def _gradients(specs: Iterable[PartitionSpec]) -> list[Value]:
     return [Value(spec, Place.STAGE_GRADIENTS) for spec in specs]
 
 
-def outer_blocks(step: Step) -> list[Block]:
+def outer_blocks(step: TracedStep) -> list[Block]:
     """`first`, its gradient, `last` with its gradient."""
     job, free = step.job, Value(None if step.job.partition.auto_axes else _WHOLE)
 
@@ -330,7 +313,7 @@ def memory(
         PipelineError: as `value_and_grad` does.
     """
     traced = pipe.trace(params, batch, rng=rng, state=state)
-    return facts(traced, step_sizes(traced, placed_shapes(pipe, params), batch, state))
+    return facts(traced, step_sizes(traced, placed_shapes(traced.job, params), batch, state))
 
 
 def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
@@ -340,19 +323,16 @@ def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
     return {**parts, "total": int(found.total)}
 
 
-def placed_shapes(pipe: Pipeline, params: Params) -> dict[str, PyTree]:
+def placed_shapes(job: Job, params: Params) -> dict[str, PyTree]:
     """Parameters as shapes, with the shardings that a step has."""
     found: dict[str, PyTree] = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        params,
-        pipe.partition.shardings(pipe.partition.plans(params)),
+        with_sharding, with_outer(params), job.partition.shardings(job.plans)
     )
     return found
 
 
-def step_sizes(traced: TracedStep, placed: Params, batch: PyTree, state: PyTree) -> Sizes:
-    """Sizes of a traced model on one device; the parameters have the shardings of the step."""
-    step, params = Step(traced.job, traced.code, traced.entries), with_outer(placed)
+def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state: PyTree) -> Sizes:
+    """Sizes of a traced model on one device, from `placed_shapes` of its parameters."""
     job, code, program = step.job, step.code, step.code.program
     buffers = shared_buffers(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
@@ -362,11 +342,11 @@ def step_sizes(traced: TracedStep, placed: Params, batch: PyTree, state: PyTree)
         entry[place.value] = sum(map(nbytes, avals))
     entry["stash"] *= splits
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
-    work = step.work_space()
+    work, kept = work_space(step), NamedSharding(job.mesh, PartitionSpec(job.axis))
     return Sizes(
         **held(job, params, job.plans),
         batch=_batch_bytes(job, batch),
-        state=2 * sum(map(local_bytes, jax.tree.leaves(state))),
+        state=2 * sum(local_bytes(with_sharding(leaf, kept)) for leaf in jax.tree.leaves(state)),
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
         entry=entry,
@@ -437,11 +417,11 @@ def _raveled(buffers: Buffers, code: ModelCode, *, splits: bool) -> int:
 
 
 def local_bytes(leaf: Any) -> int:
-    """Bytes of one device's part of an array, or of a shape with a sharding, with the padding of
+    """Bytes of one device's part of an array, or of a shape, with a sharding; with the padding of
     tiles.
     """
-    own, mesh = leaf.sharding.shard_shape(leaf.shape), getattr(leaf.sharding, "mesh", None)
-    return tiled_bytes(own, leaf.dtype.itemsize, () if mesh is None else RunsOn.of(mesh).tile)
+    own, tile = leaf.sharding.shard_shape(leaf.shape), RunsOn.of(leaf.sharding.mesh).tile
+    return tiled_bytes(own, leaf.dtype.itemsize, tile)
 
 
 def gradient_bytes(job: Job, leaf: Any) -> int:
@@ -450,7 +430,9 @@ def gradient_bytes(job: Job, leaf: Any) -> int:
     return int(local_bytes(leaf) // leaf.dtype.itemsize * wide)
 
 
-def _summed(step: Step, params: Mapping[str, PyTree], work: Mapping[str, int]) -> dict[str, Any]:
+def _summed(
+    step: TracedStep, params: Mapping[str, PyTree], work: Mapping[str, int]
+) -> dict[str, Any]:
     """Room for the results of sums of gradients, where they are arrays of their own: on CPU
     devices, and on TPUs small ones, whose accumulators of the ticks have room too.
 
@@ -466,7 +448,7 @@ def _summed(step: Step, params: Mapping[str, PyTree], work: Mapping[str, int]) -
     if any(size for key, size in sizes.items() if key != "stages"):
         # "first gradient" and "last", without the gradients of their parameters
         ends = tuple(
-            min(step.temp(block.dropping(block.gradients)), most)
+            min(temp(step, block.dropping(block.gradients)), most)
             + sizes[block.name.removesuffix(" gradient")]
             + sizes["shared"]
             - most
@@ -476,7 +458,7 @@ def _summed(step: Step, params: Mapping[str, PyTree], work: Mapping[str, int]) -
     return {"summed": sum(sizes.values()), "ends": ends}
 
 
-def _summed_bytes(step: Step, key: str, tree: PyTree, most: float = math.inf) -> int:
+def _summed_bytes(step: TracedStep, key: str, tree: PyTree, most: float = math.inf) -> int:
     """Bytes of gradients, of at most `most` each, that are summed whole over devices; gradients of
     gathered parameters are parts of their accumulators.
     """
@@ -491,10 +473,10 @@ def _summed_bytes(step: Step, key: str, tree: PyTree, most: float = math.inf) ->
     )
 
 
-def _gathered(step: Step, params: Mapping[str, PyTree]) -> int:
+def _gathered(step: TracedStep, params: Mapping[str, PyTree]) -> int:
     """Bytes of parameters that are gathered over their manual axes, and of their accumulators."""
     job, stages = step.job, params["stages"]
-    trees = [(params.get(key, ()), job.plans[key], False) for key in ("first", "last", "shared")]
+    trees = [(params[key], job.plans[key], False) for key in OUTER]
     for chunk in range(step.code.program.schedule.num_chunks):
         held = min(chunk, len(stages) - 1)
         # A chunk that another device owns is a copy.
@@ -509,7 +491,7 @@ def _gathered(step: Step, params: Mapping[str, PyTree]) -> int:
     return found
 
 
-def hoisted_bytes(step: Step, code: Any, specs: Sequence[PartitionSpec]) -> int:
+def hoisted_bytes(step: TracedStep, code: Any, specs: Sequence[PartitionSpec]) -> int:
     """Bytes of the values that a stage, `first` or `last` computes once a step from parameters with
     these splits.
     """
@@ -522,7 +504,7 @@ def hoisted_bytes(step: Step, code: Any, specs: Sequence[PartitionSpec]) -> int:
     return int(getattr(compiled.memory_analysis(), "output_size_in_bytes", 0))
 
 
-def _hoisted(step: Step) -> int:
+def _hoisted(step: TracedStep) -> int:
     """Bytes of hoisted values of every chunk of a device, and of first and last."""
     code = step.code
     pairs = zip(code.kinds, step.entries, strict=True)

@@ -72,6 +72,8 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import Any, TypeAlias
 
 import jax
@@ -167,7 +169,7 @@ def report(
     program = _compiled(lowered, target)
     end = time.perf_counter()
     schedule, code = pipe.schedule, traced.code
-    held = placed_shapes(pipe, params)
+    held = placed_shapes(traced.job, params)
     sizes = step_sizes(traced, held, batch, state)
     plan = traced.job.plan
     joint = (
@@ -186,7 +188,7 @@ def report(
         "prices": str(target.overheads),
         **_pools(traced, sizes),
         "parameter_bytes": {
-            key: sum(map(local_bytes, jax.tree.leaves(tree))) for key, tree in held.items()
+            key: sum(map(local_bytes, jax.tree.leaves(held[key]))) for key in params
         },
         **_xla(program),
         **_read(program, schedule),
@@ -265,8 +267,7 @@ def _read(program: programs.CompiledProgram, schedule: Schedule) -> dict[str, An
     """Counts in the text of a program; None where there is no reader for it."""
     found: dict[str, Any] = dict.fromkeys(("host_waits", "cycles", "padding_bytes"))
     if isinstance(program, programs.GpuProgram):
-        most, by_kind = most_actions(schedule), most_of_each_kind(schedule)
-        found["host_waits"] = round(programs.most_waits(program.predicates, most, by_kind=by_kind))
+        found["host_waits"] = round(host_waits(program, schedule))
     elif isinstance(program, programs.TpuProgram):
         cycles = {purpose.value: count for purpose, count in program.cycles.items()}
         found = {"host_waits": 0, "cycles": cycles, "padding_bytes": program.padding}
@@ -284,17 +285,12 @@ def _read(program: programs.CompiledProgram, schedule: Schedule) -> dict[str, An
     return found
 
 
-def most_actions(schedule: Schedule) -> int:
-    """The most actions of any device, an overlapped pair counted as two."""
-    return max(sum(len(parts(cell)) for cell in row) for row in schedule.rows)
-
-
-def most_of_each_kind(schedule: Schedule) -> dict[str, int]:
-    """The most actions of each kind that any device has."""
-    found: Counter[str] = Counter()
-    for row in schedule.rows:
-        found |= Counter(action.kind.name for cell in row for action in parts(cell))
-    return dict(found)
+def host_waits(program: programs.GpuProgram, schedule: Schedule) -> float:
+    """The most waits of a device's host in a step; an overlapped pair is two actions."""
+    rows = [Counter(a.kind.name for cell in row for a in parts(cell)) for row in schedule.rows]
+    of_kind = dict(reduce(or_, rows))  # the most of each kind
+    most = max(row.total() for row in rows)
+    return programs.most_waits(program.predicates, most, by_kind=of_kind)
 
 
 # Several outputs, but no work that could be W's.

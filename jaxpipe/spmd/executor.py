@@ -388,7 +388,7 @@ class TracedStep:
     code: ModelCode
     entries: tuple[StageEntries, ...]  # the entries of pools, by kind of stage
     # the `jax.stages.Traced` step of (params, batch), and `rng` and `state` where they are given
-    function: Any
+    function: Any = None
 
 
 class SpmdExecutor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,13 +11,12 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from benchmarks.gpu_programs import details
 from jaxpipe.inspect.hlo import parse
 from jaxpipe.inspect.programs import (
     GpuProgram,
-    Predicate,
     compile_and_read,
     count_waits,
-    find_predicates,
     graph_nodes,
     most_waits,
 )
@@ -163,8 +163,12 @@ ENTRY %main (a: (pred[], f32[4])) -> (pred[], f32[4]) {
 """
 
 
+def found_in(text: str, *graph_nodes: str) -> GpuProgram:
+    return GpuProgram(SimpleNamespace(as_text=lambda: text), frozenset(graph_nodes))
+
+
 def test_each_action_takes_one_predicate() -> None:
-    predicates = find_predicates(parse(PREDICATES), ())
+    predicates = found_in(PREDICATES).predicates
     assert count_waits(predicates, taken=False) == 5
     assert most_waits(predicates, actions=9) == 5 + 5
     assert most_waits(predicates, actions=1) == 5 + 1
@@ -178,7 +182,7 @@ def test_no_more_predicates_of_a_kind_are_taken_than_a_device_has_actions_of_it(
         named = named.replace(
             line, f'{line}, metadata={{op_name="jit(step)/ticks/while/body/{scope}/while"}}'
         )
-    predicates = find_predicates(parse(named), ())
+    predicates = found_in(named).predicates
     assert [each.kind for each in predicates] == ["F", None, None, "W", None]
     assert most_waits(predicates, actions=9, by_kind={"F": 0, "W": 0}) == 5 + 3
     assert most_waits(predicates, actions=9, by_kind={"F": 5, "W": 0}) == 5 + 1 + 3
@@ -190,12 +194,9 @@ def test_what_is_only_lowered_is_refused() -> None:
         parse(PREDICATES.replace(", is_scheduled=true", ""))
 
 
-def test_predicates_print_what_they_are() -> None:
-    found: tuple[Predicate, ...] = find_predicates(parse(PREDICATES), ("w5",))
-    assert [str(each) for each in found][3:] == [
-        "loop w4 asked 1",
-        "loop w5 asked 1 (graph)",
-    ]
+def test_details_of_predicates_say_what_they_are() -> None:
+    found = details(found_in(PREDICATES, "w5"))
+    assert list(found)[3:] == ["  loop w4 asked 1", "  loop w5 asked 1 (graph)"]
 
 
 @needs_gpu_compiler

@@ -12,7 +12,6 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.inspect import step_memory
-from jaxpipe.inspect.step_memory import Step
 from jaxpipe.jaxprs.equations import nbytes
 from jaxpipe.lowering.target import RunsOn
 from jaxpipe.planner.layer_cost import Ends
@@ -232,7 +231,7 @@ def test_the_memory_of_a_step_is_that_of_the_traced_model(name, remat, tensor, m
     """At the published sizes, with Adam's state; the work space of blocks, which would have to be
     compiled, is left out of both.
     """
-    monkeypatch.setattr(Step, "work_space", lambda step: {})
+    monkeypatch.setattr(step_memory, "work_space", lambda step: {})
     monkeypatch.setattr(step_memory, "outer_blocks", lambda step: [])
     stand_in = {llama.Attention.PLAIN: lambda q, k, v, segments: fused(q, k, v)}
     monkeypatch.setattr(llama, "ATTENTIONS", stand_in)

@@ -109,4 +109,4 @@ def check(program: TpuProgram) -> None:
     assert not copied, copied
     permutes = [each for each in program.collectives if each.kind == "collective-permute"]
     assert permutes
-    assert [str(each) for each in permutes if each.place.guarded] == []
+    assert [each.name for each in permutes if each.place.guarded] == []

@@ -55,14 +55,14 @@ def check_with_slack(program: TpuProgram, least: float = 0.9) -> None:
     """Work hides at least this part of every transfer with slack."""
     check(program)
     late = [each for each in program.collectives if WITH_SLACK in each.start.attributes]
-    hidden = {str(each): program.hidden(each) for each in late}
+    hidden = {each.name: program.hidden(each) for each in late}
     assert {name: share for name, share in hidden.items() if share < least} == {}
 
 
 def check_beside_blocks(program: TpuProgram, schedule: str) -> None:
     """Transfers with slack run beside matmuls; where activations go up and down, half of them."""
     late = [each for each in program.collectives if WITH_SLACK in each.start.attributes]
-    others = [str(each) for each in late if each.compute is not Compute.MATMUL]
+    others = [each.name for each in late if each.compute is not Compute.MATMUL]
     assert len(others) <= (len(late) // 2 if schedule in VEE else 0), others
 
 
