@@ -60,7 +60,9 @@ def raises(*parts):
 
 
 def test_wrong_mesh_axis():
-    with raises("the mesh has no axis 'pipes'", "{'pipe': 2}", "write Sharding(pipe=) one of them"):
+    with raises(
+        "the mesh has no pipe axis 'pipes'", "{'pipe': 2}", "write Sharding(pipe=) one of them"
+    ):
         pipe_of(axis="pipes")
 
 
