@@ -408,9 +408,8 @@ def _text(eqn: core.JaxprEqn) -> str:
     if eqn.primitive.name == "broadcast_in_dim":
         return ""
     literals = [str(atom.val) for atom in eqn.invars if isinstance(atom, core.Literal)]
-    shapes = [
-        shape for atom in (*eqn.invars, *eqn.outvars) if (shape := getattr(atom.aval, "shape", ()))
-    ]
+    shapes = [getattr(atom.aval, "shape", ()) for atom in (*eqn.invars, *eqn.outvars)]
+    shapes = [shape for shape in shapes if shape]
     params = [(key, str(value)) for key, value in sorted(eqn.params.items()) if key not in _LAYOUT]
     by_number = len(set(shapes)) < 2 and not any("ax" in key or "dim" in key for key, _ in params)
     return f"{eqn.primitive.name} {literals} {params} {'' if by_number else shapes}"

@@ -187,7 +187,7 @@ class Cuts:
             return Padded(jnp.pad(leaf, widths), dim, leaf.shape[dim])
 
         return {
-            key: jax.tree_util.tree_map_with_path(lambda p, a, k=key: padded(k, p, a), tree)
+            key: jax.tree_util.tree_map_with_path(partial(padded, key), tree)
             for key, tree in params.items()
         }
 
@@ -372,13 +372,11 @@ class Function:
             signature = inspect.signature(call)
         except (TypeError, ValueError):
             return cls(call, name, frozenset())
-        parameters = list(signature.parameters.values())
-        # A parameter after those that are passed by position may be given by its name, whether it
-        # has a default or not.
-        named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-        named += [p for p in parameters[len(takes) :] if p.kind is p.POSITIONAL_OR_KEYWORD]
-        wants = frozenset({p.name for p in named} & set(offered))
         try:
+            # A parameter after those that are passed by position may be given by its name, whether
+            # it has a default or not.
+            placed = signature.bind_partial(*takes).arguments
+            wants = frozenset(offered) & (signature.parameters.keys() - placed.keys())
             signature.bind(*takes, **dict.fromkeys(wants))
         except TypeError as error:
             raise PipelineError(

@@ -406,7 +406,8 @@ class Functions:
         if not self.spreads(key):
             return run()
         axis = getattr(self, key).context["axis"]
-        return jax.tree.map(lambda leaf: leaf[0], jax.vmap(run, axis_name=axis, axis_size=1)())
+        every = jax.vmap(run, axis_name=axis, axis_size=1)()
+        return jax.tree.map(lambda leaf: leaf[0], every)
 
     def run_first(self, params: PyTree, _x: PyTree, extra: Extra) -> PyTree:
         """(first parameters, shared), (), extra -> x."""
@@ -436,7 +437,7 @@ class Functions:
         before = cache = extra.get("state" if self.room else "carried", ())
         if self.room and cache:
             at = ctx.microbatch // self.slices
-            before = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, 0, False), cache)
+            before = jax.tree.map(lambda leaf: leaf[at], cache)
         ledger: Any = None
         if self.passes and ctx is not None:
             number = self._offset(ctx) if self.room else ctx.microbatch % self.slices
@@ -468,7 +469,8 @@ class Functions:
             starts = [ledger.number if size > length else zero for size, length in sizes]
             return lax.dynamic_update_slice(whole, own[None], [at, *starts])
 
-        return returned["x"], StageOutput(loss, jax.tree.map(put, cache, (carry, ledger.rows)))
+        kept = jax.tree.map(put, cache, (carry, ledger.rows))
+        return returned["x"], StageOutput(loss, kept)
 
     def _carry(
         self, function: Function, own: PyTree, x: PyTree, keywords: Extra, before: PyTree
@@ -486,7 +488,8 @@ class Functions:
             zero = jnp.zeros((), jax.tree.leaves(x)[0].dtype)
             asked = {**keywords, "ctx": ctx._replace(ledger=ledger), "carry": zero}
             try:
-                first = zeros_of(jax.eval_shape(lambda: function.run(own, x, keywords=asked)[-1]))
+                out = jax.eval_shape(lambda: function.run(own, x, keywords=asked))
+                first = zeros_of(out[-1])
             except Exception as error:
                 raise PipelineError(
                     f"`{function.name}` takes `carry`, but the shapes of the first one cannot be "
@@ -495,7 +498,7 @@ class Functions:
                 ) from error
         if not before:
             return first
-        return jax.tree.map(lambda a, b: jnp.where(ctx.offset == 0, a, b), first, before[0])
+        return jax.tree.map(partial(jnp.where, ctx.offset == 0), first, before[0])
 
     def run_last(self, params: PyTree, y: PyTree, extra: Extra) -> tuple[Any, PyTree]:
         """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""

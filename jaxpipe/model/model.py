@@ -353,26 +353,25 @@ class Plain:
         x = self._outer("first", (), 0, index)
 
         def stage(x: PyTree, row: PyTree, at: int = 0) -> tuple[PyTree, PyTree]:
-            number, own, (state, carried) = row
+            number, own, state, carried = row
             function = functions.stages[at]
             extra = self._extra(number, index, function.wants_arrays)
             extra |= {"carried": carried, "state": state}
             y, returned = functions.run_stage(at, (own, shared), x, extra)
             loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
-            left = returned.carried if functions.passes else ()
-            return y, (loss, (returned.state, left))
+            return y, (loss, returned.state, returned.carried if functions.passes else ())
 
         if self.stacked:
             numbers = jnp.arange(self.num_stages, dtype=jnp.int32)
-            x, (losses, after) = jax.lax.scan(stage, x, (numbers, self.params["stages"], passed))
-            return x, jnp.sum(losses), after
+            rows = numbers, self.params["stages"], *passed
+            x, (losses, *after) = jax.lax.scan(stage, x, rows)
+            return x, jnp.sum(losses), (*after,)
         results = []
-        for s, row in enumerate(zip(self.params["stages"], zip(*passed, strict=True), strict=True)):
+        for s, row in enumerate(zip(self.params["stages"], *passed, strict=True)):
             x, result = stage(x, (s, *row), s)
             results.append(result)
-        losses, after = zip(*results, strict=True)
-        states, carried = zip(*after, strict=True)
-        return x, sum(losses), ([*states], [*carried])
+        losses, *after = map(list, zip(*results, strict=True))
+        return x, sum(losses), (*after,)
 
     def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> Extra:
         return self.functions.extra(self.rows, self.rng, jnp.int32(stage), index, wants)
