@@ -321,13 +321,12 @@ class Sharding:
                 f"{where}: {spec} has {len(spec)} entries for a parameter of shape {shape} (leave "
                 "the stage axis out)"
             ]
-        for entry in spec:
-            if not all(isinstance(name, str) for name in names_of(entry)):
-                return [
-                    f"{where}: {spec} holds {entry!r}; an entry is a mesh axis, a tuple of them, "
-                    "or None"
-                ]
         faults, named = [], [name for entry in spec for name in names_of(entry)]
+        if odd := [name for name in named if not isinstance(name, str)]:
+            return [
+                f"{where}: {spec} holds {odd[0]!r}; an entry is a mesh axis, a tuple of them, or "
+                "None"
+            ]
         for name in dict.fromkeys(named):
             if name not in mesh:
                 why = f"an axis {name!r} that the mesh does not have; its axes are {mesh}"
@@ -347,12 +346,13 @@ class Sharding:
                 continue
             faults.append(f"{where}: {spec} names {why}")
         for dim, entry in enumerate(spec):
-            if len(names_of(entry)) > 1 and not set(names_of(entry)).isdisjoint(self.local):
+            names = names_of(entry)
+            if len(names) > 1 and not set(names).isdisjoint(self.local):
                 faults.append(
                     f"{where}: {spec} splits dim {dim} over {entry!r}, and functions are given "
                     "local parts along some of these; name one axis of local= by itself"
                 )
-            size = math.prod(mesh.get(name, 1) for name in names_of(entry))
+            size = math.prod(mesh.get(name, 1) for name in names)
             if shape[dim] % size:
                 faults.append(
                     f"{where}: dim {dim} of shape {shape} does not divide over {entry!r}, which "
