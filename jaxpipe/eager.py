@@ -130,10 +130,11 @@ class _Shard:
         """Runs one action and returns the values that it makes.
 
         B and I are alike: the gradient of the parameters, which comes with that of the input, is
-        the stash of I.  Where H follows, L leaves that gradient on every device, and H is one
-        device's part of it.
+        the stash of I.  Where L leaves the gradient of the parameters for later, it is the stash on
+        every device, and each one adds its part of it.
         """
-        held, microbatch, parts = step.held, step.microbatch, self.job.partition.cuts.parts
+        held, microbatch = step.held, step.microbatch
+        parts = self.job.partition.cuts.parts
         match step.kind:
             case Kind.F:
                 return self.forward(step)
@@ -142,18 +143,18 @@ class _Shard:
                 return {"residual_input": None, "residual_weight": vjp}
             case Kind.B | Kind.I:
                 return self.backward(step)
-            case Kind.W:
-                self._add(step.stage, held["stash"])
             case Kind.E:
                 return {"out": self._first(microbatch)[0]}
             case Kind.G:
                 self._add("first", *self._first(microbatch)[1](held["y"]))
             case Kind.L:
                 dy, grads = self._last(microbatch, held["y"])
-                if self.job.training and Place.SHARE not in step.makes:
+                if Place.LAST_GRADIENTS in step.makes:
                     self._add("last", grads)
                 return {"out": dy, "stash": [grads] * parts}
-            case Kind.H:
+            case _ if Place.STAGE_GRADIENTS in step.makes:
+                self._add(step.stage, held["stash"])
+            case _:  # its device's part of the gradient of `last`
                 self._add("last", held["stash"], 1 / parts)
         return {}
 
@@ -213,7 +214,8 @@ class _Shard:
         The vjp takes the gradients of x and of what passes to the next slice; None for zeros.
         """
         stage, params = step.stage, self._of(step.stage)
-        function, run = self.functions.stages[stage], partial(self.functions.run_stage, stage)
+        function = self.functions.stages[stage]
+        run = partial(self.functions.run_stage, stage)
         extra = self._extra(stage, step.microbatch, function.wants_arrays)
         if "state" in function.wants_arrays:
             extra["state"] = self.before[stage, step.microbatch]

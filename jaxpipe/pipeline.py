@@ -16,7 +16,6 @@ from .engine.costs import Costs
 from .errors import PipelineError, typed
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
-from .lowering.plan import Plan
 from .lowering.target import Target
 from .model.arguments import (
     check_costs,
@@ -35,7 +34,7 @@ from .model.settings import Memory, Sharding, automatic, has
 from .spmd.executor import SpmdExecutor, TracedStep
 from .spmd.xla import features_of, options_for
 from .stage.model_code import Clock, Executor, Job, ModelCode
-from .steps import Cache, Call, Compiled, StepRunner, hide_beyond, key_of
+from .steps import HELD, Cache, Call, Compiled, StepRunner, hide_beyond, key_of
 from .table.schedule import Schedule, check
 
 
@@ -106,7 +105,6 @@ class Pipeline:
         self.model, self.sharding, self.memory = model, sharding, memory
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
         self._target = Target.of(self.mesh, sharding.independent)
-        self._key = (key, self._target)
         features = features_of(self._target, self.mesh, memory.offload)
         refuse_faults(self._target.platform, features)
         check_costs(costs, schedule)
@@ -125,7 +123,8 @@ class Pipeline:
             self._target,
             SpmdExecutor() if executor is None else executor,
         )
-        self._compiled = Compiled.of(self._key, self._steps, self.compiler_options)
+        compiled = Compiled(self._steps, self.compiler_options)
+        self._compiled = HELD.setdefault((key, self._target), compiled)
 
     def __repr__(self) -> str:
         """The schedule, the mesh, and what the model has."""
@@ -422,10 +421,6 @@ class Pipeline:
         except TypeError:
             self._steps.check(*arguments)
             raise
-
-    @property
-    def _plan(self) -> Plan:
-        return self._steps.plan
 
     def _parts(self, results: dict[str, Any], *, with_state: bool) -> list[Any]:
         """The loss, then the metrics and the state where the model has these."""

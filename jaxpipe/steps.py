@@ -30,7 +30,7 @@ from .model.param_layout import Chunks, with_outer
 from .model.partition import Partition
 from .model.settings import Memory, on_mesh
 from .stage.model_code import Clock, Executor, Job, ModelCode, Observe
-from .table.kinds import Kind
+from .table.kinds import SPREAD_LAST
 from .table.schedule import Schedule
 from .transforms.rewrites import forward_only, without_kinds
 
@@ -267,7 +267,7 @@ class StepRunner:
         """The plan of forwards of a batch: as many microbatches of whole sequences, up to those of
         the schedule, as its rows divide into.  What the last stage returns needs no `last`.
         """
-        table = without_kinds(self.schedule, {Kind.L}) if call is Call.OUTPUTS else self.schedule
+        table = without_kinds(self.schedule, SPREAD_LAST) if call is Call.OUTPUTS else self.schedule
         batch = batch.batch if isinstance(batch, Positioned) else batch
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self.partition.data_size
         sequences = range(1, self.sequences + 1)
@@ -348,16 +348,9 @@ class Compiled:
         self.calls = {call: without_gradient(run, call) for call, run in runs.items()}
         self.calls[Call.LOSS] = differentiable_loss(value, runs[Call.STEP])
 
-    @classmethod
-    def of(cls, key: Any, steps: StepRunner, options: Mapping[str, Any]) -> Compiled:
-        """What this returned for earlier steps of an equal key, if somebody holds it."""
-        found = _HELD.get(key)
-        if found is None:
-            found = _HELD[key] = cls(steps, options)
-        return found
 
-
-_HELD: WeakValueDictionary[Any, Compiled] = WeakValueDictionary()
+# Those that somebody holds, by key: see `key_of`.
+HELD: WeakValueDictionary[Any, Compiled] = WeakValueDictionary()
 
 
 def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -453,13 +446,6 @@ def _plain(arguments: PyTree) -> PyTree:
 
 def _moving(arguments: PyTree) -> list[str]:
     """The paths of leaves that depend on the differentiated values, and can have a gradient."""
-    leaves = by_path(arguments, _is_primal)
-    return [path for path, leaf in leaves.items() if _moves(leaf)]
-
-
-def _moves(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, CustomVJPPrimal)
-        and leaf.perturbed
-        and bool(jnp.issubdtype(jnp.result_type(leaf.value), jnp.inexact))
-    )
+    leaves = by_path(arguments, _is_primal).items()
+    moving = {path: leaf.value for path, leaf in leaves if _is_primal(leaf) and leaf.perturbed}
+    return [path for path, v in moving.items() if jnp.issubdtype(jnp.result_type(v), jnp.inexact)]

@@ -260,7 +260,7 @@ def check_rules(
         parameter.path: f"{parameter.path!r} of shape {parameter.shape} is stored in {path!r} of "
         f"shape {leaf.shape}, with which the optimizer does something else"
         for (path, leaf), plan in leaves
-        for parameter in plan.parameters
+        for parameter, _ in plan.parameters
         if rules[0][path] != rules[1][parameter.path]
     }
     PipelineError.refuse(

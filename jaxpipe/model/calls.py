@@ -411,7 +411,7 @@ class Function:
             has_no_key = ctx is not None and ctx.rng is None
             if has_no_key and re.search(r"\b(key|PRNG)", str(error)):
                 raise PipelineError(
-                    f"`{self.name}` uses ctx.rng, but the step got no key; pass "
+                    f"`{self.name}` draws random numbers, but the step got no key; pass "
                     "rng=jax.random.key(...)"
                 ) from error
             shapes = "; ".join(described(tree) for tree in arguments)
