@@ -412,7 +412,7 @@ class Function:
             if has_no_key and re.search(r"\b(key|PRNG)", str(error)):
                 raise PipelineError(
                     f"`{self.name}` draws random numbers, but the step got no key; pass "
-                    "rng=jax.random.key(...)"
+                    "rng=jax.random.key(...), of which ctx.rng is made"
                 ) from error
             shapes = "; ".join(described(tree) for tree in arguments)
             error.add_note(
