@@ -89,6 +89,17 @@ def test_a_mesh_axis_name_instead_of_a_mesh():
         pipe_of(mesh="pipe")
 
 
+def test_arguments_of_another_kind_are_listed():
+    table = jp.schedules.build("1f1b", devices=1, microbatches=2)
+    with raises(
+        "layout must be a text or a jaxpipe.layouts.Layout or None, not 3",
+        "memory must be a jaxpipe.Memory, not 'full'",
+        "executor must be a",
+    ) as caught:
+        jp.Pipeline(jp.Model(stage), table, mesh_of(1), layout=3, memory="full", executor="eager")
+    assert len(caught.value.faults) == 3
+
+
 # The schedule
 
 
