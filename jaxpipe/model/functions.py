@@ -302,9 +302,11 @@ class Functions:
         if isinstance(batch, Positioned):
             batch, position = batch.batch, batch.position[microbatch // self.slices]
         if "microbatch" in wants:
-            extra["microbatch"] = jax.tree.map(
-                lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, keepdims=False), batch
-            )
+
+            def row(leaf: Any) -> Any:
+                return lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False)
+
+            extra["microbatch"] = jax.tree.map(row, batch)
         if "ctx" in wants:
             if rng is not None:
                 keys["rng"] = fold(fold(rng, stage), microbatch)
