@@ -195,6 +195,12 @@ _TEXTS = {
     NoneType: "None",
 }
 
+# How to make one, by the name of its class.
+_HOW = {
+    "Schedule": "; write jaxpipe.schedules.build('1f1b', devices=P, microbatches=M)",
+    "Mesh": '; write jax.make_mesh((P,), ("pipe",))',
+}
+
 
 def is_whole(value: object) -> TypeGuard[Any]:
     """True for Python's and numpy's whole numbers (True and False are none)."""
@@ -265,7 +271,11 @@ def _read_all(values: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) 
     hints = _hints(owner)
     read = {name: _read(value, hints.get(name, Any)) for name, value in values.items()}
     misfits = [name for name, value in read.items() if value is _MISFIT]
-    faults = [f"{n} must be {_type_text(hints[n])}, not {quoted(values[n])}" for n in misfits]
+    faults = [
+        f"{n} must be {_type_text(hints[n])}, not {quoted(values[n])}"
+        f"{_HOW.get(getattr(hints[n], '__name__', ''), '')}"
+        for n in misfits
+    ]
     name = owner.__qualname__.removesuffix(".__init__").split(".")[-1]
     error.refuse(f"{name} cannot take this", faults)
     return read

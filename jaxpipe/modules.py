@@ -112,7 +112,7 @@ def freeze_lowest(
         ('aattttL', (4,), (6,))
     """
     if model.layers is None:
-        raise PipelineError("freeze_lowest: give the model by letters, Model({...}, layers=)")
+        raise PipelineError("freeze_lowest: give the model by letters, with layers=")
     begin = model.layers[:1].count("E")
     own = model.layers[begin:].removesuffix("L")
     lowest, others = own[:count], own[count:]
@@ -121,7 +121,8 @@ def freeze_lowest(
     counts = Counter(lowest)
     letters = {*model.layers, "E", "L"}
     unused = [letter for letter in string.ascii_letters if letter not in letters]
-    renamed = dict(zip(counts, unused, strict=False))  # by the letter that the layers have now
+    # by the letter that the layers have now
+    renamed = dict(zip(counts, unused, strict=False))
     new_letters = "".join(renamed[letter] for letter in lowest)
     layers = model.layers[:begin] + new_letters + model.layers[begin + count :]
 

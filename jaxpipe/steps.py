@@ -211,8 +211,9 @@ class StepRunner:
         def carried(params: Params, batch: PyTree) -> PyTree:
             rows = functions.split(batch, self.schedule.num_microbatches)
             ready = functions.over(own.axis, own.cuts, params).for_batch(rows)
-            params["stages"] = [own.layout.of_stage(stage, params["stages"]) for stage in stages]
-            _, zeros = Plain(ready, params, rows, None, stacked=False).begin([()] * len(stages))
+            params["stages"] = [own.layout.of_stage(s, params["stages"]) for s in stages]
+            plain = Plain(ready, params, rows, None, stacked=False)
+            _, zeros = plain.begin([()] * len(stages))
             return jax.tree.map(lambda a: jnp.broadcast_to(a, (self.sequences, *a.shape)), zeros)
 
         return jax.eval_shape(on_mesh(own.mesh, carried), with_outer(params), batch)
@@ -236,7 +237,8 @@ class StepRunner:
                 has = f"the cache has {cache.sequences} sequences"
                 faults += [f"{has}, but the schedule has {sequences}"]
             if not isinstance(position, jax.core.Tracer):
-                more, least = positions(batch, self.functions.time), int(np.min(position))
+                more = positions(batch, self.functions.time)
+                least = int(np.min(position))
                 end = int(np.max(position)) + more
                 if least < 0 or end > cache.length:
                     faults.append(

@@ -100,7 +100,8 @@ def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -
     They are placed by `costs` where these say how long a share takes.
     """
     for name, kind, put in (("last", "L", spread_last), ("first", "E", spread_first)):
-        there, spreads = getattr(schedule.encoded, f"spreads_{name}"), functions.spreads(name)
+        there = getattr(schedule.encoded, f"spreads_{name}")
+        spreads = functions.spreads(name)
         if there and not spreads:
             raise PipelineError(
                 f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, "
@@ -201,14 +202,13 @@ def _check_copies(stages: tuple[Function, ...], layout: ParamLayout) -> None:
 
 def param_faults(params: Any, layout: ParamLayout, devices: int) -> list[str]:
     """Faults of parameters that must be placed there."""
-    keys = {"stages", *OUTER}
-    if not isinstance(params, Mapping) or "stages" not in params or not set(params) <= keys:
-        faults = [f"parameters must be what `place` returned, a dict with keys of {sorted(keys)}"]
-    else:
-        faults = owner_faults(params["stages"], layout, "parameters", "place") or axis_faults(
-            params["stages"], "stages", devices, f"the {devices} devices (see `place`)"
-        )
-    return [*faults, *array_faults(params, "params")]
+    keys, odd = {"stages", *OUTER}, array_faults(params, "params")
+    if not isinstance(params, Mapping) or "stages" not in params or {*params} - keys:
+        what = "parameters must be what `place` returned, a dict with keys of"
+        return [f"{what} {sorted(keys)}", *odd]
+    stages, axis = params["stages"], f"the {devices} devices (see `place`)"
+    faults = owner_faults(stages, layout, "parameters", "place")
+    return [*(faults or axis_faults(stages, "stages", devices, axis)), *odd]
 
 
 def key_faults(rng: Any) -> list[str]:
@@ -408,9 +408,8 @@ def _text(eqn: core.JaxprEqn) -> str:
     if eqn.primitive.name == "broadcast_in_dim":
         return ""
     literals = [str(atom.val) for atom in eqn.invars if isinstance(atom, core.Literal)]
-    shapes = [
-        shape for atom in (*eqn.invars, *eqn.outvars) if (shape := getattr(atom.aval, "shape", ()))
-    ]
+    shapes = [getattr(atom.aval, "shape", ()) for atom in (*eqn.invars, *eqn.outvars)]
+    shapes = [shape for shape in shapes if shape]
     params = [(key, str(value)) for key, value in sorted(eqn.params.items()) if key not in _LAYOUT]
     by_number = len(set(shapes)) < 2 and not any("ax" in key or "dim" in key for key, _ in params)
     return f"{eqn.primitive.name} {literals} {params} {'' if by_number else shapes}"

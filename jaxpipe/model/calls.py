@@ -114,7 +114,8 @@ def pad_like(like: Any, leaf: Any) -> Any:
     """A leaf with the zeros that `like` has at its end."""
     if not is_padded(like) or not jax.tree.leaves(like):
         return like if is_padded(like) else leaf
-    widths = [(0, new - old) for new, old in zip(jnp.shape(like.array), leaf.shape, strict=True)]
+    sizes = zip(jnp.shape(like.array), leaf.shape, strict=True)
+    widths = [(0, new - old) for new, old in sizes]
     return replace(like, array=jnp.pad(leaf, widths))
 
 
@@ -167,7 +168,8 @@ class Cuts:
         for key in self.dims:
             for path, leaf in jax.tree_util.tree_leaves_with_path(params.get(key, {})):
                 dim, shape = self.dim(key, path), jnp.shape(leaf)
-                if dim is not None and (type(dim) is not int or not 0 <= dim < len(shape)):
+                is_dim = type(dim) is int and 0 <= dim < len(shape)
+                if dim is not None and not is_dim:
                     where = f"{key}{jax.tree_util.keystr(path)}"
                     found.append(
                         f"{where} of shape {shape} has no dim {dim!r} to cut over {self.parts} "
@@ -187,7 +189,7 @@ class Cuts:
             return Padded(jnp.pad(leaf, widths), dim, leaf.shape[dim])
 
         return {
-            key: jax.tree_util.tree_map_with_path(lambda p, a, k=key: padded(k, p, a), tree)
+            key: jax.tree_util.tree_map_with_path(partial(padded, key), tree)
             for key, tree in params.items()
         }
 
@@ -326,7 +328,8 @@ class Context(NamedTuple):
             raise PipelineError(
                 "ctx.position_keys needs the step's key; pass rng=jax.random.key(...)"
             )
-        key = jax.random.fold_in(common, self.stage if self.layer is None else self.layer)
+        number = self.stage if self.layer is None else self.layer
+        key = jax.random.fold_in(common, number)
         places = self.offset + jnp.arange(count, dtype=jnp.int32)
         return jax.vmap(lambda at: jax.random.fold_in(key, at))(places)
 
@@ -372,13 +375,11 @@ class Function:
             signature = inspect.signature(call)
         except (TypeError, ValueError):
             return cls(call, name, frozenset())
-        parameters = list(signature.parameters.values())
-        # A parameter after those that are passed by position may be given by its name, whether it
-        # has a default or not.
-        named = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-        named += [p for p in parameters[len(takes) :] if p.kind is p.POSITIONAL_OR_KEYWORD]
-        wants = frozenset({p.name for p in named} & set(offered))
         try:
+            # A parameter after those that are passed by position may be given by its name, whether
+            # it has a default or not.
+            placed = signature.bind_partial(*takes).arguments
+            wants = frozenset(offered) & (signature.parameters.keys() - placed.keys())
             signature.bind(*takes, **dict.fromkeys(wants))
         except TypeError as error:
             raise PipelineError(
@@ -407,10 +408,11 @@ class Function:
             raise
         except Exception as error:
             ctx = keywords["ctx"] if "ctx" in self.wants else None
-            if ctx is not None and ctx.rng is None and re.search(r"\b(key|PRNG)", str(error)):
+            has_no_key = ctx is not None and ctx.rng is None
+            if has_no_key and re.search(r"\b(key|PRNG)", str(error)):
                 raise PipelineError(
                     f"`{self.name}` draws random numbers, but the step got no key; pass "
-                    "rng=jax.random.key(...)"
+                    "rng=jax.random.key(...), of which ctx.rng is made"
                 ) from error
             shapes = "; ".join(described(tree) for tree in arguments)
             error.add_note(
@@ -437,7 +439,8 @@ class Function:
         number is one.
         """
         found = jnp.asarray(loss) if jax.tree_util.all_leaves([loss]) else jnp.zeros(0)
-        number = jnp.issubdtype(found.dtype, jnp.integer) and jax.typeof(found).weak_type
+        whole = jnp.issubdtype(found.dtype, jnp.integer)
+        number = whole and jax.typeof(found).weak_type
         if found.shape or not (number or jnp.issubdtype(found.dtype, jnp.floating)):
             raise PipelineError(
                 f"`{self.name}` must return a floating scalar as its loss; it returns "

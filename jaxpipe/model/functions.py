@@ -114,16 +114,20 @@ def time_faults(
             'have a time axis (axis 1): jaxpipe.Model(..., time=("tokens", "targets"))'
         ]
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    absent = [name for name in time if not any(has_time(path, (name,)) for path, _ in leaves)]
     timed = [(jax.tree_util.keystr(p), leaf) for p, leaf in leaves if has_time(p, time)]
     shapes = {f"batch{name}": np.shape(leaf) for name, leaf in timed}
-    faults = [f"the batch has no {name!r}, which time= of the model names" for name in absent]
+    faults = [
+        f"the batch has no {name!r}, which time= of the model names"
+        for name in time
+        if not any(has_time(path, (name,)) for path, _ in leaves)
+    ]
     faults += [
         f"{name} has shape {list(shape)}; a leaf in time= needs axis 1, of time"
         for name, shape in shapes.items()
         if len(shape) < 2
     ]
-    return faults + _cut_faults(shapes, 1, slices, "positions of time", f"{slices} equal slices")
+    into = f"{slices} equal slices"
+    return faults + _cut_faults(shapes, 1, slices, "positions of time", into)
 
 
 def _cut_faults(
@@ -144,7 +148,7 @@ def _cut_faults(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _in_place(buffer: Any, rows: Any, offset: Any, size: int, axis: int) -> tuple[Any, Any]:
+def _in_place(buffer: Any, rows: Any, offset: Any, size: int, axis: int) -> Any:
     """Return a buffer that has the rows already: once to read, once to leave for later slices.
 
     The gradient of the rows is their part of the buffer's gradient.  Every slice that read the rows
@@ -153,13 +157,11 @@ def _in_place(buffer: Any, rows: Any, offset: Any, size: int, axis: int) -> tupl
     return buffer, buffer
 
 
-def _forwards(
-    buffer: Any, rows: Any, offset: Any, size: int, axis: int
-) -> tuple[tuple[Any, Any], Any]:
+def _forwards(buffer: Any, rows: Any, offset: Any, size: int, axis: int) -> Any:
     return (buffer, buffer), offset
 
 
-def _backwards(size: int, axis: int, offset: Any, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+def _backwards(size: int, axis: int, offset: Any, cotangents: Any) -> Any:
     total = cotangents[1] + cotangents[0]
     return total, lax.dynamic_slice_in_dim(total, offset, size, axis), None
 
@@ -300,9 +302,11 @@ class Functions:
         if isinstance(batch, Positioned):
             batch, position = batch.batch, batch.position[microbatch // self.slices]
         if "microbatch" in wants:
-            extra["microbatch"] = jax.tree.map(
-                lambda leaf: lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False), batch
-            )
+
+            def row(leaf: Any) -> Any:
+                return lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False)
+
+            extra["microbatch"] = jax.tree.map(row, batch)
         if "ctx" in wants:
             if rng is not None:
                 keys["rng"] = fold(fold(rng, stage), microbatch)
@@ -337,17 +341,18 @@ class Functions:
             if leaf.ndim < 3 or leaf.shape[2] != self.length:
                 return cut[:, -1]
             whole = jnp.moveaxis(cut, 1, 2)
-            return whole.reshape(*whole.shape[:2], self.slices * self.length, *leaf.shape[3:])
+            return whole.reshape(*whole.shape[:2], -1, *leaf.shape[3:])
 
         return outputs if self.slices == 1 else jax.tree.map(join, outputs)
 
     def _keywords(self, function: Function, extra: Extra, ledger: Any = None) -> Extra:
         """The keywords that a function may take; its context has the position of its slice."""
-        keywords = {"microbatch": None, "state": None, "training": self.training, **extra}
-        ctx = extra.get("ctx")
-        if ctx is not None:
-            ctx = ctx._replace(offset=self._offset(ctx), ledger=ledger, **function.context)
-        return {**keywords, "ctx": ctx}
+        keywords = {"microbatch": None, "state": None, "ctx": None, **extra}
+        keywords["training"] = self.training
+        if (ctx := keywords["ctx"]) is not None:
+            own = {"offset": self._offset(ctx), "ledger": ledger, **function.context}
+            keywords["ctx"] = ctx._replace(**own)
+        return keywords
 
     def _offset(self, ctx: Context) -> Any:
         before = 0 if ctx.offset is None else ctx.offset
@@ -406,7 +411,8 @@ class Functions:
         if not self.spreads(key):
             return run()
         axis = getattr(self, key).context["axis"]
-        return jax.tree.map(lambda leaf: leaf[0], jax.vmap(run, axis_name=axis, axis_size=1)())
+        every = jax.vmap(run, axis_name=axis, axis_size=1)()
+        return jax.tree.map(lambda leaf: leaf[0], every)
 
     def run_first(self, params: PyTree, _x: PyTree, extra: Extra) -> PyTree:
         """(first parameters, shared), (), extra -> x."""
@@ -436,14 +442,18 @@ class Functions:
         before = cache = extra.get("state" if self.room else "carried", ())
         if self.room and cache:
             at = ctx.microbatch // self.slices
-            before = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, 0, False), cache)
+            before = jax.tree.map(lambda leaf: leaf[at], cache)
         ledger: Any = None
         if self.passes and ctx is not None:
             number = self._offset(ctx) if self.room else ctx.microbatch % self.slices
             ledger = Ledger(self, number, before[1] if before else None)
         keywords = self._keywords(function, extra | {"shared": shared}, ledger)
         if "carry" in function.wants:
-            keywords["carry"] = self._carry(function, own, x, keywords, before)
+            carry = self._first_carry(function, own, x, keywords)
+            if before:
+                is_first = keywords["ctx"].offset == 0
+                carry = jax.tree.map(partial(jnp.where, is_first), carry, before[0])
+            keywords["carry"] = carry
         out = function.run(own, x, keywords=keywords)
         passes = [name for name in ("state", "carry") if name in function.wants]
         why = {"loss": "stage_loss=True"} if self.stage_loss else {}
@@ -451,7 +461,7 @@ class Functions:
         returned = function.results({"x": "", **why}, out)
         loss: Any = returned.get("loss", ())
         if self.stage_loss:
-            loss = jnp.zeros((), jnp.float32) if loss is None else function.loss_of(loss)
+            loss = jnp.float32(0) if loss is None else function.loss_of(loss)
         for name in passes:
             returned[name] = _same_form(function, name, keywords[name], returned[name])
         state, carry = returned.get("state", ()), returned.get("carry", ())
@@ -465,37 +475,31 @@ class Functions:
         def put(whole: Any, own: Any) -> Any:
             """The sequence's carry, or its rows at their position, in the cache."""
             zero, sizes = jnp.int32(0), zip(whole.shape[1:], own.shape, strict=True)
-            starts = [ledger.number if size > length else zero for size, length in sizes]
+            starts = [ledger.number if room > length else zero for room, length in sizes]
             return lax.dynamic_update_slice(whole, own[None], [at, *starts])
 
-        return returned["x"], StageOutput(loss, jax.tree.map(put, cache, (carry, ledger.rows)))
+        kept = jax.tree.map(put, cache, (carry, ledger.rows))
+        return returned["x"], StageOutput(loss, kept)
 
-    def _carry(
-        self, function: Function, own: PyTree, x: PyTree, keywords: Extra, before: PyTree
-    ) -> PyTree:
-        """The carry of a slice: that of the slice before, or the first one of a sequence.
-
-        The first one is what the model says, or zeros of the shapes that the stage returns for a
-        carry that is the number 0.
+    def _first_carry(self, function: Function, own: PyTree, x: PyTree, keywords: Extra) -> PyTree:
+        """The carry of the first slice of a sequence: what the model says, or zeros of the shapes
+        that the stage returns for a carry that is the number 0.
         """
-        ctx = keywords["ctx"]
         if self.carry is not None:
-            first = jax.tree.map(jnp.asarray, self.carry(own, x))
-        else:
-            ledger = None if ctx.ledger is None else ctx.ledger.again()
-            zero = jnp.zeros((), jax.tree.leaves(x)[0].dtype)
-            asked = {**keywords, "ctx": ctx._replace(ledger=ledger), "carry": zero}
-            try:
-                first = zeros_of(jax.eval_shape(lambda: function.run(own, x, keywords=asked)[-1]))
-            except Exception as error:
-                raise PipelineError(
-                    f"`{function.name}` takes `carry`, but the shapes of the first one cannot be "
-                    "inferred from the number 0; give jaxpipe.Model(..., "
-                    "carry=function(stage_params, x) -> the first carry)"
-                ) from error
-        if not before:
-            return first
-        return jax.tree.map(lambda a, b: jnp.where(ctx.offset == 0, a, b), first, before[0])
+            return jax.tree.map(jnp.asarray, self.carry(own, x))
+        ctx = keywords["ctx"]
+        ledger = None if ctx.ledger is None else ctx.ledger.again()
+        zero = jnp.zeros((), jax.tree.leaves(x)[0].dtype)
+        asked = {**keywords, "ctx": ctx._replace(ledger=ledger), "carry": zero}
+        try:
+            out = jax.eval_shape(lambda: function.run(own, x, keywords=asked))
+            return zeros_of(out[-1])
+        except Exception as error:
+            raise PipelineError(
+                f"`{function.name}` takes `carry`, but the shapes of the first one cannot be "
+                "inferred from the number 0; give jaxpipe.Model(..., "
+                "carry=function(stage_params, x) -> the first carry)"
+            ) from error
 
     def run_last(self, params: PyTree, y: PyTree, extra: Extra) -> tuple[Any, PyTree]:
         """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""
@@ -507,11 +511,10 @@ class Functions:
             )
         keywords = self._keywords(self.last, extra | {"shared": shared})
         out = self.last.run(own, y, extra["microbatch"], keywords=keywords)
-        metrics: PyTree = ()
-        count: PyTree = ()
+        aux: dict[str, PyTree] = {"count": (), "metrics": ()}
         if self.has_metrics:
             both = {"loss": "", "metrics": "has_metrics=True"}
-            out, metrics = self.last.results(both, out).values()
+            out, aux["metrics"] = self.last.results(both, out).values()
         if self.loss is Loss.SUM_OVER_COUNT:
             both = {"sum": "", "count": "loss=Loss.SUM_OVER_COUNT"}
             out, count = self.last.results(both, out).values()
@@ -521,12 +524,12 @@ class Functions:
                     "`last` must return (sum, count) with a scalar count; the count is "
                     f"{count.dtype}{list(count.shape)}: take its sum"
                 )
-            count = summable(count)
+            aux["count"] = summable(count)
         advice = (
             "; take its mean, for instance, or write Model(..., has_metrics=True) for (loss, "
             "metrics), loss=Loss.SUM_OVER_COUNT for (sum, count)"
         )
-        return self.last.loss_of(out, advice), {"count": count, "metrics": metrics}
+        return self.last.loss_of(out, advice), aux
 
 
 def _same_form(function: Function, name: str, before: PyTree, after: PyTree) -> PyTree:

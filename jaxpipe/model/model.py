@@ -150,7 +150,8 @@ class Model:
 
     def changed(self, **fields: Any) -> Model:
         """The same model with other fields, checked like a new model; PipelineError as for one."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__} | fields
+        names = self.__dataclass_fields__
+        values = {name: getattr(self, name) for name in names} | fields
         if self.layers is not None:
             del values["first"], values["last"]  # letters of `stages`
         return Model(values.pop("stages"), loss=values.pop("contract"), **values)
@@ -181,9 +182,10 @@ class Model:
         """The dims along which parameters of spread functions are cut; those under "shared" only
         where every function that takes them is spread.
         """
-        ends = dict(zip(("first", "last"), self.outer, strict=True))
-        dims = {key: f.spread.dims for key, f in ends.items() if f is not None and f.spread}
-        takers = [f for f in (*stages, *self.outer) if f is not None and "shared" in f.wants]
+        both = zip(("first", "last"), self.outer, strict=True)
+        ends = {key: function for key, function in both if function is not None}
+        dims = {key: f.spread.dims for key, f in ends.items() if f.spread}
+        takers = [f for f in (*stages, *ends.values()) if "shared" in f.wants]
         shared = [f.spread.shared for f in takers if f.spread]
         if not takers or len(shared) < len(takers):
             return dims
@@ -232,7 +234,7 @@ class Model:
             unroll=microbatches == 1,  # XLA leaves a loop of one trip in the program
         )
         loss, *_ = functions.total(losses, aux["count"])
-        metrics = jax.tree.map(lambda leaf: jnp.mean(summable(leaf), axis=0), aux["metrics"])
+        metrics = jax.tree.map(lambda a: jnp.mean(summable(a), axis=0), aux["metrics"])
         aux = [metrics] if self.has_metrics else []
         return with_aux(loss, [*aux, passed[0]] if functions.has_state else aux)
 
@@ -266,8 +268,8 @@ def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> 
     """The letters of all layers in model order; PipelineError lists what does not fit the
     functions.
     """
-    both = [name for name, call in (("first", first), ("last", last)) if call is not None]
-    if both:
+    ends = {"first": first, "last": last}
+    if both := [name for name, call in ends.items() if call is not None]:
         raise PipelineError(
             f"the model is given by letters, so leave {', '.join(both)} out; letters {EMBEDDING} "
             f"and {LOSS} are first and last"
@@ -302,7 +304,8 @@ def _outer(call: Any, name: str, takes: tuple[str, ...]) -> Function | None:
     spread = call if isinstance(call, Spread) else None
     if getattr(call, "spreads", False):
         spread = Spread(call, call.dim, call.dim)
-    function = Function.of(spread.call if spread else call, name, OUTER_KEYWORDS, takes=takes)
+    own = spread.call if spread else call
+    function = Function.of(own, name, OUTER_KEYWORDS, takes=takes)
     return replace(function, spread=spread)
 
 
@@ -353,26 +356,26 @@ class Plain:
         x = self._outer("first", (), 0, index)
 
         def stage(x: PyTree, row: PyTree, at: int = 0) -> tuple[PyTree, PyTree]:
-            number, own, (state, carried) = row
+            number, own, state, carried = row
             function = functions.stages[at]
             extra = self._extra(number, index, function.wants_arrays)
             extra |= {"carried": carried, "state": state}
             y, returned = functions.run_stage(at, (own, shared), x, extra)
             loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
             left = returned.carried if functions.passes else ()
-            return y, (loss, (returned.state, left))
+            return y, (loss, returned.state, left)
 
         if self.stacked:
             numbers = jnp.arange(self.num_stages, dtype=jnp.int32)
-            x, (losses, after) = jax.lax.scan(stage, x, (numbers, self.params["stages"], passed))
-            return x, jnp.sum(losses), after
+            rows = numbers, self.params["stages"], *passed
+            x, (losses, *after) = jax.lax.scan(stage, x, rows)
+            return x, jnp.sum(losses), (*after,)
         results = []
-        for s, row in enumerate(zip(self.params["stages"], zip(*passed, strict=True), strict=True)):
+        for s, row in enumerate(zip(self.params["stages"], *passed, strict=True)):
             x, result = stage(x, (s, *row), s)
             results.append(result)
-        losses, after = zip(*results, strict=True)
-        states, carried = zip(*after, strict=True)
-        return x, sum(losses), ([*states], [*carried])
+        losses, *after = map(list, zip(*results, strict=True))
+        return x, sum(losses), (*after,)
 
     def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> Extra:
         return self.functions.extra(self.rows, self.rng, jnp.int32(stage), index, wants)

@@ -56,7 +56,8 @@ def automatic(mesh: Mesh) -> Mesh:
     `jax.make_mesh` makes explicit ones.  Eager JAX cannot add, index or ravel their arrays together
     with arrays of other shardings.
     """
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callable[..., T]:
@@ -116,7 +117,8 @@ def outside_contexts(function: Callable[P, T]) -> Callable[P, T]:
         pipe: Any = arguments[0]
         own = partial(on_own_mesh, pipe.mesh)
         with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
-            return function(*jax.tree.map(own, arguments), **jax.tree.map(own, keywords))
+            moved, named = jax.tree.map(own, (arguments, keywords))
+            return function(*moved, **named)
 
     return call
 
@@ -138,9 +140,8 @@ def with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 def jit_on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callable[..., T]:
     """`on_mesh`, compiled; results are at the shardings `to`, or anywhere where it is None."""
-    if to is None or explicit_context(mesh):
-        return jax.jit(on_mesh(mesh, function, to))
-    return jax.jit(on_mesh(mesh, function), out_shardings=to)
+    shardings = None if explicit_context(mesh) else to
+    return jax.jit(on_mesh(mesh, function, to), out_shardings=shardings)
 
 
 def _automatic(leaf: Any) -> Any:
@@ -253,7 +254,8 @@ class Sharding:
     def __post_init__(self) -> None:
         for name in ("data", "replicated", "local"):
             value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            axes = (value,) if isinstance(value, str) else tuple(value)
+            object.__setattr__(self, name, axes)
 
     @property
     def independent(self) -> tuple[str, ...]:
@@ -319,13 +321,12 @@ class Sharding:
                 f"{where}: {spec} has {len(spec)} entries for a parameter of shape {shape} (leave "
                 "the stage axis out)"
             ]
-        for entry in spec:
-            if not all(isinstance(name, str) for name in names_of(entry)):
-                return [
-                    f"{where}: {spec} holds {entry!r}; an entry is a mesh axis, a tuple of them, "
-                    "or None"
-                ]
         faults, named = [], [name for entry in spec for name in names_of(entry)]
+        if odd := [name for name in named if not isinstance(name, str)]:
+            return [
+                f"{where}: {spec} holds {odd[0]!r}; an entry is a mesh axis, a tuple of them, or "
+                "None"
+            ]
         for name in dict.fromkeys(named):
             if name not in mesh:
                 why = f"an axis {name!r} that the mesh does not have; its axes are {mesh}"
@@ -345,12 +346,13 @@ class Sharding:
                 continue
             faults.append(f"{where}: {spec} names {why}")
         for dim, entry in enumerate(spec):
-            if len(names_of(entry)) > 1 and not set(names_of(entry)).isdisjoint(self.local):
+            names = names_of(entry)
+            if len(names) > 1 and not set(names).isdisjoint(self.local):
                 faults.append(
                     f"{where}: {spec} splits dim {dim} over {entry!r}, and functions are given "
                     "local parts along some of these; name one axis of local= by itself"
                 )
-            size = math.prod(mesh.get(name, 1) for name in names_of(entry))
+            size = math.prod(mesh.get(name, 1) for name in names)
             if shape[dim] % size:
                 faults.append(
                     f"{where}: dim {dim} of shape {shape} does not divide over {entry!r}, which "

@@ -60,7 +60,9 @@ def raises(*parts):
 
 
 def test_wrong_mesh_axis():
-    with raises("the mesh has no axis 'pipes'", "{'pipe': 2}", "write Sharding(pipe=) one of them"):
+    with raises(
+        "the mesh has no pipe axis 'pipes'", "{'pipe': 2}", "write Sharding(pipe=) one of them"
+    ):
         pipe_of(axis="pipes")
 
 
@@ -85,6 +87,17 @@ def test_every_fault_of_the_mesh_is_listed():
 def test_a_mesh_axis_name_instead_of_a_mesh():
     with raises("mesh", "jax.make_mesh"):
         pipe_of(mesh="pipe")
+
+
+def test_arguments_of_another_kind_are_listed():
+    table = jp.schedules.build("1f1b", devices=1, microbatches=2)
+    with raises(
+        "layout must be a text or a jaxpipe.layouts.Layout or None, not 3",
+        "memory must be a jaxpipe.Memory, not 'full'",
+        "executor must be a",
+    ) as caught:
+        jp.Pipeline(jp.Model(stage), table, mesh_of(1), layout=3, memory="full", executor="eager")
+    assert len(caught.value.faults) == 3
 
 
 # The schedule
