@@ -45,21 +45,14 @@ class LeafPlan:
     # the parameters that are in the leaf, and how, where it is a buffer
     parameters: tuple[tuple[Parameter, InBuffer | None], ...] = ()
 
-    def spec(self, axis: str) -> PartitionSpec:
+    def spec(self, axis: str, *, manual: bool = False) -> PartitionSpec:
         """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the
-        second step would be compiled again.
+        second step would be compiled again.  `manual`: the part of it that `shard_map` is given.
         """
-        return trimmed(*self._spec(axis, self.auto))
-
-    def manual(self, axis: str) -> PartitionSpec:
-        """The part of it that `shard_map` is given."""
-        return self._spec(axis, (None,) * len(self.auto))
-
-    def _spec(self, axis: str, auto: Sequence[Any]) -> PartitionSpec:
-        entries = list(auto)
+        entries = [None] * len(self.auto) if manual else list(self.auto)
         for name, dim in (*self.gathers, *self.held):
             entries[dim] = name
-        return PartitionSpec(*([axis] if self.stage else []), *entries)
+        return trimmed(*([axis] if self.stage else []), *entries)
 
     def local(self, axes: Sequence[str]) -> PartitionSpec:
         """How the whole parameter is split over those of the axes along which functions work on

@@ -147,17 +147,12 @@ def shardings(
     mesh = partition.mesh
 
     def of(leaf: Any, rule: Follow) -> NamedSharding:
-        if not rule.follows:
-            return NamedSharding(mesh, PartitionSpec())
-        spec = rule.spec
-        if rule.stage:
-            spec = (partition.axis, *spec)
-        spec = (*(None,) * rule.lead, *spec)
-        sizes = (math.prod(mesh.shape[name] for name in names_of(entry)) for entry in spec)
-        own = zip(spec, sizes, leaf.shape, strict=False)
-        return NamedSharding(
-            mesh, trimmed(*(None if length % size else entry for entry, size, length in own))
+        spec = (*[None] * rule.lead, *[partition.axis] * rule.stage, *rule.spec)
+        entries = (
+            None if length % math.prod(mesh.shape[name] for name in names_of(entry)) else entry
+            for entry, length in zip(spec if rule.follows else (), leaf.shape, strict=False)
         )
+        return NamedSharding(mesh, trimmed(*entries))
 
     return dict(jax.tree.map(of, like, follows))
 
