@@ -20,7 +20,7 @@ with the fewest bytes between the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -186,15 +186,9 @@ def inexact(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def cut_weights(
-    backward: core.Jaxpr,
-    *,
-    params: int,
-    priced: Sequence[int],
-    fits: Callable[[Cut], bool] | None = None,
-) -> Cut | None:
-    """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W; None
-    where no cut `fits`.
+def cut_weights(backward: core.Jaxpr, *, params: int, priced: Sequence[int]) -> list[Cut]:
+    """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W; the
+    cut with the fewest bytes in memory between them comes first.
 
     Every matmul that the input's gradient needs is in I.  Every other matmul is in W.  Light
     equations may be in either.  For example, the gradient of a norm's scale is a sum over values
@@ -210,12 +204,11 @@ def cut_weights(
     ]
 
     def weight(halves: Cut) -> int:
-        """Bytes in memory between I and W."""
         return halves.weight + sum(
             cut_weight(backward.invars[i], None) for i in priced if halves.second_reads[i]
         )
 
-    return min(filter(fits, found), key=weight, default=None)
+    return sorted(found, key=weight)
 
 
 def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Jaxpr, core.Jaxpr]:
@@ -273,8 +266,8 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
     inputs = code.spans(INPUTS, len(known))
     cotangents = code.spans(COTANGENTS, dys.start)
     priced = [*range(len(known), inputs[Place.BUFFER].stop), *residuals, *dys]
-    gradients = cut_weights(backward, params=len(code.avals[Place.STAGE_GRADIENTS]), priced=priced)
-    assert gradients is not None, "any cut fits"
+    count = len(code.avals[Place.STAGE_GRADIENTS])
+    gradients, *_ = cut_weights(backward, params=count, priced=priced)
 
     # Residuals that only I needs come before those that W needs.
     late = [i for i in residuals if gradients.second_reads[i]]
@@ -338,13 +331,13 @@ def cut_last(last: StageCode, axis: str) -> StageCode:
     own = last.spans(places)[Place.STAGE_GRADIENTS]
     y = range(len(last.known), len(last.known) + len(last.avals[Place.X]))
     outs = whole.outvars
-    halves = cut_weights(
+    found = cut_weights(
         whole.replace(outvars=[*outs[own], *outs[: own.start], *outs[own.stop :]]),
         params=len(last.avals[Place.STAGE_GRADIENTS]),
         priced=y,
-        fits=lambda halves: all(axis not in axes for _, axes in collectives(halves.second)),
     )
-    if halves is None:
+    alone = (c for c in found if all(axis not in axes for _, axes in collectives(c.second)))
+    if (halves := next(alone, None)) is None:
         raise PipelineError(
             "the gradient of a parameter of `last` needs communication over the pipe axis "
             f"{axis!r}, so an H cannot make it while other "
