@@ -414,8 +414,7 @@ class Partition:
         wanted += [] if fsdp is None or fsdp in dict(held) else [fsdp]
         for name in wanted:
             size = self.mesh.shape[name]
-            free = [d for d in range(len(shape)) if d not in {cut, *used}]
-            fits = [d for d in free if shape[d] % size == 0 and shape[d] > 0]
+            fits = [d for d, n in enumerate(shape) if d not in {cut, *used} and n and n % size == 0]
             if fits and size > 1:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))
                 used.add(gathers[-1][1])
