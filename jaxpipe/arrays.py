@@ -86,6 +86,11 @@ def wider(*dtypes: Any) -> Any:
         return jnp.result_type(*large)
 
 
+def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
+    """At least `wanted` (float32 by default); a wider parameter keeps its own dtype."""
+    return dtype if wanted is None else wider(dtype, wanted)
+
+
 def summable(leaf: Any) -> Any:
     """The leaf in a dtype in which those of all microbatches and data shards can be added.
 

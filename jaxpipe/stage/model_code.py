@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -104,12 +104,9 @@ class Job:
         spread = spread or dict.fromkeys(names, PartitionSpec())
         return spread | {"state": PartitionSpec(self.axis)}
 
-    def for_run(self, params: Params, batch: PyTree, parts: int | None = None) -> Job:
-        """The job whose functions know the batch, cut into microbatches; and for spread functions
-        the axis and the whole sizes of cut parameters.
-        """
-        functions = self.functions.over(self.axis, self.partition.cuts, params, parts=parts)
-        return replace(self, functions=functions.for_batch(batch))
+    def for_batch(self, batch: PyTree) -> Job:
+        """The job whose functions know the batch, cut into microbatches."""
+        return replace(self, functions=self.functions.for_batch(batch))
 
     @property
     def num_microbatches(self) -> int:
@@ -117,6 +114,7 @@ class Job:
         return self.plan.ticks.schedule.num_microbatches
 
 
+@runtime_checkable
 class Executor(Protocol):
     """A back end: runs the program of a job.
     `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, and the
@@ -156,8 +154,8 @@ def check_state_gradient(
 
     def needed_by(outputs: Sequence[Atom]) -> tuple[list[bool], bool]:
         """The state that these outputs depend on, and whether they depend on parameters or x."""
-        reads = drop_dead(jaxpr.replace(outvars=list(outputs)))[1][-moved:]
-        return list(reads[-len(names) :]), any(reads[: -len(names)])
+        read = reads(drop_dead(jaxpr.replace(outvars=list(outputs))))[-moved:]
+        return list(read[-len(names) :]), any(read[: -len(names)])
 
     read, _ = needed_by(results)
     for _ in after:
@@ -265,7 +263,7 @@ class Inputs(NamedTuple):
 
 def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
-    functions, layout = replace(job.functions, in_place=True), job.layout
+    functions, layout = replace(job.functions, in_place=not job.functions.room), job.layout
     shared, shared_uses = inputs.shared, _uses(inputs.shared, leaf_plans(job.plans["shared"]))
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
@@ -274,7 +272,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
 
     def outer(key: str, x: PyTree) -> StageCode:
         """`first` or `last`."""
-        is_share = getattr(functions, f"spreads_{key}")
+        is_share = functions.spreads(key)
         trace_first = trace_spread_first if is_share else trace_stage
         trace: Callable[..., StageCode] = trace_first if key == "first" else trace_last
         own, run = getattr(inputs, key), getattr(functions, f"run_{key}")

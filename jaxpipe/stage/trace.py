@@ -48,7 +48,7 @@ def writing_rows(code: StageCode, count: int) -> StageCode:
     after = renamed(code.forward, filled)
     outs = [*after.outvars[:total], *after.outvars[total + count :]]
     forward = after.replace(outvars=outs, eqns=_in_order([*writes, *after.eqns]))
-    evaluate, _ = drop_dead(forward.replace(outvars=outs[:total]))
+    evaluate = drop_dead(forward.replace(outvars=outs[:total]))
     return replace(code, forward=forward, evaluate=evaluate)
 
 
@@ -230,7 +230,7 @@ def _trace_at_once(
     )
     once, body = hoist(jaxpr, code.known, at=code.num_inputs)
     count = len(jax.tree.leaves(results))
-    evaluate, _ = drop_dead(body.replace(outvars=body.outvars[:count]))
+    evaluate = drop_dead(body.replace(outvars=body.outvars[:count]))
     evaluate = evaluate.replace(invars=evaluate.invars[: len(evaluate.invars) - len(late)])
     return replace(code, hoist=once, evaluate=evaluate, backward=body), results
 
@@ -280,5 +280,5 @@ def trace_spread_first(
         y_tree=jax.tree.structure(y),
         avals=by_place({**code.avals, Place.SENT_X: y}),
         forward=code.evaluate,
-        backward=drop_dead(code.backward.replace(outvars=gradients))[0],
+        backward=drop_dead(code.backward.replace(outvars=gradients)),
     )
