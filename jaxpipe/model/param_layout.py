@@ -364,11 +364,6 @@ class ParamLayout:
         """The most stages that one device owns: the length of the placed `stages` tuple."""
         return max(len(row) for row in self.owned)
 
-    @property
-    def num_leading(self) -> int:
-        """The axes of stages and of layers that canonical leaves have before those of one layer."""
-        return int(not self.unlike or self.is_layered) + self.stacks
-
     def stage_at(self, chunk: int) -> tuple[int, ...]:
         """Per device, the stage that its owned chunk `chunk` is, or -1."""
         return tuple(row[chunk] if chunk < len(row) else -1 for row in self.owned)

@@ -225,8 +225,8 @@ class Placer:
         of stages and layers.
         """
         like: dict[str, PyTree] = shapes_of(dict(placed))
-        own = self.in_model_order(like, None)
-        lead = self._layout.num_leading
+        own, layout = self.in_model_order(like, None), self._layout
+        lead = int(not layout.unlike or layout.is_layered) + layout.stacks
         stages = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape[lead:], a.dtype), own["stages"]
         )
