@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,18 +35,6 @@ from .model.settings import on_mesh
 from .pipeline import Pipeline
 
 
-class Optimizer(Protocol):
-    """optax's GradientTransformation."""
-
-    @property
-    def init(self) -> Callable[..., Any]:
-        """Parameters -> state."""
-
-    @property
-    def update(self) -> Callable[..., Any]:
-        """Gradients, state, parameters -> updates, new state."""
-
-
 class PerLayer(NamedTuple):
     """An optimizer by optax's protocol."""
 
@@ -54,7 +42,7 @@ class PerLayer(NamedTuple):
     update: Callable[..., tuple[PyTree, PyTree]]
 
 
-def per_layer(pipe: Pipeline, optimizer: Optimizer, *, layer_axis: bool | None = None) -> PerLayer:
+def per_layer(pipe: Pipeline, optimizer: Any, *, layer_axis: bool | None = None) -> PerLayer:
     """The optimizer with one array for each layer, as in the model without a pipeline.
 
     Placed leaves are stacks [P, ...] of stages.  A rule that depends on the rank, shape or norm of
@@ -134,7 +122,7 @@ class _PerLayer:
     """
 
     pipe: Pipeline
-    optimizer: Optimizer
+    optimizer: Any
     layer_axis: bool
 
     @cached_property
@@ -212,10 +200,9 @@ class _PerLayer:
         axes = 2 if self.pipe.layout.is_layered or self.layer_axis else 1
         if part.home is not None:
             return _by_stack(self._seats(part), part.tree.leaves, axes)
-        if self.layer_axis and (faults := _layer_faults(part.tree)):
-            raise PipelineError.listing(
-                "layer_axis=True wants leaves of stages [S, layers, ...]", faults
-            )
+        if self.layer_axis:
+            head = "layer_axis=True wants leaves of stages [S, layers, ...]"
+            PipelineError.refuse(head, _layer_faults(part.tree))
         return {"": _Stack({"stages": part.tree}, axes)} if jax.tree.leaves(part.tree) else {}
 
     def _as_placed(self, part: _Part, updates: Mapping[str, PyTree]) -> PyTree:

@@ -151,12 +151,8 @@ class Pipeline:
             PipelineError: parameters that do not fit, are placed already, or no arrays; every fault
                 is listed.
         """
-        check_canonical(
-            params,
-            self.layout,
-            has_first=self.functions.first is not None,
-            has_last=self.functions.last is not None,
-        )
+        ends = [key for key in ("first", "last") if getattr(self.functions, key) is not None]
+        check_canonical(params, self.layout, ends)
         return self._placer.place(dict(params))
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool = False) -> dict[str, PyTree]:

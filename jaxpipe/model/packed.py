@@ -115,11 +115,9 @@ class InBuffer(NamedTuple):
     pinned: bool = False  # there are axes that the partitioner may split over
 
     @property
-    def axes(self) -> tuple[tuple[tuple[str, ...], int], ...]:
-        """The mesh axes of each dim that is split, and how many parts they make: alike in all
-        leaves of a buffer.
-        """
-        return tuple((part.axes, part.count) for part in self.parts)
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes of each dim that is split: alike in all leaves of a buffer."""
+        return tuple(part.axes for part in self.parts)
 
 
 # How a parameter of some dtype may be stored.
@@ -151,7 +149,7 @@ class Buffer(NamedTuple):
     @property
     def spec(self) -> PartitionSpec:
         """How the partitioner splits the array."""
-        return PartitionSpec(*(axes for axes, _ in self.kept.axes), None)
+        return PartitionSpec(*self.kept.axes, None)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, compress, groupby, pairwise
@@ -364,11 +364,6 @@ class ParamLayout:
         """The most stages that one device owns: the length of the placed `stages` tuple."""
         return max(len(row) for row in self.owned)
 
-    @property
-    def num_leading(self) -> int:
-        """The axes of stages and of layers that canonical leaves have before those of one layer."""
-        return int(not self.unlike or self.is_layered) + self.stacks
-
     def stage_at(self, chunk: int) -> tuple[int, ...]:
         """Per device, the stage that its owned chunk `chunk` is, or -1."""
         return tuple(row[chunk] if chunk < len(row) else -1 for row in self.owned)
@@ -482,9 +477,11 @@ class ParamLayout:
 
 
 def check_canonical(
-    params: Mapping[str, PyTree], layout: ParamLayout, *, has_first: bool, has_last: bool
+    params: Mapping[str, PyTree], layout: ParamLayout, ends: Collection[str]
 ) -> None:
-    """PipelineError listing every fault of a canonical parameter tree."""
+    """PipelineError listing every fault of a canonical parameter tree; `ends` are those of `first`
+    and `last` that the pipeline has.
+    """
     if not isinstance(params, Mapping):
         raise PipelineError(
             "parameters must be a dict with keys first, stages, last (and shared); got "
@@ -509,8 +506,8 @@ def check_canonical(
     faults += [
         f'the pipeline has a `{key}` function, but parameters have no "{key}"; give its parameters '
         "({} if none)"
-        for key, has in (("first", has_first), ("last", has_last))
-        if has and key not in params
+        for key in ends
+        if key not in params
     ]
     odd = array_faults(dict(params), "params")
     if "stages" in params and not odd:

@@ -45,21 +45,14 @@ class LeafPlan:
     # the parameters that are in the leaf, and how, where it is a buffer
     parameters: tuple[tuple[Parameter, InBuffer | None], ...] = ()
 
-    def spec(self, axis: str) -> PartitionSpec:
+    def spec(self, axis: str, *, manual: bool = False) -> PartitionSpec:
         """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the
-        second step would be compiled again.
+        second step would be compiled again.  `manual`: the part of it that `shard_map` is given.
         """
-        return trimmed(*self._spec(axis, self.auto))
-
-    def manual(self, axis: str) -> PartitionSpec:
-        """The part of it that `shard_map` is given."""
-        return self._spec(axis, (None,) * len(self.auto))
-
-    def _spec(self, axis: str, auto: Sequence[Any]) -> PartitionSpec:
-        entries = list(auto)
+        entries = [None] * len(self.auto) if manual else list(self.auto)
         for name, dim in (*self.gathers, *self.held):
             entries[dim] = name
-        return PartitionSpec(*([axis] if self.stage else []), *entries)
+        return trimmed(*([axis] if self.stage else []), *entries)
 
     def local(self, axes: Sequence[str]) -> PartitionSpec:
         """How the whole parameter is split over those of the axes along which functions work on
@@ -421,8 +414,7 @@ class Partition:
         wanted += [] if fsdp is None or fsdp in dict(held) else [fsdp]
         for name in wanted:
             size = self.mesh.shape[name]
-            free = [d for d in range(len(shape)) if d not in {cut, *used}]
-            fits = [d for d in free if shape[d] % size == 0 and shape[d] > 0]
+            fits = [d for d, n in enumerate(shape) if d not in {cut, *used} and n and n % size == 0]
             if fits and size > 1:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))
                 used.add(gathers[-1][1])

@@ -20,7 +20,7 @@ from ..arrays import Params, PyTree, followed, path_text, shapes_of
 from ..errors import PipelineError
 from .calls import cut_off, is_padded, pad_like, unpadded
 from .packed import Packed, is_missing, repacked
-from .param_layout import OUTER, Chunks, State, owner_faults
+from .param_layout import OUTER, State, owner_faults
 from .partition import Partition, leaf_plans
 from .settings import explicit_context, has, jit_on_mesh, names_of, trimmed, with_sharding
 
@@ -147,17 +147,12 @@ def shardings(
     mesh = partition.mesh
 
     def of(leaf: Any, rule: Follow) -> NamedSharding:
-        if not rule.follows:
-            return NamedSharding(mesh, PartitionSpec())
-        spec = rule.spec
-        if rule.stage:
-            spec = (partition.axis, *spec)
-        spec = (*(None,) * rule.lead, *spec)
-        sizes = (math.prod(mesh.shape[name] for name in names_of(entry)) for entry in spec)
-        own = zip(spec, sizes, leaf.shape, strict=False)
-        return NamedSharding(
-            mesh, trimmed(*(None if length % size else entry for entry, size, length in own))
+        spec = (*[None] * rule.lead, *[partition.axis] * rule.stage, *rule.spec)
+        entries = (
+            None if length % math.prod(mesh.shape[name] for name in names_of(entry)) else entry
+            for entry, length in zip(spec if rule.follows else (), leaf.shape, strict=False)
         )
+        return NamedSharding(mesh, trimmed(*entries))
 
     return dict(jax.tree.map(of, like, follows))
 
@@ -181,11 +176,12 @@ class Placer:
         PipelineError.refuse(
             "these parameters cannot be cut over the devices", partition.cuts.faults(params)
         )
-        like = self._shapes_of(partial(_laid_out, partition), params)
-        partition.plans(like, params)
-        follows = Followers(like, partition).of(like)
+
+        def to(like: dict[str, PyTree]) -> dict[str, PyTree]:
+            return partition.shardings(partition.plans(like, params))
+
         traced = has(params, jax.core.Tracer) and not explicit_context(self._mesh)
-        return self.placed_like(params, like, follows, traced=traced)
+        return dict(self._run(_laid_out, params, to, traced))
 
     def canonical(self, placed: Mapping[str, PyTree], *, spread: bool) -> dict[str, PyTree]:
         """Placed parameters to canonical ones; with `spread` they stay spread over the mesh, else
@@ -218,21 +214,19 @@ class Placer:
         return dict(self._run(_in_model_order, tree, None if follows is None else to, follows))
 
     def placed_like(
-        self, tree: Params, like: dict[str, PyTree], follows: PyTree, *, traced: bool = False
+        self, tree: Params, like: dict[str, PyTree], follows: PyTree
     ) -> dict[str, PyTree]:
-        """The inverse of `in_model_order`; `like` are the shapes of the result.  `traced`: it is of
-        parameters that the program around it makes.
-        """
+        """The inverse of `in_model_order`; `like` are the shapes of the result."""
         to = shardings(self._partition, follows, like)
-        return dict(self._run(_placed, tree, lambda _: to, like, follows, traced))
+        return dict(self._run(_placed, tree, lambda _: to, like, follows))
 
     def shapes(self, placed: Mapping[str, PyTree]) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
         """The shapes of placed parameters, and those that the canonical ones have without the axes
         of stages and layers.
         """
         like: dict[str, PyTree] = shapes_of(dict(placed))
-        own = self.in_model_order(like, None)
-        lead = self._layout.num_leading
+        own, layout = self.in_model_order(like, None), self._layout
+        lead = int(not layout.unlike or layout.is_layered) + layout.stacks
         stages = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape[lead:], a.dtype), own["stages"]
         )
@@ -338,57 +332,13 @@ class Placer:
 # Canonical to placed
 
 
-def _laid_out(partition: Partition, tree: Params) -> dict[str, PyTree]:
-    """Parameters in the layout that the partition gives them."""
-    stages = partition.layout.place_stages(tree["stages"], partition.kept)
-    return {**partition.cuts.pad(_outer(tree)), "stages": stages}
+def _laid_out(partition: Partition, traced: bool, tree: Params) -> dict[str, PyTree]:
+    """Parameters in the layout that the partition gives them; `traced`: the program around it makes
+    them, and each device a part of each.
 
-
-def _placed_state(partition: Partition, state: PyTree) -> PyTree:
-    return partition.layout.place_stages(state)
-
-
-def _placed(
-    partition: Partition,
-    like: dict[str, PyTree],
-    follows: dict[str, PyTree],
-    traced: bool,
-    tree: Params,
-) -> dict[str, PyTree]:
-    """A tree in model order, or with axes of stages and layers as one, laid out like another."""
-    layout, stages = partition.layout, like["stages"]
-    found = {
-        key: jax.tree.map(pad_like, value, tree.get(key, value), is_leaf=is_padded)
-        for key, value in _outer(like).items()
-    }
-    if is_missing(stages):
-        return {**found, "stages": stages}
-    if traced:
-        return {**found, "stages": _placed_in_parts(partition, stages, tree["stages"])}
-    if layout.unlike:
-        return {**found, "stages": layout.place_stages(tree["stages"], stages)}
-
-    def placed(rule: Follow, like: Any, leaf: Any) -> PyTree:
-        """A leaf in model order -> that of each chunk."""
-        if not rule.follows:
-            return stages.like([leaf] * len(stages))
-        lead, own = like.shape[: rule.lead], like.shape[rule.lead + 1 :]
-        whole = leaf.reshape(*lead, layout.placement.num_stages, *own)
-        return layout.place_stages(whole, axis=rule.lead)
-
-    by_leaf = jax.tree.map(placed, follows["stages"][0], stages[0], tree["stages"])
-    own, chunks = map(jax.tree.structure, (stages[0], stages.like(range(len(stages)))))
-    return {**found, "stages": jax.tree.transpose(own, chunks, by_leaf)}
-
-
-def _placed_in_parts(partition: Partition, like: Chunks, stages: PyTree) -> PyTree:
-    """Stages that the program around it makes, laid out like these: each device makes a part of
-    each.
-
-    Stages in other than their order on the devices are picked out of the whole stack, which every
-    device would make.  So the stack is split along another dim, where one divides: each device
-    makes a part of every stage, and then they exchange these.  Leaves that share buffers come to
-    their devices first, and are packed there.
+    Stages are picked out of the whole stack, which every device would make.  So the stack is split
+    along another dim, where one divides: each device makes a part of every stage, and then they
+    exchange these.  Leaves that share buffers come to their devices first, and are packed there.
     """
     layout, mesh, axis = partition.layout, partition.mesh, partition.axis
 
@@ -405,16 +355,48 @@ def _placed_in_parts(partition: Partition, like: Chunks, stages: PyTree) -> PyTr
         rest[max(fits, key=lambda dim: leaf.shape[dim]) - 1] = axis
         return constrained(leaf, None, *rest)
 
-    stages = jax.tree.map(split, stages)
-    if not layout.unlike:
-        return layout.place_stages(stages)
-    separate = [Packed({}, chunk.layout.separate) for chunk in like]
-    placed = jax.tree.map(
-        lambda leaf: constrained(leaf, axis, *_free(leaf.ndim - 1)),
-        layout.place_stages(stages, separate),
-    )
-    chunks = zip(placed, like, strict=True)
-    return placed.like(repacked(mesh, axis, chunk, to.layout) for chunk, to in chunks)
+    stages = jax.tree.map(split, tree["stages"]) if traced else tree["stages"]
+    placed = layout.place_stages(stages, partition.kept)
+    if traced and layout.unlike:
+        alone = layout.place_stages(stages, [Packed({}, each.layout.separate) for each in placed])
+        alone = jax.tree.map(lambda leaf: constrained(leaf, axis, *_free(leaf.ndim - 1)), alone)
+        pairs = zip(alone, placed, strict=True)
+        placed = placed.like(repacked(mesh, axis, chunk, to.layout) for chunk, to in pairs)
+    return {**partition.cuts.pad(_outer(tree)), "stages": placed}
+
+
+def _placed_state(partition: Partition, state: PyTree) -> PyTree:
+    return partition.layout.place_stages(state)
+
+
+def _placed(
+    partition: Partition,
+    like: dict[str, PyTree],
+    follows: dict[str, PyTree],
+    tree: Params,
+) -> dict[str, PyTree]:
+    """A tree in model order, or with axes of stages and layers as one, laid out like another."""
+    layout, stages = partition.layout, like["stages"]
+    found = {
+        key: jax.tree.map(pad_like, value, tree.get(key, value), is_leaf=is_padded)
+        for key, value in _outer(like).items()
+    }
+    if is_missing(stages):
+        return {**found, "stages": stages}
+    if layout.unlike:
+        return {**found, "stages": layout.place_stages(tree["stages"], stages)}
+
+    def placed(rule: Follow, like: Any, leaf: Any) -> PyTree:
+        """A leaf in model order -> that of each chunk."""
+        if not rule.follows:
+            return stages.like([leaf] * len(stages))
+        lead, own = like.shape[: rule.lead], like.shape[rule.lead + 1 :]
+        whole = leaf.reshape(*lead, layout.placement.num_stages, *own)
+        return layout.place_stages(whole, axis=rule.lead)
+
+    by_leaf = jax.tree.map(placed, follows["stages"][0], stages[0], tree["stages"])
+    own, chunks = map(jax.tree.structure, (stages[0], stages.like(range(len(stages)))))
+    return {**found, "stages": jax.tree.transpose(own, chunks, by_leaf)}
 
 
 # Placed to canonical

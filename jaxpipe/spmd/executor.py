@@ -320,7 +320,7 @@ def look(
 def _in_specs(job: Job) -> tuple[Any, ...]:
     """The splits of parameters, the batch, the key and the stages' own state."""
     rows, kept = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
-    own = jax.tree.map(lambda plan: plan.manual(job.axis), job.plans)
+    own = jax.tree.map(lambda plan: plan.spec(job.axis, manual=True), job.plans)
     return own, rows, PartitionSpec(), kept
 
 
