@@ -361,11 +361,12 @@ def _liveness(
 
 
 def cut_last(last: StageCode, axis: str) -> StageCode:
-    """Cut `backward(parameters, y, extra, once, seed) -> loss, aux, dparams, dy` into L and H by
-    the smallest cut, as B is cut into I and W.  H computes the gradient of parameters.
+    """Cut `backward(parameters, y, extra, once, seed) -> loss, aux, dparams, dy` into L and
+    its late part by the smallest cut, as B is cut into I and W.  The late part computes the
+    gradient of parameters.
 
-    One device runs H alone, at any time after its L, so H has no collective over the pipe axis.
-    Devices have y only during L, so the leaves of y that H reads are in the stash too.
+    One device runs it alone, at any time after its L, so it has no collective over the pipe axis.
+    Devices have y only during L, so the leaves of y that it reads are in the stash too.
     """
     whole, places = last.backward, (Place.LOSSES, Place.AUX, Place.STAGE_GRADIENTS)
     own = last.spans(places)[Place.STAGE_GRADIENTS]
@@ -380,8 +381,8 @@ def cut_last(last: StageCode, axis: str) -> StageCode:
     if halves is None:
         raise PipelineError(
             "the gradient of a parameter of `last` needs communication over the pipe axis "
-            f"{axis!r}, so an H cannot make it while other "
-            "devices do something else; use the table without H: jaxpipe.spread_last(schedule)"
+            f"{axis!r}, so no device can make it later than L, while others do something else; "
+            "use the table without late parts of L: jaxpipe.spread_last(schedule)"
         )
     first, second = halves.first, halves.second
     read = [i for i in y if halves.second_reads[i]]

@@ -121,7 +121,7 @@ def _anchored(numbers: Sequence[int]) -> tuple[int | None, Sequence[int]]:
 
 def _missing_shares(table: Encoded) -> Iterator[Broken]:
     """A collective action is in every row for every microbatch, or in none; both of a spread
-    `first` are there; and each share has its late part (L its H), or none has.
+    `first` are there; and each share has its late part, or none has.
     """
     devices = table.num_devices
     for kind in COLLECTIVES:
@@ -156,7 +156,7 @@ def _missing_shares(table: Encoded) -> Iterator[Broken]:
 
 
 def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
-    """Every action is on a device that holds its stage (L, H: on the one that they name), B, I, W
+    """Every action is on a device that holds its stage (shares: on the one that they name), B, I, W
     and R where their microbatch's F is.
     """
     rows = table.num_devices
@@ -207,7 +207,7 @@ def _elsewhere(table: Encoded, mine: IntArray, others: IntArray) -> BoolArray:
 
 def _order(table: Encoded, _: Placement) -> Iterator[Broken]:
     """Per device: F before its R, B or I, R before B or I, I before W, stages in turn; E before F,
-    L between F and B, G after B, H after L.
+    L between F and B, G after B, late parts after L.
 
     What a device needs of others is the rule of deadlock.
     """
