@@ -267,7 +267,7 @@ def lowered(
     how = {Form.WHOLE: run_where, Form.PREDICATED: _predicated, Form.IN_PARTS: _with_break}
     with mock.patch("jaxpipe.spmd.executor.run_where", how[form]):
         step = pipe.lower(params, batch)
-    return step, params, _count_predicates(pipe._plan, form)
+    return step, params, _count_predicates(pipe._steps.plan, form)
 
 
 def _predicated(_presence: Any, predicate: Any, block: Any, state: Any, **how: bool) -> Any:

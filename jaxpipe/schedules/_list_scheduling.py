@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, islice, pairwise, product
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -73,18 +73,14 @@ def list_schedule(
     order: Sequence[Sequence[Action]],
     instance: Instance,
     caps: Sequence[int],
-    patience: float = 0,
 ) -> ListSchedule:
     """Run a reference order of F and I, with W where there is time for it, under a cap on each
-    device's activations.
-
-    `patience` is the fraction of its length by which a W may delay the next action.  Each device's
-    cap is at least `least_peak` of its row.
+    device's activations, each at least `least_peak` of its row.
     """
     rows = [
         [*row, *(Action(a.stage, W, a.microbatch) for a in row if a.kind is I)] for row in order
     ]
-    run = _Run(rows, instance, caps, patience)
+    run = _Run(rows, instance, caps)
     run.loop.run(run.policy())
     assert NEVER not in run.loop.ends, "a reference order got stuck"
     actions = [action for row in rows for action in row]
@@ -120,17 +116,15 @@ class _Run:
         rows: Sequence[Sequence[Action]],
         instance: Instance,
         caps: Sequence[int],
-        patience: float,
     ) -> None:
         placement, costs, microbatches, release = instance
         stages, slices = placement.num_stages, len(costs.slice_factors) or 1
         table = encode(tuple(map(tuple, rows)), stages, microbatches, slices)
-        self.patience = patience
         self.releases = W if release is Release.WEIGHT_GRAD else I
         self.kind = table.kind.tolist()
         # of an I
         self.weight = table.at[W, table.stage, table.microbatch].tolist()
-        self.loop = loop = Loop.of(table, costs)
+        self.loop = loop = Loop(table, costs)
         # Unlike a table, an order may be changed, so needs of the same device count too.
         closing = (table.kind == I) & (table.stage == stages - 1)
         output = table.at[F, -1, table.microbatch]
@@ -204,7 +198,7 @@ class _Run:
         number = self._forward(device, time, start)
         if number is not None:
             return self._taken(number)
-        if pending and (full or self._has_time_for(pending[0], time, start)):
+        if pending and (full or time + self.loop.duration[pending[0]] <= start):
             return pending.popleft()
         return None
 
@@ -213,10 +207,6 @@ class _Run:
         self.done[number] = 1
         self.lane[number].popleft()
         return number
-
-    def _has_time_for(self, weight: int, time: float, until: float) -> bool:
-        length = self.loop.duration[weight]
-        return time + length <= until + self.patience * length
 
     def _forward(self, device: _Device, time: float, until: float) -> int | None:
         """The first action after the head that can be moved up, or None."""
@@ -316,11 +306,11 @@ def even_waves(placement: Placement, costs: StageCosts, cap: int) -> Iterator[Or
     yield partial(repeated, placement, starts, end)
 
 
-# Periods, relative to the work of the busiest device, and times after each hop, relative to a
+# Periods, relative to the work of the busiest device, and the time after each hop, relative to a
 # forward, which leave `list_schedule` room.
 _PERIODS = (1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.6)
-_PAUSES = (0.0, 0.05, 0.25)
-_FEW = 4  # of the shortest periods for each pause
+_PAUSE = 0.25
+_FEW = 4  # of the shortest periods
 _ROUNDING = 1e-9
 
 
@@ -333,21 +323,20 @@ def packed_orders(placement: Placement, costs: StageCosts, cap: int) -> Iterator
     Here each action has a place of its own in the turn.  With 8 devices, 4 chunks and 20
     activations tables are 5.0 % above the bound without these orders, and 3.4 % with them.
     """
-    mean = sum(costs.forward) / placement.num_stages
+    pause = _PAUSE * sum(costs.forward) / placement.num_stages
     names = ("forward", "input_grad", "weight_grad")
     works = [
         sum(getattr(costs, name)[s] for name in names for s in stages)
         for stages in placement.stages_of
     ]
-    for pause in _PAUSES if max(works) else ():
-        periods = (factor * max(works) for factor in _PERIODS)
-        makers = (
-            partial(repeated, placement, starts, period)
-            for period in periods
-            if (starts := _packed_starts(placement, costs, period, pause * mean)) is not None
-        )
-        fitting = (maker for maker in makers if max(map(least_peak, maker(2 * cap))) <= cap)
-        yield from islice(fitting, _FEW)
+    periods = [factor * max(works) for factor in _PERIODS] if max(works) else []
+    makers = (
+        partial(repeated, placement, starts, period)
+        for period in periods
+        if (starts := _packed_starts(placement, costs, period, pause)) is not None
+    )
+    fitting = (maker for maker in makers if max(map(least_peak, maker(2 * cap))) <= cap)
+    return islice(fitting, _FEW)
 
 
 def _packed_starts(
@@ -382,62 +371,52 @@ def _packed_starts(
     return starts
 
 
-# By what fraction of its length a W may delay the next action: which is best depends on the costs.
-_PATIENCE = (0.0, 0.5)
-_FINALISTS = 5  # orders that are tried with every patience
+_FINALISTS = 5  # orders that are run in full
 _MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
 
 
 def fitted(
     placement: Placement,
-    costs: Costs,
+    costs: Costs | None,
     microbatches: int,
     *,
     cap: int,
-    order: OrderMaker | None = None,
-) -> Schedule | None:
-    """The shortest table under the cap that follows the order, or where none is given one of the
-    waves and packed orders for these costs, of equals the one that holds least; None if none fits.
+    wave: Wave | None = None,
+) -> Schedule:
+    """The shortest table under the cap that follows one of the waves and packed orders for these
+    costs, of equals the one that holds least; where no costs are given, one that follows `wave`.
 
-    Many orders are ranked by the first microbatches with no patience.  Only the most promising are
-    run in full, with every patience.  With `costs.slice_factors` they are orders of slices.
+    Many orders are ranked by the first microbatches.  Only the most promising are run in full.
+    With `costs.slice_factors` they are orders of slices.
     """
+    wave = wave if costs is None else None
+    costs = costs or Costs()
     stages = costs.for_stages(placement.num_stages)
-    makers = [*even_waves(placement, stages, cap), *packed_orders(placement, stages, cap)]
-    makers = makers if order is None else [order]
-    instance = Instance(placement, stages, microbatches, costs.release)
     slices, caps = len(stages.slice_factors) or 1, [cap] * placement.num_devices
 
-    def fitting(count: int) -> Iterator[tuple[int, Order]]:
-        for place in places:
-            rows = makers[place](count + slices - 1)
+    def runs(makers: Iterable[OrderMaker], count: int) -> Iterator[tuple[ListSchedule, OrderMaker]]:
+        for maker in makers:
+            rows = maker(count + slices - 1)
             rows = rows if slices == 1 else sliced_rows(rows, count, slices)
             if max(map(least_peak, rows)) <= cap:
-                yield place, rows
+                instance = Instance(placement, stages, count, costs.release)
+                yield list_schedule(rows, instance, caps), maker
 
-    places = list(range(len(makers)))
-    if len(makers) > _FINALISTS:
+    makers: list[OrderMaker]
+    if wave is not None:
+        makers = [partial(wave_order, placement, wave)]
+    else:
         # At least two rounds of P microbatches and a dozen microbatches, of whole sequences.
         short = 2 * placement.num_devices * -(-6 // placement.num_devices)
-        first = instance._replace(microbatches=min(microbatches, slices * -(-short // slices)))
-        judged = [
-            (list_schedule(rows, first, caps)[1:], place)
-            for place, rows in fitting(first.microbatches)
-        ]
-        places = [place for _, place in sorted(judged)]
-    finalists = [rows for _, rows in islice(fitting(microbatches), _FINALISTS)]
-    # Where all costs are equal, patience changes nothing.
-    times = {*stages.forward, *stages.input_grad, *stages.weight_grad, *stages.transfer} - {0}
-    pairs = product(finalists, _PATIENCE if len(times) > 1 else (0,))
+        short = min(microbatches, slices * -(-short // slices))
+        every = (*even_waves(placement, stages, cap), *packed_orders(placement, stages, cap))
+        makers = [maker for _, maker in sorted(runs(every, short), key=lambda run: run[0][1:])]
     # The most promising come first.
     affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
-    results = (
-        list_schedule(rows, instance, caps, wait) for rows, wait in islice(pairs, affordable)
-    )
-    found = min(results, key=lambda f: (f.makespan, f.peak), default=None)
-    if found is None:
-        return None
-    return replace(schedule_of(found.rows, placement, microbatches), slices=slices)
+    finalists = islice(runs(makers, microbatches), min(_FINALISTS, affordable))
+    # One sequence after the other keeps every cap.
+    best = min((run for run, _ in finalists), key=lambda run: run[1:])
+    return replace(schedule_of(best.rows, placement, microbatches), slices=slices)
 
 
 def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:

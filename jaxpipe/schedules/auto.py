@@ -112,31 +112,28 @@ class Beam:
         self._first_arc = np.searchsorted(self._target, np.arange(len(nodes)))
         self._cap = shop.cap if shop.cap is not None else len(nodes) * shop.microbatches
         self._hash = np.random.default_rng(0).integers(1, 1 << 62, len(nodes))
+        # Per node and microbatch, the least time from its end to the end of all; one more column.
+        self._tails = np.array([[*row, 0] for row in shop.tails()], np.float64)
+        self._by_device = np.argsort(self.device, kind="stable")
+        self._first_node = np.searchsorted(self.device[self._by_device], np.arange(shop.devices))
 
     def _empty(self) -> Partial:
         """The schedule with nothing placed."""
-        shop = self.shop
-        nodes, devices, microbatches = len(shop.nodes), shop.devices, shop.microbatches
-        ends = np.full((1, nodes, microbatches + 1), NEVER)
-        ends[:, :, microbatches] = -NEVER
-        none = np.zeros((1, nodes), np.int64)
-        free = np.zeros((1, devices))
-        return Partial(none, ends, free, np.zeros((1, devices), np.int64), np.zeros(1))
+        nodes, devices = len(self.shop.nodes), self.shop.devices
+        ends = np.full((1, nodes, self.shop.microbatches + 1), NEVER)
+        ends[:, :, -1] = -NEVER
+        none, holding = (np.zeros((1, size), np.int64) for size in (nodes, devices))
+        return Partial(none, ends, np.zeros((1, devices)), holding, np.zeros(1))
 
     def search(self, limit: float, *, width: int) -> list[int] | None:
         """The nodes in the order in which the shortest schedule found places their next actions;
         None where none is below the limit.
         """
-        # Per node and microbatch, the least time from its end to the end of all; one more column.
-        tails = np.array([[*row, -NEVER] for row in self.shop.tails()], np.float64)
-        bounds = _DeviceBounds(self, tails, limit)
         beam, parents, placed = self._empty(), [], []
         for _ in range(len(self.shop.nodes) * self.shop.microbatches):
             row, node = np.nonzero(self._conflict(beam))
-            if not len(row):
-                return None
-            extended = self._place(beam.take(row), node, tails)
-            kept = self._best(extended, bounds.score(extended, self._starts(extended)), width)
+            extended = self._place(beam.take(row), node)
+            kept = self._best(extended, limit, width)
             if not len(kept):
                 return None
             beam = extended.take(kept)
@@ -175,7 +172,7 @@ class Beam:
         chosen[rows, first] = np.isfinite(end)
         return chosen
 
-    def _place(self, beam: Partial, node: Numbers, tails: Times) -> Partial:
+    def _place(self, beam: Partial, node: Numbers) -> Partial:
         """Each partial schedule with the next action of a node placed; the arrays are changed in
         place.
         """
@@ -187,58 +184,28 @@ class Beam:
         beam.counts[rows, node] += 1
         beam.free[rows, device] = end
         beam.live[rows, device] += self.change[node]
-        return beam._replace(reached=np.maximum(beam.reached, end + tails[node, at]))
+        return beam._replace(reached=np.maximum(beam.reached, end + self._tails[node, at]))
 
-    def _best(self, beam: Partial, score: Times, width: int) -> Numbers:
-        """The rows of least score, one of those that have placed the same actions."""
+    def _best(self, beam: Partial, limit: float, width: int) -> Numbers:
+        """The rows of least score below the limit, one of those that have placed the same actions:
+        what ranks them is the largest bound of a device and the mean.
+        """
+        left, starts = self.shop.microbatches - beam.counts, self._starts(beam)
+        known = (left > 0) & (starts < NEVER)
+        tails = self._tails[np.arange(len(self.device)), np.where(known, beam.counts, -1)]
+        alone, work = np.where(known, starts + self.length + tails, 0), left * self.length
+        alone = np.maximum.reduceat(alone[:, self._by_device], self._first_node, axis=1)
+        work = np.add.reduceat(work[:, self._by_device], self._first_node, axis=1)
+        device = np.maximum(alone, beam.free + work)
+        bound = np.maximum(device.max(1), beam.reached)
+        ends = known.any(1) | ~left.any(1)  # others wait for what cannot start
+        score = np.where(ends & (bound < limit), bound + device.mean(1), NEVER)
         ranked = np.argsort(score, kind="stable")
         ranked = ranked[score[ranked] < NEVER]
         key = beam.counts[ranked] @ self._hash
         _, first = np.unique(key, return_index=True)
         found: Numbers = ranked[np.sort(first)[:width]]
         return found
-
-
-class _DeviceBounds:
-    """Bounds of the makespan for partial schedules, a device each."""
-
-    def __init__(self, beam: Beam, tails: Times, limit: float) -> None:
-        self._beam, self._tails, self._limit = beam, tails, limit
-        device = beam.device
-        last = tails[:, beam.shop.microbatches - 1]
-        # Nodes of a device, those first whose last action has the longest tail: with any of them
-        # come all before it.
-        self._order = np.lexsort((-last, device))
-        self._tail, self._of = last[self._order], device[self._order]
-        self._first = np.searchsorted(self._of, np.arange(beam.shop.devices))
-        together = (self._of[:, None] == self._of) & (
-            np.arange(len(device))[:, None] <= np.arange(len(device))
-        )
-        self._work = together * beam.length[self._order][:, None]
-
-    def score(self, partial: Partial, starts: Times) -> Times:
-        """What ranks partial schedules: the largest bound and the mean; NEVER for those
-        that are of no use.
-        """
-        beam = self._beam
-        left = beam.shop.microbatches - partial.counts
-        todo = left > 0
-        known = todo & (starts < NEVER)
-        tails = self._tails[np.arange(len(beam.device)), np.where(todo, partial.counts, -1)]
-        alone = np.where(known, starts, 0) + np.where(known, tails, 0) + beam.length
-        # An action whose needs are not placed starts no earlier than the first that can.
-        soonest = np.where(known, starts, NEVER).min(1, initial=NEVER)[:, None]
-        later = np.maximum(partial.free[:, beam.device], soonest)
-        head = np.where(known, starts, np.where(todo, later, NEVER))[:, self._order]
-        heads = np.minimum.reduceat(head, self._first, axis=1)[:, self._of]
-        work = left[:, self._order] @ self._work
-        together = np.where(todo[:, self._order], heads + work + self._tail, 0)
-        device = np.maximum(together, alone[:, self._order])
-        device = np.maximum(np.maximum.reduceat(device, self._first, axis=1), partial.free)
-        bound = np.maximum(device.max(1), partial.reached)
-        dead = todo.any(1) & ~known.any(1)
-        score: Times = np.where(dead | (bound >= self._limit), NEVER, bound + device.mean(1))
-        return score
 
 
 # The named schedules, each with one device for a stage; gpipe, 1f1b_overlap, zb_h1 and zb_1p are
@@ -318,22 +285,15 @@ class _Wanted(NamedTuple):
 
 def _listed(wanted: _Wanted, costs: Costs, slices: int = 1) -> Schedule:
     """The best of list scheduling along waves."""
-    caps = (wanted.cap // 2, wanted.cap) if wanted.requested_cap is None else (wanted.cap,)
-    found: list[tuple[float, int, int, Schedule]] = []
+    least = least_activations(wanted.places[0]) * slices
+    caps = [wanted.cap] if wanted.requested_cap else [max(least, wanted.cap // 2), wanted.cap]
+    found: list[Schedule] = []
     for cap, place in product(caps, wanted.places):
-        table = fitted(place, costs, wanted.microbatches, cap=cap)
-        if table is None:
-            continue
-        timeline = simulate(table, costs)
-        found.append((timeline.makespan, max(timeline.peak_activations), len(found), table))
-        if slices == 1 and timeline.makespan <= bound_of(_shop(wanted, place, costs)):
+        found.append(fitted(place, costs, wanted.microbatches, cap=cap))
+        makespan = simulate(found[-1], costs).makespan
+        if slices == 1 and makespan <= bound_of(_shop(wanted, place, costs)):
             break
-    if not found:
-        raise ScheduleError(
-            f"auto cannot be built:\n  no order of {slices} slices keeps "
-            f"max_activations={wanted.cap}; a device holds those of all slices of a sequence"
-        )
-    return min(found)[-1]
+    return shortest(found, costs)
 
 
 def _shop(wanted: _Wanted, placement: Placement, costs: Costs) -> JobShop:

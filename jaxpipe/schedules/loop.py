@@ -6,18 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, repeat, zip_longest
-from typing import NamedTuple, TypeAlias, TypeVar
+from itertools import accumulate, count, repeat, zip_longest
+from typing import NamedTuple, TypeVar
 
 from ..errors import ScheduleError
 from ..table.kinds import Action, Cell, Kind, Overlap, Placement
 from ..table.schedule import Schedule
 from ..transforms.rewrites import sliced
 
-C = TypeVar("C", bound=Action | Overlap)
-# None: a microbatch beyond M, where a table is built for a round number
-Slot: TypeAlias = Action | None
-_KINDS = Kind.F, Kind.B, Kind.I, Kind.W
+C = TypeVar("C", bound=Action | str)
 
 
 def schedule_of(
@@ -104,6 +101,43 @@ def in_turns(ahead: int, forward: Sequence[C], *backward: Sequence[C | None]) ->
     return [*forward[:ahead], *alternate(forward[ahead:], *backward)]
 
 
+class Lane(NamedTuple):
+    """A stage, its microbatches, and the number of its first action: where a table is made for a
+    round number of them, actions of others are left out.
+    """
+
+    stage: int
+    microbatches: range
+    first: int = 0
+
+
+def numbered(texts: Iterable[str], lanes: Sequence[Lane]) -> list[Cell]:
+    """A row of actions, each as its kind and lane, such as F0, and of overlapped pairs, such as
+    F0+B1; they are numbered per lane and kind, where B counts as I and as W.
+
+    >>> lanes = Lane(0, range(2)), Lane(3, range(2))
+    >>> [str(cell) for cell in numbered(["F0", "F1", "F0+B1", "I1"], lanes)]
+    ['0F0', '3F0', '(0F1;3B0)OVERLAP', '3I1']
+    """
+    coming = {
+        kind + str(number): count(lane.first) for number, lane in enumerate(lanes) for kind in "FIW"
+    }
+    kinds = {kind.name: kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+    row: list[Cell] = []
+    for text in texts:
+        cell = []
+        for half in text.split("+"):
+            kind, lane = half[0], half[1:]
+            stage, microbatches, _ = lanes[int(lane)]
+            if kind == "B":
+                next(coming["W" + lane])
+            microbatch = next(coming[("I" if kind == "B" else kind) + lane])
+            if microbatch in microbatches:
+                cell.append(Action(stage, kinds[kind], microbatch))
+        row += [Overlap(*cell)] if len(cell) == 2 else cell
+    return row
+
+
 def drop_phantoms(rows: Iterable[Iterable[Cell]], microbatches: int) -> list[list[Cell]]:
     """The rows without microbatches >= M; of an overlapped pair, the half that is left.
 
@@ -129,13 +163,13 @@ def no_pipelining(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     Any P, V, M; stages are placed in a loop.  Only one device works at a time: bubble 1 - 1/P at
     equal costs.  A device holds V activations at its peak.
     """
-    placement = Placement.loop(devices=devices, chunks=chunks)
-    rows = []
-    for stages in placement.stages_of:
-        columns = [actions(s, Kind.F, range(microbatches)) for s in stages] + [
-            actions(s, Kind.B, range(microbatches)) for s in reversed(stages)
-        ]
-        rows.append(alternate(*columns))
+    placement, every = Placement.loop(devices=devices, chunks=chunks), range(microbatches)
+    there = [f"F{chunk}" for chunk in range(chunks)]
+    back = [f"B{chunk}" for chunk in reversed(range(chunks))]
+    rows = (
+        numbered([*there, *back] * microbatches, [Lane(stage, every) for stage in stages])
+        for stages in placement.stages_of
+    )
     return schedule_of(rows, placement, microbatches)
 
 
@@ -277,8 +311,11 @@ def dualpipe(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     near = (microbatches + 1) // 2
     rows = []
     for device in range(devices):
+        lanes = [
+            Lane(device, range(near)),
+            Lane(devices - 1 - device, range(near, microbatches), near),
+        ]
         # The lane that enters at this device's own end comes first.
-        lanes = [(device, range(near)), (devices - 1 - device, range(near, microbatches))]
         own, other = lanes if device < devices // 2 else lanes[::-1]
         rank = min(device, devices - 1 - device)
         rows.append(_row(own, other, rank, devices // 2, max(near, devices)))
@@ -298,87 +335,45 @@ def dualpipev(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     every = range(microbatches)
     padded = max(microbatches, 2 * devices)
     rows = [
-        _row((d, every), (2 * devices - 1 - d, every), d, devices, padded) for d in range(devices)
+        _row(Lane(d, every), Lane(2 * devices - 1 - d, every), d, devices, padded)
+        for d in range(devices)
     ]
     return schedule_of(rows, Placement.vee(devices=devices), microbatches)
 
 
-class _Lane(NamedTuple):
-    """The actions of one stage, one slot per microbatch of its pipeline."""
+def _row(near: Lane, far: Lane, rank: int, half: int, total: int) -> list[Cell]:
+    """One device's row of `total` >= 2 `half` microbatches each way: `rank` counts devices from the
+    end where those of `near` enter, `half` is how many there are up to the turn.
 
-    f: list[Slot]
-    b: list[Slot]
-    i: list[Slot]
-    w: list[Slot]
-
-    @classmethod
-    def of(cls, stage: int, microbatches: range, total: int, *, late: bool) -> _Lane:
-        phantoms: list[Slot] = [None] * (total - len(microbatches))
-        before, after = (phantoms, []) if late else ([], phantoms)
-        return cls(
-            *(
-                [*before, *actions(stage, kind, microbatches), *after]
-                for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
-            )
-        )
-
-
-def _row(
-    own: tuple[int, range], other: tuple[int, range], rank: int, half: int, total: int
-) -> list[Cell]:
-    """One device's row: `rank` counts devices from the end where `own` enters, `half` is how many
-    there are up to the turn.
-
-    Both lanes have `total` >= 2 `half` slots.  The steps are numbered as in the published code.
+    The steps are numbered as in the published code; of the lanes, 0 is `near` and 1 is `far`.
     """
     # A small number of microbatches takes the last places, whose backwards are split; a larger one
     # the first places.
-    late = max(len(own[1]), len(other[1])) <= half
-    near, far = _Lane.of(*own, total, late=late), _Lane.of(*other, total, late=late)
-    inner = half - rank - 1
-    row: list[Cell] = []
-    # Warmup.  Steps 1 and 2: forwards, first of the own lane, then of both.
-    row += near.f[: 2 * inner]
-    row += _interleaved(near.f[2 * inner : 2 * inner + rank + 1], far.f[: rank + 1])
-    # Step 3: the other lane's first backwards, split, with a forward each.
-    row += _interleaved(far.i[:inner], far.w[:inner], far.f[rank + 1 : half])
-    # Steady.  Step 4: pairs of one lane's forward and the other's backward.
-    turns = total - 2 * half + rank + 1
-    down = _pairs(
-        near.f[2 * inner + rank + 1 :], far.b[inner : inner + turns], skip_first=inner == 0
-    )
-    up = _pairs(far.f[half:], near.b[: turns + inner], skip_first=False)
-    for pair, back in zip(down, up, strict=False):
-        row += [*pair, *back]
-    # Cooldown.  Step 5: the own lane has no forwards left.
-    for b, pair in zip(far.b[inner + turns : 2 * inner + turns], up[turns:], strict=True):
-        row += [b, *pair]
+    if max(len(near.microbatches), len(far.microbatches)) <= half:
+        near, far = (lane._replace(first=lane.microbatches.stop - total) for lane in (near, far))
+    whole, inner = rank + 1, half - rank - 1
+    turns = total - 2 * half + whole
+    steady = ["F0+B1", "F1+B0"] * turns
     # Steps 6 to 8: backwards of both lanes, split from the middle on; each W fills a wait at the
     # end.
-    whole = rank + 1
-    ends = _interleaved(far.b[2 * inner + turns :], near.b[turns + inner :][:whole])
-    split = _interleaved(far.i[2 * inner + turns :], near.i[turns + inner :][:whole])
-    weights = (
-        _interleaved(far.w[2 * inner + turns :], near.w[turns + inner :][:whole])[whole:]
-        + near.w[total - inner :]
+    ends = "10" * whole
+    weights = ["W" + lane for lane in ends[whole:] + "0" * inner]
+    return numbered(
+        [
+            # Warmup.  Steps 1 and 2: forwards, first of the own lane, then of both.
+            *["F0"] * (2 * inner),
+            *["F0", "F1"] * whole,
+            # Step 3: the other lane's first backwards, split, with a forward each.
+            *["I1", "W1", "F1"] * inner,
+            # Steady.  Step 4: pairs of one lane's forward and the other's backward.  The device at
+            # the turn has just run the first forward's microbatch.
+            *(steady if inner else ["F0", "B1", *steady[1:]]),
+            # Cooldown.  Step 5: the own lane has no forwards left.
+            *["B1", "F1+B0"] * inner,
+            *["B" + lane for lane in ends[:whole]],
+            *["I" + lane for lane in ends[whole:]],
+            *alternate(weights[:inner], ["I0"] * inner),
+            *weights[inner:],
+        ],
+        (near, far),
     )
-    row += [*ends[:whole], *split[whole:]]
-    row += _interleaved(weights[:inner], near.i[total - inner :])
-    row += weights[inner:]
-    return [cell for cell in row if cell is not None]
-
-
-def _interleaved(*columns: list[Slot]) -> list[Slot]:
-    """The first slot of every column, the second of every column, ..."""
-    return [slot for turn in zip(*columns, strict=True) for slot in turn]
-
-
-def _pairs(forward: list[Slot], backward: list[Slot], *, skip_first: bool) -> list[list[Cell]]:
-    """Overlapped pairs; where a half is a phantom, the other half alone; the first may stay two
-    actions.
-    """
-    out: list[list[Cell]] = []
-    for f, b in zip(forward, backward, strict=True):
-        separate = skip_first and not out
-        out.append([f, b] if separate or f is None or b is None else [Overlap(f, b)])
-    return out

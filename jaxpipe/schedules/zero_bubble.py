@@ -7,11 +7,9 @@ same device.
 
 from __future__ import annotations
 
-from functools import partial
-
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
-from ..table.kinds import Action, Kind, Placement
+from ..table.kinds import Cell, Kind, Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import (
     Instance,
@@ -22,15 +20,7 @@ from ._list_scheduling import (
     shortest,
     wave_order,
 )
-from .loop import (
-    actions,
-    alternate,
-    drop_phantoms,
-    even_groups,
-    in_groups,
-    in_turns,
-    schedule_of,
-)
+from .loop import Lane, even_groups, in_groups, in_turns, numbered, schedule_of
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 
@@ -83,7 +73,7 @@ def zb_1p(
     if costs is None and max_activations is None:
         return figure
     costs, cap = costs or Costs(), max_activations or devices
-    found = _fitted(Placement.loop(devices=devices), microbatches, costs, cap=cap)
+    found = fitted(Placement.loop(devices=devices), costs, microbatches, cap=cap)
     return shortest((found, figure), costs) if cap >= devices else found
 
 
@@ -103,24 +93,7 @@ def interleaved_zb(
     if costs is None:
         return _in_order(devices, chunks, microbatches, ahead, delay=list(range(devices)))
     placement = Placement.loop(devices=devices, chunks=chunks)
-    return _fitted(placement, microbatches, costs, cap=(chunks - 1) * longest + devices)
-
-
-def _fitted(
-    placement: Placement,
-    microbatches: int,
-    costs: Costs | None,
-    *,
-    cap: int,
-    wave: Wave | None = None,
-) -> Schedule:
-    """A wave that fits the cap, list-scheduled; where costs are given, the best of waves for
-    them.
-    """
-    order = partial(wave_order, placement, wave) if wave and costs is None else None
-    found = fitted(placement, costs or Costs(), microbatches, cap=cap, order=order)
-    assert found is not None, f"one microbatch after the other holds more than {cap} activations"
-    return found
+    return fitted(placement, costs, microbatches, cap=(chunks - 1) * longest + devices)
 
 
 def _in_order(
@@ -151,36 +124,30 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
     """
     placement = Placement.vee(devices=devices)
     if costs is not None:
-        return _fitted(placement, microbatches, costs, cap=2 * devices)
-    rows = [_zbv_row(devices, d, max(microbatches, 2 * devices - 1)) for d in range(devices)]
-    figure = schedule_of(drop_phantoms(rows, microbatches), placement, microbatches)
+        return fitted(placement, costs, microbatches, cap=2 * devices)
+    rows = [_zbv_row(devices, d, microbatches) for d in range(devices)]
+    figure = schedule_of(rows, placement, microbatches)
     return figure if microbatches >= 2 * devices - 1 else _shorter(figure)
 
 
-def _zbv_row(devices: int, device: int, microbatches: int) -> list[Action]:
-    """Device d's row of the figure for M >= 2 P - 1; "down" is its first chunk, "up" its second,
-    where a microbatch comes back.
+def _zbv_row(devices: int, device: int, microbatches: int) -> list[Cell]:
+    """Device d's row of the figure for M >= 2 P - 1; lane 1 is its second chunk, where a
+    microbatch comes back.
     """
-    down, up, every = device, 2 * devices - 1 - device, range(microbatches)
-    f0, i0, w0 = (actions(down, kind, every) for kind in (F, I, W))
-    f1, i1, w1 = (actions(up, kind, every) for kind in (F, I, W))
-    left, done = devices - device, microbatches - devices
-    first, both = 2 * left - 1, 2 * devices - 1 - device
-    return [
-        *f0[:first],
-        *alternate(f1[:device], f0[first:both]),
-        *alternate(f1[device:devices], i1[:left], w1[:left]),
-        # Steady state: six actions a microbatch, then the same without the forward that has run
-        # out.
-        *alternate(
-            *(f0[both:], i0[:done], w0[:done]),
-            *(f1[devices:], i1[left : left + done], w1[left : left + done]),
-        ),
-        *alternate(i0[done : done + device], i1[left + done :]),
-        *alternate(i0[done + device :], w0[done : done + left]),
-        *w1[left + done :],
-        *w0[done + left :],
+    left, padded = devices - device, max(microbatches, 2 * devices - 1)
+    steps = [
+        *["F0"] * (2 * left - 1),
+        *["F1", "F0"] * device,
+        *["F1", "I1", "W1"] * left,
+        # Steady state; in the end no forward of the first chunk is left.
+        *["F0", "I0", "W0", "F1", "I1", "W1"] * (padded - devices),
+        *["I0", "I1"] * device,
+        *["I0", "W0"] * left,
+        *["W1"] * device,
+        *["W0"] * device,
     ]
+    every = range(microbatches)
+    return numbered(steps, (Lane(device, every), Lane(2 * devices - 1 - device, every)))
 
 
 def _shorter(figure: Schedule) -> Schedule:
@@ -216,7 +183,7 @@ def v_half(*, devices: int, microbatches: int, chunks: int, costs: Costs | None 
     """
     block = Wave(out=2, back=1, pause=3 if devices % 2 == 0 else 0, period=6)
     cap = 2 * ((devices + 2) // 2)
-    return _fitted(Placement.vee(devices=devices), microbatches, costs, cap=cap, wave=block)
+    return fitted(Placement.vee(devices=devices), costs, microbatches, cap=cap, wave=block)
 
 
 def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -231,4 +198,4 @@ def v_min(*, devices: int, microbatches: int, chunks: int, costs: Costs | None =
     """
     block = Wave(out=1, back=1, pause=2 if devices % 3 == 0 else 0, period=6)
     cap = 2 * ((devices + 4) // 3)
-    return _fitted(Placement.vee(devices=devices), microbatches, costs, cap=cap, wave=block)
+    return fitted(Placement.vee(devices=devices), costs, microbatches, cap=cap, wave=block)

@@ -92,9 +92,8 @@ class StageAction:
         arguments = self._inputs(state)
         if not self.use.block.runs_forward:
             arguments += self._kept(state)
-        slots = {i: leaf for i, leaf in enumerate(arguments) if isinstance(leaf, Slot)}
         jaxpr = self.code.of(self.kind, keeps=self.keeps)
-        return InSlots(jaxpr, arguments, slots, self._targets(state)), state
+        return InSlots(jaxpr, arguments, self._targets(state)), state
 
     def end(self, outs: Leaves, state: State) -> State:
         """The state after the stage's code, from its results, which are written in the order of

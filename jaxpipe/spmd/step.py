@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree, Scalar, summable, wider
+from ..arrays import Leaves, Params, PyTree, Scalar, accumulator_dtype, summable, wider
 from ..jaxprs.entry import Piece, Total
 from ..model.calls import OUTER_WANTS, unpadded
 from ..model.packed import Places
@@ -49,7 +49,7 @@ def prepare(
         owned = list(map(gather, stages, plans["stages"]))
         kept = tuple(map(mine, kept))
         ends = {k: unpadded(gather(params[k], plans[k])) for k in OUTER}
-    job = job.for_run(params, batch)
+    job = job.for_batch(batch)
     inputs = Inputs(owned, kept, batch=batch, rng=rng, **ends)
     return job, inputs, trace_model(job, inputs)
 
@@ -213,11 +213,6 @@ class DeviceStep:
             return plan.constrain(jnp.zeros(leaf.shape, dtype))
 
         return list(map(total, jax.tree.leaves(tree), plans))
-
-
-def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
-    """At least `wanted` (float32 by default); a wider parameter keeps its own dtype."""
-    return dtype if wanted is None else wider(dtype, wanted)
 
 
 def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
