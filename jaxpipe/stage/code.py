@@ -46,7 +46,7 @@ from ..jaxprs.cut import (
 from ..jaxprs.equations import collectives, reads, results_of
 from ..model.calls import OUTER_WANTS
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
-from ..table.kinds import Kind
+from ..table.kinds import Kind, kinds_where
 
 
 class ParamUse(NamedTuple):
@@ -331,10 +331,11 @@ def cut_last(last: StageCode, axis: str) -> StageCode:
     reordered = whole.replace(outvars=[*outs[own], *others])
     first, second = cut_weights(reordered, params=params, priced=y)
     if any(axis in axes for _, axes in collectives(second)):
+        (late,) = kinds_where(lambda spec: spec.part_of)
         raise PipelineError(
             "the gradient of a parameter of `last` needs communication over the pipe axis "
-            f"{axis!r}, so no device can make it later than L, while others do something else; "
-            "use the table without late parts of L: jaxpipe.spread_last(schedule)"
+            f"{axis!r}, so {late.name} cannot make it while other devices do something else; "
+            f"use the table without {late.name}: jaxpipe.spread_last(schedule)"
         )
     by_second, inputs, left = reads(second), second.invars[: len(whole.invars)], len(others)
     read = [i for i in y if by_second[i]]
