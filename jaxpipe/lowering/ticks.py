@@ -520,8 +520,8 @@ def _steady_states(ticks: Ticks, edges: Sequence[int]) -> Iterator[Span]:
     codes, stop = ticks.signatures, ticks.num_ticks
     phases = ((0, stop), *product(edges[:2], edges[2:]))
     for (begin, end), period in product(phases, PERIODS):
-        if end - begin >= (1 if period == 1 else 2 * period):
-            yield Span(begin, end, period)
+        if period == 1 or end - begin >= 2 * period:
+            yield Span(begin, end, period)  # may be empty: cuts alone
     for period in range(1, min(LONGEST_PERIOD, stop // 2) + 1):
         runs = runs_of_true(codes[period:] == codes[:-period])
         begin, length = max(runs, key=lambda run: run[1], default=(0, 0))
@@ -534,4 +534,4 @@ def _around(steady: Span, stop: int, cuts: Iterable[int]) -> list[Span]:
     """A steady state, and the ramps before and after it, which are cut where a cut is in them."""
     outside = (tick for tick in cuts if not steady.start < tick < steady.stop)
     marks = sorted({0, stop, steady.start, steady.stop, *outside})
-    return [steady if a == steady.start else Span(a, b, 1) for a, b in pairwise(marks)]
+    return [steady if (a, b) == steady[:2] else Span(a, b, 1) for a, b in pairwise(marks)]
