@@ -1,6 +1,6 @@
 """The one event loop: an action starts when its device is free and its inputs have arrived.
 
-Simulation, list scheduling and the insertion of R, H, L, E and G differ in one point: which action
+Simulation, list scheduling and the insertion of R and of shares differ in one point: which action
 comes next.  A policy is an iterator of action numbers.  It may read the state of the loop between
 two actions.
 """

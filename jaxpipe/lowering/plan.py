@@ -19,7 +19,7 @@ from ..engine.simulate import simulate
 from ..program.ir import Program
 from ..program.segments import Part, Permute, Point, Segment, TickTemplate
 from ..table.effects import Liveness, Offload
-from ..table.encoded import BoolArray
+from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import COLLECTIVES, Kind
 from ..table.schedule import Schedule
 from .slots import assign_slots
@@ -85,8 +85,9 @@ def _issues(segment: Segment, devices: int, hop: float, runs_on: RunsOn) -> list
         end = Point(transit.tick, len(Part))
         ends = end, end, False
         if runs_on in (RunsOn.GPUS, RunsOn.TPUS):
-            begin = Point(0, 0) if transit.from_before else _in_parts(segment, transit.issued)
-            ends = begin, _in_parts(segment, transit.written), transit.from_before
+            points = [_in_parts(segment, each) for each in (transit.issued, transit.written)]
+            begin = Point(0, 0) if transit.from_before else points[0]
+            ends = begin, points[1], transit.from_before
         groups.setdefault(ends, []).append(transit.permute)
     found = []
     for ends, permutes in groups.items():
@@ -103,9 +104,8 @@ def _issues(segment: Segment, devices: int, hop: float, runs_on: RunsOn) -> list
 
 def _in_parts(segment: Segment, point: Point) -> Point:
     """The same by parts instead of by blocks."""
-    blocks = segment.templates[point.tick].blocks
-    at_end = point.block >= len(blocks)
-    return Point(point.tick, len(Part) if at_end else Part.of(blocks[point.block].block.kind))
+    parts = [Part.of(use.block.kind) for use in segment.templates[point.tick].blocks]
+    return Point(point.tick, [*parts, len(Part)][point.block])
 
 
 def _steps(segment: Segment, costs: Seconds, overheads: Overheads, runs_on: RunsOn) -> list[_Step]:
@@ -143,17 +143,10 @@ def _after_trip(time: Seconds, steps: Sequence[_Step], trip: int) -> Seconds:
     return time
 
 
-def after_segment(
-    time: Seconds, segment: Segment, costs: Seconds, overheads: Overheads, runs_on: RunsOn
-) -> Seconds:
-    """Device times after a segment, from device times before it.
-
-    Each permute of a device lasts a hop; predicates take time too.
+def _after_trips(time: Seconds, steps: Sequence[_Step], trips: IntArray) -> Seconds:
+    """Device times after all trips of a segment, from device times before them; `trips` has equal
+    numbers for those of equal costs.
     """
-    mine = costs[segment.start : segment.stop]
-    mine = mine.reshape(segment.repeats, segment.period, *costs.shape[1:])
-    trips = equal_rows(mine.reshape(segment.repeats, -1))  # equal numbers for equal costs
-    steps = _steps(segment, mine, overheads, runs_on)
     unit = max((float(step.work.max()) for step in steps), default=0.0) or 1.0
     # By device times relative to the last device and the kind of the next trip: the trip that
     # ended so, and the times.
@@ -192,14 +185,17 @@ def cost_parts(ticks: Ticks, costs: Costs | None = None, *, hides: bool = True) 
     one block with an F hides the collectives of the F.
     """
     table = ticks.schedule.encoded
-    durations = np.array(action_durations(table, (costs or Costs()).for_stages(table.num_stages)))
+    by_stage = (costs or Costs()).for_stages(table.num_stages)
+    durations = np.array(action_durations(table, by_stage))
     if hides and Kind.W in ticks.joint:
         durations = _less_hidden(ticks, durations, costs)
     place = np.array([Part.of(kind) for kind in Kind])[table.kind]
-    place[ticks.pairs[ticks.when, table.device]] = 0  # a pair is one block, and the first
+    # A pair is one block, and the first.
+    place[ticks.pairs[ticks.when, table.device]] = 0
     shape = ticks.num_ticks, len(Part), table.num_devices
     cells = np.ravel_multi_index((ticks.when, place, table.device), shape)
-    return np.bincount(cells, durations, math.prod(shape)).astype(np.float64).reshape(shape)
+    found = np.bincount(cells, durations, math.prod(shape)).astype(np.float64)
+    return found.reshape(shape)
 
 
 def _less_hidden(ticks: Ticks, durations: Seconds, costs: Costs | None) -> Seconds:
@@ -228,13 +224,16 @@ def program_makespan(
 ) -> float:
     """Simulate the program.
 
-    A device runs its ticks in order.  Where it awaits a transfer, it waits until all partners have
-    issued it.  `costs[tick, part, device]` are durations (`cost_parts`); overheads and result have
-    their unit.
+    A device runs its ticks in order.  Each of its permutes lasts a hop; predicates take time too.
+    Where it awaits a transfer, it waits until all partners have issued it.
+    `costs[tick, part, device]` are durations (`cost_parts`); overheads and result have their unit.
     """
     time = np.zeros(costs.shape[-1])
     for segment in segments:
-        time = after_segment(time, segment, costs, overheads, runs_on)
+        mine = costs[segment.start : segment.stop]
+        mine = mine.reshape(segment.repeats, segment.period, *costs.shape[1:])
+        steps = _steps(segment, mine, overheads, runs_on)
+        time = _after_trips(time, steps, equal_rows(mine.reshape(segment.repeats, -1)))
     return float(time.max(initial=0.0))
 
 

@@ -5,7 +5,7 @@ records.  Moments are numbers: before, within and after the blocks of each tick.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,27 +50,28 @@ class _Code:
     """
 
     def __init__(self, segments: Sequence[Segment], ticks: Ticks) -> None:
-        templates = [template for segment in segments for template in segment.templates]
+        templates = [
+            (segment.ticks(j), template)
+            for segment in segments
+            for j, template in enumerate(segment.templates)
+        ]
         devices, count = ticks.schedule.num_devices, len(templates)
-        self._blocks = np.array([len(template.blocks) for template in templates], np.int64)
+        self._blocks = np.array([len(template.blocks) for _, template in templates], np.int64)
         self._span = 2 * int(self._blocks.max(initial=0)) + 2
-        self.lanes = max((len(template.permutes) for template in templates), default=0)
+        self.lanes = max((len(template.permutes) for _, template in templates), default=0)
         chunks = 1 + int(ticks.schedule.chunks.max(initial=0))
+        self._template = np.zeros(ticks.num_ticks, np.int64)  # the number of each tick's
         self._place = np.zeros((count, len(Kind), chunks, 2), np.int64)
         self._lane = np.full((count, len(Payload), devices, devices), -1)
         payload = np.full((count, self.lanes), -1)
-        for n, template in enumerate(templates):
+        for n, (its_ticks, template) in enumerate(templates):
+            self._template[its_ticks] = n
             for place, use in enumerate(template.blocks):
-                self._place[n, use.block.kind, use.block.chunk, int(use.block.keeps)] = place
+                self._place[n, *map(int, use.block)] = place
             for lane, permute in enumerate(template.permutes):
                 payload[n, lane] = permute.payload
                 for source, target in permute.pairs:
                     self._lane[n, permute.payload, source, target] = lane
-        numbers, begin = [np.zeros(0, np.int64)], 0
-        for segment in segments:
-            numbers.append(np.tile(np.arange(begin, begin + segment.period), segment.repeats))
-            begin += segment.period
-        self._template = np.concatenate(numbers)  # per tick
         self.payload = payload[self._template]
         self.written = np.zeros(self.payload.shape, np.int64)
         for segment in segments:
@@ -82,12 +83,9 @@ class _Code:
         """Right before a block, or after all: what arrives is written to its slot."""
         return self._span * tick + 2 * block
 
-    def during(
-        self, tick: IntArray, kind: IntArray, chunk: IntArray, *, keeps: IntArray
-    ) -> IntArray:
-        """The time at which a block runs."""
-        place = self._place[self._template[tick], kind, chunk, keeps]
-        return self.before(tick, place) + 1
+    def during(self, tick: IntArray, *block: IntArray) -> IntArray:
+        """The time at which a block (kind, chunk, keeps) runs."""
+        return self.before(tick, self._place[self._template[tick], *block]) + 1
 
     def blocks_done(self, tick: IntArray) -> IntArray:
         """When a pair, which runs as one, has read and written all that its blocks do."""
@@ -97,11 +95,9 @@ class _Code:
         """The time at which a tick is over."""
         return self._span * (tick + 1) - 1
 
-    def lane(
-        self, tick: IntArray, payload: Payload, source: IntArray, target: IntArray
-    ) -> IntArray:
-        """The lane of the permute that carries each transfer."""
-        found: IntArray = self._lane[self._template[tick], payload, source, target]
+    def lane(self, tick: IntArray, payload: Payload, *ends: IntArray) -> IntArray:
+        """The lane of the permute that carries each transfer from a source to a target."""
+        found: IntArray = self._lane[self._template[tick], payload, *ends]
         assert (found >= 0).all(), "no permute carries a transfer"
         return found
 
@@ -169,8 +165,8 @@ class _Writer:
         self._when, self._joint = ticks.when, ticks.joint
         self._number = table.stage * table.num_microbatches + table.microbatch
         keeps = (~table.recomputed).astype(np.int64)
-        # the moment of each action
-        self._runs = self._code.during(ticks.when, table.kind, ticks.schedule.chunks, keeps=keeps)
+        blocks = table.kind, ticks.schedule.chunks, keeps
+        self._runs = self._code.during(ticks.when, *blocks)  # the moment of each action
         lanes, shape = max(self._code.lanes, 1), (ticks.num_ticks, table.num_devices)
         self._arrival = {name: np.zeros((lanes, *shape), np.int32) for name in ARRIVAL}
         self._ticks = self._empty(shape, moves)
@@ -179,21 +175,20 @@ class _Writer:
     def _empty(self, shape: tuple[int, int], moves: bool) -> TickRecord[IntTable]:
         """Ticks in which nobody does anything."""
 
-        def record(names: Sequence[str], nobody: Collection[str]) -> Record[IntTable]:
-            columns = {n: np.full(shape, NOBODY if n in nobody else 0, np.int32) for n in names}
-            return Record(columns)
+        def record(names: Sequence[str]) -> Record[IntTable]:
+            nobody = ("kind", "chunk", *MOVE)
+            return Record({n: np.full(shape, NOBODY * (n in nobody), np.int32) for n in names})
 
         def of(*kinds: Kind) -> Record[IntTable]:
-            names = columns_of(kinds, slices=self._actions.slices > 1)
-            return record(names, ("kind", "chunk"))
+            return record(columns_of(kinds, slices=self._actions.slices > 1))
 
-        lanes = range(len(self._arrival["slot"]))
+        lanes = zip(*(self._arrival[name] for name in ARRIVAL), strict=True)
         return TickRecord(
             of(*RUNS_FORWARD),
             of(Kind.B, Kind.I, Kind.W),
-            tuple(Record({n: each[lane] for n, each in self._arrival.items()}) for lane in lanes),
+            tuple(Record(dict(zip(ARRIVAL, each, strict=True))) for each in lanes),
             (of(*SHARES),) if self._actions.shares.any() else (),
-            (record(MOVE, MOVE),) if moves else (),
+            (record(MOVE),) if moves else (),
         )
 
     def _moved(self) -> IntArray:

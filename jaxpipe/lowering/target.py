@@ -209,7 +209,7 @@ class RunsOn(Enum):
     """Kinds of devices, and where they wait for a transfer.
 
     On GPUs and TPUs its two ends wait where it is needed.  XLA:CPU blocks in a permute, and no
-    block of the device runs meanwhile (`spmd.exchange.permuted`): its two ends wait where it is
+    block of the device runs meanwhile (`spmd.executor`): its two ends wait where it is
     issued, and of virtual devices of one process all.
     """
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,16 @@ from ..program.segments import (
 )
 from ..table.effects import flags_of
 from ..table.encoded import BoolArray, IntArray, Transfers, waits
-from ..table.kinds import RUNS_FORWARD, Action, Cell, Kind, Overlap, kinds_where
+from ..table.kinds import (
+    BACKWARDS,
+    COLLECTIVES,
+    RUNS_FORWARD,
+    Action,
+    Cell,
+    Kind,
+    Overlap,
+    kinds_where,
+)
 from ..table.schedule import Schedule
 from ..table.text import grid
 
@@ -100,12 +109,14 @@ class Ticks:
     @cached_property
     def pairs(self) -> BoolArray:
         """`[tick, device]`: whether it runs a forward and a backward that may be one block."""
-        table, halves = self.schedule.encoded, []
-        for kinds in (RUNS_FORWARD, self.joint):
-            runs, found = table.of_kinds(kinds), np.zeros((self.num_ticks, table.num_devices), bool)
-            found[self.when[runs], table.device[runs]] = True
-            halves.append(found)
-        return halves[0] & halves[1]
+        return self.runs(RUNS_FORWARD) & self.runs(self.joint)
+
+    def runs(self, kinds: Iterable[Kind]) -> BoolArray:
+        """`[tick, device]`: whether it runs an action of these kinds."""
+        table = self.schedule.encoded
+        found, mine = np.zeros((self.num_ticks, table.num_devices), bool), table.of_kinds(kinds)
+        found[self.when[mine], table.device[mine]] = True
+        return found
 
     @cached_property
     def blocks(self) -> tuple[tuple[Block, ...], IntArray]:
@@ -141,7 +152,8 @@ class Ticks:
     def collective(self) -> IntArray:
         """Per tick, a number that ticks with equal collective actions share; else 0."""
         blocks, counts = self.blocks
-        shares = counts[:, np.array([block.is_collective for block in blocks], bool), 0] > 0
+        shared = np.array([block.is_collective for block in blocks], bool)
+        shares = counts[:, shared, 0] > 0
         return equal_rows(np.concatenate([np.zeros_like(shares[:1]), shares]))[1:]
 
     @cached_property
@@ -179,7 +191,8 @@ def followed(schedule: Schedule, kinds: tuple[Kind, Kind]) -> BoolArray:
     table, found = schedule.encoded, np.zeros(schedule.encoded.num_actions, bool)
     kind = table.kind.copy()
     kind[table.pairs] = kind[table.pairs + 1] = -1
-    found[:-1] = (kind[:-1] == kinds[0]) & (kind[1:] == kinds[1]) & (np.diff(table.device) == 0)
+    same_row = table.device[:-1] == table.device[1:]
+    found[:-1] = same_row & (kind[:-1] == kinds[0]) & (kind[1:] == kinds[1])
     return found
 
 
@@ -218,7 +231,8 @@ def modulo_ticks(schedule: Schedule, *, shift: int = 0) -> Ticks:
     table = schedule.encoded
     pairs = table.pairs
     kind = table.kind.copy()
-    kind[pairs] = kind[pairs + 1] = len(Kind) + table.kind[pairs + 1]  # a pair is a kind of its own
+    # A pair is a kind of its own.
+    kind[pairs] = kind[pairs + 1] = len(Kind) + table.kind[pairs + 1]
     kinds, turn = np.unique(kind, return_inverse=True)
     # All devices have the turn of a collective action in the same tick.
     turn = turn + np.where(table.is_collective, 0, shift * table.device)
@@ -234,9 +248,9 @@ def _earliest(
     `ends`: per action the last one of its tick, itself or the next in its row.
     """
     table = schedule.encoded
-    device, last, needs = table.device.tolist(), ends.tolist(), waits(table, Transfers.ASYNC)
+    device, last = table.device.tolist(), ends.tolist()
     turns = [0] * len(last) if turn is None else turn.tolist()
-    need = np.where(table.is_collective, -1, needs).tolist()
+    need = np.where(table.is_collective, -1, waits(table, Transfers.ASYNC)).tolist()
     when, free = [0] * len(last), [0] * table.num_devices
     for i in _run_order(schedule):
         together = table.collectives.get(i)
@@ -263,11 +277,8 @@ def _run_order(schedule: Schedule) -> Sequence[int]:
     found = schedule.run_order(Transfers.ASYNC)
     if found.cycles:
         table = schedule.encoded
-        stuck = [
-            f"{table.text(wait.at)} on device {wait.device}"
-            for cycle in found.cycles
-            for wait in cycle
-        ]
+        every = chain.from_iterable(found.cycles)
+        stuck = [f"{table.text(wait.at)} on device {wait.device}" for wait in every]
         raise ScheduleError(
             f"the table deadlocks: {', '.join(stuck)} wait for each other; run jaxpipe.check on it"
         )
@@ -284,8 +295,8 @@ def uses_of(ticks: Ticks, counts: IntArray, num_ticks: int) -> tuple[BlockUse, .
     everyone, uses = ticks.schedule.num_devices * num_ticks, []
     for block, (active, *some) in zip(ticks.blocks[0], counts.tolist(), strict=True):
         if active:
-            parts = [Presence.of(active, everyone), *(Presence.of(n, active) for n in some)]
-            uses.append(BlockUse(block, *parts))
+            parts = (Presence.of(n, active) for n in some)
+            uses.append(BlockUse(block, Presence.of(active, everyone), *parts))
     return tuple(sorted(uses, key=lambda use: (Part.of(use.block.kind), use.block)))
 
 
@@ -358,15 +369,17 @@ def _segment(span: Span, ticks: Ticks) -> Segment:
     paired = np.logical_or.reduce(by_trip(ticks.pairs), axis=(0, 2))
     templates: dict[int, TickTemplate] = {}
     for mine in map(list, ticks_of(span.loops or (Loop(1),) * span.period)):
-        j = mine[0]
-        room = 0 if span.loops else room_of(span.period, j) if repeats > 1 else span.period - 1 - j
+        room = span.period - 1 - mine[0]
+        if repeats > 1:
+            room = room_of(span.period, mine[0])
         template = TickTemplate(
             uses_of(ticks, counts[mine].sum(axis=0), repeats * len(mine)),
-            permutes_of(ticks, slack[mine].min(axis=0), room=room),
+            permutes_of(ticks, slack[mine].min(axis=0), room=0 if span.loops else room),
             bool(paired[mine].any()),
         )
         templates |= dict.fromkeys(mine, template)
-    return Segment(span.start, repeats, tuple(templates[j] for j in range(span.period)), span.loops)
+    in_order = tuple(templates[j] for j in range(span.period))
+    return Segment(span.start, repeats, in_order, span.loops)
 
 
 # The most templates of a span that is cut at collective actions.
@@ -492,12 +505,8 @@ def _edges(ticks: Ticks) -> tuple[int, int, int, int]:
     """The ticks in which some device, and every device, has begun its backwards; and after which
     every device, and some device, has done its forwards.
     """
-    table, stop = ticks.schedule.encoded, ticks.num_ticks
-    busy = np.zeros((2, stop, table.num_devices), bool)
-    mine = ~table.is_collective
-    direction = (~table.of_kinds(RUNS_FORWARD)).astype(np.int64)
-    busy[direction[mine], ticks.when[mine], table.device[mine]] = True
-    forward, backward = busy
+    stop, forward = ticks.num_ticks, ticks.runs(RUNS_FORWARD)
+    backward = ticks.runs({*BACKWARDS}.difference(RUNS_FORWARD, COLLECTIVES))
     begins = np.where(backward.any(0), backward.argmax(0), stop)
     ends = np.where(forward.any(0), stop - forward[::-1].argmax(0), 0)
     return int(begins.min()), int(begins.max()), int(ends.max()), int(ends.min())
@@ -511,8 +520,8 @@ def _steady_states(ticks: Ticks, edges: Sequence[int]) -> Iterator[Span]:
     codes, stop = ticks.signatures, ticks.num_ticks
     phases = ((0, stop), *product(edges[:2], edges[2:]))
     for (begin, end), period in product(phases, PERIODS):
-        if end - begin >= (1 if period == 1 else 2 * period):
-            yield Span(begin, end, period)
+        if period == 1 or end - begin >= 2 * period:
+            yield Span(begin, end, period)  # may be empty: cuts alone
     for period in range(1, min(LONGEST_PERIOD, stop // 2) + 1):
         runs = runs_of_true(codes[period:] == codes[:-period])
         begin, length = max(runs, key=lambda run: run[1], default=(0, 0))
@@ -525,4 +534,4 @@ def _around(steady: Span, stop: int, cuts: Iterable[int]) -> list[Span]:
     """A steady state, and the ramps before and after it, which are cut where a cut is in them."""
     outside = (tick for tick in cuts if not steady.start < tick < steady.stop)
     marks = sorted({0, stop, steady.start, steady.stop, *outside})
-    return [steady if a == steady.start else Span(a, b, 1) for a, b in pairwise(marks)]
+    return [steady if (a, b) == steady[:2] else Span(a, b, 1) for a, b in pairwise(marks)]

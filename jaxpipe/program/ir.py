@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import product
+from itertools import chain, product
 from operator import and_, or_
 from types import SimpleNamespace
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -66,7 +66,8 @@ class Record(Generic[A]):
 
 # Of an action: its kind (or NOBODY), and of a stage's also the chunk of the device (or NOBODY).
 # Then come the flags and the slots of its effects.
-_STAGE, _SHARE = ("kind", "chunk", "stage", "microbatch"), ("kind", "microbatch", "is_source")
+_STAGE = ("kind", "chunk", "stage", "microbatch")
+_SHARE = ("kind", "microbatch", "is_source")
 # What a permute brings: the slot that it writes, where `takes` is 1.  Elsewhere the slot keeps what
 # it has: nothing is sent to the device and none of its slots is free, or the tick has no such
 # permute.
@@ -130,8 +131,8 @@ class TickRecord(Generic[A]):
     def map(self, function: Callable[[A], Any]) -> TickRecord[Any]:
         """A function of every column."""
         several = (self.arrivals, self.collectives, self.moves)
-        one = self.forward.map(function), self.backward.map(function)
-        return TickRecord(*one, *(tuple(r.map(function) for r in records) for records in several))
+        more = (tuple(record.map(function) for record in records) for records in several)
+        return TickRecord(self.forward.map(function), self.backward.map(function), *more)
 
     @property
     def actions(self) -> tuple[tuple[str, Record[A]], ...]:
@@ -195,7 +196,8 @@ def show(program: Program) -> str:
     for segment in program.segments:
         for tick in range(segment.start, min(segment.stop, shown)):
             template = segment.template(tick)
-            rows.append([f"{tick:4}", *(_cell(program, template, tick, d) for d in devices)])
+            cells = (_cell(program, template, tick, device) for device in devices)
+            rows.append([f"{tick:4}", *cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -242,8 +244,8 @@ def _action(record: Any, effects: Sequence[Effect], device: int) -> str:
 
 def _slots(record: Any, columns: Mapping[str, Place]) -> str:
     """The slots that these columns hold."""
-    slots = ((place.letter, getattr(record, column)) for column, place in columns.items())
-    return " ".join(f"{letter}{slot}" for letter, slot in slots)
+    slots = (f"{place.letter}{getattr(record, name)}" for name, place in columns.items())
+    return " ".join(slots)
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,8 +293,7 @@ class Program:
     @cached_property
     def pairs(self) -> NDArray[np.bool_]:
         """`[tick, device]`: a forward and a backward that run as one."""
-        paired: NDArray[np.bool_] = self.ticks.pairs(self.joint)
-        return paired
+        return np.asarray(self.ticks.pairs(self.joint))
 
     @cached_property
     def slots(self) -> Slots:
@@ -367,7 +368,7 @@ class _Interpreter:
         for tick in range(segment.start, segment.stop):
             template = segment.template(tick)
             rows = [program.at(tick, number) for number in range(len(devices))]
-            moved = [each for pair in zip(devices, rows, strict=True) for each in _move(*pair)]
+            moved = list(chain.from_iterable(map(_move, devices, rows)))
             for place, use in enumerate(template.blocks):
                 arrive(tick, place)
                 self._block(use, rows)
@@ -433,7 +434,8 @@ def _move(device: _Device, row: TickRecord[int]) -> Iterator[tuple[list[Any], in
     for record, move in product(row.moves, MOVES):
         if getattr(record, move.value) == NOBODY:
             continue
-        values = [device[place][getattr(record, column)] for column, place in move.reads.items()]
+        reads = move.reads.items()
+        values = [device[place][getattr(record, column)] for column, place in reads]
         # The host holds both kinds of residuals of a forward in one slot.
         values = [values] if len(values) > 1 else values[0]
         for (column, place), value in zip(move.writes.items(), values, strict=True):

@@ -15,7 +15,7 @@ from ..arrays import Flag, Leaves, Scalar
 from ..jaxprs.entry import Slot, Target, Total
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..program.ir import Record
-from ..program.segments import BlockUse, Presence
+from ..program.segments import BlockUse
 from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, run
 from ..table.effects import OF_SLICES, Access, Place
 from ..table.kinds import COLLECTIVES, Kind
@@ -211,16 +211,15 @@ class StageAction:
             flag, run = "is_last", partial(_last, step, row, y=values)
         else:
             flag, run = "is_first", partial(_first_gradient, step, row, dx=values)
-        fits = step.code.fits(self.code, sent if sent is Place.SENT_X else Place.X)
-        return self._under(flag, run, state, fits=fits)
+        if step.code.fits(self.code, sent):
+            return self._under(flag, run, state)
+        return state
 
-    def _under(
-        self, flag: str, run: Callable[[State], State], state: State, *, fits: bool = True
-    ) -> State:
-        """Run a part under its flag; `fits`: the stages of this kind may have it."""
-        presence = self.use.presence(flag) if fits else Presence.NEVER
+    def _under(self, flag: str, run: Callable[[State], State], state: State) -> State:
+        """Run a part under its flag."""
         block = Block(self.changes(flag), run, self.step.everywhere)
-        return run_where(presence, getattr(self.row, flag) != 0, block, state)
+        happens = getattr(self.row, flag) != 0
+        return run_where(self.use.presence(flag), happens, block, state)
 
 
 def pair_block(forward: StageAction, backward: StageAction) -> Block:

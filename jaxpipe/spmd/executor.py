@@ -48,6 +48,8 @@ def _after(leaf: Any, state: State) -> Any:
 
 # The records of this device in the ticks of a trip; -1 is the last tick of the previous trip.
 _Rows: TypeAlias = Mapping[int, TickRecord[Scalar]]
+# {"loss", "losses", "metrics", "state"} or outputs, and gradients.
+_Results: TypeAlias = tuple[dict[str, Any], dict[str, PyTree]]
 # Values that issued permutes have brought and that are not yet in their slots.
 _Brought: TypeAlias = dict[Transit, Leaves]
 
@@ -285,8 +287,8 @@ class SegmentCode:
         block = run.uses[0].block
         if block.is_share:
             return block.kind.name
-        every = np.unique(self._stages(run.uses[0])).tolist()
-        stages = [s for s in every if s != NOBODY and self.step.code.kind_of[s] == run.kinds[0]]
+        every = {*self._stages(run.uses[0]).ravel().tolist()} - {NOBODY}
+        stages = [s for s in every if self.step.code.kind_of[s] == run.kinds[0]]
         where = f"stage {stages[0]}" if len(stages) == 1 else f"chunk {block.chunk}"
         return f"{block.kind.name} {where}"
 
@@ -307,13 +309,10 @@ CANNOT_BE_TIMED = (
 )
 
 
-def look(
-    job: Job, params: Params, batch: PyTree, rng: Any, state: PyTree
-) -> tuple[Job, Inputs, ModelCode]:
+def look(job: Job, *arguments: Any) -> tuple[Job, Inputs, ModelCode]:
     """Trace `prepare` alone: what one device starts from, as tracers."""
-    found: tuple[Job, Inputs, ModelCode] = inside(
-        job, partial(prepare, job), _in_specs(job), *(params, batch, rng, state)
-    )
+    specs, run = _in_specs(job), partial(prepare, job)
+    found: tuple[Job, Inputs, ModelCode] = inside(job, run, specs, *arguments)
     return found
 
 
@@ -325,18 +324,12 @@ def _in_specs(job: Job) -> tuple[Any, ...]:
 
 
 def body(
-    job: Job,
-    params: Params,
-    batch: PyTree,
-    rng: Any,
-    kept: tuple[PyTree, ...],
-    *,
-    entries: Sequence[StageEntries] | None,
-) -> tuple[dict[str, Any], dict[str, PyTree]]:
+    job: Job, entries: Sequence[StageEntries] | None, params: Params, *arguments: Any
+) -> _Results:
     """Run the step on each device; return ({"loss", "losses", "metrics", "state"}, gradients laid
     out like `params`).
 
-    The arguments are those of `prepare`.  `entries` is None where no axis is left to the
+    The last arguments are those of `prepare`.  `entries` is None where no axis is left to the
     partitioner.
 
     Every permute of XLA:CPU waits for all devices of the program, also for those outside its pairs.
@@ -348,7 +341,7 @@ def body(
     not show every one, because the partitioner decides from the whole program.  Timing needs
     predicates, and `jaxpipe.inspect.profile` refuses blocks that permute.
     """
-    job, inputs, code = prepare(job, params, batch, rng, kept)
+    job, inputs, code = prepare(job, params, *arguments)
     assumed = bool(job.partition.auto_axes) and job.clock is None
     waits = job.target.on_cpus and lax.axis_size(job.axis) > 1
     everywhere = waits and (assumed or code.permutes)
@@ -364,7 +357,8 @@ def body(
         state = step.empty_state()
         # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
         table = jnp.asarray(_narrow(np.stack(code.program.ticks.columns, axis=-1)))
-        rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
+        device = lax.axis_index(job.axis)
+        rows = lax.dynamic_index_in_dim(table, device, 1, keepdims=False)
     with jax.named_scope("ticks"):
         for segment in code.program.segments:
             state = SegmentCode(step, segment).run(rows, state)
@@ -398,21 +392,16 @@ class SpmdExecutor:
 
     def run(
         self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
-    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
+    ) -> _Results:
         """Do the job; it may be traced."""
         specs, entries = _in_specs(job), None
         if job.partition.auto_axes and job.training:
             # The model is traced once more for the entries.
             cut, inputs, code = look(job, params, batch, rng, state)
             entries = split_entries(cut, code, inputs.owned)
-        run = mapped(
-            partial(body, job, entries=entries),
-            job.mesh,
-            job.axes,
-            in_specs=specs,
-            out_specs=(job.result_specs, specs[0] if job.training else PartitionSpec()),
-        )
-        results: tuple[dict[str, Any], dict[str, PyTree]] = run(params, batch, rng, state)
+        out_specs = job.result_specs, specs[0] if job.training else PartitionSpec()
+        run = mapped(partial(body, job, entries), job.mesh, job.axes, specs, out_specs)
+        results: _Results = run(params, batch, rng, state)
         return results
 
 
@@ -451,8 +440,9 @@ def _call_host(clock: Clock, *numbers: Scalar, wrote: Sequence[Scalar] = ()) -> 
     def call(*operands: Scalar) -> Scalar:
         partner = lax.axis_index(left) if left else jnp.int32(0)
         # One array, because each array takes the host tens of microseconds.
-        array, rest = jnp.stack([partner, *operands[: len(numbers)]]), operands[len(numbers) :]
-        answer: Scalar = io_callback(clock, jax.ShapeDtypeStruct((), jnp.int32), array, rest)
+        array = jnp.stack([partner, *operands[: len(numbers)]])
+        number, rest = jax.ShapeDtypeStruct((), jnp.int32), operands[len(numbers) :]
+        answer: Scalar = io_callback(clock, number, array, rest)
         return answer
 
     spec = PartitionSpec()

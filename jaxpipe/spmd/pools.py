@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -281,23 +281,26 @@ class Packing:
 
     def __init__(self, buffers: Buffers) -> None:
         pools = [buffers[place] for place in _STORES.reads.values()]
-        leaves = [pair for pool in pools for pair in zip(pool.entries, pool.avals, strict=True)]
+        leaves = (zip(pool.entries, pool.avals, strict=True) for pool in pools)
         self.groups: dict[tuple[Any, ...], list[tuple[int, Entry]]] = {}
-        for number, (entry, aval) in enumerate(leaves):
+        for number, (entry, aval) in enumerate(chain.from_iterable(leaves)):
             split = tuple((part.axes, part.count) for part in entry.parts)
-            self.groups.setdefault((aval.dtype, split, entry.tile), []).append((number, entry))
+            key = aval.dtype, split, entry.tile
+            self.groups.setdefault(key, []).append((number, entry))
 
     def empty(self, slots: int) -> Leaves:
         """A pool in the host's memory, with one more slot for values that no block needs."""
-
-        def pool(dtype: Any, leaves: Sequence[tuple[int, Entry]]) -> Any:
+        pools = []
+        for (dtype, *_), leaves in self.groups.items() if slots else ():
             _, like = leaves[0]
-            shape = (slots + 1, *like.counts, sum(e.units for _, e in leaves), *like.tile)
-            if not _moves(dtype):
-                return zeros(shape, dtype)
-            return lax.broadcast(empty2(np.dtype(dtype), memory_space=_Space.Host), shape)
-
-        return [pool(key[0], leaves) for key, leaves in self.groups.items()] if slots else []
+            units = sum(entry.units for _, entry in leaves)
+            shape = slots + 1, *like.counts, units, *like.tile
+            if _moves(dtype):
+                number = empty2(np.dtype(dtype), memory_space=_Space.Host)
+                pools.append(lax.broadcast(number, shape))
+            else:
+                pools.append(zeros(shape, dtype))
+        return pools
 
     def pack(self, values: Sequence[Any]) -> Leaves:
         """Leaves as pools keep them, in one array a group."""
@@ -346,7 +349,7 @@ class HostMoves:
         self.packing = packing
         self.move: Any = next(iter(row.moves), None)
         for table in program.ticks.moves:
-            stores, fetches = (value[ticks] != NOBODY for value in (table.stores, table.fetches))
+            stores, fetches = table.stores[ticks] != NOBODY, table.fetches[ticks] != NOBODY
             self.stores, self.fetches = bool(stores.any()), bool(fetches.any())
             self.always = bool(fetches.all())
 
@@ -358,10 +361,12 @@ class HostMoves:
             return state
         move, stored = self.move, []
         if self.stores:
-            slots = {place.value: getattr(move, name) for name, place in _STORES.reads.items()}
-            stored = self.packing.pack(
-                [_at(leaf, slot) for pool, slot in slots.items() for leaf in state[pool]]
-            )
+            values = [
+                _at(leaf, getattr(move, name))
+                for name, place in _STORES.reads.items()
+                for leaf in state[place.value]
+            ]
+            stored = self.packing.pack(values)
         # The fetch is ordered after the earlier blocks; otherwise the store during them would be
         # awaited before them.  It is ordered before the later blocks.
         slot = jnp.where(state["token"], 0, jnp.maximum(move.from_host, 0))
@@ -411,9 +416,8 @@ def _after_fetch(state: State) -> State:
     if not state["fetched"]:
         return state
     names = ("fetched", "host", "token")
-    return state | dict(
-        zip(names, lax.optimization_barrier(tuple(state[name] for name in names)), strict=True)
-    )
+    values = lax.optimization_barrier([state[name] for name in names])
+    return state | dict(zip(names, values, strict=True))
 
 
 def _at(leaf: Any, slot: Scalar) -> Any:

@@ -45,16 +45,12 @@ def prepare(
     with jax.named_scope("prepare"):
         batch = job.functions.split(batch, job.num_microbatches)
         rng = shard_key(rng, job.data_axes, job.data_size)
-        owned = [
-            gather(tree, plan)
-            for tree, plan in zip([*map(mine, params["stages"])], job.plans["stages"], strict=True)
-        ]
+        stages, plans = [*map(mine, params["stages"])], job.plans
+        owned = list(map(gather, stages, plans["stages"]))
         kept = tuple(map(mine, kept))
-        first, last, shared = (
-            unpadded(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
-        )
+        ends = {k: unpadded(gather(params[k], plans[k])) for k in OUTER}
     job = job.for_batch(batch)
-    inputs = Inputs(owned, kept, shared, first, last, batch, rng)
+    inputs = Inputs(owned, kept, batch=batch, rng=rng, **ends)
     return job, inputs, trace_model(job, inputs)
 
 
@@ -80,7 +76,8 @@ class Operand:
     once: Leaves  # what was hoisted
     state_places: Places = ()
     gradient_places: Places = ()  # of the leaves that have a gradient
-    splits: tuple[PartitionSpec | None, ...] = ()  # of the chunk's accumulators, see `Total`
+    # of the chunk's accumulators, see `Total`
+    splits: tuple[PartitionSpec | None, ...] = ()
 
     def inputs(self, x: Leaves, extra: Leaves) -> Leaves:
         """The inputs of its code; x with what comes from other slices."""
@@ -141,20 +138,19 @@ class DeviceStep:
 
     def _operand(self, chunk: int, stage: int) -> Operand:
         layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
-        leaves, places = jax.tree.leaves(self.chunks[chunk]), layout.held(stage, self.chunks).places
+        leaves = jax.tree.leaves(self.chunks[chunk])
+        places = layout.held(stage, self.chunks).places
         params = [Piece(leaves[p.at], p.start, p.entry) if p.flat else leaves[p.at] for p in places]
         params += jax.tree.leaves(self.inputs.shared)
-        code = self.code.kinds[self.code.kind_of[stage]]
+        code, on_tpus = self.code.kinds[self.code.kind_of[stage]], self.job.target.on_tpus
         whole = [p.load() if isinstance(p, Piece) else p for p in params]
         return Operand(
             code,
             params,
             once=run(code.hoist, *code.consts, *whole),
             state_places=layout.held(stage, kept).places if kept else (),
-            gradient_places=tuple(place for place in places if not plans[place.at].frozen),
-            splits=tuple(
-                PartitionSpec(*plan.auto) if self.job.target.on_tpus else None for plan in plans
-            ),
+            gradient_places=tuple(p for p in places if not plans[p.at].frozen),
+            splits=tuple(PartitionSpec(*p.auto) if on_tpus else None for p in plans),
         )
 
     def plans_of(self, chunk: int) -> list[Any]:
@@ -181,10 +177,12 @@ class DeviceStep:
             "token": false(),
             "sent_x": empty(self.buffers[Place.X].avals),
             "losses": jnp.zeros(count, wider(*losses) if losses else jnp.float32),
-            "aux": None if code.last is None else empty(code.last.avals[Place.AUX], count),
         }
+        last = code.last
+        state["aux"] = None if last is None else empty(last.avals[Place.AUX], count)
         for v in range(len(self.chunks)):
-            state[of_chunk(Place.STAGE_STATE, v)] = jax.tree.leaves(kept[v]) if kept else []
+            own = jax.tree.leaves(kept[v]) if kept else []
+            state[of_chunk(Place.STAGE_STATE, v)] = own
         for place, buffer in self.buffers.items():
             size = getattr(slots, place.value)
             if size and (job.training or place in (Place.X, *OF_SLICES)):
@@ -195,8 +193,9 @@ class DeviceStep:
         if not job.training:
             return state
         for v, chunk in enumerate(self.chunks):
-            state[of_chunk(Place.STAGE_GRADIENTS, v)] = self._totals(chunk, self.plans_of(v))
-        for key in ("first", "last", "shared"):
+            totals = self._totals(chunk, self.plans_of(v))
+            state[of_chunk(Place.STAGE_GRADIENTS, v)] = totals
+        for key in OUTER:
             totals = self._totals(getattr(self.inputs, key), leaf_plans(job.plans[key]))
             state[f"{key}_gradients"] = [total for total in totals if total is not None]
         return state | {
@@ -206,27 +205,24 @@ class DeviceStep:
 
     def _totals(self, tree: PyTree, plans: Sequence[Any]) -> Leaves:
         """Empty accumulators; None for what is frozen."""
-        return [
-            None
-            if plan.frozen
-            else plan.constrain(
-                jnp.zeros(leaf.shape, accumulator_dtype(leaf.dtype, self.job.accumulate))
-            )
-            for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)
-        ]
+
+        def total(leaf: Any, plan: Any) -> Any:
+            if plan.frozen:
+                return None
+            dtype = accumulator_dtype(leaf.dtype, self.job.accumulate)
+            return plan.constrain(jnp.zeros(leaf.shape, dtype))
+
+        return list(map(total, jax.tree.leaves(tree), plans))
 
 
 def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
     """This device's stages in chunk order: its own stages, and copies of another device's."""
-    replicas = job.layout.replicas()
-    if not replicas:
-        return list(owned)
     chunks: dict[int, PyTree] = dict(enumerate(owned))
-    device = lax.axis_index(job.axis)
-    for chunk, held, pairs in _replica_moves(replicas):
-        copy = jax.tree.map(lambda leaf, p=pairs: lax.ppermute(leaf, job.axis, p), owned[held])
+    for chunk, held, pairs in _replica_moves(job.layout.replicas()):
+        copy = lax.ppermute(owned[held], job.axis, pairs)
         if chunk in chunks:
-            here = jnp.isin(device, jnp.array([t for _, t in pairs]))
+            targets = jnp.array([target for _, target in pairs])
+            here = jnp.isin(lax.axis_index(job.axis), targets)
             copy = jax.tree.map(partial(jnp.where, here), copy, chunks[chunk])
         chunks[chunk] = copy
     return [chunks[v] for v in sorted(chunks)]
@@ -261,10 +257,10 @@ def return_replicas(job: Job, leaves: Sequence[Leaves]) -> list[Leaves]:
     device = lax.axis_index(job.axis)
     for v in range(job.layout.num_owned):
         mine = jnp.array([s >= 0 for s in job.layout.stage_at(v)])[device]
-        owned[v] = jax.tree.map(lambda g, m=mine: jnp.where(m, g, jnp.zeros_like(g)), owned[v])
+        zeros = jax.tree.map(jnp.zeros_like, owned[v])
+        owned[v] = jax.tree.map(partial(jnp.where, mine), owned[v], zeros)
     for chunk, held, pairs in _replica_moves(replicas):
-        back = [(t, s) for s, t in pairs]
-        sent = jax.tree.map(lambda g, p=back: lax.ppermute(g, job.axis, p), leaves[chunk])
+        sent = lax.ppermute(leaves[chunk], job.axis, [(t, s) for s, t in pairs])
         owned[held] = jax.tree.map(jnp.add, owned[held], sent)
     return owned
 
@@ -276,10 +272,8 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     job, code = step.job, step.code
     aux = None if code.last is None else jax.tree.unflatten(code.last.y_tree, state["aux"])
     results, scale = totals(job, state["losses"], aux, (job.axis,), job.data_axes)
-    held = [
-        jax.tree.unflatten(jax.tree.structure(tree), leaves)
-        for leaves, tree in zip(chunks_of(state, Place.STAGE_STATE), step.inputs.kept, strict=False)
-    ]
+    trees = map(jax.tree.structure, step.inputs.kept)
+    held = list(map(jax.tree.unflatten, trees, chunks_of(state, Place.STAGE_STATE)))
     merged = jax.tree.map(lambda leaf: merged_state(job, leaf, job.data_axes)[None], held)
     results["state"] = Chunks(merged, job.layout) if held else ()
     if not job.training:
@@ -289,22 +283,19 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     def finished(values: Leaves, plans: PyTree, like: PyTree, axes: tuple[str, ...]) -> PyTree:
         """The sums of gradients, None for frozen parameters."""
         held, values = leaf_plans(plans), [v for v in values if v is not None]
-        values = reduce_gradients(values, trained(held, held), axes, by_parts=job.target.on_tpus)
+        by_parts = job.target.on_tpus
+        values = reduce_gradients(values, trained(held, held), axes, by_parts=by_parts)
         scaled = values if scale is None else [g * scale.astype(g.dtype) for g in values]
         return jax.tree.unflatten(jax.tree.structure(like), with_frozen(scaled, held))
 
-    stages = [
-        jax.tree.map(lambda leaf: leaf[None], finished(values, plans, tree, job.data_axes))
-        for tree, plans, values in zip(params["stages"], job.plans["stages"], owned, strict=True)
-    ]
-    everyone = (job.axis, *job.data_axes)
-    return results, {
-        "stages": params["stages"].like(stages),
-        **{
-            key: finished(state[f"{key}_gradients"], job.plans[key], params[key], everyone)
-            for key in OUTER
-        },
-    }
+    everyone, plans, stages = (job.axis, *job.data_axes), job.plans, []
+    for values, own, tree in zip(owned, plans["stages"], params["stages"], strict=True):
+        grads = finished(values, own, tree, job.data_axes)
+        stages.append(jax.tree.map(lambda leaf: leaf[None], grads))
+    found = {"stages": params["stages"].like(stages)}
+    for key in OUTER:
+        found[key] = finished(state[f"{key}_gradients"], plans[key], params[key], everyone)
+    return results, found
 
 
 def whole(leaf: Any, axes: str | tuple[str, ...]) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import jax
@@ -39,6 +40,9 @@ from ..table.kinds import Kind
 from .pools import StageEntries
 
 Options: TypeAlias = dict[str, str | bool]
+# Values, and the split of each; None leaves it to the partitioner.
+Group: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
+_WHOLE = PartitionSpec()
 
 # Operations that may be in a CUDA graph: XLA's default and WHILE.  With WHILE a block under a
 # predicate is a node of a graph, and the host does not wait for its predicate.  COLLECTIVES is left
@@ -131,9 +135,8 @@ def mapped(
     def call(*arguments: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         changed = core.ClosedJaxpr(changes.within(closed.jaxpr), closed.consts)
-        return jax.tree.unflatten(
-            jax.tree.structure(shapes), core.jaxpr_as_fun(changed)(*jax.tree.leaves(arguments))
-        )
+        results = core.jaxpr_as_fun(changed)(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     is_changed = axes != set(mesh.axis_names) and (changes.widen or bool(single & axes))
     return jax.shard_map(
@@ -154,13 +157,9 @@ def inside(job: Job, function: Callable[..., Any], in_specs: PyTree, *arguments:
         found.append(function(*arguments))
         return ()
 
-    jax.eval_shape(mapped(trace, job.mesh, job.axes, in_specs, PartitionSpec()), *arguments)
+    program = mapped(trace, job.mesh, job.axes, in_specs, _WHOLE)
+    jax.eval_shape(program, *arguments)
     return found[0]
-
-
-# Values, and the split of each; None leaves it to the partitioner.
-Group: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
-_WHOLE = PartitionSpec()
 
 
 def whole_entries(job: Job, code: ModelCode) -> tuple[StageEntries, ...]:
@@ -174,13 +173,12 @@ def _stored(
     job: Job, code: StageCode, specs: Mapping[Place, Sequence[PartitionSpec | None]]
 ) -> dict[Place, tuple[Entry, ...]]:
     """The entry of each stored leaf, whole at places without specs."""
-    return {
-        place: tuple(
-            _entry(job, aval, spec)
-            for aval, spec in zip(avals, specs.get(place, [None] * len(avals)), strict=True)
-        )
-        for place, avals in ((place, code.avals[place]) for place in STORED)
-    }
+    found = {}
+    for place in STORED:
+        avals = code.avals[place]
+        pairs = zip(avals, specs.get(place, [None] * len(avals)), strict=True)
+        found[place] = tuple(_entry(job, *pair) for pair in pairs)
+    return found
 
 
 def split_entries(job: Job, code: ModelCode, owned: Sequence[PyTree]) -> tuple[StageEntries, ...]:
@@ -208,13 +206,16 @@ def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> Stage
     ]
     free: Group = [(aval, None) for aval in avals[own : code.num_inputs]]  # x and extra
 
-    def forward(parameters: Leaves, free: Leaves) -> Leaves:
-        return run(code.forward, *parameters, *free, *run(code.hoist, *parameters))
+    def specs_from(kind: Kind, *late: Group) -> dict[Place, list[PartitionSpec]]:
+        """The splits of the results of a kind of action."""
 
-    def input_grad(parameters: Leaves, free: Leaves, late: Leaves) -> Leaves:
-        return run(code.input_grad, *parameters, *free, *run(code.hoist, *parameters), *late)
+        def whole(parameters: Leaves, free: Leaves, *late: Leaves) -> Leaves:
+            once = run(code.hoist, *parameters)
+            return run(code.of(kind), *parameters, *free, *once, *chain.from_iterable(late))
 
-    specs_of = code.results(RESULTS[Kind.F], _output_specs(job, forward, parameters, free))
+        return code.results(RESULTS[kind], _output_specs(job, whole, parameters, free, *late))
+
+    specs_of = specs_from(Kind.F)
     for gradient, place in GRADIENT_OF.items():
         pairs = zip(code.avals[place], specs_of.get(place, ()), strict=False)
         specs_of[gradient] = [spec for aval, spec in pairs if inexact(aval)]
@@ -224,9 +225,7 @@ def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> Stage
         for pair in zip(code.avals[place], specs_of[place], strict=True)
     ]
     late = [*late, *((loss, _WHOLE) for loss in code.avals[Place.LOSSES])]
-    places = RESULTS[Kind.I]
-    found = code.results(places, _output_specs(job, input_grad, parameters, free, late))
-    specs_of[Place.STASH] = found[Place.STASH]
+    specs_of[Place.STASH] = specs_from(Kind.I, late)[Place.STASH]
     x, y = ([(a.shape, a.dtype) for a in code.avals[p]] for p in (Place.X, Place.SENT_X))
     if x == y:
         # An arriving value is split as the previous stage left it.  A stage that returns the form
@@ -307,9 +306,8 @@ def _lowered_alone(
     program = mapped(function, mesh, job.axes, in_specs=_WHOLE, out_specs=_WHOLE)
 
     def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            aval.shape, aval.dtype, sharding=None if spec is None else NamedSharding(mesh, spec)
-        )
+        split = None if spec is None else NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=split)
 
     return jax.jit(program, donate_argnums=tuple(donated)).lower(
         *([shape(*each) for each in group] for group in groups)

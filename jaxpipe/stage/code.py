@@ -46,7 +46,7 @@ from ..jaxprs.cut import (
 from ..jaxprs.equations import collectives, reads, results_of
 from ..model.calls import OUTER_WANTS
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
-from ..table.kinds import Kind
+from ..table.kinds import Kind, kinds_where
 
 
 class ParamUse(NamedTuple):
@@ -315,11 +315,12 @@ def _liveness(
 
 
 def cut_last(last: StageCode, axis: str) -> StageCode:
-    """Cut `backward(parameters, y, extra, once, seed) -> loss, aux, dparams, dy` into L and H by
-    the smallest cut, as B is cut into I and W.  H computes the gradient of parameters.
+    """Cut `backward(parameters, y, extra, once, seed) -> loss, aux, dparams, dy` into L and
+    its late part by the smallest cut, as B is cut into I and W.  The late part computes the
+    gradient of parameters.
 
-    One device runs H alone, at any time after its L, so H has no collective over the pipe axis.
-    Devices have y only during L, so the leaves of y that H reads are in the stash too.
+    One device runs it alone, at any time after its L, so it has no collective over the pipe axis.
+    Devices have y only during L, so the leaves of y that it reads are in the stash too.
     """
     whole, places = last.backward, (Place.LOSSES, Place.AUX, Place.STAGE_GRADIENTS)
     own = last.spans(places)[Place.STAGE_GRADIENTS]
@@ -330,10 +331,11 @@ def cut_last(last: StageCode, axis: str) -> StageCode:
     reordered = whole.replace(outvars=[*outs[own], *others])
     first, second = cut_weights(reordered, params=params, priced=y)
     if any(axis in axes for _, axes in collectives(second)):
+        (late,) = kinds_where(lambda spec: spec.part_of)
         raise PipelineError(
             "the gradient of a parameter of `last` needs communication over the pipe axis "
-            f"{axis!r}, so an H cannot make it while other "
-            "devices do something else; use the table without H: jaxpipe.spread_last(schedule)"
+            f"{axis!r}, so {late.name} cannot make it while other devices do something else; "
+            f"use the table without {late.name}: jaxpipe.spread_last(schedule)"
         )
     by_second, inputs, left = reads(second), second.invars[: len(whole.invars)], len(others)
     read = [i for i in y if by_second[i]]

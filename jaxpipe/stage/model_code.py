@@ -232,12 +232,12 @@ class ModelCode:
         """Whether a later action computes the gradients of the parameters of `last`."""
         return any(KINDS[kind].part_of for kind in self.program.schedule.encoded.kinds)
 
-    def fits(self, code: StageCode, place: Place) -> bool:
-        """Whether the stage at an end of the model may be of this kind: X the first stage, which
-        takes the output of `first`, SENT_X the last one, whose output `last` takes.
+    def fits(self, code: StageCode, sent: Place) -> bool:
+        """Whether the stage that sends this at an end of the model may be of this kind: SENT_X the
+        last one, whose output `last` takes, SENT_DX the first one, which takes that of `first`.
         """
-        end = self.kinds[self.kind_of[0 if place is Place.X else -1]]
-        return end.avals[place] == code.avals[place]
+        number, place = (-1, sent) if sent is Place.SENT_X else (0, Place.X)
+        return self.kinds[self.kind_of[number]].avals[place] == code.avals[place]
 
     @property
     def permutes(self) -> bool:

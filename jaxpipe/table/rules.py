@@ -112,8 +112,8 @@ def _completeness(table: Encoded, _: Placement) -> Iterator[Broken]:
 
 
 def _missing_shares(table: Encoded) -> Iterator[Broken]:
-    """A share is in every row for every microbatch, or in none: with H there is L, with E there is
-    G, with G there is E.
+    """A share is in every row for every microbatch, or in none: with a late part there is what it
+    is a part of, with E there is G, with G there is E.
     """
     devices, kinds = table.num_devices, table.kinds
     needed = {*kinds.intersection(SHARES)}
@@ -139,7 +139,7 @@ def _missing_shares(table: Encoded) -> Iterator[Broken]:
 
 
 def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
-    """Every action is on a device that holds its stage (L, H: on the one that they name), B, I, W
+    """Every action is on a device that holds its stage (shares: on the one that they name), B, I, W
     and R where their microbatch's F is.
     """
     rows = table.num_devices
@@ -196,7 +196,7 @@ def _in_turn(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broke
 
 def _order(table: Encoded, _: Placement) -> Iterator[Broken]:
     """Per device: F before its R, B or I, R before B or I, I before W, stages in turn; E before F,
-    L between F and B, G after B, H after L.
+    L between F and B, G after B, late parts after L.
 
     What a device needs of others is the rule of deadlock.
     """

@@ -52,8 +52,8 @@ def remove_recompute(schedule: Schedule) -> Schedule:
 
 @typed()
 def remove_spread(schedule: Schedule) -> Schedule:
-    """The table without L, E, G and H, everything else as it is: `last` and `first` run with the F
-    of their stages.
+    """The table without shares (L, E, G), everything else as it is: `last` and `first` run with
+    the F of their stages.
 
     >>> import jaxpipe as jp
     >>> print(remove_spread(jp.Schedule.from_csv("0F0,0L0,0B0")).to_csv(), end="")
@@ -63,8 +63,8 @@ def remove_spread(schedule: Schedule) -> Schedule:
 
 
 def without_kinds(schedule: Schedule, kinds: Collection[Kind]) -> Schedule:
-    """The table without these kinds, without kinds that read only their values (H reads those of
-    L), and without idle cells.
+    """The table without these kinds, without kinds that read only their values (late parts of
+    shares), and without idle cells.
     """
     made = (value for kind in kinds if KINDS[kind].is_collective for value in KINDS[kind].makes)
     table = _without(schedule, {*kinds, *(late for value in made for late in readers(value))})
