@@ -371,10 +371,6 @@ def _packed_starts(
     return starts
 
 
-_FINALISTS = 5  # orders that are run in full
-_MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
-
-
 def fitted(
     placement: Placement,
     costs: Costs | None,
@@ -383,11 +379,9 @@ def fitted(
     cap: int,
     wave: Wave | None = None,
 ) -> Schedule:
-    """The shortest table under the cap that follows one of the waves and packed orders for these
-    costs, of equals the one that holds least; where no costs are given, one that follows `wave`.
-
-    Many orders are ranked by the first microbatches.  Only the most promising are run in full.
-    With `costs.slice_factors` they are orders of slices.
+    """A table under the cap that follows, of waves and packed orders for these costs, the one that
+    is shortest for the first microbatches, of equals the one that holds least; where no costs are
+    given, one that follows `wave`.  With `costs.slice_factors` they are orders of slices.
     """
     wave = wave if costs is None else None
     costs = costs or Costs()
@@ -402,20 +396,17 @@ def fitted(
                 instance = Instance(placement, stages, count, costs.release)
                 yield list_schedule(rows, instance, caps), maker
 
-    makers: list[OrderMaker]
-    if wave is not None:
-        makers = [partial(wave_order, placement, wave)]
-    else:
+    if wave is None:
         # At least two rounds of P microbatches and a dozen microbatches, of whole sequences.
         short = 2 * placement.num_devices * -(-6 // placement.num_devices)
         short = min(microbatches, slices * -(-short // slices))
         every = (*even_waves(placement, stages, cap), *packed_orders(placement, stages, cap))
-        makers = [maker for _, maker in sorted(runs(every, short), key=lambda run: run[0][1:])]
-    # The most promising come first.
-    affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
-    finalists = islice(runs(makers, microbatches), min(_FINALISTS, affordable))
+        ranked = sorted(runs(every, short), key=lambda run: run[0][1:])
+        makers = [maker for _, maker in ranked]
+    else:
+        makers = [partial(wave_order, placement, wave)]
     # One sequence after the other keeps every cap.
-    best = min((run for run, _ in finalists), key=lambda run: run[1:])
+    best, _ = next(runs(makers, microbatches))
     return replace(schedule_of(best.rows, placement, microbatches), slices=slices)
 
 
