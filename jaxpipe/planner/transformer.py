@@ -284,6 +284,7 @@ class Transformer:
 _SHAPES = 3  # meshes whose tables are built
 _FAR = 1e12  # seconds
 _ROWS = (1, 2, 4)  # rows of a microbatch
+_SPLIT = ("parameters", "gradients", "optimizer")  # what replicas split under fsdp
 
 
 def _llama(width: int, heads: int, kv_heads: int, ffn: int, *, vocab: int = 128_256) -> Transformer:
@@ -451,7 +452,7 @@ def _requests(
     link = model.tensor_bandwidth if data * tensor <= HOST else model.bandwidth
     summed = sum(whole[c].gradient_bytes for c in letters) / pipe * (data - 1) / data / link
     for fsdp in (0, 1) if data > 1 else (0,):
-        costs = {c: _split(cost, data if fsdp else 1) for c, cost in whole.items()}
+        costs = {c: cost.divided(data if fsdp else 1, _SPLIT) for c, cost in whole.items()}
         yield Request(
             layers=letters,
             costs=costs | {FIRST: replace(costs[FIRST], ends=Ends.ONE)},
@@ -470,16 +471,6 @@ def _requests(
             mesh={**mesh, "fsdp": fsdp},
             by_name=True,
         )
-
-
-def _split(cost: LayerCost, devices: int) -> LayerCost:
-    """The cost of a layer whose parameters replicas split."""
-    return replace(
-        cost,
-        parameters=cost.parameters / devices,
-        gradients=cost.gradient_bytes / devices,
-        optimizer=cost.optimizer_bytes / devices,
-    )
 
 
 _REMAT = {"dots_with_no_batch_dims_saveable": "dots", "nothing_saveable": "layer"}
