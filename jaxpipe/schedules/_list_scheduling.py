@@ -29,7 +29,7 @@ from ..table.encoded import encode
 from ..table.kinds import Action, Kind, Placement, Release
 from ..table.schedule import Schedule
 from ..transforms.rewrites import sliced_rows
-from .loop import even_groups, in_groups, schedule_of
+from .loop import even_groups, in_chunks, in_groups, schedule_of
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 Order: TypeAlias = list[list[Action]]
@@ -415,7 +415,7 @@ def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
     return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan)
 
 
-def forward_order(placement: Placement, microbatches: int) -> Order:
+def forward_order(placement: Placement, microbatches: int) -> Schedule:
     """The shortest known order of forwards alone, for any placement with one device per stage.
 
     On a loop, groups of microbatches go through the chunks, and only the first P - 1 steps are
@@ -425,11 +425,13 @@ def forward_order(placement: Placement, microbatches: int) -> Order:
     chunks = placement.num_chunks
     if placement == Placement.loop(devices=placement.num_devices, chunks=chunks):
         groups = even_groups(placement.num_devices, microbatches)
-        return [in_groups(stages, F, groups) for stages in placement.stages_of]
+        row = in_groups("F", groups, chunks)
+        return in_chunks([row] * placement.num_devices, placement, microbatches)
     timed = [
         sorted((s + chunks * m, -s, m) for s in stages for m in range(microbatches))
         for stages in placement.stages_of
     ]
     order = [[Action(-s, F, m) for _, s, m in row] for row in timed]
     instance = Instance(placement, Costs().for_stages(placement.num_stages), microbatches)
-    return list_schedule(order, instance, [len(row) for row in order]).rows
+    rows = list_schedule(order, instance, [len(row) for row in order]).rows
+    return schedule_of(rows, placement, microbatches)

@@ -308,7 +308,7 @@ def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
     if not forward_only:
         return schedule
     if entry.memory_bound:
-        return schedule.with_rows(forward_order(schedule.placement, microbatches))
+        return schedule.with_rows(forward_order(schedule.placement, microbatches).rows)
     return only_forwards(schedule)
 
 
