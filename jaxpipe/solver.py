@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 from math import ceil, floor, lcm
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
@@ -180,8 +180,11 @@ class _Problem(NamedTuple):
         span = model.new_int_var(floor(at_least * self.scale), horizon, "")
         self._precedences(model, start, span)
         for row in rows:
-            self._one_machine(model, start, row, free)
-            self._places(model, start, row, free)
+            own = [slot for slot in row if slot in free]
+            at = row.index(own[0]) if own else len(row)
+            before, after = row[:at], row[at + len(own) :]
+            self._one_machine(model, start, before, own, after)
+            self._places(model, start, before, own)
         for slot, tick in hint.items():
             model.add_hint(start[slot], tick)
         model.add_hint(span, horizon)
@@ -219,48 +222,38 @@ class _Problem(NamedTuple):
             model.add(span >= begin + self._length(slot))
 
     def _one_machine(
-        self, model: Any, start: Mapping[Slot, Any], row: Sequence[Slot], free: frozenset[Slot]
+        self,
+        model: Any,
+        start: Mapping[Slot, Any],
+        before: Sequence[Slot],
+        own: Sequence[Slot],
+        after: Sequence[Slot],
     ) -> None:
-        """One action at a time; those that are not free stay in the order of the row, and free ones
-        on their side of them.
-        """
+        """One action at a time; those before and after the free ones stay in their order."""
         model.add_no_overlap(
-            [
-                model.new_fixed_size_interval_var(start[slot], self._length(slot), "")
-                for slot in row
-                if slot in free
-            ]
+            [model.new_fixed_size_interval_var(start[slot], self._length(slot), "") for slot in own]
         )
-        last: Slot | None = None
-        waiting: list[Slot] = []
-        for slot in row:
-            if last is not None:
-                model.add(start[slot] >= start[last] + self._length(last))
-            if slot in free:
-                waiting.append(slot)
-                continue
-            for other in waiting:
-                model.add(start[slot] >= start[other] + self._length(other))
-            waiting, last = [], slot
+        borders = [*product(before[-1:], own or after[:1]), *product(own, after[:1])]
+        for one, other in (*pairwise(before), *borders, *pairwise(after)):
+            model.add(start[other] >= start[one] + self._length(one))
 
     def _places(
-        self, model: Any, start: Mapping[Slot, Any], row: Sequence[Slot], free: frozenset[Slot]
+        self, model: Any, start: Mapping[Slot, Any], before: Sequence[Slot], own: Sequence[Slot]
     ) -> None:
         """At most `cap` activations at once, when any of the free F starts; before and after the
         free actions nothing changes.
         """
         nodes, cap = self.shop.nodes, self.shop.cap
-        stages = {nodes[n].stage for n, _ in row}
+        stages = {nodes[n].stage for n, _ in (*before, *own)}
         # With one stage a device, the cap is an arc of the job shop.
         if cap is None or len(stages) == 1 or cap >= len(stages) * self.shop.microbatches:
             return
-        begins = [slot for slot in row if slot in free and nodes[slot[0]].begins]
-        ends = [slot for slot in row if slot in free and nodes[slot[0]].releases]
-        first = next((place for place, slot in enumerate(row) if slot in free), 0)
-        held = sum(nodes[n].begins - nodes[n].releases for n, _ in row[:first])
+        begins = [slot for slot in own if nodes[slot[0]].begins]
+        ends = [slot for slot in own if nodes[slot[0]].releases]
+        held = sum(nodes[n].begins - nodes[n].releases for n, _ in before)
         known: dict[tuple[Slot, Slot], Any] = {}
 
-        def before(one: Slot, other: Slot) -> Any:
+        def precedes(one: Slot, other: Slot) -> Any:
             """Whether `one` ends before `other` starts; if not, it starts after its end."""
             if (one, other) not in known:
                 known[one, other] = found = model.new_bool_var("")
@@ -277,8 +270,8 @@ class _Problem(NamedTuple):
             taken = [s for s in begins if nodes[s[0]].stage != stage]
             freed = [s for s in ends if nodes[s[0]].stage != stage or s[1] < microbatch]
             model.add(
-                held + len(mine) + sum(before(s, slot) for s in taken)
-                <= cap + sum(before(s, slot) for s in freed)
+                held + len(mine) + sum(precedes(s, slot) for s in taken)
+                <= cap + sum(precedes(s, slot) for s in freed)
             )
 
 
@@ -311,7 +304,8 @@ def least_period(
     seconds: float,
     seed: int = 0,
 ) -> Steady | None:
-    """The steady state of least period that is found; None where there was no time for one.
+    """The steady state of least period that is found, of those with the least time of a microbatch;
+    None where there was no time for one.
 
     Args:
         placement, costs, microbatches: the instance.
@@ -330,9 +324,13 @@ def least_period(
             most = min(most, ceil(best.ticks * each / best.each) - 1)
         if least <= most and each * len(shop.nodes) <= _MOST_NODES:
             turn = _Turn(shop, cap, each, least, most)
-            best = turn if turn.solve(seconds / len(_TURNS), seed) else best
+            turn.model.minimize(turn.length)
+            best = turn if turn.solve(0.8 * seconds / len(_TURNS), seed) else best
     if best is None:
         return None
+    quicker = _Turn(shop, cap, best.each, best.ticks, best.ticks)
+    quicker.hasten(best.starts)
+    best = quicker if quicker.solve(0.2 * seconds, seed) else best
     rows = _rows(
         shop,
         (
@@ -373,12 +371,12 @@ class _Turn:
         self._precedences()
         for device in range(shop.devices):
             self._one_at_a_time(device)
-            if shop.chunks > 1:  # of one stage a device, the cap is a lag between its W and F
-                self._places(device, cap)
+        # of one stage a device, the cap is a lag between its W and F
+        for device in range(shop.devices) if shop.chunks > 1 else ():
+            self._places(device, cap)
 
     def solve(self, seconds: float, seed: int) -> bool:
         """Whether there is a solution, which is kept."""
-        self.model.minimize(self.length)
         solver, status = solved(self.model, seconds=seconds, seed=seed)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return False
@@ -388,6 +386,17 @@ class _Turn:
             for rs, qs in zip(self.rest, self.later, strict=True)
         ]
         return True
+
+    def hasten(self, known: Sequence[Sequence[int]]) -> None:
+        """Ask for the least time of a microbatch in a turn of known length, from known starts."""
+        last = self._integer((self.late + 1) * self.most)
+        for n, starts in enumerate(known):
+            for i, start in enumerate(starts):
+                self.model.add_hint(self.rest[n][i], start % self.most)
+                self.model.add_hint(self.later[n][i], start // self.most)
+                end = self.rest[n][i] + self.most * self.later[n][i] + self.lengths[n]
+                self.model.add(last >= end)
+        self.model.minimize(last)
 
     def _integer(self, most: int, least: int = 0) -> Any:
         return self.model.new_int_var(least, most, "")

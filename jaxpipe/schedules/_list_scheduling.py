@@ -51,11 +51,7 @@ def least_peak(row: Iterable[Action]) -> int:
     """The most activations that a row of F and I holds if each W follows its I at once: the least
     cap that it can keep.
     """
-    live = most = 0
-    for action in row:
-        live += 1 if action.kind is F else -1
-        most = max(most, live)
-    return most
+    return max(accumulate(1 if action.kind is F else -1 for action in row), default=0)
 
 
 class Instance(NamedTuple):
@@ -300,8 +296,7 @@ def even_waves(placement: Placement, costs: StageCosts, cap: int) -> Iterator[Or
         *starts, end = accumulate((1.0 if kind is F else pace for kind, _ in path), initial=0.0)
         lives = [[*starts, end][-1 - s] - starts[s] for s in range(placement.num_stages)]
         dense = max(sum(lives[s] for s in stages) for stages in placement.stages_of) / cap
-        for step in range(_DENSITIES):
-            factor = _DENSEST + (_SPARSEST - _DENSEST) * step / (_DENSITIES - 1)
+        for factor in np.linspace(_DENSEST, _SPARSEST, _DENSITIES).tolist():
             yield partial(repeated, placement, starts, dense * factor)
     yield partial(repeated, placement, starts, end)
 
@@ -371,6 +366,10 @@ def _packed_starts(
     return starts
 
 
+_FINALISTS = 5  # orders that are run in full
+_MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
+
+
 def fitted(
     placement: Placement,
     costs: Costs | None,
@@ -379,9 +378,11 @@ def fitted(
     cap: int,
     wave: Wave | None = None,
 ) -> Schedule:
-    """A table under the cap that follows, of waves and packed orders for these costs, the one that
-    is shortest for the first microbatches, of equals the one that holds least; where no costs are
-    given, one that follows `wave`.  With `costs.slice_factors` they are orders of slices.
+    """The shortest table under the cap that follows one of the waves and packed orders for these
+    costs, of equals the one that holds least; where no costs are given, one that follows `wave`.
+
+    Many orders are ranked by the first microbatches.  Only the most promising are run in full.
+    With `costs.slice_factors` they are orders of slices.
     """
     wave = wave if costs is None else None
     costs = costs or Costs()
@@ -405,8 +406,10 @@ def fitted(
         makers = [maker for _, maker in ranked]
     else:
         makers = [partial(wave_order, placement, wave)]
+    affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
+    finalists = islice(runs(makers, microbatches), min(_FINALISTS, affordable))
     # One sequence after the other keeps every cap.
-    best, _ = next(runs(makers, microbatches))
+    best = min((run for run, _ in finalists), key=lambda run: run[1:])
     return replace(schedule_of(best.rows, placement, microbatches), slices=slices)
 
 

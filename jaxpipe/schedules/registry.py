@@ -45,9 +45,7 @@ class Chunks:
 
     def __str__(self) -> str:
         if self.most is None:
-            return (
-                f"any, {self.natural} if not given" if self.least == 1 else f"{self.least} or more"
-            )
+            return f"any, {self.natural} if not given"
         return str(self.least) if self.least == self.most else f"{self.least} or {self.most}"
 
 
