@@ -43,7 +43,7 @@ from benchmarks.output import Command, Result
 from examples.gpt.model import GPT
 from jaxpipe.lowering.plan import Plan
 from jaxpipe.program.segments import Presence
-from jaxpipe.spmd.block import run_in_order
+from jaxpipe.spmd.block import run_where
 from jaxpipe.spmd.xla import NO_GRAPHS
 
 MARK = "result "
@@ -264,22 +264,22 @@ def lowered(
     init = partial(jax.eval_shape, gpt.init) if shapes else gpt.init
     params = pipe.place(init(jax.random.key(0)))
     # No option does this, and none should: it only makes the program ask what it knows.
-    how = {Form.WHOLE: run_in_order, Form.PREDICATED: _predicated, Form.IN_PARTS: _with_break}
-    with mock.patch("jaxpipe.spmd.executor.run_in_order", how[form]):
+    how = {Form.WHOLE: run_where, Form.PREDICATED: _predicated, Form.IN_PARTS: _with_break}
+    with mock.patch("jaxpipe.spmd.executor.run_where", how[form]):
         step = pipe.lower(params, batch)
-    return step, params, _count_predicates(pipe._plan, form)
+    return step, params, _count_predicates(pipe._steps.plan, form)
 
 
-def _predicated(_presence: Any, predicate: Any, block: Any, state: Any) -> Any:
+def _predicated(_presence: Any, predicate: Any, block: Any, state: Any, **how: bool) -> Any:
     """The block under its predicate, also where that is always True."""
-    return run_in_order(Presence.SOMETIMES, predicate, block, state)
+    return run_where(Presence.SOMETIMES, predicate, block, state, **how)
 
 
-def _with_break(presence: Any, predicate: Any, block: Any, state: Any) -> Any:
+def _with_break(presence: Any, predicate: Any, block: Any, state: Any, **how: bool) -> Any:
     """The block, then a small Fourier transform that the next block waits for.  It is an operation
     that XLA puts into no CUDA graph.
     """
-    state = _predicated(presence, predicate, block, state)
+    state = _predicated(presence, predicate, block, state, **how)
     numbers = jnp.where(state["token"], jnp.ones(8, jnp.complex64), 0)
     return state | {"token": jnp.real(jnp.fft.fft(numbers))[0] > 0.5}
 

@@ -86,6 +86,11 @@ def wider(*dtypes: Any) -> Any:
         return jnp.result_type(*large)
 
 
+def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
+    """At least `wanted` (float32 by default); a wider parameter keeps its own dtype."""
+    return dtype if wanted is None else wider(dtype, wanted)
+
+
 def summable(leaf: Any) -> Any:
     """The leaf in a dtype in which those of all microbatches and data shards can be added.
 
@@ -98,7 +103,7 @@ def summable(leaf: Any) -> Any:
 
 
 # Kinds of numpy's dtypes that JAX has no arrays of.
-_NO_NUMBERS = {"U": "strings", "S": "bytes", "M": "dates", "m": "times"}
+_NO_NUMBERS = {"O": "objects", "U": "strings", "S": "bytes", "M": "dates", "m": "times"}
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)
 
 
@@ -107,9 +112,7 @@ def array_faults(tree: PyTree, name: str) -> list[str]:
     odd: dict[str, list[str]] = {}
     for where, leaf in by_index(tree, name).items():
         kind, of_numpy = type(leaf), isinstance(leaf, np.ndarray | np.generic)
-        if of_numpy and leaf.dtype.hasobject:
-            what = "a numpy array of objects"
-        elif of_numpy and leaf.dtype.kind in _NO_NUMBERS:
+        if of_numpy and leaf.dtype.kind in _NO_NUMBERS:
             what = f"a numpy array of {_NO_NUMBERS[leaf.dtype.kind]}"
         elif of_numpy or isinstance(leaf, _ARRAYS) or hasattr(leaf, "__jax_array__"):
             continue

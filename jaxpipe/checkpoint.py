@@ -23,7 +23,7 @@ from .errors import CheckpointError, is_whole, quoted
 from .model.packed import Packed
 from .model.param_layout import Chunks, owner_faults
 from .model.placer import Follow, Followers, Placer, is_params
-from .model.settings import has
+from .model.settings import has, with_sharding
 from .pipeline import Pipeline
 
 __all__ = ["Checkpoints", "DamagedCheckpointError"]
@@ -215,9 +215,7 @@ def _on_host(leaf: Any) -> Any:
 
 
 def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and bool(
-        jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    )
+    return bool(jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key))
 
 
 try:
@@ -307,8 +305,7 @@ class Checkpoints:
     @property
     def latest(self) -> int | None:
         """The newest step that was saved whole, or None."""
-        steps = self.steps
-        return steps[-1] if steps else None
+        return max(self.steps, default=None)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -501,30 +498,26 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            text = (str(error).strip().splitlines() or [""])[0][:200]
             raise DamagedCheckpointError(
                 f"the checkpoint of step {step} in {self._folder} is damaged and cannot be read "
-                f"({type(error).__name__}: {text})"
+                f"({_reason(error)})"
             ) from error
 
     def _check(
         self, step: int, wanted: Mapping[str, list[Any]], stored: Mapping[str, list[Any]]
     ) -> None:
         """CheckpointError listing every leaf that differs."""
-        odd = [name for name in {**stored, **wanted} if stored.get(name) != wanted.get(name)]
-        faults = [
-            f"{name}: the state wants {_aval(wanted.get(name))}, but {_aval(stored.get(name))} was "
-            "saved"
-            for name in odd
-        ]
-        head = f"step {step} of {self._folder} was saved by another model or optimizer"
-        both = [name.split("/") for name in odd if name in wanted and name in stored]
-        if not self._portable.layer_axis and any("stages" in path for path in both):
-            head += (
-                " (another number of stages can resume only where both runs say "
-                "Checkpoints(..., layer_axis=True))"
-            )
-        CheckpointError.refuse(head, faults)
+        CheckpointError.refuse(
+            f"step {step} of {self._folder} was saved by another model or optimizer (another "
+            "number of stages can resume only where both runs say "
+            "Checkpoints(..., layer_axis=True))",
+            [
+                f"{name}: the state wants {_aval(wanted.get(name))}, but "
+                f"{_aval(stored.get(name))} was saved"
+                for name in {**stored, **wanted}
+                if stored.get(name) != wanted.get(name)
+            ],
+        )
 
 
 def _leaves(canonical: PyTree) -> dict[str, list[Any]]:
@@ -546,8 +539,4 @@ def _aval(entry: list[Any] | None) -> str:
 
 def _shape_of(leaf: Any) -> Any:
     """An array without its numbers; numbers as they are."""
-    return (
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-        if isinstance(leaf, jax.Array)
-        else leaf
-    )
+    return with_sharding(leaf, leaf.sharding) if isinstance(leaf, jax.Array) else leaf

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,16 @@ from .model.calls import OUTER_WANTS
 from .model.functions import Extra, Loss, StageOutput, split_batch
 from .model.param_layout import with_outer
 from .model.partition import leaf_plans
-from .model.settings import outside_contexts
+from .model.settings import on_own_mesh, outside_contexts
 from .pipeline import Pipeline
 from .spmd.step import shard_key
 from .spmd.xla import mapped
 
 # By name, [data shards, (NaN, infinite, all)].
 _Counts: TypeAlias = "dict[str, Any]"
+# Of a call, and what enters it: a result, and counts.
+_Body: TypeAlias = "Callable[..., tuple[PyTree, Any]]"
+_KEYS = {"first": "first", "stage": "stages", "last": "last"}  # of parameters
 _ROUNDING = 4  # differences that are roundings, in units of the largest value
 
 
@@ -107,7 +110,7 @@ def find_nonfinite(
             "find_nonfinite runs each stage by itself, so no stage may take `state`; "
             "give that stage a constant one"
         )
-    if pipe.functions.spreads_last or pipe.functions.spreads_first:
+    if any(map(pipe.functions.spreads, ("first", "last"))):
         raise PipelineError(
             "find_nonfinite runs each function by itself, so none may be spread over the "
             "devices; build a pipeline whose `last` runs on one device"
@@ -118,15 +121,11 @@ def find_nonfinite(
     return next((one for one in found if one is not None), None)
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """One of the three user functions, and the stage with which it runs."""
 
     function: str  # "first", "stage" or "last"
     stage: int
-    code: str  # calls of one name share compiled code
-    run: Callable[..., Any]  # (parameters, shared), x, extra -> output
-    wants: frozenset[str]
 
 
 class _Search:
@@ -136,21 +135,14 @@ class _Search:
         self.pipe, self.params, self.rng = pipe, with_outer(params), rng
         self.plans = pipe.partition.plans(self.params)
         self.rows = PartitionSpec(pipe.data_axes or None)
-        to = NamedSharding(pipe.mesh, self.rows)
-        self.batch = jax.tree.map(lambda leaf: jax.device_put(leaf, to), batch)
+        self.batch = jax.device_put(batch, NamedSharding(pipe.mesh, self.rows))
         self.slices = pipe.schedule.slices
         self.count = pipe.schedule.num_microbatches // self.slices
-        functions = replace(pipe.functions, slices=1)
-        last = pipe.schedule.num_stages - 1
-        # Every call in forward order.  Unlike stages are compiled one by one, alike ones once.
-        self.calls = [_Call("first", 0, "first", functions.run_first, OUTER_WANTS)]
-        for s, function in enumerate(functions.stages):
-            run = partial(_first_result, partial(functions.run_stage, s))
-            code = f"stage {s}" if pipe.layout.unlike else "stage"
-            self.calls.append(_Call("stage", s, code, run, function.wants_arrays))
-        run = partial(_first_result, functions.run_last)
-        self.calls.append(_Call("last", last, "last", run, OUTER_WANTS))
-        self._compiled: dict[tuple[str, str], Callable[..., Any]] = {}
+        self.functions = replace(pipe.functions, slices=1)
+        stages = [_Call("stage", s) for s in range(pipe.schedule.num_stages)]
+        # in forward order
+        self.calls = [_Call("first", 0), *stages, _Call("last", stages[-1].stage)]
+        self._compiled = jax.jit(self._on_devices, static_argnums=(0, 1))
 
     def microbatch(self, microbatch: int) -> Nonfinite | None:
         """Forwards in order, keeping what enters each stage, then backwards in reverse."""
@@ -165,7 +157,7 @@ class _Search:
                 return found
         # The cotangent of a microbatch's loss, as in the step.
         seed = 1.0
-        if self.pipe.functions.loss is Loss.MEAN:
+        if self.functions.loss is Loss.MEAN:
             seed /= self.count * self.pipe.partition.data_size
         dy = [jnp.full(leaf.shape, seed, leaf.dtype) for leaf in jax.tree.leaves(x)]
         for call, x in zip(reversed(self.calls), reversed(entered), strict=True):
@@ -174,75 +166,60 @@ class _Search:
                 return found
         return None
 
-    def _params(self, call: _Call) -> tuple[PyTree, PyTree]:
-        """(parameters of the call, shared ones)."""
-        if call.function == "stage":
-            own = self.pipe.layout.of_stage(call.stage, self.params["stages"])
-        else:
-            own = self.params[call.function]
-        return own, self.params["shared"]
-
-    def _specs(self, call: _Call) -> tuple[PyTree, ...]:
-        """How these are split over the data axes along which functions are given local parts."""
-        if call.function == "stage":
-            own = self.pipe.layout.held(call.stage, self.plans["stages"]).leaves
-        else:
-            own = leaf_plans(self.plans[call.function])
-        both = zip(self._params(call), (own, leaf_plans(self.plans["shared"])), strict=True)
-        return tuple(
-            jax.tree.unflatten(
-                jax.tree.structure(tree), [plan.local(self.pipe.data_axes) for plan in plans]
-            )
-            for tree, plans in both
-        )
-
-    def _on_mesh(self, leaf: Any) -> Any:
-        """The same array, spread as it is, on the mesh of automatic axes."""
-        own = leaf.sharding
-        spec = own.spec if isinstance(own, NamedSharding) else PartitionSpec()
-        return jax.device_put(leaf, NamedSharding(self.pipe.mesh, spec))
-
-    def _run(self, body: Callable[..., Any], call: _Call, microbatch: int, x: PyTree) -> Any:
+    def _run(self, body: _Body, call: _Call, microbatch: int, x: PyTree) -> Any:
         """What a body returns on all devices of the mesh: an array or a gradient, and counts."""
-        key = body.__name__, call.code
-        if key not in self._compiled:
-            self._compiled[key] = self._mapped(partial(body, call), self._specs(call))
+        own, code = self.params[_KEYS[call.function]], call
+        if call.function == "stage":
+            own = self.pipe.layout.of_stage(call.stage, own)
+            # Unlike stages are compiled one by one, alike ones once.
+            code = call if self.pipe.layout.unlike else call._replace(stage=0)
+        params = jax.tree.map(partial(on_own_mesh, self.pipe.mesh), (own, self.params["shared"]))
         numbers = jnp.int32(call.stage), jnp.int32(microbatch)
-        params = jax.tree.map(self._on_mesh, self._params(call))
-        return self._compiled[key](params, x, self.batch, self.rng, *numbers)
+        return self._compiled(body, code, params, x, self.batch, self.rng, *numbers)
 
-    def _mapped(self, body: Callable[..., Any], params: PyTree) -> Callable[..., Any]:
+    def _on_devices(self, body: _Body, call: _Call, params: PyTree, *operands: Any) -> Any:
+        """A body, mapped over the pipe axis and the data axes."""
         pipe, everywhere, rows = self.pipe, PartitionSpec(), self.rows
 
-        def run(params: PyTree, x: PyTree, batch: PyTree, rng: Any, *numbers: Any) -> Any:
+        def run(params: PyTree, x: PyTree, batch: PyTree, rng: Any, *at: Any) -> Any:
             x = jax.tree.map(lambda leaf: leaf[0], x)
             key = shard_key(rng, pipe.data_axes, pipe.partition.data_size)
-            result, counts = body(params, x, batch, key, *numbers)
+            result, counts = body(call, params, x, batch, key, *at)
             return jax.tree.map(lambda leaf: leaf[None], result), counts
 
-        return jax.jit(
-            mapped(
-                run,
-                pipe.mesh,
-                {pipe.axis, *pipe.data_axes},
-                in_specs=(params, rows, rows, everywhere, everywhere, everywhere),
-                out_specs=(rows, everywhere),
-            )
-        )
+        plans = self.plans[_KEYS[call.function]]
+        own = leaf_plans(plans)
+        if call.function == "stage":
+            own = pipe.layout.held(call.stage, plans).leaves
+        # How these are split over the axes along which functions are given local parts.
+        split = [plan.local(pipe.data_axes) for plan in (*own, *leaf_plans(self.plans["shared"]))]
+        specs = jax.tree.unflatten(jax.tree.structure(params), split)
+        return mapped(
+            run,
+            pipe.mesh,
+            {pipe.axis, *pipe.data_axes},
+            in_specs=(specs, rows, rows, everywhere, everywhere, everywhere),
+            out_specs=(rows, everywhere),
+        )(params, *operands)
 
-    # The bodies: parameters, what enters the call, the batch, the key of the data shard, and the
-    # numbers of stage and microbatch -> what the call returns, and counts.
+    # The bodies: a call, parameters, what enters the call, the batch, the key of the data shard,
+    # and the numbers of stage and microbatch -> what the call returns, and counts.
 
-    def _forward(self, call: _Call, params: PyTree, x: PyTree, *step: Any) -> tuple[PyTree, Any]:
+    def _forward(
+        self, call: _Call, params: PyTree, x: PyTree, *step: Any
+    ) -> tuple[PyTree, tuple[_Counts, _Counts]]:
         extra = self._extra(call, *step)
-        y = call.run(params, x, extra)
+        y = self._output(call, params, x, extra)
         return y, (self._count({"output": y}), self._inputs(params, x, extra))
 
-    def _backward(self, call: _Call, params: PyTree, xdy: PyTree, *step: Any) -> tuple[PyTree, Any]:
+    def _backward(
+        self, call: _Call, params: PyTree, xdy: PyTree, *step: Any
+    ) -> tuple[PyTree, tuple[_Counts, _Counts]]:
         (x, dy), extra = xdy, self._extra(call, *step)
 
         def outputs(params: PyTree, x: PyTree) -> list[Any]:
-            return list(filter(_floating, jax.tree.leaves(call.run(params, x, extra))))
+            y = self._output(call, params, x, extra)
+            return list(filter(_floating, jax.tree.leaves(y)))
 
         # Whole numbers have a gradient of their own dtype, float0, which is not counted.
         (own, shared), dx = jax.vjp(outputs, params, x)[1](dy)
@@ -251,16 +228,14 @@ class _Search:
         inputs = self._inputs(params, x, extra) | self._count({"gradient of the output": dy})
         return list(filter(_floating, jax.tree.leaves(dx))), (counts, inputs)
 
-    def _later_rows(
-        self, call: _Call, params: PyTree, x: PyTree, batch: PyTree, key: Any, stage: Any, _: Any
-    ) -> tuple[PyTree, Any]:
+    def _later_rows(self, call: _Call, params: PyTree, x: PyTree, *step: Any) -> tuple[PyTree, Any]:
         """Name of each buffer -> [K], for each slice the number of values that a stage returns and
         that depend on later rows of the buffer.
 
         Each slice runs with two finite fills of the later rows of each buffer.  NaN as a fill would
         reach the output of a masked product too, since 0 times NaN is NaN.
         """
-        slices, first = self.slices, jnp.int32(0)
+        slices, (batch, key, stage, first) = self.slices, step
         rows = self.pipe.functions.split(batch, self.count * slices)
         functions = self.pipe.functions.for_batch(rows)
         length = functions.length
@@ -271,7 +246,7 @@ class _Search:
                     return leaf
                 return lax.dynamic_slice_in_dim(leaf, k * length, length, 1)
 
-            return jax.tree.map(cut, x), functions.extra(rows, key, stage, k, call.wants)
+            return jax.tree.map(cut, x), functions.extra(rows, key, stage, k, self._wants(call))
 
         def one(carried: PyTree, k: Any) -> tuple[PyTree, dict[str, Any]]:
             (carry, buffers), (own, extra) = carried, inputs(k)
@@ -299,7 +274,7 @@ class _Search:
 
     def _check_mask(self, call: _Call, x: PyTree) -> None:
         """PipelineError where a slice of the first sequence reads rows of later slices."""
-        if "ctx" not in call.wants:
+        if "ctx" not in self._wants(call):
             return
         _, counts = self._run(self._later_rows, call, 0, x)
         faults = [
@@ -335,10 +310,23 @@ class _Search:
             return Nonfinite(phase, *where, values, broken)
         return None
 
+    def _wants(self, call: _Call) -> frozenset[str]:
+        """The arguments of the function that differ by microbatch or stage."""
+        stages = self.functions.stages
+        return stages[call.stage].wants_arrays if call.function == "stage" else OUTER_WANTS
+
     def _extra(self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any) -> Extra:
         """The further arguments of the function in the step."""
-        functions = replace(self.pipe.functions, slices=1)
-        return functions.extra(split_batch(batch, self.count), key, stage, microbatch, call.wants)
+        rows = split_batch(batch, self.count)
+        return self.functions.extra(rows, key, stage, microbatch, self._wants(call))
+
+    def _output(self, call: _Call, params: PyTree, x: PyTree, extra: Extra) -> PyTree:
+        """What the function returns for the next one; the loss of `last`."""
+        if call.function == "first":
+            return self.functions.run_first(params, x, extra)
+        if call.function == "last":
+            return self.functions.run_last(params, x, extra)[0]
+        return self.functions.run_stage(call.stage, params, x, extra)[0]
 
     def _inputs(self, params: PyTree, x: PyTree, extra: Extra) -> _Counts:
         own, shared = params
@@ -349,23 +337,14 @@ class _Search:
         """Name of each floating leaf -> [data shards, (NaN, infinite, all)], the same on every
         device.
         """
-        counts = {}
-        leaves: dict[str, Any] = {}
+        counts, axes = {}, self.pipe.data_axes
         for name, tree in trees.items():
-            leaves |= by_index(tree, name)
-        for where, leaf in leaves.items():
-            if _floating(leaf):
-                broken = jnp.isnan(leaf).sum(), jnp.isinf(leaf).sum()
-                count = jnp.stack([*broken, jnp.asarray(jnp.size(leaf))])[None]
-                for axis in reversed(self.pipe.data_axes):
-                    count = lax.all_gather(count, axis, tiled=True)
-                counts[where] = count
+            for where, leaf in by_index(tree, name).items():
+                if _floating(leaf):
+                    broken = jnp.isnan(leaf).sum(), jnp.isinf(leaf).sum()
+                    count = jnp.stack([*broken, jnp.asarray(jnp.size(leaf))])[None]
+                    counts[where] = lax.all_gather(count, axes, tiled=True) if axes else count
         return counts
-
-
-def _first_result(function: Callable[..., Any], *arguments: PyTree) -> PyTree:
-    """The output of a function that returns more."""
-    return function(*arguments)[0]
 
 
 def _described(counts: _Counts, shard: int) -> tuple[str, ...]:

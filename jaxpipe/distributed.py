@@ -73,15 +73,12 @@ def make_mesh(axes: Mapping[str, int], *, devices: Sequence[jax.Device] | None =
         >>> dict(make_mesh({"pipe": 1}, devices=jax.devices()[:1]).shape)
         {'pipe': 1}
     """
-    found = list(jax.devices() if devices is None else devices)
-    sizes = tuple(axes.values())
-    if any(size < 1 for size in sizes) or np.prod(sizes, dtype=int) != len(found):
+    found, sizes = list(jax.devices() if devices is None else devices), tuple(axes.values())
+    if any(size < 1 for size in sizes) or math.prod(sizes) != len(found):
         product = " x ".join(map(str, sizes)) or "no axes"
         raise PipelineError(
-            f"a mesh of {dict(axes)} has {product} = {np.prod(sizes, dtype=int)} devices, but "
-            f"there are {len(found)} "
-            f"in {len({d.process_index for d in found})} processes; let the sizes' product be "
-            f"{len(found)}"
+            f"a mesh of {dict(axes)} has {product} = {math.prod(sizes)} devices, but there are "
+            f"{len(found)}; let the sizes' product be {len(found)}"
         )
     ordered = np.empty(len(found), dtype=object)
     ordered[:] = _along_torus(
@@ -119,7 +116,7 @@ def local_rows(pipe: Pipeline, rows: int) -> Any:
     Raises:
         PipelineError: `rows` does not divide over the data shards.
     """
-    shards = int(np.prod([pipe.mesh.shape[name] for name in pipe.data_axes], dtype=int))
+    shards = pipe.partition.data_size
     if rows < 1 or rows % shards:
         raise PipelineError(
             f"{rows} rows do not divide over {shards} data shards; use "
@@ -190,16 +187,17 @@ def _along_torus(devices: list[jax.Device], inner: int) -> list[jax.Device]:
             rest //= box[-1]
         if rest > 1:
             box = [1] * len(sizes)
+        grid = np.full(sizes, None)
+        for place, device in at.items():
+            grid[place] = device
         # Along dims where a box has one device, the next box is one hop away.
         dims = sorted(range(len(sizes)), key=lambda dim: box[dim] > 1)
-        for outer in _snake([sizes[dim] // box[dim] for dim in dims]):
-            corner = {dim: place * box[dim] for dim, place in zip(dims, outer, strict=True)}
-            for place in _snake(box):
-                coords = tuple(corner[dim] + place[dim] for dim in range(len(sizes)))
-                if coords not in at:
-                    return devices
-                ordered.append(at[coords])
-    return ordered if len(ordered) == len(devices) else devices
+        counts = [size // own for size, own in zip(sizes, box, strict=True)]
+        cut = grid.reshape(np.column_stack([counts, box]).ravel())
+        boxes = cut.transpose([2 * dim for dim in dims] + [2 * dim + 1 for dim in sorted(dims)])
+        for outer in _snake(boxes.shape[: len(sizes)]):
+            ordered += [boxes[outer + place] for place in _snake(box)]
+    return ordered if set(ordered) == set(devices) else devices
 
 
 def _snake(sizes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -233,14 +231,11 @@ class Watchdog:
     """
 
     def __init__(self, *, seconds: float, first: float | None = None) -> None:
-        limits = {"seconds": seconds, "first": first}
-        wrong = [f"{k}={v!r}" for k, v in limits.items() if v is not None and not v > 0]
-        if wrong:
-            raise PipelineError(
-                f"a step's limit must be more than 0 seconds; got {', '.join(wrong)}"
-            )
+        limits = {"seconds": seconds, "first": seconds if first is None else first}
+        wrong = [f"{name}={limit!r}" for name, limit in limits.items() if not limit > 0]
+        PipelineError.refuse("a step's limit must be more than 0 seconds", wrong)
         self.seconds = seconds
-        self._next = seconds if first is None else first
+        self._next = limits["first"]
         self._where = "its beginning"
         self._last: _ExitMessage | None = None  # in a job of several processes
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .arrays import Params, PyTree, stacked, zeros_of
+from .arrays import Params, PyTree, accumulator_dtype, stacked, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
 from .model.functions import StageOutput
@@ -24,7 +24,7 @@ from .model.param_layout import OUTER
 from .model.partition import LeafPlan, leaf_plans
 from .program.ir import Step, interpret
 from .program.verify import verify
-from .spmd.step import accumulator_dtype, merged_state, totals
+from .spmd.step import merged_state, totals
 from .stage.model_code import Job, check_state_gradient
 from .stage.trace import no_gradient
 from .table.effects import Liveness, Place
@@ -81,7 +81,7 @@ class _Shard:
 
     def __init__(self, job: Job, params: Params, batch: PyTree, rng: Any, state: PyTree) -> None:
         self.batch, self.rng = job.functions.split(batch, job.num_microbatches), rng
-        self.job = job.for_run(params, self.batch, parts=1)
+        self.job = job.for_batch(self.batch)
         self.functions, layout = self.job.functions, job.layout
         self.stages = range(layout.placement.num_stages)
         # parameters and their gradients, by number of stage, "first", "last" and "shared"
@@ -130,10 +130,11 @@ class _Shard:
         """Runs one action and returns the values that it makes.
 
         B and I are alike: the gradient of the parameters, which comes with that of the input, is
-        the stash of I.  Where H follows, L leaves that gradient on every device, and H is one
-        device's part of it.
+        the stash of I.  Where L leaves the gradient of the parameters for later, it is the stash on
+        every device, and each one adds its part of it.
         """
-        held, microbatch, parts = step.held, step.microbatch, self.job.partition.cuts.parts
+        held, microbatch = step.held, step.microbatch
+        parts = self.job.partition.cuts.parts
         match step.kind:
             case Kind.F:
                 return self.forward(step)
@@ -142,18 +143,18 @@ class _Shard:
                 return {"residual_input": None, "residual_weight": vjp}
             case Kind.B | Kind.I:
                 return self.backward(step)
-            case Kind.W:
-                self._add(step.stage, held["stash"])
             case Kind.E:
                 return {"out": self._first(microbatch)[0]}
             case Kind.G:
                 self._add("first", *self._first(microbatch)[1](held["y"]))
             case Kind.L:
                 dy, grads = self._last(microbatch, held["y"])
-                if self.job.training and Place.SHARE not in step.makes:
+                if Place.LAST_GRADIENTS in step.makes:
                     self._add("last", grads)
                 return {"out": dy, "stash": [grads] * parts}
-            case Kind.H:
+            case _ if Place.STAGE_GRADIENTS in step.makes:
+                self._add(step.stage, held["stash"])
+            case _:  # its device's part of the gradient of `last`
                 self._add("last", held["stash"], 1 / parts)
         return {}
 
@@ -190,16 +191,16 @@ class _Shard:
 
     def _first(self, microbatch: int) -> tuple[Any, Any]:
         """`first`, and its vjp."""
-        extra, cuts = self._extra(0, microbatch, OUTER_WANTS), self.job.partition.cuts
+        extra = self._extra(0, microbatch, OUTER_WANTS)
         run = partial(self.functions.run_whole, "first")
-        return jax.vjp(lambda params: run(params, (), extra, cuts), self._of("first"))
+        return jax.vjp(lambda params: run(params, (), extra), self._of("first"))
 
     def _last(self, microbatch: int, y: Any) -> tuple[Any, Any]:
         """Note the loss; the cotangent of y, and the gradients of the parameters."""
         extra = self._extra(len(self.stages) - 1, microbatch, OUTER_WANTS)
-        run, cuts = partial(self.functions.run_whole, "last"), self.job.partition.cuts
+        run = partial(self.functions.run_whole, "last")
         loss, vjp, self.aux[microbatch] = jax.vjp(
-            lambda params, y: run(params, y, extra, cuts), self._of("last"), y, has_aux=True
+            lambda params, y: run(params, y, extra), self._of("last"), y, has_aux=True
         )
         self.losses[microbatch] += loss
         if not self.job.training:
@@ -213,7 +214,8 @@ class _Shard:
         The vjp takes the gradients of x and of what passes to the next slice; None for zeros.
         """
         stage, params = step.stage, self._of(step.stage)
-        function, run = self.functions.stages[stage], partial(self.functions.run_stage, stage)
+        function = self.functions.stages[stage]
+        run = partial(self.functions.run_stage, stage)
         extra = self._extra(stage, step.microbatch, function.wants_arrays)
         if "state" in function.wants_arrays:
             extra["state"] = self.before[stage, step.microbatch]

@@ -60,13 +60,13 @@ class JaxpipeError(ValueError):
         self.faults = faults or (message,)
 
     @classmethod
-    def listing(cls, head: str, faults: Iterable[str]) -> Self:
+    def listing(cls, head: str, faults: Iterable[Any]) -> Self:
         """The error whose message has a line for each fault (the first hundred), below `head`."""
         found = tuple(faults)
         return cls(listed(head, found) if head else "\n".join(found), found)
 
     @classmethod
-    def refuse(cls, head: str, faults: Iterable[str]) -> None:
+    def refuse(cls, head: str, faults: Iterable[Any]) -> None:
         """Raise the error that lists the faults, where there are any.
 
         >>> PipelineError.refuse("the mesh does not fit", [])
@@ -219,19 +219,14 @@ def typed(error: type[JaxpipeError] = ScheduleError) -> Callable[[Callable[P, R]
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        names = tuple(inspect.signature(function).parameters)
+        signature = inspect.signature(function)
         untyped: Callable[..., R] = function
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            by_place = dict(zip(names, args, strict=False))
-            read = _read_all({**by_place, **kwargs}, function, error)
-            # Too many arguments, or one that is given twice, are for Python to refuse.
-            return untyped(
-                *map(read.get, by_place),
-                *args[len(by_place) :],
-                **{name: read[name] for name in kwargs},
-            )
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments |= _read_all(bound.arguments, function, error)
+            return untyped(*bound.args, **bound.kwargs)
 
         return call
 
@@ -271,8 +266,8 @@ def _read_all(values: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) 
     read = {name: _read(value, hints.get(name, Any)) for name, value in values.items()}
     misfits = [name for name, value in read.items() if value is _MISFIT]
     faults = [f"{n} must be {_type_text(hints[n])}, not {quoted(values[n])}" for n in misfits]
-    if faults:
-        raise error(listed(f"{owner.__name__} cannot take this", faults))
+    name = owner.__qualname__.removesuffix(".__init__").split(".")[-1]
+    error.refuse(f"{name} cannot take this", faults)
     return read
 
 
@@ -319,7 +314,8 @@ def _type_text(hint: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(map(_type_text, get_args(hint)))
     if origin is not None:
-        return "a mapping" if issubclass(origin, Mapping) else "a sequence"
+        what = "a mapping" if issubclass(origin, Mapping) else "a sequence"
+        return f"{what} of numbers" if get_args(hint)[-1] is float else what
     if hint in _TEXTS:
         return _TEXTS[hint]
     if issubclass(hint, Enum):
@@ -329,5 +325,8 @@ def _type_text(hint: Any) -> str:
 
 def _public(hint: type) -> str:
     """The path of a class for users of jaxpipe: at the top, or in its room."""
-    top, room = sys.modules["jaxpipe"], hint.__module__.split(".")[1]
+    package, room, *_ = f"{hint.__module__}.".split(".")
+    if package != "jaxpipe":
+        return f"{package} {hint.__name__}"
+    top = sys.modules["jaxpipe"]
     return f"jaxpipe.{'' if hint.__name__ in top.__all__ else f'{room}.'}{hint.__name__}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
@@ -21,6 +21,7 @@ from jax.extend import core
 
 from .arrays import PyTree, described
 from .errors import PipelineError
+from .jaxprs.equations import every_equation
 from .version import __version__
 
 _MOST = 400  # characters of an entry
@@ -55,10 +56,11 @@ def fingerprint(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) ->
         more: other values that the results depend on: a learning rate, a seed, the number of
             steps.
     """
-    return _of_steps(pipe._steps, params, batch, **more)
+    values = {name: repr(value) for name, value in more.items()}
+    return _of_steps(pipe._steps, params, batch, values)
 
 
-def _of_steps(steps: Any, params: PyTree, batch: PyTree, /, **more: Any) -> dict[str, str]:
+def _of_steps(steps: Any, params: PyTree, batch: PyTree, more: Mapping[str, str]) -> dict[str, str]:
     """The `fingerprint` of a pipeline's steps."""
     table, mesh = steps.schedule, steps.partition.mesh
     settings: Any = jax.config
@@ -75,10 +77,7 @@ def _of_steps(steps: Any, params: PyTree, batch: PyTree, /, **more: Any) -> dict
         "precision": f"x64={settings.jax_enable_x64}, "
         f"matmul={settings.jax_default_matmul_precision}",
     }
-    return {
-        name: text[:_MOST]
-        for name, text in (found | {key: repr(value) for key, value in more.items()}).items()
-    }
+    return {name: text[:_MOST] for name, text in {**found, **more}.items()}
 
 
 def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> None:
@@ -112,7 +111,7 @@ def compare_first_step(
         return
     params, batch, rng, state = arguments
     more = {"rng": _tree(rng), "state": _tree(state)} | code_texts(code)
-    compare({"call": call} | _of_steps(steps, params, batch) | more, processes)
+    compare({"call": call} | _of_steps(steps, params, batch, more), processes)
 
 
 def code_texts(code: Any) -> dict[str, str]:
@@ -129,7 +128,8 @@ def code_texts(code: Any) -> dict[str, str]:
     functions += [] if code.last is None else [("last", code.last)]
     found = {}
     for name, function in functions:
-        lines = sorted((*_operations(function.hoist), *_operations(function.evaluate)))
+        eqns = (*every_equation(function.hoist), *every_equation(function.evaluate))
+        lines = sorted(map(_operation, eqns))
         found[f"code of {name}"] = f"{len(lines)} operations {_digest(chr(10).join(lines))}"
     ticks = np.stack(code.program.ticks.columns, axis=-1)
     segments = [(s.start, s.stop, s.period) for s in code.program.segments]
@@ -137,17 +137,13 @@ def code_texts(code: Any) -> dict[str, str]:
     return found
 
 
-def _operations(jaxpr: Any) -> Iterator[str]:
-    """Every operation with the shapes or numbers that it takes and gives, those inside
-    others too.
-    """
-    for eqn in jaxpr.eqns:
-        takes = [
-            repr(v.val) if isinstance(v, core.Literal) else v.aval.str_short() for v in eqn.invars
-        ]
-        yield f"{eqn.primitive.name} {takes} {[v.aval.str_short() for v in eqn.outvars]}"
-        for inner in core.jaxprs_in_params(eqn.params):
-            yield from _operations(inner)
+def _operation(eqn: core.JaxprEqn) -> str:
+    """An operation with the shapes or numbers that it takes and gives."""
+    takes, gives = (
+        [repr(v.val) if isinstance(v, core.Literal) else v.aval.str_short() for v in atoms]
+        for atoms in (eqn.invars, eqn.outvars)
+    )
+    return f"{eqn.primitive.name} {takes} {gives}"
 
 
 def _options(steps: Any) -> str:
@@ -171,7 +167,7 @@ def _digest(text: str) -> str:
     return f"({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
-def compare(texts: Mapping[str, str], processes: Sequence[int], *, wait: float = _WAIT) -> None:
+def compare(texts: Mapping[str, str], processes: Sequence[int]) -> None:
     """Compare texts by name over processes, all of which call it equally often.
 
     Raises:
@@ -187,7 +183,7 @@ def compare(texts: Mapping[str, str], processes: Sequence[int], *, wait: float =
     place = f"{group}/{service.key_value_increment(f'{group}/count/{me}', 1)}"
     service.key_value_set(f"{place}/of/{me}", json.dumps(dict(texts)))
     try:
-        service.wait_at_barrier(f"{place}/come", int(1000 * wait), list(processes))
+        service.wait_at_barrier(f"{place}/come", int(1000 * _WAIT), list(processes))
         if me == lead:
             found = texts_of(service, f"{place}/of")
             faults = differences({process: json.loads(found[process]) for process in processes})
@@ -199,7 +195,7 @@ def compare(texts: Mapping[str, str], processes: Sequence[int], *, wait: float =
             found = texts_of(service, f"{place}/of")
             late = [process for process in processes if process not in found] or late
         raise PipelineError(
-            f"{named(late, 'has', 'have')} not come to compare with the others within {wait:g} s; "
+            f"{named(late, 'has', 'have')} not come to compare with the others within {_WAIT:g} s; "
             "every process has to run the same steps of the same pipelines in the same order (see "
             f"its log) ({error})"
         ) from error

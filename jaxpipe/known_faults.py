@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
@@ -98,34 +98,25 @@ def is_in(number: str | None, versions: str) -> bool:
         return False
 
 
-def faults_for(
-    platform: str,
-    features: Collection[Feature],
-    version_of: Callable[[str], str | None] | None = None,
-) -> tuple[Fault, ...]:
-    """The faults in these features, of the installed versions unless others are given."""
-    version_of = version_of or installed_version
+def faults_for(platform: str, features: Collection[Feature]) -> tuple[Fault, ...]:
+    """The faults in these features, of the installed versions."""
     return tuple(
         fault
         for fault in read_faults()
         if fault.platform in (platform, "any")
         and fault.feature in features
-        and is_in(version_of(fault.package), fault.versions)
+        and is_in(installed_version(fault.package), fault.versions)
     )
 
 
-def refuse_faults(
-    platform: str,
-    features: Collection[Feature],
-    version_of: Callable[[str], str | None] | None = None,
-) -> None:
+def refuse_faults(platform: str, features: Collection[Feature]) -> None:
     """Refuse faults that give wrong numbers, a hang or an error; warn of faults that cost speed.
 
     Raises:
         PipelineError: the installed versions have such a fault; each is listed with its thread and
             a workaround.
     """
-    found = faults_for(platform, features, version_of)
+    found = faults_for(platform, features)
     bad = [fault for fault in found if fault.effect not in (Effect.SLOW, Effect.AVOIDED)]
     PipelineError.refuse(
         "the installed versions have known faults for what this pipeline uses", map(str, bad)

@@ -19,7 +19,6 @@ import numpy as np
 from .arrays import PyTree, by_path, stacked
 from .errors import PipelineError
 from .model.model import Model
-from .model.settings import frozen_filter
 
 Rebuild: TypeAlias = Callable[[PyTree], Any]
 
@@ -115,26 +114,24 @@ def freeze_lowest(
     if model.layers is None:
         raise PipelineError("freeze_lowest: give the model by letters, Model({...}, layers=)")
     begin = model.layers[:1].count("E")
-    end = len(model.layers) - model.layers[-1:].count("L")
-    lowest, others = model.layers[begin:end][:count], model.layers[begin:end][count:]
-    if not 1 <= count <= end - begin:
-        raise PipelineError(f"freeze_lowest: count={count}; the model has {end - begin} layers")
+    own = model.layers[begin:].removesuffix("L")
+    lowest, others = own[:count], own[count:]
+    if not 1 <= count <= len(own):
+        raise PipelineError(f"freeze_lowest: count={count}; the model has {len(own)} layers")
     counts = Counter(lowest)
     letters = {*model.layers, "E", "L"}
     unused = [letter for letter in string.ascii_letters if letter not in letters]
     renamed = dict(zip(counts, unused, strict=False))  # by the letter that the layers have now
     new_letters = "".join(renamed[letter] for letter in lowest)
-    layers = model.layers[:begin] + new_letters + others + model.layers[end:]
-    frozen = frozen_filter(model.frozen)
+    layers = model.layers[:begin] + new_letters + model.layers[begin + count :]
 
     def is_frozen(path: str, leaf: Any) -> bool:
         own = path.split("/")[:2] in [["stages", new] for new in renamed.values()]
-        return own or (frozen is not None and frozen(path, leaf))
+        return own or (model.frozen is not None and model.frozen(path, leaf))
 
     tree = dict(params["stages"])
     for letter, new in renamed.items():
-        cut = counts[letter]
-        whole = tree.pop(letter)
+        cut, whole = counts[letter], tree.pop(letter)
         tree[new] = jax.tree.map(lambda leaf, cut=cut: leaf[:cut], whole)
         if letter in others:
             tree[letter] = jax.tree.map(lambda leaf, cut=cut: leaf[cut:], whole)
@@ -146,9 +143,9 @@ def freeze_lowest(
             found[letter] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
         return {**params, "stages": found}
 
-    calls = {**model.stages, **{new: model.stages[old] for old, new in renamed.items()}}
-    used = {letter: call for letter, call in calls.items() if letter in {*layers}}
-    tuned = model.changed(layers=layers, stages=used, frozen=is_frozen)
+    before = {new: letter for letter, new in renamed.items()}
+    calls = {letter: model.stages[before.get(letter, letter)] for letter in layers}
+    tuned = model.changed(layers=layers, stages=calls, frozen=is_frozen)
     return tuned, {**params, "stages": tree}, rejoin
 
 
@@ -158,23 +155,18 @@ def _is_array(leaf: Any) -> bool:
 
 def _faults(first: Any, other: Any) -> list[str]:
     """How a module differs from the first one."""
-    wanted, found = by_path(first), by_path(other)
+    wanted, found = (by_path(jax.tree.map(_form, module)) for module in (first, other))
     if wanted.keys() != found.keys():
         return [f"has the leaves {list(found)}, module 0 has {list(wanted)}"]
     if len({jax.tree.structure(first), jax.tree.structure(other)}) > 1:
         return ["has other static fields than module 0"]
     return [
-        f"has {_described(found[path])} at {path}, module 0 has {_described(leaf)}"
+        f"has {found[path]} at {path}, module 0 has {leaf}"
         for path, leaf in wanted.items()
-        if not _alike(leaf, found[path])
+        if leaf != found[path]
     ]
 
 
-def _alike(one: Any, other: Any) -> bool:
-    if _is_array(one) and _is_array(other):
-        return bool(one.shape == other.shape and one.dtype == other.dtype)
-    return not _is_array(one) and not _is_array(other) and bool(one == other)
-
-
-def _described(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}" if _is_array(leaf) else repr(leaf)
+def _form(leaf: Any) -> Any:
+    """The dtype and the shape of an array as text; any other leaf."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if _is_array(leaf) else leaf

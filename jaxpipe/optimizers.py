@@ -5,13 +5,12 @@ a layer at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import PyTree, by_path, followed, path_text, shapes_of
 from .errors import PipelineError
@@ -31,8 +30,8 @@ from .model.packed import (
     repacked,
 )
 from .model.param_layout import OUTER, Chunks
-from .model.placer import Followers, shardings
-from .model.settings import explicit_context, on_mesh
+from .model.placer import Followers
+from .model.settings import on_mesh
 from .pipeline import Pipeline
 
 
@@ -137,7 +136,6 @@ class _PerLayer:
     pipe: Pipeline
     optimizer: Optimizer
     layer_axis: bool
-    checked: set[Any] = field(default_factory=set)
 
     @cached_property
     def _init(self) -> Callable[[PyTree], PyTree]:
@@ -148,8 +146,8 @@ class _PerLayer:
         if PROBE in params:
             return {}
         parts = self._parts(params)
-        if self.pipe.layout.unlike and not self._layered:
-            self._check_stages(parts, params["stages"])
+        if self.pipe.layout.unlike and not self.pipe.layout.is_layered:
+            self._check_stages(params["stages"])
         found = []
         for part in parts:
             stacks = self._stacks(part).items()
@@ -167,44 +165,33 @@ class _PerLayer:
         if PROBE in grads:
             return dict(grads), state
 
-        partition, to = self.pipe.partition, None
-        if explicit_context(self.pipe.mesh):
-            followers = Followers(grads, partition)
-            to = tuple(shardings(partition, followers.of(tree), tree) for tree in (grads, state))
-        run = on_mesh(self.pipe.mesh, self._updated, to)
+        to = tuple(map(Followers(grads, self.pipe.partition).shardings, (grads, state)))
+        run = on_mesh(self.pipe.mesh, partial(self._updated, to[1]), to)
         updates: tuple[PyTree, PyTree] = run(grads, state, params, extra)
         return updates
 
     def _updated(
         self,
+        to: PyTree,
         grads: Mapping[str, PyTree],
         state: Mapping[str, PyTree],
         params: Any,
         extra: dict[str, Any],
     ) -> tuple[PyTree, PyTree]:
         parts = self._parts(grads)
-        weights = [None] * len(parts) if params is None else self._parts(params)
-        updates, after = [], []
+        weights = parts if params is None else self._parts(params)
+        update, updates, after = partial(self._update, extra), [], []
         for part, own, weight in zip(parts, _trees(state), weights, strict=True):
-            stacks = self._stacks(part)
-            before = self._taken(own, stacks)
-            params_of = {} if weight is None else self._stacks(weight)
-            changes, states = {}, {}
+            stacks, of_weights = self._stacks(part), self._stacks(weight)
+            before, changes, states = self._taken(own, stacks), {}, {}
             for name, stack in stacks.items():
-                changes[name], states[name] = stack.apply(
-                    lambda g, s, p: self._update(g, s, p, extra),
-                    stack.tree,
-                    before[name],
-                    params_of[name].tree if params_of else None,
-                )
+                tree = None if params is None else of_weights[name].tree
+                changes[name], states[name] = stack.apply(update, stack.tree, before[name], tree)
             updates.append(self._as_placed(part, changes))
-            kept = self._kept(part, states)
-            after.append(self._spread(kept) if part.key == "stages" else kept)
-        return _joined(grads, updates), _joined(grads, after)
-
-    @property
-    def _layered(self) -> bool:
-        return self.pipe.layout.layers is not None
+            after.append(self._kept(part, states, own))
+        # left to itself XLA brings constants in the state to every device
+        kept = jax.lax.with_sharding_constraint(_joined(grads, after), to)
+        return _joined(grads, updates), kept
 
     def _repacked(self, chunk: Packed, layout: ChunkLayout | None) -> PyTree:
         return repacked(self.pipe.mesh, self.pipe.axis, chunk, layout)
@@ -222,7 +209,7 @@ class _PerLayer:
         """The trees that a rule acts on, by name; none where nothing is trained."""
         if part.key != "stages":
             return {"": _Stack({part.key: cut_off(part.tree)}, 0)}
-        axes = 2 if self._layered or self.layer_axis else 1
+        axes = 2 if self.pipe.layout.is_layered or self.layer_axis else 1
         if part.home is not None:
             return _by_stack(self._seats(part), part.tree.leaves, axes)
         if self.layer_axis and (faults := _layer_faults(part.tree)):
@@ -242,12 +229,10 @@ class _PerLayer:
             there = [stage >= 0 for stage in self.pipe.layout.stage_at(part.chunk)]
             own = updates[""]["stages"] if updates else part.tree
             return jax.tree.map(lambda leaf: masked(leaf, there), own)
-        layout = part.tree.layout
-        found = {stack: by_path(tree) for stack, tree in updates.items()}
-        leaves = {}
+        layout, leaves = part.tree.layout, dict[str, Any]()
         for name, (stack, path) in self._seats(part).items():
-            leaf = found.get(stack, {}).get(path)
             there = [name in form.names for form in layout.forms]
+            leaf = by_path(updates.get(stack)).get(path)
             leaves[name] = None if leaf is None else masked(leaf, there)
         return self._repacked(Packed(leaves, layout), part.home)
 
@@ -258,7 +243,7 @@ class _PerLayer:
             for form in part.tree.layout.forms
             for name, path in zip(form.names, form.paths, strict=True)
         }
-        if self._layered:
+        if self.pipe.layout.is_layered:
             split = {name: path.split("/") for name, path in paths.items()}
             return {
                 name: (f"{letter}/{number}", "/".join(["stages", letter, *rest]))
@@ -278,43 +263,40 @@ class _PerLayer:
 
     # The state of a part
 
-    def _kept(self, part: _Part, states: Mapping[str, PyTree]) -> PyTree:
+    def _kept(
+        self, part: _Part, states: Mapping[str, PyTree], before: PyTree | None = None
+    ) -> PyTree:
         """The states of a part: each device's own, where the others are of other kinds; cut over
-        the devices as the part is.
+        the devices as the part is.  `before`: as these are.
         """
         own = tuple(states.values())
-        if part.home is not None:
-            return self._packed_state(part, states)
-        return own if part.key == "stages" else padded_like(own, {part.key: part.tree})
+        if part.home is None:
+            return own if part.key == "stages" else padded_like(own, {part.key: part.tree})
+        leaves = by_path(_state_tree(states))
+        layout = self._layout(part, leaves) if before is None else getattr(before, "layout", None)
+        if layout is None:
+            return own
+        return self._repacked(Packed(leaves, layout.separate), layout)
 
     def _taken(self, states: PyTree, stacks: Mapping[str, _Stack]) -> dict[str, PyTree]:
         """The inverse, with zeros on devices that do not have a state."""
         if not isinstance(states, Packed):
             return dict(zip(stacks, cut_off(states), strict=True))
         leaves = self._repacked(states, states.layout.separate).leaves
-        found = {}
-        for name, stack in stacks.items():
-            like = stack.state(self._init)
-            own = [leaves[path] for path in _state_leaves(name, like)]
-            found[name] = jax.tree.unflatten(jax.tree.structure(like), own)
-        return found
+        likes = {name: stack.state(self._init) for name, stack in stacks.items()}
+        # names of stacks, "t/0", are how paths in `_state_tree` begin
+        found = likes.get("", likes)
+        found = jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_text(path)], found)
+        return {"": found} if "" in likes else dict(found)
 
-    def _packed_state(self, part: _Part, states: Mapping[str, PyTree]) -> PyTree:
-        """States by stack, leaves [P, ...], with room for those of the device that has most.
+    def _layout(self, part: _Part, leaves: Mapping[str, Any]) -> ChunkLayout | None:
+        """The layout of states, leaves [P, ...] by path, with room for those of the device that has
+        most.
 
-        States stay as they are where those of a device's own layers are no part of those of all: it
-        is not known then which numbers belong to which device.
+        None where those of a device's own layers are no part of those of all: it is not known then
+        which numbers belong to which device.
         """
         layout, seats, arrays = part.tree.layout, self._seats(part), part.tree.leaves
-        leaves = {
-            path: leaf
-            for name, state in states.items()
-            for path, leaf in _state_leaves(name, state).items()
-        }
-
-        def with_dtype(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            dtype = leaves.get(path_text(path), leaf).dtype
-            return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
         def own_state(form: TreeForm) -> PyTree:
             """The shapes of the states of those layers that one device has."""
@@ -322,25 +304,21 @@ class _PerLayer:
                 return None
             there = {name: arrays[name] if name in form.names else None for name in seats}
             own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), there)
-            stacks = _by_stack(seats, own, int(self._layered)).items()
-            state = _state_tree({name: stack.state(self._init) for name, stack in stacks})
-            return jax.tree_util.tree_map_with_path(with_dtype, state)
+            stacks = _by_stack(seats, own, int(self.pipe.layout.is_layered)).items()
+            return _state_tree({name: stack.state(self._init) for name, stack in stacks})
 
-        known = {form: own_state(form) for form in {*layout.forms}}
-        own = [known[form] for form in layout.forms]
+        own = list(map(own_state, layout.forms))
         shapes = {(path, leaf.shape) for tree in own for path, leaf in by_path(tree).items()}
         if shapes != {(path, leaf.shape[1:]) for path, leaf in leaves.items()}:
-            return tuple(states.values())
-        separate = ChunkLayout(tuple(map(TreeForm.of, own)))
-        shared = chunk_layout(own, range(len(own)), self._kept_state(part))
-        return self._repacked(Packed(leaves, separate), shared)
+            return None
+        return chunk_layout(own, range(len(own)), self._kept_state(part))
 
     def _kept_state(self, part: _Part) -> Kept:
         """Which leaves of such states share a buffer: all of one dtype, those that follow a
         parameter split as it is.
         """
         numbers, partition = self.pipe.layout.stage_at(part.chunk), self.pipe.partition
-        inside = part.tree.layout.parameters(numbers, layered=self._layered)
+        inside = part.tree.layout.parameters(numbers, layered=self.pipe.layout.is_layered)
         seats, arrays = self._seats(part), part.tree.leaves
 
         def kept(own: Parameter, dtype: Any) -> InBuffer:
@@ -354,49 +332,31 @@ class _PerLayer:
             }
             found = followed(path, own.shape, known)
             parts = () if found is None else partition.kept(found[1], dtype).parts
-            return partition.in_buffer(Group.STATE, parts)
+            return partition.in_buffer(Group.TRAINED, parts)
 
         return kept
 
-    def _spread(self, state: PyTree) -> PyTree:
-        """The state of a chunk's stages stays with them; left to itself XLA brings constants in it
-        to every device.
-        """
-        pipe, layout = self.pipe, state.layout if isinstance(state, Packed) else None
-
-        def constrain(path: Any, leaf: Any) -> Any:
-            buffer = None if layout is None else layout.of(path_text(path))
-            spec = PartitionSpec(pipe.axis, *(PartitionSpec.UNCONSTRAINED,) * (leaf.ndim - 1))
-            spec = spec if buffer is None else pipe.partition.buffer_spec(buffer, leaf.shape)
-            return jax.lax.with_sharding_constraint(leaf, NamedSharding(pipe.mesh, spec))
-
-        return jax.tree_util.tree_map_with_path(constrain, state)
-
     # Rules that cannot act on a layer
 
-    def _check_stages(self, parts: Sequence[_Part], stages: Chunks) -> None:
+    def _check_stages(self, stages: Chunks) -> None:
         """PipelineError where a rule differs by the number of a stage in a list: the stages of a
         chunk go through it together.
         """
-        canonical = {"stages": jax.eval_shape(self.pipe.layout.canonical_stages, stages)}
-        faults = []
-        for part in (part for part in parts if part.key == "stages"):
-            numbers, seats = self.pipe.layout.stage_at(part.chunk), self._seats(part)
-            inside = part.tree.layout.parameters(numbers, layered=False)
-            for stack, (tree, axes) in self._stacks(part).items():
-                own = jax.tree.map(
-                    lambda a, n=axes: jax.ShapeDtypeStruct(a.shape[n:], a.dtype), tree
-                )
-                rules = rules_of(self.optimizer, canonical, own)
-                if rules is None:
-                    continue
-                whole, alone = rules
-                faults += [
-                    f"{parameter.path!r}, which it gives as {path!r}"
-                    for name, (seat, path) in seats.items()
-                    for parameter, _ in inside[name]
-                    if seat == stack and path in alone and whole[parameter.path] != alone[path]
-                ]
+        trees = jax.eval_shape(self.pipe.layout.canonical_stages, stages)
+        own = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape[int(self.layer_axis) :], a.dtype), trees
+        )
+        rules = rules_of(self.optimizer, {"stages": own}, *({"stages": tree} for tree in own))
+        if rules is None:
+            return
+        whole, *alone = rules
+        faults = [
+            f"{name!r}, which it gives as {path!r}"
+            for number, of_stage in enumerate(alone)
+            for path, rule in of_stage.items()
+            if path != PROBE
+            and whole[name := path.replace("stages", f"stages/{number}", 1)] != rule
+        ]
         PipelineError.refuse(
             "per_layer gives a rule the tree of a stage, without its number in the list, since "
             "stages of several devices go through it "
@@ -405,13 +365,10 @@ class _PerLayer:
             faults,
         )
 
-    def _update(self, grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]) -> Any:
+    def _update(self, extra: dict[str, Any], grads: PyTree, state: PyTree, params: PyTree) -> Any:
         """One layer's update; PipelineError where the update of a parameter depends on others."""
         shapes = shapes_of((grads, state, params))
-        leaves, form = jax.tree.flatten(shapes)
-        if (form, *leaves) not in self.checked:
-            _check_independent(lambda *trees: self.optimizer.update(*trees, **extra)[0], shapes)
-            self.checked.add((form, *leaves))
+        _check_independent(lambda *trees: self.optimizer.update(*trees, **extra)[0], shapes)
         return self.optimizer.update(grads, state, params, **extra)
 
 
@@ -467,11 +424,6 @@ def _layer_faults(chunk: PyTree) -> list[str]:
     if len(counts) <= 1 and () not in counts:
         return []
     return [f"{path} is [P, ...] of {leaf.shape}" for path, leaf in leaves.items()]
-
-
-def _state_leaves(name: str, state: PyTree) -> dict[str, Any]:
-    """The leaves of a stack's state by their paths in `_state_tree`."""
-    return by_path({name: state} if name else state)
 
 
 def _state_tree(states: Mapping[str, PyTree]) -> PyTree:

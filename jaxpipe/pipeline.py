@@ -13,18 +13,13 @@ from jax.sharding import Mesh
 
 from .arrays import Params, PyTree
 from .engine.costs import Costs
-from .errors import PipelineError
+from .errors import PipelineError, typed
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
-from .lowering.plan import Plan
 from .lowering.target import Target
 from .model.arguments import (
-    Cache,
-    Caching,
     check_costs,
-    check_kinds,
     check_rules,
-    hide_beyond,
     init_as_updated,
     key_faults,
     staged,
@@ -35,12 +30,11 @@ from .model.model import Model
 from .model.param_layout import State, check_canonical
 from .model.partition import LeafPlan, Partition
 from .model.placer import Placer
-from .model.settings import Memory, Sharding, automatic, frozen_filter, has
+from .model.settings import Memory, Sharding, automatic, has
 from .spmd.executor import SpmdExecutor, TracedStep
 from .spmd.xla import features_of, options_for
 from .stage.model_code import Clock, Executor, Job, ModelCode
-from .steps import Call, Compiled, StepRunner, key_of
-from .table.effects import Offload
+from .steps import HELD, Cache, Call, Compiled, StepRunner, hide_beyond, key_of
 from .table.schedule import Schedule, check
 
 
@@ -92,6 +86,7 @@ class Pipeline:
         (1, 3, 3)
     """
 
+    @typed(PipelineError)
     def __init__(
         self,
         model: Model,
@@ -104,24 +99,20 @@ class Pipeline:
         costs: Costs | None = None,
         executor: Executor | None = None,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k != "self"}
-        check_kinds(given)
-        key = key_of(given)
+        key = key_of({k: v for k, v in locals().items() if k != "self"})
         check(schedule)
         self.mesh = automatic(mesh)
         self.model, self.sharding, self.memory = model, sharding, memory
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
         self._target = Target.of(self.mesh, sharding.independent)
-        self._key = (key, self._target)
-        features = features_of(self._target, self.mesh, Offload(memory.offload))
+        features = features_of(self._target, self.mesh, memory.offload)
         refuse_faults(self._target.platform, features)
         check_costs(costs, schedule)
         self.costs = costs
         sharding.check(self.mesh, schedule=schedule.name, devices=schedule.num_devices)
         self.functions, self.layout, cuts = staged(model, schedule, layout, memory.remat)
         self.schedule = with_shares(schedule, costs, self.functions)
-        frozen = frozen_filter(model.frozen)
-        self.partition = Partition(self.mesh, sharding, self.layout, cuts, frozen)
+        self.partition = Partition(self.mesh, sharding, self.layout, cuts, model.frozen)
         self._placer = Placer(self.partition)
         self._steps = StepRunner(
             self.schedule,
@@ -132,8 +123,8 @@ class Pipeline:
             self._target,
             SpmdExecutor() if executor is None else executor,
         )
-        self._caching = Caching(self.functions, self.partition, self.schedule)
-        self._compiled = Compiled.of(self._key, self._steps, self.compiler_options)
+        compiled = Compiled(self._steps, self.compiler_options)
+        self._compiled = HELD.setdefault((key, self._target), compiled)
 
     def __repr__(self) -> str:
         """The schedule, the mesh, and what the model has."""
@@ -322,7 +313,7 @@ class Pipeline:
         if cache is not None:
             if state:
                 raise PipelineError("a cache does not combine with state=; leave it out")
-            rows = self._caching.positioned(cache, batch, position)
+            rows = self._steps.positioned(cache, batch, position)
             results, _ = self._call(Call.OUTPUTS, params, rows, rng, cache.stages)
             outputs = hide_beyond(results["outputs"], rows, self.model.time)
             return outputs, replace(cache, stages=results["state"])
@@ -343,12 +334,10 @@ class Pipeline:
         Example:
             cache = pipe.empty_cache(params, {"tokens": prompts}, length=4096)
         """
-        if not self.functions.has_state:  # which `shapes` refuses
-            self._steps.check(params, batch, None, ())
-        trees = self._caching.shapes(params, batch, length)
+        trees = self._steps.cache_shapes(params, batch, length)
         described = has(params, jax.ShapeDtypeStruct)
         stages = self._placer.place_zeros(trees, shapes=described)
-        return Cache(stages, self._caching.sequences, length)
+        return Cache(stages, self._steps.sequences, length)
 
     def lower(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too;
@@ -432,10 +421,6 @@ class Pipeline:
         except TypeError:
             self._steps.check(*arguments)
             raise
-
-    @property
-    def _plan(self) -> Plan:
-        return self._steps.plan
 
     def _parts(self, results: dict[str, Any], *, with_state: bool) -> list[Any]:
         """The loss, then the metrics and the state where the model has these."""

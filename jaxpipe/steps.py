@@ -17,20 +17,20 @@ import numpy as np
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import NamedSharding
 
-from .arrays import Params, PyTree, by_path
+from .arrays import Params, PyTree, by_path, described
 from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
 from .lowering.plan import Plan, plan_of
 from .lowering.target import Target
 from .model.arguments import key_faults, param_faults, state_faults
-from .model.functions import Functions, Positioned, batch_faults, time_faults
-from .model.param_layout import with_outer
+from .model.functions import Functions, Positioned, batch_faults, positions, time_faults
+from .model.model import Plain
+from .model.param_layout import Chunks, with_outer
 from .model.partition import Partition
 from .model.settings import Memory, on_mesh
 from .stage.model_code import Clock, Executor, Job, ModelCode, Observe
-from .table.effects import Offload
-from .table.kinds import Kind
+from .table.kinds import SPREAD_LAST
 from .table.schedule import Schedule
 from .transforms.rewrites import forward_only, without_kinds
 
@@ -46,6 +46,26 @@ class Call(Enum):
     EVALUATE = "evaluate"  # forwards with `training=False`
     # the same, of what the last stage returns, without `last`; with a cache, that is the state
     OUTPUTS = "outputs"
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("stages",),
+    meta_fields=("sequences", "length"),
+)
+@dataclass(frozen=True)
+class Cache:
+    """What the stages keep of some sequences, on the devices of the stages.
+
+    Attributes:
+        stages: for each chunk (carry, appended rows by name), leaves [P, sequences, ...].
+        sequences: how many there are; sequence m is microbatch m of a schedule without slices.
+        length: positions of a sequence that there is room for.
+    """
+
+    stages: Chunks
+    sequences: int
+    length: int
 
 
 @dataclass(eq=False)
@@ -71,7 +91,7 @@ class StepRunner:
             overheads=self.target.overheads,
             as_one=any(mesh.shape[name] > 1 for name in self.partition.sharding.local),
         )
-        return replace(plan, offload=Offload(self.memory.offload))
+        return replace(plan, offload=self.memory.offload)
 
     @property
     def sequences(self) -> int:
@@ -114,6 +134,7 @@ class StepRunner:
             )
         plans = self.check(*arguments, whole=training)
         params, batch, *rest = with_outer(arguments[0]), *arguments[1:]
+        functions = functions.over(self.partition.axis, self.partition.cuts, params)
         job = Job(
             plan=self.plan if training else self._forward_plan(call, batch),
             functions=functions,
@@ -159,23 +180,92 @@ class StepRunner:
         cached = isinstance(batch, Positioned)
         batch = batch.batch if cached else batch
         count = self.sequences if whole or cached else 1
+        own = "state" if self.functions.has_state else ""
         faults = [
             *param_faults(params, layout, table.num_devices),
             *batch_faults(batch, count, data_shards=self.partition.data_size),
             *time_faults(batch, table.slices, self.functions.time),
             *key_faults(rng),
-            *state_faults(state, layout, wanted=cached or self.functions.has_state),
+            *state_faults(state, layout, "caches" if cached else own),
         ]
         PipelineError.refuse(_REFUSED, faults)
         plans = self.partition.plans(with_outer(params))
         PipelineError.refuse(_REFUSED, self.partition.frozen_faults(plans))
         return plans
 
+    def cache_shapes(self, params: Params, batch: PyTree, length: int) -> PyTree:
+        """The shapes of what each stage keeps in a cache with room for `length` positions, leaves
+        [sequences, ...].
+
+        Raises:
+            PipelineError: parameters, batch or length do not fit; every fault is listed.
+        """
+        faults = self._cache_faults(batch)
+        if not isinstance(length, int) or length < 1:
+            faults.append(f"length must be a whole number of at least 1, not {length!r}")
+        PipelineError.refuse("there is no cache for this batch", faults)
+        self.check(params, batch, None, ())
+        own, stages = self.partition, range(self.schedule.num_stages)
+        functions = replace(self.functions, training=False).with_cache(length)
+
+        def carried(params: Params, batch: PyTree) -> PyTree:
+            rows = functions.split(batch, self.schedule.num_microbatches)
+            ready = functions.over(own.axis, own.cuts, params).for_batch(rows)
+            params["stages"] = [own.layout.of_stage(stage, params["stages"]) for stage in stages]
+            _, zeros = Plain(ready, params, rows, None, stacked=False).begin([()] * len(stages))
+            return jax.tree.map(lambda a: jnp.broadcast_to(a, (self.sequences, *a.shape)), zeros)
+
+        return jax.eval_shape(on_mesh(own.mesh, carried), with_outer(params), batch)
+
+    def positioned(self, cache: Any, batch: PyTree, position: Any) -> Positioned:
+        """The batch of a call that goes on at a position of its cache.
+
+        Raises:
+            PipelineError: cache, batch and position do not fit; every fault is listed.
+        """
+        faults, sequences = self._cache_faults(batch), self.sequences
+        whole = jnp.issubdtype(jnp.result_type(position), jnp.integer)
+        if not whole or np.shape(position) not in ((), (sequences,)):
+            what = described(position)
+            faults.append(f"position is {what}; give a whole number, or {sequences} of them")
+        if not isinstance(cache, Cache):
+            kind = type(cache).__name__
+            faults += [f"cache= takes what `empty_cache` or `outputs` returned, not {kind}"]
+        elif not faults:
+            if cache.sequences != sequences:
+                has = f"the cache has {cache.sequences} sequences"
+                faults += [f"{has}, but the schedule has {sequences}"]
+            if not isinstance(position, jax.core.Tracer):
+                more, least = positions(batch, self.functions.time), int(np.min(position))
+                end = int(np.max(position)) + more
+                if least < 0 or end > cache.length:
+                    faults.append(
+                        f"{more} rows at position {least if least < 0 else end - more} are beyond "
+                        f"the buffers of the cache, which have room for {cache.length}; make it "
+                        f"with length={end}"
+                    )
+        PipelineError.refuse("this call with a cache cannot be lowered", faults)
+        at = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (sequences,))
+        return Positioned(batch, at, cache.length)
+
+    def _cache_faults(self, batch: PyTree) -> list[str]:
+        """Why a batch cannot go with a cache."""
+        functions = self.functions
+        faults = time_faults(batch, functions.slices, functions.time, always=True)
+        if axes := self.partition.data_axes:
+            faults.append(
+                f"a cache does not combine with the data axes {', '.join(axes)}; give each data "
+                "shard a pipeline of its own"
+            )
+        if functions.has_state:
+            faults.append("a cache does not combine with stages that take `state`")
+        return faults
+
     def _forward_plan(self, call: Call, batch: PyTree) -> Plan:
         """The plan of forwards of a batch: as many microbatches of whole sequences, up to those of
         the schedule, as its rows divide into.  What the last stage returns needs no `last`.
         """
-        table = without_kinds(self.schedule, {Kind.L}) if call is Call.OUTPUTS else self.schedule
+        table = without_kinds(self.schedule, SPREAD_LAST) if call is Call.OUTPUTS else self.schedule
         batch = batch.batch if isinstance(batch, Positioned) else batch
         rows = np.shape(jax.tree.leaves(batch)[0])[0] // self.partition.data_size
         sequences = range(1, self.sequences + 1)
@@ -194,6 +284,23 @@ class StepRunner:
                 compare_first_step(self, call, arguments, code)
 
         return compare
+
+
+def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> PyTree:
+    """NaN in place of floating outputs where rows are beyond the buffers of the cache.
+
+    A position that is traced is known when the program runs, which is too late for an error.
+    """
+    if not isinstance(batch.position, jax.core.Tracer):
+        return outputs
+    end = batch.position + positions(batch.batch, time)
+    fits = jnp.all(end <= batch.room) & jnp.all(batch.position >= 0)
+
+    def hidden(leaf: Any) -> Any:
+        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jnp.where(fits, leaf, jnp.nan) if inexact else leaf
+
+    return jax.tree.map(hidden, outputs)
 
 
 _REFUSED = "this step cannot be lowered"
@@ -239,16 +346,9 @@ class Compiled:
         self.calls = {call: without_gradient(run, call) for call, run in runs.items()}
         self.calls[Call.LOSS] = differentiable_loss(value, runs[Call.STEP])
 
-    @classmethod
-    def of(cls, key: Any, steps: StepRunner, options: Mapping[str, Any]) -> Compiled:
-        """What this returned for earlier steps of an equal key, if somebody holds it."""
-        found = _HELD.get(key)
-        if found is None:
-            found = _HELD[key] = cls(steps, options)
-        return found
 
-
-_HELD: WeakValueDictionary[Any, Compiled] = WeakValueDictionary()
+# Those that somebody holds, by key: see `key_of`.
+HELD: WeakValueDictionary[Any, Compiled] = WeakValueDictionary()
 
 
 def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
@@ -344,13 +444,6 @@ def _plain(arguments: PyTree) -> PyTree:
 
 def _moving(arguments: PyTree) -> list[str]:
     """The paths of leaves that depend on the differentiated values, and can have a gradient."""
-    leaves = by_path(arguments, _is_primal)
-    return [path for path, leaf in leaves.items() if _moves(leaf)]
-
-
-def _moves(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, CustomVJPPrimal)
-        and leaf.perturbed
-        and bool(jnp.issubdtype(jnp.result_type(leaf.value), jnp.inexact))
-    )
+    leaves = by_path(arguments, _is_primal).items()
+    moving = {path: leaf.value for path, leaf in leaves if _is_primal(leaf) and leaf.perturbed}
+    return [path for path, v in moving.items() if jnp.issubdtype(jnp.result_type(v), jnp.inexact)]

@@ -220,10 +220,9 @@ def one_table(name: str, params: PyTree, shared: PyTree, ctx: Context) -> tuple[
             "that takes `shared` is spread"
         )
     if len(leaves) != 1 or leaves[0].ndim != 2:
-        common = 'the parameters under "shared", since it has none of its own'
-        where = "its own parameters" if own else common
         raise PipelineError(
-            f"{name} takes one array [V, d] (or [d, V] with dim=1) as {where}; got {len(leaves)} "
-            f"of shapes {[leaf.shape for leaf in leaves]}"
+            f"{name} takes one array [V, d] (or [d, V] with dim=1) as its parameters, or where it "
+            f'has none of its own, under "shared"; got {len(leaves)} of shapes '
+            f"{[leaf.shape for leaf in leaves]}"
         )
     return leaves[0], jax.tree.leaves(sizes)[0]

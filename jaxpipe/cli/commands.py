@@ -1,5 +1,5 @@
-"""The commands about schedules and plans; each returns False where a table is invalid.  Their
-docstrings are their descriptions in the help.
+"""The commands.  Those that judge something return whether it is good.  Their docstrings are their
+descriptions in the help.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from importlib import import_module
@@ -27,13 +27,13 @@ from ..planner.candidate import COLUMNS, Plans
 from ..planner.layer_cost import LayerCost, read_layer_costs
 from ..planner.plan import plan
 from ..planner.transformer import Transformer, command_of, plan_mesh
-from ..render import Theme, to_html, to_svg, to_trace
-from ..render.svg import DEVICE_COLUMNS, costs_of, device_rows, number, title_of
-from ..schedules import names
-from ..schedules.registry import describe
+from ..render.html import DEVICE_COLUMNS, device_rows, to_html, to_trace
+from ..render.svg import Theme, costs_of, number, title_of, to_svg
+from ..schedules.registry import describe, names
 from ..table.encoded import Transfers
 from ..table.kinds import KINDS
 from ..table.schedule import Certificate, Objective, Proof, Schedule
+from ..table.text import json_value
 from ..transforms.add_transfers import add_transfers
 from . import terminal
 
@@ -45,39 +45,39 @@ _WHERE = {
 }
 
 
-def list_command(arguments: argparse.Namespace) -> bool:
+_COMPARED = "schedule,devices,microbatches,chunks,makespan,vs best,bubble,peak activations"
+
+
+def list_command(arguments: argparse.Namespace) -> None:
     """List the schedules that can be built, or describe those that are named."""
     entries = [describe(name) for name in arguments.names or names()]
     if arguments.json:
+        texts = ("name", "summary", "doc")
         facts = [
-            {
-                "name": e.name,
-                "summary": e.summary,
-                "chunks": vars(e.chunks),
-                "options": [vars(option) for option in e.options],
-                "doc": e.doc,
-            }
+            {name: getattr(e, name) for name in texts}
+            | {"chunks": vars(e.chunks), "options": list(map(vars, e.options))}
             for e in entries
         ]
         terminal.write(json.dumps(facts, indent=2, default=str))
-        return True
-    if not arguments.names:
+    elif not arguments.names:
         rows = [(e.name, str(e.chunks), e.summary) for e in entries]
         terminal.print_table(("schedule", "chunks", "description"), rows, left=3)
-        return True
-    for e in entries:
-        options = [o for o in e.options if o.name != "forward_only"]
-        lines = [f"  --option {o.name}={o.default}  {o.summary}" for o in options]
-        lines = ["options:", *lines, ""] if lines else []
-        terminal.write("\n".join([f"{e.name}\n\n{e.doc}\n\nchunks: {e.chunks}", *lines, ""]))
-    return True
+    else:
+        for e in entries:
+            options = [o for o in e.options if o.name != "forward_only"]
+            lines = [f"  --option {o.name}={o.default}  {o.summary}" for o in options] or ["  none"]
+            head = f"{e.name}\n\n{e.doc}\n\nchunks: {e.chunks}\noptions:"
+            terminal.write("\n".join([head, *lines, ""]))
 
 
-def show_command(arguments: argparse.Namespace) -> bool:
+def show_command(arguments: argparse.Namespace) -> None:
     """Print or draw a schedule."""
     if arguments.json and arguments.format not in (None, "json"):
         raise terminal.UsageError(f"give --json or --format {arguments.format}, not both")
-    form = "json" if arguments.json else arguments.format or _format_of(arguments.output)
+    form = "json" if arguments.json else arguments.format
+    if form is None:
+        has_suffix = Path(arguments.output or "-").suffix
+        form = _format_of(arguments.output) if has_suffix else "grid"
     costs = terminal.read_costs(arguments)
     with terminal.counting(f"making {arguments.source}"):
         schedule = terminal.load(arguments, costs)
@@ -87,11 +87,10 @@ def show_command(arguments: argparse.Namespace) -> bool:
     if arguments.output in (None, "-"):
         terminal.write(text)
     else:
-        terminal.save(terminal.file_path(arguments.output), text)
-    return True
+        terminal.save(arguments.output, text)
 
 
-def simulate_command(arguments: argparse.Namespace) -> bool:
+def simulate_command(arguments: argparse.Namespace) -> None:
     """Simulate a schedule with given costs."""
     costs, transfers = terminal.read_costs(arguments), Transfers(arguments.transfers)
     with terminal.counting(f"simulating {arguments.source}"):
@@ -102,16 +101,24 @@ def simulate_command(arguments: argparse.Namespace) -> bool:
         bound, cap = timeline_bound(t)
         found = Certificate(Objective.MAKESPAN, t.makespan, bound, Proof.RELAXATION, cap)
     if arguments.json:
-        facts = _timeline_facts(t) | ({"lower_bound": found.bound} if found else {})
-        terminal.write(json.dumps(facts))
-        return True
+        terminal.write_json(
+            **_schedule_facts(t.schedule),
+            **_sums(t, 1),
+            costs=_cost_facts(t.costs),
+            lower_bound=found and found.bound,
+            busy=t.busy,
+            idle=[idle._asdict() for idle in t.idle],
+            critical_path=t.critical_path,
+            start=dict(t.start),
+            end=dict(t.end),
+        )
+        return
     terminal.write(f"{title_of(t)}\ncosts {costs_of(t)}\n")
-    head = {"makespan": number(t.makespan), "span": number(t.span), "bubble": f"{t.bubble:.2%}"}
-    terminal.write("\n".join(f"{name:<9} {value}" for name, value in head.items()) + "\n")
+    terminal.write(f"makespan  {number(t.makespan)}\nspan      {number(t.span)}")
+    terminal.write(f"bubble    {t.bubble:.2%}\n")
     terminal.print_table(DEVICE_COLUMNS, device_rows(t))
     if found is not None:
         terminal.write(f"of this placement: {found}")
-    return True
 
 
 def check_command(arguments: argparse.Namespace) -> bool:
@@ -119,7 +126,7 @@ def check_command(arguments: argparse.Namespace) -> bool:
     most, transfers = arguments.max_activations, Transfers(arguments.transfers)
     if most is not None and most < 0:
         raise terminal.UsageError(f"--max-activations must be at least 0, not {most}")
-    facts: dict[str, Any] = {"file": arguments.file, "ok": True, "transfers": transfers.value}
+    facts = {"file": arguments.file, "transfers": transfers.value}
     try:
         with terminal.counting(f"checking {arguments.file}"):
             s = terminal.read(arguments.file, arguments.slices)
@@ -127,21 +134,23 @@ def check_command(arguments: argparse.Namespace) -> bool:
     except terminal.InvalidScheduleError as error:
         names = ("rule", "message", "device", "position")
         rules = [{name: getattr(v, name) for name in names} for v in error.violations]
-        facts |= {"ok": False, "violations": rules, "report": str(error)}
-        terminal.write(json.dumps(facts) if arguments.json else str(error))
+        if arguments.json:
+            terminal.write_json(**facts, ok=False, violations=rules, report=str(error))
+        else:
+            terminal.write(str(error))
         return False
     if arguments.json:
-        terminal.write(json.dumps(facts | _schedule_facts(s) | {"violations": []}))
-        return True
-    terminal.write(
-        f"{arguments.file} is valid: {s.num_devices} devices, {s.num_stages} stages, "
-        f"{s.num_microbatches} microbatches, {s.encoded.num_actions} actions; it cannot "
-        f"deadlock{_WHERE[transfers] if s.has_transfers else ''}"
-    )
+        terminal.write_json(**facts, ok=True, violations=[], **_schedule_facts(s))
+    else:
+        terminal.write(
+            f"{arguments.file} is valid: {s.num_devices} devices, {s.num_stages} stages, "
+            f"{s.num_microbatches} microbatches, {s.encoded.num_actions} actions; it cannot "
+            f"deadlock{_WHERE[transfers] if s.has_transfers else ''}"
+        )
     return True
 
 
-def compare_command(arguments: argparse.Namespace) -> bool:
+def compare_command(arguments: argparse.Namespace) -> None:
     """Simulate several schedules of one model.  Costs are those of 1/P of the model: a stage of
     a schedule with S stages costs P/S of them, and its activations count P/S too, so that
     schedules with different chunks can be compared.  Each schedule uses the nearest number
@@ -155,7 +164,14 @@ def compare_command(arguments: argparse.Namespace) -> bool:
             "leave the ':' out"
         )
     sources = arguments.sources or names()
-    _refuse_unknown_options(arguments, sources)
+    entries = [describe(source) for source in sources if not terminal.is_file(source)]
+    known = sorted({option.name for entry in entries for option in entry.options})
+    unknown = sorted({*terminal.read_options(arguments.option)} - {*known})
+    if unknown:
+        raise terminal.UsageError(
+            f"no schedule of these takes --option {', '.join(unknown)}; they take "
+            f"{', '.join(known) or 'none'}"
+        )
     results: list[tuple[Timeline, float]] = []
     skipped: list[str] = []
     with terminal.counting("simulating") as progress:
@@ -170,17 +186,14 @@ def compare_command(arguments: argparse.Namespace) -> bool:
                 skipped.append(f"left out: {error}")
             progress(done, len(sources))
     if not results:
-        why = "\n".join(skipped)
-        raise terminal.UsageError(f"no schedule can be built with these arguments:\n{why}")
+        terminal.UsageError.refuse("no schedule can be built with these arguments", skipped)
     if arguments.json:
-        schedules = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
-        facts = {"costs": _cost_facts(costs), "schedules": schedules, "left_out": skipped}
-        terminal.write(json.dumps(facts))
-        return True
+        each = [_schedule_facts(t.schedule) | _sums(t, share) for t, share in results]
+        terminal.write_json(costs=_cost_facts(costs), schedules=each, left_out=skipped)
+        return
     _print_comparison(results, costs)
-    if skipped:
-        terminal.complain("\n".join(skipped))
-    return True
+    for line in skipped:
+        terminal.complain(line)
 
 
 def _one_of_many(
@@ -204,38 +217,20 @@ def _one_of_many(
     return simulate(schedule, _shared(costs, share)), share
 
 
-def _refuse_unknown_options(arguments: argparse.Namespace, sources: Sequence[str]) -> None:
-    """UsageError for an option that none of the schedules takes (each gets the options that it
-    takes).
-    """
-    known = {
-        option.name
-        for source in sources
-        if not terminal.is_file(source)
-        for option in describe(source).options
-    }
-    unknown = sorted(set(terminal.read_options(arguments.option)) - known)
-    if unknown:
-        raise terminal.UsageError(
-            f"no schedule of these takes --option {', '.join(unknown)}; they take "
-            f"{', '.join(sorted(known)) or 'none'}"
-        )
-
-
 def _print_comparison(results: list[tuple[Timeline, float]], costs: Costs) -> None:
     best = min(t.makespan for t, _ in results)
-    columns = "schedule,devices,microbatches,chunks,makespan,vs best,bubble,peak activations"
     rows: list[tuple[str, ...]] = []
-    best_rows: dict[int, str] = {}
-    for i, (t, share) in enumerate(results):
+    for t, share in results:
         s = t.schedule
         shape = map(str, (s.num_devices, s.num_microbatches, s.num_chunks))
         ratio = f"{t.makespan / best:.3f}" if best else "-"
         peak = number(max(t.peak_memory) * share)
         rows.append((s.name, *shape, number(t.makespan), ratio, f"{t.bubble:.2%}", peak))
-        best_rows |= {i: terminal.BEST} if t.makespan == best else {}
-    terminal.print_table(columns.split(","), rows, styles=best_rows)
-    terminal.write(f"costs and activations of a P-th of the model: {_cost_text(costs)}")
+    styles = {i: terminal.BEST for i, (t, _) in enumerate(results) if t.makespan == best}
+    terminal.print_table(_COMPARED.split(","), rows, styles=styles)
+    every = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
+    texts = ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in every)
+    terminal.write(f"costs and activations of a P-th of the model: {texts}")
 
 
 def _sums(t: Timeline, share: float) -> dict[str, Any]:
@@ -276,23 +271,20 @@ def _written(schedule: Schedule, form: str, arguments: argparse.Namespace, costs
     )
 
 
-# The format of a file by the end of its name; the grid where it has no suffix.
-_FORMATS = {".trace.json": "trace", ".htm": "html", ".txt": "grid"}
-_FORMATS |= {f".{form}": form for form in ("csv", "svg", "html", "json")}
+# The format of a file by the end of its name.
+_FORMATS = {".html": "html", ".htm": "html", ".trace.json": "trace", ".txt": "grid"}
+_FORMATS |= {f".{form}": form for form in ("csv", "svg", "json")}
 
 
-def _format_of(output: str | None) -> str:
-    """The format of a file."""
-    name = str(output).lower()
-    if not Path(output or "-").suffix:
-        return "grid"
-    form = next((form for end, form in _FORMATS.items() if name.endswith(end)), None)
-    if form is None:
-        raise terminal.UsageError(
-            f"no format is known for {output}; give --format, or a file that ends in "
-            f"{', '.join(_FORMATS)}"
-        )
-    return form
+def _format_of(output: str, among: Collection[str] = _FORMATS.values()) -> str:
+    """The format of a file, one of these."""
+    ends = {end: form for end, form in _FORMATS.items() if form in among}
+    for end, form in ends.items():
+        if output.lower().endswith(end):
+            return form
+    raise terminal.UsageError(
+        f"no format is known for {output}; its name must end in {' or '.join(ends)}"
+    )
 
 
 def _schedule_facts(schedule: Schedule) -> dict[str, Any]:
@@ -309,52 +301,31 @@ def _schedule_facts(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def _timeline_facts(t: Timeline) -> dict[str, Any]:
-    return {
-        **_schedule_facts(t.schedule),
-        "costs": _cost_facts(t.costs),
-        **_sums(t, 1),
-        "busy": t.busy,
-        "idle": [idle._asdict() for idle in t.idle],
-        "critical_path": t.critical_path,
-        "start": dict(t.start),
-        "end": dict(t.end),
-    }
-
-
 def _cost_facts(costs: Costs) -> dict[str, Any]:
     return vars(costs) | {"release": costs.release.value}
 
 
-def _cost_text(costs: Costs) -> str:
-    numbers = ((name, v) for name, v in vars(costs).items() if isinstance(v, int | float))
-    return ", ".join(f"{name.replace('_', ' ')} {number(v)}" for name, v in numbers)
-
-
+_DRAWN: dict[str, Callable[..., str]] = {"svg": to_svg, "html": to_html}
+_CHOICES = ("memory", "schedules", "within", "chunks", "remat")
 _PLANS = 5
 _SHOWN = 12  # of the rejected plans
-_CHUNKS = (1, 2, 4)
 
 
-def plan_command(arguments: argparse.Namespace) -> bool:
+def plan_command(arguments: argparse.Namespace) -> None:
     """Find the fastest pipelines of a model that fit into memory.  A plan has layers of stages,
     schedule, chunks and remat, with a step's seconds and a device's memory.  The model is given by
     its sizes (a decoder-only transformer; times are then estimates) or by a file of costs.
     """
-    if arguments.output is not None and not arguments.output.lower().endswith((".html", ".svg")):
-        raise terminal.UsageError(
-            f"no picture is known for {arguments.output}; give a file that ends in .html or .svg"
-        )
+    form = arguments.output and _format_of(arguments.output, _DRAWN)
     plans, command = (_of_layers if arguments.model is None else _published)(arguments)
-    if arguments.output is not None:
-        draw = to_html if arguments.output.lower().endswith(".html") else to_svg
-        title = f"{plans.best.label}: {plans.best.layout}"
-        terminal.save(terminal.file_path(arguments.output), draw(plans.best.timeline, title=title))
+    if form:
+        draw, title = _DRAWN[form], f"{plans.best.label}: {plans.best.layout}"
+        terminal.save(arguments.output, draw(plans.best.timeline, title=title))
     if arguments.json:
         left = [{"plan": r.what, "why": r.why, "seconds": r.seconds} for r in plans.rejected]
-        facts = {"plans": [p.facts() for p in plans], "rejected": left, "prices": plans.prices}
-        terminal.write(json.dumps(facts | ({} if command is None else {"command": command})))
-        return True
+        each = [p.facts() for p in plans]
+        terminal.write_json(plans=each, rejected=left, prices=plans.prices, command=command)
+        return
     terminal.print_table(COLUMNS, plans.rows(), left=2, styles={0: terminal.BEST})
     lines = [f"best: {plans.best.why}", f"prices: {plans.prices}"]
     if not arguments.costs:
@@ -365,17 +336,13 @@ def plan_command(arguments: argparse.Namespace) -> bool:
         lines += ["left out:", *(f"  {r}" for r in plans.rejected[:_SHOWN])]
     if len(plans.rejected) > _SHOWN:
         lines.append(f"  ... and {len(plans.rejected) - _SHOWN} more")
-    terminal.write("\n".join(lines + ([] if command is None else [command])))
-    return True
+    terminal.write("\n".join(lines + ([command] if command else [])))
 
 
-def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, None]:
-    """Plans of a model by its sizes, or by a file of costs."""
-    if missing := terminal.missing_flags(arguments, "devices", "microbatches"):
-        raise terminal.UsageError(
-            f"give {' and '.join(missing)}, or --model NAME --gpus N "
-            "--batch N --memory SIZE, which chooses them"
-        )
+def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, str | None]:
+    """Plans of a model by its sizes, or by a file of costs, and no command."""
+    advice = "give {}, or --model NAME --gpus N --batch N --memory SIZE to choose them"
+    terminal.require(arguments, "devices", "microbatches", advice=advice)
     layers, costs, transfer = (
         _from_file(arguments.costs) if arguments.costs else _from_sizes(arguments)
     )
@@ -383,11 +350,10 @@ def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, None]:
         plans = plan(
             layers,
             costs,
-            **_choices(arguments),
+            **_choices(arguments, "slices"),
             devices=arguments.devices,
             microbatches=arguments.microbatches,
             transfer=transfer,
-            slices=arguments.slices or (1,),
             offload=(None,) if arguments.no_offload else (None, "residuals"),
             search=arguments.search,
             most=_PLANS,
@@ -399,46 +365,43 @@ def _of_layers(arguments: argparse.Namespace) -> tuple[Plans, None]:
 
 def _published(arguments: argparse.Namespace) -> tuple[Plans, str]:
     """Plans of a published model with the mesh chosen, and the command that runs the best."""
-    if missing := terminal.missing_flags(arguments, "gpus", "batch", "memory"):
-        raise terminal.UsageError(f"--model needs {', '.join(missing)} too")
-    sizes = (f.name for f in fields(Transformer) if f.name not in ("context", "flops", "tensor"))
-    own = ("layers", "devices", "microbatches", "slices", "costs", "search", "no_offload", *sizes)
-    if excess := [terminal.flag(name) for name in own if getattr(arguments, name, None)]:
+    terminal.require(arguments, "gpus", "batch", "memory", advice="--model needs {} too")
+    own = {*_CHOICES, "command", "run", "json", "output", "model", "gpus", "batch"}
+    own |= {"context", "flops", "tensor"}
+    if excess := [terminal.flag(n) for n, v in vars(arguments).items() if v and n not in own]:
         raise terminal.UsageError(
             f"--model {arguments.model} has its own sizes and mesh; leave out {', '.join(excess)}"
         )
     name, context = arguments.model, int(arguments.context or 8192)
+    choices = _choices(arguments)
+    if arguments.tensor is not None:
+        choices["tensor"] = (int(arguments.tensor),)
     with terminal.counting(f"planning {name}") as progress:
         plans = plan_mesh(
             name,
-            **_choices(arguments),
+            **choices,
             gpus=arguments.gpus,
             batch=arguments.batch,
             context=context,
-            tensor=(1, 2, 4, 8) if arguments.tensor is None else (int(arguments.tensor),),
             progress=progress,
             flops=arguments.flops or Transformer.flops,
         )
     return plans, command_of(name, plans.best, batch=arguments.batch, context=context)
 
 
-def _choices(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The limits and the choices for `plan` and `plan_mesh`."""
-    names = ("memory", "schedules", "within")
-    choices = {name: getattr(arguments, name) for name in names}
-    policies = arguments.remat and [None if name == "none" else name for name in arguments.remat]
-    return choices | {"chunks": arguments.chunks or _CHUNKS, "remat": policies}
+def _choices(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
+    """The limits and the choices for `plan` and `plan_mesh` that the command line gives."""
+    found = terminal.given(arguments, *_CHOICES, *more)
+    if "remat" in found:
+        found["remat"] = [None if name == "none" else name for name in found["remat"]]
+    return found
 
 
 def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost], float]:
-    if missing := terminal.missing_flags(arguments, "layers", "width", "vocab"):
-        raise terminal.UsageError(
-            f"give {', '.join(missing)}, or --costs FILE; e.g. --layers 80 --width 8192 --vocab "
-            "128256"
-        )
+    advice = "give {}, or --costs FILE; e.g. --layers 80 --width 8192 --vocab 128256"
+    terminal.require(arguments, "layers", "width", "vocab", advice=advice)
     names = (field.name for field in fields(Transformer))
-    sizes = {name: size for name in names if (size := getattr(arguments, name, None)) is not None}
-    model = Transformer(**sizes)
+    model = Transformer(**terminal.given(arguments, *names))
     model = model if arguments.bandwidth else model.on(arguments.devices)
     if arguments.layers < 1:
         raise terminal.UsageError(f"--layers must be at least 1, not {arguments.layers}")
@@ -446,10 +409,7 @@ def _from_sizes(arguments: argparse.Namespace) -> tuple[str, dict[str, LayerCost
 
 
 def _from_file(name: str) -> tuple[str, dict[str, LayerCost], float]:
-    try:
-        facts: Any = json.loads(terminal.read_text(name))
-    except json.JSONDecodeError as error:
-        raise terminal.UsageError(f"{name} is not JSON: {error}") from error
+    facts: Any = json_value(terminal.read_text(name))
     match facts:
         case {"layers": str(layers), "costs": dict(costs)}:
             return layers, read_layer_costs(costs), facts.get("transfer", 0.0)
@@ -478,36 +438,35 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
     # By name: the checks may be deleted.
     doctor = import_module("jaxpipe.doctor.run")
     _refuse(arguments)
+    _format_of(arguments.output or ".html", ["html"])
     checks = [c for c in doctor.CHECKS if (arguments.only or "") in c.item]
     if not checks:
         raise terminal.UsageError(
             f"no check has {arguments.only!r} in its title; titles are "
             f"{', '.join(c.item for c in doctor.CHECKS)}"
         )
-    page = None if arguments.output is None else terminal.file_path(arguments.output)
     writes = not arguments.no_prices and arguments.process == 0
     if writes:
         read_prices()  # the checks take minutes: a faulty file is refused before them
     names = ("devices", "steps", "coordinator", "processes", "process")
-    scope = doctor.Scope(**{name: getattr(arguments, name) for name in names})
+    scope = doctor.Scope(**terminal.given(arguments, *names))
     with terminal.counting("checking") as progress:
         report = doctor.run(scope, minutes=arguments.minutes, checks=checks, tell=progress)
-    facts: dict[str, Any] = asdict(report) | {"prices_file": None}
+    path = None
     if report.prices and writes:
         versions = next((line.measured for line in report.lines if line.item == "versions"), "")
         day = datetime.now(UTC).strftime("%Y-%m-%d")
         path = write_prices(report.kind, report.prices, ", ".join(filter(None, [day, versions])))
-        facts["prices_file"] = str(path)
         terminal.complain(f"wrote the prices of {report.kind} to {path}")
-    if page is not None:
+    if arguments.output is not None:
         picture = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, force_terminal=True)
         picture.print(f"jaxpipe doctor: {report.kind or 'no device'}", highlight=False)
         _print(report, picture)
         for name, seconds in report.prices.items():
             picture.print(f"price of {name}: {seconds * 1e6:.3g} us", highlight=False)
-        terminal.save(page, picture.export_html())
+        terminal.save(arguments.output, picture.export_html())
     if arguments.json:
-        terminal.write(json.dumps(facts))
+        terminal.write_json(**asdict(report), prices_file=path and str(path))
     else:
         _print(report)
     return bool(report.is_good)
@@ -522,18 +481,18 @@ def _print(report: Any, console: Console | None = None) -> None:
 
 def _refuse(arguments: argparse.Namespace) -> None:
     """UsageError for numbers that do not fit."""
-    several = arguments.coordinator is not None
-    least = {"--devices": arguments.devices, "--steps": arguments.steps}
-    faults = [f"{name} must be at least 1" for name, n in least.items() if n is not None and n < 1]
-    if not arguments.minutes > 0:  # nan too
+    devices, processes = arguments.devices, arguments.processes
+    least = {"devices": devices, "steps": arguments.steps, "processes": processes}
+    faults = [
+        f"--{name} must be at least 1" for name, n in least.items() if n is not None and n < 1
+    ]
+    if arguments.minutes <= 0:
         faults.append("--minutes must be above 0")
-    if not 0 <= arguments.process < arguments.processes:
+    if not 0 <= arguments.process < processes:
         faults.append("--process must be a number from 0 to --processes less 1")
-    if (arguments.processes > 1) != several:
+    if (processes > 1) != (arguments.coordinator is not None):
         faults.append("several processes need --coordinator HOST:PORT, --processes and --process")
-    if arguments.devices is not None and several and arguments.devices % arguments.processes:
+    if devices is not None and processes > 0 and devices % processes:
         faults.append("--devices must divide over --processes")
-    if not (arguments.output or ".html").lower().endswith((".html", ".htm")):
-        faults.append(f"the report is HTML: {arguments.output} must end in .html")
     if faults:
         raise terminal.UsageError("; ".join(faults))

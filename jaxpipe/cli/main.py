@@ -10,13 +10,13 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from inspect import cleandoc, getdoc
+from inspect import getdoc
 from typing import Any
 
 from ..engine.costs import Costs
-from ..errors import JaxpipeError
+from ..errors import JaxpipeError, quoted
 from ..planner.request import SCHEDULES
 from ..planner.transformer import Transformer
 from ..render import Theme
@@ -42,55 +42,66 @@ _KINDS: dict[str, dict[str, Any]] = {
     "WHO": {"choices": [each.value for each in Transfers]},
     "WHEN": {"choices": [each.value for each in Release]},
 }
-# Groups of arguments that the help lists together: a title, then a line for each.  A line has the
-# flags, the name of the value, "..." for several values and "=" before a default; then a bar and
-# the help.  A flag without a value is a switch; a positional argument has its name first.  The name
-# of the value decides which texts are accepted.
-_SOURCE = """
+
+
+def _fields(record: type, names: Iterable[str], value: str) -> str:
+    """A line for each of these fields of a dataclass, with the text of its docstring."""
+    section = (getdoc(record) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    texts = dict(re.findall(r"^    (\w+): (.+?)(?=\n    \w|\Z)", section, re.DOTALL | re.MULTILINE))
+    lines = []
+    for name in names:
+        text = " ".join(texts[name].split()).rstrip(".").replace("where it is None", "by default")
+        default = getattr(record, name, None)
+        metavar = "" if isinstance(default, bool) else value
+        text += f" (default: {default:g})" if default else ""
+        lines.append(f"{terminal.flag(name)} {metavar} | {text}")
+    return "\n".join(lines)
+
+
+# Groups of arguments that the help lists together: after a star a name, and a title where there is
+# one, then a line for each argument.  A line has flags, the name of the value, "..." for several
+# values and "=" before a default; then a bar and the help.  A flag without a value is a switch; a
+# positional argument has its name first.  The name of the value decides which texts are accepted.
+_ARGUMENTS = f"""* names
+names NAME ...
+* source
 source NAME|FILE | a name of `jaxpipe list`, a .csv or .json table, or - for CSV from standard input
-"""
-_SOURCES = """
+* sources
 sources NAME|FILE ... | default: every schedule that can be built
-"""
-_SHAPE = """shape (of a named schedule)
+* shape: shape (of a named schedule)
 -P --devices P
 -M --microbatches M
 -V --chunks V | stages per device (default: the schedule's own)
 -K --slices K | slices of a sequence (default: 1, or what a .json table says)
 --option KEY=VALUE | an option of the schedule; see jaxpipe list NAME
 --forward-only | leave out all backwards, for evaluation
-"""
-_DRAWING = """svg and html
+* costs: costs (numbers joined by : are one per stage, or one per slice)
+--costs F,I,W,T | times of forward, input gradient, weight gradient and transfer (default 1,1,1,0)
+--release WHEN =weight_grad | when activations are freed where the backward is split
+{_fields(Costs, terminal.OTHER_COSTS, "COST")}
+* write
+--transfers | add SEND and RECV
+--format FORMAT | default: by the suffix of FILE (.trace.json is a trace), else grid
+-o --output FILE | write to a file; - is standard output
+* drawing: svg and html
 --title TITLE
 --width PIXELS | of the picture (default: as wide as the microbatch numbers need)
 --theme THEME =auto | of the svg
 --memory | draw the activations held over time (html always has them)
 --critical-path | outline a longest chain of actions (html has a switch for it)
-"""
-_TRANSFERS = """
---transfers WHO ={} | who waits in a table with SEND and RECV: the consumer (async), the RECV
+* transfers
+--transfers WHO =? | who waits in a table with SEND and RECV: the consumer (async), the RECV
     (buffered), or SEND and RECV for each other (rendezvous)
-"""
-_JSON = """
---json | print JSON
-"""
-_WRITE = """
---transfers | add SEND and RECV
---format FORMAT | default: by the suffix of FILE (.trace.json is a trace), else grid
--o --output FILE | write to a file; - is standard output
-"""
-_CHECK = """
+* file
 file FILE | a .csv table (torch's form) or a .json one; - is CSV from standard input
 --max-activations N | most activations that a device may hold at once
 -K --slices K | slices of a sequence (default: 1, or what a .json table says)
-"""
-_PLAN = """
+* plan
 -P --devices P | devices along the pipeline
 -M --microbatches M | microbatches of a step
 --memory SIZE | of a device, e.g. 80GB (default: no limit)
 -o --output FILE | draw the best plan: a file that ends in .html or .svg
-"""
-_VARY = f"""what may vary
+* choices: what may vary
 --schedules NAME ... | default: {" ".join(SCHEDULES)}
 -V --chunks V ... | default: 1 2 4
 -K --slices K ... | slices of a sequence; a microbatch is a sequence then (default: 1)
@@ -98,68 +109,37 @@ _VARY = f"""what may vary
 --no-offload | keep residuals in the device's memory
 --within SECONDS | try no further choice after this time
 --search SECONDS =0 | search for a shorter table (needs jaxpipe[solver])
-"""
-_PUBLISHED = """published model, with its mesh chosen
+* sizes: model by its sizes
+--layers N
+{_fields(Transformer, (field.name for field in fields(Transformer)), "NUMBER")}
+* published: published model, with its mesh chosen
 --model NAME | as examples/llama.py names it, llama3-70b
 --gpus N | devices in all; hosts have eight
 --batch N | rows of a step
-"""
-_FILE = """model by a file of costs
---costs FILE | JSON: {"layers": "Et*80,L", "costs": {"t": {"forward": 0.01, ...}, ...},
-    "transfer": 0}
-"""
-_DOCTOR = """
+* layers: model by a file of costs
+--costs FILE | JSON: {{"layers": "Et*80,L", "costs": {{"t": {{"forward": 0.01, ...}}, ...}},
+    "transfer": 0}}
+* doctor
 --devices N | along the pipeline (default: all that there are, one CPU device without accelerators)
 --minutes MINUTES =3 | the most for all checks
 --steps N =200 | runs of each program whose numbers are compared
 --only TEXT | checks whose title holds the text
 -o --output FILE | write an HTML report
 --no-prices | do not write the measured times into the file of prices
-"""
-_PROCESSES = """one of several processes, each of which runs the command
+* processes: one of several processes, each of which runs the command
 --coordinator HOST:PORT | of process 0
 --processes N =1
 --process I =0 | the number of this one
 """
-
-
-def _fields(record: type, value: str) -> str:
-    """A line for each cost or size that a dataclass holds, with the text of its docstring."""
-    section = cleandoc(record.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0]
-    entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)[1:]
-    texts = {
-        name: " ".join(text.split()).rstrip(".").replace("where it is None", "by default")
-        for name, text in zip(entries[::2], entries[1::2], strict=True)
-    }
-    lines = []
-    for field in fields(record):
-        if record is Costs and field.name not in terminal.OTHER_COSTS:
-            continue
-        is_number = isinstance(field.default, int | float)
-        default = f" (default: {field.default:g})" if is_number and field.default else ""
-        metavar = "" if isinstance(field.default, bool) else value
-        lines.append(
-            f"{terminal.flag(field.name)} {metavar} | {texts.get(field.name, '')}{default}"
-        )
-    return "\n".join(lines)
-
-
-_COSTS = f"""costs (numbers joined by : are one per stage, or one per slice)
---costs F,I,W,T | times of forward, input gradient, weight gradient and transfer (default 1,1,1,0)
---release WHEN =weight_grad | when activations are freed where the backward is split
-{_fields(Costs, "COST")}"""
-_SIZES = f"""model by its sizes
---layers N
-{_fields(Transformer, "NUMBER")}"""
-# Each command and its groups of arguments.
-COMMANDS: dict[Callable[[argparse.Namespace], bool], tuple[str, ...]] = {
-    commands.list_command: ("\nnames NAME ...", _JSON),
-    commands.show_command: (_SOURCE, _SHAPE, _COSTS, _WRITE, _JSON, _DRAWING),
-    commands.simulate_command: (_SOURCE, _SHAPE, _COSTS, _TRANSFERS.format("async"), _JSON),
-    commands.check_command: (_CHECK, _TRANSFERS.format("rendezvous"), _JSON),
-    commands.compare_command: (_SOURCES, _SHAPE, _COSTS, _JSON),
-    commands.plan_command: (_PLAN, _VARY, _SIZES, _PUBLISHED, _FILE, _JSON),
-    commands.doctor_command: (_DOCTOR, _PROCESSES, _JSON),
+# Each command and its groups of arguments, with the default that one of them leaves open.
+COMMANDS: dict[Callable[[argparse.Namespace], bool | None], str] = {
+    commands.list_command: "names",
+    commands.show_command: "source shape costs write drawing",
+    commands.simulate_command: "source shape costs transfers=async",
+    commands.check_command: "file transfers=rendezvous",
+    commands.compare_command: "sources shape costs",
+    commands.plan_command: "plan choices sizes published layers",
+    commands.doctor_command: "doctor processes",
 }
 
 
@@ -175,15 +155,22 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxpipe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for run, groups in COMMANDS.items():
+    groups = {}
+    for text in _ARGUMENTS.replace("\n    ", " ").split("* ")[1:]:
+        head, *lines = text.splitlines()
+        name, _, title = head.partition(": ")
+        groups[name] = title, lines
+    for run, keys in COMMANDS.items():
         name, text = run.__name__.removesuffix("_command"), getdoc(run) or ""
         own = commands.add_parser(name, help=text.partition(".")[0], description=text)
         own.set_defaults(run=run)
-        for group in groups:
-            title, _, lines = group.replace("\n    ", " ").partition("\n")
+        for key in keys.split():
+            name, _, default = key.partition("=")
+            title, lines = groups[name]
             to = own.add_argument_group(title) if title else own
-            for line in lines.splitlines():
-                _add(to, line)
+            for line in lines:
+                _add(to, line.replace("=?", f"={default}"))
+        _add(own, "--json | print JSON")
     return parser
 
 
@@ -209,7 +196,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; `argv` is sys.argv[1:] where it is None."""
     arguments = make_parser().parse_args(argv)
     try:
-        is_valid = arguments.run(arguments)
+        if odd := [text for text in argv or () if "\0" in text]:
+            raise terminal.UsageError(
+                f"{quoted(odd[0])} is not a file name: it holds a null character"
+            )
+        is_good = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (head, less) has closed the pipe.  Python would report it once more when it
@@ -224,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (JaxpipeError, OSError, UnicodeEncodeError) as error:
         terminal.complain(f"jaxpipe {arguments.command}: {_text(error)}")
         return USAGE
-    return SUCCESS if is_valid else INVALID
+    return INVALID if is_good is False else SUCCESS
 
 
 def _text(error: Exception) -> str:

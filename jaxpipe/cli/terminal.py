@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console
@@ -21,11 +22,10 @@ from rich.text import Text
 
 from ..engine.costs import Cost, Costs
 from ..errors import MAX_TEXT, JaxpipeError, ScheduleError, quoted
-from ..schedules import build, names
-from ..schedules.registry import describe
+from ..schedules.registry import build, describe, names
 from ..table.encoded import Transfers
 from ..table.kinds import Placement, Release
-from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, report
+from ..table.schedule import MOST_COLUMNS, Objective, Schedule, check, marked_grid
 from ..table.text import csv_lines, drawn, in_columns, json_value
 
 _MOST_WIDTH = 24  # characters of a cell that are printed: (10F100;11B100)OVERLAP_F_B fits
@@ -105,24 +105,27 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def missing_flags(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """The flags of these arguments that the command line does not give."""
-    return [flag(name) for name in names if getattr(arguments, name) is None]
+def given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of these arguments that are not None, by name."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def require(arguments: argparse.Namespace, *names: str, advice: str) -> None:
+    """UsageError with the flags of these arguments that the command line does not give, in place of
+    the braces of the advice.
+    """
+    found = given(arguments, *names)
+    if missing := [flag(name) for name in names if name not in found]:
+        raise UsageError(advice.format(" and ".join(missing)))
 
 
 def is_file(source: str) -> bool:
     """Whether a NAME|FILE is a file: `-`, a known suffix, a path, or an existing file that has no
     schedule's name.
     """
-    if source in names():
-        return False
-    return (
-        source == "-"
-        or Path(source).suffix in (".csv", ".json")
-        or "/" in source
-        or "\\" in source
-        or Path(source).exists()
-    )
+    path = Path(source)
+    is_path = source == "-" or "/" in source or "\\" in source or path.exists()
+    return source not in names() and (is_path or path.suffix in (".csv", ".json"))
 
 
 def load(
@@ -152,21 +155,20 @@ def load(
 def _named(name: str, arguments: argparse.Namespace, costs: Costs) -> Schedule:
     """Build a named schedule from the command line's shape and options."""
     entry = describe(name)
-    if missing := missing_flags(arguments, "devices", "microbatches"):
-        raise UsageError(
-            f"{name} needs {' and '.join(missing)}, e.g. jaxpipe show {name} --devices 4 "
-            "--microbatches 8"
-        )
+    advice = f"{name} needs {{}}, e.g. jaxpipe show {name} --devices 4 --microbatches 8"
+    require(arguments, "devices", "microbatches", advice=advice)
     options = read_options(arguments.option)
-    if any(option.name == "costs" for option in entry.options) and _gives_costs(arguments):
+    has_costs = given(arguments, "costs", *OTHER_COSTS)
+    if has_costs and any(option.name == "costs" for option in entry.options):
         options.setdefault("costs", costs)
-    if options.get("placement") is not None:
+    stages, devices = options.get("placement"), arguments.devices
+    if stages in ("loop", "vee"):
+        make = Placement.loop if stages == "loop" else Placement.vee
         chunks = entry.chunks.natural if arguments.chunks is None else arguments.chunks
-        options["placement"] = _placement(options["placement"], arguments.devices, chunks)
-    if options.get("objective") is not None:
-        options["objective"] = _objective(options["objective"])
-    shape = {name: value for name in _SHAPE if (value := getattr(arguments, name)) is not None}
-    return build(name, **shape, **options)
+        options["placement"] = make(devices=devices, chunks=chunks)
+    elif isinstance(stages, tuple):
+        options["placement"] = Placement.explicit(stages, devices=devices)
+    return build(name, **given(arguments, *_SHAPE), **options)
 
 
 def read(source: str, slices: int | None = None) -> Schedule:
@@ -176,16 +178,13 @@ def read(source: str, slices: int | None = None) -> Schedule:
     """
     text, name = read_text(source), "stdin" if source == "-" else Path(source).stem
     try:
-        if Path(source).suffix == ".json":
-            table = Schedule.from_json(text)
-            return table if slices is None else dataclasses.replace(table, slices=slices)
-        return Schedule.from_csv(text, name=name, slices=1 if slices is None else slices)
+        is_json = Path(source).suffix == ".json"
+        table = Schedule.from_json(text) if is_json else Schedule.from_csv(text, name=name)
+        return table if slices is None else dataclasses.replace(table, slices=slices)
     except ScheduleError as error:
         raise InvalidScheduleError(
             f"{source}: {_with_raw_grid(text, Path(source).suffix, error)}", error.violations
         ) from error
-    except JaxpipeError as error:
-        raise InvalidScheduleError(f"{source}: {error}") from error
 
 
 def checked(
@@ -203,96 +202,51 @@ def checked(
         rules = error.violations
         count = f"{len(rules)} violation{'' if len(rules) == 1 else 's'}"
         head = f"{schedule.name or 'the schedule'} is invalid, {count}:"
-        text = report(schedule, rules, head) if rules else f"{head}\n  {error}"
+        text = "\n".join((head, *(f"  {each}" for each in rules or [error])))
+        text += f"\n{marked_grid(schedule, rules)}" if rules else ""
         raise InvalidScheduleError(text, rules) from error
 
 
 def read_costs(arguments: argparse.Namespace) -> Costs:
     """The costs that the command line gives."""
-    own = {name: getattr(arguments, name) for name in OTHER_COSTS}
-    own = {name: value for name, value in own.items() if value is not None}
+    own = given(arguments, *OTHER_COSTS)
     return Costs(**(arguments.costs or {}), **own, release=Release(arguments.release))
-
-
-def _gives_costs(arguments: argparse.Namespace) -> bool:
-    """Whether the command line gives any cost."""
-    return any(getattr(arguments, name) is not None for name in ("costs", *OTHER_COSTS))
 
 
 def read_options(pairs: list[str]) -> dict[str, Any]:
     """`["group_size=4", "lean=true"]` -> {"group_size": 4, "lean": True}; UsageError lists every
-    pair without '='.
+    pair that is none.
     """
-    bad = [pair for pair in pairs if not pair.partition("=")[0].isidentifier() or "=" not in pair]
-    if bad:
-        raise UsageError(
-            f"--option {', '.join(map(quoted, bad))} must be KEY=VALUE, e.g. --option group_size=4"
-        )
     options: dict[str, Any] = {}
-    for key, _, value in (pair.partition("=") for pair in pairs):
-        if key in options:
-            raise UsageError(f"--option {quoted(key)} is given twice; give it once")
-        if key in _SHAPE:
-            raise UsageError(
-                f"--option {key}={value[:MOST_COLUMNS]} has a flag of its own; write {flag(key)}"
-            )
-        if key == "name":
-            raise UsageError(
-                "--option name=... is the schedule's name; write it after the command, e.g. "
-                "jaxpipe show 1f1b"
-            )
+    faults = []
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        fault = ""
+        if not key.isidentifier() or not sign:
+            fault = "must be KEY=VALUE, e.g. --option group_size=4"
+        elif key in options:
+            fault = "is given twice; give it once"
+        elif key in _SHAPE:
+            fault = f"has a flag of its own; write {flag(key)}"
+        elif key == "name":
+            fault = "is the schedule's name; write it after the command, e.g. jaxpipe show 1f1b"
+        faults += [f"--option {pair[:MOST_COLUMNS]} {fault}"] if fault else []
         options[key] = _value(value)
+    UsageError.refuse("", faults)
     return options
 
 
-def _placement(value: object, devices: int, chunks: int) -> Placement:
-    """`loop`, `vee`, or the device of each stage (`0,1,1,0`)."""
-    if value in ("loop", "vee"):
-        make = Placement.loop if value == "loop" else Placement.vee
-        return make(devices=devices, chunks=chunks)
-    if isinstance(value, tuple) and all(isinstance(device, int) for device in value):
-        return Placement.explicit(value, devices=devices)
-    raise UsageError(
-        f"--option placement={quoted(value)} must be loop, vee, or the device of each stage, "
-        "e.g. placement=0,1,1,0"
-    )
-
-
-def _objective(value: object) -> Objective:
-    """`makespan` or `period`."""
-    try:
-        return Objective(value)
-    except ValueError:
-        raise UsageError(
-            f"--option objective={quoted(value)} must be "
-            f"{' or '.join(each.value for each in Objective)}"
-        ) from None
+_NAMED = {"true": True, "false": False, "none": None} | {each.value: each for each in Objective}
 
 
 def _value(text: str) -> object:
-    """A whole number, several joined by commas, True, False or None, where the text is one of them;
-    else the text.
-    """
-    named: dict[str, object] = {"true": True, "false": False, "none": None}
-    if text.lower() in named:
-        return named[text.lower()]
+    """A whole number, several joined by commas, or what a name stands for; else the text."""
+    if text.lower() in _NAMED:
+        return _NAMED[text.lower()]
     fields = text.split(",")
     if not all(_WHOLE.fullmatch(field.strip()) for field in fields):
         return text
     return int(text) if len(fields) == 1 else tuple(map(int, fields))
-
-
-def file_path(text: str) -> Path:
-    """The path of a file; UsageError for a text with a null character."""
-    if "\0" in text:
-        raise UsageError(f"{quoted(text)} is not a file name: it holds a null character")
-    return Path(text)
-
-
-def _open(source: str) -> AbstractContextManager[TextIO]:
-    if source == "-":
-        return nullcontext(sys.stdin)
-    return file_path(source).open(encoding="utf-8-sig")
 
 
 def read_text(source: str) -> str:
@@ -300,8 +254,11 @@ def read_text(source: str) -> str:
     than any table has (the file may be endless).
     """
     try:
-        with _open(source) as file:
-            text = file.read(MAX_TEXT + 1)
+        if source == "-":
+            text = sys.stdin.read(MAX_TEXT + 1)
+        else:
+            with Path(source).open(encoding="utf-8-sig") as file:
+                text = file.read(MAX_TEXT + 1)
     except UnicodeDecodeError as error:
         raise UsageError(
             f"{source}: not a text file ({error.reason} at byte {error.start}); give a .csv or "
@@ -343,15 +300,20 @@ def write(text: str) -> None:
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
+def write_json(**facts: Any) -> None:
+    """Print facts as one JSON object."""
+    write(json.dumps(facts))
+
+
 def complain(text: str) -> None:
     """Print text to stderr as it is."""
     sys.stderr.write(text + "\n")
 
 
-def save(path: Path, text: str) -> None:
+def save(output: str, text: str) -> None:
     """Write text into a file, with a newline at its end, and say so."""
-    path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
-    complain(f"wrote {path}")
+    Path(output).write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
+    complain(f"wrote {output}")
 
 
 def print_table(

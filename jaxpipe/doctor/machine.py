@@ -9,7 +9,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -25,7 +25,7 @@ from ..arrays import PyTree
 from ..inspect.programs import compile_and_read
 from ..known_faults import TESTED, Effect, Fault, faults_for, installed_version, is_in
 from ..lowering.target import GUESSED, ON_HOST, ON_THE_HOST, TRANSFER, Target
-from ..measuring.blocks import exchange, timed
+from ..measuring import exchange, timed
 from ..spmd.block import while_once
 from ..spmd.xla import NO_GRAPHS, Options, features_of, options_for
 from ..table.effects import Offload
@@ -33,11 +33,11 @@ from .run import MARK, Findings, Line, Scope, Verdict, at, judged, not_tried
 
 _AXIS = "pipe"
 _COUNT = "xla_force_host_platform_device_count"
-_JAX_PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _PACKAGES = {
     "jax": ("jax",),
     "jaxlib": ("jaxlib",),
-    "plugin": (*_JAX_PLUGINS, "libtpu"),
+    "plugin": ("jax-cuda13-plugin", "jax-cuda12-plugin"),
+    "libtpu": ("libtpu",),
     "CUDA": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
     "cuDNN": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
     "NCCL": ("nccl",),
@@ -80,14 +80,12 @@ def make_mesh(scope: Scope) -> Mesh:
 
 def installed() -> dict[str, str]:
     """Name -> version of each installed package."""
-    versions = {name: _first(packages) for name, packages in _PACKAGES.items()}
+    versions = {
+        name: next(filter(None, map(installed_version, packages)), "")
+        for name, packages in _PACKAGES.items()
+    }
     numbers = {"python": sys.version.split()[0], **versions, "driver": _driver()}
     return {name: number for name, number in numbers.items() if number}
-
-
-def _first(packages: tuple[str, ...]) -> str | None:
-    """The version of the first of these packages that is installed."""
-    return next(filter(None, map(installed_version, packages)), None)
 
 
 def _driver() -> str:
@@ -115,12 +113,7 @@ def judge_versions(numbers: dict[str, str], platform: str) -> Line:
         for name, range_ in TESTED.items()
         if name in numbers and not is_in(numbers[name], range_)
     ]
-    plugin = _first(_JAX_PLUGINS)
-    if (
-        platform == "gpu"
-        and plugin is not None
-        and numbers.get("plugin", plugin) != numbers["jaxlib"]
-    ):
+    if platform == "gpu" and numbers.get("plugin", numbers["jaxlib"]) != numbers["jaxlib"]:
         wrong.append(
             f"the plugin has another version than jaxlib {numbers['jaxlib']}: install both"
         )
@@ -166,10 +159,9 @@ def options(scope: Scope, mesh: Mesh) -> Findings:
         return Findings((not_tried(accepted, why), not_tried(effective, why)))
     at("compiling with each option")
     refused = {name: reason for name in wanted if (reason := refusal({name: wanted[name]}))}
-    accepted_by_xla = {name: value for name, value in wanted.items() if name not in refused}
+    taken = {name: value for name, value in wanted.items() if name not in refused}
     try:
-        predicates = compile_and_read(_lowered(), accepted_by_xla).predicates
-        line = judge_effective([each.in_graph for each in predicates])
+        line = judge_effective([p.in_graph for p in compile_and_read(_lowered(), taken).predicates])
     except ValueError as error:
         line = not_tried(effective, f"XLA's thunks cannot be read: {error}")
     return Findings((judge_accepted(wanted, refused), line))
@@ -222,10 +214,7 @@ def call_of(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 def filled(shapes: PyTree) -> PyTree:
     """Arrays of these shapes and shardings."""
-    return jax.tree.map(
-        lambda s: jax.jit(lambda: jnp.full(s.shape, 0.01, s.dtype), out_shardings=s.sharding)(),
-        shapes,
-    )
+    return jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype, device=s.sharding), shapes)
 
 
 def predicates(scope: Scope, mesh: Mesh) -> Findings:
@@ -294,19 +283,13 @@ def hops(scope: Scope, mesh: Mesh) -> Findings:
     at("hops during compute")
     spec = PartitionSpec(axis)
     width, dtype = (128, jnp.float32) if target.on_cpus else (4096, jnp.bfloat16)
-    inputs = (((count, width, width), dtype), ((count, size // 4), jnp.float32))
-
-    def mapped(body: Callable[..., Any]) -> Callable[..., Any]:
-        return jax.jit(
-            jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        )
-
     overlap = _overlap(
         lambda w: _matmuls(w[0])[None],
         lambda x: lax.ppermute(x, axis, forward),
-        [jax.ShapeDtypeStruct(*each, sharding=NamedSharding(mesh, spec)) for each in inputs],
+        {(count, width, width): dtype, (count, size // 4): jnp.float32},
+        NamedSharding(mesh, spec),
         scope.repeats,
-        mapped,
+        partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
     )
     lines = (judge_hops(alone, size, target), judge_overlap(overlap, target))
     return Findings(lines, {"hop": statistics.median(alone.values()), "sent": _lost(overlap)})
@@ -341,24 +324,26 @@ def _matmuls(w: Any) -> Any:
 def _overlap(
     work: Callable[[Any], Any],
     transfer: Callable[[Any], Any],
-    shapes: Sequence[Any],
+    inputs: Mapping[tuple[int, ...], Any],
+    sharding: NamedSharding,
     repeats: int,
-    compiled: Callable[..., Callable[..., Any]] = jax.jit,
+    mapped: Callable[[Any], Any] = lambda function: function,
 ) -> dict[str, float]:
     """The seconds of work, of a transfer ("hop"), and of both in one program.
 
     Args:
         work: of the first array.
         transfer: of the second one.
-        shapes: of both.
+        inputs: shape and dtype of both.
+        sharding: of both.
         repeats: of timed calls.
-        compiled: makes a program of a function.
+        mapped: what is compiled, of a function of one device.
     """
-    w, x = filled(list(shapes))
+    w, x = (jnp.full(shape, 0.01, dtype, device=sharding) for shape, dtype in inputs.items())
     calls = {
-        "compute": call_of(compiled(work), w),
-        "hop": call_of(compiled(transfer), x),
-        "both": call_of(compiled(lambda w, x: (work(w), transfer(x))), w, x),
+        "compute": call_of(jax.jit(mapped(work)), w),
+        "hop": call_of(jax.jit(mapped(transfer)), x),
+        "both": call_of(jax.jit(mapped(lambda w, x: (work(w), transfer(x)))), w, x),
     }
     return timed(calls, repeats)
 
@@ -388,12 +373,12 @@ def host_copies(scope: Scope, mesh: Mesh) -> Findings:
     size = 2**28
     here = NamedSharding(Mesh(jax.local_devices()[:1], ("x",)), PartitionSpec())
     there = here.with_memory_kind("pinned_host")
-    inputs = (((8192, 8192), jnp.bfloat16), ((size // 4,), jnp.float32))
     at("copies to the host")
     seconds = _overlap(
         _matmuls,
         lambda x: jax.device_put(jax.device_put(x, there), here),
-        [jax.ShapeDtypeStruct(*each, sharding=here) for each in inputs],
+        {(8192, 8192): jnp.bfloat16, (size // 4,): jnp.float32},
+        here,
         scope.repeats,
     )
     return Findings((judge_copies(seconds, 2 * size),))

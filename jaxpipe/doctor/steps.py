@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,7 @@ from ..engine.simulate import simulate
 from ..errors import PipelineError, ScheduleError
 from ..inspect.programs import program_of
 from ..lowering.target import Target
-from ..measuring import measure_stages
-from ..measuring.blocks import timed
+from ..measuring import measure_stages, timed
 from ..model.functions import split_batch
 from ..model.model import Model
 from ..model.settings import Memory
@@ -207,17 +206,11 @@ MODEL = Model(_block, last=_loss)
 MICROBATCHES = 8
 
 
-class Step(NamedTuple):
-    """A pipeline, the shapes of its canonical parameters, and a batch."""
-
-    pipe: Pipeline
-    weights: PyTree
-    batch: dict[str, Any]
-
-
-def step_of(mesh: Mesh, *, layers: int = 1, chunks: int = 1, costs: Costs | None = None) -> Step:
-    """A step of 1F1B.  Layers have width 2048 and 34 million parameters each; small ones are on
-    CPU devices.
+def step_of(
+    mesh: Mesh, *, layers: int = 1, chunks: int = 1, costs: Costs | None = None
+) -> tuple[Pipeline, PyTree, dict[str, Any]]:
+    """A step of 1F1B: the pipeline, the shapes of its parameters, and a batch.  Layers have width
+    2048 and 34 million parameters each; small ones are on CPU devices.
     """
     on_cpus = mesh.devices.flat[0].platform == "cpu"
     width, own, rows = (128, 1, 64) if on_cpus else (2048, 2, 4096)
@@ -234,7 +227,7 @@ def step_of(mesh: Mesh, *, layers: int = 1, chunks: int = 1, costs: Costs | None
     )
     memory = Memory(accumulate=jnp.float32)
     pipe = Pipeline(MODEL, schedule, mesh, memory=memory, costs=costs)
-    return Step(pipe, {"stages": weights, "last": {}}, {"x": x, "y": x})
+    return pipe, {"stages": weights, "last": {}}, {"x": x, "y": x}
 
 
 def memory(scope: Scope, mesh: Mesh) -> Findings:
@@ -342,7 +335,7 @@ def plan(scope: Scope, mesh: Mesh) -> Findings:
     params = filled(pipe.place(weights))
     at("the times of stages")
     costs = measure_stages(pipe, params, batch, repeats=scope.repeats)
-    pipe = step_of(mesh, costs=costs).pipe
+    pipe, _, _ = step_of(mesh, costs=costs)
     target = Target.of(mesh, ())
     planned = pipe.trace(params, batch).job.plan.seconds(target, costs)
     if target.on_cpus:  # virtual devices share the cores

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
-from ..errors import MAX_COST, MAX_STAGES, CostError, is_cost, is_number, plain, quoted, typed
+from ..errors import MAX_COST, MAX_STAGES, CostError, is_cost, quoted, set_typed, typed
 from ..table.kinds import KINDS, Kind, Release
 
 Cost: TypeAlias = float | Sequence[float]
@@ -77,27 +77,21 @@ class Costs:
     unit: str = ""
 
     def __post_init__(self) -> None:
-        unit: object = self.unit
-        release: object = self.release
+        set_typed(self, CostError)
         faults = []
-        if not isinstance(unit, str):
-            faults.append(f"unit is {quoted(unit)}; it is a text, such as 'seconds'")
-        if not isinstance(release, Release):
-            faults.append(f"release is {quoted(release)}; it is a jaxpipe.table.Release")
-        must = f"a cost is a finite number >= 0, of {MAX_COST:g} at most"
-        for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if name in _NO_COSTS or (value is None and field.default is None):
+        for name, value in vars(self).items():
+            if name in _NO_COSTS or value is None:
                 continue
-            entries = _entries(value)
+            entries = value if isinstance(value, tuple) else (value,)
             if len(entries) > MAX_STAGES:
                 most = f"{MAX_STAGES:,} stages are the most"
                 faults.append(f"{name} has {len(entries):,} entries; {most}")
-            elif bad := [each for each in entries if not is_cost(each)]:
-                faults += [f"{name} holds {quoted(each)}; {must}" for each in bad]
-            else:
-                read = tuple(map(_summable, entries))
-                object.__setattr__(self, name, read[0] if is_number(value) else read)
+                continue
+            must = f"a cost is a finite number >= 0, of {MAX_COST:g} at most"
+            faults += [f"{name} holds {quoted(n)}; {must}" for n in entries if not is_cost(n)]
+            # Sums of larger whole numbers could exceed 64 bits.
+            read = tuple(float(n) if n > MAX_WHOLE else n for n in entries)
+            object.__setattr__(self, name, read if isinstance(value, tuple) else read[0])
         CostError.refuse("these are not costs", faults)
 
     def to_json(self) -> str:
@@ -135,20 +129,18 @@ class Costs:
         """
         if not 0 <= num_stages <= MAX_STAGES:
             raise CostError(f"num_stages must be 0 to {MAX_STAGES:,}, not {quoted(num_stages)}")
-        names = [field.name for field in fields(StageCosts) if field.name != "slice_factors"]
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        every = {
+            name: value if isinstance(value, tuple) else (value,) * num_stages
+            for name, value in vars(self).items()
+            if name not in (*_NO_COSTS, "slice_factors") and value is not None
+        }
         wrong = [
             f"Costs.{name} has {len(value)} entries, but the schedule has {num_stages} stages; "
             "give one number, or one per stage"
-            for name, value in given.items()
-            if isinstance(value, tuple) and len(value) != num_stages
+            for name, value in every.items()
+            if len(value) != num_stages
         ]
-        if wrong:
-            raise CostError("\n".join(wrong))
-        every = {
-            name: value if isinstance(value, tuple) else (value,) * num_stages
-            for name, value in given.items()
-        }
+        CostError.refuse("", wrong)
         split = tuple(i + w for i, w in zip(every["input_grad"], every["weight_grad"], strict=True))
         ones = (1,) * num_stages
         last = every.get("last", ones)
@@ -162,7 +154,9 @@ class Costs:
             "last_weight_grad": tuple(time / 3 for time in last),
             "buffer": (0,) * num_stages,
         }
-        factors = () if self.slice_factors is None else _entries(self.slice_factors)
+        factors: Any = self.slice_factors
+        if not isinstance(factors, tuple):
+            factors = () if factors is None else (factors,)
         return StageCosts(**defaults | every, slice_factors=factors)
 
 
@@ -215,21 +209,3 @@ class StageCosts:
                 pairs = zip(whole or (), found.of(spec.kind) or (), strict=True)
                 found = replace(found, **{str(name): tuple(max(0, w - p) for w, p in pairs)})
         return found
-
-
-def _entries(value: Any) -> tuple[Any, ...]:
-    """The entries of a cost; a number, or anything that is not a sequence, is one entry."""
-    if is_number(value) or isinstance(value, str | bytes | Mapping):
-        return (value,)
-    try:
-        return tuple(value)
-    except TypeError:  # not iterable, as an array without dimensions
-        return (value,)
-
-
-def _summable(value: Any) -> float:
-    """The number as Python's own; as a float where it is a whole one so large that sums of it could
-    exceed 64 bits.
-    """
-    number = plain(value)
-    return float(number) if number > MAX_WHOLE else number

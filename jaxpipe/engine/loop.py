@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ..table.encoded import Encoded, Transfers, senders, waits
+from ..table.encoded import Encoded, Transfers, encode, waits
 from ..table.kinds import KINDS, Action, Cell
 from ..table.schedule import Schedule
 from .costs import StageCosts
@@ -22,11 +22,12 @@ Policy: TypeAlias = Iterable[int]
 
 
 class Loop:
-    """Actions by number, the times at which they run, and when each device is free.
+    """The actions of a table by number, the times at which they run, and when each device is free.
 
     Attributes:
         device, need, latency, duration: per action, its device, the action that it waits for (-1
-            for none), how long the result of that one takes to arrive, and its own time.
+            for none), how long the result of that one takes to arrive, and its own time.  The
+            forward half of an overlapped pair takes no time; the pair's time is its other half's.
         groups: by number, the actions that start and end together; the first one of a group books
             all of them.
         second_half: of the forward half of an overlapped pair, the other half, which comes next.
@@ -35,65 +36,37 @@ class Loop:
     """
 
     def __init__(
-        self,
-        devices: int,
-        device: list[int],
-        need: list[int],
-        latency: list[float],
-        duration: list[float],
+        self, table: Encoded, costs: StageCosts, transfers: Transfers = Transfers.ASYNC
     ) -> None:
-        self.device, self.need, self.latency, self.duration = device, need, latency, duration
-        self.groups: dict[int, tuple[int, ...]] = {}
-        self.second_half: dict[int, int] = {}
-        self.starts: list[float] = [NEVER] * len(device)
-        self.ends: list[float] = [NEVER] * len(device)
-        self.free: list[float] = [0] * devices
-
-    @classmethod
-    def of(cls, table: Encoded, costs: StageCosts, transfers: Transfers = Transfers.ASYNC) -> Loop:
-        """The actions of a table, with these costs.
-
-        The forward half of an overlapped pair takes no time; the pair's time is its other half's.
-        """
-        durations = action_durations(table, costs)
+        count = table.num_actions
+        self.device: list[int] = table.device.tolist()
+        self.duration = action_durations(table, costs)
+        self.groups = {number: each.members for number, each in table.collectives.items()}
+        self.second_half = {i: i + 1 for i in table.pairs.tolist()}
+        self.starts: list[float] = [NEVER] * count
+        self.ends: list[float] = [NEVER] * count
+        self.free: list[float] = [0] * table.num_devices
         if table.has_transfers and transfers is Transfers.RENDEZVOUS:
-            wait = np.full(table.num_actions, -1)
-            latency = [0.0] * table.num_actions
-        else:
-            wait = waits(table, transfers)
-            latency = np.array(costs.transfer)[table.stage[senders(table, wait)]].tolist()
-        loop = cls(table.num_devices, table.device.tolist(), wait.tolist(), latency, durations)
-        # Alone, a device has all that it needs.
-        hop = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages
-        loop.second_half = {i: i + 1 for i in table.pairs.tolist()}
-        for number, collective in table.collectives.items():
-            loop.groups[number] = collective.members
-            if collective.source >= 0:
-                loop.wait(number, int(table.last_half[collective.source]), hop[collective.stage])
-            if collective.user >= 0:
-                share = collective.members[loop.device[collective.user]]
-                loop.wait(collective.user, share, hop[collective.stage])
-        if table.has_transfers and transfers is Transfers.RENDEZVOUS:
+            self.need, self.latency = [-1] * count, [0.0] * count
             for receive in table.receives.tolist():
                 send = int(table.producer[receive])
                 for number in (send, receive):
-                    loop.groups[number] = (send, receive)
-                    loop.duration[number] = costs.transfer[int(table.stage[send])]
-        return loop
-
-    def wait(self, number: int, need: int, latency: float) -> None:
-        """Let an action wait for another one."""
-        self.need[number], self.latency[number] = need, latency
-
-    def add(self, device: int, duration: float) -> int:
-        """The number of a further action, which waits for nothing."""
-        self.device.append(device)
-        self.need.append(-1)
-        self.latency.append(0)
-        self.duration.append(duration)
-        self.starts.append(NEVER)
-        self.ends.append(NEVER)
-        return len(self.device) - 1
+                    self.groups[number] = (send, receive)
+                    self.duration[number] = costs.transfer[int(table.stage[send])]
+        else:
+            wait = waits(table, transfers)
+            self.need = wait.tolist()
+            sender = wait if table.has_transfers else table.producer
+            self.latency = np.array(costs.transfer)[table.stage[sender]].tolist()
+        # Alone, a device has all that it needs.
+        hop = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages
+        for number, collective in table.collectives.items():
+            if collective.source >= 0:
+                self.need[number] = int(table.last_half[collective.source])
+                self.latency[number] = hop[collective.stage]
+            if (user := collective.user) >= 0:
+                self.need[user] = collective.members[self.device[user]]
+                self.latency[user] = hop[collective.stage]
 
     def ready(self, number: int) -> float:
         """When the inputs of an action arrive; `NEVER` while a producer has not run."""
@@ -137,24 +110,32 @@ class Loop:
 
 
 class Insertion:
-    """A table that is run again with further actions in its rows."""
+    """A table that is run again with further actions in its rows.
 
-    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
-        table = schedule.encoded
+    Attributes:
+        table: the rows, each followed by its further actions.
+        own: by the number of an action of the given table, its number in this one.
+        cells: per action, its cell; None for the second half of a pair.
+        loop: runs all of them.
+    """
+
+    def __init__(
+        self, schedule: Schedule, costs: StageCosts, added: Sequence[Sequence[Action]]
+    ) -> None:
+        rows = tuple((*row, *more) for row, more in zip(schedule.rows, added, strict=True))
         self._schedule = schedule
-        self.loop = Loop.of(table, costs)
-        # Per action of the table, its cell; None for the second half of a pair.
+        self.table = table = encode(
+            rows, schedule.num_stages, schedule.num_microbatches, schedule.slices
+        )
+        self.loop = Loop(table, costs)
+        given = schedule.encoded
+        shifts = np.subtract(table.first, given.first)
+        self.own: list[int] = (np.arange(given.num_actions) + shifts[given.device]).tolist()
         self.cells = [
-            schedule.rows[d][p]
-            for d, p in zip(table.device.tolist(), table.position.tolist(), strict=True)
+            rows[d][p] for d, p in zip(table.device.tolist(), table.position.tolist(), strict=True)
         ]
         for i in self.loop.second_half.values():
             self.cells[i] = None
-
-    def add(self, device: int, action: Action, duration: float) -> int:
-        """The number of a further action of a device."""
-        self.cells.append(action)
-        return self.loop.add(device, duration)
 
     def filled(self, before: Callable[[int, Sequence[int]], Iterable[int]]) -> Iterator[int]:
         """The table's own order, with what `before` puts in front of each cell or group.
@@ -162,7 +143,7 @@ class Insertion:
         `before` gets the number and the devices.
         """
         loop, seconds = self.loop, set(self.loop.second_half.values())
-        for i in self._schedule.run_order(Transfers.ASYNC).order:
+        for i in map(self.own.__getitem__, self._schedule.run_order(Transfers.ASYNC).order):
             if i in seconds:
                 yield i
             elif i == (group := loop.groups.get(i, (i,)))[0]:
@@ -172,15 +153,16 @@ class Insertion:
     def run(self, policy: Policy) -> Schedule:
         """The table with each row in the order that the policy chooses."""
         rows: list[list[Cell]] = [[] for _ in self._schedule.rows]
-        self.loop.run(self._recorded(policy, rows))
-        return self._schedule.with_rows(rows)
 
-    def _recorded(self, policy: Policy, rows: list[list[Cell]]) -> Iterator[int]:
-        for number in policy:
-            for i in self.loop.groups.get(number, (number,)):
-                if (cell := self.cells[i]) is not None:
-                    rows[self.loop.device[i]].append(cell)
-            yield number
+        def recorded() -> Iterator[int]:
+            for number in policy:
+                for i in self.loop.groups.get(number, (number,)):
+                    if (cell := self.cells[i]) is not None:
+                        rows[self.loop.device[i]].append(cell)
+                yield number
+
+        self.loop.run(recorded())
+        return self._schedule.with_rows(rows)
 
 
 def action_durations(table: Encoded, costs: StageCosts) -> list[float]:

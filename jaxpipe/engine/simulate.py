@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import ScheduleError, Violation, listed, quoted, typed
+from ..errors import ScheduleError, Violation, quoted, typed
 from ..table.encoded import (
     Encoded,
     IntArray,
@@ -266,10 +266,45 @@ class Timeline:
         before it.
         """
         table = self.schedule.encoded
-        chain = critical_chain(
-            table, self.transfers, self.ends, self.costs.for_stages(table.num_stages)
-        )
-        return tuple(table.cell_text(i) for i in chain)
+        chain = self._chain(self.costs.for_stages(table.num_stages))
+        return tuple(map(table.cell_text, chain))
+
+    def _chain(self, costs: StageCosts) -> list[int]:
+        """Numbers of the actions on a longest chain, in order of time (of an overlapped pair, its
+        forward half): from the action that ends last back, at each step to the one that released
+        it.
+
+        Where its device and its input release an action at the same time, the chain stays on the
+        device.
+        """
+        table, ends = self.schedule.encoded, self.ends
+        if table.num_actions == 0:
+            return []
+        loop = Loop(table, costs, self.transfers)
+        loop.ends = list(ends)
+        # A posted RECV holds nothing up: its device may have gone on.
+        is_posted = self.transfers is Transfers.ASYNC
+        posted = set(table.receives.tolist()) if is_posted else set()
+        first_half = {second: first for first, second in loop.second_half.items()}
+        last = max(np.flatnonzero(table.is_compute).tolist(), key=lambda i: ends[i])
+        chain = [first_half.get(last, last)]
+        while True:
+            number = chain[-1]
+            # What released it: the time, whether it is on the same device, and its number.
+            found: list[tuple[float, bool, int]] = []
+            for member in loop.groups.get(number, (number,)):
+                before = member - 1
+                while before in posted:
+                    before -= 1
+                if before >= table.first[loop.device[member]]:
+                    found.append((ends[before], member == number, before))
+            for half in {number, loop.second_half.get(number, number)}:
+                if loop.need[half] >= 0:
+                    found.append((loop.ready(half), False, loop.need[half]))
+            if not found:
+                return chain[::-1]
+            released = max(found)[2]
+            chain.append(first_half.get(released, released))
 
 
 class Loss(NamedTuple):
@@ -318,13 +353,12 @@ class Comparison:
         """
         table = self.ran.schedule.encoded
         at_once = Costs(transfer=0).for_stages(table.num_stages)
-        chain = critical_chain(table, self.ran.transfers, self.ran.ends, at_once)
         costs = self.planned.costs.for_stages(table.num_stages)
         lengths = action_durations(table, costs)
         found: dict[str, float] = {}
         planned_path = 0.0
         last_end, last_device, last_stage = 0.0, -1, 0
-        for number in chain:
+        for number in self.ran._chain(at_once):
             begin, end = self.ran.starts[number], self.ran.ends[number]
             stage, device = int(table.stage[number]), int(table.device[number])
             crossed = last_device not in (-1, device)
@@ -363,43 +397,6 @@ class Comparison:
 
     def __str__(self) -> str:
         return f"{self.sentence}\n{in_columns([COLUMNS, *self.rows()], left=0)}"
-
-
-def critical_chain(
-    table: Encoded, transfers: Transfers, ends: Sequence[float], costs: StageCosts
-) -> list[int]:
-    """Numbers of the actions on a longest chain, in order of time (of an overlapped pair, its
-    forward half): from the action that ends last back, at each step to the one that released it.
-
-    Where its device and its input release an action at the same time, the chain stays on the
-    device.
-    """
-    if table.num_actions == 0:
-        return []
-    loop = Loop.of(table, costs, transfers)
-    loop.ends = list(ends)
-    # A posted RECV holds nothing up: its device may have gone on.
-    posted = set(table.receives.tolist()) if transfers is Transfers.ASYNC else set()
-    first_half = {second: first for first, second in loop.second_half.items()}
-    last = max(np.flatnonzero(table.is_compute).tolist(), key=lambda i: ends[i])
-    chain = [first_half.get(last, last)]
-    while True:
-        number = chain[-1]
-        # What released it: the time, whether it is on the same device, and its number.
-        found: list[tuple[float, bool, int]] = []
-        for member in loop.groups.get(number, (number,)):
-            before = member - 1
-            while before in posted:
-                before -= 1
-            if before >= table.first[loop.device[member]]:
-                found.append((ends[before], member == number, before))
-        for half in {number, loop.second_half.get(number, number)}:
-            if loop.need[half] >= 0:
-                found.append((loop.ready(half), False, loop.need[half]))
-        if not found:
-            return chain[::-1]
-        released = max(found)[2]
-        chain.append(first_half.get(released, released))
 
 
 @typed()
@@ -443,34 +440,35 @@ def simulate(
     check(schedule, transfers=transfers)
     table = schedule.encoded
     times = costs.for_stages(table.num_stages)
-    loop = Loop.of(table, times, transfers)
+    loop = Loop(table, times, transfers)
     loop.run(schedule.run_order(transfers).order)
     starts, ends = loop.starts, loop.ends
     if table.has_transfers:
-        _hold_transfers(table, transfers, starts, ends, times.transfer)
+        _hold_transfers(table, transfers, loop, times)
     _join_pairs(table, starts, ends)
     timeline = Timeline(schedule, costs, transfers, tuple(starts), tuple(ends))
     if max_memory is not None:
-        _check_memory(timeline, max_memory)
+        may = f"may hold {max_memory} of activations, but holds"
+        found = (
+            Violation("memory", f"device {d} {may} {peak} at its peak")
+            for d, peak in enumerate(timeline.peak_memory)
+            if peak > max_memory
+        )
+        ScheduleError.refuse("the schedule needs too much memory", found)
     return timeline
 
 
-def _hold_transfers(
-    table: Encoded,
-    transfers: Transfers,
-    starts: list[float],
-    ends: list[float],
-    latency: Sequence[float],
-) -> None:
+def _hold_transfers(table: Encoded, transfers: Transfers, loop: Loop, costs: StageCosts) -> None:
     """A RECV starts when its device reaches it and ends when its message has arrived, whether or
     not the device waits for it.  Where both sides wait, a SEND starts when its device reaches it.
     """
-    both = transfers is Transfers.RENDEZVOUS
-    held = ~table.is_compute if both else table.of_kinds(RECEIVES)
-    arrived = ends if both else [ends[send] + latency[table.stage[send]] for send in table.producer]
-    reached = {i: 0 if i in table.first else ends[i - 1] for i in np.flatnonzero(held).tolist()}
+    both, starts, ends = transfers is Transfers.RENDEZVOUS, loop.starts, loop.ends
+    held = np.flatnonzero(~table.is_compute if both else table.of_kinds(RECEIVES)).tolist()
+    reached = {i: 0 if i in table.first else ends[i - 1] for i in held}
     for i, start in reached.items():
-        starts[i], ends[i] = start, max(ends[i], arrived[i])
+        send = int(table.producer[i])
+        arrived = ends[i] if both else ends[send] + costs.transfer[table.stage[send]]
+        starts[i], ends[i] = start, max(ends[i], arrived)
 
 
 def _join_pairs(table: Encoded, starts: list[float], ends: list[float]) -> None:
@@ -522,7 +520,10 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     held = Transfers.BUFFERED if transfers is Transfers.ASYNC else transfers
     check(schedule, transfers=held)
     table = schedule.encoded
-    loop = in_steps(table, held)
+    loop = Loop(table, Costs().for_stages(table.num_stages), held)
+    # A step each, both halves of a pair in one; a RECV may share the step of its SEND.
+    loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
+    loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()
     loop.run(schedule.run_order(held).order)
     _join_pairs(table, loop.starts, loop.ends)
     count = int(max(loop.ends, default=0))
@@ -531,24 +532,3 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     for device, position, step in cells:
         rows[device][int(step)] = schedule.rows[device][position]
     return Steps(tuple(map(tuple, rows)))
-
-
-def in_steps(table: Encoded, transfers: Transfers) -> Loop:
-    """The actions of a table, a step each; a RECV may share the step of its SEND."""
-    loop = Loop.of(table, Costs().for_stages(table.num_stages), transfers)
-    loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
-    loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()
-    return loop
-
-
-def _check_memory(timeline: Timeline, most: float) -> None:
-    """ScheduleError naming every device that holds more than `most`."""
-    found = tuple(
-        Violation(
-            "memory", f"device {d} may hold {most} of activations, but holds {peak} at its peak"
-        )
-        for d, peak in enumerate(timeline.peak_memory)
-        if peak > most
-    )
-    if found:
-        raise ScheduleError(listed("the schedule needs too much memory", found), found)

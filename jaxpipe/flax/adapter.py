@@ -8,11 +8,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax.errors import InvalidRngError
 from jax.sharding import PartitionSpec
 
 from ..arrays import Params, PyTree, by_path, described, summable
@@ -53,6 +52,14 @@ class Call(NamedTuple):
     training: bool
 
 
+_ADVICE = (
+    "Take the sow() out, or what was sown out of the variables: with nnx.capture where an nnx "
+    "module is called.  A block may return a loss of it: stage_loss=True, call=function that "
+    "returns (x, loss); linen's reads block.variables[...].  Leave out likewise what was sown "
+    "before (nnx.pop(module, nnx.Intermediate)), or what init() sowed into the variables"
+)
+
+
 def plain_call(block: Any, *arguments: Any) -> Any:
     """The call of a block where the user says nothing else."""
     return block(*arguments)
@@ -74,7 +81,6 @@ class Unit:
         frozen: the paths of parameters that are not trained.
     """
 
-    advice: ClassVar[str]  # about sown values, for a message
     name: str
     modules: Any
     call: Callable[..., Any]
@@ -85,16 +91,10 @@ class Unit:
     random: bool = False
     frozen: frozenset[str] = frozenset()
 
-    def kind(self, ignore: Sequence[str]) -> Any:
-        """Two blocks with equal kinds run the same code: class, settings and shapes of variables.
-
-        Args:
-            ignore: names of attributes in which they may differ.
-        """
-        return {name: text for name, text in self.settings().items() if name not in ignore}
-
     def settings(self) -> Mapping[str, str]:
-        """The class, settings and shapes of a block, as text by name."""
+        """The class, attributes and shapes of variables, as text by name.  Blocks in which they are
+        equal run the same code.
+        """
         raise NotImplementedError
 
     def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
@@ -108,32 +108,17 @@ class Unit:
         raise NotImplementedError
 
     def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
-        """The result of a call, and the state after it.
-
-        Raises:
-            PipelineError: the call draws without a key, or writes variables that are not kept.
+        """The result of a call, and the state after it; PipelineError where the call wrote
+        variables that are not kept.
         """
         modules = self.build(params, state, call.key, training=call.training)
-        try:
-            out = self.call(modules, *call.arguments, **call.keywords)
-        except (InvalidRngError, TypeError) as error:
-            # nnx folds numbers into the key, which is None.
-            drew = isinstance(error, InvalidRngError) or "NoneType" in str(error)
-            if not drew or not self.random or call.key is not None:
-                raise
-            raise PipelineError(
-                f"{self.name} draws random numbers, but the step got no key; pass "
-                f"rng=jax.random.key(...) ({error})"
-            ) from error
-        return out, self._kept(state, self.variables(modules, state))
-
-    def _kept(self, before: PyTree, after: PyTree) -> PyTree:
-        """The state after a call; PipelineError where the call wrote other variables."""
-        old, new = by_path(before), by_path(after)
+        out = self.call(modules, *call.arguments, **call.keywords)
+        after = self.variables(modules, state)
+        old, new = by_path(state), by_path(after)
         if odd := sorted(set(old) ^ set(new)):
             raise PipelineError(
                 f"{self.name} writes variables in a call, as sow() does, which a pipeline does not "
-                f"keep: {', '.join(odd)}. {self.advice}"
+                f"keep: {', '.join(odd)}. {_ADVICE}"
             )
         changed = [path for path in old if old[path] is not new[path]]
         if self.constant and changed:
@@ -141,16 +126,7 @@ class Unit:
                 f"{self.name} changes its variables {changed}; only blocks may keep state (batch "
                 "statistics): put it into a block"
             )
-        return after
-
-    def difference(self, other: Unit) -> str:
-        """The first attribute, shape or dtype in which two blocks differ."""
-        left, right = self.settings(), other.settings()
-        for name in (*left, *right):
-            if left.get(name) != right.get(name):
-                one, two = (settings.get(name, "not there") for settings in (left, right))
-                return f"{name} is {one} in one and {two} in the other"
-        return "their graphs differ (modules or variables are shared within one of them)"
+        return out, after
 
     @property
     def constant(self) -> bool:
@@ -158,14 +134,14 @@ class Unit:
         return self.takes[0] != "block"
 
     @cached_property
-    def wants(self) -> frozenset[str]:
-        """The keywords of a pipeline that the user's function takes."""
-        return Function.of(self.call, self.name, OFFERED, takes=self.takes).wants
+    def function(self) -> Function:
+        """The user's function, with the keywords of a pipeline that it takes."""
+        return Function.of(self.call, self.name, OFFERED, takes=self.takes)
 
     @property
     def keywords(self) -> frozenset[str]:
         """The keywords of a pipeline that a function of the unit takes."""
-        return self.wants | {"training"} | ({"ctx"} if self.random else set())
+        return self.function.wants | {"training"} | ({"ctx"} if self.random else set())
 
 
 def end_units(
@@ -231,7 +207,7 @@ def _run(
     put into stages.  The user's function gets shared parameters as modules.
     """
     ctx, training = offered.get("ctx"), offered.get("training", True)
-    keywords = {name: offered[name] for name in unit.wants}
+    keywords = {name: offered[name] for name in unit.function.wants}
     if "shared" in keywords and shared is not None:
         keywords["shared"] = shared.build(keywords["shared"], shared.state, None, training=training)
     key = ctx.microbatch_rng if unit.random and ctx is not None else None
@@ -240,16 +216,15 @@ def _run(
 
 
 def _function(
-    unit: Unit, name: str, shared: Unit | None, *, number: int | None, stage_loss: bool = False
+    unit: Unit, name: str, shared: Unit | None, *, number: int | None
 ) -> Callable[..., Any]:
     """`first`, `last` or a layer: its variables that are no parameters are constants.  A layer has
-    no number of its own, and may return (x, loss).
+    no number of its own.
     """
 
     def function(params: PyTree, *arguments: Any, **offered: Any) -> Any:
         own = offered["ctx"].layer if number is None and unit.random else number
-        out, _ = _run(unit, shared, params, unit.state, arguments, own, offered)
-        return _with_loss(unit.name, out) if stage_loss else out
+        return _run(unit, shared, params, unit.state, arguments, own, offered)[0]
 
     return _with_keywords(function, ("params", *unit.takes[1:]), unit.keywords, name)
 
@@ -279,16 +254,16 @@ def _stage_function(
                     unit, shared, tree_at(own, key), tree_at(state, key), (x,), number, offered
                 )
                 if stage_loss:
-                    x, loss = _with_loss(unit.name, x)
-                    losses.append(loss)
+                    x, loss = unit.function.results(_RETURNED, x).values()
+                    losses.append(summable(loss))
             new = after.get("", after) if stateful else {}
             # flax may widen statistics.
             new = jax.tree.map(lambda after, before: after.astype(before.dtype), new, state)
-            return x, (sum(losses) if stage_loss else None, new)
+            return x, (losses, new)
 
         rows = (jnp.arange(groups), params, offered["state"] if stateful else {})
         x, (losses, state) = jax.lax.scan(group, x, rows)
-        more = [jnp.sum(losses, axis=0)] if stage_loss else []
+        more = [sum(map(jnp.sum, losses))] if stage_loss else []
         more += [state] if stateful else []
         return (x, *more) if more else x
 
@@ -311,16 +286,8 @@ def _with_keywords(
     return function
 
 
-def _with_loss(name: str, out: Any) -> tuple[PyTree, Any]:
-    """x and the loss that a block returned; PipelineError where it returned something else."""
-    if not isinstance(out, tuple) or len(out) != 2:
-        raise PipelineError(
-            f"{name} must return (x, loss), since stage_loss=True; it returns "
-            f"{jax.tree.structure(out)}"
-        )
-    return out[0], summable(out[1])
-
-
+_RETURNED = {"x": "", "loss": "stage_loss=True"}
+_OUTER = {"first": EMBEDDING, "last": LOSS}
 _LETTERS = "layout=, the letters of each stage"
 
 T = TypeVar("T", bound="FlaxModel")
@@ -331,12 +298,10 @@ class Form:
     """The settings of a model of blocks.
 
     Attributes:
-        maker: the function that the user called, for messages.
         num_stages, layout: how blocks are cut into stages, in one of the two ways.
         rules, stage_loss, ignore, contract: as `from_nnx` takes them.
     """
 
-    maker: str
     num_stages: int | None
     layout: Layout | str | None
     rules: Mapping[str, Any] | None
@@ -346,9 +311,7 @@ class Form:
 
     def __post_init__(self) -> None:
         if (self.layout is None) == (self.num_stages is None):
-            raise PipelineError(
-                f"give {self.maker} either num_stages=, for stages of equal size, or {_LETTERS}"
-            )
+            raise PipelineError(f"give either num_stages=, for stages of equal size, or {_LETTERS}")
 
 
 @dataclass(frozen=True)
@@ -443,12 +406,13 @@ def adapt(
     every = {"stages": specs.get("", specs)} | {
         key: _mesh_specs(unit, form.rules) for key, unit in ends.items()
     }
+    leaves = jax.tree.leaves(every, is_leaf=lambda node: isinstance(node, PartitionSpec))
     return kind(
         model=_model(units, keys, ends, state, form),
         params={"stages": tree([block.params for block in blocks])}
         | {key: unit.params for key, unit in ends.items()},
         state=state if _has(state) else {},
-        specs=every if _names_axes(every) else None,
+        specs=every if any(axis is not None for spec in leaves for axis in spec) else None,
         layout=form.layout,
         _ends=dict(ends),
         _blocks=tuple(blocks),
@@ -471,8 +435,8 @@ def _model(
     if frozen := {f"{part}/{path}" for part, unit in parts.items() for path in unit.frozen}:
         options["frozen"] = lambda path, _leaf: path in frozen
     outer: dict[str, Any] = {
-        key: _function(ends[key], key, shared, number=count + number)
-        for number, key in enumerate(("first", "last"))
+        key: _function(ends[key], key, shared, number=count + i)
+        for i, key in enumerate(_OUTER)
         if key in ends
     }
     if form.num_stages is not None:
@@ -486,12 +450,10 @@ def _model(
             "layout=, or make them parameters that are frozen"
         )
     layers = {
-        key: _function(unit, f"layer_{key}", shared, number=None, stage_loss=stage_loss)
-        for key, unit in units.items()
+        key: _function(unit, f"layer_{key}", shared, number=None) for key, unit in units.items()
     }
-    named = {"first": EMBEDDING, "last": LOSS}
-    layers |= {named[key]: function for key, function in outer.items()}
-    first, last = (letter if letter in layers else "" for letter in (EMBEDDING, LOSS))
+    layers |= {_OUTER[key]: function for key, function in outer.items()}
+    first, last = (letter if letter in layers else "" for letter in _OUTER.values())
     return Model(layers, layers=first + "".join(keys) + last, **options)
 
 
@@ -505,64 +467,63 @@ def _keys(blocks: Sequence[Unit], form: Form, *, stack: bool) -> list[str]:
             "with layout=, give a list with each block's variables, not variables with a "
             "leading axis of blocks"
         )
-    kinds = [None] * _stack_size(blocks[0]) if stack else [b.kind(form.ignore) for b in blocks]
-    if form.num_stages is not None:
-        per_stage = _blocks_per_stage(len(kinds), form.num_stages)
-        length = _period(blocks, kinds, per_stage)
-        return [str(i % length) if length > 1 else "" for i in range(len(kinds))]
-    assert form.layout is not None
-    letters = _letters_of(form.layout)
-    if len(letters) != len(blocks):
+    kinds = [_kind(block, form.ignore) for block in blocks]
+    kinds *= _stack_size(blocks[0]) if stack else 1
+    keys = _letters(form.layout) if form.num_stages is None else _pattern(kinds, form.num_stages)
+    if len(keys) != len(kinds):
         raise PipelineError(
-            f"the layout has {len(letters)} layers between E and L, but there are {len(blocks)} "
-            "blocks"
+            f"the layout has {len(keys)} layers between E and L, but there are {len(kinds)} blocks"
         )
-    for i, letter in enumerate(letters):
-        first = letters.index(letter)
+    for i, key in enumerate(keys):
+        first = keys.index(key)
         if kinds[i] != kinds[first]:
             raise PipelineError(
-                f"blocks of letter {letter!r} are unlike: {blocks[first].difference(blocks[i])}; "
-                "give them letters of their own"
+                f"blocks {first} and {i} are unlike: {_difference(kinds[first], kinds[i])}; "
+                "blocks of one letter, and those at one place of every stage, must be alike.  "
+                f"Give {_LETTERS}, with one for each kind of block"
             )
-    return letters
+    return keys
 
 
-def _letters_of(layout: Layout | str) -> list[str]:
+def _kind(block: Unit, ignore: Sequence[str]) -> dict[str, str]:
+    """A block's settings but for the attributes that are ignored."""
+    return {
+        name: text for name, text in block.settings().items() if name.split(".")[-1] not in ignore
+    }
+
+
+def _difference(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The first setting in which two blocks differ."""
+    name = next(name for name in (*one, *other) if one.get(name) != other.get(name))
+    left, right = (kind.get(name, "not there") for kind in (one, other))
+    return f"{name} is {left} in one and {right} in the other"
+
+
+def _letters(layout: Layout | str | None) -> list[str]:
     """The letters of the blocks in model order."""
+    assert layout is not None
     if isinstance(layout, str):
         known = {*LETTERS, *(c for c in layout if c.isalpha())}
         layout = parse_layout(layout, devices=1, letters="".join(sorted(known)))
     return [letter for letter in "".join(layout.stages) if letter not in (EMBEDDING, LOSS)]
 
 
-def _blocks_per_stage(count: int, num_stages: int) -> int:
-    """How many blocks a stage has; PipelineError where they do not divide."""
-    if count and num_stages > 0 and count % num_stages == 0:
-        return count // num_stages
-    fits = [s for s in range(1, count + 1) if count % s == 0]
-    raise PipelineError(
-        f"{count} blocks do not divide into {num_stages} stages of equal size; num_stages may be "
-        f"one of {fits}, or give {_LETTERS}"
-    )
-
-
-def _period(blocks: Sequence[Unit], kinds: Sequence[Any], per_stage: int) -> int:
-    """The length of the shortest pattern of kinds that every stage repeats; PipelineError where
-    stages are unlike.
+def _pattern(kinds: Sequence[Any], num_stages: int) -> list[str]:
+    """The place of each block in the shortest pattern of kinds that stages repeat, "" where one is
+    enough; PipelineError where blocks do not divide.
     """
-    for length in range(1, per_stage + 1):
-        if per_stage % length == 0 and all(
-            kind == kinds[i % length] for i, kind in enumerate(kinds)
-        ):
-            return length
-    i = next(i for i, kind in enumerate(kinds) if kind != kinds[i % per_stage])
-    other = i % per_stage
-    raise PipelineError(
-        f"blocks {other} and {i} are unlike: {blocks[other].difference(blocks[i])}; every stage "
-        f"must have the same sequence of blocks, and with {len(kinds) // per_stage} stages of "
-        f"{per_stage} block {i} has the place of block {other}.  Give {_LETTERS}, with one for "
-        "each kind of block"
-    )
+    count = len(kinds)
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    if num_stages not in divisors:
+        raise PipelineError(
+            f"{count} blocks do not divide into {num_stages} stages of equal size; num_stages may "
+            f"be one of {divisors}, or give {_LETTERS}"
+        )
+    own = count // num_stages
+    lengths = [n for n in divisors if own % n == 0]
+    repeats = (n for n in lengths if all(kinds[i] == kinds[i % n] for i in range(count)))
+    length = next(repeats, own)
+    return [str(i % length) if length > 1 else "" for i in range(count)]
 
 
 def _stack_size(unit: Unit) -> int:
@@ -582,12 +543,6 @@ def _stack_size(unit: Unit) -> int:
 def _has(tree: PyTree) -> bool:
     """Whether a tree has leaves."""
     return bool(jax.tree.leaves(tree))
-
-
-def _names_axes(tree: PyTree) -> bool:
-    """Whether a spec of a tree names an axis."""
-    specs = [spec for spec in jax.tree.leaves(tree, is_leaf=is_spec) if spec is not None]
-    return any(entry is not None for spec in specs for entry in spec)
 
 
 def _mesh_specs(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from flax import core, errors, linen as nn, nnx
+from flax import core, linen as nn, nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ..arrays import Params, PyTree, by_path
@@ -20,11 +20,6 @@ from .adapter import Call, End, FlaxModel, Form, Unit, adapt, end_units, listed,
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 # Collections that a call never writes: `Module.perturb` adds nothing where it may not.
 FIXED = ("params", "perturbations")
-_LINEN_ADVICE = (
-    "Take the sow() out; a block may return a loss of them: stage_loss=True, call=function that "
-    "returns (x, loss made of block.variables[...]). (Leave out likewise what init() sowed into "
-    "the variables that are given)"
-)
 
 
 @dataclass(frozen=True)
@@ -46,7 +41,6 @@ class LinenModel(FlaxModel):
 class LinenUnit(Unit):
     """Modules with their variables."""
 
-    advice: ClassVar[str] = _LINEN_ADVICE
     rngs: tuple[str, ...]
     takes_sown: bool  # the call makes a loss of sown values
 
@@ -59,7 +53,7 @@ class LinenUnit(Unit):
         keys = {name: jax.random.fold_in(key, i) for i, name in enumerate(names)}
 
         def bound(module: nn.Module, own: PyTree, other: PyTree) -> nn.Module:
-            fixed = other if self.constant or not training else ()
+            fixed = () if self.constant or training else other
             mutable = core.DenyList([*FIXED, *fixed])
             return module.bind({"params": own, **other}, rngs=keys, mutable=mutable)
 
@@ -67,16 +61,8 @@ class LinenUnit(Unit):
 
     def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
         """A call on the bound modules."""
-        try:
-            with nn.intercept_methods(_without_metadata):
-                return super().run(params, state, call)
-        except errors.ModifyScopeVariableError as error:
-            if not self.constant:
-                raise
-            raise PipelineError(
-                f"{self.name} changes its variables; only blocks may keep state (batch "
-                f"statistics): {error}"
-            ) from error
+        with nn.intercept_methods(_without_metadata):
+            return super().run(params, state, call)
 
     def variables(self, modules: Any, state: PyTree) -> PyTree:
         """All collections but the parameters; those that were there where the call takes sown
@@ -97,7 +83,7 @@ class LinenUnit(Unit):
             path: f"{leaf.dtype}{list(leaf.shape)}"
             for path, leaf in by_path({"params": self.params, **self.state}).items()
         }
-        return {"the block": type(module).__name__, **attributes, **shapes}
+        return {"the block": repr(type(module)), **attributes, **shapes}
 
 
 def linen_unit(
@@ -219,7 +205,7 @@ def from_linen(
         PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
             A step raises it for values that blocks sow and nobody takes.
     """
-    form = Form("from_linen", num_stages, layout, rules, stage_loss, ignore, contract)
+    form = Form(num_stages, layout, rules, stage_loss, ignore, contract)
     unit = partial(linen_unit, rngs=tuple(rngs))
     common = None if shared is None else End(shared[0], plain_call, shared[1])
     ends = end_units(
@@ -251,25 +237,19 @@ def submodule(variables: Variables, name: str) -> dict[str, PyTree]:
     PipelineError if there is none.
     """
     found = {collection: tree[name] for collection, tree in variables.items() if name in tree}
-    if not found:
-        raise PipelineError(
-            f"no submodule is called {name!r}; the names are "
-            f"{sorted({n for tree in variables.values() for n in tree})}"
-        )
-    return found
+    return found or _refuse(name, variables)
 
 
 def submodules(variables: Variables, pattern: str) -> list[dict[str, PyTree]]:
     """The variables of submodules with numbered names, in order: "Block_{}" finds Block_0, Block_1,
     ...
     """
-    found, others = split_variables(variables, pattern)
-    if not found:
-        raise PipelineError(
-            f"no submodule is called {pattern.format(0)!r}; the names are "
-            f"{sorted({name for tree in others.values() for name in tree})}"
-        )
-    return found
+    return split_variables(variables, pattern)[0]
+
+
+def _refuse(name: str, variables: Variables) -> NoReturn:
+    names = {name for tree in variables.values() for name in tree}
+    raise PipelineError(f"no submodule is called {name!r}; the names are {sorted(names)}")
 
 
 def names_of(pattern: str, number: int) -> tuple[str, ...]:
@@ -278,7 +258,9 @@ def names_of(pattern: str, number: int) -> tuple[str, ...]:
 
 
 def split_variables(variables: Variables, pattern: str) -> tuple[list[Any], Any]:
-    """The variables of each numbered submodule, and those of the rest, with their metadata."""
+    """The variables of each numbered submodule, and those of the rest, with their metadata;
+    PipelineError if there are no such submodules.
+    """
     trees = flatten_dict(core.unfreeze(variables))
     own: list[Any] = []
     while found := {
@@ -289,17 +271,10 @@ def split_variables(variables: Variables, pattern: str) -> tuple[list[Any], Any]
         cut = {(path[0], *path[len(names) + 1 :]): leaf for path, leaf in found.items()}
         own.append(unflatten_dict(cut))
         trees = {path: leaf for path, leaf in trees.items() if path not in found}
-    return own, unflatten_dict(trees)
+    return own or _refuse(pattern.format(0), variables), unflatten_dict(trees)
 
 
 # nnx
-
-_NNX_ADVICE = (
-    "Take them where the module is called, x, sown = nnx.capture(module, nnx.Intermediate)(x), and "
-    "drop them or make a loss of them: blocks return it with stage_loss=True, call=function that "
-    "returns (x, loss). (Take what was sown before out of the modules: nnx.pop(module, "
-    "nnx.Intermediate))"
-)
 
 
 @dataclass(frozen=True)
@@ -326,29 +301,21 @@ class NnxUnit(Unit):
     takes), the streams of random numbers, and the others.
     """
 
-    advice: ClassVar[str] = _NNX_ADVICE
     trainable: Any
     graph: Any
-    states: tuple[Any, Any, Any]
+    streams: Any
     stack: bool  # variables have a leading axis of blocks
 
     def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
         """The modules; every stream of random numbers begins again from the key, and without one
         drawing fails.
         """
-        streams = enumerate(jax.tree.leaves(self.states[1]))
-        leaves = (
-            jax.tree.leaves(params),
-            [self._stream(number, old, key) for number, old in streams],
-            jax.tree.leaves(state),
-        )
-        filled = [
-            jax.tree.unflatten(jax.tree.structure(old), new)
-            for old, new in zip(self.states, leaves, strict=True)
-        ]
-        modules = nnx.merge(self.graph, *filled)
-        for module in jax.tree.leaves(modules, is_leaf=_is_module):
-            if _is_module(module) and not training:
+        old, structure = jax.tree.flatten(self.streams)
+        new = [self._stream(i, leaf, key) for i, leaf in enumerate(old)]
+        streams = jax.tree.unflatten(structure, new)
+        modules = nnx.merge(self.graph, params, streams, state)
+        if not training:
+            for _, module in nnx.iter_modules(modules):
                 module.eval()
         return modules
 
@@ -356,36 +323,27 @@ class NnxUnit(Unit):
         shape = old.shape[1:] if self.stack else old.shape
         if not jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
             return jnp.zeros(shape, old.dtype)
-        own = None if key is None else jax.random.fold_in(key, number)
-        return own if own is None or not shape else jax.random.split(own, shape)
+        if key is None:
+            return jnp.zeros((), jnp.uint32)  # JAX refuses to draw from it
+        own = jax.random.fold_in(key, number)
+        return jax.random.split(own, shape) if shape else own
 
     def variables(self, modules: Any, state: PyTree) -> PyTree:
         """All that are neither parameters nor streams of random numbers."""
         return nnx.to_pure_dict(nnx.split(modules, self.trainable, nnx.RngState, ...)[3])
 
-    def kind(self, ignore: Sequence[str]) -> Any:
-        """The graph with static attributes, shapes and dtypes."""
-        module = nnx.clone(self.modules)
-        module.set_attributes(**dict.fromkeys(ignore), raise_if_not_found=False)
-        graph, variables = nnx.split(module)
-        return graph, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(variables)]
-
     def settings(self) -> Mapping[str, str]:
-        """Variables by shape, modules by class, and static attributes as they are."""
+        """Arrays by shape, modules by class, and static attributes as they are.  What is shared
+        within the block has one path.
+        """
         texts = {}
         for path, value in sorted(nnx.iter_graph(self.modules), key=lambda node: str(node[0])):
-            text = type(value).__name__
-            if isinstance(value, nnx.Variable):
-                text = f"{text} {value.dtype}{list(value.shape)}"
-            elif not isinstance(value, nnx.Module):
-                text = repr(value)
+            text = repr(type(value) if nnx.graph.is_node(value) else value)
+            if hasattr(value, "shape") and not isinstance(value, type):
+                text = f"{type(value).__name__} {value.dtype}{list(value.shape)}"
             if "_pytree__" not in str(path[-1:]):
                 texts[".".join(map(str, path)) or "the block"] = text
         return texts
-
-
-def _is_module(node: Any) -> bool:
-    return isinstance(node, nnx.Module)
 
 
 def nnx_unit(
@@ -417,7 +375,7 @@ def nnx_unit(
         ),
         trainable=trainable,
         graph=graph,
-        states=(own, streams, others),
+        streams=streams,
         stack=stack,
     )
 
@@ -481,7 +439,7 @@ def from_nnx(
         >>> model.params["stages"]["kernel"].shape
         (2, 3, 4, 4)
     """
-    form = Form("from_nnx", num_stages, layout, rules, stage_loss, ignore, contract)
+    form = Form(num_stages, layout, rules, stage_loss, ignore, contract)
     unit = partial(nnx_unit, trainable=trainable, frozen=frozen)
     common = None if shared is None else End(shared, plain_call)
     ends = end_units(first, last, common, lambda name, end: unit(name, end.modules, end.call))

@@ -4,11 +4,11 @@ finds its parts before and after the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -73,12 +73,11 @@ class Whole:
         """The result of `loss` where calls of blocks do `on_block`.  Parameters that are not given
         are zeros: no result depends on them.
         """
-        own = flatten_dict(params)
-        every = {
-            path: own[path] if path in own else zeros_of(leaf)
-            for path, leaf in flatten_dict(self.unit.params).items()
-        }
-        keywords = {"training": training} if "training" in self.unit.wants else {}
+        every = flatten_dict(params)
+        for path, leaf in flatten_dict(self.unit.params).items():
+            if path not in every:
+                every[path] = zeros_of(leaf)
+        keywords = {"training": training} if "training" in self.unit.function.wants else {}
         call = Call((microbatch,), key, keywords, training)
         with self.watch(on_block):
             return self.unit.run(unflatten_dict(every), self.unit.state, call)[0]
@@ -105,13 +104,12 @@ class Part(Unit):
     """The model before or after its blocks, or the parameters that both use."""
 
     whole: Whole
-    is_last: bool
     tied: bool  # the function takes `shared` parameters too
 
     @cached_property
-    def wants(self) -> frozenset[str]:
-        """`shared`, where parameters are."""
-        return frozenset({"shared"} if self.tied else ())
+    def function(self) -> Any:
+        """It takes `shared`, where parameters are."""
+        return replace(self.whole.unit.function, wants=frozenset({"shared"} if self.tied else ()))
 
     def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> PyTree:
         """The parameters: functions put them into the model themselves."""
@@ -122,7 +120,7 @@ class Part(Unit):
         own = flatten_dict(params) | flatten_dict(call.keywords.get("shared", {}))
         *x, microbatch = call.arguments
         inputs = (unflatten_dict(own), microbatch, call.key)
-        if self.is_last:
+        if x:
             return self.whole.run(*inputs, lambda *_: x[0], training=call.training), state
         return self.whole.reach(*inputs, training=call.training).x, state
 
@@ -146,7 +144,6 @@ def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
         random=unit.random,
         frozen=unit.frozen & {"/".join(map(str, path)) for path in paths},
         whole=whole,
-        is_last=name == "last",
         tied=tied,
     )
 
@@ -161,19 +158,19 @@ def _call_faults(calls: Sequence[BlockCall], outs: Sequence[PyTree], pattern: st
         "move what is between them into a block, and take nn.remat off blocks "
         "(jaxpipe.Memory(remat=) recomputes them)"
         for i, one in enumerate(calls)
-        if i and not _same(one.x, outs[i - 1])
+        if i and _form(one.x) != _form(outs[i - 1])
     ]
     return faults + [
         f"{pattern.format(i)} is called with other arguments than {pattern.format(0)}: make "
         "them attributes of the blocks"
         for i, one in enumerate(calls)
-        if not _same(one.more, calls[0].more)
+        if _form(one.more) != _form(calls[0].more)
     ]
 
 
-def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[Any]], bool]:
+def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[Any]]]:
     """The calls of blocks; the inputs that x before the blocks, further arrays of blocks and the
-    loss are made of; whether there are such arrays.
+    loss are made of.
 
     An input is a parameter (its path), "microbatch", "key", or the result of a block (its number).
     """
@@ -204,7 +201,7 @@ def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[Any]
         {own for bits in jax.tree.leaves(part) for n, own in enumerate(inputs) if bits >> n & 1}
         for part in reads
     ]
-    return calls, made_of, bool(jax.tree.leaves(results[1]))
+    return calls, made_of
 
 
 def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
@@ -212,7 +209,7 @@ def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
     the blocks; PipelineError for a model that cannot be split, with all faults.
     """
     shapes, pattern = jax.eval_shape(lambda batch: batch, batch), whole.pattern
-    calls, (before, between, after), arrays = _trace(whole, shapes)
+    calls, (before, between, after) = _trace(whole, shapes)
     paths = set(flatten_dict(whole.unit.params))
     faults = [
         f"what {pattern.format(i)} returns is also used after the blocks; only the last block's "
@@ -235,7 +232,7 @@ def parts_of(whole: Whole, batch: PyTree) -> tuple[dict[str, Unit], list[Unit]]:
     ends: dict[str, Unit] = {
         name: _part(whole, name, part, tied=bool(tied)) for name, part in own.items()
     }
-    call = _call(whole, shapes, arrays=arrays)
+    call = _call(whole, shapes, arrays=bool(_arrays(calls[0].more)))
     return ends, [whole.block(one.number, one.block, call) for one in calls]
 
 
@@ -266,13 +263,10 @@ def _arrays(tree: PyTree) -> list[Any]:
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array | np.ndarray)]
 
 
-def _same(one: PyTree, other: PyTree) -> bool:
-    """Whether two trees have the same arrays, and equal values elsewhere."""
-    left, right = jax.tree.leaves(one), jax.tree.leaves(other)
-    forms: list[Any] = [jax.tree.structure(one), jax.tree.structure(other)]
-    return forms[0] == forms[1] and all(
-        a is b or (not _arrays([a, b]) and a == b) for a, b in zip(left, right, strict=True)
-    )
+def _form(tree: PyTree) -> Any:
+    """A value that is equal for trees of the same arrays and of equal values elsewhere."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [id(leaf) if _arrays(leaf) else leaf for leaf in leaves]
 
 
 class WholeLinenModel(LinenModel):
@@ -361,7 +355,7 @@ def from_flax_model(
         >>> sorted(found.params), found.params["shared"]["embed"]["embedding"].shape
         (['first', 'last', 'shared', 'stages'], (7, 4))
     """
-    form = Form("from_flax_model", num_stages, layout, rules, False, ignore, contract)
+    form = Form(num_stages, layout, rules, False, ignore, contract)
     if unknown := sorted(contract.keys() - {"has_metrics"}):
         raise PipelineError(
             f"from_flax_model has no argument {', '.join(unknown)}; blocks that return a loss, and "
@@ -391,8 +385,6 @@ def _linen_blocks(
 ) -> Whole:
     """The model without the variables of its blocks."""
     own, outer = split_variables(variables, pattern)
-    if not own:
-        raise _none(pattern, {name for tree in outer.values() for name in tree})
     numbers = {names_of(pattern, i): i for i in range(len(own))}
 
     def watch(on_block: OnBlock) -> AbstractContextManager[Any]:
@@ -401,11 +393,16 @@ def _linen_blocks(
             if number is None or context.method_name != "__call__":
                 return method(*arguments, **keywords)
             if context.module.scope.parent is None:
-                raise _transformed(pattern, number, type(context.module).__name__)
+                block = type(context.module).__name__
+                raise PipelineError(
+                    f"{pattern.format(number)} is called inside of a transformation of flax such "
+                    f"as nn.remat: make it with {block}(...) instead of nn.remat({block})(...), "
+                    f"and with name=f{pattern.replace('{}', '{i}').split('/')[-1]!r}, so that its "
+                    "variables keep their names. jaxpipe.Memory(remat=) recomputes blocks"
+                )
             return on_block(BlockCall.of(number, context.module, arguments, keywords))
 
-        found: AbstractContextManager[Any] = nn.intercept_methods(intercept)
-        return found
+        return cast(AbstractContextManager[Any], nn.intercept_methods(intercept))
 
     def unit(number: int, module: Any, call: Callable[..., Any]) -> Unit:
         unbound = module.clone(parent=None, name=None)
@@ -425,25 +422,24 @@ def _nnx_blocks(
     while (block := _at(model, names_of(pattern, len(own)))) is not None:
         own.append(block)
     if not own:
-        raise _none(pattern, vars(model))
+        raise PipelineError(
+            f"the model has no block {pattern.format(0)!r}; give blocks= its path with {{}} for "
+            f"the number, the names are {sorted(map(str, vars(model)))}"
+        )
     check_distinct(own, {})
     running: list[OnBlock] = []
 
     def stub(number: int) -> Callable[..., Any]:
-        return lambda *x, **more: running[-1](BlockCall.of(number, None, x, more))
+        return lambda *x, **more: running[0](BlockCall.of(number, None, x, more))
 
     hollow = nnx.clone(model)
     for i in range(len(own)):
         *path, name = names_of(pattern, i)
         setattr(_at(hollow, path), name, stub(i))
 
-    @contextmanager
-    def watch(on_block: OnBlock) -> Iterator[None]:
-        running.append(on_block)
-        try:
-            yield
-        finally:
-            running.pop()
+    def watch(on_block: OnBlock) -> AbstractContextManager[Any]:
+        running[:] = [on_block]
+        return nullcontext()
 
     make = partial(nnx_unit, trainable=trainable, frozen=frozen)
 
@@ -454,22 +450,6 @@ def _nnx_blocks(
     whole = make("the model", hollow, loss)
     whole = replace(whole, modules=model, takes=("model", "microbatch"))
     return Whole(whole, pattern, len(own), watch, unit)
-
-
-def _none(pattern: str, names: Any) -> PipelineError:
-    return PipelineError(
-        f"the model has no block {pattern.format(0)!r}; give blocks= its path with {{}} for the "
-        f"number, the names are {sorted(map(str, names))}"
-    )
-
-
-def _transformed(pattern: str, number: int, block: str) -> PipelineError:
-    return PipelineError(
-        f"{pattern.format(number)} is called inside of a transformation of flax such as "
-        f"nn.remat: make it with {block}(...) instead of nn.remat({block})(...), and with "
-        f"name=f{pattern.replace('{}', '{i}').split('/')[-1]!r}, so that its variables "
-        "keep their names. jaxpipe.Memory(remat=) recomputes blocks"
-    )
 
 
 def _at(model: Any, names: Sequence[str]) -> Any:

@@ -373,12 +373,8 @@ KINDS = _AMONG_ALL | {"collective-permute", "collective-broadcast"}
 def find_collectives(module: Module) -> list[Collective]:
     """All collectives, each where it is issued."""
     # The computation that an async-start wraps belongs to that start.
-    wrapped = {
-        each.called.get("calls")
-        for computation in module.computations.values()
-        for each in computation.instructions
-        if each.opcode == "async-start"
-    }
+    every = (each for body in module.computations.values() for each in body.instructions)
+    wrapped = {each.called["calls"] for each in every if each.opcode == "async-start"}
     found = []
     for place in walk(module):
         instructions = place.computation.instructions
@@ -411,15 +407,15 @@ def _compute(module: Module, instruction: Instruction) -> Compute:
     return Compute.ELEMENTWISE if large else Compute.NOTHING
 
 
-def steady(collectives: Iterable[Collective], kind: str = "collective-permute") -> list[Collective]:
-    """The collectives of a kind in the segment of most trips that has any; of equal segments, in
-    the one with the fewest under a predicate.
+def steady(collectives: Iterable[Collective]) -> list[Collective]:
+    """The permutes in the segment of most trips that has any; of equal segments, in the one with
+    the fewest under a predicate.
 
-    Where no segment is a loop, the collectives outside loops.
+    Where no segment is a loop, the permutes outside loops.
     """
     segments: dict[str, list[Collective]] = {}
     for each in collectives:
-        if each.kind == kind:
+        if each.is_permute:
             frame = each.place.segment
             segments.setdefault(frame.instruction.name if frame else "", []).append(each)
 

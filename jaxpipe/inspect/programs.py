@@ -92,11 +92,6 @@ class Predicate:
     in_graph: bool  # a node of a CUDA graph: the host does not wait
 
     @property
-    def times(self) -> int:
-        """How often it is asked in a step, where the predicates around it are taken."""
-        return self.place.trips
-
-    @property
     def is_loop(self) -> bool:
         """A loop, which waits once more each time that it is taken."""
         return self.instruction.opcode == "while"
@@ -109,7 +104,7 @@ class Predicate:
     def __str__(self) -> str:
         kind = "loop" if self.is_loop else "conditional"
         graph = " (graph)" if self.in_graph else ""
-        return f"{kind} {self.instruction.name} asked {self.times}{graph}"
+        return f"{kind} {self.instruction.name} asked {self.place.trips}{graph}"
 
 
 def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predicate, ...]:
@@ -125,7 +120,7 @@ def find_predicates(module: Module, graph_nodes: Collection[str]) -> tuple[Predi
 def count_waits(predicates: Sequence[Predicate], *, taken: bool) -> int:
     """Waits a step of a device that takes each predicate once each time, or none."""
     return sum(
-        each.times * (2 if taken and each.is_loop else 1)
+        each.place.trips * (2 if taken and each.is_loop else 1)
         for each in predicates
         if not each.in_graph and (taken or not each.place.guarded)
     )
@@ -144,14 +139,14 @@ def most_waits(
         """The waits that it adds each time that it is taken, with all predicates inside."""
         inside = [other for other in predicates if other.place.is_inside(each.instruction)]
         more = count_waits([each, *inside], taken=True) - count_waits([each], taken=False)
-        return more / max(1, each.times)
+        return more / max(1, each.place.trips)
 
     total: float = count_waits(predicates, taken=False)
     left, of_kind = actions, dict(by_kind or {})
     outer = [each for each in predicates if not each.place.guarded]
     for each in sorted(outer, key=gain, reverse=True):
         kind = each.kind or ""
-        taken = min(left, each.times, of_kind.get(kind, each.times))
+        taken = min(left, each.place.trips, of_kind.get(kind, each.place.trips))
         total += gain(each) * taken
         left -= taken
         if kind in of_kind:

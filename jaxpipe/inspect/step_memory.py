@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree
+from ..arrays import Leaves, Params, PyTree, accumulator_dtype
 from ..jaxprs.entry import Entry, Slot, Target, Total
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..lowering.target import RunsOn
 from ..model.param_layout import with_outer
-from ..model.partition import PART, LeafPlan, leaf_plans
+from ..model.partition import PART, LeafPlan, leaf_plans, trained
 from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
 from ..planner.layer_cost import Sizes, memory_of
@@ -31,12 +31,11 @@ from ..program.segments import Payload
 from ..spmd.block import empty, while_once, without_weak_types
 from ..spmd.executor import TracedStep
 from ..spmd.pools import Buffers, StageEntries, shared_buffers
-from ..spmd.step import accumulator_dtype
 from ..spmd.xla import Group, compiled_alone, outer_specs
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact, run
 from ..stage.model_code import Job, ModelCode
 from ..table.effects import Place
-from ..table.kinds import RECOMPUTE, Kind
+from ..table.kinds import Kind
 from .programs import heap_bytes
 
 _WHOLE = PartitionSpec()
@@ -90,18 +89,19 @@ class Block:
         parameters are split.
         """
         pools = dict(zip(self.changes, changed, strict=True))
-        slots = {
-            i: Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
-            for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
+        arguments = [
+            Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
             if value.place in _READ or i in self.updates
-        }
+            else leaf
+            for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
+        ]
         targets: dict[int, Target] = {}
         for i, leaf in pools.items():
             value = self.outputs[i]
             is_total = value.place is Place.STAGE_GRADIENTS
             own = value.spec if split else None
             targets[i] = Total(leaf, own) if is_total else Slot(leaf, at, value.entry)
-        return InSlots(self.jaxpr, inputs, slots, targets)
+        return InSlots(self.jaxpr, arguments, targets)
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,6 @@ class Step:
     job: Job
     code: ModelCode
     entries: tuple[StageEntries, ...]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether several devices share a stage."""
-        return bool(self.job.partition.auto_axes)
 
     def entry(self, kind: int) -> dict[str, int]:
         """Bytes on one device of a kind of stage's values of one microbatch, by pool."""
@@ -140,8 +135,7 @@ class Step:
         One block runs at a time, so the step needs the largest of these.  Each block is compiled.
         """
         program, table = self.code.program, self.code.program.schedule.encoded
-        own = {k.name: (k,) for k in (Kind.F, Kind.B, Kind.I, Kind.W)} | {"R": RECOMPUTE}
-        kinds = {name for name, those in own.items() if table.of_kinds(those).any()}
+        kinds = {kind.name for kind in table.kinds}
         joined = (program.pairs & (program.ticks.backward.kind == Kind.W)).any()
         runs: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(self)]
         for kind, entries in zip(self.code.kinds, self.entries, strict=True):
@@ -154,14 +148,6 @@ class Step:
             name = " with ".join(block.name for block in blocks)
             found[name] = max(found.get(name, 0), self.temp(*blocks))
         return found
-
-    def work_without_gradients(self) -> dict[str, int]:
-        """The same of "first gradient" and "last", without their gradients of parameters."""
-        return {
-            block.name: self.temp(block.dropping(block.gradients))
-            for block in outer_blocks(self)
-            if block.gradients
-        }
 
     def temp(self, *blocks: Block) -> int:
         """Bytes besides inputs and outputs, of blocks that run as one."""
@@ -235,7 +221,8 @@ class Step:
         """
         assert value.place is not None
         slots = min(2, getattr(self.code.program.slots, value.place.value))
-        return value.entry.pool(max(slots, 1), aval.dtype), value.entry.pool_spec
+        shape = (max(slots, 1), *value.entry.kept)
+        return jax.ShapeDtypeStruct(shape, aval.dtype), value.entry.pool_spec
 
 
 def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
@@ -245,8 +232,8 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
         place: [Value(entry.spec, place, number, entry) for number, entry in enumerate(own)]
         for place, own in entries.stored.items()
     }
-    trained = zip(entries.parameters, code.uses, strict=True)
-    values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in trained if use.trained)
+    uses = zip(entries.parameters, code.uses, strict=True)
+    values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in uses if use.trained)
 
     def at(*places: Place) -> list[Value]:
         return [value for place in places for value in values[place]]
@@ -281,7 +268,7 @@ def _gradients(specs: Iterable[PartitionSpec]) -> list[Value]:
 
 def outer_blocks(step: Step) -> list[Block]:
     """`first`, its gradient, `last` with its gradient."""
-    job, free = step.job, Value(None if step.is_shared else _WHOLE)
+    job, free = step.job, Value(None if step.job.partition.auto_axes else _WHOLE)
 
     def block(name: str, jaxpr: core.Jaxpr, code: Any, before: int | None = None) -> Block:
         """A block with gradients of parameters after so many results; None: without gradients."""
@@ -290,8 +277,7 @@ def outer_blocks(step: Step) -> list[Block]:
         start = [*(Value(_WHOLE) for _ in code.consts), *map(Value, specs)]
         inputs = (*start, *(free for _ in range(len(jaxpr.invars) - len(start))))
         plans = [*leaf_plans(job.plans[key]), *leaf_plans(job.plans["shared"])]
-        trained = [spec for spec, plan in zip(specs, plans, strict=True) if not plan.frozen]
-        own = [] if before is None else [*_free(before), *_gradients(trained)]
+        own = [] if before is None else [*_free(before), *_gradients(trained(specs, plans))]
         return Block(name, jaxpr, inputs, (*own, *_free(len(jaxpr.outvars) - len(own))))
 
     first, last = step.code.first, step.code.last
@@ -320,8 +306,10 @@ def memory(
     Takes what `pipe.lower` takes.  The step is traced, and each block of it compiled alone; the
     step itself is not compiled.
 
-        parameters, batch   what the step is given
+        parameters, batch   what the step is given, and the copy of the batch that is cut into
+                            slices
         gradients           what it returns
+        state               the stages' own state, as it is given and as it is returned
         pools               the slots that the program has, each as large as a device's part of what
                             it holds
         host                what waits in the host's memory (`offload`); not in the total
@@ -342,7 +330,7 @@ def memory(
         PipelineError: as `value_and_grad` does.
     """
     traced = pipe.trace(params, batch, rng=rng, state=state)
-    return facts(traced, step_sizes(pipe, traced, params, batch))
+    return facts(traced, step_sizes(traced, placed_shapes(pipe, params), batch, state))
 
 
 def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
@@ -362,14 +350,9 @@ def placed_shapes(pipe: Pipeline, params: Params) -> dict[str, PyTree]:
     return found
 
 
-def step_sizes(
-    pipe: Pipeline, traced: TracedStep, arrays: dict[str, PyTree], batch: PyTree
-) -> Sizes:
-    """Sizes of a traced model on one device."""
-    step, params = (
-        Step(traced.job, traced.code, traced.entries),
-        with_outer(placed_shapes(pipe, arrays)),
-    )
+def step_sizes(traced: TracedStep, placed: Params, batch: PyTree, state: PyTree) -> Sizes:
+    """Sizes of a traced model on one device; the parameters have the shardings of the step."""
+    step, params = Step(traced.job, traced.code, traced.entries), with_outer(placed)
     job, code, program = step.job, step.code, step.code.program
     buffers = shared_buffers(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
@@ -380,34 +363,39 @@ def step_sizes(
     entry["stash"] *= splits
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
     work = step.work_space()
-    most = max(work.values(), default=0)
-    found = Sizes(
-        parameters=sum(map(local_bytes, jax.tree.leaves(params))),
-        gradients=sum(
-            gradient_bytes(job, leaf)
-            for leaf, plan in _planned(params, job.plans)
-            if not plan.frozen
-        ),
-        batch=sum(map(nbytes, jax.tree.leaves(batch))) // job.data_size,
+    return Sizes(
+        **held(job, params, job.plans),
+        batch=_batch_bytes(job, batch),
+        state=2 * sum(map(local_bytes, jax.tree.leaves(state))),
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
         entry=entry,
         sent=_sent_bytes(program, buffers, work),
         raveled=_raveled(buffers, code, splits=splits),
-        work=most,
+        work=max(work.values(), default=0),
+        **_summed(step, params, work),
     )
-    if job.target.on_cpus:
-        return replace(found, **_summed(step, params, most))
-    if job.target.on_tpus:
-        # The accumulators of the ticks and the results both have room.
-        ends = sum(_summed_bytes(step, key, params[key], most=PART) for key in params)
-        return replace(found, ends=(ends,))
-    return found
+
+
+def _batch_bytes(job: Job, batch: PyTree) -> int:
+    """Bytes of one device's part of a batch, and of the copy of it that is cut into slices."""
+    split = partial(job.functions.split, count=job.num_microbatches)
+    copy = jax.eval_shape(split, batch) if job.functions.slices > 1 else ()
+    return sum(map(nbytes, jax.tree.leaves((batch, copy)))) // job.data_size
 
 
 def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:
     """Each leaf of parameters with its plan."""
     return zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
+
+
+def held(job: Job, params: PyTree, plans: PyTree) -> dict[str, Any]:
+    """Bytes of parameters and of their gradients on one device."""
+    leaves, has = jax.tree.leaves(params), trained(jax.tree.leaves(params), leaf_plans(plans))
+    return {
+        "parameters": sum(map(local_bytes, leaves)),
+        "gradients": sum(gradient_bytes(job, leaf) for leaf in has),
+    }
 
 
 def _sent_bytes(program: Program, buffers: Buffers, work: Mapping[str, int]) -> int:
@@ -462,19 +450,28 @@ def gradient_bytes(job: Job, leaf: Any) -> int:
     return int(local_bytes(leaf) // leaf.dtype.itemsize * wide)
 
 
-def _summed(step: Step, params: Mapping[str, PyTree], most: int) -> dict[str, Any]:
-    """Room for the results of sums of gradients on CPU devices, where they are outputs of their
-    own.
+def _summed(step: Step, params: Mapping[str, PyTree], work: Mapping[str, int]) -> dict[str, Any]:
+    """Room for the results of sums of gradients, where they are arrays of their own: on CPU
+    devices, and on TPUs small ones, whose accumulators of the ticks have room too.
 
-    The room of the ticks' values is free by then.  XLA reuses it for the largest result that fits:
-    the gradient of the own parameters of `last`.
+    On CPU devices the room of the ticks' values is free by then.  XLA reuses it for the largest
+    result that fits: the gradient of the own parameters of `last`.
     """
+    target, most = step.job.target, max(work.values(), default=0)
+    if not target.on_cpus:
+        small = (_summed_bytes(step, key, params[key], most=PART) for key in params)
+        return {"ends": (sum(small),)} if target.on_tpus else {}
     sizes = {key: _summed_bytes(step, key, params[key]) for key in params}
     ends: tuple[int, ...] = ()
     if any(size for key, size in sizes.items() if key != "stages"):
+        # "first gradient" and "last", without the gradients of their parameters
         ends = tuple(
-            min(rest, most) + sizes[name.removesuffix(" gradient")] + sizes["shared"] - most
-            for name, rest in step.work_without_gradients().items()
+            min(step.temp(block.dropping(block.gradients)), most)
+            + sizes[block.name.removesuffix(" gradient")]
+            + sizes["shared"]
+            - most
+            for block in outer_blocks(step)
+            if block.gradients
         )
     return {"summed": sum(sizes.values()), "ends": ends}
 

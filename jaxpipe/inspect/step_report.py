@@ -71,8 +71,8 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -167,7 +167,8 @@ def report(
     program = _compiled(lowered, target)
     end = time.perf_counter()
     schedule, code = pipe.schedule, traced.code
-    held, sizes = placed_shapes(pipe, params), step_sizes(pipe, traced, params, batch)
+    held = placed_shapes(pipe, params)
+    sizes = step_sizes(traced, held, batch, state)
     plan = traced.job.plan
     joint = (
         f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.avals[Place.SENT_DX]))
@@ -262,27 +263,24 @@ def _compiled(lowered: Any, target: Target) -> programs.CompiledProgram:
 
 def _read(program: programs.CompiledProgram, schedule: Schedule) -> dict[str, Any]:
     """Counts in the text of a program; None where there is no reader for it."""
-    overlaps = (
-        "permutes_with_slack_beside_compute",
-        "permutes_beside_compute",
-        "collectives_beside_compute",
-    )
-    found: dict[str, Any] = dict.fromkeys(("host_waits", "cycles", "padding_bytes", *overlaps))
+    found: dict[str, Any] = dict.fromkeys(("host_waits", "cycles", "padding_bytes"))
     if isinstance(program, programs.GpuProgram):
         most, by_kind = most_actions(schedule), most_of_each_kind(schedule)
         found["host_waits"] = round(programs.most_waits(program.predicates, most, by_kind=by_kind))
     elif isinstance(program, programs.TpuProgram):
-        found["cycles"] = {purpose.value: count for purpose, count in program.cycles.items()}
-        found |= {"host_waits": 0, "padding_bytes": program.padding}
-    else:
-        return found
-    collectives = program.collectives
+        cycles = {purpose.value: count for purpose, count in program.cycles.items()}
+        found = {"host_waits": 0, "cycles": cycles, "padding_bytes": program.padding}
+    is_read = found["host_waits"] is not None
+    collectives = program.collectives if is_read else []
     permutes = [each for each in collectives if each.is_permute]
-    with_slack = [each for each in permutes if WITH_SLACK in each.start.attributes]
-    others = [each for each in collectives if not each.is_permute]
-    groups = (with_slack, steady(collectives), others)
-    for key, those in zip(overlaps, groups, strict=True):
-        found[key] = (sum(each.overlapped for each in those), len(those))
+    groups = {
+        "permutes_with_slack": [p for p in permutes if WITH_SLACK in p.start.attributes],
+        "permutes": steady(collectives),
+        "collectives": [each for each in collectives if not each.is_permute],
+    }
+    for name, those in groups.items():
+        counts = sum(each.overlapped for each in those), len(those)
+        found[f"{name}_beside_compute"] = counts if is_read else None
     return found
 
 
@@ -311,7 +309,7 @@ def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
 
     `input_grad` returns `num_dx` gradients, then the stash for W.
     """
-    without_stash, _ = drop_dead(input_grad.replace(outvars=input_grad.outvars[:num_dx]))
+    without_stash = drop_dead(input_grad.replace(outvars=input_grad.outvars[:num_dx]))
     eqns = without_stash.eqns
     read = {*variables(v for eqn in eqns for v in eqn.invars), *variables(without_stash.outvars)}
     found = []
@@ -329,6 +327,11 @@ def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
                 f"{name}: {count} of its {len(outs)} results are for W alone, and are computed in I"
             )
     return found
+
+
+# The time of the begin (phase 0) or the end (1) of a block, and its place along axes of the
+# partitioner, phase, data shard, device, kind, stage and microbatch.
+Event: TypeAlias = tuple[float, ...]
 
 
 @outside_contexts
@@ -360,8 +363,13 @@ def profile(
     """
     if repeats < 1:
         raise PipelineError(f"repeats must be at least 1, not {quoted(repeats)}")
-    clock = Clock([])
-    traced = pipe.trace(params, batch, rng=rng, state=state, clock=clock)
+    events: list[Event] = []
+
+    def note(numbers: Any, _wrote: Any) -> Any:
+        events.append((time.perf_counter(), *np.asarray(numbers).tolist()))
+        return np.int32(0)
+
+    traced = pipe.trace(params, batch, rng=rng, state=state, clock=note)
     compiled = traced.function.lower().compile()
     if pipe._target.on_cpus and any(
         each.is_permute and programs.differs(each.place.frames)
@@ -372,66 +380,34 @@ def profile(
     optional = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
     runs = []
     for _ in range(repeats + 1):
-        clock.events.clear()
+        events.clear()
         jax.block_until_ready(compiled(params, batch, **optional))
         # Callbacks may still be on their way when the results are there.
         jax.effects_barrier()
-        runs.append(list(clock.events))
+        runs.append(list(events))
     kind = pipe.mesh.devices.flat[0].device_kind
     schedule = traced.job.plan.ticks.schedule
-    timelines = [timeline_of(schedule, events, kind) for events in runs[1:]]  # the first warms up
+    timelines = [timeline_of(schedule, run, kind) for run in runs[1:]]  # the first warms up
     return sorted(timelines, key=lambda timeline: timeline.makespan)[repeats // 2]
-
-
-class Event(NamedTuple):
-    """The begin (phase 0) or the end (1) of a block; `partner`: the place of its device among those
-    that share the block.
-    """
-
-    now: float
-    partner: int
-    phase: int
-    shard: int
-    kind: int
-    stage: int
-    microbatch: int
-
-
-@dataclass(frozen=True, eq=False)  # JAX hashes what it calls
-class Clock:
-    """Records the time of each begin and end of a block."""
-
-    events: list[Event]
-
-    def __call__(self, numbers: Any, _wrote: Any) -> Any:
-        """Note one event: `numbers` as the `Clock` of a `Job` gets them."""
-        now = time.perf_counter()
-        partner, phase, shard, _, kind, stage, microbatch = np.asarray(numbers).tolist()
-        self.events.append(Event(now, partner, phase, shard, kind, stage, microbatch))
-        return np.int32(0)
 
 
 def timeline_of(schedule: Schedule, events: Sequence[Event], device_kind: str) -> Timeline:
     """The timeline of data shard 0; its first block begins at 0."""
-    table = schedule.encoded
+    table, found = schedule.encoded, np.array(events).reshape(-1, 8)
+    partner, phase, shard, _, *action = found[:, 1:].astype(int).T
+    number = table.at[tuple(action)]
+    own = (shard == 0) & (number >= 0)
     # Devices that share a block along axes of the partitioner each record their own times.
-    times = np.full(
-        (2, 1 + max((event.partner for event in events), default=0), table.num_actions), np.nan
-    )
-    for event in events:
-        number = int(table.at[event.kind, event.stage, event.microbatch])
-        if event.shard == 0 and number >= 0:
-            times[event.phase, event.partner, number] = event.now
+    times = np.full((2, 1 + partner.max(initial=0), table.num_actions), np.nan)
+    times[phase[own], partner[own], number[own]] = found[own, 0]
     # A block begins when the last of them has reached it.  Until then the others wait in its
     # collectives.
     starts, ends = times.max(axis=1)
     untimed = (np.isnan(starts) | np.isnan(ends)) & table.is_compute
-    missing = list(map(table.text, np.flatnonzero(untimed).tolist()))
-    if missing:
+    if missing := list(map(table.text, np.flatnonzero(untimed).tolist())):
         raise PipelineError(
-            "the run has no times of "
-            f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}; this program runs "
-            "them otherwise"
+            f"the run has no times of {', '.join(missing[:8])}{', ...' * (len(missing) > 8)}; this "
+            "program runs them otherwise"
         )
     # A collective action begins when the last device has reached it.  Until then the others wait in
     # its collective.

@@ -58,6 +58,11 @@ def is_arithmetic(eqn: core.JaxprEqn) -> bool:
     )
 
 
+def is_light(eqn: core.JaxprEqn) -> bool:
+    """True for arithmetic, and for sums, whose results are smaller than what they sum."""
+    return is_arithmetic(eqn) or eqn.primitive.name == "reduce_sum"
+
+
 def is_view(eqn: core.JaxprEqn) -> bool:
     """True for layout changes, for arithmetic that makes a value larger, and for arithmetic of
     whole numbers and masks: of results that are computed once a step, all that is made again in
@@ -275,21 +280,6 @@ def _known_in_scan(eqn: core.JaxprEqn, inputs: Sequence[bool]) -> bool | Split:
     return is_cut and Split(choice, (*carry, *outs[carries:]))
 
 
-@dataclass(frozen=True)
-class Cut:
-    """`first(*inputs) -> (*first_outputs, *crossing)` and `second(*inputs, *crossing) ->
-    second_outputs`.
-
-    Both take all inputs of the jaxpr that was cut; `second_reads` says which ones the second uses.
-    """
-
-    first: core.Jaxpr
-    second: core.Jaxpr
-    crossing: tuple[Any, ...]  # avals
-    weight: int  # of what crosses: see `weight`
-    second_reads: tuple[bool, ...]
-
-
 def cut(
     jaxpr: core.Jaxpr,
     assignment: Assignment,
@@ -300,15 +290,16 @@ def cut(
     late: Collection[core.Var] = (),
     hidden: Collection[core.Var] = (),
     priced: Collection[core.Var] = (),
-) -> Cut:
-    """Cut a flat jaxpr (no constants) by `assignment`; `outputs` marks what the first part returns,
-    the rest the second does.
+) -> tuple[core.Jaxpr, core.Jaxpr]:
+    """Cut a flat jaxpr (no constants) by `assignment`: `first(*inputs) -> (*first_outputs,
+    *crossing)` and `second(*inputs, *crossing) -> second_outputs`.
 
-    The crossing is the smallest from which equations that may be repeated give the rest
-    (`cheapest`).  `early` marks equations of the second part that the first may do too, if it has
-    what they read.  Of the inputs, only the second part has those in `late`, and only the first
-    part those in `hidden`.  `priced` are inputs that stay in memory until the second part where it
-    reads them: they weigh as much as what crosses.
+    `outputs` marks what the first part returns, the rest the second does.  The crossing is the
+    smallest from which equations that may be repeated give the rest (`cheapest`).  `early` marks
+    equations of the second part that the first may do too, if it has what they read.  Of the
+    inputs, only the second part has those in `late`, and only the first part those in `hidden`.
+    `priced` are inputs that stay in memory until the second part where it reads them: they weigh
+    as much as what crosses.
     """
     assert not jaxpr.constvars, "constants must be inputs"
     first: list[core.JaxprEqn] = []
@@ -327,25 +318,16 @@ def cut(
             late.update(eqn.outvars)
     first_outs = _marked(jaxpr.outvars, outputs)
     second_outs = _marked(jaxpr.outvars, [not f for f in outputs])
-    maker_of = {v: e for e in first for v in e.outvars}
-    from_first = {*maker_of, *hidden}
+    from_first = {*hidden, *(v for e in first for v in e.outvars)}
     kept = {*from_first, *priced}
     used = variables([*(v for e in second for v in e.invars), *second_outs])
     needed = [v for v in used if v in kept]
     stored, again = cheapest(needed, first, lambda v: v not in kept, repeat=repeat)
     crossing = [v for v in stored if v in from_first]
     # Recomputing can leave equations in the first part that nothing needs any more.
-    before, _ = drop_dead(with_equations(jaxpr, first, jaxpr.invars, [*first_outs, *crossing]))
-    after, after_reads = drop_dead(
-        with_equations(jaxpr, [*again, *second], [*jaxpr.invars, *crossing], second_outs)
-    )
-    return Cut(
-        before,
-        after,
-        tuple(v.aval for v in crossing),
-        sum(weight(v, maker_of.get(v)) for v in crossing),
-        after_reads[: len(jaxpr.invars)],
-    )
+    before = with_equations(jaxpr, first, jaxpr.invars, [*first_outs, *crossing])
+    after = with_equations(jaxpr, [*again, *second], [*jaxpr.invars, *crossing], second_outs)
+    return drop_dead(before), drop_dead(after)
 
 
 def _scan_halves(
@@ -363,7 +345,7 @@ def _scan_halves(
     carry = [v for _, v in scan.carry]
     body = eqn.params["jaxpr"].jaxpr
     operands = zip(eqn.invars, body.invars, strict=True)
-    halves = cut(
+    before, after = cut(
         body,
         choice.body,
         outputs=choice.first,
@@ -378,27 +360,24 @@ def _scan_halves(
         for v, o in _marked(scan.ys, choice.first[len(carry) :])
         if isinstance(v, core.Var) and not isinstance(o, core.DropVar)
     }
-    crossing = variables(halves.first.outvars[sum(choice.first) :])
+    crossing = variables(before.outvars[sum(choice.first) :])
     new = [v for v in crossing if v not in stacked]
     stacked |= {v: newvar(stacked_aval(v.aval, eqn.params["length"])) for v in new}
     first, second = [], []
     if any(choice.first) or new:
         ys = [(v, stacked[v]) for v in new]
-        first = [_part(scan, halves.first.eqns, choice.first, ys=ys)]
+        first = [_part(scan, before.eqns, choice.first, ys=ys)]
     if any(others):
-        inner = halves.second.invars[len(body.invars) :]
+        inner = after.invars[len(body.invars) :]
         xs = [(stacked[v], x) for v, x in zip(crossing, inner, strict=True)]
-        second = [_part(scan, halves.second.eqns, others, xs=xs)]
+        second = [_part(scan, after.eqns, others, xs=xs)]
     return first, second
 
 
-def drop_dead(jaxpr: core.Jaxpr) -> tuple[core.Jaxpr, tuple[bool, ...]]:
-    """The jaxpr without equations that no output needs, also in scans, and which inputs
-    it reads.
-    """
+def drop_dead(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The jaxpr without equations that no output needs, also in scans."""
     kept = _live_equations(jaxpr, needed_for(jaxpr, [True] * len(jaxpr.outvars))[0])
-    alive = with_equations(jaxpr, kept, jaxpr.invars, jaxpr.outvars)
-    return alive, reads(alive)
+    return with_equations(jaxpr, kept, jaxpr.invars, jaxpr.outvars)
 
 
 def _live_equations(jaxpr: core.Jaxpr, needed: Assignment) -> list[core.JaxprEqn]:
@@ -457,7 +436,8 @@ def equal_outputs(jaxpr: core.Jaxpr) -> tuple[int, ...]:
 
 def _text(jaxpr: core.Jaxpr, atom: Any) -> str | None:
     """How a value is made, and from which inputs; None where the text does not have it all."""
-    alone, used = drop_dead(jaxpr.replace(outvars=[atom]))
+    alone = drop_dead(jaxpr.replace(outvars=[atom]))
+    used = reads(alone)
     eqns = [
         eqn.replace(params=eqn.params | {"reverse": False})
         if eqn.primitive.name == "scan" and not scan_counts(eqn)[1]
@@ -505,28 +485,23 @@ def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def keep_fewer_residuals(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool]) -> core.Jaxpr:
-    """Rewrite each scan before equation `border` whose stacked outputs feed scans after it: these
-    make again what elementwise arithmetic gives.
+def keep_fewer_residuals(jaxpr: core.Jaxpr, forward: Sequence[bool]) -> core.Jaxpr:
+    """Rewrite each scan of the forward whose stacked outputs feed scans of the backward: these make
+    again what elementwise arithmetic gives.
 
-    The equations stay as many.  `known` marks parameters among the inputs: values that they alone
-    determine are computed once a step, and stay as they are.
+    The equations stay as many; `forward` marks those of the forward.
     """
     eqns = list(jaxpr.eqns)
     newvar = core.gensym()
-    parameters = {v for v, k in zip(jaxpr.invars, known, strict=True) if k}
-    for index in range(border):
+    for index in _marked(range(len(eqns)), forward):
         if eqns[index].primitive.name != "scan":
             continue
         # Choose what this scan stacks, and change it and the scans that read its stacks.
         eqn = eqns[index]
         scan = Scan.of(eqn)
-        readers = _readers(eqns, border, [o for _, o in scan.ys], jaxpr)
-        fixed_in = [isinstance(a, core.Literal) or a in parameters for a in eqn.invars]
-        fixed_in[len(scan.consts) : sum(scan_counts(eqn))] = [False] * len(scan.carry)
-        _, once = known_from(eqn.params["jaxpr"].jaxpr, fixed_in)
+        readers = _readers(jaxpr.replace(eqns=eqns), forward, [o for _, o in scan.ys])
         ys = [(v, o) for v, o in scan.ys if isinstance(v, core.Var)]
-        moved = {o: v for v, o in ys if readers.get(o) and v not in once}
+        moved = {o: v for v, o in ys if readers.get(o)}
         fixed = {v: o for v, o in ys if o not in moved and not isinstance(o, core.DropVar)}
         # Inputs of the whole step, and what another output stacks anyway, cost the backward
         # nothing.
@@ -551,19 +526,19 @@ def keep_fewer_residuals(jaxpr: core.Jaxpr, border: int, *, known: Sequence[bool
 
 
 def _readers(
-    eqns: Sequence[core.JaxprEqn], border: int, outvars: Sequence[Any], jaxpr: core.Jaxpr
+    jaxpr: core.Jaxpr, forward: Sequence[bool], outvars: Sequence[Any]
 ) -> dict[Any, list[int]]:
-    """For each stacked output that is read only as a scanned operand of later scans: their
-    positions.
+    """The positions of the scans of the backward that scan each stacked output, where nothing else
+    reads it.
     """
     found: dict[Any, list[int]] = {
         v: [] for v in outvars if not isinstance(v, core.DropVar) and v not in jaxpr.outvars
     }
-    for i, eqn in enumerate(eqns):
+    for i, eqn in enumerate(jaxpr.eqns):
         for k, v in enumerate(eqn.invars):
             if not isinstance(v, core.Var) or v not in found:
                 continue
-            if eqn.primitive.name == "scan" and i >= border and k >= sum(scan_counts(eqn)):
+            if eqn.primitive.name == "scan" and not forward[i] and k >= sum(scan_counts(eqn)):
                 found[v].append(i)
             else:
                 del found[v]

@@ -130,10 +130,6 @@ class Entry:
         axes = (part.axes for part in self.parts)
         return PartitionSpec(*[None] * (1 + self.by_row), *axes, *[None] * len(self.rest))
 
-    def pool(self, slots: int, dtype: Any) -> jax.ShapeDtypeStruct:
-        """The shape of a pool of so many slots."""
-        return jax.ShapeDtypeStruct((slots, *self.kept), dtype)
-
     def constrain_pool(self, pool: Any) -> Any:
         """Constrain the split of a pool [slots, *kept]."""
         return self._constrain(pool, self.pool_spec)
@@ -421,9 +417,7 @@ class Total(NamedTuple):
         if self.split is None or value.ndim < 2:
             return value
         spec = PartitionSpec(*self.split[missing:])
-        names = {
-            name for dim in spec if dim for name in (dim if isinstance(dim, tuple) else (dim,))
-        }
+        names = {*jax.tree.leaves(tuple(spec))}
 
         def in_order(part: Any) -> Any:
             return with_layout_constraint(part, Layout(tuple(range(part.ndim))))

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -252,9 +253,6 @@ def stacked(aval: Any, length: int) -> Any:
 
 
 _MATMULS = {"dot_general", "conv_general_dilated"}
-# Primitives that may be most of a backward's work.
-_KERNELS = {"pallas_call", "custom_call", "ffi_call"}
-_HEAVY = _MATMULS | _KERNELS | {"ragged_dot", "ragged_dot_general", "cumsum", "sort"}
 
 
 class Work(NamedTuple):
@@ -288,15 +286,6 @@ def count_work(jaxpr: core.Jaxpr) -> Work:
         else:
             flops += sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape"))
     return Work(flops, moved)
-
-
-def is_light(eqn: core.JaxprEqn) -> bool:
-    """True for an equation that is no matmul and has none in its bodies."""
-    return (
-        eqn.primitive.name not in _HEAVY
-        and not eqn.effects
-        and not list(core.jaxprs_in_params(eqn.params))
-    )
 
 
 def _multiplications(eqn: Any) -> int:
@@ -347,96 +336,61 @@ def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
     The program decides what is kept on the host: it moves all residuals of a forward, and fetches
     them ticks before they are read.  Constants become literals or stay constants of the result.
     """
-    moves = any(map(_is_move, every_equation(closed.jaxpr)))
-    return _copied(closed, moves=moves, calls=False)
-
-
-def _copied(closed: core.ClosedJaxpr, *, moves: bool, calls: bool) -> core.ClosedJaxpr:
-    """The same function with or without `calls`, and without its moves if it has any."""
-    jaxpr = closed.jaxpr
-    flat = _Flat(moves, calls)
-    constvars, invars = (list(map(flat.fresh, of)) for of in (jaxpr.constvars, jaxpr.invars))
-    flat.consts += zip(constvars, closed.consts, strict=True)
-    outs = flat.emit(jaxpr, [*constvars, *invars])
-    whole = jaxpr.replace(
-        constvars=[v for v, _ in flat.consts], invars=invars, outvars=outs, eqns=flat.eqns
-    )
-    return core.ClosedJaxpr(whole, [c for _, c in flat.consts])
+    if any(map(_is_move, every_equation(closed.jaxpr))):
+        closed = core.ClosedJaxpr(_without_moves(closed.jaxpr), closed.consts)
+    return jax.make_jaxpr(partial(_inlined, closed))(*closed.in_avals)
 
 
 def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The body of a branch, or of a loop other than a scan, with all values on the device."""
-    count = len(jaxpr.constvars)
-    opened = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    flat = _copied(core.ClosedJaxpr(opened, []), moves=True, calls=True).jaxpr
-    return flat.replace(constvars=flat.invars[:count], invars=flat.invars[count:])
+    """The jaxpr with all values on the device, also in loops, branches and calls."""
+    newvar, env, eqns = core.gensym(), dict[core.Var, Any](), list[core.JaxprEqn]()
 
-
-class _Flat:
-    """The equations so far, and the constants that they read."""
-
-    def __init__(self, moves: bool, calls: bool) -> None:
-        """`moves`: there are moves between memories to leave out; `calls` stay."""
-        self._moves, self._calls = moves, calls
-        self._newvar: NewVar = core.gensym()
-        self.eqns: list[core.JaxprEqn] = []
-        self.consts: list[tuple[core.Var, Any]] = []
-
-    def fresh(self, var: core.Var) -> core.Var:
-        """A new variable for the same value, on the device."""
+    def fresh(var: core.Var) -> core.Var:
         aval: Any = var.aval
-        on_host = self._moves and getattr(aval, "memory_space", None) is _Space.Host
-        return self._newvar(aval.update(memory_space=_Space.Device) if on_host else aval)
+        on_host = getattr(aval, "memory_space", None) is _Space.Host
+        return newvar(aval.update(memory_space=_Space.Device) if on_host else aval)
 
-    def emit(self, jaxpr: core.Jaxpr, arguments: Sequence[Atom]) -> list[Atom]:
-        """Append the flattened equations of a jaxpr applied to `arguments`; return its outputs."""
-        env: dict[core.Var, Atom] = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True)
-        )
+    constvars, invars = (list(map(fresh, of)) for of in (jaxpr.constvars, jaxpr.invars))
+    env.update(zip([*jaxpr.constvars, *jaxpr.invars], [*constvars, *invars], strict=True))
+    for eqn in jaxpr.eqns:
+        inputs = _values(eqn.invars, env)
+        outputs = inputs if _is_move(eqn) else list(map(fresh, eqn.outvars))
+        env.update(zip(eqn.outvars, outputs, strict=True))
+        if not _is_move(eqn):
+            params = with_bodies(eqn.params, _without_moves)
+            eqns.append(eqn.replace(invars=inputs, outvars=outputs, params=params))
+    outvars = _values(jaxpr.outvars, env)
+    return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
 
-        def read(atom: Atom) -> Atom:
-            return atom if isinstance(atom, core.Literal) else env[atom]
 
-        for eqn in jaxpr.eqns:
-            inputs = [read(a) for a in eqn.invars]
-            name = "" if self._calls else eqn.primitive.name
-            body = eqn.params.get(_BODY_OF.get(name, ""))
-            if body is not None or _is_move(eqn):
-                outs = inputs if body is None else self._inlined(body, inputs)
-                env.update(zip(eqn.outvars, outs, strict=True))
-                continue
-            params = eqn.params
-            if name == "scan":
-                flat = _copied(params["jaxpr"], moves=self._moves, calls=False)
-                # The constants of the body become operands, so that a body never holds constants.
-                lifted = self._bound(flat.jaxpr.constvars, flat.consts)
-                inputs = [*lifted, *inputs]
-                body = flat.jaxpr.replace(
-                    constvars=[], invars=[*flat.jaxpr.constvars, *flat.jaxpr.invars]
-                )
+def _inlined(closed: core.ClosedJaxpr, *arguments: Any) -> list[Any]:
+    """Evaluate a jaxpr without its calls, also in scans, whose bodies then hold no constants."""
+    jaxpr = closed.jaxpr
+    inputs = [*closed.consts, *arguments]
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return literal(atom) if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs, params = list(map(read, eqn.invars)), eqn.params
+        body = params.get(_BODY_OF.get(eqn.primitive.name, ""))
+        if body is not None:
+            code = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, [])
+            outs = _inlined(code, *inputs)
+        else:
+            if eqn.primitive.name == "scan":
+                flat = flatten(params["jaxpr"])
+                inner, inputs = flat.jaxpr, [*flat.consts, *inputs]
+                opened = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
                 params = params | {
-                    "jaxpr": core.ClosedJaxpr(body, []),
-                    "num_consts": params["num_consts"] + len(lifted),
+                    "jaxpr": core.ClosedJaxpr(opened, []),
+                    "num_consts": params["num_consts"] + len(flat.consts),
                 }
-            elif self._moves:
-                params = with_bodies(params, _without_moves)
-            fresh = [v if isinstance(v, core.DropVar) else self.fresh(v) for v in eqn.outvars]
-            env.update(zip(eqn.outvars, fresh, strict=True))
-            self.eqns.append(eqn.replace(invars=inputs, outvars=fresh, params=params))
-        return [read(a) for a in jaxpr.outvars]
-
-    def _inlined(self, body: Any, inputs: list[Atom]) -> list[Atom]:
-        """Append the equations of a call; return its outputs."""
-        closed = body if isinstance(body, core.ClosedJaxpr) else core.ClosedJaxpr(body, [])
-        return self.emit(
-            closed.jaxpr, [*self._bound(closed.jaxpr.constvars, closed.consts), *inputs]
-        )
-
-    def _bound(self, constvars: Sequence[core.Var], consts: Sequence[Any]) -> list[core.Var]:
-        """New variables for constants."""
-        bound = list(map(self.fresh, constvars))
-        self.consts.extend(zip(bound, consts, strict=True))
-        return bound
+                eqn = eqn.replace(invars=[*inner.constvars, *eqn.invars], params=params)
+            outs = bind(jaxpr, eqn, inputs)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 _ALL_REDUCES = ("psum", "psum_invariant", "pmax", "pmin")

@@ -24,15 +24,13 @@ from .equations import Scan, bind, literal, nbytes, results_of, scan_counts, var
 
 
 class InSlots(NamedTuple):
-    """A jaxpr to evaluate; inputs in `reads` are slots (their arguments are ignored), outputs in
-    `writes` are returned as updated pools.
+    """A jaxpr to evaluate; arguments may be slots and pieces of long arrays.
 
-    Arguments may be pieces of long arrays.  Several outputs may go into one pool.
+    Outputs in `writes` are returned as updated pools.  Several may go into one pool.
     """
 
     jaxpr: core.Jaxpr
     arguments: Sequence[Any]
-    reads: Mapping[int, Slot] = MappingProxyType({})
     writes: Mapping[int, Target] = MappingProxyType({})
 
 
@@ -246,8 +244,8 @@ def run_in_slots(*runs: InSlots) -> list[list[Any]]:
 def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
     """Evaluate a jaxpr up to each of its scans; the caller runs these."""
     jaxpr, writes = run.jaxpr, run.writes
-    slots = {jaxpr.invars[i]: slot for i, slot in run.reads.items()}
-    env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True)) | slots
+    env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True))
+    slots = {v: value for v, value in env.items() if isinstance(value, Slot)}
     now: dict[int, Any] = {}  # pools as they are by now, by the `id` of what they were at first
 
     def current(target: Any) -> Any:

@@ -5,11 +5,11 @@ and written, and layouts that are balanced by costs or by counts.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,6 @@ from ..errors import (
     MAX_STAGES,
     ParseError,
     is_cost,
-    is_flat,
-    is_whole,
     listed,
     quoted,
     set_typed,
@@ -32,8 +30,9 @@ LETTERS = "EtmL"
 # A typed-in repeat such as ((t*999)*999)*999 must not take the machine's memory; no model has a
 # hundred thousand layers.
 MAX_SYMBOLS = 100_000  # of the text, and of the layout with every repeat written out
-MAX_NESTING = 100  # of groups
 _SYNTAX = "|()*,"
+
+T = TypeVar("T")
 
 
 class LayoutError(ParseError):
@@ -41,11 +40,7 @@ class LayoutError(ParseError):
     character.
     """
 
-    positions: tuple[int, ...]
-
-    def __init__(self, message: str, positions: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.positions = positions
+    positions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,14 +62,22 @@ class Layout:
 
     def __post_init__(self) -> None:
         """LayoutError where the stages do not divide over the devices."""
-        _require_devices(self.num_devices)
         set_typed(self, LayoutError)
-        if len(self.stages) > MAX_STAGES:
+        stages, devices = len(self.stages), self.num_devices
+        if stages > MAX_STAGES:
+            raise LayoutError(f"the layout has {stages:,} stages; {MAX_STAGES:,} are the most")
+        if devices < 1 or not stages:
             raise LayoutError(
-                f"the layout has {len(self.stages):,} stages; {MAX_STAGES:,} are the most"
+                "a layout needs at least one stage and devices >= 1; "
+                f"got {stages} stages and devices={quoted(devices)}"
             )
-        if not self.stages or len(self.stages) % self.num_devices:
-            raise LayoutError(_does_not_divide(len(self.stages), self.num_devices))
+        if stages % devices:
+            fits = " or ".join(str(d) for d in range(1, stages + 1) if stages % d == 0)
+            raise LayoutError(
+                f"{stages} stages do not divide over {quoted(devices)} devices: add "
+                f"{quoted(-stages % devices)} more (a '|' begins one, which may be empty), or use "
+                f"{fits} devices"
+            )
 
     @property
     def num_stages(self) -> int:
@@ -114,7 +117,7 @@ class Layout:
         if missing := sorted(set(self.layers) - set(costs)):
             raise LayoutError(
                 f"no cost is given for layer {', '.join(missing)}; give every letter of "
-                f"{_short(self)} one"
+                f"{quoted(str(self))} one"
             )
 
     def table(self) -> str:
@@ -122,14 +125,14 @@ class Layout:
         a line.
         """
         rows = [
-            tuple(_runs(stage) or "(empty)" for stage in self.stages[d :: self.num_devices])
+            tuple(_stage_text(stage) or "(empty)" for stage in self.stages[d :: self.num_devices])
             for d in range(self.num_devices)
         ]
         lines = [("", *(f"chunk {v}" for v in range(self.chunks)))]
         first = 0
-        for row, group in groupby(rows):
-            last = first + len(list(group)) - 1
-            lines.append((f"device {first}" if first == last else f"device {first}-{last}", *row))
+        for row, count in _runs(rows):
+            last = first + count - 1
+            lines.append((f"device {first}" if count == 1 else f"device {first}-{last}", *row))
             first = last + 1
         return in_columns(lines)
 
@@ -169,23 +172,11 @@ def check_layout(
                 f"the layout has {layers.count(letter)} layers {letter}, but the model has "
                 f"{quoted(expected)}"
             )
-    LayoutError.refuse(f"the layout {_short(layout)} is not a complete model", faults)
+    LayoutError.refuse(f"the layout {quoted(str(layout))} is not a complete model", faults)
     return layout
 
 
-def _short(layout: Layout) -> str:
-    """A layout as an error names it."""
-    text = str(layout)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def _require_devices(devices: object) -> int:
-    """The number of devices as Python's own; LayoutError for another value."""
-    if not is_whole(devices) or devices < 1:
-        raise LayoutError(f"a layout needs devices >= 1; got {quoted(devices)}")
-    return int(devices)
-
-
+@typed(LayoutError)
 def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
     """Read a layout string: one letter per layer, `|` between stages, `x*n` and `(...)*n` repeat,
     commas have no meaning.
@@ -198,72 +189,42 @@ def parse_layout(text: str, *, devices: int, letters: str = LETTERS) -> Layout:
     >>> parse_layout("Et*3|(tt|)*29,m|L", devices=16).stages[:2]
     ('Ettt', 'tt')
     """
-    if not isinstance(text, str) or not isinstance(letters, str):
-        raise LayoutError(
-            f"a layout and its letters are text; got {quoted(text)} and letters={quoted(letters)}"
-        )
     bad = [c for c in letters if c in _SYNTAX or c.isspace() or c.isdigit()]
     if bad or len(set(letters)) != len(letters):
         raise LayoutError(
             f"letters={quoted(letters)} must be distinct characters, none of them a digit, a "
             f"space or one of {_SYNTAX}"
         )
-    devices = _require_devices(devices)
     if len(text) > MAX_SYMBOLS:
         raise LayoutError(
             f"the layout has {len(text):,} characters; {MAX_SYMBOLS:,} are the most (repeats are "
             "written t*3)"
         )
-    stages = tuple(_written_out(text, letters).split("|"))
-    if len(stages) % devices:
-        raise LayoutError(
-            _point(text, [(len(text), _does_not_divide(len(stages), devices))]), (len(text),)
-        )
-    return Layout(stages, devices)
+    return Layout(tuple(_written_out(text, letters).split("|")), devices)
 
 
-def _does_not_divide(stages: int, devices: int) -> str:
-    """The message for stages that do not divide: what to add, or which numbers of devices fit."""
-    if not stages:
-        return "a layout needs at least one stage"
-    add = -stages % devices
-    fits = [d for d in range(1, stages + 1) if stages % d == 0]
-    return (
-        f"{stages} stage{'s do' if stages > 1 else ' does'} not divide over {quoted(devices)} "
-        "devices: "
-        f"add {quoted(add)} more (write '{'|' * min(add, 4)}"
-        f"{'...' if add > 4 else ''}' where it may be empty), or use "
-        f"{' or '.join(map(str, fits))} device{'s' if fits[-1] > 1 else ''}"
-    )
+def _runs(items: Iterable[T]) -> list[tuple[T, int]]:
+    """Each run of equal items as one, with its length."""
+    return [(item, len(list(group))) for item, group in groupby(items)]
 
 
-def _runs(stage: str) -> str:
+def _stage_text(stage: str) -> str:
     """`Ettt` -> `Et*3`: runs of three or more as a repeat, with a comma after it unless it ends the
     stage.
     """
-    runs = [(letter, len(list(group))) for letter, group in groupby(stage)]
-    texts = [letter * n if n < 3 else f"{letter}*{n}" for letter, n in runs]
-    return "".join(
-        t + ("," if "*" in t and i < len(texts) - 1 else "") for i, t in enumerate(texts)
-    )
+    texts = (letter * n if n < 3 else f"{letter}*{n}," for letter, n in _runs(stage))
+    return "".join(texts).removesuffix(",")
 
 
 def _canonical(stages: tuple[str, ...]) -> str:
     """Runs of three or more equal stages as `(tt|)*29,`, or `(|tt)*29` where the run ends the
     layout.
     """
-    runs = [(_runs(stage), len(list(group))) for stage, group in groupby(stages)]
-    text = ""
-    for i, (stage, n) in enumerate(runs):
-        is_last = i == len(runs) - 1
-        if n < 3:
-            text += "|".join([stage] * n) + ("" if is_last else "|")
-        elif not is_last:
-            text += f"({stage}|)*{n},"
-        else:
-            # The bar or group before this run has already begun its first stage.
-            text += f"{stage}(|{stage})*{n - 1}"
-    return text
+    *before, (last, count) = [(_stage_text(stage), n) for stage, n in _runs(stages)]
+    texts = [f"{stage}|" * n if n < 3 else f"({stage}|)*{n}," for stage, n in before]
+    # What is before the last run has already begun its first stage.
+    rest = f"|{last}" * (count - 1) if count < 3 else f"(|{last})*{count - 1}"
+    return "".join((*texts, last, rest))
 
 
 _SHOWN = 100  # characters of a layout that an error shows
@@ -297,15 +258,8 @@ def _written_out(text: str, letters: str) -> str:
     symbols = 0
     # Where the last piece begins, which a repeat may follow; None where it may not.
     begin: int | None = None
-    repeated = False
     for token in _TOKEN.finditer(text):
         at, char, pieces = token.start(), token[0][0], groups[-1][1]
-        why, was_repeated, repeated = "", repeated, False
-        if char == "(" and len(groups) > MAX_NESTING:
-            why = f"this '(' opens group {MAX_NESTING + 1} inside another; write fewer parentheses"
-            faults.append((at, why))
-            groups = groups[:1]
-            break
         if char == "(":
             groups.append((at, []))
             begin = None
@@ -316,44 +270,43 @@ def _written_out(text: str, letters: str) -> str:
             symbols += 1
             begin = at
             pieces.append(char)
-        elif char == "*" and was_repeated:
-            why = "a repeat cannot be repeated; put it in parentheses, as in (t*2)*3"
         elif char == "*" and begin is not None and token[1]:
             # Python refuses to read numbers of thousands of digits, so look at the length first.
             times = int(token[1]) if len(token[1]) <= 9 else MAX_SYMBOLS + 1
             more = len(pieces[-1]) * (times - 1)
-            repeated = True
             if symbols + more <= MAX_SYMBOLS:
                 symbols += more
                 pieces[-1] *= times
             else:
                 many = f"there are more than {MAX_SYMBOLS:,} layers and stages"
                 faults.append((begin, f"with this repeat {many}; write a smaller number"))
-        elif char == "*" and begin is not None:
-            why = "'*' needs a number after it, as in t*3"
+            begin = None
         else:
-            why = _why_not(token[0], letters)
-        if why:
-            faults.append((at, why))
+            faults.append((at, _why_not(token, letters)))
             begin = None
     faults += [(at, "this '(' is never closed; write ')' after its group") for at, _ in groups[1:]]
     if faults:
         faults.sort()
-        raise LayoutError(_point(text, faults), tuple(at for at, _ in faults))
+        error = LayoutError(_point(text, faults), tuple(why for _, why in faults))
+        error.positions = tuple(at for at, _ in faults)
+        raise error
     return "".join(groups[0][1])
 
 
-def _why_not(token: str, letters: str) -> str:
+def _why_not(token: re.Match[str], letters: str) -> str:
     """Why a token is not allowed where it is."""
-    if token == ")":
+    char = token[0][0]
+    if char == ")":
         return "this ')' closes no group; remove it, or open one with '('"
-    if token[0] == "*":
-        return "'*' needs a layer or a group before it, as in t*3 or (tt|)*29"
-    if token[0] in "0123456789":
-        return f"the number {token[:_SHOWN]} has no '*' before it; write t*3 for ttt"
+    if char == "*" and not token[1]:
+        return "'*' needs a number after it, as in t*3"
+    if char == "*":
+        return "'*' needs a layer or a group before it, as in t*3, (tt|)*29 or (t*2)*3"
+    if char in "0123456789":
+        return f"the number {token[0][:_SHOWN]} has no '*' before it; write t*3 for ttt"
     return (
-        f"{token!r} is not a layer; write one of {' '.join(letters)}, or pass "
-        f"letters={quoted(letters + token)} to allow it"
+        f"{char!r} is not a layer; write one of {' '.join(letters)}, or pass "
+        f"letters={quoted(letters + char)} to allow it"
     )
 
 
@@ -362,8 +315,9 @@ def _why_not(token: str, letters: str) -> str:
 MAX_SPLIT = 4096
 
 
+@typed(LayoutError)
 def split_layers(
-    costs: Sequence[float], *, stages: int, allow_empty: bool = False
+    costs: Sequence[Any], *, stages: int, allow_empty: bool = False
 ) -> tuple[range, ...]:
     """Split layers, in order, into stages so that the most expensive stage is as cheap as possible;
     returns the layer numbers per stage.
@@ -375,7 +329,20 @@ def split_layers(
     >>> [len(layers) for layers in split_layers([3, 1, 1, 1, 1, 2], stages=3)]
     [1, 3, 2]
     """
-    LayoutError.refuse("cannot split the layers", _cost_faults(costs, stages, allow_empty))
+    layers = len(costs)
+    must = "a cost must be a finite number >= 0"
+    faults = [f"layer {i} costs {quoted(c)}; {must}" for i, c in enumerate(costs) if not is_cost(c)]
+    if stages < 1:
+        faults.append(f"stages must be >= 1; got {quoted(stages)}")
+    if max(layers, stages) > MAX_SPLIT:
+        most = f"{MAX_SPLIT:,} of each are the most"
+        faults.append(f"{layers:,} layers over {quoted(stages)} stages; {most}")
+    elif stages > layers and not allow_empty:
+        faults.append(
+            f"{layers} layers cannot fill {stages} stages; use at most {layers}, or "
+            "allow_empty=True for empty stages"
+        )
+    LayoutError.refuse("cannot split the layers", faults)
     total = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=np.float64))])
     # [start, end] -> cost of a stage that holds layers start ... end - 1
     size = total[None, :] - total[:, None]
@@ -388,9 +355,10 @@ def split_layers(
     return tuple(range(a, b) for a, b in pairwise(cuts))
 
 
+@typed(LayoutError)
 def balanced_layout(
     layers: str,
-    costs: Mapping[str, float] | Sequence[float],
+    costs: Mapping[str, Any] | Sequence[Any],
     *,
     devices: int,
     chunks: int = 1,
@@ -407,7 +375,6 @@ def balanced_layout(
     >>> str(balanced_layout("Et*8,L", {"E": 0.5, "t": 1, "L": 1.5}, devices=4))
     'Ett|tt|t*3|tL'
     """
-    devices, chunks = _require_whole(devices=devices, chunks=chunks)
     model = parse_layout(layers, devices=1, letters=letters)
     if model.num_stages > 1:
         raise LayoutError(
@@ -417,10 +384,6 @@ def balanced_layout(
     if isinstance(costs, Mapping):
         model.require_costs(costs)
         costs = [costs[letter] for letter in model.layers]
-    if not is_flat(costs):
-        raise LayoutError(
-            f"costs={quoted(costs)} must be a number for each letter, or for each layer"
-        )
     if len(costs) != len(model.layers):
         raise LayoutError(
             f"{len(costs)} costs are given for {len(model.layers)} layers; give each layer, or "
@@ -457,19 +420,32 @@ def even_layout(
     'Et|tt|tt|tL'
     """
     fixed = {d: n for d, n in ((0, first_device), (devices - 1, last_device)) if n is not None}
-    faults = _even_faults(num_layers, devices, chunks, mtp_layers, fixed)
-    if fixed and (count_embedding or count_loss):
-        faults.append(
-            "first_device and last_device exclude count_embedding and count_loss; give either "
-            "the one pair or the other"
-        )
-    if first_device is not None and last_device is not None and devices == 1:
-        faults.append(
-            "first_device and last_device are the same device where devices=1; give neither"
-        )
-    LayoutError.refuse("cannot lay the layers out", faults)
+    held, counted = sum(fixed.values()), count_embedding + count_loss
+    sizes = (num_layers, mtp_layers, devices - 1, chunks - 1)
+    layers, pieces = num_layers + mtp_layers, devices * chunks
+    wrong = {
+        "num_layers and mtp_layers must be >= 0, devices and chunks >= 1; got "
+        f"{', '.join(map(quoted, (num_layers, mtp_layers, devices, chunks)))}": min(sizes) < 0,
+        f"{quoted(layers)} layers and {quoted(pieces)} stages are too many; "
+        f"{MAX_SYMBOLS:,} and {MAX_STAGES:,} are the most": (
+            layers > MAX_SYMBOLS or pieces > MAX_STAGES
+        ),
+        f"first_device and last_device are to hold {', '.join(map(quoted, fixed.values()))} of "
+        f"{quoted(num_layers)} layers; give numbers >= 0, no more than there are, and leave one "
+        "out where no other device could hold the rest": (
+            min((0, *fixed.values())) < 0
+            or held > max(num_layers, 0)
+            or (held < num_layers and len(fixed) == devices)
+        ),
+        "first_device and last_device exclude count_embedding and count_loss, and each other where "
+        "devices=1": bool(fixed and counted)
+        or (devices == 1 and None not in (first_device, last_device)),
+    }
+    LayoutError.refuse(
+        "cannot lay the layers out", (text for text, is_so in wrong.items() if is_so)
+    )
     stages = range(devices * chunks)
-    slots = num_layers - sum(fixed.values()) + count_embedding + count_loss
+    slots = num_layers - held + counted
     shares = [([*stages[d::devices]], held) for d, held in fixed.items()]
     shares.append(([s for s in stages if s % devices not in fixed], slots))
     number = {s: n for places, held in shares for s, n in _spread(held, places).items()}
@@ -511,74 +487,3 @@ def _cheapest(
     for origin in reversed(came_from):
         cuts.append(int(origin[cuts[-1]]))
     return cuts[::-1], float(best[layers])
-
-
-def _require_whole(**numbers: Any) -> tuple[int, ...]:
-    """The numbers as Python's own; LayoutError that lists each that is not a whole one."""
-    bad = [
-        f"{name} must be a whole number; got {quoted(n)}"
-        for name, n in numbers.items()
-        if not is_whole(n)
-    ]
-    LayoutError.refuse("these are not numbers of layers, devices or stages", bad)
-    return tuple(map(int, numbers.values()))
-
-
-def _cost_faults(costs: Sequence[float], stages: int, allow_empty: object) -> list[str]:
-    """Everything that is wrong with the arguments of `split_layers`."""
-    _require_whole(stages=stages)
-    if not isinstance(allow_empty, bool):
-        return [f"allow_empty must be True or False; got {quoted(allow_empty)}"]
-    if not is_flat(costs):
-        return [f"costs must be a flat list of numbers, one per layer; got {quoted(costs)}"]
-    if len(costs) > MAX_SPLIT or stages > MAX_SPLIT:
-        return [
-            f"{len(costs):,} layers over {quoted(stages)} stages; {MAX_SPLIT:,} of each are the "
-            "most"
-        ]
-    faults = [
-        f"layer {i} costs {quoted(cost)}; a cost must be a finite number >= 0"
-        for i, cost in enumerate(costs)
-        if not is_cost(cost)
-    ]
-    if stages < 1:
-        faults.append(f"stages must be >= 1; got {quoted(stages)}")
-    if not allow_empty and stages > len(costs):
-        faults.append(
-            f"{len(costs)} layers cannot fill {stages} stages; use at most {len(costs)}, or "
-            "allow_empty=True for empty stages"
-        )
-    return faults
-
-
-def _even_faults(
-    num_layers: int, devices: int, chunks: int, mtp_layers: int, fixed: dict[int, int]
-) -> list[str]:
-    """Everything that is wrong with the numbers given to `even_layout`."""
-    numbers = (
-        ("num_layers", num_layers, 0),
-        ("devices", devices, 1),
-        ("chunks", chunks, 1),
-        ("mtp_layers", mtp_layers, 0),
-    )
-    faults = [
-        f"{name} must be >= {least}; got {quoted(n)}" for name, n, least in numbers if n < least
-    ]
-    for number, what, most in (
-        (num_layers + mtp_layers, "layers", MAX_SYMBOLS),
-        (devices * chunks, "stages", MAX_STAGES),
-    ):
-        if number > most:
-            faults.append(f"{quoted(number)} {what} are too many; {most:,} are the most")
-    faults += [
-        f"device {quoted(d)} cannot hold {quoted(n)} layers; give a number >= 0"
-        for d, n in fixed.items()
-        if n < 0
-    ]
-    held = sum(fixed.values())
-    if held > max(num_layers, 0) or (held < num_layers and len(fixed) == devices):
-        faults.append(
-            f"first_device and last_device are to hold {quoted(held)} layers, but there are "
-            f"{quoted(num_layers)}; leave one number out, or give others"
-        )
-    return faults

@@ -52,7 +52,8 @@ class _Code:
     def __init__(self, segments: Sequence[Segment], ticks: Ticks) -> None:
         templates = [template for segment in segments for template in segment.templates]
         devices, count = ticks.schedule.num_devices, len(templates)
-        self._span = 2 * max((len(template.blocks) for template in templates), default=0) + 2
+        self._blocks = np.array([len(template.blocks) for template in templates], np.int64)
+        self._span = 2 * int(self._blocks.max(initial=0)) + 2
         self.lanes = max((len(template.permutes) for template in templates), default=0)
         chunks = 1 + int(ticks.schedule.chunks.max(initial=0))
         self._place = np.zeros((count, len(Kind), chunks, 2), np.int64)
@@ -71,17 +72,14 @@ class _Code:
             begin += segment.period
         self._template = np.concatenate(numbers)  # per tick
         self.payload = payload[self._template]
-        self.written = np.repeat(self.after(np.arange(ticks.num_ticks))[:, None], self.lanes, 1)
+        self.written = np.zeros(self.payload.shape, np.int64)
         for segment in segments:
             for transit in segment.transits:
-                tick, block = segment.written(transit)
-                ended = block == segment.num_blocks(tick)
-                self.written[segment.ticks(transit.tick), transit.lane] = np.where(
-                    ended, self.after(tick), self.before(tick, block)
-                )
+                at = segment.ticks(transit.tick), transit.lane
+                self.written[at] = self.before(*segment.written(transit))
 
     def before(self, tick: IntArray, block: IntArray | int = 0) -> IntArray:
-        """Right before a block: what arrives is written to its slot."""
+        """Right before a block, or after all: what arrives is written to its slot."""
         return self._span * tick + 2 * block
 
     def during(
@@ -93,7 +91,7 @@ class _Code:
 
     def blocks_done(self, tick: IntArray) -> IntArray:
         """When a pair, which runs as one, has read and written all that its blocks do."""
-        return self.after(tick) - 1
+        return self.before(tick, self._blocks[self._template[tick]]) - 1
 
     def after(self, tick: IntArray) -> IntArray:
         """The time at which a tick is over."""

@@ -11,7 +11,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +134,11 @@ def measured_prices(
         CostError: the file is not one of prices.
     """
     found = read_prices()
-    if kind is None:
-        kinds = [name for name in found if "NVIDIA" in name]
-        kind = kinds[0] if len(kinds) == 1 else None
-    prices = found.get(kind, {}) if kind is not None else {}
-    names = dict(zip(TIMES, TIMES, strict=True)) | ({"predicate": ON_THE_HOST} if on_host else {})
+    gpus = [name for name in found if "NVIDIA" in name]
+    if kind is None and len(gpus) == 1:
+        (kind,) = gpus
+    prices = found.get(str(kind), {})
+    names = {time: ON_THE_HOST if on_host and time == TIMES[0] else time for time in TIMES}
     seconds = {time: float(prices[name]) for time, name in names.items() if name in prices}
     if not seconds:
         return None
@@ -198,13 +197,12 @@ class Chip:
 
 # Austin et al., How to Scale Your Model (2025), the table of TPUs.
 # The clocks are of 4 matrix units of 128 x 128, 8 of these, and 4 of 256 x 256.
-_PUBLISHED = (
+CHIPS = (
     # name, kind, flops, bandwidth, memory, link, clock
-    ("v5e", "TPU v5 lite", 1.97e14, 8.1e11, 16e9, 4.5e10, 1.5e9),
-    ("v5p", "TPU v5", 4.59e14, 2.8e12, 96e9, 9e10, 1.75e9),
-    ("v6e", "TPU v6 lite", 9.2e14, 1.6e12, 32e9, 9e10, 1.75e9),
+    Chip("v5e", "TPU v5 lite", 1.97e14, 8.1e11, 16e9, 4.5e10, 1.5e9),
+    Chip("v5p", "TPU v5", 4.59e14, 2.8e12, 96e9, 9e10, 1.75e9),
+    Chip("v6e", "TPU v6 lite", 9.2e14, 1.6e12, 32e9, 9e10, 1.75e9),
 )
-CHIPS = tuple(starmap(Chip, _PUBLISHED))
 
 
 class RunsOn(Enum):

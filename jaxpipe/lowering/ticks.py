@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -184,11 +184,11 @@ def followed(schedule: Schedule, kinds: tuple[Kind, Kind]) -> BoolArray:
 
 
 def joined_ticks(schedule: Schedule, *, as_one: bool = False) -> Ticks:
-    """As `assign_ticks`, but a W is in the tick of the F right after it, and a part of a share (H)
+    """As `assign_ticks`, but a W is in the tick of the F right after it, and a late part of a share
     in that of the F right before it: fewer ticks, and in each of them predicates to ask.
 
-    A W and an H neither await nor make a transfer, so where transfers run beside blocks they run
-    while their tick's F awaits its input.  With `as_one` a W and its F are one block: where blocks
+    Both neither await nor make a transfer, so where transfers run beside blocks they run while
+    their tick's F awaits its input.  With `as_one` a W and its F are one block: where blocks
     communicate, matmuls of the W run beside collectives of the F.
     """
     table = schedule.encoded
@@ -369,11 +369,11 @@ def _segment(span: Span, ticks: Ticks) -> Segment:
     return Segment(span.start, repeats, tuple(templates[j] for j in range(span.period)), span.loops)
 
 
-# Pieces into which ticks are cut that come once, so that collectives have no predicate.
+# The most templates of a span that is cut at collective actions.
 MOST_PIECES = 24
-# The most ticks of a trip between equal collective actions, and the most of the longer trips of
-# interleaved tables, which repeat after P V microbatches.
-SHORT_TRIP, LONG_TRIP = 12, 512
+# The most ticks of a trip between equal collective actions: interleaved tables repeat after P V
+# microbatches.
+LONGEST_TRIP = 512
 
 
 def between_collectives(ticks: Ticks) -> Iterator[list[Span]]:
@@ -386,68 +386,48 @@ def between_collectives(ticks: Ticks) -> Iterator[list[Span]]:
     """
     marks = ticks.collective
     if marks.any():
-        pieces = _few_pieces(_cut_at_collectives(marks, 0, len(marks)))
+        pieces = _cut_at_collectives(marks, 0, len(marks))
         yield pieces
         yield [span._replace(loops=_in_turns(span.loops)) for span in pieces]
 
 
 def _cut_at_collectives(marks: IntArray, start: int, stop: int) -> list[Span]:
     """The longest stretch of equal intervals first, then the same on both sides of it; the rest is
-    cut into pieces that are run once.
+    cut into pieces that are run once, where they are few.
     """
     if start >= stop:
         return []
-    best = _equal_intervals(marks, start, stop, longest=LONG_TRIP)
+    best = _equal_intervals(marks, start, stop)
     if best is not None:
         before = _cut_at_collectives(marks, start, best.start)
         return [*before, best, *_cut_at_collectives(marks, best.stop, stop)]
-    if not marks[start:stop].any():
-        return [Span(start, stop, 1)]
-    return [Span(start, stop, stop - start, _loops(marks[start:stop]))]
+    cut = Span(start, stop, stop - start, _loops(marks[start:stop]))
+    return [cut if marks[start:stop].any() and _is_short(cut) else Span(start, stop, 1)]
 
 
-def _few_pieces(spans: list[Span]) -> list[Span]:
-    """The spans; of those that come once, the ones with the most pieces share one code instead,
-    where all have too many.
-    """
-    once = [span for span in spans if span.loops and span.period == span.stop - span.start]
-    once.sort(key=_num_pieces)
-    pieces = accumulate(map(_num_pieces, once))
-    uncut = {span for span, number in zip(once, pieces, strict=True) if number > MOST_PIECES}
-    return [Span(span.start, span.stop, 1) if span in uncut else span for span in spans]
-
-
-def _equal_intervals(
-    marks: IntArray, start: int, stop: int, *, longest: int = SHORT_TRIP
-) -> Span | None:
+def _equal_intervals(marks: IntArray, start: int, stop: int) -> Span | None:
     """The longest stretch that begins at a collective action and repeats, with its shortest period;
     None where no stretch has two trips.
-
-    Trips that are longer than `SHORT_TRIP` begin after their longest interval.
     """
     best, mine = Span(start, start, 0), marks[start:stop]
-    for period in range(2, min(longest, len(mine) // 2) + 1):
+    for period in range(2, min(LONGEST_TRIP, len(mine) // 2) + 1):
         for begin, length in runs_of_true(mine[period:] == mine[:-period]):
-            if length < best.stop - best.start:
-                continue
             first = np.flatnonzero(mine[begin : begin + period])
-            if not len(first):
+            if length < best.stop - best.start or not len(first):
                 continue
-            gaps = np.diff(first, prepend=first[-1] - period)
-            at = begin + int(first[gaps.argmax() if period > SHORT_TRIP else 0])
+            at = begin + int(first[0])
             repeats = (begin + length + period - at) // period
             if repeats < 2 or (repeats - (best.period > 0)) * period < best.stop - best.start:
                 continue
             loops = _loops(mine[at : at + period])
             span = Span(start + at, start + at + repeats * period, period, loops)
-            if period <= SHORT_TRIP or _num_pieces(span) <= MOST_PIECES:
-                best = span
+            best = span if _is_short(span) else best
     return best if best.period else None
 
 
-def _num_pieces(span: Span) -> int:
-    """Templates that a span with loops has code for."""
-    return sum(1 for _ in ticks_of(span.loops))
+def _is_short(span: Span) -> bool:
+    """Whether a span with loops has code for few templates."""
+    return sum(1 for _ in ticks_of(span.loops)) <= MOST_PIECES
 
 
 def _loops(marks: IntArray) -> tuple[Loop, ...]:
@@ -484,7 +464,7 @@ def runs_of_true(flags: BoolArray) -> list[tuple[int, int]]:
 
 
 # Ticks of a trip: the turns of the catalogue's steady states.
-PERIODS = (1, 2, 3, 4, 6)
+PERIODS = (1, 2, 4, 6)
 # The longest period of an exact repeat: the least common multiple of them.
 LONGEST_PERIOD = 12
 
@@ -492,13 +472,20 @@ LONGEST_PERIOD = 12
 def span_candidates(ticks: Ticks) -> tuple[tuple[Span, ...], ...]:
     """Every list of spans to choose from.  Ticks that take turns are one span with the period that
     they were made for.
+
+    Others are one span, or warmup, steady state and cooldown.  The ramps may be cut where the first
+    device begins its backwards and where the last one has done its forwards.
     """
     stop = ticks.num_ticks
     if not stop or ticks.period > 1:
         return ((Span(0, stop, ticks.period),) if stop else (),)
     edges = _edges(ticks)
-    found = [*_phases(stop, *edges), *_repeats(ticks, edges), *between_collectives(ticks)]
-    return tuple(dict.fromkeys(map(tuple, found)))
+    found = [
+        _around(steady, stop, cuts)
+        for steady in _steady_states(ticks, edges)
+        for cuts in ((), edges[::2])
+    ]
+    return tuple(dict.fromkeys(map(tuple, [*found, *between_collectives(ticks)])))
 
 
 def _edges(ticks: Ticks) -> tuple[int, int, int, int]:
@@ -516,43 +503,26 @@ def _edges(ticks: Ticks) -> tuple[int, int, int, int]:
     return int(begins.min()), int(begins.max()), int(ends.max()), int(ends.min())
 
 
-def _phases(stop: int, *edges: int) -> Iterator[list[Span]]:
-    """One span, or warmup, steady state and cooldown.
-
-    The steady state begins when some device, or every device, has begun its backwards.  It ends
-    when some device, or every device, has done its forwards.  The ramps may be cut where the first
-    device begins and where the last one ends.
-    """
-    begins, ends, some = edges[:2], edges[2:], (edges[0], edges[2])
-    for (begin, end), cuts, period in product(
-        ((0, stop), *product(begins, ends)), ((), some), PERIODS
-    ):
-        if period == 1 or end - begin >= 2 * period:
-            yield [
-                Span(a, b, period if (a, b) == (begin, end) else 1)
-                for a, b in pairwise(sorted({0, *cuts, begin, end, stop}))
-            ]
-
-
-def _repeats(ticks: Ticks, edges: Sequence[int]) -> Iterator[list[Span]]:
-    """The longest exact repeat of each period, between a warmup and a cooldown of period 1; and the
-    longest of all between ramps of period 2 that are cut at the edges.
-
-    Where a transfer takes long, the cuts make fewer of them: each piece makes its own alone.
+def _steady_states(ticks: Ticks, edges: Sequence[int]) -> Iterator[Span]:
+    """All ticks; those from where some device, or every device, has begun its backwards, to where
+    some device, or every device, has done its forwards; and the longest exact repeat of each
+    period.
     """
     codes, stop = ticks.signatures, ticks.num_ticks
-    longest = Span(0, 0, 1)
+    phases = ((0, stop), *product(edges[:2], edges[2:]))
+    for (begin, end), period in product(phases, PERIODS):
+        if end - begin >= (1 if period == 1 else 2 * period):
+            yield Span(begin, end, period)
     for period in range(1, min(LONGEST_PERIOD, stop // 2) + 1):
         runs = runs_of_true(codes[period:] == codes[:-period])
         begin, length = max(runs, key=lambda run: run[1], default=(0, 0))
         end = begin + (length + period) // period * period
         if end - begin > 2 * period:
-            steady = Span(begin, end, period)
-            longest = max(longest, steady, key=lambda span: span.stop - span.start)
-            spans = Span(0, begin, 1), steady, Span(end, stop, 1)
-            yield [span for span in spans if span.start < span.stop]
-    if longest.stop == longest.start or longest.stop < stop // 2:
-        return
-    inside = range(longest.start + 1, longest.stop)
-    marks = sorted({0, stop, longest.start, longest.stop, *edges}.difference(inside))
-    yield [longest if a == longest.start else Span(a, b, min(b - a, 2)) for a, b in pairwise(marks)]
+            yield Span(begin, end, period)
+
+
+def _around(steady: Span, stop: int, cuts: Iterable[int]) -> list[Span]:
+    """A steady state, and the ramps before and after it, which are cut where a cut is in them."""
+    outside = (tick for tick in cuts if not steady.start < tick < steady.stop)
+    marks = sorted({0, stop, steady.start, steady.stop, *outside})
+    return [steady if a == steady.start else Span(a, b, 1) for a, b in pairwise(marks)]

@@ -6,20 +6,19 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial, reduce
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
 from itertools import count, product
 from operator import or_
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import Mesh
 
-from ..arrays import Params, PyTree, array_faults, axis_faults, by_path, described, wider
+from ..arrays import PyTree, accumulator_dtype, array_faults, axis_faults, by_path
 from ..engine.costs import Costs
 from ..errors import PipelineError, ScheduleError, quoted
 from ..jaxprs.equations import flatten
@@ -28,20 +27,17 @@ from ..table.kinds import Placement
 from ..table.schedule import Schedule
 from ..transforms.spread import spread_first, spread_last
 from .calls import Cuts, Function
-from .functions import Functions, Ledger, Positioned, positions, time_faults
-from .model import Model, Plain
+from .functions import Functions, Ledger
+from .model import Model
 from .param_layout import (
     EMBEDDING,
     LOSS,
     OUTER,
-    Chunks,
     LayerMap,
     ParamLayout,
     owner_faults,
-    with_outer,
 )
-from .partition import Partition, leaf_plans
-from .settings import Memory, Sharding, on_mesh
+from .partition import leaf_plans
 
 _SECONDS = "seconds"  # how the unit of costs begins that `measure` returns
 
@@ -75,24 +71,20 @@ def under_policies(model: Model, policies: Mapping[str, str]) -> Model:
 def _checkpointed(
     call: Callable[..., Any], policy: Callable[..., bool] | None
 ) -> Callable[..., Any]:
-    """The call under `jax.checkpoint` of arrays alone: `training` stays a Python bool."""
+    """The call under `jax.checkpoint`; rows that it appends leave it as results."""
 
     @functools.wraps(call)
     def run(*arguments: PyTree, **keywords: PyTree) -> PyTree:
-        leaves, tree = jax.tree.flatten((arguments, keywords))
-        arrays = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
         ledger: Ledger | None = getattr(keywords.get("ctx"), "ledger", None)
 
-        def on_arrays(arrays: dict[int, Any]) -> tuple[PyTree, ...]:
-            values = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-            arguments, keywords = jax.tree.unflatten(tree, values)
+        def traced() -> tuple[PyTree, ...]:
             if ledger is None:
                 return call(*arguments, **keywords), {}, {}
             own = ledger.again()
-            keywords["ctx"] = keywords["ctx"]._replace(ledger=own)
-            return call(*arguments, **keywords), own.rows, own.buffers
+            ctx = keywords["ctx"]._replace(ledger=own)
+            return call(*arguments, **{**keywords, "ctx": ctx}), own.rows, own.buffers
 
-        out, rows, buffers = jax.checkpoint(on_arrays, policy=policy)(arrays)
+        out, rows, buffers = jax.checkpoint(traced, policy=policy)()
         if ledger is not None:
             ledger.rows |= rows
             ledger.buffers |= buffers
@@ -108,18 +100,17 @@ def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -
     They are placed by `costs` where these say how long a share takes.
     """
     for name, kind, put in (("last", "L", spread_last), ("first", "E", spread_first)):
-        there, spreads = (getattr(o, f"spreads_{name}") for o in (schedule.encoded, functions))
+        there, spreads = getattr(schedule.encoded, f"spreads_{name}"), functions.spreads(name)
         if there and not spreads:
             raise PipelineError(
                 f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, "
                 f"but `{name}` is not spread; give {name}=jaxpipe.spread(...), or take {kind} out "
                 "with jaxpipe.transforms.remove_spread"
             )
-        if there or not spreads:
-            continue
-        timed = costs is not None and getattr(costs, name) is not None
         try:
-            schedule = put(schedule, costs=costs if timed else None)
+            if spreads and not there:
+                timed = costs is not None and getattr(costs, name) is not None
+                schedule = put(schedule, costs=costs if timed else None)
         except ScheduleError as error:
             raise PipelineError(
                 f"`{name}` cannot be spread with schedule {schedule.name!r}: {error}"
@@ -140,35 +131,12 @@ def check_costs(costs: Costs | None, schedule: Schedule) -> None:
     costs.for_stages(schedule.num_stages)
 
 
-def check_kinds(given: Mapping[str, Any]) -> None:
-    """PipelineError for arguments of `Pipeline` of another kind, such as a schedule's name instead
-    of a schedule; every fault is listed.
-    """
-    name = given["schedule"] if isinstance(given["schedule"], str) else "1f1b"
-    build = f"jaxpipe.schedules.build({name!r}, devices=P, microbatches=M)"
-    wanted = {
-        "model": (Model, "write jaxpipe.Model(stage, first=..., last=...)"),
-        "schedule": (Schedule, f"write {build}"),
-        "mesh": (Mesh, 'write jax.make_mesh((P,), ("pipe",))'),
-        "sharding": (Sharding, "write jaxpipe.Sharding(...)"),
-        "memory": (Memory, "write jaxpipe.Memory(...)"),
-        "costs": (Costs, "take what jaxpipe.measure returns"),
-    }
-    faults = [
-        f"{name} must be a {'jax.sharding' if kind is Mesh else 'jaxpipe'}.{kind.__name__}, not "
-        f"{quoted(given[name])}; {how}"
-        for name, (kind, how) in wanted.items()
-        if not (isinstance(given[name], kind) or (name == "costs" and given[name] is None))
-    ]
-    PipelineError.refuse("", faults)
-
-
 def staged(
     model: Model, schedule: Schedule, layout: str | Layout | None, remat: Any = None
 ) -> tuple[Functions, ParamLayout, Cuts]:
     """Cut a model into the stages of a schedule; PipelineError where they do not fit."""
     placement = schedule.placement
-    if model.is_layered:
+    if model.layers is not None:
         layers = LayerMap.of(_layout(model, placement, layout), placement)
         stages = layers.functions(model.stages, has_loss=model.stage_loss)
         params = ParamLayout(placement, unlike=True, layers=layers)
@@ -255,152 +223,17 @@ def key_faults(rng: Any) -> list[str]:
     return [f"rng={quoted(rng)} is no key; write rng=jax.random.key({number})"]
 
 
-def state_faults(state: Any, layout: ParamLayout, *, wanted: bool) -> list[str]:
-    """Faults of the stages' own state; `wanted`: some stage takes it."""
-    if not wanted:
+def state_faults(state: Any, layout: ParamLayout, what: str) -> list[str]:
+    """Faults of the stages' own state; `what` it is, "" where no stage takes it."""
+    if not what:
         return ["no stage takes `state` by keyword; leave state= out"] if state else []
     if not state:
         return ["a stage takes `state`, but the step got none; give state=pipe.place_state(...)"]
-    return owner_faults(state, layout, "state", "place_state")
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("stages",),
-    meta_fields=("sequences", "length"),
-)
-@dataclass(frozen=True)
-class Cache:
-    """What the stages keep of some sequences, on the devices of the stages.
-
-    Attributes:
-        stages: for each chunk (carry, appended rows by name), leaves [P, sequences, ...].
-        sequences: how many there are; sequence m is microbatch m of a schedule without slices.
-        length: positions of a sequence that there is room for.
-    """
-
-    stages: Chunks
-    sequences: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Caching:
-    """Calls with a cache, for the functions of a pipeline and its schedule."""
-
-    functions: Functions
-    partition: Partition
-    schedule: Schedule
-
-    @property
-    def sequences(self) -> int:
-        """The sequences of a step."""
-        return self.schedule.num_microbatches // self.schedule.slices
-
-    def shapes(self, params: Params, batch: PyTree, length: int) -> list[PyTree]:
-        """What each stage keeps in a cache with room for `length` positions, leaves [sequences,
-        ...].
-
-        Raises:
-            PipelineError: the batch or the length does not fit; every fault is listed.
-        """
-        faults = self._batch_faults(batch)
-        if not isinstance(length, int) or length < 1:
-            faults.append(f"length must be a whole number of at least 1, not {length!r}")
-        PipelineError.refuse("there is no cache for this batch", faults)
-        params, cuts = with_outer(params), self.partition.cuts
-        layout = self.partition.layout
-        functions = replace(self.functions, training=False).with_cache(length)
-        functions = functions.over(self.partition.axis, cuts, params, parts=1)
-        count = self.schedule.num_stages
-
-        def carried(params: Params, batch: PyTree) -> list[PyTree]:
-            rows = functions.split(batch, self.schedule.num_microbatches)
-            trees = [layout.of_stage(stage, params["stages"]) for stage in range(count)]
-            own = {**params, "stages": trees}
-            plain = Plain(functions.for_batch(rows), cuts, own, rows, None, stacked=False)
-            return list(plain.begin([()] * count)[1])
-
-        return [
-            jax.tree.map(lambda a: jax.ShapeDtypeStruct((self.sequences, *a.shape), a.dtype), tree)
-            for tree in jax.eval_shape(on_mesh(self.partition.mesh, carried), params, batch)
-        ]
-
-    def positioned(self, cache: Any, batch: PyTree, position: Any) -> Positioned:
-        """The batch of a call that goes on at a position of its cache.
-
-        Raises:
-            PipelineError: cache, batch and position do not fit; every fault is listed.
-        """
-        layout, sequences = self.partition.layout, self.sequences
-        faults = self._batch_faults(batch)
-        if not isinstance(cache, Cache):
-            kind = type(cache).__name__
-            faults += [f"cache= takes what `empty_cache` or `outputs` returned, not {kind}"]
-        elif not faults:
-            if cache.stages.layout != layout:
-                faults += [
-                    f"the cache is for {cache.stages.layout}, but this schedule has {layout}; make "
-                    "it by `empty_cache` of this pipeline"
-                ]
-            if cache.sequences != sequences:
-                has = f"the cache has {cache.sequences} sequences"
-                faults += [f"{has}, but the schedule has {sequences}"]
-            more = positions(batch, self.functions.time)
-            faults += _position_faults(cache, position, more)
-        PipelineError.refuse("this call with a cache cannot be lowered", faults)
-        at = jnp.broadcast_to(jnp.asarray(position, jnp.int32), (sequences,))
-        return Positioned(batch, at, cache.length)
-
-    def _batch_faults(self, batch: PyTree) -> list[str]:
-        """Why a batch cannot go with a cache."""
-        functions = self.functions
-        faults = time_faults(batch, functions.slices, functions.time, always=True)
-        if axes := self.partition.data_axes:
-            faults.append(
-                f"a cache does not combine with the data axes {', '.join(axes)}; give each data "
-                "shard a pipeline of its own"
-            )
-        if functions.has_state:
-            faults.append("a cache does not combine with stages that take `state`")
-        return faults
-
-
-def _position_faults(cache: Cache, position: Any, more: int) -> list[str]:
-    whole = jnp.issubdtype(jnp.result_type(position), jnp.integer)
-    if not whole or np.shape(position) not in ((), (cache.sequences,)):
-        what = described(position)
-        return [f"position is {what}; give a whole number, or {cache.sequences} of them"]
-    if isinstance(position, jax.core.Tracer):
-        return []
-    least, most = int(np.min(position)), int(np.max(position))
-    if least < 0 or most + more > cache.length:
-        return [
-            f"{more} rows at position {most if least >= 0 else least} are beyond the buffers of "
-            f"the cache, which have room for {cache.length}; make it with length={most + more}"
-        ]
-    return []
-
-
-def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> PyTree:
-    """NaN in place of floating outputs where rows are beyond the buffers of the cache.
-
-    A position that is traced is known when the program runs, which is too late for an error.
-    """
-    if not isinstance(batch.position, jax.core.Tracer):
-        return outputs
-    end = batch.position + positions(batch.batch, time)
-    fits = jnp.all(end <= batch.room) & jnp.all(batch.position >= 0)
-
-    def hidden(leaf: Any) -> Any:
-        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return jnp.where(fits, leaf, jnp.nan) if inexact else leaf
-
-    return jax.tree.map(hidden, outputs)
+    return owner_faults(state, layout, what, "place_state")
 
 
 # The texts of the equations that matter to one parameter alone, by path.
-Rules: TypeAlias = "dict[str, tuple[str, ...]]"
+Rules: TypeAlias = "dict[str, list[str]]"
 
 # parameters of equations that say where numbers are
 _LAYOUT = frozenset({"shape", "sharding", "broadcast_dimensions"})
@@ -427,7 +260,7 @@ def check_rules(
         parameter.path: f"{parameter.path!r} of shape {parameter.shape} is stored in {path!r} of "
         f"shape {leaf.shape}, with which the optimizer does something else"
         for (path, leaf), plan in leaves
-        for parameter in plan.parameters
+        for parameter, _ in plan.parameters
         if rules[0][path] != rules[1][parameter.path]
     }
     PipelineError.refuse(
@@ -456,7 +289,7 @@ def rules_of(optimizer: Any, *trees: Mapping[str, PyTree]) -> list[Rules] | None
     return None
 
 
-def _rules_of(optimizer: Any, tree: Params, extra: dict[str, Any]) -> Rules:
+def _rules_of(optimizer: Any, tree: PyTree, extra: dict[str, Any]) -> Rules:
     paths = list(by_path(tree))
     state = jax.eval_shape(optimizer.init, tree)
     closed, shapes = jax.make_jaxpr(
@@ -464,32 +297,16 @@ def _rules_of(optimizer: Any, tree: Params, extra: dict[str, Any]) -> Rules:
     )(tree, state, tree)
     if len(jax.tree.leaves(shapes[0])) != len(paths):
         raise ValueError("not an update for each parameter")
-    numbers, nodes = count(), list[_Node]()
-    inputs = [next(numbers) for _ in closed.jaxpr.invars]
-    ends: dict[int, int] = {}  # by value, the results that it matters to, updates first: a bit each
-    for i, out in enumerate(_graph(closed, inputs, nodes, numbers)):
-        ends[out] = ends.get(out, 0) | 1 << i
-    for node in reversed(nodes):
-        for value in node.reads:
-            ends[value] = ends.get(value, 0) | _any(ends, node.writes)
-    # results that matter to updates, of this step or of a later one
-    live = updates = (1 << len(paths)) - 1
-    states, before = range(len(paths), len(inputs) - len(paths)), 0
-    while live != before:
-        before = live
-        live |= sum(1 << k for k in states if ends.get(inputs[k], 0) & live)
-    # by value, the parameters of which it reads the gradient, or themselves
-    made_of: dict[int, int] = {}
-    for i in range(len(paths)):
-        made_of[inputs[i]] = made_of[inputs[i - len(paths)]] = 1 << i
-    found: list[list[str]] = [[] for _ in paths]
-    for node in nodes:
-        origin, matters = _any(made_of, node.reads), _any(ends, node.writes) & live
-        made_of.update(dict.fromkeys(node.writes, origin))
-        about = matters & updates or origin
-        if node.text and matters and about & origin and about.bit_count() == 1:
-            found[about.bit_length() - 1].append(node.text)
-    return dict(zip(paths, map(tuple, found), strict=True))
+    graph = _Graph(closed)
+    gradients, parameters = graph.inputs[: len(paths)], graph.inputs[-len(paths) :]
+    made_of = graph.made_of(gradients, parameters)
+    matters_to = graph.matters_to(len(paths))
+    found: dict[str, list[str]] = {path: [] for path in paths}
+    for text, reads, writes in graph.nodes:
+        alone = _any(matters_to, writes)
+        if text and alone.bit_count() == 1 and alone & _any(made_of, reads):
+            found[paths[alone.bit_length() - 1]].append(text)
+    return found
 
 
 def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTree]:
@@ -500,7 +317,7 @@ def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTre
     """
 
     def gradient(leaf: Any) -> jax.ShapeDtypeStruct:
-        dtype = leaf.dtype if accumulate is None else wider(leaf.dtype, accumulate)
+        dtype = accumulator_dtype(leaf.dtype, accumulate)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
     def init(params: PyTree) -> PyTree:
@@ -523,52 +340,65 @@ def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTre
 
 def inputs_of(closed: core.ClosedJaxpr) -> list[int]:
     """For each result of a function, the inputs on which it depends: a bit each."""
-    numbers, nodes = count(), list[_Node]()
-    made_of = {next(numbers): 1 << i for i in range(len(closed.jaxpr.invars))}
-    outs = _graph(closed, list(made_of), nodes, numbers)
-    for node in nodes:
-        made_of.update(dict.fromkeys(node.writes, _any(made_of, node.reads)))
-    return [made_of.get(out, 0) for out in outs]
+    graph = _Graph(closed)
+    made_of = graph.made_of(graph.inputs)
+    return [made_of[out] for out in graph.outs]
 
 
 def _any(bits: Mapping[int, int], values: Sequence[int]) -> int:
-    return reduce(or_, (bits.get(value, 0) for value in values), 0)
+    return reduce(or_, (bits[value] for value in values), 0)
 
 
-class _Node(NamedTuple):
-    """An equation: what it does, the numbers of the values that it reads, and of those that it
-    makes.
+class _Graph:
+    """The equations of a function, with those of both branches of conditions: what each does, the
+    numbers of the values that it reads, and of those that it makes.
     """
 
-    text: str
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
+    def __init__(self, closed: core.ClosedJaxpr) -> None:
+        self.nodes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        self._new = count().__next__
+        self.inputs = [self._new() for _ in closed.jaxpr.invars]
+        self.outs = self._add(closed, self.inputs)
 
+    def _add(self, closed: core.ClosedJaxpr, inputs: Sequence[int]) -> list[int]:
+        """Append the equations of a jaxpr; the numbers of its results."""
+        flat = flatten(closed).jaxpr
+        known: dict[Any, int] = defaultdict(self._new, zip(flat.invars, inputs, strict=True))
 
-def _graph(
-    closed: core.ClosedJaxpr, inputs: Sequence[int], nodes: list[_Node], numbers: Iterator[int]
-) -> list[int]:
-    """Append the equations of a jaxpr, with those of both branches of a condition; return the
-    numbers of its results.
-    """
-    flat = flatten(closed).jaxpr
-    known: dict[Any, int] = defaultdict(numbers.__next__, zip(flat.invars, inputs, strict=True))
+        def numbers(atoms: Sequence[Any]) -> tuple[int, ...]:
+            return tuple(self._new() if isinstance(a, core.Literal) else known[a] for a in atoms)
 
-    def number(atom: Any) -> int:
-        return next(numbers) if isinstance(atom, core.Literal) else known[atom]
+        for eqn in flat.eqns:
+            reads, writes = numbers(eqn.invars), numbers(eqn.outvars)
+            if eqn.primitive.name != "cond":
+                self.nodes.append((_text(eqn), reads, writes))
+                continue
+            branches = [self._add(branch, reads[1:]) for branch in eqn.params["branches"]]
+            for out, *values in zip(writes, *branches, strict=True):
+                self.nodes.append(("cond", (reads[0], *values), (out,)))
+        return [*numbers(flat.outvars)]
 
-    for eqn in flat.eqns:
-        reads = tuple(number(atom) for atom in eqn.invars)
-        writes = tuple(known[var] for var in eqn.outvars)
-        if eqn.primitive.name != "cond":
-            nodes.append(_Node(_text(eqn), reads, writes))
-            continue
-        branches = [_graph(branch, reads[1:], nodes, numbers) for branch in eqn.params["branches"]]
-        nodes += [
-            _Node("cond", (reads[0], *values), (out,))
-            for out, *values in zip(writes, *branches, strict=True)
-        ]
-    return [number(atom) for atom in flat.outvars]
+    def made_of(self, *inputs: Sequence[int]) -> dict[int, int]:
+        """By value, those of the inputs on which it depends: a bit each, by their places."""
+        found = defaultdict(int, {value: 1 << i for each in inputs for i, value in enumerate(each)})
+        for _, reads, writes in self.nodes:
+            found.update(dict.fromkeys(writes, _any(found, reads)))
+        return found
+
+    def matters_to(self, count: int) -> dict[int, int]:
+        """By value, those of the first `count` results that depend on it, in this call or in a
+        later one, which is given the other results in place of the inputs of these numbers.
+        """
+        found: dict[int, int] = defaultdict(int)
+        before: dict[int, int] | None = None
+        while found != before:
+            before = dict(found)
+            for i, out in enumerate(self.outs):
+                found[out] |= 1 << i if i < count else found[self.inputs[i]]
+            for _, reads, writes in reversed(self.nodes):
+                for value in reads:
+                    found[value] |= _any(found, writes)
+        return found
 
 
 def _text(eqn: core.JaxprEqn) -> str:

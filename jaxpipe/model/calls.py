@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,6 @@ from ..arrays import PyTree, by_path, described, followed, path_text, summable
 from ..errors import PipelineError
 from ..jaxprs.equations import every_equation
 from .settings import axes_of, holds
-
-# By path of a parameter: the dim that is cut, or None.
-Dims: TypeAlias = "Mapping[str, int | None]"
 
 
 @dataclass(frozen=True)
@@ -194,31 +191,14 @@ class Cuts:
             for key, tree in params.items()
         }
 
-    def shares(self, key: str, placed: PyTree) -> PyTree:
-        """The parts of whole placed parameters, leaves [parts, ...]; those that are not cut are the
-        same for all.
-        """
-
-        def share(path: Any, leaf: Any) -> Any:
-            dim = self.dim(key, path)
-            array = leaf.array if is_padded(leaf) else leaf
-            if dim is None:
-                return jnp.broadcast_to(array, (self.parts, *array.shape))
-            return jnp.stack(jnp.split(array, self.parts, dim))
-
-        return jax.tree_util.tree_map_with_path(share, placed, is_leaf=is_padded)
-
-    def sizes(self, key: str, placed: PyTree, *, parts: int | None = None) -> PyTree:
-        """For each parameter, given one of `parts` parts of it, the whole length of the dim that is
-        cut; 0 where none is.
-        """
-        count = self.parts if parts is None else parts
+    def sizes(self, key: str, placed: PyTree) -> PyTree:
+        """For each parameter the whole length of the dim that is cut; 0 where none is."""
 
         def size(path: Any, leaf: Any) -> int:
             if is_padded(leaf):
                 return int(leaf.size)
             dim = self.dim(key, path)
-            return 0 if dim is None else int(leaf.shape[dim]) * count
+            return 0 if dim is None else int(leaf.shape[dim])
 
         return jax.tree_util.tree_map_with_path(size, placed, is_leaf=is_padded)
 
@@ -252,30 +232,22 @@ _ADVICE = {
 }
 
 
-def refusal(name: str, error: Exception) -> PipelineError | None:
-    """What to remove from the function of this name, where JAX refused a sharding in it."""
-    text = str(error)
-    advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    varying = re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))
-    if advice is None and not {*manual}.isdisjoint(varying):
-        advice = _SHARD_MAP
-    if advice is None:
-        return None
-    return PipelineError(f"`{name}` {advice} ({text.splitlines()[0]})")
-
-
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """JAX's errors about shardings in the function of this name as PipelineErrors."""
+    """JAX's errors about shardings in the function of this name as PipelineErrors, which say what
+    to remove from it.
+    """
     try:
         yield
     except PipelineError:
         raise
-    except (TypeError, ValueError) as error:
-        if refused := refusal(name, error):
-            raise refused from error
-        raise
+    except Exception as error:
+        text, manual = str(error), jax.sharding.get_abstract_mesh().manual_axes
+        advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
+        varying = re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))
+        if advice is None and set(manual).isdisjoint(varying):
+            raise
+        raise PipelineError(f"`{name}` {advice or _SHARD_MAP} ({text.splitlines()[0]})") from error
 
 
 def check_equations(name: str, jaxprs: Sequence[core.Jaxpr]) -> None:
@@ -429,18 +401,17 @@ class Function:
         """
         try:
             own = {name: keywords[name] for name in sorted(self.wants)}
-            return self.call(*arguments, **own)
+            with refusing(self.name):
+                return self.call(*arguments, **own)
         except PipelineError:
             raise
         except Exception as error:
             ctx = keywords["ctx"] if "ctx" in self.wants else None
             if ctx is not None and ctx.rng is None and re.search(r"\b(key|PRNG)", str(error)):
                 raise PipelineError(
-                    f"`{self.name}` uses ctx.rng, but the step got no key; pass "
+                    f"`{self.name}` draws random numbers, but the step got no key; pass "
                     "rng=jax.random.key(...)"
                 ) from error
-            if refused := refusal(self.name, error):
-                raise refused from error
             shapes = "; ".join(described(tree) for tree in arguments)
             error.add_note(
                 f"jaxpipe: this was raised by `{self.name}` ({_place(self.call)}) when it was "

@@ -26,7 +26,7 @@ from ..arrays import (
     zeros_of,
 )
 from ..errors import PipelineError
-from .calls import Context, Cuts, Function
+from .calls import Context, Cuts, Function, unpadded
 
 
 @partial(
@@ -169,20 +169,14 @@ _in_place.defvjp(_forwards, _backwards)
 
 @dataclass
 class Ledger:
-    """The rows that a stage appends while it is traced.
-
-    With a `room` the buffers are a cache's: they outlive a call, and `before` has them for all
-    sequences, [sequences, ...].
+    """The rows that a stage appends while it is traced; with a cache the buffers are those of one
+    of its sequences.
     """
 
+    functions: Functions
+    number: Any  # of the slice; with a cache the position of its first row
     # buffers by name; None while their shapes are inferred
     before: Mapping[str, Any] | None
-    number: Any  # of the slice; with a cache the position of its first row
-    slices: int = 1
-    # buffers have the rows of this slice already: the executor writes them
-    holds: bool = False
-    room: int = 0  # positions of a cache's buffers
-    sequence: Any = None  # of a cache
     prefix: str = ""  # of names
     rows: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, Any] = field(default_factory=dict)
@@ -209,40 +203,24 @@ class Ledger:
                 f"{list(rows.shape)}"
             )
         axis %= rows.ndim
-        room = self.room or self.slices * rows.shape[axis]
+        functions = self.functions
+        room = functions.room or functions.slices * rows.shape[axis]
         shape = (*rows.shape[:axis], room, *rows.shape[axis + 1 :])
         buffer: Any = jnp.zeros(shape, rows.dtype) if self.before is None else self.before.get(name)
-        own = None if buffer is None else (buffer.shape[int(self.of_cache) :], buffer.dtype)
-        if own != (shape, rows.dtype):
+        if buffer is None or (buffer.shape, buffer.dtype) != (shape, rows.dtype):
             raise PipelineError(
                 f"ctx.append({name!r}, ...) of rows {described(rows)} finds a buffer of "
                 f"{described(buffer)}; each slice of a sequence appends rows of the same name, "
                 f"shape and dtype, and the buffer has room for {room} of them"
             )
         self.rows[name] = rows
-        whole, self.buffers[name] = self._written(buffer, rows, axis)
-        return whole
-
-    @property
-    def of_cache(self) -> bool:
-        """Whether buffers are those of all sequences of a cache."""
-        return self.room > 0 and self.before is not None
-
-    def _written(self, buffer: Any, rows: Any, axis: int) -> tuple[Any, Any]:
-        """The buffer with the rows: once to read, once to leave for later slices."""
-        if self.of_cache:
-            starts = [jnp.int32(0)] * rows.ndim
-            starts[axis] = self.number
-            buffer = lax.dynamic_update_slice(buffer, rows[None], [self.sequence, *starts])
-            own = lax.dynamic_index_in_dim(buffer, self.sequence, 0, keepdims=False)
-            return own, buffer
-        offset = self.number * rows.shape[axis]
-        if not self.holds:
-            buffer = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
+        offset, later = self.number * (1 if functions.room else rows.shape[axis]), buffer
+        if not functions.in_place:
+            buffer = later = lax.dynamic_update_slice_in_dim(buffer, rows, offset, axis)
         elif jnp.issubdtype(rows.dtype, jnp.inexact):
-            both: tuple[Any, Any] = _in_place(buffer, rows, offset, rows.shape[axis], axis)
-            return both
-        return buffer, buffer
+            buffer, later = _in_place(buffer, rows, offset, rows.shape[axis], axis)
+        self.buffers[name] = later
+        return buffer
 
 
 # The arguments of a function besides parameters and x, by name.
@@ -288,7 +266,7 @@ class Functions:
     length: int = 0  # of a slice, once the batch is known
     # (stage's parameters, x) -> the first carry
     carry: Callable[..., Any] | None = None
-    # buffers have a slice's rows before the stage reads them (`Ledger`)
+    # buffers have the rows of a slice already when it appends them: the executor writes them
     in_place: bool = False
     room: int = 0  # positions of the buffers of a cache; 0 where a call has none
 
@@ -297,22 +275,14 @@ class Functions:
         stages = tuple(replace(function, cached=True) for function in self.stages)
         return replace(self, stages=stages, room=room)
 
-    def over(
-        self, axis: str, cuts: Cuts, params: Mapping[str, PyTree], parts: int | None = None
-    ) -> Functions:
-        """The same functions, whose spread ones know the axis and the whole sizes of parameters of
-        which they are given one of `parts` parts.
-        """
-        sizes = {key: cuts.sizes(key, params[key], parts=parts) for key in cuts.dims}
-
-        def of_share(key: str, function: Function | None) -> Function | None:
-            if function is None or function.spread is None:
-                return function
-            context = {"sizes": sizes[key], "shared_sizes": sizes.get("shared")}
-            return replace(function, context={"axis": axis, **context})
-
-        first, last = of_share("first", self.first), of_share("last", self.last)
-        return replace(self, first=first, last=last)
+    def over(self, axis: str, cuts: Cuts, params: Mapping[str, PyTree]) -> Functions:
+        """The same functions, whose spread ones know the axis and the sizes of whole parameters."""
+        sizes = {key: cuts.sizes(key, params[key]) for key in cuts.dims}
+        ends = {}
+        for key in filter(self.spreads, ("first", "last")):
+            context = {"axis": axis, "sizes": sizes[key], "shared_sizes": sizes.get("shared")}
+            ends[key] = replace(getattr(self, key), context=context)
+        return replace(self, **ends)
 
     def split(self, batch: PyTree, count: int) -> PyTree:
         """The rows of each microbatch."""
@@ -371,12 +341,9 @@ class Functions:
 
         return outputs if self.slices == 1 else jax.tree.map(join, outputs)
 
-    def _keywords(
-        self, function: Function, extra: Extra, shared: PyTree, ledger: Ledger | None = None
-    ) -> Extra:
+    def _keywords(self, function: Function, extra: Extra, ledger: Any = None) -> Extra:
         """The keywords that a function may take; its context has the position of its slice."""
-        keywords = {"microbatch": None, "state": None, **extra}
-        keywords |= {"shared": shared, "training": self.training}
+        keywords = {"microbatch": None, "state": None, "training": self.training, **extra}
         ctx = extra.get("ctx")
         if ctx is not None:
             ctx = ctx._replace(offset=self._offset(ctx), ledger=ledger, **function.context)
@@ -387,13 +354,6 @@ class Functions:
         if self.slices == 1:
             return before
         return before + ctx.microbatch % self.slices * self.length
-
-    def _ledger(self, ctx: Context, buffers: Any) -> Ledger:
-        """Where a stage appends rows."""
-        sequence, number = ctx.microbatch // self.slices, ctx.microbatch % self.slices
-        if self.room:
-            return Ledger(buffers, self._offset(ctx), room=self.room, sequence=sequence)
-        return Ledger(buffers, number, slices=self.slices, holds=self.in_place)
 
     def carried(self, stage: int, params: PyTree, x: PyTree, extra: Extra) -> PyTree:
         """Shapes of what passes from slice to slice of a sequence in a stage: (carry, buffers by
@@ -427,38 +387,26 @@ class Functions:
         function = Function(last, "last", frozenset())
         return replace(self, last=function, loss=Loss.MEAN, has_metrics=True)
 
-    @property
-    def spreads_first(self) -> bool:
-        """Whether `first` runs on all devices at once."""
-        return self.first is not None and self.first.spread is not None
-
-    @property
-    def spreads_last(self) -> bool:
-        """Whether `last` runs on all devices at once."""
-        return self.last is not None and self.last.spread is not None
+    def spreads(self, key: str) -> bool:
+        """Whether `first` or `last` runs on all devices at once."""
+        function: Function | None = getattr(self, key)
+        return function is not None and function.spread is not None
 
     @property
     def has_state(self) -> bool:
         """Whether any stage keeps state from microbatch to microbatch."""
         return any("state" in function.wants_arrays for function in self.stages)
 
-    def run_whole(
-        self, key: str, params: tuple[PyTree, PyTree], x: PyTree, extra: Extra, cuts: Cuts
-    ) -> Any:
+    def run_whole(self, key: str, params: PyTree, x: PyTree, extra: Extra) -> Any:
         """`first` or `last` with whole parameters (its own, shared), on one device.
 
-        A spread one runs with every device's share of them: a mapped axis is in the place of the
-        mesh's, and results are equal along it.
+        A spread one finds a mapped axis of length 1 in the place of the mesh's.
         """
-        run: Any = self.run_first if key == "first" else self.run_last
-        function = self.first if key == "first" else self.last
-        if function is None or function.spread is None:
-            return run(params, x, extra)
-        shares = cuts.shares(key, params[0]), cuts.shares("shared", params[1])
-        every = jax.vmap(lambda *share: run(share, x, extra), axis_name=function.context["axis"])(
-            *shares
-        )
-        return jax.tree.map(lambda leaf: leaf[0], every)
+        run = partial(getattr(self, f"run_{key}"), unpadded(params), x, extra)
+        if not self.spreads(key):
+            return run()
+        axis = getattr(self, key).context["axis"]
+        return jax.tree.map(lambda leaf: leaf[0], jax.vmap(run, axis_name=axis, axis_size=1)())
 
     def run_first(self, params: PyTree, _x: PyTree, extra: Extra) -> PyTree:
         """(first parameters, shared), (), extra -> x."""
@@ -472,7 +420,7 @@ class Functions:
                     "first=function(first_params, microbatch) -> x)"
                 )
             return rows["x"]
-        keywords = self._keywords(self.first, extra, shared)
+        keywords = self._keywords(self.first, extra | {"shared": shared})
         return self.first.run(own, extra["microbatch"], keywords=keywords)
 
     def run_stage(
@@ -485,11 +433,15 @@ class Functions:
         """
         (own, shared), function = params, self.stages[stage]
         ctx: Any = extra.get("ctx")
-        before = extra.get("state" if self.room else "carried", ())
-        ledger = None
+        before = cache = extra.get("state" if self.room else "carried", ())
+        if self.room and cache:
+            at = ctx.microbatch // self.slices
+            before = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, 0, False), cache)
+        ledger: Any = None
         if self.passes and ctx is not None:
-            ledger = self._ledger(ctx, before[1] if before else None)
-        keywords = self._keywords(function, extra, shared, ledger)
+            number = self._offset(ctx) if self.room else ctx.microbatch % self.slices
+            ledger = Ledger(self, number, before[1] if before else None)
+        keywords = self._keywords(function, extra | {"shared": shared}, ledger)
         if "carry" in function.wants:
             keywords["carry"] = self._carry(function, own, x, keywords, before)
         out = function.run(own, x, keywords=keywords)
@@ -507,15 +459,16 @@ class Functions:
         rows: PyTree = ()
         if ledger is not None and ledger.rows:
             buffers, rows = ledger.buffers, (ledger.rows, ledger.number)
-        if not self.room or not before:
+        if not self.room or not cache:
             return returned["x"], StageOutput(loss, state, (carry, buffers), rows)
-        at = ctx.microbatch // self.slices
-        carries = jax.tree.map(
-            lambda whole, own: jax.lax.dynamic_update_index_in_dim(whole, own, at, 0),
-            before[0],
-            carry,
-        )
-        return returned["x"], StageOutput(loss, (carries, buffers))
+
+        def put(whole: Any, own: Any) -> Any:
+            """The sequence's carry, or its rows at their position, in the cache."""
+            zero, sizes = jnp.int32(0), zip(whole.shape[1:], own.shape, strict=True)
+            starts = [ledger.number if size > length else zero for size, length in sizes]
+            return lax.dynamic_update_slice(whole, own[None], [at, *starts])
+
+        return returned["x"], StageOutput(loss, jax.tree.map(put, cache, (carry, ledger.rows)))
 
     def _carry(
         self, function: Function, own: PyTree, x: PyTree, keywords: Extra, before: PyTree
@@ -542,10 +495,7 @@ class Functions:
                 ) from error
         if not before:
             return first
-        carry = before[0]
-        if self.room:
-            carry = jax.tree.map(lambda leaf: leaf[ctx.microbatch // self.slices], carry)
-        return jax.tree.map(lambda a, b: jnp.where(ctx.offset == 0, a, b), first, carry)
+        return jax.tree.map(lambda a, b: jnp.where(ctx.offset == 0, a, b), first, before[0])
 
     def run_last(self, params: PyTree, y: PyTree, extra: Extra) -> tuple[Any, PyTree]:
         """(last parameters, shared), y, extra -> scalar to differentiate, {"count", "metrics"}."""
@@ -555,7 +505,7 @@ class Functions:
                 "this pipeline has no `last` function; give Model(..., last=function that "
                 "returns the loss)"
             )
-        keywords = self._keywords(self.last, extra, shared)
+        keywords = self._keywords(self.last, extra | {"shared": shared})
         out = self.last.run(own, y, extra["microbatch"], keywords=keywords)
         metrics: PyTree = ()
         count: PyTree = ()

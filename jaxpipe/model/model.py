@@ -26,6 +26,7 @@ from .functions import (
     with_aux,
 )
 from .param_layout import EMBEDDING, LOSS, LayerMap, with_outer
+from .settings import frozen_filter
 
 Call: TypeAlias = Callable[..., Any]
 _AXIS = "pipe"  # the name of the pipe axis that a spread function finds in `Model.loss`
@@ -108,9 +109,8 @@ class Model:
         time: Sequence[str] = (),
         carry: Call | None = None,
     ) -> None:
-        letters: str | None = None
         if isinstance(stages, Mapping):
-            stages, letters = dict(stages), _letters(stages, layers, first, last)
+            stages, layers = dict(stages), _letters(stages, layers, first, last)
             first, last = stages.get(EMBEDDING), stages.get(LOSS)
         elif layers is not None:
             raise PipelineError(
@@ -128,21 +128,17 @@ class Model:
                 f"carry must be a function (stage_params, x) -> the first carry, not {carry!r}"
             )
         time = (time,) if isinstance(time, str) else tuple(time)
-        values = (stages, first, last, letters, loss, has_metrics, stage_loss, frozen, time, carry)
-        for name, value in zip(self.__dataclass_fields__, values, strict=True):
-            object.__setattr__(self, name, value)
+        frozen = frozen_filter(frozen)
+        own = locals()
+        for name in self.__dataclass_fields__:
+            object.__setattr__(self, name, own[name])
         _ = self.outer
-
-    @property
-    def is_layered(self) -> bool:
-        """Whether the model is given by letters."""
-        return self.layers is not None
 
     @property
     def outer(self) -> tuple[Function | None, Function | None]:
         """`first` and `last`."""
         names = ("first", "last")
-        if self.is_layered:
+        if self.layers is not None:
             names = (f"layers[{EMBEDDING!r}]", f"layers[{LOSS!r}]")
         first = _outer(self.first, names[0], ("params", "microbatch"))
         last = _outer(self.last, names[1], ("params", "x", "microbatch"))
@@ -155,23 +151,15 @@ class Model:
     def changed(self, **fields: Any) -> Model:
         """The same model with other fields, checked like a new model; PipelineError as for one."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__} | fields
-        if self.is_layered:
+        if self.layers is not None:
             del values["first"], values["last"]  # letters of `stages`
         return Model(values.pop("stages"), loss=values.pop("contract"), **values)
 
     def functions(self, stages: Sequence[Function]) -> Functions:
         """The functions of a step whose stages run these."""
-        first, last = self.outer
-        return Functions(
-            stages=tuple(stages),
-            first=first,
-            last=last,
-            loss=self.contract,
-            has_metrics=self.has_metrics,
-            stage_loss=self.stage_loss,
-            time=self.time,
-            carry=self.carry,
-        )
+        names = ("has_metrics", "stage_loss", "time", "carry")
+        own = {name: getattr(self, name) for name in names}
+        return Functions(tuple(stages), *self.outer, self.contract, **own)
 
     def stage_functions(self, count: int) -> list[Function]:
         """A function for each of `count` stages of a model without letters; PipelineError where a
@@ -186,10 +174,8 @@ class Model:
             )
         # A function that several stages have is one kind of stage where their parameters have one
         # form too.
-        functions: dict[int, Function] = {}
-        for s, call in enumerate(self.stages):
-            functions.setdefault(id(call), Function.of(call, f"stage[{s}]"))
-        return [functions[id(call)] for call in self.stages]
+        own = [id(call) for call in self.stages]
+        return [Function.of(call, f"stage[{own.index(id(call))}]") for call in self.stages]
 
     def cuts(self, stages: Sequence[Function]) -> dict[str, Any]:
         """The dims along which parameters of spread functions are cut; those under "shared" only
@@ -238,26 +224,22 @@ class Model:
         if microbatches % slices:
             faults.append(f"{microbatches} microbatches are no whole sequences of {slices} slices")
         PipelineError.refuse("", faults)
-        cut = split_batch(batch, microbatches, slices, self.time)
-        plain = self._plain(params, cut, rng)
-        functions = replace(plain.functions, training=training, slices=slices)
-        plain = replace(plain, functions=functions.for_batch(plain.rows))
-        passed, numbers = plain.begin(state), jnp.arange(microbatches, dtype=jnp.int32)
-        if microbatches == 1:  # XLA leaves a loop of one trip in the program
-            passed, out = plain.microbatch(passed, numbers[0])
-            out = jax.tree.map(lambda leaf: leaf[None], out)
-        else:
-            passed, out = jax.lax.scan(plain.microbatch, passed, numbers)
-        losses, aux = out
+        rows = split_batch(batch, microbatches, slices, self.time)
+        plain = self._plain(params, rows, rng, training=training, slices=slices)
+        functions, numbers = plain.functions, jnp.arange(microbatches, dtype=jnp.int32)
+        passed, (losses, aux) = jax.lax.scan(
+            *(plain.microbatch, plain.begin(state), numbers),
+            unroll=microbatches == 1,  # XLA leaves a loop of one trip in the program
+        )
         loss, *_ = functions.total(losses, aux["count"])
         metrics = jax.tree.map(lambda leaf: jnp.mean(summable(leaf), axis=0), aux["metrics"])
         aux = [metrics] if self.has_metrics else []
         return with_aux(loss, [*aux, passed[0]] if functions.has_state else aux)
 
-    def _plain(self, params: Mapping[str, PyTree], rows: PyTree, rng: Any) -> Plain:
+    def _plain(self, params: Mapping[str, PyTree], rows: PyTree, rng: Any, **how: Any) -> Plain:
         """The model on one device, for the rows of each microbatch."""
         params = with_outer(params)
-        stacked = not self.is_layered and callable(self.stages)
+        stacked = callable(self.stages)
         if self.layers is not None:
             one = Placement.loop(devices=1, chunks=1)
             by_letter = LayerMap.of(Layout((self.layers,), 1), one)
@@ -266,8 +248,8 @@ class Model:
         else:
             functions = self.stage_functions(1 if stacked else len(params["stages"]))
         cuts = Cuts(1, self.cuts(functions))
-        own = self.functions(functions).over(_AXIS, cuts, params, parts=1)
-        return Plain(own, cuts, params, rows, rng, stacked)
+        own = replace(self.functions(functions).over(_AXIS, cuts, params), **how)
+        return Plain(own.for_batch(rows), params, rows, rng, stacked)
 
 
 def _listed(stages: Any) -> tuple[Call, ...]:
@@ -329,7 +311,6 @@ class Plain:
     """The functions for a batch, with parameters and rows."""
 
     functions: Functions
-    cuts: Cuts
     params: dict[str, PyTree]  # "stages": a tree for each stage, or leaves [S, ...]
     rows: PyTree  # of each microbatch
     rng: Any
@@ -351,14 +332,8 @@ class Plain:
         if not self.functions.passes:
             return state, nothing
         number = jnp.int32(0)
-        *_, after = jax.eval_shape(
-            lambda: self.stages(self.first(number), number, (state, nothing))
-        )
+        *_, after = jax.eval_shape(lambda: self.stages(number, (state, nothing)))
         return state, zeros_of(after[1])
-
-    def first(self, index: Any) -> PyTree:
-        """The input of the first stage."""
-        return self._outer("first", (), 0, index)
 
     def microbatch(
         self, passed: tuple[PyTree, PyTree], index: Any
@@ -366,21 +341,22 @@ class Plain:
         """State, what passes between slices, and the number of a microbatch -> both after it,
         (loss, {"count", "metrics"}).
         """
-        x, of_stages, passed = self.stages(self.first(index), index, passed)
+        x, of_stages, passed = self.stages(index, passed)
         loss, aux = self._outer("last", x, self.num_stages - 1, index)
         return passed, (loss + of_stages, aux)
 
-    def stages(self, x: PyTree, index: Any, passed: PyTree) -> tuple[PyTree, Any, PyTree]:
+    def stages(self, index: Any, passed: PyTree) -> tuple[PyTree, Any, PyTree]:
         """x after all stages, the sum of their losses, and what each leaves; `passed` are their
         states and what the slice before left.
         """
         functions, shared = self.functions, self.params["shared"]
+        x = self._outer("first", (), 0, index)
 
         def stage(x: PyTree, row: PyTree, at: int = 0) -> tuple[PyTree, PyTree]:
             number, own, (state, carried) = row
             function = functions.stages[at]
-            extra = self._extra(number, index, function.wants_arrays) | {"carried": carried}
-            extra |= {"state": state} if "state" in function.wants else {}
+            extra = self._extra(number, index, function.wants_arrays)
+            extra |= {"carried": carried, "state": state}
             y, returned = functions.run_stage(at, (own, shared), x, extra)
             loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
             left = returned.carried if functions.passes else ()
@@ -405,4 +381,4 @@ class Plain:
         """`first` or `last`."""
         params = self.params[key], self.params["shared"]
         extra = self._extra(stage, index, OUTER_WANTS)
-        return self.functions.run_whole(key, params, x, extra, self.cuts)
+        return self.functions.run_whole(key, params, x, extra)

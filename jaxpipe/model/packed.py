@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
-from textwrap import shorten
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -102,7 +101,6 @@ class Group(Enum):
 
     TRAINED = "trained"
     FROZEN = "frozen"
-    STATE = "state"
     ALONE = "alone"  # each by itself
 
 
@@ -289,11 +287,11 @@ def is_missing(node: PyTree) -> bool:
     return not jax.tree.leaves(node)
 
 
-def masked(leaf: Any, there: Sequence[bool]) -> Any:
-    """The leaf [P, ...] with zeros for devices that are not there."""
+def masked(leaf: Any, there: Sequence[bool], axis: int = 0) -> Any:
+    """The leaf [P, ...] with zeros for devices that are not there; these are along `axis`."""
     if all(there):
         return leaf
-    mask = np.array(there).reshape(-1, *(1,) * (leaf.ndim - 1))
+    mask = np.array(there).reshape(-1, *(1,) * (leaf.ndim - 1 - axis))
     return jnp.where(mask, leaf, jnp.zeros_like(leaf))
 
 
@@ -372,8 +370,12 @@ def _buffers(
     """
     known = [form for form in forms if form.names]
     shapes: dict[str, list[tuple[int, ...]]] = {}
-    for name, shape in _by_leaf(forms, [form.shapes for form in forms]):
-        shapes.setdefault(name, []).append(shape)
+    lengths: list[dict[str, int]] = []
+    for form in known:
+        own = dict(zip(form.names, form.shapes, strict=True))
+        lengths.append({n: Entry(shape, kinds[n][0].parts).length for n, shape in own.items()})
+        for name, shape in own.items():
+            shapes.setdefault(name, []).append(shape)
     groups: dict[Any, list[str]] = {}
     for name in sorted(shapes):
         if len(shapes[name]) < len(known) or len(set(shapes[name])) > 1:
@@ -381,14 +383,8 @@ def _buffers(
             by_itself = name if how.group is Group.ALONE else ""
             groups.setdefault((dtype, how.group, how.axes, by_itself), []).append(name)
 
-    def length(name: str, shape: tuple[int, ...]) -> int:
-        return Entry(shape, kinds[name][0].parts).length
-
     def buffer(name: str, leaves: Sequence[str]) -> Buffer:
-        most = max(
-            sum(length(*one) for one in _by_leaf([form], [form.shapes]) if one[0] in leaves)
-            for form in known
-        )
+        most = max(sum(own.get(leaf, 0) for leaf in leaves) for own in lengths)
         multiple = kinds[leaves[0]][0].multiple
         size = math.ceil(most / multiple) * multiple
         return Buffer(name, size, tuple((leaf, kinds[leaf][0]) for leaf in leaves))
@@ -398,27 +394,10 @@ def _buffers(
         word += "_"
     for number, leaves in enumerate(groups.values()):
         shared = buffer(f"{word} {number}", leaves)
-        if shared.size < sum(max(length(n, shape) for shape in shapes[n]) for n in leaves):
+        if shared.size < sum(max(own.get(leaf, 0) for own in lengths) for leaf in leaves):
             yield shared
         else:
             yield from (buffer(n, [n]) for n in leaves if len(set(shapes[n])) > 1)
-
-
-def storage_faults(
-    inside: Sequence[tuple[Parameter, InBuffer | None]], dtype: Any, kept: Kept
-) -> list[str]:
-    """Why an array that was placed by another rule than `kept` cannot be used; `inside` are the
-    parameters that are in it, and how, where it is a buffer.
-    """
-    alike = kept(inside[0][0], dtype)
-    if all(kept(own, dtype) == (how or alike) for own, how in inside):
-        return []
-    paths = ", ".join(dict.fromkeys(repr(own.path) for own, _ in inside))
-    return [
-        f"one array stores {shorten(paths, 300)}, but frozen=, specs= or the mesh axes of this "
-        "pipeline keep it apart; bring them over with the pipeline that placed them as `old`: "
-        "new.place(old.canonical(...))"
-    ]
 
 
 def repacked(mesh: Mesh, axis: str, chunk: PyTree, layout: ChunkLayout | None) -> PyTree:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, groupby, pairwise, zip_longest
+from itertools import accumulate, compress, groupby, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -58,8 +58,7 @@ class LayerMap:
     """
 
     stages: tuple[str, ...]  # letters of each stage, without E and L
-    # per stage, the stages that share its chunk number, itself too
-    chunk_mates: tuple[tuple[int, ...], ...]
+    chunk_of: tuple[int, ...]  # per stage, its number among those that its device holds
 
     @classmethod
     def of(cls, layout: Layout, placement: Placement) -> LayerMap:
@@ -84,12 +83,9 @@ class LayerMap:
                     f"{str(layout)!r}"
                 )
         PipelineError.refuse("the layout does not fit", faults)
-        mates_of = {}
-        for chunk in zip_longest(*owned_stages(placement)):
-            mates = tuple(stage for stage in chunk if stage is not None)
-            mates_of.update(dict.fromkeys(mates, mates))
         letters = (stage.replace(EMBEDDING, "").replace(LOSS, "") for stage in layout.stages)
-        return cls(tuple(letters), tuple(mates_of[s] for s in range(placement.num_stages)))
+        chunks = {stage: v for row in owned_stages(placement) for v, stage in enumerate(row)}
+        return cls(tuple(letters), tuple(chunks[s] for s in range(placement.num_stages)))
 
     @property
     def letters(self) -> tuple[str, ...]:
@@ -99,7 +95,8 @@ class LayerMap:
     def groups(self, stage: int, letter: str) -> tuple[int, ...]:
         """The sizes of a stage's stacks of a letter."""
         own = self.stages[stage].count(letter)
-        counts = {self.stages[mate].count(letter) for mate in self.chunk_mates[stage]}
+        mates = (v == self.chunk_of[stage] for v in self.chunk_of)
+        counts = {mate.count(letter) for mate in compress(self.stages, mates)}
         return tuple(b - a for a, b in pairwise(sorted({0, *counts})) if b <= own)
 
     def split(self, by_letter: Mapping[str, PyTree]) -> list[dict[str, tuple[PyTree, ...]]]:
@@ -119,14 +116,12 @@ class LayerMap:
 
     def join(self, stages: Sequence[Mapping[str, Sequence[PyTree]]]) -> dict[str, PyTree]:
         """The inverse of `split`."""
-        parts = {
-            letter: [stack for own in stages for stack in own.get(letter, ())]
-            for letter in self.letters
-        }
-        return {
-            letter: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks)
-            for letter, stacks in parts.items()
-        }
+
+        def joined(letter: str) -> PyTree:
+            stacks = (stack for own in stages for stack in own.get(letter, ()))
+            return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks)
+
+        return {letter: joined(letter) for letter in self.letters}
 
     def faults(self, by_letter: Any) -> list[str]:
         """Faults of canonical parameters of the stages."""
@@ -360,6 +355,11 @@ class ParamLayout:
         return f"stages by device {{{'; '.join(rows)}}}{layers}"
 
     @property
+    def is_layered(self) -> bool:
+        """Whether stages are made of layers."""
+        return self.layers is not None
+
+    @property
     def num_owned(self) -> int:
         """The most stages that one device owns: the length of the placed `stages` tuple."""
         return max(len(row) for row in self.owned)
@@ -367,7 +367,7 @@ class ParamLayout:
     @property
     def num_leading(self) -> int:
         """The axes of stages and of layers that canonical leaves have before those of one layer."""
-        return int(not self.unlike or self.layers is not None) + self.stacks
+        return int(not self.unlike or self.is_layered) + self.stacks
 
     def stage_at(self, chunk: int) -> tuple[int, ...]:
         """Per device, the stage that its owned chunk `chunk` is, or -1."""
@@ -388,9 +388,11 @@ class ParamLayout:
                 found.append((owner, chunk, holder, self.placement.chunk_of(stage, holder)))
         return tuple(found)
 
-    def place_stages(self, stages: PyTree, how: Kept | Sequence[PyTree] = alone) -> Chunks:
+    def place_stages(
+        self, stages: PyTree, how: Kept | Sequence[PyTree] = alone, *, axis: int = 0
+    ) -> Chunks:
         """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that
-        chunk are zero.
+        chunk are zero.  The stages are along `axis`.
 
         Unlike stages are laid out as the rule says, or as these placed ones are.
         """
@@ -400,11 +402,11 @@ class ParamLayout:
             )
 
         def placed(leaf: Any, stage_of: tuple[int, ...]) -> Any:
-            if stage_of == tuple(range(np.shape(leaf)[0])):
+            if stage_of == tuple(range(np.shape(leaf)[axis])):
                 # in order already: under jit, what draws the leaf is split as the leaf is
                 return leaf
-            own = jnp.take(leaf, np.array([max(s, 0) for s in stage_of]), axis=0)
-            return masked(own, [s >= 0 for s in stage_of])
+            own = jnp.take(leaf, np.array([max(s, 0) for s in stage_of]), axis=axis)
+            return masked(own, [s >= 0 for s in stage_of], axis)
 
         return Chunks(
             (
@@ -423,14 +425,14 @@ class ParamLayout:
             numbers = self.stage_at(v)
             chunk = [None if s < 0 else trees[s] for s in numbers]
             layout = (
-                chunk_layout(chunk, numbers, how, layered=self.layers is not None)
+                chunk_layout(chunk, numbers, how, layered=self.is_layered)
                 if callable(how)
                 else how[v].layout
             )
             found.append(Packed.of(chunk, layout))
         return Chunks(found, self)
 
-    def canonical_stages(self, placed: tuple[PyTree, ...]) -> PyTree:
+    def canonical_stages(self, placed: tuple[PyTree, ...], *, axis: int = 0) -> PyTree:
         """The inverse of `place_stages`."""
         stages = range(self.placement.num_stages)
         if self.unlike:
@@ -438,7 +440,7 @@ class ParamLayout:
             return trees if self.layers is None else self.layers.join(trees)
         order = np.array([v * self.placement.num_devices + d for v, d in map(self.where, stages)])
         return jax.tree.map(
-            lambda *leaves: jnp.take(jnp.concatenate(leaves, axis=0), order, axis=0), *placed
+            lambda *leaves: jnp.take(jnp.concatenate(leaves, axis), order, axis), *placed
         )
 
     def of_stage(self, stage: int, placed: Sequence[PyTree]) -> PyTree:

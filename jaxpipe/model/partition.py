@@ -5,10 +5,11 @@ over the pipe axis): the plan of each placed leaf, and how its gradient is reduc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from textwrap import shorten
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from ..arrays import PyTree, by_path, path_text
 from ..errors import PipelineError
 from ..jaxprs.entry import Part
 from .calls import Cuts, is_padded, own_shape, unpadded
-from .packed import Buffer, Group, InBuffer, Packed, Parameter, storage_faults
+from .packed import Buffer, Group, InBuffer, Packed, Parameter
 from .param_layout import Chunks, ParamLayout
 from .settings import Patterns, Sharding, holds, is_spec, names_of, trimmed
 
@@ -41,7 +42,8 @@ class LeafPlan:
     # functions, and data axes that specs name
     held: tuple[tuple[str, int], ...] = ()
     pinned: bool = False  # the partitioner shall not split what `auto` does not say
-    parameters: tuple[Parameter, ...] = ()  # that are in the leaf
+    # the parameters that are in the leaf, and how, where it is a buffer
+    parameters: tuple[tuple[Parameter, InBuffer | None], ...] = ()
 
     def spec(self, axis: str) -> PartitionSpec:
         """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the
@@ -152,15 +154,14 @@ def reduce_gradients(
     scattered = [plan.scatter(g, axes) for g, plan in zip(grads, plans, strict=True)]
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, plan in enumerate(plans):
-        groups.setdefault(plan.whole_axes(axes), []).append(i)
+        names = plan.whole_axes(axes)
+        if names and by_parts and scattered[i].nbytes > PART:
+            scattered[i] = _summed_by_parts(scattered[i], plan, names)
+        elif names:
+            groups.setdefault(names, []).append(i)
     for names, members in groups.items():
-        if not names:
-            continue
-        large = [i for i in members if by_parts and scattered[i].nbytes > PART]
-        for i in large:
-            scattered[i] = _summed_by_parts(scattered[i], plans[i], names)
-        small = [i for i in members if i not in large]
-        for i, value in zip(small, lax.psum([scattered[i] for i in small], names), strict=True):
+        sums = lax.psum([scattered[i] for i in members], names)
+        for i, value in zip(members, sums, strict=True):
             scattered[i] = value
     return scattered
 
@@ -173,14 +174,11 @@ def _summed_by_parts(total: Any, plan: LeafPlan, names: tuple[str, ...]) -> Any:
     until the rest of the array is one part.
     """
 
-    def summed(total: Any, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
-        part = lax.dynamic_slice(total, starts, sizes)
-        return plan.constrain(lax.dynamic_update_slice(total, lax.psum(part, names), starts))
-
     def rest(total: Any, starts: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
         """The sum of all that has these first indices."""
         if (dim := len(starts)) == total.ndim:
-            return summed(total, starts, sizes)
+            part = lax.psum(lax.dynamic_slice(total, starts, sizes), names)
+            return plan.constrain(lax.dynamic_update_slice(total, part, starts))
         length, row = total.shape[dim], math.prod((*sizes, *total.shape[dim + 1 :]))
         count = PART // (row * total.dtype.itemsize)
         if plan.auto[dim] is not None or count >= length:
@@ -198,14 +196,6 @@ def _summed_by_parts(total: Any, plan: LeafPlan, names: tuple[str, ...]) -> Any:
         return rest(total, (*starts, jnp.int32(trips * count)), (*sizes, left))
 
     return rest(total, (), ())
-
-
-class _Rule(NamedTuple):
-    """How a parameter is to be stored, as its stage has it."""
-
-    spec: tuple[Any, ...]  # empty where it has faults
-    frozen: bool
-    faults: list[str]
 
 
 def parts_of(spec: Iterable[Any] | None, mesh: Mesh) -> tuple[Part, ...]:
@@ -244,10 +234,6 @@ class Partition:
         """The number of data shards."""
         return math.prod(self.mesh.shape[name] for name in self.data_axes)
 
-    @property
-    def _layered(self) -> bool:
-        return self.layout.layers is not None
-
     def plans(
         self, params: Mapping[str, PyTree], canonical: Mapping[str, PyTree] | None = None
     ) -> dict[str, PyTree]:
@@ -258,15 +244,16 @@ class Partition:
                 expressions of frozen= that are for none of these, and trained ones that cannot have
                 a gradient.  All are listed.
         """
+        found = {key: self._tree(key, tree) for key, tree in params.items()}
+        leaves = [*zip(by_path(dict(params)).items(), leaf_plans(found), strict=True)]
         faults = [
             f"specs has a key {key!r}; its keys are those of the parameters, {sorted(params)}"
             for key in self._specs
             if key not in params
         ]
-        found = {key: self._tree(key, tree, faults) for key, tree in params.items()}
+        faults += [fault for (_, leaf), plan in leaves for fault in self._faults(plan, leaf.dtype)]
         if canonical is not None:
             faults += [*self._unused_specs(canonical), *self.frozen_faults(found)]
-            leaves = zip(by_path(dict(params)).items(), leaf_plans(found), strict=True)
             faults += [
                 f"parameter {path!r} is {leaf.dtype}; parameters that are trained must be "
                 "floating: put other arrays in the batch, or name them in frozen="
@@ -283,7 +270,7 @@ class Partition:
         """Expressions of frozen= that are found in the path of none of the parameters."""
         if not isinstance(self.frozen, Patterns):
             return []
-        paths = (own.path for plan in leaf_plans(plans) for own in plan.parameters)
+        paths = (own.path for plan in leaf_plans(plans) for own, _ in plan.parameters)
         return self.frozen.faults(list(dict.fromkeys(paths)))
 
     @cached_property
@@ -296,25 +283,45 @@ class Partition:
         list.
         """
         key, _, name = path.partition("/")
-        numbered = self.layout.unlike and not self._layered
+        numbered = self.layout.unlike and not self.layout.is_layered
         by_stage = isinstance((self.sharding.specs or {}).get("stages"), list | tuple)
         return name.partition("/")[2] if key == "stages" and numbered and not by_stage else name
 
-    def _rule(self, own: Parameter, dtype: Any) -> _Rule:
-        """How the user wants a parameter to be stored: by a spec that is given for it, or for all
-        below a path; what no spec names is whole.
+    def _spec(self, own: Parameter) -> tuple[tuple[Any, ...], list[str]]:
+        """The spec of a parameter, as its stage has it: one that is given for it, or for all below
+        a path; what no spec names is whole.  The faults of the spec, which is () then.
         """
-        key, shape = own.path.partition("/")[0], own.shape
+        key = own.path.partition("/")[0]
         specs, name = self._specs.get(key, {}), self._name(own.path)
         spec = next((spec for prefix, spec in specs.items() if holds(prefix, name)), None)
-        faults = self.sharding.spec_faults(own.path, shape, spec, dict(self.mesh.shape))
-        entries = () if faults or spec is None else tuple(spec)
+        faults = self.sharding.spec_faults(own.path, own.shape, spec, dict(self.mesh.shape))
         # a stage has a stack of layers
-        stack = (None,) if self._layered and key == "stages" else ()
-        frozen = self.frozen is not None and self.frozen(
-            own.path, jax.ShapeDtypeStruct(shape, dtype)
-        )
-        return _Rule((*stack, *entries), bool(frozen), faults)
+        stack = (None,) if self.layout.is_layered and key == "stages" else ()
+        return (*stack, *(() if faults or spec is None else spec)), faults
+
+    def _is_frozen(self, own: Parameter, dtype: Any) -> bool:
+        shape = jax.ShapeDtypeStruct(own.shape, dtype)
+        return self.frozen is not None and bool(self.frozen(own.path, shape))
+
+    def _faults(self, plan: LeafPlan, dtype: Any) -> Iterator[str]:
+        """The faults of the parameters in a leaf, as users want them to be stored."""
+        for own, _ in plan.parameters:
+            yield from self._spec(own)[1]
+        first, _ = plan.parameters[0]
+        spec, cut = self._spec(first)[0], dict(plan.held).get(self.axis)
+        if cut is not None and spec[cut : cut + 1] not in ((), (None,)):
+            yield (
+                f"{first.path}: {PartitionSpec(*spec)} splits dim {cut}, which is cut over the "
+                f"pipe axis {self.axis!r}; split another dim"
+            )
+        alike = self.kept(first, dtype)
+        if any(self.kept(own, dtype) != (how or alike) for own, how in plan.parameters):
+            paths = ", ".join(dict.fromkeys(repr(own.path) for own, _ in plan.parameters))
+            yield (
+                f"one array stores {shorten(paths, 300)}, but frozen=, specs= or the mesh axes of "
+                "this pipeline keep it apart; bring them over with the pipeline that placed them "
+                "as `old`: new.place(old.canonical(...))"
+            )
 
     def _unused_specs(self, canonical: Mapping[str, PyTree]) -> list[str]:
         """Specs for which there is neither a canonical parameter nor None in its place."""
@@ -330,74 +337,49 @@ class Partition:
             ]
         return faults
 
-    def _tree(self, key: str, tree: PyTree, faults: list[str]) -> PyTree:
+    def _tree(self, key: str, tree: PyTree) -> PyTree:
         """The plans of a part of the model."""
 
         def plans(tree: PyTree) -> PyTree:
-            of_leaf = partial(self._own_plan, key, faults)
+            of_leaf = partial(self._own_plan, key)
             return jax.tree_util.tree_map_with_path(of_leaf, tree, is_leaf=is_padded)
 
         if not isinstance(tree, Chunks):
             return plans(tree)
         return tree.like(
-            self._packed(chunk, v, faults) if isinstance(chunk, Packed) else plans(chunk)
+            self._packed(chunk, v) if isinstance(chunk, Packed) else plans(chunk)
             for v, chunk in enumerate(tree)
         )
 
-    def _own_plan(self, key: str, faults: list[str], path: Any, leaf: Any) -> Any:
+    def _own_plan(self, key: str, path: Any, leaf: Any) -> Any:
         """The plan of a leaf of first, last or shared, or of stages that are alike."""
         shape, stage = own_shape(leaf), key == "stages"
         if shape is None:
             return leaf  # frozen
-        own = [Parameter("/".join(filter(None, [key, path_text(path)])), shape[int(stage) :])]
-        cut = self.cuts.dim(key, path)
-        plan = self._plan(own, unpadded(leaf), faults, stage=stage, cut=cut)
+        own = Parameter("/".join(filter(None, [key, path_text(path)])), shape[int(stage) :])
+        cut, (spec, _) = self.cuts.dim(key, path), self._spec(own)
+        plan = self._plan(unpadded(leaf), spec, [(own, None)], stage=stage, cut=cut)
         return replace(leaf, array=plan) if is_padded(leaf) else plan
 
-    def _packed(self, chunk: Packed, v: int, faults: list[str]) -> Packed:
+    def _packed(self, chunk: Packed, v: int) -> Packed:
         """The plans of the arrays of chunk `v` of unlike stages."""
-        inside = chunk.layout.parameters(self.layout.stage_at(v), layered=self._layered)
+        inside = chunk.layout.parameters(self.layout.stage_at(v), layered=self.layout.is_layered)
 
         def plan(name: str, leaf: Any) -> LeafPlan:
-            buffer = chunk.layout.of(name)
-            faults.extend(storage_faults(inside[name], leaf.dtype, self.kept))
-            return self._plan([own for own, _ in inside[name]], leaf, faults, buffer=buffer)
+            if (buffer := chunk.layout.of(name)) is None:
+                return self._plan(leaf, self._spec(inside[name][0][0])[0], inside[name])
+            plan = self._plan(leaf, tuple(buffer.spec), inside[name])
+            return replace(plan, pinned=buffer.kept.pinned)
 
         leaves = chunk.leaves.items()
         plans = {name: None if leaf is None else plan(name, leaf) for name, leaf in leaves}
         return Packed(plans, chunk.layout)
 
-    def _plan(
-        self,
-        parameters: Sequence[Parameter],
-        leaf: Any,
-        faults: list[str],
-        *,
-        buffer: Buffer | None = None,
-        stage: bool = True,
-        cut: int | None = None,
-    ) -> LeafPlan:
-        """The plan of a placed leaf that holds these parameters."""
-        rules = [self._rule(own, leaf.dtype) for own in parameters]
-        faults += [fault for rule in rules for fault in rule.faults]
-        spec = rules[0].spec if buffer is None else tuple(buffer.spec)
-        if cut is not None and spec[cut : cut + 1] not in ((), (None,)):
-            faults.append(
-                f"{parameters[0].path}: {PartitionSpec(*spec)} splits dim {cut}, which is cut over "
-                f"the pipe axis {self.axis!r}; split another dim"
-            )
-        return replace(
-            self._split(leaf.shape[int(stage) :], spec, stage=stage, cut=cut),
-            frozen=rules[0].frozen if buffer is None else buffer.kept.group is Group.FROZEN,
-            pinned=buffer is not None and buffer.kept.pinned,
-            parameters=tuple(parameters),
-        )
-
     def kept(self, own: Parameter, dtype: Any) -> InBuffer:
         """Which parameters of unlike stages may share a buffer: frozen ones with each other, and
         trained ones, split over the same axes.
         """
-        spec, frozen, faults = self._rule(own, dtype)
+        (spec, faults), frozen = self._spec(own), self._is_frozen(own, dtype)
         # `plans` lists these; and a buffer's shape is the same outside and inside of a step
         if faults or self._held(spec) or not (frozen or jnp.issubdtype(dtype, jnp.inexact)):
             return self.in_buffer(Group.ALONE)
@@ -416,17 +398,19 @@ class Partition:
         own = (self.axis, *self.data_axes)
         return tuple(name for name, size in self.mesh.shape.items() if size > 1 and name not in own)
 
-    def _split(
+    def _plan(
         self,
-        shape: tuple[int, ...],
+        leaf: Any,
         spec: Sequence[Any],
+        inside: Sequence[tuple[Parameter, InBuffer | None]] = (),
         *,
         stage: bool = True,
         cut: int | None = None,
     ) -> LeafPlan:
-        """How a leaf of this shape and spec is split; `cut`: its dim that is cut over the pipe
-        axis.
+        """The plan of a placed leaf that is split by a spec and holds these parameters; `cut`: its
+        dim that is cut over the pipe axis.
         """
+        shape = leaf.shape[int(stage) :]
         entries = (*spec, *(None,) * (len(shape) - len(spec)))
         held, fsdp = self._held(entries), self.sharding.fsdp
         used = {dim for dim, entry in enumerate(entries) if entry is not None}
@@ -443,7 +427,8 @@ class Partition:
                 gathers.append((name, max(fits, key=lambda d: shape[d])))
                 used.add(gathers[-1][1])
         held += [] if cut is None else [(self.axis, cut)]
-        return LeafPlan(stage, tuple(gathers), auto, held=tuple(held))
+        frozen = any(self._is_frozen(own, leaf.dtype) for own, _ in inside)
+        return LeafPlan(stage, tuple(gathers), auto, frozen, tuple(held), parameters=tuple(inside))
 
     def _held(self, spec: Sequence[Any]) -> list[tuple[str, int]]:
         """(data axis, dim) that a spec names."""
@@ -454,9 +439,9 @@ class Partition:
             if name in self.sharding.local
         ]
 
-    def buffer_spec(self, buffer: Buffer, shape: tuple[int, ...]) -> PartitionSpec:
+    def buffer_spec(self, buffer: Buffer, leaf: Any) -> PartitionSpec:
         """How a buffer [P, ...] of parameters, or of an optimizer's state, is spread."""
-        return self._split(shape[1:], tuple(buffer.spec)).spec(self.axis)
+        return self._plan(leaf, tuple(buffer.spec)).spec(self.axis)
 
     def shardings(self, plans: PyTree) -> dict[str, PyTree]:
         """Shardings of placed parameters."""

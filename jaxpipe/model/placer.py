@@ -84,26 +84,28 @@ class Followers:
 
     def of(self, node: PyTree) -> PyTree:
         """The node with a `Follow` for each leaf."""
-        # as the state of an optimizer that has one for each layer
-        other_forms = self._unlike and any(
-            isinstance(one, Packed) and one.layout.forms != other.layout.forms
-            for one, other in zip(node["stages"], self._stages, strict=False)
-        )
 
         def of_leaf(path: Any, leaf: Any) -> Follow:
             stage = path[0].key == "stages"
-            if not stage or not other_forms:
-                found = self._follow(*self._named(path), leaf.shape)
-                odd = stage and self._unlike and (found.lead or not found.follows)
-                fits, merges = found.fits and not odd, stage and self._merges
-                return replace(found, stage=stage, fits=fits, merges=merges)
-            chunk = node["stages"][path[1].idx]
-            buffer = chunk.layout.of(path[2].key) if isinstance(chunk, Packed) else None
-            if buffer is None or self._partition is None:
-                return Follow()
-            return Follow(spec=tuple(self._partition.buffer_spec(buffer, leaf.shape)[1:]))
+            chunk = node["stages"][path[1].idx] if stage and self._unlike else None
+            own: Any = self._stages[path[1].idx] if chunk is not None else None
+            if isinstance(chunk, Packed) and chunk.layout.forms != own.layout.forms:
+                # the state of an optimizer that has one for each layer
+                buffer = chunk.layout.of(path[2].key)
+                if buffer is None or self._partition is None:
+                    return Follow()
+                return Follow(spec=tuple(self._partition.buffer_spec(buffer, leaf)[1:]))
+            found = self._follow(*self._named(path), leaf.shape)
+            odd = chunk is not None and (found.lead or not found.follows)
+            fits, merges = found.fits and not odd, stage and self._merges
+            return replace(found, stage=stage, fits=fits, merges=merges)
 
         return jax.tree_util.tree_map_with_path(of_leaf, node)
+
+    def shardings(self, node: PyTree) -> dict[str, PyTree]:
+        """The sharding of each leaf of a node of placed shapes."""
+        assert self._partition is not None, "a plain program places nothing"
+        return shardings(self._partition, self.of(node), node)
 
     def _follow(self, part: str, name: str, shape: tuple[int, ...]) -> Follow:
         stage, known = part.startswith("stages"), self._known.get(part, {})
@@ -254,8 +256,7 @@ class Placer:
 
         def to(state: PyTree) -> PyTree:
             def of_node(node: PyTree) -> PyTree:
-                follows = is_params(node)
-                return shardings(self._partition, followers.of(node), node) if follows else whole
+                return followers.shardings(node) if is_params(node) else whole
 
             return jax.tree.map(of_node, state, is_leaf=is_params)
 
@@ -373,14 +374,11 @@ def _placed(
             return stages.like([leaf] * len(stages))
         lead, own = like.shape[: rule.lead], like.shape[rule.lead + 1 :]
         whole = leaf.reshape(*lead, layout.placement.num_stages, *own)
-        return _behind(rule.lead, layout.place_stages)(whole)
+        return layout.place_stages(whole, axis=rule.lead)
 
     by_leaf = jax.tree.map(placed, follows["stages"][0], stages[0], tree["stages"])
-    chunks = (
-        jax.tree.map(lambda own, at=v: own[at], by_leaf, is_leaf=lambda n: isinstance(n, Chunks))
-        for v in range(len(stages))
-    )
-    return {**found, "stages": stages.like(chunks)}
+    own, chunks = map(jax.tree.structure, (stages[0], stages.like(range(len(stages)))))
+    return {**found, "stages": jax.tree.transpose(own, chunks, by_leaf)}
 
 
 def _placed_in_parts(partition: Partition, like: Chunks, stages: PyTree) -> PyTree:
@@ -407,9 +405,7 @@ def _placed_in_parts(partition: Partition, like: Chunks, stages: PyTree) -> PyTr
         rest[max(fits, key=lambda dim: leaf.shape[dim]) - 1] = axis
         return constrained(leaf, None, *rest)
 
-    in_order = (*range(layout.placement.num_stages),)
-    if layout.unlike or any(layout.stage_at(v) != in_order for v in range(layout.num_owned)):
-        stages = jax.tree.map(split, stages)
+    stages = jax.tree.map(split, stages)
     if not layout.unlike:
         return layout.place_stages(stages)
     separate = [Packed({}, chunk.layout.separate) for chunk in like]
@@ -435,7 +431,7 @@ def _in_model_order(partition: Partition, follows: PyTree, tree: Params) -> dict
         """One leaf of every chunk -> the leaf in model order."""
         if not rule.follows:
             return chunks[0]
-        whole = _behind(rule.lead, lambda *own: layout.canonical_stages(own))(*chunks)
+        whole = layout.canonical_stages(chunks, axis=rule.lead)
         return whole.reshape(rule.merged(whole.shape))
 
     return {**outer, "stages": jax.tree.map(joined, follows["stages"][0], *stages)}
@@ -444,13 +440,6 @@ def _in_model_order(partition: Partition, follows: PyTree, tree: Params) -> dict
 def _outer(tree: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """The parts of the model without the stages."""
     return {key: value for key, value in tree.items() if key != "stages"}
-
-
-def _behind(lead: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function on all entries of so many leading axes."""
-    for _ in range(lead):
-        function = jax.vmap(function)
-    return function
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

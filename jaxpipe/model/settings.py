@@ -114,14 +114,15 @@ def outside_contexts(function: Callable[P, T]) -> Callable[P, T]:
         if jax.sharding.get_abstract_mesh().empty:
             return function(*arguments, **keywords)
         pipe: Any = arguments[0]
-        own = partial(_on_own_mesh, pipe.mesh)
+        own = partial(on_own_mesh, pipe.mesh)
         with jax.set_mesh(Mesh(np.empty((), dtype=object), ())):
             return function(*jax.tree.map(own, arguments), **jax.tree.map(own, keywords))
 
     return call
 
 
-def _on_own_mesh(mesh: Mesh, leaf: Any) -> Any:
+def on_own_mesh(mesh: Mesh, leaf: Any) -> Any:
+    """The same array or shape, spread as it is, on a mesh of automatic axes."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return leaf
@@ -263,38 +264,36 @@ class Sharding:
     def check(self, mesh: Mesh, *, schedule: str, devices: int) -> None:
         """PipelineError lists every fault of the mesh for the schedule of this name."""
         sizes, pipe, data = dict(mesh.shape), self.pipe, tuple(self.data)
-        named, faults = axes_of(self.specs), []
-        if pipe not in sizes:
-            faults.append(
-                f"the mesh has no axis {pipe!r}; its axes are {sizes}: write Sharding(pipe=) one "
-                f"of them, or name a mesh axis {pipe!r}"
-            )
-        elif sizes[pipe] != devices:
+        axes = {"pipe": [pipe], "data": data, "replicated": self.replicated}
+        named = axes_of(self.specs)
+        faults = [
+            f"the mesh has no {argument} axis {name!r}; its axes are {sizes}: write "
+            f"Sharding({argument}=) one of them, or name a mesh axis {name!r}"
+            for argument, names in axes.items()
+            for name in names
+            if name not in sizes
+        ]
+        if sizes.get(pipe, devices) != devices:
             faults.append(
                 f"schedule {schedule!r} is for {devices} devices but mesh axis {pipe!r} has "
                 f"{sizes[pipe]}; build the schedule with devices={sizes[pipe]}, or a mesh with "
                 f"{devices} along {pipe!r}"
             )
-        faults += [
-            f"the mesh has no data axis {name!r}; its axes are {sizes}"
-            for name in data
-            if name not in sizes
-        ]
         if pipe in data:
             faults.append(f"{pipe!r} is the pipe axis and cannot be a data axis too")
-        of_rows = [("fsdp", self.fsdp)] if self.fsdp is not None else []
-        of_rows += [("local", name) for name in self.local]
-        for argument, name in of_rows:
-            if name not in data:
-                faults.append(
-                    f"{argument}={name!r} must be one of data={data}: its devices see different "
-                    "rows of the batch"
-                )
-            elif argument == "local" and name not in named and sizes.get(name, 1) > 1:
-                faults.append(
-                    f"local={name!r}, but no spec splits a parameter over {name!r}; name it in "
-                    "specs=, or take it out of local="
-                )
+        faults += [
+            f"{argument}={name!r} must be one of data={data}: its devices see different rows of "
+            "the batch"
+            for argument, names in (("fsdp", [self.fsdp]), ("local", self.local))
+            for name in names
+            if name not in (None, *data)
+        ]
+        faults += [
+            f"local={name!r}, but no spec splits a parameter over {name!r}; name it in specs=, or "
+            "take it out of local="
+            for name in self.local
+            if name not in named and sizes.get(name, 1) > 1
+        ]
         used = {pipe, *data, *self.replicated, *named}
         faults += [
             f"mesh axis {name!r} is in no argument, so its {size} devices would all do the same "
@@ -328,25 +327,23 @@ class Sharding:
                 ]
         faults, named = [], [name for entry in spec for name in names_of(entry)]
         for name in dict.fromkeys(named):
-            of_rows = name in self.data and name not in self.local
-            reasons = (
-                (
-                    name in mesh,
-                    f"an axis {name!r} that the mesh does not have; its axes are {mesh}",
-                ),
-                (
-                    name != self.pipe,
+            if name not in mesh:
+                why = f"an axis {name!r} that the mesh does not have; its axes are {mesh}"
+            elif name == self.pipe:
+                why = (
                     f"the pipe axis {name!r}, over which stages are spread anyway; "
-                    "Sharding(outer=True) splits what is not a stage",
-                ),
-                (
-                    not of_rows,
+                    "Sharding(outer=True) splits what is not a stage"
+                )
+            elif name in self.data and name not in self.local:
+                why = (
                     f"the data axis {name!r}; fsdp={name!r} splits parameters over it, and "
-                    f"local={name!r} gives each device's functions their own part",
-                ),
-                (named.count(name) == 1, f"{name!r} more than once"),
-            )
-            faults += [f"{where}: {spec} names {why}" for right, why in reasons if not right]
+                    f"local={name!r} gives each device's functions their own part"
+                )
+            elif named.count(name) > 1:
+                why = f"{name!r} more than once"
+            else:
+                continue
+            faults.append(f"{where}: {spec} names {why}")
         for dim, entry in enumerate(spec):
             if len(names_of(entry)) > 1 and not set(names_of(entry)).isdisjoint(self.local):
                 faults.append(
@@ -384,12 +381,12 @@ class Memory:
     """
 
     remat: str | Callable[..., bool] | None = None
-    offload: Offload | str | None = None
+    offload: Any = None  # an `Offload` afterwards
     accumulate: Any = jnp.float32
 
     def __post_init__(self) -> None:
         faults = []
-        if self.remat is not None and self.remat != "full" and not callable(self.remat):
+        if self.remat not in (None, "full") and not callable(self.remat):
             faults.append(
                 f'remat must be None, "full" or a jax.checkpoint policy; got {self.remat!r}'
             )
@@ -399,8 +396,8 @@ class Memory:
         except ValueError:
             faults.append(f'offload must be "residuals" or None; got {self.offload!r}')
         try:
-            dtype = jnp.dtype(jnp.float32 if self.accumulate is None else self.accumulate)
-            floating = jnp.issubdtype(dtype, jnp.floating)
+            own = self.accumulate
+            floating = own is None or jnp.issubdtype(jnp.dtype(own), jnp.floating)
         except TypeError:
             floating = False
         if not floating:

@@ -282,6 +282,7 @@ class _Held:
     gradients: float
     optimizer: float = 0.0
     batch: float = 0.0  # all rows of a step
+    state: float = 0.0  # the stages' own state, before the step and after it
     gathered: float = 0.0  # whole parameters and accumulators, of those that the mesh splits
     hoisted: float = 0.0  # values that are computed from parameters once a step
     sent: float = 0.0  # values that are to be sent, are in flight, or arrive during a block

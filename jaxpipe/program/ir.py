@@ -79,8 +79,8 @@ MOVE = tuple(column for move in MOVES for column in move.columns)
 def columns_of(kinds: Collection[Kind], *, slices: bool = True) -> tuple[str, ...]:
     """The columns of the record of these kinds, without slices of sequences those of other pools.
 
-    >>> columns_of({Kind.E, Kind.H})
-    ('kind', 'microbatch', 'is_source', 'out', 'stash')
+    >>> columns_of({Kind.W}, slices=False)[4:]
+    ('x', 'residual_weight', 'cotangent', 'stash')
     """
     head = _SHARE if set(kinds) <= set(SHARES) else _STAGE
     left_out = () if slices else OF_SLICES

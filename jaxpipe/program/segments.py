@@ -354,7 +354,7 @@ class Segment:
         """
         return tuple(transit for transit in self.transits if transit.from_before)
 
-    def _end(self, j: int) -> Point:
+    def end(self, j: int) -> Point:
         """When the blocks of a tick of a trip are over."""
         return Point(j, len(self.templates[j].blocks))
 
@@ -363,7 +363,7 @@ class Segment:
         written before its value is needed.
         """
         if self.loops:
-            return Transit(lane, permute, j, self._end(j), self._end(j), False)
+            return Transit(lane, permute, j, self.end(j), self.end(j), False)
         payload = permute.payload
         if j == self.period - 1 and self.repeats > 1:
             written = self._needed(permute.delay, payload)
@@ -378,9 +378,9 @@ class Segment:
         before where its first block needs it.
         """
         if j >= self.period:
-            return self._end(self.period - 1)
+            return self.end(self.period - 1)
         block = self.templates[j].before_readers(payload)
-        return Point(j, block) if block or not j else self._end(j - 1)
+        return Point(j, block) if block or not j else self.end(j - 1)
 
     def written(self, transit: Transit) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Per trip that makes it, the tick in which what it brings is written to its slot, and
@@ -393,11 +393,6 @@ class Segment:
         if transit.from_before:
             tick[-1], block[-1] = self.stop - 1, len(self.templates[-1].blocks)
         return tick, block
-
-    def num_blocks(self, tick: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of blocks of the templates of these ticks."""
-        sizes = np.array([len(template.blocks) for template in self.templates])
-        return sizes[(tick - self.start) % self.period]
 
     def template(self, tick: int) -> TickTemplate:
         """The template of a tick."""

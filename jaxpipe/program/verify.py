@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from itertools import chain, islice, product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,7 +34,7 @@ class ProgramRule(enum.Enum):
     """The rules that `verify` checks."""
 
     SEGMENTS = "segments"  # the segments cover every tick once, in order
-    PERMUTE = "permute"  # a permute has distinct sources and targets, and no cycle
+    PERMUTE = "permute"  # a permute has distinct sources and targets, all up or all down
     # what arrives has a permute; transfers end in the trip that begins them or the next
     EXCHANGE = "exchange"
     # every action of the table runs exactly once, on its device; so every gradient is added exactly
@@ -76,9 +75,9 @@ def verify(program: Program) -> Program:
     """Return the program if it is valid, or raise ProgramError with every broken rule in `.faults`.
 
     The rules are those of `ProgramRule`: segments cover the ticks; permutes have distinct ends and
-    no cycle; each action of the table runs exactly once, on its device, in code that its tick has;
-    every read finds the value that it needs; nothing alive is overwritten; slots exist; and no pool
-    is larger than its peak.
+    one direction; each action of the table runs exactly once, on its device, in code that its tick
+    has; every read finds the value that it needs; nothing alive is overwritten; slots exist; and no
+    pool is larger than its peak.
 
     Raises:
         ProgramError: a rule is broken, which is a fault of the lowering and not of the caller.
@@ -99,9 +98,8 @@ def faults(program: Program) -> tuple[Fault, ...]:
     """Every broken rule; what a broken structure means for values is looked at once the structure
     holds.
     """
-    for broken in (_segment_faults, _lane_faults):
-        if found := tuple(broken(program)):
-            return found
+    if found := tuple(_segment_faults(program)):
+        return found
     blocks = tuple(_running(program))
     if found := tuple(_code_faults(program, blocks)):
         return found
@@ -136,9 +134,9 @@ def _running(program: Program) -> Iterator[Running]:
 
 def _code_faults(program: Program, blocks: Sequence[Running]) -> Iterator[Fault]:
     """Broken rules of actions and of the code that runs them."""
-    code = _template_faults(program, blocks)
-    for found in (_action_faults(program), _collective_faults(program), code, _run_faults(program)):
-        yield from islice(found, _MOST_LISTED)
+    for rule in (_action_faults, _collective_faults, _run_faults):
+        yield from islice(rule(program), _MOST_LISTED)
+    yield from islice(_template_faults(program, blocks), _MOST_LISTED)
 
 
 def _action_faults(program: Program) -> Iterator[Fault]:
@@ -165,7 +163,8 @@ def _action_faults(program: Program) -> Iterator[Fault]:
             yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
         np.add.at(done, number[right], 1)
         for name in (name for name in expected if name in columns):
-            for i in np.flatnonzero(right & (columns[name] != expected[name][number])).tolist():
+            wrong = right & (columns[name] != expected[name][number])
+            for i in np.flatnonzero(wrong).tolist():
                 action = table.text(int(number[i]))
                 message = f"{action} is marked wrongly: {name} is {columns[name][i]}"
                 yield Fault(ProgramRule.ACTION, message, int(tick[i]), int(device[i]))
@@ -175,7 +174,7 @@ def _action_faults(program: Program) -> Iterator[Fault]:
 
 
 def _collective_faults(program: Program) -> Iterator[Fault]:
-    """All devices do a collective action in one tick, which has nothing else; H is alone."""
+    """All devices do a collective action in one tick, which has nothing else."""
     ticks = program.ticks
     busy = (ticks.forward.kind != NOBODY) | (ticks.backward.kind != NOBODY)
     for record in ticks.collectives:
@@ -246,82 +245,66 @@ def _part_faults(use: BlockUse, record: Any, ticks: Any, runs: BoolTable) -> Ite
 
 def _segment_faults(program: Program) -> Iterator[Fault]:
     """Segments follow each other and cover all ticks; what a trip awaits, it issued, or the last
-    tick of the trip before.
+    tick of the trip before; and no slot takes what arrives over a lane that its tick has not.
     """
-    tick = 0
+    end = 0
     for segment in program.segments:
-        if segment.start != tick:
-            message = f"ticks {tick}..{segment.start} are in no segment, or in two"
+        if segment.start != end:
+            message = f"ticks {end}..{segment.start} are in no segment, or in two"
             yield Fault(ProgramRule.SEGMENTS, message)
-        tick = segment.stop
+        end = segment.stop
         for j, template in enumerate(segment.templates):
+            ticks = segment.ticks(j)
+            for arrival in program.ticks.arrivals[len(template.permutes) :]:
+                takes = arrival.takes[ticks[ticks < program.num_ticks]].any(axis=1)
+                for tick in ticks[np.flatnonzero(takes)].tolist():
+                    message = "a slot takes what arrives over a lane that the tick has not"
+                    yield Fault(ProgramRule.EXCHANGE, message, tick)
             for permute in template.permutes:
                 yield from _permute_faults(permute)
                 if permute.delay > room_of(segment.period, j):
                     late = f"is awaited too late for trips of {segment.period} ticks"
                     yield Fault(ProgramRule.EXCHANGE, f"({permute}) of tick {j} {late}")
-    if tick != program.num_ticks:
-        message = f"the segments end at tick {tick} of {program.num_ticks}"
+    if end != program.num_ticks:
+        message = f"the segments end at tick {end} of {program.num_ticks}"
         yield Fault(ProgramRule.SEGMENTS, message)
 
 
 def _permute_faults(permute: Permute) -> Iterator[Fault]:
-    """Distinct sources, distinct targets, no cycle."""
+    """Distinct sources, distinct targets; and all up or all down, so that there is no cycle."""
     if any(len(set(ends)) < len(ends) for ends in zip(*permute.pairs, strict=True)):
         yield Fault(ProgramRule.PERMUTE, f"({permute}) has a source or a target twice")
-        return
-    try:
-        TopologicalSorter({target: [source] for source, target in permute.pairs}).prepare()
-    except CycleError:
-        yield Fault(ProgramRule.PERMUTE, f"({permute}) holds a cycle")
-
-
-def _lane_faults(program: Program) -> Iterator[Fault]:
-    """No slot takes what arrives over a lane that the tick's template has not."""
-    for segment in program.segments:
-        for j, template in enumerate(segment.templates):
-            ticks = segment.ticks(j)
-            more = program.ticks.arrivals[len(template.permutes) :]
-            takes = sum(arrival.takes[ticks].any(axis=1) for arrival in more)
-            for tick in ticks[np.flatnonzero(takes)].tolist():
-                message = "a slot takes what arrives over a lane that the tick has not"
-                yield Fault(ProgramRule.EXCHANGE, message, tick)
+    elif len({source < target for source, target in permute.pairs}) > 1:
+        yield Fault(ProgramRule.PERMUTE, f"({permute}) goes both up and down")
 
 
 class Accesses(NamedTuple):
-    """One entry an access, in no order.  A value is the number stage * M + microbatch of what the
-    pool holds.
+    """One entry an access, in no order; a number stands for all.  A value is the number
+    stage * M + microbatch of what the pool holds.
     """
 
-    device: Ints
-    slot: Ints
     tick: Ints
-    place: Ints  # within the tick: 2 n before block n, one more in it; `_AFTER` all of them
-    order: Ints  # within the block
+    device: Ints
+    slot: Any
+    # within the tick: 4 n before block n or after n blocks, two more in it; `_AFTER` all of them
+    place: Any
+    order: Any  # within the block: that of `Access`
     value: Ints
-    is_read: NDArray[np.bool_]
 
-    @classmethod
-    def of(
-        cls, at: At, slots: Any, place: Any, order: int, value: Any, tick: Ints | None = None
-    ) -> Accesses:
-        """Those that cells (ticks, devices) of the records ask for; `slots` is a column of the
-        records, `tick` the tick of the access where that is another.
-        """
-        device, when = at[1], at[0] if tick is None else tick
-        entries: tuple[Any, ...] = (device, slots[at], when, place, order, value)
-        columns: Any = [np.broadcast_to(each, device.shape).astype(np.int64) for each in entries]
-        is_read = columns[4] == Access.READ
-        return cls._make([*columns, is_read])
+    @property
+    def is_read(self) -> NDArray[np.bool_]:
+        """Per access, whether it reads."""
+        return np.asarray(self.order == Access.READ)
 
 
 def _accesses(program: Program, pool: Place, blocks: Sequence[Running]) -> Accesses:
     """The accesses of one pool."""
-    nothing = np.zeros(0, np.int64)
-    none = Accesses.of((nothing, nothing), np.zeros((0, 0)), 0, 0, nothing)
-    parts = [none, *_of_blocks(program, pool, blocks), *_of_moves(program, pool)]
+    parts = [Accesses(*[np.zeros(0, np.int64)] * len(Accesses._fields))]
+    parts += [*_of_blocks(program, pool, blocks), *_of_moves(program, pool)]
     parts += _of_exchanges(program, pool, blocks)
-    return Accesses(*map(np.concatenate, zip(*parts, strict=True)))
+    alike = ([np.broadcast_to(each, part.device.shape) for each in part] for part in parts)
+    columns = map(np.concatenate, zip(*alike, strict=True))
+    return Accesses(*(column.astype(np.int64) for column in columns))
 
 
 def _happening(
@@ -352,9 +335,9 @@ def _of_blocks(program: Program, pool: Place, blocks: Sequence[Running]) -> Iter
         for effect, at, record, value in _happening(program, pool, block):
             # A pair runs as one: the backward may read until the forward has written.
             late = program.pairs[at] & (effect.access is Access.READ) & (not is_forward)
-            place = 1 + 2 * np.where(late, block.among, block.place)
-            slots = getattr(record, effect.field)
-            yield Accesses.of(at, slots, place, effect.access, value)
+            place = np.where(late, 4 * block.among - 1, 4 * block.place + 2)
+            slot = getattr(record, effect.field)[at]
+            yield Accesses(*at, slot, place, effect.access, value)
 
 
 def _of_exchanges(program: Program, pool: Place, blocks: Sequence[Running]) -> Iterator[Accesses]:
@@ -376,9 +359,8 @@ def _of_exchanges(program: Program, pool: Place, blocks: Sequence[Running]) -> I
             value[:, target] = sent[ticks, source]
         k, device = np.nonzero(arrival.takes[ticks] != 0)
         tick, before = segment.written(transit)
-        place = np.where(before < segment.num_blocks(tick), 2 * before, _AFTER)
-        order, at = Access.WRITE + transit.lane, (ticks[k], device)
-        yield Accesses.of(at, arrival.slot, place[k], order, value[k, device], tick[k])
+        slot, order = arrival.slot[ticks[k], device], Access.WRITE + transit.lane
+        yield Accesses(tick[k], device, slot, 4 * before[k], order, value[k, device])
 
 
 def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
@@ -389,13 +371,13 @@ def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
     place = 0 if on_host else _AFTER
     for record, move in product(program.ticks.moves, MOVES):
         value: Any = getattr(record, move.value)
-        tick, device = np.nonzero(value != NOBODY)
+        tick, device = at = np.nonzero(value != NOBODY)
         for order, columns in ((Access.READ, move.reads), (Access.WRITE, move.writes)):
-            for column in (name for name, where in columns.items() if where is pool):
-                slots, at = getattr(record, column), (tick, device)
-                # A device's slot is read when the tick before is over.
-                when = tick if on_host or order is Access.WRITE else tick - 1
-                yield Accesses.of(at, slots, place, order, value[at], when)
+            # A device's slot is read when the tick before is over.
+            when = tick if on_host or order is Access.WRITE else tick - 1
+            for name in (name for name, where in columns.items() if where is pool):
+                slot = getattr(record, name)[at]
+                yield Accesses(when, device, slot, place, order, value[at])
 
 
 def _flow_faults(pool: Place, size: int, found: Accesses) -> Iterator[Fault]:
@@ -417,7 +399,7 @@ def _flow_faults(pool: Place, size: int, found: Accesses) -> Iterator[Fault]:
     if len(wrong):
         return
     if pool in OF_SLICES:
-        found = found._replace(is_read=found.is_read | _updates(found, last))
+        found = found._replace(order=np.where(_updates(found, last), Access.READ, found.order))
     yield from _size_faults(pool, size, found, _last_write(found))
 
 

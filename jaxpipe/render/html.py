@@ -149,14 +149,21 @@ def to_html(
     '<!DOCTYPE html>'
     """
     chart = svg.Chart(timeline, width, memory=True, given_title=title, has_heading=False)
-    csv = timeline.schedule.to_csv()
+    t, s, csv = timeline, timeline.schedule, timeline.schedule.to_csv()
     left_out = f"The table has {len(csv):,} characters; write it with --format csv."
     page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     return Template(page).substitute(
         title=escape(chart.title),
         style=_styles(chart.shades),
         chart=svg.draw(chart, critical_path=True),
-        **_numbers(timeline),
+        makespan=svg.number(t.makespan),
+        span=svg.number(t.span),
+        bubble=f"{t.bubble:.2%}",
+        peak=max(t.peak_activations, default=0),
+        num_devices=s.num_devices,
+        stages=f"{s.num_stages} stages, {s.num_chunks} a device",
+        microbatches=s.num_microbatches,
+        actions=f"{s.encoded.num_actions:,} actions in all",
         over="" if over is None else _over(timeline, over, chart),
         devices=_devices(timeline),
         costs=escape(svg.costs_of(timeline)),
@@ -179,8 +186,8 @@ def _over(ran: Timeline, planned: Timeline, chart: svg.Chart) -> str:
     return (
         f"<h2>Planned{scale}</h2><p>{escape(compared.sentence)}</p>"
         f"<div class=frame>{svg.draw(below)}</div><h2>Run against plan</h2><div "
-        f"class=scroll><table>{_lines(('cause', 'time'), losses)}</table><br>"
-        f"<table>{_lines(COLUMNS, compared.rows())}</table></div>"
+        f"class=scroll><table>{_table(('cause', 'time'), losses)}</table><br>"
+        f"<table>{_table(COLUMNS, compared.rows())}</table></div>"
     )
 
 
@@ -196,49 +203,45 @@ def _styles(shades: int) -> str:
     return f"{light}@media(prefers-color-scheme:dark){{{by_system}}}{by_reader}"
 
 
-def _numbers(timeline: Timeline) -> dict[str, str]:
-    """The numbers of the whole step."""
-    t, s = timeline, timeline.schedule
-    return {
-        "makespan": svg.number(t.makespan),
-        "span": svg.number(t.span),
-        "bubble": f"{t.bubble:.2%}",
-        "peak": str(max(t.peak_activations, default=0)),
-        "num_devices": str(s.num_devices),
-        "stages": f"{s.num_stages} stages, {s.num_chunks} a device",
-        "microbatches": str(s.num_microbatches),
-        "actions": f"{s.encoded.num_actions:,} actions in all",
-    }
+DEVICE_COLUMNS = (
+    *("device", "busy", "idle", "warmup", "waiting", "drain"),
+    *("peak activations", "peak memory"),
+)
+
+
+def device_rows(timeline: Timeline) -> list[tuple[str, ...]]:
+    """A row for each device: busy, idle by cause, peaks."""
+    t, rows = timeline, []
+    for d, (busy, idle) in enumerate(zip(t.busy, t.idle, strict=True)):
+        times = map(svg.number, (busy, sum(idle), *idle))
+        rows.append((str(d), *times, str(t.peak_activations[d]), svg.number(t.peak_memory[d])))
+    return rows
 
 
 def _devices(timeline: Timeline) -> str:
     """A table with one row per device."""
     stages = timeline.schedule.placement.stages_of
-    rows = zip(svg.device_rows(timeline), stages, strict=True)
+    rows = zip(device_rows(timeline), stages, strict=True)
     texts = [(row[0], " ".join(map(str, own)), *row[1:]) for row, own in rows]
-    return _lines((svg.DEVICE_COLUMNS[0], "stages", *svg.DEVICE_COLUMNS[1:]), texts, "\n")
+    return _table((DEVICE_COLUMNS[0], "stages", *DEVICE_COLUMNS[1:]), texts)
 
 
-def _lines(head: Sequence[str], rows: Iterable[Sequence[str]], between: str = "") -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """The lines of a table."""
-    lines = [_line("th", head), *(_line("td", row) for row in rows)]
-    return between.join(lines)
-
-
-def _line(tag: str, cells: Iterable[str]) -> str:
-    return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
+    lines = [("th", head), *(("td", row) for row in rows)]
+    texts = ("".join(f"<{tag}>{cell}</{tag}>" for cell in line) for tag, line in lines)
+    return "\n".join(f"<tr>{text}</tr>" for text in texts)
 
 
 def _data(chart: svg.Chart) -> dict[str, object]:
     """The data with which the page's script finds the bar under the pointer: geometry, and the bars
     of each device in order.
     """
-    rows: list[list[tuple[object, ...]]] = [[] for _ in range(chart.timeline.schedule.num_devices)]
+    rows: list[list[Any]] = [[] for _ in range(chart.timeline.schedule.num_devices)]
     for bar in chart.bars:
-        stage, kind, microbatch = bar.action
-        rows[bar.device].append(
-            (bar.start, bar.end, int(kind), stage, microbatch, bar.chunk, bar.part.value)
-        )
+        (stage, kind, microbatch), part = bar.action, bar.part.value
+        row = (bar.start, bar.end, int(kind), stage, microbatch, bar.chunk, part)
+        rows[bar.device].append(row)
     geometry = ("left", "unit", "top", "row", "pitch", "width")
     return {
         "rows": rows,

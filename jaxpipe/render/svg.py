@@ -1,6 +1,4 @@
-"""A Gantt chart as SVG: one row per device, hue by kind, shade by chunk, microbatch numbers, idle
-time hatched; the place of every bar, row and legend entry; its colours, for light and dark pages.
-"""
+"""A Gantt chart as SVG: a row per device, hue by kind, shade by chunk, microbatch numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from string import Template
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeAlias
 from xml.etree.ElementTree import Element, SubElement, tostring
 
 from ..engine.simulate import Timeline
 from ..errors import JaxpipeError, quoted, typed
 from ..table.kinds import KINDS, Action, Kind, Shades, parts
 from ..table.text import microbatch_label, parse_cell
+
+Box: TypeAlias = tuple[float, float, float, float]  # x, y, width and height
 
 
 class Part(enum.Enum):
@@ -31,11 +31,9 @@ class Part(enum.Enum):
 
 
 class Bar(NamedTuple):
-    """One action of one device, from `start` to `end`; `number` is its number in
-    `schedule.encoded`.
-    """
+    """One action of one device, from `start` to `end`."""
 
-    number: int
+    number: int  # in `schedule.encoded`
     device: int
     start: float
     end: float
@@ -66,32 +64,14 @@ def title_of(timeline: Timeline) -> str:
     """`1f1b: 4 devices, 8 microbatches, 2 chunks`."""
     s = timeline.schedule
     p, m = s.num_devices, s.num_microbatches
-    parts = [f"{p} device{'s' if p != 1 else ''}", f"{m} microbatch{'es' if m != 1 else ''}"]
+    parts = [f"{p} device{'s' * (p != 1)}", f"{m} microbatch{'es' * (m != 1)}"]
     parts += [f"{s.slices} slices a sequence"] if s.slices > 1 else []
     parts += [f"{s.num_chunks} chunks"] if s.num_chunks > 1 else []
     return f"{s.name or 'schedule'}: {', '.join(parts)}"
 
 
-DEVICE_COLUMNS = (
-    *("device", "busy", "idle", "warmup", "waiting", "drain"),
-    *("peak activations", "peak memory"),
-)
-
-
-def device_rows(timeline: Timeline) -> list[tuple[str, ...]]:
-    """A row for each device: busy, idle by cause, peaks."""
-    t, rows = timeline, []
-    for d, (busy, idle) in enumerate(zip(t.busy, t.idle, strict=True)):
-        times = map(number, (busy, sum(idle), *idle))
-        peaks = (str(t.peak_activations[d]), number(t.peak_memory[d]))
-        rows.append((str(d), *times, *peaks))
-    return rows
-
-
 def number(value: float) -> str:
-    """A time or a size, rounded for readers: whole numbers as they are, others to four significant
-    digits.
-    """
+    """A time or a size for readers: a whole number, or four significant digits."""
     if float(value).is_integer():
         return f"{value:.10g}"
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
@@ -110,10 +90,9 @@ def costs_of(timeline: Timeline) -> str:
     )
 
 
-# The columns of numbers right of the chart, with their widths.
-COLUMNS = (("idle", 44.0), ("peak act.", 68.0))
-PAD = 16.0
-AXIS = 34.0
+# The columns of numbers, with their ends right of the chart.
+_COLUMNS = (("idle", 54.0), ("peak act.", 122.0))
+PAD, AXIS = 16.0, 34.0
 _GUTTER, _HEADING, _COLUMN_NAMES = 66.0, 48.0, 26.0
 _MOST_SHADES = 8
 _MAX_AUTO_WIDTH, MAX_WIDTH = 12000.0, 100_000.0
@@ -134,10 +113,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Chart:
-    """The geometry of one picture, in pixels.
-
-    The title is drawn where it has a heading.
-    """
+    """The geometry of one picture, in pixels.  The title is drawn where it has a heading."""
 
     timeline: Timeline
     fixed_width: float | None = None
@@ -145,21 +121,18 @@ class Chart:
     given_title: str | None = None
     has_heading: bool = True
     left: ClassVar[float] = PAD + _GUTTER  # where time 0 is
-    # the room right of the chart, for the numbers of each device
-    right: ClassVar[float] = PAD + 10 + sum(width for _, width in COLUMNS)
+    right: ClassVar[float] = PAD + _COLUMNS[-1][1]  # the room right of the chart
 
     def __post_init__(self) -> None:
-        """JaxpipeError for a `fixed_width` that leaves less than 100 pixels for time or is far too
-        large, or for a heading that XML forbids.
-        """
+        """JaxpipeError for a width or a title that no picture can have."""
         width, least = self.fixed_width, self.left + self.right + 100
         if width is not None and not least <= width <= MAX_WIDTH:
             why = "is too large" if width > least else "leaves no room for the chart"
             give = f"give {least:g} to {MAX_WIDTH:,.0f} pixels"
             raise JaxpipeError(f"width={quoted(width)} {why}; {give}")
         if _NOT_XML.search(self.title):
-            why = "holds characters that a picture cannot show; give a title without them"
-            raise JaxpipeError(f"the title {quoted(self.title)} {why}")
+            why = "a picture cannot show; give a title without them"
+            raise JaxpipeError(f"the title {quoted(self.title)} holds characters that {why}")
 
     @property
     def title(self) -> str:
@@ -192,18 +165,14 @@ class Chart:
         if self.fixed_width is not None:
             return (self.fixed_width - self.left - self.right) / self.span
         lengths = sorted(b.length for b in self.bars if b.part is not Part.STRIP)
-        # A tenth of the bars may be too short for their number, so that one short stage does not
-        # stretch the picture.
+        # A tenth of the bars may be too short for a number: one stage does not stretch a picture.
         short = lengths[len(lengths) // 10] if lengths else self.span
-        digits = len(self.label(max(self.timeline.schedule.num_microbatches - 1, 0)))
+        s = self.timeline.schedule
+        digits = len(microbatch_label(max(s.num_microbatches - 1, 0), s.slices))
         least = 24.0 if self.span / short < 48 else 17.0
         wanted = max(least, 8.0 + 7.0 * digits) / short
         room = _MAX_AUTO_WIDTH - self.left - self.right
         return min(max(wanted, 420.0 / self.span), room / self.span)
-
-    def label(self, microbatch: int) -> str:
-        """The number of a microbatch, or of its sequence and slice, as bars show it."""
-        return microbatch_label(microbatch, self.timeline.schedule.slices)
 
     @cached_property
     def row(self) -> float:
@@ -211,8 +180,8 @@ class Chart:
         devices = self.timeline.schedule.num_devices
         if devices > 32:
             return 16.0
-        tall = any(bar.part is Part.TOP for bar in self.bars)
-        return (30.0 if devices <= 16 else 20.0) + (6.0 if tall else 0.0)
+        has_pairs = any(bar.part is Part.TOP for bar in self.bars)
+        return (30.0 if devices <= 16 else 20.0) + 6.0 * has_pairs
 
     @property
     def pitch(self) -> float:
@@ -242,8 +211,8 @@ class Chart:
         """The top of a device's row."""
         return self.top + self.pitch * device
 
-    def box(self, bar: Bar) -> tuple[float, float, float, float]:
-        """x, y, width and height of a bar."""
+    def box(self, bar: Bar) -> Box:
+        """The place of a bar."""
         y, half = self.y(bar.device), self.row / 2
         top, height = {
             Part.WHOLE: (0.0, self.row),
@@ -255,9 +224,7 @@ class Chart:
 
     @cached_property
     def legend(self) -> tuple[Entry, ...]:
-        """The meaning of the colours, each entry with its place: broken into lines where the
-        picture is narrow.
-        """
+        """The meaning of the colours, in lines where the picture is narrow."""
         schedule = self.timeline.schedule
         kinds = sorted({bar.action.kind for bar in self.bars})
         swatches: list[tuple[tuple[str, ...], str]] = []
@@ -266,7 +233,7 @@ class Chart:
             swatches.append((boxes, f"{kind.name}  {KINDS[kind].description}"))
         if not all(kind.is_compute for kind in kinds):
             swatches.append((("transfer",), "transfer"))
-        swatches += [(("idle",), "idle")]
+        swatches.append((("idle",), "idle"))
         swatches += [(("memory",), "activations held")] if self.memory else []
         meaning = "direction" if schedule.placement.is_bidirectional else "chunk"
         text = f"number: {'microbatch' if schedule.slices == 1 else 'sequence.slice'}"
@@ -284,8 +251,7 @@ class Chart:
 
 
 SCOPE = ".jaxpipe"
-# With more bars than this, bars of one colour share one path instead of being elements of their own
-# (with a hover title).
+# With more bars than this (a large job has a hundred thousand), those of a colour share one path.
 MOST_ELEMENTS = 4000
 
 _HATCHED = "url(#jaxpipe-hatch)"
@@ -302,12 +268,10 @@ class Theme(enum.Enum):
 
 @dataclass(frozen=True)
 class Palette:
-    """The colours of one theme; `shades[kind]` are the colours of the first and of the
-    last chunk.
-    """
+    """The colours of one theme."""
 
     colours: dict[str, str]
-    shades: dict[Kind, Shades]
+    shades: dict[Kind, Shades]  # the colours of the first and of the last chunk
 
 
 # On a light page, and on a dark one.
@@ -360,8 +324,7 @@ def to_svg(
     Args:
         timeline: what `jaxpipe.simulate` returned.
         title: the heading; schedule, devices and microbatches where it is None.
-        width: of the picture, in pixels; by default as wide as the microbatch numbers need, but at
-            most 12000.
+        width: in pixels; by default as wide as the microbatch numbers need, but at most 12000.
         theme: colours; AUTO follows the reader's system.
         memory: draw the activation memory held over time under each device's row.
         critical_path: outline a longest chain of actions.
@@ -383,21 +346,16 @@ def to_svg(
 def shade(palette: Palette, kind: Kind, *, chunk: int, chunks: int) -> str:
     """The colour of a kind's chunk, from the first chunk's to the last chunk's."""
     at = chunk / (chunks - 1) if chunks > 1 else 0.0
-    ends = zip(*map(_rgb, palette.shades[kind]), strict=True)
-    return "#" + bytes(round(a + (b - a) * at) for a, b in ends).hex()
+    one, other = (bytes.fromhex(colour[1:]) for colour in palette.shades[kind])
+    mixed = (round(a + (b - a) * at) for a, b in zip(one, other, strict=True))
+    return f"#{bytes(mixed).hex()}"
 
 
 def ink_on(colour: str) -> str:
-    """White where its contrast is at least 3.5 to 1 (bold figures need 3), else near-black.
-    Source: WCAG 2.2, 1.4.3.
-    """
-    weighted = zip((0.2126, 0.7152, 0.0722), _rgb(colour), strict=True)
+    """White where its contrast is 3.5 to 1 (WCAG 2.2, 1.4.3: bold figures need 3), else black."""
+    weighted = zip((0.2126, 0.7152, 0.0722), bytes.fromhex(colour[1:]), strict=True)
     luminance = sum(weight * (channel / 255) ** 2.2 for weight, channel in weighted)
     return "#ffffff" if 1.05 / (luminance + 0.05) >= 3.5 else "#10151c"
-
-
-def _rgb(colour: str) -> bytes:
-    return bytes.fromhex(colour[1:])
 
 
 def style(palette: Palette, *, chunks: int, within: str = "") -> str:
@@ -415,9 +373,10 @@ def style(palette: Palette, *, chunks: int, within: str = "") -> str:
 def draw(chart: Chart, *, critical_path: bool = False, sheet: str = "") -> str:
     """The text of the whole picture, with a style sheet of its own or that of its page."""
     width, height = _px(chart.width), _px(chart.height)
+    box = f"0 0 {width} {height}"
     root = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "class": SCOPE[1:]})
     root.attrib |= {"role": "img", "aria-label": chart.title}
-    root.attrib |= {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
+    root.attrib |= {"width": width, "height": height, "viewBox": box}
     if sheet:
         SubElement(root, "style").text = sheet
     _add_hatch(root)
@@ -437,26 +396,20 @@ def draw(chart: Chart, *, critical_path: bool = False, sheet: str = "") -> str:
 
 def _draw_heading(root: Element, chart: Chart) -> None:
     """The title and the numbers of the whole step, and the names of the columns on the right."""
-    x = chart.x(chart.span) + 10
-    for name, width in COLUMNS:
-        x += width
-        _text(root, "muted", x, chart.top - 7, name, "end")
+    for name, end in _COLUMNS:
+        _text(root, "muted", chart.x(chart.span) + end, chart.top - 7, name, "end")
     if not chart.has_heading:
         return
     t, room = chart.timeline, chart.width - 2 * PAD
-    _fitted(root, "title", 28, chart.title, size=15, room=room)
-    peak, costs = max(t.peak_activations, default=0), costs_of(t)
-    summary = f"makespan {number(t.makespan)}  ·  bubble {t.bubble:.1%}  ·  peak activations {peak}"
-    # Costs only where they fit; a page or a caption can give them, too.
-    if 6.0 * (len(summary) + len(costs) + 5) < room:
-        summary += f"  ·  {costs}"
-    _fitted(root, "muted", 47, summary, size=11.5, room=room)
+    _fit(_text(root, "title", PAD, 28, chart.title), 15, room)
+    texts = [f"makespan {number(t.makespan)}", f"bubble {t.bubble:.1%}"]
+    texts += [f"peak activations {max(t.peak_activations, default=0)}", costs_of(t)]
+    _fit(_text(root, "muted", PAD, 47, "  ·  ".join(texts)), 11.5, room)
 
 
-def _fitted(root: Element, kind: str, y: float, text: str, *, size: float, room: float) -> None:
-    """A line of the heading, in smaller type where the picture is narrow."""
-    line = _text(root, kind, PAD, y, text)
-    fits = room / (0.56 * max(len(text), 1))
+def _fit(line: Element, size: float, room: float) -> None:
+    """Set a line in smaller type where the picture is narrow."""
+    fits = room / (0.56 * max(len(line.text or ""), 1))
     if fits < size:
         line.set("style", f"font-size:{_px(fits)}px")
 
@@ -467,16 +420,14 @@ def _draw_rows(root: Element, chart: Chart) -> None:
     length, makespan = chart.span * chart.unit, t.makespan or 1
     for device in range(t.schedule.num_devices):
         y = chart.y(device)
-        _rect(root, "idle", chart.left, y, length, chart.row, rx=3)
-        _rect(root, "", chart.left, y, length, chart.row, rx=3, fill=_HATCHED)
+        box = (chart.left, y, length, chart.row)
+        _rect(root, "idle", box, rx=3)
+        _rect(root, "", box, rx=3, fill=_HATCHED)
         middle = y + chart.row / 2 + 4
         _text(root, "label", chart.left - 8, middle, f"device {device}", "end")
-        x = chart.x(chart.span) + 10
-        idle = f"{1 - t.busy[device] / makespan:.0%}"
-        values = (idle, str(t.peak_activations[device]))
-        for (_, width), value in zip(COLUMNS, values, strict=True):
-            x += width
-            _text(root, "label", x, middle, value, "end")
+        values = f"{1 - t.busy[device] / makespan:.0%}", str(t.peak_activations[device])
+        for (_, end), value in zip(_COLUMNS, values, strict=True):
+            _text(root, "label", chart.x(chart.span) + end, middle, value, "end")
 
 
 def _draw_numbers(root: Element, chart: Chart) -> None:
@@ -485,7 +436,8 @@ def _draw_numbers(root: Element, chart: Chart) -> None:
     for bar in chart.bars:
         if bar.part is Part.STRIP:
             continue
-        (x, y, width, height), text = chart.box(bar), chart.label(bar.action.microbatch)
+        x, y, width, height = chart.box(bar)
+        text = microbatch_label(bar.action.microbatch, chart.timeline.schedule.slices)
         size = min(12.0, height * 0.62, (width - 3) / (_DIGIT * len(text)))
         if size >= 7:
             # Few sizes, so that the numbers of a picture look alike.
@@ -493,8 +445,8 @@ def _draw_numbers(root: Element, chart: Chart) -> None:
             place = (f"on{_class(bar, chart.shades)}", middle, base, text)
             sizes[math.floor(size * 2) / 2].append(place)
     for size, labels in sizes.items():
-        look: dict[str, Any] = {"font-size": size, "text-anchor": "middle"}
-        group = _add(root, "g", **look)
+        group = _add(root, "g")
+        group.attrib |= {"font-size": _px(size), "text-anchor": "middle"}
         for label in labels:
             _text(group, *label)
 
@@ -515,9 +467,9 @@ def _draw_critical_path(root: Element, chart: Chart) -> None:
     """Outline the actions of the critical path."""
     cells = map(parse_cell, chart.timeline.critical_path)
     wanted = {action for cell in cells for action in parts(cell)}
-    boxes = [chart.box(bar) for bar in chart.bars if bar.action in wanted]
-    outlines = (_rectangle(x + 1, y + 1, w - 2, h - 2) for x, y, w, h in boxes if w > 2)
-    _add(root, "path", "critical", d="".join(outlines))
+    boxes = (chart.box(bar) for bar in chart.bars if bar.action in wanted)
+    lines = (_rectangle((x + 1, y + 1, w - 2, h - 2)) for x, y, w, h in boxes if w > 2)
+    _add(root, "path", "critical", d="".join(lines))
 
 
 def _draw_axis(root: Element, chart: Chart) -> None:
@@ -533,13 +485,14 @@ def _draw_axis(root: Element, chart: Chart) -> None:
 def _draw_legend(root: Element, chart: Chart) -> None:
     """A swatch for each kind, divided into the shades of its chunks."""
     for boxes, text, x, y, cell in chart.legend:
-        for chunk, box in enumerate(boxes):
-            _rect(root, box, x, y, cell, 15)
-            if box == "idle":
-                _rect(root, "", x, y, cell, 15, fill=_HATCHED)
+        for chunk, kind in enumerate(boxes):
+            box = (x, y, cell, 15.0)
+            _rect(root, kind, box)
+            if kind == "idle":
+                _rect(root, "", box, fill=_HATCHED)
             if len(boxes) > 1:
                 middle = x + cell / 2
-                label = _text(root, f"on{box}", middle, y + 11.5, str(chunk), "middle")
+                label = _text(root, f"on{kind}", middle, y + 11.5, str(chunk), "middle")
                 label.set("font-size", "10")
             x += cell
         kind, gap = ("label", 7) if boxes else ("muted", 0)
@@ -547,9 +500,7 @@ def _draw_legend(root: Element, chart: Chart) -> None:
 
 
 def _draw_bars(root: Element, chart: Chart) -> None:
-    """A rectangle for each bar, with a title that browsers show on hovering; of many bars, one path
-    for those of a colour: the table of a large job has a hundred thousand bars.
-    """
+    """A rectangle for each bar, with a title that browsers show; of many bars, a path a colour."""
     merged = len(chart.bars) > MOST_ELEMENTS
     paths: dict[str, list[str]] = defaultdict(list)
     group = root if merged else _add(root, "g")
@@ -557,11 +508,12 @@ def _draw_bars(root: Element, chart: Chart) -> None:
         kind, (x, y, width, height) = _class(bar, chart.shades), chart.box(bar)
         # A thin line of background separates neighbours.
         gap = min(1.0, width * 0.2)
+        box = (x + gap / 2, y, width - gap, height)
         if merged:
-            paths[kind].append(_rectangle(x + gap / 2, y, width - gap, height))
+            paths[kind].append(_rectangle(box))
             continue
-        box = _rect(group, kind, x + gap / 2, y, width - gap, height, rx=min(2, width / 4))
-        SubElement(box, "title").text = describe(bar, chart.timeline.schedule.slices)
+        drawn = _rect(group, kind, box, rx=min(2, width / 4))
+        SubElement(drawn, "title").text = describe(bar, chart.timeline.schedule.slices)
     for kind, pieces in sorted(paths.items()):
         _add(root, "path", kind, d="".join(pieces))
 
@@ -569,19 +521,17 @@ def _draw_bars(root: Element, chart: Chart) -> None:
 def describe(bar: Bar, slices: int = 1) -> str:
     """The tooltip of a bar."""
     stage, kind, microbatch = bar.action
-    name = KINDS[kind].description
     where = f", slice {microbatch % slices} of sequence {microbatch // slices}"
     return (
-        f"{bar.action}: {name} of stage {stage}, microbatch {microbatch}"
+        f"{bar.action}: {KINDS[kind].description} of stage {stage}, microbatch {microbatch}"
         f"{where if slices > 1 else ''}\n"
         f"device {bar.device}, {number(bar.start)} to {number(bar.end)}"
     )
 
 
 def _class(bar: Bar, shades: int) -> str:
-    if bar.part is Part.STRIP:
-        return "transfer"
-    return f"{bar.action.kind.name}{min(bar.chunk, shades - 1)}"
+    own = f"{bar.action.kind.name}{min(bar.chunk, shades - 1)}"
+    return "transfer" if bar.part is Part.STRIP else own
 
 
 def _ticks(end: float, *, most: float) -> list[float]:
@@ -608,10 +558,9 @@ def _add(parent: Element, tag: str, kind: str = "", **attributes: float | str) -
     return SubElement(parent, tag, values)
 
 
-def _rect(
-    parent: Element, kind: str, x: float, y: float, width: float, height: float, **more: float | str
-) -> Element:
-    return _add(parent, "rect", kind, x=x, y=y, width=width, height=height, **more)
+def _rect(parent: Element, kind: str, box: Box, **more: float | str) -> Element:
+    sides = zip(("x", "y", "width", "height"), box, strict=True)
+    return _add(parent, "rect", kind, **dict(sides), **more)
 
 
 def _text(parent: Element, kind: str, x: float, y: float, text: str, anchor: str = "") -> Element:
@@ -621,7 +570,8 @@ def _text(parent: Element, kind: str, x: float, y: float, text: str, anchor: str
     return element
 
 
-def _rectangle(x: float, y: float, width: float, height: float) -> str:
+def _rectangle(box: Box) -> str:
+    x, y, width, height = box
     return f"M{_px(x)} {_px(y)}h{_px(width)}v{_px(height)}h{_px(-width)}z"
 
 

@@ -120,7 +120,7 @@ class _Run:
         self.kind = table.kind.tolist()
         # of an I
         self.weight = table.at[W, table.stage, table.microbatch].tolist()
-        self.loop = loop = Loop.of(table, costs)
+        self.loop = loop = Loop(table, costs)
         # Unlike a table, an order may be changed, so needs of the same device count too.
         closing = (table.kind == I) & (table.stage == stages - 1)
         output = table.at[F, -1, table.microbatch]

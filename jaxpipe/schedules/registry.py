@@ -145,9 +145,9 @@ _KINDS = {
         _COUNT, "the most activations that a device may hold, if they are released at W", _is_count
     ),
     "objective": _OptionKind(
-        "a jaxpipe.table.Objective",
-        "what is made short (a jaxpipe.table.Objective): the whole step, or the time of a "
-        "microbatch in its steady state",
+        "a jaxpipe.table.Objective (on the command line makespan or period)",
+        "what is made short: makespan, the whole step, or period, the time of a microbatch in its "
+        "steady state",
         _is_a(Objective),
     ),
     "search": _OptionKind(
@@ -162,7 +162,7 @@ _KINDS = {
         lambda v: is_whole(v) and 0 <= v < 2**31,
     ),
     "placement": _OptionKind(
-        "a jaxpipe.Placement",
+        "a jaxpipe.Placement (on the command line loop, vee, or the device of each stage: 0,1,1,0)",
         "the devices of the stages (a jaxpipe.Placement); without it a loop or a V, "
         "whichever gives the shorter schedule",
         _is_a(Placement),

@@ -4,8 +4,7 @@ shares of `first` and `last` where these are spread over the pipe axis (E, G, L,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,12 +16,23 @@ from ..jaxprs.entry import Slot, Target, Total
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..program.ir import Record
 from ..program.segments import BlockUse, Presence
-from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, StageCode, run
-from ..table.effects import OF_SLICES, Access, Effect, Place
+from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, run
+from ..table.effects import OF_SLICES, Access, Place
 from ..table.kinds import COLLECTIVES, Kind
-from .block import Block, State, add, add_at, of_chunk, read, run_where, without_weak_types, write
-from .pools import put, taken
-from .step import DeviceStep, Operand
+from .block import (
+    Block,
+    State,
+    add,
+    add_at,
+    empty,
+    of_chunk,
+    read,
+    run_where,
+    without_weak_types,
+    write,
+)
+from .pools import InPool, put, taken
+from .step import DeviceStep, whole
 
 # The results that a stage's code writes to slots itself.
 _IN_SLOTS = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
@@ -30,39 +40,24 @@ _IN_SLOTS = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
 _SENT = {Place.SENT_X: Place.X, Place.SENT_DX: Place.COTANGENT}
 
 
-@dataclass(frozen=True)
 class StageAction:
-    """An action of one kind of stage on one chunk; `row` is the record that it reads."""
+    """An action of one kind of stage on one chunk; `row` is the record that it reads.
 
-    step: DeviceStep
-    use: BlockUse
-    stage_kind: int
-    row: Any
+    Attributes:
+        operand: the stage's code and parameters on this device.
+        effects: what it reads and writes.
+        keeps: whether a forward keeps residuals.
+        places: the places of the results of its code.
+    """
 
-    @property
-    def kind(self) -> Kind:
-        """The kind of the action."""
-        return self.use.block.kind
-
-    @property
-    def operand(self) -> Operand:
-        """The stage's code and parameters on this device."""
-        return self.step.operands[self.use.block.chunk, self.stage_kind]
-
-    @property
-    def code(self) -> StageCode:
-        """The code of the stage."""
-        return self.operand.code
-
-    @property
-    def keeps(self) -> bool:
-        """Whether a forward keeps residuals."""
-        return self.step.job.training and self.use.block.keeps
-
-    @property
-    def effects(self) -> Sequence[Effect]:
-        """What it reads and writes."""
-        return self.step.code.program.effects(self.kind)
+    def __init__(self, step: DeviceStep, use: BlockUse, stage_kind: int, row: Any) -> None:
+        self.step, self.use, self.row, self.kind = step, use, row, use.block.kind
+        self.operand = step.operands[use.block.chunk, stage_kind]
+        self.code = self.operand.code
+        self.effects = step.code.program.effects(self.kind)
+        self.keeps = step.job.training and use.block.keeps
+        is_bare = self.kind is Kind.F and not self.keeps
+        self.places = [p for p in RESULTS[self.kind] if not (is_bare and p in RESIDUALS)]
 
     def name(self, place: Place) -> str:
         """A place of the chunk in the state."""
@@ -97,29 +92,22 @@ class StageAction:
         arguments = self._inputs(state)
         if not self.use.block.runs_forward:
             arguments += self._kept(state)
-        slots = {i: leaf for i, leaf in enumerate(arguments) if isinstance(leaf, Slot)}
         jaxpr = self.code.of(self.kind, keeps=self.keeps)
-        return InSlots(jaxpr, arguments, slots, self._targets(state)), state
+        return InSlots(jaxpr, arguments, self._targets(state)), state
 
     def end(self, outs: Leaves, state: State) -> State:
         """The state after the stage's code, from its results, which are written in the order of
         their places.
         """
-        found = self.code.results(self._places, outs)
+        found = self.code.results(self.places, outs)
         for place in filter(found.__contains__, Place):
             state = self._write(place, found[place], state)
         return state
 
-    @property
-    def _places(self) -> tuple[Place, ...]:
-        """The places of the results."""
-        is_bare = self.kind is Kind.F and not self.keeps
-        return tuple(p for p in RESULTS[self.kind] if not (is_bare and p in RESIDUALS))
-
     def _inputs(self, state: State) -> Leaves:
         """(consts, parameters, x, carry, buffers, extra, once)."""
         step, code, row, operand = self.step, self.code, self.row, self.operand
-        x = step.buffers[Place.X].read(state["x"], row.x, code.avals[Place.X])
+        x = self._in_pool(Place.X, state).read()
         extra = step.extra(row.stage, row.microbatch, code.wants)
         if "state" in code.wants:
             extra += taken(operand.state_places, state[self.name(Place.STAGE_STATE)])
@@ -130,11 +118,18 @@ class StageAction:
         """(residuals, dy, stash) of a backward action."""
         kept = [leaf for place in RESIDUALS for leaf in self._read(place, state)]
         (own, *later), avals = COTANGENTS, self.code.avals
-        dy = self.step.buffers[own].read(state[own.value], self.row.cotangent, avals[own])
+        kept += self._in_pool(own, state).read()
         for place in later:
-            dy += self._read(place, state, flag="is_followed")
-        dy += [self.step.seed.astype(loss.dtype) for loss in avals[Place.LOSSES]]
-        return [*kept, *dy, *(self._read(Place.STASH, state) if self.kind is Kind.W else [])]
+            kept += self._read(place, state, flag="is_followed")
+        kept += [self.step.seed.astype(loss.dtype) for loss in avals[Place.LOSSES]]
+        return kept + (self._read(Place.STASH, state) if self.kind is Kind.W else [])
+
+    def _in_pool(self, place: Place, state: State, slot: Any = None) -> InPool:
+        """Values of the stage in a pool: in the slot that the record has by the pool's name, or in
+        another one.
+        """
+        slot = getattr(self.row, place.value) if slot is None else slot
+        return self.step.buffers[place].at(state[place.value], slot, self.code.avals[place])
 
     def _read(self, place: Place, state: State, *, flag: str | None = None) -> Leaves:
         """Values of a pool, as slots where they can be; zeros where a flag of the record is 0.
@@ -142,11 +137,10 @@ class StageAction:
         Values of other slices that no effect of the action reads are zeros too: its code does not
         use them.
         """
-        avals, name = self.code.avals[place], place.value
-        is_read = any(e.place is place and e.access is Access.READ for e in self.effects)
-        if place in OF_SLICES and not is_read:
-            return [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
-        found = self.step.buffers[place].lazily(state[name], getattr(self.row, name), avals)
+        reads = {effect.place for effect in self.effects if effect.access is Access.READ}
+        if place in OF_SLICES and place not in reads:
+            return empty(self.code.avals[place])
+        found = self._in_pool(place, state).lazily()
         if flag is None:
             return found
         filled = getattr(self.row, flag) != 0
@@ -160,13 +154,12 @@ class StageAction:
         scan over layers writes slots, and adds to accumulators, row by row.
         """
         found: dict[int, Target] = {}
-        for place, span in self.code.spans(self._places).items():
+        for place, span in self.code.spans(self.places).items():
             targets: list[Any] = []
             if place is Place.STAGE_GRADIENTS:
                 targets = self.operand.totals(state[self.name(place)])
             elif place in _IN_SLOTS and self.code.avals[place]:
-                slot, avals = getattr(self.row, place.value), self.code.avals[place]
-                targets = self.step.buffers[place].slots(state[place.value], slot, avals)
+                targets = self._in_pool(place, state).slots()
             found |= {span.start + i: t for i, t in enumerate(targets) if t is not None}
         return found
 
@@ -178,7 +171,8 @@ class StageAction:
         if place is Place.STAGE_GRADIENTS:
             common = state["shared_gradients"]
             own, after = len(values) - len(common), list(state[name])
-            for home, total in zip(self.operand.gradient_places, values[:own], strict=True):
+            places = self.operand.gradient_places
+            for home, total in zip(places, values[:own], strict=True):
                 after[home.at] = total
             return state | {name: after, "shared_gradients": add(common, values[own:])}
         if not values:
@@ -187,13 +181,13 @@ class StageAction:
             return state | {name: add_at(state[name], row.microbatch, values[0])}
         if place is Place.STAGE_STATE:
             return state | {name: put(self.operand.state_places, state[name], values)}
-        buffer, avals, pool = self.step.buffers[place], self.code.avals[place], state[name]
         if place in _IN_SLOTS:
-            return state | {name: buffer.stored(pool, getattr(row, name), avals, values)}
+            return state | {name: self._in_pool(place, state).write(values, in_slots=True)}
         # for another slice, where there is one
-        (effect,) = (e for e in self.effects if e.place is place and e.access is Access.WRITE)
-        slot, flag = getattr(row, effect.field), getattr(row, str(effect.when)) != 0
-        return state | {name: buffer.write(pool, slot, avals, values, where=flag)}
+        written = {e.place: e for e in self.effects if e.access is Access.WRITE}
+        slot, when = written[place].field, str(written[place].when)
+        target, flag = self._in_pool(place, state, getattr(row, slot)), getattr(row, when) != 0
+        return state | {name: target.write(values, where=flag)}
 
     def _hand_on(self, sent: Place, values: Leaves, state: State) -> State:
         """Send what the neighbour stage needs, or write it to its slot on this device.  At the end
@@ -202,11 +196,11 @@ class StageAction:
         The output of the stage at this end of the model is never sent.  Where no other kind takes
         it, it has no place in the buffer.
         """
-        step, row, avals, name = self.step, self.row, self.code.avals[sent], _SENT[sent].value
-        buffer = step.buffers[_SENT[sent]]
+        step, row, name = self.step, self.row, _SENT[sent].value
+        buffer, avals = step.buffers[_SENT[sent]], self.code.avals[sent]
 
         def local(state: State) -> State:
-            return state | {name: buffer.write(state[name], row.out, avals, values)}
+            return state | {name: buffer.at(state[name], row.out, avals).write(values)}
 
         if buffer.has(avals):
             if sent.value in self.changes():
@@ -214,10 +208,11 @@ class StageAction:
                 state = state | {sent.value: without_weak_types(new)}
             state = self._under("is_local", local, state)
         if sent is Place.SENT_X:
-            last = partial(_last, step, row, y=values)
-            return self._under("is_last", last, state, fits=step.code.fits(self.code, sent))
-        first = partial(_first_gradient, step, row, dx=values)
-        return self._under("is_first", first, state, fits=step.code.fits(self.code, Place.X))
+            flag, run = "is_last", partial(_last, step, row, y=values)
+        else:
+            flag, run = "is_first", partial(_first_gradient, step, row, dx=values)
+        fits = step.code.fits(self.code, sent if sent is Place.SENT_X else Place.X)
+        return self._under(flag, run, state, fits=fits)
 
     def _under(
         self, flag: str, run: Callable[[State], State], state: State, *, fits: bool = True
@@ -241,7 +236,8 @@ def pair_block(forward: StageAction, backward: StageAction) -> Block:
         back_outs, ahead_outs = run_in_slots(back, ahead)
         return backward.end(back_outs, forward.end(ahead_outs, state))
 
-    return Block(forward.changes() | backward.changes(), run_both, forward.step.everywhere)
+    changes = forward.changes() | backward.changes()
+    return Block(changes, run_both, forward.step.everywhere)
 
 
 def share_block(step: DeviceStep, kind: Kind, row: Record[Scalar]) -> Block:
@@ -249,11 +245,8 @@ def share_block(step: DeviceStep, kind: Kind, row: Record[Scalar]) -> Block:
     effects = step.code.program.effects(kind)
     changes = {e.place.value for e in effects if e.access is not Access.READ}
     share = {Kind.E: _first, Kind.G: _first_gradient, Kind.L: _last, Kind.H: _last_weight_grad}
-    return Block(
-        changes,
-        lambda state: share[kind](step, row, state),
-        step.everywhere and kind not in COLLECTIVES,
-    )
+    everywhere = step.everywhere and kind not in COLLECTIVES
+    return Block(changes, partial(share[kind], step, row), everywhere)
 
 
 def _first(step: DeviceStep, row: Record[Scalar], state: State) -> State:
@@ -263,10 +256,11 @@ def _first(step: DeviceStep, row: Record[Scalar], state: State) -> State:
     code, shared = step.code.first, step.code.spreads_first
     microbatch = _ordered(step, row.microbatch, state) if shared else row.microbatch
     jaxpr = code.forward if step.job.training else code.evaluate
-    outs, avals = run(jaxpr, *step.end_inputs("first", microbatch)), code.avals[Place.SENT_X]
+    outs = run(jaxpr, *step.end_inputs("first", microbatch))
+    avals = code.avals[Place.SENT_X]
     slot, source = (row.out, row.is_source != 0) if shared else (row.x, None)
     x, residuals = outs[: len(avals)], outs[len(avals) :]
-    kept = step.buffers[Place.X].write(state["x"], slot, avals, x, where=source)
+    kept = step.buffers[Place.X].at(state["x"], slot, avals).write(x, where=source)
     if shared or not step.job.training:
         return state | {"x": kept}
     return state | {"x": kept, "first": write(state["first"], row.first, residuals)}
@@ -313,12 +307,8 @@ def _last(step: DeviceStep, row: Record[Scalar], state: State, y: Leaves | None 
     source = row.is_source != 0
     if step.blocking:
         source = jnp.logical_and(source, jnp.logical_not(state["token"]))
-
-    def everywhere(leaf: Any) -> Any:
-        number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
-        return lax.psum(_or_zeros(source, number), step.job.axis).astype(leaf.dtype)
-
-    y = [everywhere(leaf) for leaf in read(state["last"], row.y)]
+    kept = read(state["last"], row.y)
+    y = [whole(_or_zeros(source, leaf), step.job.axis) for leaf in kept]
     return _loss(step, row, y, state, source)
 
 
@@ -335,7 +325,7 @@ def _loss(
     arguments = step.end_inputs("last", row.microbatch, y)
     jaxpr, places = code.evaluate, [Place.LOSSES, Place.AUX]
     if training:
-        arguments.append(step.seed if source is None else step.seed / step.num_devices)
+        arguments.append(step.seed if source is None else step.share_seed)
         jaxpr = code.input_grad if step.code.defers_last else code.backward
         more = (Place.SENT_DX, Place.STASH), (Place.STAGE_GRADIENTS, Place.SENT_DX)
         places += more[not step.code.defers_last]
@@ -361,8 +351,8 @@ def _loss(
     }
     if dy is None:
         return state
-    buffer, pool = step.buffers[Place.COTANGENT], state["cotangent"]
-    kept = buffer.write(pool, row.out, code.avals[Place.SENT_DX], dy, where=source)
+    buffer, avals = step.buffers[Place.COTANGENT], code.avals[Place.SENT_DX]
+    kept = buffer.at(state["cotangent"], row.out, avals).write(dy, where=source)
     return state | {"cotangent": kept}
 
 
@@ -371,9 +361,8 @@ def _last_weight_grad(step: DeviceStep, row: Record[Scalar], state: State) -> St
     L left.  No other device takes part.
     """
     assert step.code.last is not None
-    seed = step.seed / step.num_devices
     stash = read(state["share"], row.stash)
-    arguments = [*step.end_inputs("last", row.microbatch), seed, *stash]
+    arguments = [*step.end_inputs("last", row.microbatch), step.share_seed, *stash]
     return _accumulate("last_gradients", step.code.last.weight_grad, arguments, state)
 
 

@@ -121,53 +121,45 @@ class Block:
         return {name: after[name] for name in sorted(self.changes)}
 
 
-def run_where(presence: Presence, predicate: Flag, block: Block, state: State) -> State:
-    """Run a block where the predicate holds."""
-    return _run(presence, predicate, None, block, state)[1]
+def run_where(
+    presence: Presence, predicate: Flag, block: Block, state: State, *, ordered: bool = False
+) -> State:
+    """Run a block where the predicate holds.
 
+    A conditional would make XLA:GPU copy every buffer that passes through it.  A `while_loop` of at
+    most one trip updates them in place, and carries only the entries that the block writes.  Where
+    the predicate is known, nothing is tested.
 
-def run_in_order(presence: Presence, predicate: Flag, block: Block, state: State) -> State:
-    """Run a block where the predicate holds, after earlier blocks and before later ones.
-
-    The state's token is False after every block, but XLA cannot know.  A block that reads pools
-    must end before the next one writes them.  Without this dependency XLA:GPU may run the writer
-    first, on a copy of every pool.
+    With `ordered`, the block runs after earlier blocks and before later ones.  The state's token is
+    False after every block, but XLA cannot know.  A block that reads pools must end before the next
+    one writes them.  Without this dependency XLA:GPU may run the writer first, on a copy of every
+    pool.
     """
-    token, state = _run(presence, predicate, jnp.logical_not(state["token"]), block, state)
-    return state | {"token": token}
+    # True once the block may start
+    start = jnp.logical_not(state["token"]) if ordered else None
+    token, part = _run(presence, predicate, start, block, state)
+    return state | part | ({"token": token} if ordered else {})
 
 
 def _run(
     presence: Presence, predicate: Flag, start: Flag | None, block: Block, state: State
 ) -> tuple[Flag, State]:
-    """A flag that is False once the block is over, and the state after it.
-
-    `start` is True once the block may start; None where nothing is awaited.
-
-    A conditional would make XLA:GPU copy every buffer that passes through it.  A `while_loop` of at
-    most one trip updates them in place, and carries only the entries that the block writes.  Where
-    the predicate is known, nothing is tested.
-    """
+    """A flag that is False once the block is over, and what it has changed of the state."""
     if presence is Presence.NEVER:
-        return false(), state
+        return false(), {}
+    if presence is Presence.ALWAYS and not block.everywhere:
+        return false(), block.after(state)
+    old = block.part(state)
     if not block.everywhere:
-        if presence is Presence.ALWAYS:
-            return false(), state | block.after(state)
-        if start is not None:
-            predicate = jnp.logical_and(predicate, start)
-        token, part = while_once(
-            predicate, lambda part: block.after(state | part), block.part(state)
-        )
-        return token, state | part
+        predicate = predicate if start is None else jnp.logical_and(predicate, start)
+        return while_once(predicate, lambda part: block.after(state | part), old)
 
     def once(part: State) -> State:
         after = block.after(state | part)
         return jax.tree.map(lambda new, old: jnp.where(predicate, new, old), after, part)
 
-    old = block.part(state)
     # The loop has one trip on each device: it keeps blocks in order.
-    token, part = (false(), once(old)) if start is None else while_once(start, once, old)
-    return token, state | part
+    return (false(), once(old)) if start is None else while_once(start, once, old)
 
 
 def false() -> Flag:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from itertools import product
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 
 from ..arrays import Leaves, Params, PyTree, Scalar
 from ..errors import PipelineError
-from ..program.ir import NOBODY, POOL_OF, Program, Record, TickRecord
+from ..program.ir import NOBODY, POOL_OF, Record, TickRecord
 from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
 from ..stage.model_code import Clock, Inputs, Job, ModelCode
 from ..table.kinds import Kind
 from .actions import StageAction, pair_block, share_block
-from .block import Block, State, is_ordered, run_in_order, run_where, settled
-from .pools import HostMoves, Packing, StageEntries, shared_buffers
-from .step import DeviceStep, finish, prepare, with_replicas
+from .block import Block, State, is_ordered, run_where, settled
+from .pools import HostMoves, StageEntries, shared_buffers
+from .step import DeviceStep, finish, prepare
 from .xla import inside, mapped, split_entries, whole_entries
 
 # The scopes of transfers in a profile and in a compiled program.  The second is of transfers that
@@ -60,9 +60,8 @@ class _Run(NamedTuple):
     uses: tuple[BlockUse, ...]
     kinds: tuple[int, ...]
     active: Presence
-    tests_kind: bool = False  # stages of other kinds may run the block too
-    # whether it is of a pair: None where the template has none
-    paired: bool | None = None
+    tests_kind: bool  # stages of other kinds may run the block too
+    paired: bool | None  # whether it is of a pair: None where the template has none
 
 
 def _scanned(body: Callable[[State, Any], State], state: State, lines: Any) -> State:
@@ -70,46 +69,41 @@ def _scanned(body: Callable[[State, Any], State], state: State, lines: Any) -> S
     return lax.scan(lambda state, line: (body(state, line), None), state, lines)[0]
 
 
-@dataclass(frozen=True)
-class TickEmitter:
-    """Turns segments into code."""
+class SegmentCode:
+    """Turns a segment into code: one period of ticks, in a scan where it repeats."""
 
-    step: DeviceStep
+    def __init__(self, step: DeviceStep, segment: Segment) -> None:
+        self.step, self.segment, self._program = step, segment, step.code.program
 
-    @property
-    def _program(self) -> Program:
-        return self.step.code.program
-
-    @cached_property
-    def _packing(self) -> Packing:
-        return Packing.of(self.step.buffers)
-
-    def run_segment(self, segment: Segment, table: Any, state: State) -> State:
-        """Emit one period of ticks; scan it over the segment's rows of the table where it repeats.
+    def run(self, table: Any, state: State) -> State:
+        """The state after the segment.
 
         `table` has a line of numbers for each tick: the record of this device.
         """
-        lines = table[segment.start : segment.stop].reshape(
-            segment.repeats, segment.period, table.shape[1]
-        )
+        segment = self.segment
+        lines = table[segment.start : segment.stop]
+        lines = lines.reshape(segment.repeats, segment.period, table.shape[1])
         flies = bool(segment.in_flight)
 
         def trip(state: State, lines: Any) -> State:
+            lines = lines.astype(jnp.int32)
             if segment.loops:
-                return self._loops(segment, segment.loops, 0, lines.astype(jnp.int32), state)
-            records = [self._record(line) for line in lines.astype(jnp.int32)]
-            rows, brought = {j - flies: record for j, record in enumerate(records)}, _Brought()
+                return self._loops(segment.loops, 0, lines, state)
+            records = [self._record(line) for line in lines]
+            rows = {j - flies: record for j, record in enumerate(records)}
+            brought = _Brought()
             for j in range(segment.period):
-                state = self._tick(segment, j, rows, state, brought)
+                state = self._tick(j, rows, state, brought)
             assert not brought, "a transfer is awaited after its trip"
             return state
 
         if flies:
             # A trip also has the last tick of the previous trip.  The first trip has zeros there,
             # so that nothing arrives.
-            nothing = jnp.zeros_like(lines[:1, -1:])
-            lines = jnp.concatenate([jnp.concatenate([nothing, lines[:-1, -1:]]), lines], axis=1)
-        state = trip(state, lines[0]) if len(lines) == 1 else _scanned(trip, state, lines)
+            before = jnp.concatenate([jnp.zeros_like(lines[:1, -1:]), lines[:-1, -1:]])
+            lines = jnp.concatenate([before, lines], axis=1)
+        once = len(lines) == 1
+        state = trip(state, lines[0]) if once else _scanned(trip, state, lines)
         for transit in segment.in_flight:  # after the last trip
             last = self._record(lines[-1, -1].astype(jnp.int32))
             with jax.named_scope(EXCHANGE):
@@ -117,19 +111,12 @@ class TickEmitter:
             state = self._arrive(transit, last, brought, state, keep=True)
         return state
 
-    def _loops(
-        self, segment: Segment, loops: Sequence[Loop], start: int, numbers: Any, state: State
-    ) -> State:
+    def _loops(self, loops: Sequence[Loop], start: int, lines: Any, state: State) -> State:
         """Loops that begin at a tick of the trip, with the lines of their ticks."""
         begin = 0
         for loop in loops:
-            own = numbers[begin : begin + loop.times * loop.ticks]
-
-            def once(state: State, lines: Any, loop: Loop = loop, at: int = start + begin) -> State:
-                if loop.body:
-                    return self._loops(segment, loop.body, at, lines, state)
-                return self._tick(segment, at, {at: self._record(lines[0])}, state, {})
-
+            own = lines[begin : begin + loop.times * loop.ticks]
+            once = partial(self._turn, loop, start + begin)
             if loop.times == 1:
                 state = once(state, own)
             else:
@@ -137,78 +124,85 @@ class TickEmitter:
             begin += len(own)
         return state
 
+    def _turn(self, loop: Loop, at: int, state: State, lines: Any) -> State:
+        """One turn of a loop."""
+        if loop.body:
+            return self._loops(loop.body, at, lines, state)
+        return self._tick(at, {at: self._record(lines[0])}, state, {})
+
     def _record(self, line: Any) -> TickRecord[Scalar]:
         """A line of numbers as a record."""
         column = iter(range(line.shape[0]))
         return self._program.ticks.map(lambda _: line[next(column)])
 
-    def _tick(
-        self, segment: Segment, j: int, rows: _Rows, state: State, brought: _Brought
-    ) -> State:
+    def _tick(self, j: int, rows: _Rows, state: State, brought: _Brought) -> State:
         """One tick; `brought` records the transfers in flight."""
-        row, begun = rows[j], -1
-        moves = HostMoves.of(self._program, segment.sharing(j), self._packing, row)
+        row, begun, ticks = rows[j], -1, self.segment.sharing(j)
+        moves = HostMoves(self.step.packing, self._program, ticks, row)
         state = moves.begin(state)
-        for place, runs in self._runs(segment, j):
+        for place, runs in self._runs(j):
             if place != begun:
-                state = self._transfers(segment, Point(j, place), rows, state, brought)
+                state = self._transfers(Point(j, place), rows, state, brought)
                 begun = place
             for run in runs:
                 with jax.named_scope(self._scope(run)):
                     state = self._run(run, row, state)
             state = moves.store(state)
         state = moves.end(state)
-        end = Point(j, len(segment.templates[j].blocks))
-        return self._transfers(segment, end, rows, state, brought)
+        return self._transfers(self.segment.end(j), rows, state, brought)
 
-    def _runs(self, segment: Segment, j: int) -> Iterator[tuple[int, list[_Run]]]:
+    def _runs(self, j: int) -> Iterator[tuple[int, list[_Run]]]:
         """(block before which it is, what is run there): pairs, then the blocks of a template."""
-        template, ticks = segment.templates[j], segment.sharing(j)
+        template, ticks = self.segment.templates[j], self.segment.sharing(j)
+        blocks, program = template.blocks, self._program
         # NOBODY, the last stage, has the kind NOBODY
         kind_of = np.array([*self.step.code.kind_of, NOBODY])
-        kinds = [kind_of[self._stages(use)[ticks]] for use in template.blocks]
-        fuses = self.step.job.clock is None and not self._program.schedule.encoded.recomputes
-        ahead = self._program.pairs[ticks] & fuses
-        assert template.paired or not ahead.any(), "a pair that its template does not know of"
-        paired = set()
-        for (f, forward), (b, backward) in product(enumerate(template.blocks), repeat=2):
-            if forward.block.kind is not Kind.F or backward.block.kind not in self._program.joint:
-                continue
-            both = ahead & (kinds[f] != NOBODY) & (kinds[b] != NOBODY)
-            counts = Counter(zip(kinds[f][both].tolist(), kinds[b][both].tolist(), strict=True))
-            if not counts:
-                continue
-            paired |= {f, b}
-            uses, pairs, several = (forward, backward), sorted(counts.items()), len(counts) > 1
-            runs = [_Run(uses, kind, Presence.of(n, both.size), several, True) for kind, n in pairs]
-            yield 0, runs
-        for place, (use, of) in enumerate(zip(template.blocks, kinds, strict=True)):
-            apart = False if place in paired else None
-            own = (of != NOBODY) & ~ahead if place in paired else of != NOBODY
-            those, active = np.unique(of[own]).tolist(), Presence.of(int(own.sum()), own.size)
-            several = len(those) > 1
-            yield place, [_Run((use,), (kind,), active, several, apart) for kind in those]
+        kinds = [kind_of[self._stages(use)[ticks]] for use in blocks]
 
-    def _transfers(
-        self, segment: Segment, at: Point, rows: _Rows, state: State, brought: _Brought
-    ) -> State:
+        def by_kinds(places: Sequence[int], where: Any, paired: bool | None) -> list[_Run]:
+            """The runs of these blocks by kinds of stages, on the devices that run them all."""
+            those = np.logical_and.reduce([where, *(kinds[p] != NOBODY for p in places)])
+            counts = Counter(zip(*(kinds[p][those].tolist() for p in places), strict=True))
+            uses, several = tuple(blocks[p] for p in places), len(counts) > 1
+            active = Presence.SOMETIMES if several else Presence.of(int(those.sum()), those.size)
+            return [_Run(uses, kind, active, several, paired) for kind in sorted(counts)]
+
+        fuses = self.step.job.clock is None and not program.schedule.encoded.recomputes
+        ahead = program.pairs[ticks] & fuses
+        assert template.paired or not ahead.any(), "a pair that its template does not know of"
+        paired: set[int] = set()
+        forwards = [p for p, use in enumerate(blocks) if use.block.kind is Kind.F]
+        backwards = [p for p, use in enumerate(blocks) if use.block.kind in program.joint]
+        for pair in product(forwards, backwards):
+            if runs := by_kinds(pair, ahead, True):
+                paired.update(pair)
+                yield 0, runs
+        for place in range(len(blocks)):
+            if place in paired:
+                yield place, by_kinds([place], ~ahead, False)
+            else:
+                yield place, by_kinds([place], np.ones_like(ahead), None)
+
+    def _transfers(self, at: Point, rows: _Rows, state: State, brought: _Brought) -> State:
         """Issue the permutes of a point of the trip, and write the arrivals that are due there."""
+        segment = self.segment
         for transit in segment.transits:
             point = transit.issued
             if self.step.blocking and point.block:
                 # It would delay the blocks of its tick, so it follows them.
-                point = Point(point.tick, len(segment.templates[point.tick].blocks))
+                point = segment.end(point.tick)
             if point == at and (-1 in rows or not transit.from_before):
                 with jax.named_scope(WITH_SLACK if transit.is_late else EXCHANGE):
                     brought[transit], state = self._permuted(transit, state)
         # A transfer with slack is written to its slot some ticks later, so that nothing before
-        # depends on it.  Readers of the pool must end before that write (see `run_in_order`), or
+        # depends on it.  Readers of the pool must end before that write (see `run_where`), or
         # XLA writes to a copy.
         for transit in [t for t in brought if t.written == at]:
             row = rows[-1 if transit.from_before else transit.tick]
             takes = self._program.ticks.arrivals[transit.lane].takes
-            keep = transit.from_before or not bool(takes[segment.sharing(transit.tick)].all())
-            state = self._arrive(transit, row, brought.pop(transit), state, keep=keep)
+            every = bool(takes[segment.sharing(transit.tick)].all())
+            keep, new = transit.from_before or not every, brought.pop(transit)
+            state = self._arrive(transit, row, new, state, keep=keep)
         return state
 
     def _permuted(self, transit: Transit, state: State) -> tuple[Leaves, State]:
@@ -250,8 +244,7 @@ class TickEmitter:
 
     def _run(self, run: _Run, row: TickRecord[Scalar], state: State) -> State:
         """Run a block, or a pair, under its predicate."""
-        step, (use, *others), program = self.step, run.uses, self._program
-        action, record = use.block.kind, row.of(use.block.kind)
+        step, use, program = self.step, run.uses[0], self._program
         records = [row.of(each.block.kind) for each in run.uses]
         flags = [program.asks(row, each.block) for each in run.uses]
         if run.paired:
@@ -259,27 +252,27 @@ class TickEmitter:
         elif run.paired is not None:
             flags.append(jnp.logical_not(row.pairs(program.joint)))
         if run.tests_kind:
-            kinds = jnp.array(step.code.kind_of)
-            flags += [kinds[r.stage] == kind for r, kind in zip(records, run.kinds, strict=True)]
+            kinds, pairs = jnp.array(step.code.kind_of), zip(records, run.kinds, strict=True)
+            flags += [kinds[record.stage] == kind for record, kind in pairs]
+        record, kind, active = records[0], use.block.kind, run.active
         if use.block.is_share:
-            block, stage = share_block(step, action, record), lax.axis_index(step.job.axis)
+            block = share_block(step, kind, record)
+            stage = lax.axis_index(step.job.axis)
         else:
             parts = zip(run.uses, run.kinds, records, strict=True)
             actions = [StageAction(step, *part) for part in parts]
-            block = pair_block(*actions) if others else actions[0].block()
+            block = pair_block(*actions) if run.paired else actions[0].block()
             stage = record.stage
         flag = reduce(jnp.logical_and, flags)
-        active, how = Presence.SOMETIMES if run.tests_kind else run.active, run_in_order
-        if others:
-            return how(active, flag, block, state)
         if step.job.clock is not None:
             # It is always under a predicate: a loop's body begins when all of its inputs are
             # computed.
             active = Presence.SOMETIMES
-            block = clocked(block, (jnp.int32(int(action)), stage, record.microbatch), step.job)
-        elif use.block.is_collective and active is Presence.ALWAYS:
-            how = run_where  # its exchange keeps it in order
-        state = how(active, flag, block, state)
+            what = jnp.int32(int(kind)), stage, record.microbatch
+            block = clocked(block, what, step.job)
+        # Where all devices run a collective action, its exchange keeps it in order.
+        ordered = not use.block.is_collective or active is not Presence.ALWAYS
+        state = run_where(active, flag, block, state, ordered=ordered)
         waits = step.blocking and use.block.is_collective
         return settled(jax.tree.leaves(block.part(state)), state) if waits else state
 
@@ -362,20 +355,19 @@ def body(
     if everywhere and job.clock is not None:
         raise PipelineError(CANNOT_BE_TIMED)
     if entries is None:
-        entries = tuple(whole_entries(job, kind) for kind in code.kinds)
+        entries = whole_entries(job, code)
     buffers = shared_buffers(code.kinds, entries)
     if job.observe is not None:
         job.observe(job, code, entries)
     with jax.named_scope("prepare"):
-        chunks = with_replicas(job, inputs.owned)
-        step = DeviceStep(job, inputs, code, buffers, everywhere, chunks).with_once()
-        emitter, state = TickEmitter(step), step.empty_state()
+        step = DeviceStep(job, inputs, code, buffers, everywhere=everywhere)
+        state = step.empty_state()
         # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
         table = jnp.asarray(_narrow(np.stack(code.program.ticks.columns, axis=-1)))
         rows = lax.dynamic_index_in_dim(table, lax.axis_index(job.axis), 1, keepdims=False)
     with jax.named_scope("ticks"):
         for segment in code.program.segments:
-            state = emitter.run_segment(segment, rows, state)
+            state = SegmentCode(step, segment).run(rows, state)
     with jax.named_scope("finish"):
         return finish(step, state, params)
 

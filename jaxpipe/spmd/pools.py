@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from ..jaxprs.entry import Entry, Slot
 from ..model.packed import Place as Home, Places
 from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
-from ..table.effects import Place
+from ..table.effects import MOVES, Place
 from .block import State, write, zeros
 
 Avals: TypeAlias = "Sequence[Any]"
@@ -47,6 +48,43 @@ def put(places: Places, leaves: Sequence[Any], values: Iterable[Any]) -> Leaves:
     for place, value in zip(places, values, strict=True):
         after[place.at] = place.put(after[place.at], value)
     return after
+
+
+class InPool(NamedTuple):
+    """Values in one slot of a pool of buffers: the place of each leaf, and the slot of the leaf of
+    the buffer there.
+    """
+
+    pool: Sequence[Any]
+    held: list[tuple[Home, Slot]]
+
+    def read(self) -> Leaves:
+        """The values."""
+        return [p.take(leaf.load()) for p, leaf in self.held]
+
+    def lazily(self) -> Leaves:
+        """The values, still as slots where they can be."""
+        return [p.take(leaf.load()) if p.flat else leaf for p, leaf in self.held]
+
+    def slots(self) -> list[Slot | None]:
+        """A slot for each leaf that is in the buffer in its own shape."""
+        return [None if p.flat else leaf for p, leaf in self.held]
+
+    def write(
+        self, values: Sequence[Any], *, where: Flag | None = None, in_slots: bool = False
+    ) -> Leaves:
+        """The pool with other values in the slot, where a flag is True.
+
+        With `in_slots`, `values` has the updated pool for each leaf with a slot of `slots`.
+        """
+        if where is not None:
+            pairs = zip(values, self.read(), strict=True)
+            values = [jnp.where(where, new, old) for new, old in pairs]
+        after = list(self.pool)
+        for (p, leaf), value in zip(self.held, values, strict=True):
+            store = leaf.store_flat if p.flat else leaf.store
+            after[p.at] = value if in_slots and not p.flat else store(value)
+        return after
 
 
 # The leaves of several kinds that share a leaf of the buffer: by number of a kind, which of its
@@ -105,13 +143,14 @@ class SharedBuffer:
         places: dict[tuple[int, int], Home] = {}
         for at, group in enumerate(groups):
             members = sorted(group.items())
-            shapes, dtypes = zip(*(keyed[number][n] for number, n in members), strict=True)
+            keys = [keyed[number][n] for number, n in members]
+            shapes, dtypes = zip(*keys, strict=True)
             shape = shapes[0] if len(set(shapes)) == 1 else (max(map(prod, shapes)),)
             for member, own in zip(members, shapes, strict=True):
                 places[member] = Home(at, Entry(own, pinned=pinned), own != shape)
             avals.append(jax.ShapeDtypeStruct(shape, dtypes[0]))
-            fits = [wanted[number][n] for number, n in members]
-            entries.append(_agreed(shape, fits, raveled=any(own != shape for own in shapes)))
+            fits, raveled = [wanted[number][n] for number, n in members], {*shapes} != {shape}
+            entries.append(_agreed(shape, fits, raveled=raveled))
         by_kind = {
             kind: tuple(places[number, n] for n in range(len(kind)))
             for number, kind in enumerate(keyed)
@@ -131,50 +170,10 @@ class SharedBuffer:
         """The places of a kind's leaves."""
         return self.places[_keys(avals)]
 
-    def _held(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[tuple[Home, Slot]]:
-        """The place of each leaf of a kind, and the slot of the leaf of the buffer there."""
-        return [(p, Slot(pool[p.at], slot, self.entries[p.at])) for p in self.of_kind(avals)]
-
-    def read(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
-        """A kind's values out of one slot of a pool of buffers."""
-        return [p.take(held.load()) for p, held in self._held(pool, slot, avals)]
-
-    def lazily(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> Leaves:
-        """A kind's values out of one slot, still as slots where they can be."""
-        held = self._held(pool, slot, avals)
-        return [p.take(leaf.load()) if p.flat else leaf for p, leaf in held]
-
-    def slots(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> list[Slot | None]:
-        """A slot for each leaf of a kind that is in the buffer in its own shape."""
-        return [None if p.flat else held for p, held in self._held(pool, slot, avals)]
-
-    def write(
-        self,
-        pool: Sequence[Any],
-        slot: Scalar,
-        avals: Avals,
-        values: Sequence[Any],
-        where: Flag | None = None,
-    ) -> Leaves:
-        """The pool with a kind's values in one slot, where a flag is True."""
-        if where is not None:
-            old = self.read(pool, slot, avals)
-            values = [jnp.where(where, a, b) for a, b in zip(values, old, strict=True)]
-        after = list(pool)
-        for (p, held), value in zip(self._held(pool, slot, avals), values, strict=True):
-            after[p.at] = held.store_flat(value) if p.flat else held.store(value)
-        return after
-
-    def stored(
-        self, pool: Sequence[Any], slot: Scalar, avals: Avals, values: Sequence[Any]
-    ) -> Leaves:
-        """The pool after a kind's values are written to a slot.  For leaves with a slot of `slots`,
-        `values` has the updated pool.
-        """
-        after = list(pool)
-        for (p, held), value in zip(self._held(pool, slot, avals), values, strict=True):
-            after[p.at] = held.store_flat(value) if p.flat else value
-        return after
+    def at(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> InPool:
+        """A kind's values in one slot of a pool of buffers."""
+        places = self.of_kind(avals)
+        return InPool(pool, [(p, Slot(pool[p.at], slot, self.entries[p.at])) for p in places])
 
     def put(self, leaves: Sequence[Any], avals: Avals, values: Sequence[Any]) -> Leaves:
         """A buffer's leaves, in which a kind's values replace the old ones."""
@@ -264,32 +263,29 @@ def shared_buffers(kinds: Sequence[StageCode], entries: Sequence[StageEntries]) 
     }
 
 
+_STORES, _FETCHES = MOVES
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
 
 
-@dataclass(frozen=True)
 class Packing:
     """One array for all residuals of a forward (one for each dtype, and each way in which the
     partitioner splits them).
 
     One large copy is in flight at a time.  XLA would make several small ones wait for each other.
+
+    Attributes:
+        groups: by dtype and split, the leaves that are packed into one array: their numbers and
+            entries.
     """
 
-    # by dtype and split, the leaves that are packed into one array: their numbers and entries
-    groups: Mapping[tuple[Any, ...], Sequence[tuple[int, Entry]]]
-    num_input: int  # how many leaves are of the pool that only I (and B) reads
-
-    @classmethod
-    def of(cls, buffers: Buffers) -> Packing:
-        """The packing of these pools' values."""
-        pools = buffers[Place.RESIDUAL_INPUT], buffers[Place.RESIDUAL_WEIGHT]
+    def __init__(self, buffers: Buffers) -> None:
+        pools = [buffers[place] for place in _STORES.reads.values()]
         leaves = [pair for pool in pools for pair in zip(pool.entries, pool.avals, strict=True)]
-        groups: dict[tuple[Any, ...], list[tuple[int, Entry]]] = {}
+        self.groups: dict[tuple[Any, ...], list[tuple[int, Entry]]] = {}
         for number, (entry, aval) in enumerate(leaves):
             split = tuple((part.axes, part.count) for part in entry.parts)
-            groups.setdefault((aval.dtype, split, entry.tile), []).append((number, entry))
-        return cls(groups, len(pools[0].entries))
+            self.groups.setdefault((aval.dtype, split, entry.tile), []).append((number, entry))
 
     def empty(self, slots: int) -> Leaves:
         """A pool in the host's memory, with one more slot for values that no block needs."""
@@ -328,7 +324,6 @@ class Packing:
         return [found[i] for i in range(len(found))]
 
 
-@dataclass(frozen=True)
 class HostMoves:
     """The moves of one tick: `begin` before its blocks, `store` once after the first of them, `end`
     after all.  In between, the state has the values that are under way.
@@ -336,24 +331,24 @@ class HostMoves:
     XLA:GPU turns each move into a copy that starts in one place and is awaited in another.  A tick
     with both fetches during its first block and stores during the next.  A pool that is read and
     written at once would be copied whole in every tick.
+
+    Attributes:
+        stores: whether any device stores something, in one of the ticks that share this code.
+        fetches: whether any device fetches something in one of them.
+        always: whether every device fetches something in each of them.
     """
 
-    packing: Packing
-    move: Any  # of the tick's record
-    stores: bool = False  # of any device, in a tick that shares this code
-    fetches: bool = False
-    always: bool = False  # every device fetches something in each of the ticks
+    stores = fetches = always = False
 
-    @classmethod
-    def of(
-        cls, program: Program, ticks: NDArray[np.int64], packing: Packing, row: TickRecord[Scalar]
-    ) -> HostMoves:
-        """The moves of a tick; `ticks` share its code."""
-        for table, move in zip(program.ticks.moves, row.moves, strict=True):
+    def __init__(
+        self, packing: Packing, program: Program, ticks: NDArray[np.int64], row: TickRecord[Scalar]
+    ) -> None:
+        self.packing = packing
+        self.move: Any = next(iter(row.moves), None)
+        for table in program.ticks.moves:
             stores, fetches = (value[ticks] != NOBODY for value in (table.stores, table.fetches))
-            flags = bool(stores.any()), bool(fetches.any()), bool(fetches.all())
-            return cls(packing, move, *flags)
-        return cls(packing, None)
+            self.stores, self.fetches = bool(stores.any()), bool(fetches.any())
+            self.always = bool(fetches.all())
 
     def begin(self, state: State) -> State:
         """Read values to store from the device's pools before a block overwrites them, and start to
@@ -363,7 +358,7 @@ class HostMoves:
             return state
         move, stored = self.move, []
         if self.stores:
-            slots = {"residual_input": move.from_input, "residual_weight": move.from_weight}
+            slots = {place.value: getattr(move, name) for name, place in _STORES.reads.items()}
             stored = self.packing.pack(
                 [_at(leaf, slot) for pool, slot in slots.items() for leaf in state[pool]]
             )
@@ -395,23 +390,17 @@ class HostMoves:
         state = self.store(state)
         if state.get("fetched"):
             token, state = state["token"], _after_fetch(state)
-            leaves, count = self.packing.unpack(state["fetched"]), self.packing.num_input
-            by_pool = {
-                "residual_input": (self.move.to_input, leaves[:count]),
-                "residual_weight": (self.move.to_weight, leaves[count:]),
-            }
-            state = state | {
-                name: self._put(state[name], jnp.where(token, 0, jnp.maximum(slot, 0)), values)
-                for name, (slot, values) in by_pool.items()
-            }
+            leaves = iter(self.packing.unpack(state["fetched"]))
+            for name, place in _FETCHES.writes.items():
+                slot = jnp.where(token, 0, jnp.maximum(getattr(self.move, name), 0))
+                pool = state[place.value]
+                values = list(islice(leaves, len(pool)))
+                if not self.always:
+                    takes = self.move.fetches != NOBODY
+                    pairs = zip(pool, values, strict=True)
+                    values = [jnp.where(takes, new, _at(leaf, slot)) for leaf, new in pairs]
+                state = state | {place.value: write(pool, slot, values)}
         return {name: leaf for name, leaf in state.items() if name not in ("stored", "fetched")}
-
-    def _put(self, pool: Leaves, slot: Scalar, values: Leaves) -> Leaves:
-        if not self.always:
-            takes = self.move.fetches != NOBODY
-            pairs = zip(pool, values, strict=True)
-            values = [jnp.where(takes, new, _at(leaf, slot)) for leaf, new in pairs]
-        return write(pool, slot, values)
 
 
 def _after_fetch(state: State) -> State:

@@ -7,8 +7,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree, Scalar, summable, wider
+from ..arrays import Leaves, Params, PyTree, Scalar, accumulator_dtype, summable, wider
 from ..jaxprs.entry import Piece, Total
 from ..model.calls import OUTER_WANTS, unpadded
 from ..model.packed import Places
@@ -53,7 +53,7 @@ def prepare(
         first, last, shared = (
             unpadded(gather(params[k], job.plans[k])) for k in ("first", "last", "shared")
         )
-    job = job.for_run(params, batch)
+    job = job.for_batch(batch)
     inputs = Inputs(owned, kept, shared, first, last, batch, rng)
     return job, inputs, trace_model(job, inputs)
 
@@ -96,51 +96,48 @@ class Operand:
         ]
 
 
-@dataclass(frozen=True)
 class DeviceStep:
-    """The code and the read-only inputs of the ticks, on one device."""
+    """The code and the read-only inputs of the ticks, on one device, with values of parameters
+    alone, which are computed here.
 
-    job: Job
-    inputs: Inputs
-    code: ModelCode
-    buffers: Buffers
-    everywhere: bool  # blocks permute, so all devices run each: see `ModelCode.permutes`
-    chunks: Sequence[PyTree]  # the parameters of the device's stages, with copies of others'
-    # by chunk and kind of stage, and of "first" and "last"
-    operands: Mapping[Any, Operand] = field(default_factory=dict)
-    seed: Any = None  # the cotangent of one microbatch's loss
+    Attributes:
+        everywhere: blocks permute, so all devices run each: see `ModelCode.permutes`.
+        blocking: whether a permute holds its device's thread until it is over: see `SegmentCode`.
+        chunks: the parameters of the device's stages, with copies of others'.
+        operands: by chunk and kind of stage, and of "first" and "last".
+        seed: the cotangent of one microbatch's loss.
+    """
+
+    def __init__(
+        self, job: Job, inputs: Inputs, code: ModelCode, buffers: Buffers, *, everywhere: bool
+    ) -> None:
+        self.job, self.inputs, self.code, self.buffers = job, inputs, code, buffers
+        self.packing = Packing(buffers)
+        self.everywhere, self.blocking = everywhere, job.target.on_cpus
+        self.chunks = with_replicas(job, inputs.owned)
+        self.operands: dict[Any, Operand] = {}
+        for held in job.layout.placement.stages_of:
+            for chunk, stage in enumerate(held):
+                key = chunk, code.kind_of[stage]
+                if key not in self.operands:
+                    self.operands[key] = self._operand(chunk, stage)
+        for name, end in (("first", code.first), ("last", code.last)):
+            if end is not None:
+                params = jax.tree.leaves((getattr(inputs, name), inputs.shared))
+                once = run(end.hoist, *end.consts, *params)
+                self.operands[name] = Operand(end, params, once)
+        self.seed = jnp.asarray(job.seed, jnp.result_type(float))
 
     @property
-    def blocking(self) -> bool:
-        """Whether a permute holds its device's thread until it is over: see `tick`."""
-        return self.job.target.on_cpus
-
-    @property
-    def num_devices(self) -> int:
-        """The number of devices of the pipe axis."""
-        return lax.axis_size(self.job.axis)
+    def share_seed(self) -> Any:
+        """The cotangent of a loss that all devices of the pipe axis compute."""
+        return self.seed / lax.axis_size(self.job.axis)
 
     def end_inputs(self, key: str, microbatch: Scalar, y: Leaves | None = None) -> Leaves:
         """The inputs of `first` or `last`."""
         stage = 0 if key == "first" else len(self.code.kind_of) - 1
         extra = self.extra(jnp.full_like(microbatch, stage), microbatch)
         return self.operands[key].inputs(y or [], extra)
-
-    def with_once(self) -> DeviceStep:
-        """The step with values of parameters alone, which are computed here."""
-        operands: dict[Any, Operand] = {}
-        for held in self.job.layout.placement.stages_of:
-            for chunk, stage in enumerate(held):
-                key = chunk, self.code.kind_of[stage]
-                if key not in operands:
-                    operands[key] = self._operand(chunk, stage)
-        for name, code in (("first", self.code.first), ("last", self.code.last)):
-            if code is not None:
-                params = jax.tree.leaves((getattr(self.inputs, name), self.inputs.shared))
-                once = run(code.hoist, *code.consts, *params)
-                operands[name] = Operand(code, params, once)
-        seed = jnp.asarray(self.job.seed, jnp.result_type(float))
-        return replace(self, operands=operands, seed=seed)
 
     def _operand(self, chunk: int, stage: int) -> Operand:
         layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
@@ -204,7 +201,7 @@ class DeviceStep:
             state[f"{key}_gradients"] = [total for total in totals if total is not None]
         return state | {
             "sent_dx": empty(self.buffers[Place.COTANGENT].avals),
-            "host": Packing.of(self.buffers).empty(slots.host),
+            "host": self.packing.empty(slots.host),
         }
 
     def _totals(self, tree: PyTree, plans: Sequence[Any]) -> Leaves:
@@ -217,11 +214,6 @@ class DeviceStep:
             )
             for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)
         ]
-
-
-def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
-    """At least `wanted` (float32 by default); a wider parameter keeps its own dtype."""
-    return dtype if wanted is None else wider(dtype, wanted)
 
 
 def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
@@ -315,6 +307,12 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     }
 
 
+def whole(leaf: Any, axes: str | tuple[str, ...]) -> Any:
+    """A leaf on all devices, where one of them has it and the others have zeros, or False."""
+    number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
+    return lax.psum(number, axes).astype(leaf.dtype)
+
+
 def totals(
     job: Job, losses: Any, aux: PyTree, pipe: tuple[str, ...], data: tuple[str, ...]
 ) -> tuple[dict[str, Any], Any]:
@@ -327,12 +325,7 @@ def totals(
     if job.functions.last is None:
         return {}, None
     if job.outputs:
-
-        def whole(leaf: Any) -> Any:
-            number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
-            return lax.psum(number, pipe).astype(leaf.dtype)
-
-        outputs = job.functions.join(jax.tree.map(whole, aux["metrics"]))
+        outputs = job.functions.join(jax.tree.map(lambda x: whole(x, pipe), aux["metrics"]))
         rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
         return {"outputs": rows}, None
     everyone = (*pipe, *data)

@@ -163,9 +163,11 @@ Group: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
 _WHOLE = PartitionSpec()
 
 
-def whole_entries(job: Job, code: StageCode) -> StageEntries:
-    """The entries where no axis is left to the partitioner."""
-    return StageEntries((_WHOLE,) * len(code.uses), _stored(job, code, {}))
+def whole_entries(job: Job, code: ModelCode) -> tuple[StageEntries, ...]:
+    """The entries of each kind of stage where no axis is left to the partitioner."""
+    return tuple(
+        StageEntries((_WHOLE,) * len(kind.uses), _stored(job, kind, {})) for kind in code.kinds
+    )
 
 
 def _stored(
@@ -191,7 +193,7 @@ def split_entries(job: Job, code: ModelCode, owned: Sequence[PyTree]) -> tuple[S
     to the split that is chosen here.
     """
     if not job.partition.auto_axes:
-        return tuple(whole_entries(job, kind) for kind in code.kinds)
+        return whole_entries(job, code)
     return tuple(
         _of_kind(job, kind, param_specs(job, code.kind_of.index(number), owned))
         for number, kind in enumerate(code.kinds)

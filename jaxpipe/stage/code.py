@@ -20,7 +20,7 @@ with the fewest bytes between the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -32,21 +32,18 @@ from jax.extend import core
 from ..arrays import Leaves
 from ..errors import PipelineError
 from ..jaxprs.cut import (
-    Assignment,
-    Cut,
-    Split,
     cut,
     drop_dead,
     equal_outputs,
     into_scans,
+    is_light,
     is_view,
     keep_fewer_residuals,
     keep_first,
     known_from,
     needed_for,
-    weight as cut_weight,
 )
-from ..jaxprs.equations import collectives, is_light, reads, results_of
+from ..jaxprs.equations import collectives, reads, results_of
 from ..model.calls import OUTER_WANTS
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from ..table.kinds import Kind
@@ -189,66 +186,23 @@ def inexact(leaf: Any) -> bool:
 
 
 def cut_weights(
-    backward: core.Jaxpr,
-    *,
-    params: int,
-    priced: Sequence[int],
-    fits: Callable[[Cut], bool] | None = None,
-) -> Cut | None:
-    """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W; None
-    where no cut `fits`.
+    backward: core.Jaxpr, *, params: int, priced: Sequence[int]
+) -> tuple[core.Jaxpr, core.Jaxpr]:
+    """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W.
 
-    Every matmul that the input's gradient needs is in I.  Every other matmul is in W.  Light
-    equations may be in either.  For example, the gradient of a norm's scale is a sum over values
-    that I has, so I computes it where the result is smaller than those values.  An input whose
-    number is in `priced` stays in memory until W if W reads it.
+    Every matmul that the input's gradient needs is in I.  Every other matmul is in W.  Sums of
+    values that I has may be in either.  For example, the gradient of a norm's scale is such a sum,
+    so I computes it where the result is smaller than what is summed.  An input whose number is in
+    `priced` stays in memory until W if W reads it.
     """
     mask = [False] * params + [True] * (len(backward.outvars) - params)
-    held = [backward.invars[i] for i in priced]
-    found = [
-        cut(backward, needed_for(backward, mask)[0], outputs=mask, priced=held),
-        cut(
-            backward,
-            needed_for(backward, _with_light(backward, mask, params))[0],
-            outputs=mask,
-            early=is_light,
-            priced=held,
-        ),
-    ]
-
-    def weight(halves: Cut) -> int:
-        """Bytes in memory between I and W."""
-        return halves.weight + sum(
-            cut_weight(backward.invars[i], None) for i in priced if halves.second_reads[i]
-        )
-
-    return min(filter(fits, found), key=weight, default=None)
-
-
-def _with_light(backward: core.Jaxpr, mask: Sequence[bool], params: int) -> list[bool]:
-    """The mask, with the parameters added whose gradients need no more matmuls."""
-    least = _heavy_in(backward, needed_for(backward, mask)[0])
-    counts = [
-        _heavy_in(backward, needed_for(backward, [m or j == i for j, m in enumerate(mask)])[0])
-        for i in range(params)
-    ]
-    return [count == least for count in counts] + list(mask[params:])
-
-
-def _heavy_in(jaxpr: core.Jaxpr, assignment: Assignment) -> int:
-    """The number of heavy equations in the first part."""
-    found = 0
-    for eqn, choice in zip(jaxpr.eqns, assignment, strict=True):
-        if choice is False:
-            continue
-        if eqn.primitive.name == "scan":
-            body = eqn.params["jaxpr"].jaxpr
-            found += _heavy_in(
-                body, choice.body if isinstance(choice, Split) else (True,) * len(body.eqns)
-            )
-        else:
-            found += not is_light(eqn)
-    return found
+    return cut(
+        backward,
+        needed_for(backward, mask)[0],
+        outputs=mask,
+        early=is_light,
+        priced=[backward.invars[i] for i in priced],
+    )
 
 
 def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Jaxpr, core.Jaxpr]:
@@ -260,18 +214,18 @@ def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Ja
     computed once only: under remat the backward repeats the forward's.
     """
     head, count = len(known), len(jaxpr.invars)
-    parts = cut(
+    first, second = cut(
         jaxpr,
         known_from(jaxpr, [*known, *(False for _ in range(count - head))])[0],
         outputs=[False] * len(jaxpr.outvars),
         repeat=is_view,
     )
-    once = parts.first.replace(invars=parts.first.invars[:head])
+    once = first.replace(invars=first.invars[:head])
     same = equal_outputs(once)
     distinct = [v for i, v in enumerate(once.outvars) if same[i] == i]
-    rest = keep_first(parts.second, count, same)
+    rest = keep_first(second, count, same)
     invars = [*rest.invars[:at], *rest.invars[count:], *rest.invars[at:count]]
-    return drop_dead(once.replace(outvars=distinct))[0], rest.replace(invars=invars)
+    return drop_dead(once.replace(outvars=distinct)), rest.replace(invars=invars)
 
 
 def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0) -> StageCode:
@@ -283,8 +237,7 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
     total, outputs = code.num_inputs, code.num_outputs + appended
     dy = len(joint.invars) - total
     known = code.known
-    others = [False] * (len(joint.invars) - len(known))
-    jaxpr = keep_fewer_residuals(into_scans(joint), split, known=[*known, *others])
+    jaxpr = into_scans(joint)
     before = jaxpr.eqns[:split]
     whole, computed = {id(eqn) for eqn in before}, {v for eqn in before for v in eqn.outvars}
     once, rest = hoist(jaxpr, known, at=total)
@@ -293,25 +246,26 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
     # Forward | backward, at the border that jax.vjp drew.  A print has no results.  A scan that is
     # cut becomes other equations with the same results.
     border = tuple(id(eqn) in whole or any(v in computed for v in eqn.outvars) for eqn in rest.eqns)
-    grads = len(jaxpr.outvars) - outputs
-    halves = cut(rest, border, outputs=[True] * outputs + [False] * grads)
-    forward = halves.first.replace(invars=halves.first.invars[:start])
+    rest, grads = keep_fewer_residuals(rest, border), len(jaxpr.outvars) - outputs
+    forward, backward = cut(rest, border, outputs=[True] * outputs + [False] * grads)
+    forward = forward.replace(invars=forward.invars[:start])
     # (consts, params, x, extra | once | residuals | dy)
-    ins, end = halves.second.invars, start + dy
-    backward = halves.second.replace(invars=[*ins[:start], *ins[end:], *ins[start:end]])
-    residuals = range(start, start + len(halves.crossing))
+    ins, end = backward.invars, start + dy
+    backward = backward.replace(invars=[*ins[:start], *ins[end:], *ins[start:end]])
+    residuals = range(start, len(ins) - dy)
 
     # Input gradient | weight gradient, by what dx needs.
     dys = range(residuals.stop, len(backward.invars))
     inputs = code.spans(INPUTS, len(known))
     cotangents = code.spans(COTANGENTS, dys.start)
     priced = [*range(len(known), inputs[Place.BUFFER].stop), *residuals, *dys]
-    gradients = cut_weights(backward, params=len(code.avals[Place.STAGE_GRADIENTS]), priced=priced)
-    assert gradients is not None, "any cut fits"
+    num_params = len(code.avals[Place.STAGE_GRADIENTS])
+    input_grad, weight_grad = cut_weights(backward, params=num_params, priced=priced)
+    by_second = reads(weight_grad)
 
     # Residuals that only I needs come before those that W needs.
-    late = [i for i in residuals if gradients.second_reads[i]]
-    early = [i for i in residuals if not gradients.second_reads[i]]
+    late = [i for i in residuals if by_second[i]]
+    early = [i for i in residuals if not by_second[i]]
     order = [*range(start), *early, *late, *dys]
 
     def reorder(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -324,18 +278,18 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
         code,
         hoist=once,
         forward=forward.replace(outvars=[*returned, *kept]),
-        evaluate=drop_dead(forward.replace(outvars=returned))[0],
-        recompute=drop_dead(forward.replace(outvars=kept))[0],
+        evaluate=drop_dead(forward.replace(outvars=returned)),
+        recompute=drop_dead(forward.replace(outvars=kept)),
         backward=reorder(backward),
-        input_grad=reorder(gradients.first),
-        weight_grad=reorder(gradients.second),
+        input_grad=reorder(input_grad),
+        weight_grad=reorder(weight_grad),
         avals={
             **code.avals,
             Place.RESIDUAL_INPUT: tuple(v.aval for v in kept[: len(early)]),
             Place.RESIDUAL_WEIGHT: tuple(v.aval for v in kept[len(early) :]),
-            Place.STASH: gradients.crossing,
+            Place.STASH: tuple(v.aval for v in weight_grad.invars[len(order) :]),
         },
-        liveness=_liveness(inputs | cotangents, reads(backward), gradients.second_reads),
+        liveness=_liveness(inputs | cotangents, reads(backward), by_second),
     )
 
 
@@ -371,23 +325,19 @@ def cut_last(last: StageCode, axis: str) -> StageCode:
     own = last.spans(places)[Place.STAGE_GRADIENTS]
     y = range(len(last.known), len(last.known) + len(last.avals[Place.X]))
     outs = whole.outvars
-    halves = cut_weights(
-        whole.replace(outvars=[*outs[own], *outs[: own.start], *outs[own.stop :]]),
-        params=len(last.avals[Place.STAGE_GRADIENTS]),
-        priced=y,
-        fits=lambda halves: all(axis not in axes for _, axes in collectives(halves.second)),
-    )
-    if halves is None:
+    others = [*outs[: own.start], *outs[own.stop :]]
+    params = len(last.avals[Place.STAGE_GRADIENTS])
+    reordered = whole.replace(outvars=[*outs[own], *others])
+    first, second = cut_weights(reordered, params=params, priced=y)
+    if any(axis in axes for _, axes in collectives(second)):
         raise PipelineError(
             "the gradient of a parameter of `last` needs communication over the pipe axis "
             f"{axis!r}, so an H cannot make it while other "
             "devices do something else; use the table without H: jaxpipe.spread_last(schedule)"
         )
-    first, second = halves.first, halves.second
-    read = [i for i in y if halves.second_reads[i]]
-    crossing = len(halves.crossing)
-    inputs, left = second.invars[: len(second.invars) - crossing], len(first.outvars) - crossing
-    kept = [*(second.invars[i] for i in read), *second.invars[len(inputs) :]]
+    by_second, inputs, left = reads(second), second.invars[: len(whole.invars)], len(others)
+    read = [i for i in y if by_second[i]]
+    kept = [*(inputs[i] for i in read), *second.invars[len(inputs) :]]
     crossed = [*(first.invars[i] for i in read), *first.outvars[left:]]
     return replace(
         last,

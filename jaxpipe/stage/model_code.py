@@ -10,14 +10,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree
+from ..arrays import Leaves, Params, PyTree, by_index, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import Atom, collectives, flatten, reads
@@ -104,12 +104,9 @@ class Job:
         spread = spread or dict.fromkeys(names, PartitionSpec())
         return spread | {"state": PartitionSpec(self.axis)}
 
-    def for_run(self, params: Params, batch: PyTree, parts: int | None = None) -> Job:
-        """The job whose functions know the batch, cut into microbatches; and for spread functions
-        the axis and the whole sizes of cut parameters.
-        """
-        functions = self.functions.over(self.axis, self.partition.cuts, params, parts=parts)
-        return replace(self, functions=functions.for_batch(batch))
+    def for_batch(self, batch: PyTree) -> Job:
+        """The job whose functions know the batch, cut into microbatches."""
+        return replace(self, functions=self.functions.for_batch(batch))
 
     @property
     def num_microbatches(self) -> int:
@@ -117,6 +114,7 @@ class Job:
         return self.plan.ticks.schedule.num_microbatches
 
 
+@runtime_checkable
 class Executor(Protocol):
     """A back end: runs the program of a job.
     `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, and the
@@ -147,26 +145,22 @@ def check_state_gradient(
 
     Only dependences with a gradient count.  `trained` says whether each parameter has one.
     """
-    state = jax.tree_util.tree_leaves_with_path(inputs[2]["state"])
-    count = sum(inexact(leaf) for _, leaf in state)
-    if not count:
+    state = by_index(inputs[2]["state"], "state")
+    names = [name for name, leaf in state.items() if inexact(leaf)]
+    if not names:
         return
     jaxpr, moved = _tangents(call, inputs, trained)
-    results, after = jaxpr.outvars[:-count], jaxpr.outvars[-count:]
+    results, after = jaxpr.outvars[: -len(names)], jaxpr.outvars[-len(names) :]
 
     def needed_by(outputs: Sequence[Atom]) -> tuple[list[bool], bool]:
         """The state that these outputs depend on, and whether they depend on parameters or x."""
-        reads = drop_dead(jaxpr.replace(outvars=list(outputs)))[1][-moved:]
-        return list(reads[-count:]), any(reads[:-count])
+        read = reads(drop_dead(jaxpr.replace(outvars=list(outputs))))[-moved:]
+        return list(read[-len(names) :]), any(read[: -len(names)])
 
-    read = needed_by(results)[0]
-    while True:
+    read, _ = needed_by(results)
+    for _ in after:
         before, _ = needed_by([v for v, r in zip(after, read, strict=True) if r])
-        grown = [a or b for a, b in zip(read, before, strict=True)]
-        if grown == read:
-            break
-        read = grown
-    names = ["state" + jax.tree_util.keystr(path) for path, leaf in state if inexact(leaf)]
+        read = [a or b for a, b in zip(read, before, strict=True)]
     lost = [n for n, v, r in zip(names, after, read, strict=True) if r and needed_by([v])[1]]
     if lost:
         raise PipelineError(
@@ -236,7 +230,7 @@ class ModelCode:
     @property
     def defers_last(self) -> bool:
         """Whether a later action computes the gradients of the parameters of `last`."""
-        return _has_parts(self.program)
+        return any(KINDS[kind].part_of for kind in self.program.schedule.encoded.kinds)
 
     def fits(self, code: StageCode, place: Place) -> bool:
         """Whether the stage at an end of the model may be of this kind: X the first stage, which
@@ -269,15 +263,18 @@ class Inputs(NamedTuple):
 
 def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
-    functions, layout = replace(job.functions, in_place=True), job.layout
+    functions, layout = replace(job.functions, in_place=not job.functions.room), job.layout
     shared, shared_uses = inputs.shared, _uses(inputs.shared, leaf_plans(job.plans["shared"]))
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
         index = jnp.int32(0)
         return functions.extra(inputs.batch, inputs.rng, index, index, wants)
 
-    def outer(key: str, trace: Callable[..., StageCode], x: PyTree, *, is_share: bool) -> StageCode:
+    def outer(key: str, x: PyTree) -> StageCode:
         """`first` or `last`."""
+        is_share = functions.spreads(key)
+        trace_first = trace_spread_first if is_share else trace_stage
+        trace: Callable[..., StageCode] = trace_first if key == "first" else trace_last
         own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
         uses = _uses(own, leaf_plans(job.plans[key])) + shared_uses
         with refusing(key):
@@ -286,9 +283,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
             _check_collectives(key, code, job.axis)
         return code
 
-    is_share = functions.spreads_first
-    trace_first = trace_spread_first if is_share else trace_stage
-    first = outer("first", trace_first, (), is_share=is_share)
+    first = outer("first", ())
     x: PyTree = first.y
     kinds: dict[tuple[Any, ...], StageCode] = {}
     kind_of: list[int] = []
@@ -296,7 +291,8 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         own = layout.held(stage, inputs.owned)
         params, state = own.avals, layout.held(stage, inputs.kept).avals if inputs.kept else ()
         uses = _uses(params, layout.held(stage, job.plans["stages"]).leaves) + shared_uses
-        key = (function, *map(_form, (params, state, x)), tuple(uses), own.form)
+        leaves, tree = jax.tree.flatten(shapes_of((params, state, x)))
+        key = (function, tree, *leaves, *uses, own.form)
         if key not in kinds:
             extra = extra_of(function.wants_arrays)
             extra |= {"state": state} if "state" in function.wants_arrays else {}
@@ -304,19 +300,12 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
             kinds[key] = _trace_one(job, functions, stage, arguments, uses)
         kind_of.append(list(kinds).index(key))
         x = kinds[key].y
-    last = None
-    if functions.last is not None:
-        last = outer("last", trace_last, x, is_share=functions.spreads_last)
+    last = None if functions.last is None else outer("last", x)
     codes = tuple(kinds.values())
-    program = _program(job, codes)
-    if last is not None and _has_parts(program):
-        last = cut_last(last, job.axis)
-    return ModelCode(codes, tuple(kind_of), first, last, program)
-
-
-def _has_parts(program: Program) -> bool:
-    """Whether the table has parts of shares, which devices run alone and later."""
-    return any(KINDS[kind].part_of for kind in program.schedule.encoded.kinds)
+    found = ModelCode(codes, tuple(kind_of), first, last, _program(job, codes))
+    if last is None or not found.defers_last:
+        return found
+    return replace(found, last=cut_last(last, job.axis))
 
 
 def _program(job: Job, codes: Sequence[StageCode]) -> Program:
@@ -333,11 +322,6 @@ def _program(job: Job, codes: Sequence[StageCode]) -> Program:
             stacklevel=3,
         )
     return program
-
-
-def _form(tree: PyTree) -> Any:
-    """A tree's structure, shapes and dtypes, for comparison."""
-    return jax.tree.structure(tree), tuple((tuple(a.shape), a.dtype) for a in jax.tree.leaves(tree))
 
 
 def _uses(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
@@ -367,7 +351,8 @@ def _trace_one(
         if not job.layout.unlike or isinstance(error, PipelineError):
             raise
         before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
-        shapes = ", ".join(f"{path} {a.dtype}{list(a.shape)}" for path, a in _by_path(inputs[1]))
+        x = by_index(inputs[1], "x").items()
+        shapes = ", ".join(f"{path} {a.dtype}{list(a.shape)}" for path, a in x)
         raise PipelineError(
             f"stage {stage} cannot take what {before} returns ({shapes}): {error}"
         ) from error
@@ -424,12 +409,6 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
         )
 
 
-def _by_path(x: PyTree) -> list[tuple[str, Any]]:
-    """The leaves of x as a message names them."""
-    leaves = jax.tree_util.tree_leaves_with_path(x)
-    return [(jax.tree_util.keystr(path) or "x", leaf) for path, leaf in leaves]
-
-
 def _check_forms(x: PyTree, y: PyTree) -> None:
     """PipelineError where a stage returns another tree, shape or dtype than x has."""
     x_tree: Any = jax.tree.structure(x)
@@ -443,7 +422,7 @@ def _check_forms(x: PyTree, y: PyTree) -> None:
         f"`stage` takes {path} as {a.dtype}{list(a.shape)} but "
         f"returns {b.dtype}{list(b.shape)}; a stage's output is the next stage's input, so return "
         "the same shape and dtype (or cast in `first`)"
-        for (path, a), b in zip(_by_path(x), jax.tree.leaves(y), strict=True)
+        for (path, a), b in zip(by_index(x, "x").items(), jax.tree.leaves(y), strict=True)
         if a.shape != b.shape or a.dtype != b.dtype
     ]
     PipelineError.refuse("", faults)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ..arrays import Leaves, PyTree
+from ..arrays import Leaves, PyTree, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import copied, flatten, renamed, stores_on_host, variables, with_equations
@@ -48,7 +48,7 @@ def writing_rows(code: StageCode, count: int) -> StageCode:
     after = renamed(code.forward, filled)
     outs = [*after.outvars[:total], *after.outvars[total + count :]]
     forward = after.replace(outvars=outs, eqns=_in_order([*writes, *after.eqns]))
-    evaluate, _ = drop_dead(forward.replace(outvars=outs[:total]))
+    evaluate = drop_dead(forward.replace(outvars=outs[:total]))
     return replace(code, forward=forward, evaluate=evaluate)
 
 
@@ -99,9 +99,8 @@ def trace_stage(
     floating (segment ids, masks) get no gradient.
     """
     uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
-    places = Place.X, Place.CARRY, Place.BUFFER
-    given = dict(zip(places, map(_avals, (x, *(passed or ((), ())))), strict=True))
-    wanted = [*_trained(uses), *(inexact(leaf) for leaves in given.values() for leaf in leaves)]
+    given = dict(zip(INPUTS, shapes_of((x, *(passed or ((), ())))), strict=True))
+    wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves((x, passed)))]
 
     def split(params: PyTree, held: PyTree, extra: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         def call(params: PyTree, held: PyTree) -> tuple[PyTree, PyTree]:
@@ -149,11 +148,6 @@ def trace_stage(
     return replace(writing_rows(code, appended), offloads=stores_on_host(forward.jaxpr))
 
 
-def _avals(tree: PyTree) -> tuple[Any, ...]:
-    leaves = jax.tree.leaves(tree)
-    return tuple(jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype) for leaf in leaves)
-
-
 def by_leaves(
     function: Callable[..., Any], arguments: tuple[PyTree, ...], wanted: Sequence[bool]
 ) -> tuple[Callable[[Leaves], Any], Leaves]:
@@ -186,13 +180,9 @@ def _join(forward: core.Jaxpr, backward: core.Jaxpr, outputs: int) -> core.Jaxpr
     ).replace(constvars=[])
 
 
-def _trained(uses: Sequence[ParamUse]) -> list[bool]:
-    return [use.trained for use in uses]
-
-
 def _with_gradient(params: PyTree, uses: Sequence[ParamUse]) -> Leaves:
     """The parameters that are trained."""
-    return list(compress(jax.tree.leaves(params), _trained(uses)))
+    return list(compress(jax.tree.leaves(params), (use.trained for use in uses)))
 
 
 def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
@@ -219,7 +209,7 @@ def _trace_at_once(
     cotangents are `late`: `backward(params, x, extra, once, late) -> results, dparams, dx`, and
     `evaluate` for the results alone.  Return the shapes of the results too.
     """
-    wanted = [*_trained(uses), *map(inexact, jax.tree.leaves(x))]
+    wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves(x))]
 
     def whole(params: PyTree, x: PyTree, extra: PyTree, late: Leaves) -> tuple[PyTree, Leaves]:
         call, leaves = by_leaves(lambda p, x: function(p, x, extra), (params, x), wanted)
@@ -240,7 +230,7 @@ def _trace_at_once(
     )
     once, body = hoist(jaxpr, code.known, at=code.num_inputs)
     count = len(jax.tree.leaves(results))
-    evaluate, _ = drop_dead(body.replace(outvars=body.outvars[:count]))
+    evaluate = drop_dead(body.replace(outvars=body.outvars[:count]))
     evaluate = evaluate.replace(invars=evaluate.invars[: len(evaluate.invars) - len(late)])
     return replace(code, hoist=once, evaluate=evaluate, backward=body), results
 
@@ -290,5 +280,5 @@ def trace_spread_first(
         y_tree=jax.tree.structure(y),
         avals=by_place({**code.avals, Place.SENT_X: y}),
         forward=code.evaluate,
-        backward=drop_dead(code.backward.replace(outvars=gradients))[0],
+        backward=drop_dead(code.backward.replace(outvars=gradients)),
     )

@@ -450,8 +450,8 @@ class RunOrder:
     cycles: tuple[tuple[Wait, ...], ...]
 
 
-# The order so far and a cycle -> the place of the wait that ends it.
-Chooser: TypeAlias = Callable[[Sequence[int], Sequence[Wait]], int]
+# A cycle -> the action in it whose wait ends.
+Chooser: TypeAlias = Callable[[Sequence[Wait]], int]
 
 
 def waits(table: Encoded, transfers: Transfers) -> IntArray:
@@ -473,43 +473,33 @@ def waits(table: Encoded, transfers: Transfers) -> IntArray:
     return np.where(found >= 0, table.last_half[found], -1)
 
 
-def run_order(table: Encoded, transfers: Transfers) -> RunOrder:
-    """The run order of a table under one kind of transfer, which matters with SEND and RECV."""
-    if transfers is Transfers.RENDEZVOUS and table.has_transfers:
-        return rendezvous_order(table)
-    return buffered_order(table, waits(table, transfers))
+def run_order(
+    table: Encoded, transfers: Transfers, choose: Chooser = lambda cycle: cycle[0].at
+) -> RunOrder:
+    """The run order of a table under one kind of transfer, which matters with SEND and RECV.
 
-
-def senders(table: Encoded, wait: IntArray) -> IntArray:
-    """Per action that waits, the action whose stage sends the message; -1 for the others."""
-    return wait if table.has_transfers else np.where(wait >= 0, table.producer, -1)
-
-
-def buffered_order(table: Encoded, wait: IntArray) -> RunOrder:
-    """Run the rows where only `wait` holds a device back (sends never do)."""
-    together = {number: each.members for number, each in table.collectives.items()}
-    return _run(table, np.where(wait >= 0, wait, table.num_actions).tolist(), together)
-
-
-def rendezvous_order(table: Encoded, choose: Chooser = lambda order, cycle: 0) -> RunOrder:
-    """Run the rows where SEND and RECV each hold their device until the other is reached; a SEND
-    comes right before its RECV.
-
-    `choose` gets the order so far and a cycle, and returns the place of the wait that ends.
+    Where both sides wait, SEND and RECV each hold their device until the other is reached, and a
+    SEND comes right before its RECV; else only what `waits` says holds a device back.  `choose`
+    gets a cycle, and returns the action in it whose wait ends.
     """
     together = {number: each.members for number, each in table.collectives.items()}
-    mate = mates(table)
-    for send in np.flatnonzero(table.of_kinds(SENDS) & (mate >= 0)).tolist():
-        both = (send, int(mate[send]))
-        together |= dict.fromkeys(both, both)
-    return _run(table, [table.num_actions] * table.num_actions, together, choose)
+    need = np.full(table.num_actions, table.num_actions)
+    if transfers is Transfers.RENDEZVOUS and table.has_transfers:
+        mate = mates(table)
+        for send in np.flatnonzero(table.of_kinds(SENDS) & (mate >= 0)).tolist():
+            both = (send, int(mate[send]))
+            together |= dict.fromkeys(both, both)
+    else:
+        wait = waits(table, transfers)
+        need = np.where(wait >= 0, wait, need)
+    return _run(table, need.tolist(), together, choose)
 
 
 def _run(
     table: Encoded,
     need: list[int],
     together: dict[int, tuple[int, ...]],
-    choose: Chooser = lambda order, cycle: 0,
+    choose: Chooser,
 ) -> RunOrder:
     """Run the rows: each action after the one that it needs (the number of actions: none), and at
     the same time as those that run `together` with it, once all devices have reached them.
@@ -562,7 +552,7 @@ def _run(
     while (device := next((d for d, i in enumerate(head) if i < stop[d]), -1)) >= 0:
         cycle = _cycle_from(device, head, blocker, owner)
         cycles.append(cycle)
-        at = cycle[choose(order, cycle)].at
+        at = choose(cycle)
         need[at] = total
         members = together.get(at, (at,))
         for k in members:  # each device does its own alone

@@ -11,15 +11,14 @@ from ..errors import Violation, quoted
 from .encoded import BoolArray, Encoded, IntArray, RunOrder, Transfers, Wait, live_activations
 from .kinds import (
     BACKWARD_HALVES,
-    COLLECTIVES,
+    BACKWARDS,
     FORWARD_HALVES,
     KEPT,
-    KIND_NAMES,
     KINDS,
     MESSAGES,
+    SHARES,
     SPREAD_FIRST,
     Kind,
-    Pass,
     Placement,
     Release,
     Value,
@@ -30,12 +29,12 @@ from .kinds import (
 
 
 class Broken(NamedTuple):
-    """A place where a rule is broken: the fault, the action, and others that take part."""
+    """A place where a rule is broken: the fault, and the actions that take part, of which the first
+    is pointed at.
+    """
 
     message: str
-    number: int | None = None
-    others: Sequence[int] = ()
-    device: int | None = None  # to point at where there is no action
+    numbers: Sequence[int] = ()
 
 
 def broken_rules(table: Encoded, placement: Placement) -> tuple[Violation, ...]:
@@ -53,10 +52,9 @@ def broken_rules(table: Encoded, placement: Placement) -> tuple[Violation, ...]:
 
 def _violation(table: Encoded, rule: str, found: Broken) -> Violation:
     """A violation that points at the cells of actions."""
-    if found.number is None:
-        return Violation(rule, found.message, found.device)
-    others = tuple(map(table.cell_of, found.others))
-    return Violation(rule, found.message, *table.cell_of(found.number), others)
+    cells = tuple(map(table.cell_of, found.numbers))
+    device, position = cells[0] if cells else (None, None)
+    return Violation(rule, found.message, device, position, cells[1:])
 
 
 def _too_sparse(table: Encoded) -> Broken:
@@ -67,7 +65,7 @@ def _too_sparse(table: Encoded) -> Broken:
     number = int(np.argmax(np.maximum(table.stage, table.microbatch)))
     typo = f"{table.text(number)} is a possible typo"
     few = f"the table holds {table.num_actions} actions"
-    return Broken(f"{pairs}, but {few}; {typo}", number)
+    return Broken(f"{pairs}, but {few}; {typo}", [number])
 
 
 def _range(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -75,7 +73,7 @@ def _range(table: Encoded, _: Placement) -> Iterator[Broken]:
     stages, microbatches = table.num_stages - 1, table.num_microbatches - 1
     limits = f"stages go from 0 to {stages}, microbatches from 0 to {microbatches}"
     for i in np.flatnonzero(~table.in_range).tolist():
-        yield Broken(f"{table.text(i)} does not exist: {limits}", i)
+        yield Broken(f"{table.text(i)} does not exist: {limits}", [i])
 
 
 def _duplicate(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -84,7 +82,7 @@ def _duplicate(table: Encoded, _: Placement) -> Iterator[Broken]:
         original = int(table.at[table.kind[i], table.stage[i], table.microbatch[i]])
         device, position = table.cell_of(original)
         where = f"is already on device {device} at position {position}"
-        yield Broken(f"{table.text(i)} {where}; run every action once", i, (original,))
+        yield Broken(f"{table.text(i)} {where}; run every action once", [i, original])
 
 
 def _completeness(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -109,50 +107,31 @@ def _completeness(table: Encoded, _: Placement) -> Iterator[Broken]:
         texts = [f"{stage}{k.name}{m}" for k in present] or ["no backward"]
         fault = f"{texts[0]} alone" if len(present) == 1 else " and ".join(texts)
         found = table.at[[*present, Kind.F], stage, m]
-        message = f"stage {stage}, microbatch {m} has {fault}"
-        anchors = _anchored(found[found >= 0].tolist())
-        yield Broken(f"{message}; give it B, or both I and W", *anchors)
-
-
-def _anchored(numbers: Sequence[int]) -> tuple[int | None, Sequence[int]]:
-    """The action to point at, where there is any, and the others."""
-    return (numbers[0], numbers[1:]) if numbers else (None, ())
+        message = f"stage {stage}, microbatch {m} has {fault}; give it B, or both I and W"
+        yield Broken(message, found[found >= 0].tolist())
 
 
 def _missing_shares(table: Encoded) -> Iterator[Broken]:
-    """A collective action is in every row for every microbatch, or in none; both of a spread
-    `first` are there; and each share has its late part (L its H), or none has.
+    """A share is in every row for every microbatch, or in none: with H there is L, with E there is
+    G, with G there is E.
     """
-    devices = table.num_devices
-    for kind in COLLECTIVES:
-        at = table.at[kind, :devices]
-        if (at >= 0).any() and table.num_stages < devices:
-            need = f"a table with {kind.name} needs as many stages as devices"
+    devices, kinds = table.num_devices, table.kinds
+    needed = {*kinds.intersection(SHARES)}
+    needed |= {late for kind in needed if (late := KINDS[kind].part_of) is not None}
+    if not kinds.isdisjoint(SPREAD_FIRST):
+        unneeded = BACKWARDS if table.forward_only else ()
+        needed |= {kind for kind in SPREAD_FIRST if kind not in unneeded}
+    for kind in sorted(needed):
+        at, what = table.at[kind, :devices], f"{kind.name}, {KINDS[kind].description}"
+        if table.num_stages < devices:
             has = f"{devices} devices and {table.num_stages} stages"
+            need = f"a table with {kind.name} needs as many stages as devices"
             yield Broken(f"{need}; this one has {has}")
-        elif (at >= 0).any():
-            why = f"all devices do their share of {kind.name} together, for every microbatch"
-            for device, m in np.argwhere(at < 0).tolist():
-                anchors = _anchored(at[at[:, m] >= 0, m].tolist())
-                missing = f"{device}{kind.name}{m} is missing"
-                yield Broken(f"{missing}: {why}", *anchors, device)
-    ends = np.flatnonzero(table.of_kinds(SPREAD_FIRST)).tolist()
-    for kind in SPREAD_FIRST if ends else ():
-        needed = KINDS[kind].direction is Pass.FORWARD or not table.forward_only
-        if needed and kind not in table.kinds:
-            has = f"{KIND_NAMES[table.kind[ends[0]]]}, but no {kind.name}"
-            what = f"{KINDS[kind].description}, on every device"
-            yield Broken(f"the table has {has}: {what}", ends[0])
-    for late in table.kinds:
-        sooner = KINDS[late].part_of
-        if sooner is None:
             continue
-        both = table.at[[late, sooner]]
-        for number, m in np.argwhere((both >= 0).sum(axis=0) == 1).tolist():
-            other = int(both[:, number, m].max())
-            lacks = sooner if table.kind[other] == late else late
-            what = f"{KINDS[lacks].description}, of the share {table.text(other)}"
-            yield Broken(f"{number}{lacks.name}{m} is missing: {what}", other)
+        why = f"every device does its share of {what}, for every microbatch"
+        for device, m in np.argwhere(at < 0).tolist():
+            near = at[:, m] if (at[:, m] >= 0).any() else table.at[sorted(needed), :devices, m]
+            yield Broken(f"{device}{kind.name}{m} is missing: {why}", near[near >= 0].tolist())
 
 
 def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
@@ -171,7 +150,7 @@ def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
     known = table.in_range & table.is_compute
     shares, others = known & table.shares, known & ~table.shares
     for i in np.flatnonzero(shares & (table.stage != table.device)).tolist():
-        yield Broken(_is_on(table, i, f"it is the share of device {table.stage[i]}"), i)
+        yield Broken(_is_on(table, i, f"it is the share of device {table.stage[i]}"), [i])
     homes = [
         stage * rows + device
         for stage, devices in enumerate(placement.devices_of)
@@ -182,27 +161,37 @@ def _placement(table: Encoded, placement: Placement) -> Iterator[Broken]:
     for i in np.flatnonzero(strayed).tolist():
         home = " or ".join(map(str, placement.devices_of[table.stage[i]]))
         where = f"stage {table.stage[i]} is on device {home}"
-        yield Broken(_is_on(table, i, where), i)
+        yield Broken(_is_on(table, i, where), [i])
     mine = np.flatnonzero(others & table.of_kinds(kinds_where(lambda spec: spec.reads)))
     forward = table.at[Kind.F, table.stage[mine], table.microbatch[mine]]
-    for i, f in _pairs(mine, forward, _elsewhere(table, mine, forward)):
-        why = f"{table.text(f)}, which it needs, ran on device {table.device[f]}"
-        yield Broken(_is_on(table, i, why), i, (f,))
+    yield from _apart(table, mine, forward)
 
 
 def _is_on(table: Encoded, number: int, but: str) -> str:
     return f"{table.text(number)} is on device {table.device[number]}, but {but}"
 
 
-def _pairs(mine: IntArray, others: IntArray, where: BoolArray) -> Iterator[tuple[int, int]]:
-    """The actions with another one each, where a condition holds."""
-    return zip(mine[where].tolist(), others[where].tolist(), strict=True)
+def _apart(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
+    """Actions on another device than what they need; -1 for no need."""
+    apart = (needed >= 0) & (table.device[needed] != table.device[mine])
+    for i, j in zip(mine[apart].tolist(), needed[apart].tolist(), strict=True):
+        why = f"{table.text(j)}, which it needs, is on device {table.device[j]}"
+        yield Broken(_is_on(table, i, why), [i, j])
 
 
-def _elsewhere(table: Encoded, mine: IntArray, others: IntArray) -> BoolArray:
-    """Whether an action is there (not -1), on another device."""
-    elsewhere: BoolArray = (others >= 0) & (table.device[others] != table.device[mine])
-    return elsewhere
+def _late(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
+    """Actions whose need comes later in the same row; -1 for no need."""
+    late = (needed > mine) & (table.device[needed] == table.device[mine])
+    for i, j in zip(mine[late].tolist(), needed[late].tolist(), strict=True):
+        before = f"{table.text(i)} comes before {table.text(j)}, which it needs"
+        yield Broken(f"{before}, on device {table.device[i]}; swap them", [i, j])
+
+
+def _in_turn(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
+    """Actions that do not come after what they need in the same row; -1 for no action."""
+    there = (mine >= 0) & (needed >= 0)
+    for broken in (_late, _apart):
+        yield from broken(table, mine[there], needed[there])
 
 
 def _order(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -229,14 +218,6 @@ def _order(table: Encoded, _: Placement) -> Iterator[Broken]:
     yield from _late(table, *np.array(shares, np.int64).reshape(-1, 2).T)
 
 
-def _late(table: Encoded, mine: IntArray, needed: IntArray) -> Iterator[Broken]:
-    """Actions whose need comes later in the same row."""
-    late = (needed > mine) & (table.device[needed] == table.device[mine])
-    for i, j in _pairs(mine, needed, late):
-        before = f"{table.text(i)} comes before {table.text(j)}, which it needs"
-        yield Broken(f"{before}, on device {table.device[i]}; swap them", i, (j,))
-
-
 def _slice(table: Encoded, _: Placement) -> Iterator[Broken]:
     """On each stage, the forwards of a sequence run in the order of its slices, on one device: each
     needs the carry of the slice before it.
@@ -255,17 +236,6 @@ def _reverse(table: Encoded, _: Placement) -> Iterator[Broken]:
     yield from _in_turn(table, backward[:, later - 1], backward[:, later])
 
 
-def _in_turn(table: Encoded, action: IntArray, need: IntArray) -> Iterator[Broken]:
-    """Actions on another device than those that they need, or before them; -1 for none."""
-    there = (action >= 0) & (need >= 0)
-    yield from _late(table, action[there], need[there])
-    elsewhere = there & _elsewhere(table, action, need)
-    for i, j in _pairs(action, need, elsewhere):
-        other = f"{table.text(j)}, a slice of the same sequence, is on device {table.device[j]}"
-        why = "a stage keeps what passes between slices on one device"
-        yield Broken(_is_on(table, i, f"{other}; {why}"), i, (j,))
-
-
 def _overlap(table: Encoded, _: Placement) -> Iterator[Broken]:
     """A pair overlaps an F with a B or I that is not of the same stage and microbatch (that one
     would need the F).
@@ -274,10 +244,10 @@ def _overlap(table: Encoded, _: Placement) -> Iterator[Broken]:
     for i in table.pairs.tolist():
         pair = table.cell_text(i)
         if not forward[i] or not backward[i + 1]:
-            yield Broken(f"{pair} must pair an F with a B or an I, in this order", i)
+            yield Broken(f"{pair} must pair an F with a B or an I, in this order", [i])
         elif table.action(i)[::2] == table.action(i + 1)[::2]:
             why = "overlaps an F with its own backward, which needs it; pair it with another"
-            yield Broken(f"{pair} {why}", i)
+            yield Broken(f"{pair} {why}", [i])
 
 
 def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
@@ -301,13 +271,14 @@ def _transfer(table: Encoded, _: Placement) -> Iterator[Broken]:
                 where = (f"{table.text(j)} on device {table.device[j]}" for j in (p, i))
                 feeds = " feeds ".join(where)
                 add = "jaxpipe.add_transfers adds transfers"
-                yield Broken(f"{lacks}: {feeds}; {add}", i, (p,))
-            yield from _strayed(table, found, ends, before=kind is message.receive)
+                yield Broken(f"{lacks}: {feeds}; {add}", [i, p])
+            order = (found, ends) if kind is message.send else (ends, found)
+            yield from _in_turn(table, *order)
             needed[found[found >= 0]] = True
     spare = ~needed & ~table.is_compute & table.in_range & _is_first(table)
     why = "no action on another device uses it; stages on one device hand over without a transfer"
     for i in np.flatnonzero(spare).tolist():
-        yield Broken(f"{table.text(i)} is not needed: {why}", i)
+        yield Broken(f"{table.text(i)} is not needed: {why}", [i])
 
 
 def _is_first(table: Encoded) -> BoolArray:
@@ -315,23 +286,6 @@ def _is_first(table: Encoded) -> BoolArray:
     first = np.zeros(table.num_actions, bool)
     first[table.at[table.at >= 0]] = True
     return first
-
-
-def _strayed(
-    table: Encoded, transfers: IntArray, ends: IntArray, *, before: bool
-) -> Iterator[Broken]:
-    """Transfers that are on another device than the action they serve, or on the wrong side of
-    it.
-    """
-    elsewhere = _elsewhere(table, ends, transfers)
-    for t, end in _pairs(transfers, ends, elsewhere):
-        why = f"it serves {table.text(end)} on device {table.device[end]}"
-        yield Broken(_is_on(table, t, why), t, (end,))
-    wrong = (transfers > ends) if before else (transfers < ends)
-    side = "after" if before else "before"
-    for t, end in _pairs(transfers, ends, (transfers >= 0) & ~elsewhere & wrong):
-        where = f"{table.text(t)} comes {side} {table.text(end)} on device {table.device[t]}"
-        yield Broken(f"{where}; swap them", t, (end,))
 
 
 _RULES: dict[str, Callable[[Encoded, Placement], Iterator[Broken]]] = {
@@ -382,8 +336,8 @@ def _deadlock(table: Encoded, cycle: tuple[Wait, ...], how: str) -> Broken:
         f"comes later on device {w.other}"
         for w in cycle
     )
-    others = [w.at for w in cycle[1:]] + [w.on for w in cycle]
-    return Broken(f"devices wait for each other{how}: {links}", cycle[0].at, others)
+    numbers = [w.at for w in cycle] + [w.on for w in cycle]
+    return Broken(f"devices wait for each other{how}: {links}", numbers)
 
 
 def over_cap(table: Encoded, cap: int | Sequence[int], release: Release) -> Iterator[Violation]:
@@ -405,4 +359,4 @@ def over_cap(table: Encoded, cap: int | Sequence[int], release: Release) -> Iter
             may = f"device {device} may hold {quoted(most)} activations"
             holds = f"holds {held[over[0]]} while {table.text(number)} runs"
             message = f"{may}, but {holds} and {held.max()} at its peak"
-            yield _violation(table, "memory", Broken(message, number))
+            yield _violation(table, "memory", Broken(message, [number]))

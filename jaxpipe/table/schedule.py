@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..errors import MAX_COUNT, ScheduleError, Violation, quoted, set_typed, typed
+from ..errors import MAX_COUNT, ScheduleError, Violation, listed, quoted, set_typed, typed
 from .encoded import Encoded, IntArray, RunOrder, Transfers, encode, run_order
 from .kinds import SHARES, Action, Cell, Placement, Release, Row, parts
 from .rules import broken_rules, deadlocks, over_cap
@@ -21,6 +21,7 @@ from .text import (
     grid,
     plain_rows,
     rows_from_csv,
+    rows_from_json,
     rows_to_csv,
     table_from_json,
     table_to_json,
@@ -184,12 +185,10 @@ class Schedule:
 
     @classmethod
     def from_json(cls, text: str) -> Schedule:
-        """Read what `to_json` writes; ScheduleError lists every field and cell that is wrong."""
-        fields, rows = table_from_json(text)
-        home, count = fields["stage_to_device"], fields["num_microbatches"]
-        placement = Placement.explicit(home, devices=fields["num_devices"])
-        name, slices = fields.get("name") or "", fields.get("slices") or 1
-        return cls(as_rows(rows), placement, count, name, slices=slices)
+        """Read what `to_json` writes; ScheduleError lists every field of another type, or every
+        cell that is wrong.
+        """
+        return json_table(**table_from_json(text))
 
     def to_json(self) -> str:
         """Write one JSON object with the rows, placement, number of microbatches, slices and
@@ -310,6 +309,25 @@ class Schedule:
         return grid(self.cells, slices=self.slices)
 
 
+@typed()
+def json_table(
+    *,
+    rows: Sequence[Sequence[str | None]] = (),
+    stage_to_device: Sequence[int | Sequence[int]] = (),
+    num_devices: int = 0,
+    num_microbatches: int = 0,
+    name: str | None = None,
+    slices: int | None = None,
+    **_: object,
+) -> Schedule:
+    """The schedule of a JSON object with these fields."""
+    placement = Placement.explicit(stage_to_device, devices=num_devices)
+    slices = 1 if slices is None else slices
+    return Schedule(
+        as_rows(rows_from_json(rows)), placement, num_microbatches, name or "", slices=slices
+    )
+
+
 def _placement_of(rows: tuple[Row, ...]) -> Placement:
     """Each stage on the devices whose rows hold it; a stage in no row is put on device 0 (`check`
     reports it).
@@ -332,8 +350,7 @@ def _placement_of(rows: tuple[Row, ...]) -> Placement:
     return Placement(tuple(homes), len(rows))
 
 
-# An error's text stays readable: the rest is in `.violations`.
-_MOST_SHOWN, MOST_COLUMNS = 100, 60
+MOST_COLUMNS = 60  # of a grid in an error
 
 
 @typed()
@@ -378,21 +395,14 @@ def check(
     if not found:
         return schedule
     name = f"schedule {schedule.name!r}" if schedule.name else "the schedule"
-    head = f"{name} breaks {len(found)} rule{'s' if len(found) > 1 else ''}:"
-    raise ScheduleError(report(schedule, found, head, most=_MOST_SHOWN), found)
+    text = listed(f"{name} breaks {len(found)} rule{'s' if len(found) > 1 else ''}", found)
+    raise ScheduleError(f"{text}\n{marked_grid(schedule, found)}", found)
 
 
-def report(
-    schedule: Schedule, found: Sequence[Violation], head: str, *, most: int | None = None
-) -> str:
-    """All violations (or the first ones) and the grid with their cells marked."""
-    lines = [head, *(f"  {violation}" for violation in found[:most])]
-    if most is not None and len(found) > most:
-        lines.append(f"  ... and {len(found) - most} more (all are in .violations)")
+def marked_grid(schedule: Schedule, found: Sequence[Violation]) -> str:
+    """The grid with the cells of violations marked."""
     marked = {cell for v in found for cell in v.others}
     for v in found:
         if v.device is not None and v.position is not None:
             marked.add((v.device, v.position))
-    slices = schedule.slices
-    picture = grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS, slices=slices)
-    return "\n".join([*lines, picture])
+    return grid(schedule.rows, marked=marked, most_columns=MOST_COLUMNS, slices=schedule.slices)

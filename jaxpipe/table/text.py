@@ -195,10 +195,8 @@ def table_to_json(fields: Mapping[str, object], rows: Sequence[Row]) -> str:
     return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
-def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
-    """The fields and the rows that `table_to_json` writes; ScheduleError lists every field and cell
-    that is wrong.
-    """
+def table_from_json(text: str) -> dict[str, Any]:
+    """The fields that `table_to_json` writes; ScheduleError for another JSON."""
     data = json_value(text)
     if not isinstance(data, dict) or data.get("format") != JSON_FORMAT:
         must = f'it must be an object with "format": "{JSON_FORMAT}"'
@@ -207,12 +205,16 @@ def table_from_json(text: str) -> tuple[dict[str, Any], list[list[Cell]]]:
         version = quoted(data.get("version"))
         reads = f"this jaxpipe reads version {JSON_VERSION}"
         raise ScheduleError(f"the JSON has version {version}; {reads}")
-    bad = _field_faults(data)
-    cells = [] if bad else data["rows"]
-    lines = ([(i, cell or "") for i, cell in enumerate(row)] for row in cells)
+    return data
+
+
+def rows_from_json(texts: Sequence[Sequence[str | None]]) -> list[list[Cell]]:
+    """The cells of each device; ScheduleError lists every one that is wrong."""
+    bad: list[Violation] = []
+    lines = ([(i, cell or "") for i, cell in enumerate(row)] for row in texts)
     rows = _rows(lines, bad, lambda d, c: f'"rows"[{d}][{c}]')
     _raise_if(bad, "the JSON is not a schedule")
-    return data, rows
+    return rows
 
 
 def json_value(text: str) -> object:
@@ -263,41 +265,6 @@ def _rows(
     return rows
 
 
-def _field_faults(data: dict[str, Any]) -> list[Violation]:
-    """Violations for fields that are missing or of the wrong type."""
-    fields: dict[str, tuple[str, Callable[[Any], object]]] = {
-        "name": ("a string", lambda v: v is None or isinstance(v, str)),
-        "num_devices": ("a whole number >= 1", lambda v: _is_count(v, 1)),
-        "num_microbatches": ("a whole number >= 0", _is_count),
-        "slices": ("a whole number >= 1, or left out", lambda v: v is None or _is_count(v, 1)),
-        "stage_to_device": (
-            "a list with a device, or a list of devices, for each stage",
-            lambda v: _is_list(v, lambda e: _is_count(e) or (_is_list(e, _is_count) and e)),
-        ),
-        "rows": (
-            "a list of lists of actions (strings) and nulls, one for each device",
-            lambda v: _is_list(v, lambda row: _is_list(row, lambda c: isinstance(c, str | None))),
-        ),
-    }
-    bad = [
-        Violation("parse", f'"{key}" must be {what}, not {quoted(data.get(key))}')
-        for key, (what, is_good) in fields.items()
-        if not is_good(data.get(key))
-    ]
-    if not bad and len(data["rows"]) != data["num_devices"]:
-        count = f"{len(data['rows'])} entries for {data['num_devices']} devices"
-        bad.append(Violation("parse", f'"rows" has {count}'))
-    return bad
-
-
-def _is_count(value: object, least: int = 0) -> bool:
-    return is_whole(value) and least <= value <= MAX_COUNT
-
-
-def _is_list(value: object, is_good: Callable[[Any], object]) -> bool:
-    return isinstance(value, list) and all(map(is_good, value))
-
-
 def _raise_if(bad: Sequence[Violation], what: str) -> None:
     """ScheduleError with all that was found to be wrong."""
     if len(bad) >= MAX_FAULTS:
@@ -324,8 +291,7 @@ def plain_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
         for position, cell in enumerate(row)
         if (why := _fault(cell))
     )
-    if bad:
-        raise ScheduleError(listed("the table holds things that are not actions", bad), bad)
+    ScheduleError.refuse("the table holds things that are not actions", bad)
     return tuple(
         tuple(map(_plain_cell, row)) if device in odd else row for device, row in enumerate(rows)
     )
@@ -379,10 +345,11 @@ def grid(
     With several slices a sequence, `2F1.3` is slice 3 of sequence 1.
     """
     columns = _columns(rows)
-    column_of = {(d, p): c for d, row in enumerate(columns) for p, c in enumerate(row)}
-    marks = {(cell[0], column_of[cell]) for cell in marked if cell in column_of}
-    labels = ([cell_label(cell, slices) if cell else "" for cell in row] for row in rows)
-    cells = [dict(zip(*pair, strict=True)) for pair in zip(columns, labels, strict=True)]
+    marks = {(d, columns[d][p]) for d, p in marked if p in columns[d]}
+    cells = [
+        {column: cell_label(row[p], slices) for p, column in places.items()}
+        for row, places in zip(rows, columns, strict=True)
+    ]
     return drawn(cells, marks, most_columns=most_columns)
 
 
@@ -446,9 +413,9 @@ def _shown(steps: int, marks: Sequence[int], most: int | None) -> list[int]:
     return [*[-1][:start], *range(start, stop), *[-1][: steps - stop]]
 
 
-def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
-    """Per device and position, the time step to draw at."""
-    by_position = [list(range(len(row))) for row in rows]
+def _columns(rows: tuple[Row, ...]) -> list[dict[int, int]]:
+    """Per device, the time step to draw at by position, idle ones left out."""
+    by_position = [{p: p for p, cell in enumerate(row) if cell} for row in rows]
     actions = [a for row in rows for c in row for a in parts(c)]
     if not actions or any(not a.kind.is_compute for a in actions):
         return by_position
@@ -457,16 +424,16 @@ def _columns(rows: tuple[Row, ...]) -> list[list[int]]:
     if table.too_sparse or not table.in_range.all():
         return by_position
     order = run_order(table, Transfers.ASYNC)
-    return by_position if order.cycles else _in_time(rows, table, order.order)
+    return by_position if order.cycles else _in_time(table, order.order)
 
 
-def _in_time(rows: tuple[Row, ...], table: Encoded, order: Sequence[int]) -> list[list[int]]:
+def _in_time(table: Encoded, order: Sequence[int]) -> list[dict[int, int]]:
     """Columns where every cell, idle ones too, takes one step and comes at least one step after
     what it needs.
     """
     device, position = table.device.tolist(), table.position.tolist()
     need, last_half = waits(table, Transfers.ASYNC).tolist(), table.last_half.tolist()
-    column, before = [-1] * len(rows), [-1] * len(rows)
+    column, before = [-1] * table.num_devices, [-1] * table.num_devices
     at = [-1] * (table.num_actions + 1)  # the last is that of what needs nothing
     for i in order:
         members = table.collectives[i].members if i in table.collectives else (i,)
@@ -478,12 +445,9 @@ def _in_time(rows: tuple[Row, ...], table: Encoded, order: Sequence[int]) -> lis
         for j in members:
             column[device[j]] = at[j] = step
             before[device[j]] = position[j]
-    places: list[list[int]] = [[-1] * len(row) for row in rows]
-    for i in range(table.num_actions):
-        places[device[i]][position[i]] = at[last_half[i]]
-    for row in places:
-        for p in (p for p, place in enumerate(row) if place < 0):  # idle
-            row[p] = row[p - 1] + 1 if p else 0
+    places: list[dict[int, int]] = [{} for _ in column]
+    for i, half in enumerate(last_half):
+        places[device[i]][position[i]] = at[half]
     return places
 
 

@@ -22,10 +22,10 @@ from typing import TypeAlias
 import numpy as np
 
 from ..engine.costs import Costs
-from ..engine.loop import NEVER, Insertion, Loop
-from ..engine.simulate import Timeline, in_steps, simulate
+from ..engine.loop import Insertion
+from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError, quoted, typed
-from ..table.encoded import Encoded, Transfers, Wait, buffered_order, mates, rendezvous_order, waits
+from ..table.encoded import Encoded, Transfers, Wait, mates, run_order
 from ..table.kinds import MESSAGES, SENDS, Action, Cell, Kind, Value, parts, readers
 from ..table.schedule import Schedule, check
 from .rewrites import refuse_transfers, remove_recompute
@@ -111,33 +111,22 @@ def _early_in_cycles(late: Schedule, timeline: Timeline) -> list[list[Cell]]:
     table = late.encoded
     is_send, mate = table.of_kinds(SENDS).tolist(), mates(table).tolist()
     ready, wanted = _times(table, timeline)
-    loop = in_steps(table, Transfers.BUFFERED)
-    deadline = _deadlines(table, loop, mate)
+    deadline = _deadlines(late, mate)
     early: dict[int, list[int]] = {}
-    booked = 0
 
-    def first_received(order: Sequence[int], cycle: Sequence[Wait]) -> int:
-        """The place of the SEND that is cheapest to receive early."""
-        nonlocal booked
-        loop.run(i for i in order[booked:] if loop.ends[i] == NEVER)
-        booked = len(order)
+    def first_received(cycle: Sequence[Wait]) -> int:
+        """The SEND that is cheapest to receive early."""
 
-        def price(place: int) -> tuple[bool, bool, bool, float]:
-            send, other = cycle[place], cycle[(place + 1) % len(cycle)]
-            return (
-                not is_send[send.at],
-                ready[send.at] > wanted[other.at],
-                loop.free[send.device] > loop.free[other.device],
-                -deadline[other.at],
-            )
+        def price(place: int) -> tuple[bool, bool, float]:
+            send, other = cycle[place].at, cycle[(place + 1) % len(cycle)].at
+            return not is_send[send], ready[send] > wanted[other], -deadline[other]
 
         best = min(range(len(cycle)), key=price)
         send, at = cycle[best].at, cycle[(best + 1) % len(cycle)].at
-        loop.run((send, mate[send]))
         early.setdefault(at, []).append(mate[send])
-        return best
+        return send
 
-    rendezvous_order(table, first_received)
+    run_order(table, Transfers.RENDEZVOUS, first_received)
     moved = {number: table.action(number) for numbers in early.values() for number in numbers}
     rows: list[list[Cell]] = []
     number = 0
@@ -161,13 +150,15 @@ def _times(table: Encoded, timeline: Timeline) -> tuple[list[float], list[float]
     return ends[table.producer].tolist(), np.concatenate(wanted).tolist()
 
 
-def _deadlines(table: Encoded, loop: Loop, mate: Sequence[int]) -> list[float]:
-    """For each action, the last step that delays nothing, counted back from the end."""
+def _deadlines(late: Schedule, mate: Sequence[int]) -> list[float]:
+    """For each action, the last lock-step that delays nothing, counted back from the end."""
+    table = late.encoded
     found: list[float] = [0] * table.num_actions
+    is_step = (table.last_half == np.arange(table.num_actions)).tolist()
     ends, sends = set(table.first), table.of_kinds(SENDS).tolist()
-    for i in reversed(buffered_order(table, waits(table, Transfers.BUFFERED)).order):
+    for i in reversed(late.run_order(Transfers.BUFFERED).order):
         if i + 1 not in ends:
-            found[i] = found[i + 1] - loop.duration[i + 1]
+            found[i] = found[i + 1] - is_step[i + 1]
         if sends[i]:
             found[i] = min(found[i], found[mate[i]])
     return found
@@ -292,22 +283,24 @@ def _with_recompute(
     An R never prolongs the wait that it fills, so no action starts later than with every R right
     before its B or I.
     """
-    table = plain.encoded
-    by_stage = costs.for_stages(table.num_stages)
-    insertion = Insertion(plain, by_stage)
-    loop = insertion.loop
+    by_stage = costs.for_stages(plain.num_stages)
     # Per device, the R that are still to be placed, in the order of their use.
     pending = [
         deque(r for cell in row if (r := _recompute_of(cell)) is not None and r in wanted)
         for row in plain.rows
     ]
+    insertion = Insertion(plain, by_stage, pending)
+    loop, at = insertion.loop, insertion.table.at
     # Per device, the R that are placed and not used yet.
     early: list[set[Action | None]] = [set() for _ in plain.rows]
 
     def place(device: int) -> int:
         recompute = pending[device].popleft()
         early[device].add(recompute)
-        return insertion.add(device, recompute, by_stage.recompute[recompute.stage])
+        return number_of(recompute)
+
+    def number_of(action: Action) -> int:
+        return int(at[action.kind, action.stage, action.microbatch])
 
     def before(number: int, devices: Sequence[int]) -> Iterator[int]:
         own, begin = _recompute_of(insertion.cells[number]), loop.begin(number)
@@ -316,9 +309,9 @@ def _with_recompute(
                 yield place(d)
             early[d].discard(own)
             while pending[d] and loop.free[d] < begin and len(early[d]) != lead:
-                stage, _, microbatch = pending[d][0]
-                kept = loop.ends[int(table.at[Kind.F, stage, microbatch])] <= loop.free[d]
-                if loop.free[d] + by_stage.recompute[stage] > begin or not kept:
+                first = number_of(pending[d][0])
+                kept = loop.ends[number_of(pending[d][0]._replace(kind=Kind.F))] <= loop.free[d]
+                if loop.free[d] + loop.duration[first] > begin or not kept:
                     break
                 yield place(d)
 

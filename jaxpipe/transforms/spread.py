@@ -13,14 +13,13 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
-from ..engine.costs import Costs, StageCosts
+from ..engine.costs import Costs
 from ..engine.loop import NEVER, Insertion
 from ..engine.simulate import simulate
 from ..errors import ScheduleError, quoted, typed
-from ..table.kinds import KINDS, Action, Kind, Value, readers
+from ..table.kinds import Action, Kind, Value, readers
 from ..table.schedule import Schedule, check
 from .rewrites import refuse_transfers, split_backward, without_kinds
 
@@ -176,14 +175,15 @@ def defer_last(
 
 def _with_late_parts(plain: Schedule, costs: Costs, most: int) -> Schedule:
     """The table with an H wherever one fits before an action that has to wait."""
-    table = plain.encoded
-    by_stage = costs.for_stages(table.num_stages)
-    late = by_stage.last_weight_grad
-    insertion = Insertion(plain, by_stage.shortened(_LATE))
-    loop = insertion.loop
+    (kind,) = _LATE
+    added = [
+        [Action(d, kind, m) for m in range(plain.num_microbatches)]
+        for d in range(plain.num_devices)
+    ]
+    insertion = Insertion(plain, costs.for_stages(plain.num_stages), added)
+    loop, table = insertion.loop, insertion.table
     # Per device, the H that are left to do.
     left: list[deque[int]] = [deque() for _ in plain.rows]
-    (kind,) = _LATE
 
     def before(number: int, devices: Sequence[int]) -> Iterator[int]:
         is_last = table.kind[number] == Kind.L
@@ -192,11 +192,10 @@ def _with_late_parts(plain: Schedule, costs: Costs, most: int) -> Schedule:
                 yield left[d].popleft()
         begin = loop.begin(number)
         for d in devices:
-            while left[d] and loop.free[d] + (1 - _ROUNDING) * late[d] <= begin:
+            while left[d] and loop.free[d] + (1 - _ROUNDING) * loop.duration[left[d][0]] <= begin:
                 yield left[d].popleft()
             if is_last:
-                action = Action(d, kind, int(table.microbatch[number]))
-                left[d].append(insertion.add(d, action, late[d]))
+                left[d].append(int(table.at[kind, d, table.microbatch[number]]))
 
     def policy() -> Iterator[int]:
         yield from insertion.filled(before)
@@ -286,59 +285,44 @@ class _Run:
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, kinds: frozenset[Kind]) -> None:
-        table = schedule.encoded
-        self._insertion = Insertion(schedule, costs.for_stages(table.num_stages))
-        self._loop = loop = self._insertion.loop
-        seconds = set(loop.second_half.values())
-        # Per device, the cells that are left, by the number of their first action.
-        self._left = [
-            deque(i for i in range(a, b) if i not in seconds) for a, b in pairwise(table.first)
+        microbatches = range(schedule.num_microbatches)
+        added = [
+            [Action(d, kind, m) for kind in sorted(kinds) for m in microbatches]
+            for d in range(schedule.num_devices)
         ]
+        by_stage = costs.for_stages(schedule.num_stages)
+        self._insertion = Insertion(schedule, by_stage, added)
+        self._loop = loop = self._insertion.loop
+        table, seconds = self._insertion.table, set(loop.second_half.values())
+        # Per device, the cells that are left, by the number of their first action.
+        self._left: list[deque[int]] = [deque() for _ in added]
+        for i in self._insertion.own:
+            if i not in seconds:
+                self._left[loop.device[i]].append(i)
         # A collective has the number of its first member; that of the table's own ones too.
-        self._kind = {
-            c.members[0]: Kind(int(table.kind[c.members[0]])) for c in table.collectives.values()
-        }
-        # By action: the new collective that reads its result, and the one that it waits for.
+        self._kind: dict[int, Kind] = {}
+        # By action: the new collective that reads its result, and of an F the E that it waits for.
         self._source: dict[int, int] = {}
-        self._input: dict[int, int] = {}
-        for kind in sorted(kinds):
-            self._add(kind, schedule, costs.for_stages(table.num_stages))
+        self._entry: dict[int, int] = {}
+        for number, collective in table.collectives.items():
+            if number == collective.members[0]:
+                kind = self._kind[number] = Kind(int(table.kind[number]))
+                if kind in kinds:
+                    self._source[loop.need[number]] = number
+                if kind in kinds and kind is Kind.E:
+                    self._entry[collective.user] = number
         # By number, the devices of the actions that need its result.
         self._readers: dict[int, list[int]] = {}
         for user, need in enumerate(loop.need):
             self._readers.setdefault(need, []).append(loop.device[user])
         starts = simulate(schedule, costs).starts
-        self._enter(sorted(range(table.num_actions), key=starts.__getitem__))
+        order = sorted(range(len(starts)), key=starts.__getitem__)
+        self._enter([self._insertion.own[i] for i in order])
         # The sets that are still to come, with which a G may come.
         self._sets = sum(kind is not Kind.G for kind in self._kind.values())
         self._waiting: deque[int] = deque()  # each G whose B has run
         self._entered = 0  # E that are done, and whose F is not
         self._queue: list[tuple[float, bool, int]] = []  # time, whether it is a cell, and number
-
-    def _add(self, kind: Kind, schedule: Schedule, costs: StageCosts) -> None:
-        """A collective of this kind for every microbatch."""
-        table, loop, end = schedule.encoded, self._loop, KINDS[kind].end
-        assert end is not None
-        devices, stage = table.num_devices, end.stage % table.num_stages
-        latency = costs.transfer[stage] if devices > 1 else 0
-        length = max((costs.of(kind) or (0,))[:devices])
-        sources, users = (
-            [-1] * table.num_microbatches if value is None else table.maker(value)[stage].tolist()
-            for value in (end.needs, end.feeds)
-        )
-        for m, (source, user) in enumerate(zip(sources, users, strict=True)):
-            members = tuple(
-                self._insertion.add(d, Action(d, kind, m), length) for d in range(devices)
-            )
-            loop.groups |= dict.fromkeys(members, members)
-            self._kind[members[0]] = kind
-            if source >= 0:
-                source = int(table.last_half[source])
-                loop.wait(members[0], source, latency)
-                self._source[source] = members[0]
-            if user >= 0:
-                loop.wait(user, members[0], latency)
-                self._input[user] = members[0]
 
     def _enter(self, order: Sequence[int]) -> None:
         """Choose how many E come with each L: each E comes with the last L before its F that has no
@@ -352,8 +336,8 @@ class _Run:
                 count = min(waiting, max(1, waiting - most))
                 self._with_input[number], waiting = count, waiting - count
                 first, rest = number, waiting
-            elif self._kind.get(self._input.get(number, -1)) is Kind.E:
-                self._inputs.appendleft(self._input[number])
+            elif number in self._entry:
+                self._inputs.appendleft(self._entry[number])
                 waiting += 1
         if self._with_input:
             self._with_input[first] += rest
@@ -363,9 +347,6 @@ class _Run:
         if not self._sets:
             return 0
         return 2 + len(self._left) // 2 if self._with_input else 1
-
-    def _is_left(self, number: int) -> bool:
-        return self._loop.ends[number] == NEVER
 
     def _halves(self, cell: int) -> tuple[int, ...]:
         second = self._loop.second_half.get(cell)
@@ -382,7 +363,7 @@ class _Run:
             self._offer(device)
         while self._queue:
             time, is_cell, number = heapq.heappop(self._queue)
-            if not self._is_left(number):
+            if self._loop.ends[number] < NEVER:
                 continue
             if is_cell:
                 if self._loop.begin(number) > time:
@@ -411,16 +392,15 @@ class _Run:
             heapq.heappush(self._queue, (start, True, left[0]))
         else:
             for half in self._halves(left[0]):
-                if self._kind.get(number := self._input.get(half, -1)) is Kind.E:
-                    heapq.heappush(self._queue, (loop.free[device], False, number))
+                if half in self._entry:
+                    heapq.heappush(self._queue, (loop.free[device], False, self._entry[half]))
 
     def _run(self, cell: int) -> Iterator[int]:
         device = self._loop.device[cell]
         self._left[device].popleft()
         yield from self._halves(cell)
         last = self._halves(cell)[-1]
-        for half in self._halves(cell):
-            self._entered -= self._kind.get(self._input.get(half, -1)) is Kind.E
+        self._entered -= sum(half in self._entry for half in self._halves(cell))
         if last in self._source:
             number = self._source[last]
             if self._kind[number] is Kind.G:
@@ -459,7 +439,7 @@ class _Run:
         if self._kind[number] is not Kind.E:
             lone = not self._with_input and not self._entered
             for _ in range(self._with_input.get(number, int(lone))):
-                while self._inputs and not self._is_left(self._inputs[0]):
+                while self._inputs and self._loop.ends[self._inputs[0]] < NEVER:
                     self._inputs.popleft()
                 if self._inputs:
                     yield self._inputs.popleft()

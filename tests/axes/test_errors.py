@@ -51,6 +51,8 @@ def test_data_axes_that_the_mesh_does_not_have() -> None:
         pipeline(build("1f1b"), data_axes=("dp",))
     with raises("'pipe' is the pipe axis"):
         pipeline(build("1f1b"), data_axes=("pipe",))
+    with raises("no replicated axis 'dp'", "Sharding(replicated=)"):
+        pipeline(build("1f1b"), replicated_axes=("data", "tensor", "dp"))
 
 
 def place(specs: Any, **options: Any) -> None:

@@ -46,9 +46,19 @@ def decay(mask: Any) -> Any:
     return optax.adamw(0.1, weight_decay=0.5, mask=mask)
 
 
+def clipped_late() -> Any:
+    """Gradients over the norm of all in the step before."""
+
+    def update(grads: Any, norm: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda g: g / (1 + norm), grads), optax.tree.norm(grads)
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
 # For each number, or for all parameters together: as they are on placed arrays.
 PLAIN: dict[str, Any] = {
     "adamw": optax.adamw(0.1),
+    "clipped late": clipped_late(),
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)),
     "every second": optax.MultiSteps(
         optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 2

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 from jaxpipe.inspect.hlo import parse
-from jaxpipe.inspect.step_report import Clock, Event, timeline_of
+from jaxpipe.inspect.step_report import timeline_of
 from jaxpipe.table.kinds import Kind
 from tests.flat import flat_pipeline
 
@@ -118,7 +118,7 @@ def test_what_devices_share_begins_when_the_last_of_them_comes_to_it():
         {Kind.F: (3.5, 4.0), Kind.B: (7.0, 6.0)},
     )
     events = [
-        Event(now, partner, phase, 0, int(kind), 0, 0)
+        (now, partner, phase, 0, 0, int(kind), 0, 0)
         for phase, times in enumerate((begins, ends))
         for kind, both in times.items()
         for partner, now in enumerate(both)
@@ -156,14 +156,14 @@ def test_no_block_runs_before_its_begin_is_noted(name):
         mesh,
     )
     params = pipe.place({"stages": jnp.ones((devices, WIDTH, WIDTH)), "last": {}})
-    traced = pipe.trace(params, {"x": np.ones((4, WIDTH))}, clock=Clock([]))
+    traced = pipe.trace(params, {"x": np.ones((4, WIDTH))}, clock=lambda *_: np.int32(0))
     module = parse(traced.function.lower().compile().as_text())
     called = [
         (each, [i.name for i in each.instructions if "callback" in i.target])
         for each in module.computations.values()
     ]
     pairs = [(each, calls) for each, calls in called if calls]
-    assert len(pairs) == sum(segment.size for segment in pipe._plan.segments) >= 2
+    assert len(pairs) == sum(segment.size for segment in pipe._steps.plan.segments) >= 2
     for computation, (begin, end) in pairs:
         needed, todo = set(), [end]
         while todo:

@@ -307,6 +307,10 @@ def test_the_command_as_json_and_its_status(report, tmp_path, capsys):
         (["--devices", "0"], "--devices must be at least 1"),
         (["--minutes", "0"], "--minutes must be above 0"),
         (["--processes", "2"], "need --coordinator"),
+        (
+            ["--devices", "2", "--coordinator", "a:1", "--processes", "0"],
+            "--processes must be at least 1",
+        ),
         (["--process", "1"], "--process must be a number from 0"),
         (["--only", "weather"], "no check has 'weather' in its title; titles are versions"),
         (["-o", "report.pdf"], "must end in .html"),

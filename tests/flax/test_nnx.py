@@ -266,8 +266,8 @@ class TestErrors:
 
     def test_dropout_without_a_key(self) -> None:
         model = taken_apart(Net(dropout=0.5), 2)
-        with refused(r"a block draws random numbers, but the step got no key; pass rng="):
-            through(model, model.params, rows())
+        with refused(r"`stage` draws random numbers, but the step got no key; pass rng="):
+            model.model.loss(model.params, rows(), microbatches=1)
 
     def test_what_is_no_module(self) -> None:
         with refused(r"blocks must be nnx modules, but block 1 is function"):

@@ -207,5 +207,5 @@ def test_a_loss_must_be_returned() -> None:
     pipe, params = pipeline(
         nnx_model(num_stages=2, call=lambda block, x: balanced(block, x)[0], stage_loss=True)
     )
-    with refused(r"a block must return \(x, loss\), since stage_loss=True"):
+    with refused(r"`a block` must return \(x, loss\), since stage_loss=True"):
         pipe.value_and_grad(params, {"x": X})

@@ -73,7 +73,7 @@ def read(tick: Any, options: dict[str, Any] | None = None) -> GpuProgram:
 @needs_gpu_compiler
 def test_a_predicate_waits_once_untaken_and_twice_taken() -> None:
     predicates = read(one).predicates
-    assert [each.times for each in predicates] == [TICKS]
+    assert [each.place.trips for each in predicates] == [TICKS]
     assert count_waits(predicates, taken=False) == TICKS
     assert count_waits(predicates, taken=True) == 2 * TICKS
     assert most_waits(predicates, actions=2) == TICKS + 2
@@ -82,7 +82,7 @@ def test_a_predicate_waits_once_untaken_and_twice_taken() -> None:
 @needs_gpu_compiler
 def test_a_nested_predicate_is_asked_where_the_outer_one_is_taken() -> None:
     predicates = read(one_in_another).predicates
-    assert [(each.times, each.place.guarded) for each in predicates] == [
+    assert [(each.place.trips, each.place.guarded) for each in predicates] == [
         (TICKS, False),
         (TICKS, True),
     ]

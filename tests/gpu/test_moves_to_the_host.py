@@ -46,7 +46,7 @@ def slots_of(schedule, **options):
     mesh = gpu_mesh((schedule.num_devices,), ("pipe",))
     return (
         flat_pipeline(stage, schedule=schedule, mesh=mesh, first=first, last=last, **options)
-        ._plan.program()
+        ._steps.plan.program()
         .slots
     )
 

@@ -51,9 +51,9 @@ def test_a_plan_is_of_the_program_that_runs(
     replicated = ("tensor",) if tensor else ()
     sharding = jp.Sharding(pipe=plan.axis, data=plan.data_axes, replicated=replicated)
     pipe = plan.pipeline(model, mesh, sharding=sharding)
-    took = step_time(pipe._plan, pipe._target.overheads, pipe.costs)
+    took = step_time(pipe._steps.plan, pipe._target.overheads, pipe.costs)
     assert plan.seconds == took["seconds"]
     alone = plan.pipeline(model, gpu_mesh((2,), ("pipe",)), sharding=jp.Sharding())
-    assert (pipe._plan == alone._plan) == (not tensor), (
+    assert (pipe._steps.plan == alone._steps.plan) == (not tensor), (
         "where blocks communicate, another program is chosen"
     )

@@ -67,7 +67,7 @@ def test_a_spread_head_waits_for_nobody_in_the_steady_state(defers: bool) -> Non
     ]
     shares = [
         s
-        for s in pipe._plan.segments
+        for s in pipe._steps.plan.segments
         if s.repeats > 1 and any(use.block.is_collective for t in s.templates for use in t.blocks)
     ]
     assert {each.place.trips for each in sums} == {s.repeats for s in shares} != set(), (

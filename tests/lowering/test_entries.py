@@ -191,11 +191,10 @@ def test_two_scans_run_as_one_loop_and_give_what_each_gives():
     def both(pool):
         one = InSlots(
             backward.jaxpr,
-            [None, w, dy],
-            {0: Slot(pool, slot(0), entry)},
+            [Slot(pool, slot(0), entry), w, dy],
             {1: Total(jnp.ones((3, 4, 4)))},
         )
-        other = InSlots(forward.jaxpr, [x, w], {}, {1: Slot(pool, slot(1), entry)})
+        other = InSlots(forward.jaxpr, [x, w], {1: Slot(pool, slot(1), entry)})
         return run_in_slots(one, other)
 
     pool = Slot(jnp.zeros((2, *entry.kept)), slot(0), entry).store(kept)
@@ -217,8 +216,7 @@ def test_a_result_that_is_a_constant_is_stored_beside_what_is_read():
     jaxpr = jax.make_jaxpr(lambda x: (x + 1, 0.0))(1.0)
     run = InSlots(
         jaxpr.jaxpr,
-        [None],
-        {0: Slot(pool, index(0), entry)},
+        [Slot(pool, index(0), entry)],
         {1: Slot(pool, index(1), entry), 0: Slot(pool, index(0), entry)},
     )
     ((new, same),) = run_in_slots(run)
@@ -239,8 +237,8 @@ def test_a_large_slot_is_read_after_what_was_computed_before(width):
     closed = jax.make_jaxpr(two_layers)(*[jnp.zeros(shape)] * 3)
 
     def run(dy, pool, index):
-        reads = {1: Slot(pool, index, entry), 2: Slot(pool, 1 - index, entry)}
-        return run_in_slots(InSlots(closed.jaxpr, [dy, pool, pool], reads, {}))[0][0]
+        reads = Slot(pool, index, entry), Slot(pool, 1 - index, entry)
+        return run_in_slots(InSlots(closed.jaxpr, [dy, *reads]))[0][0]
 
     dy, pool = jnp.ones(shape), jnp.arange(2.0)[:, None, None] * jnp.ones((2, *entry.kept))
     expected = two_layers(dy, *pool.reshape(2, *shape))

@@ -2,6 +2,8 @@
 of it.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -225,5 +227,35 @@ def test_what_a_large_table_needs_is_predicted(where):
     rows = {"tokens": jax.ShapeDtypeStruct((2 * ROWS,), jnp.int32)}
     rows |= {} if "first" in ends else {"x": jax.ShapeDtypeStruct((2 * ROWS, WIDTH), jnp.float32)}
     report = jp.inspect.report(pipe, pipe.place(params), rows)
+    needs = sum(report[f"{part}_bytes"] for part in ("argument", "output", "temp"))
+    assert report["predicted"]["total"] == pytest.approx(needs, rel=0.03)
+
+
+def keeps_the_mean(weight, x, *, state):
+    now = jax.lax.stop_gradient(jnp.mean(x, axis=(0, 1)))
+    return jnp.tanh(x @ weight), {"means": 0.9 * state["means"] + now}
+
+
+def weighted(params, x, microbatch):
+    return jnp.mean(microbatch["weight"] * (x - microbatch["y"]) ** 2)
+
+
+@pytest.mark.parametrize(("rows", "data"), [(2, 1), (1, 1), (2, 2)])
+def test_the_state_and_a_batch_that_is_cut_into_slices_are_predicted(rows, data):
+    """XLA cuts sequences into slices in a copy of the batch; what has no time axis is repeated for
+    each slice.
+    """
+    time, slices, microbatches = 512, 4, 16
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=microbatches, slices=slices)
+    model = jp.Model(keeps_the_mean, last=weighted, time=("x", "y"))
+    mesh = jax.make_mesh((2, data), ("pipe", "data"), devices=jax.devices()[: 2 * data])
+    pipe = jp.Pipeline(model, schedule, mesh, sharding=jp.Sharding(data=("data",)))
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    params = pipe.place({"stages": shape((2, WIDTH, WIDTH)), "last": {}})
+    count = rows * data * microbatches // slices
+    batch = {name: shape((count, time, WIDTH)) for name in "xy"}
+    batch["weight"] = shape((count, 1, WIDTH))
+    state = pipe.place_state({"means": shape((2, 4096, WIDTH))})
+    report = jp.inspect.report(pipe, params, batch, state=state)
     needs = sum(report[f"{part}_bytes"] for part in ("argument", "output", "temp"))
     assert report["predicted"]["total"] == pytest.approx(needs, rel=0.03)

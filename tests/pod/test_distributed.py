@@ -113,7 +113,7 @@ def test_a_watchdog_lets_good_steps_and_a_lone_process_s_errors_through():
         pass
     with pytest.raises(ZeroDivisionError), watchdog.step(1):
         _ = 1 / 0
-    with pytest.raises(jp.PipelineError, match=r"more than 0 seconds; got seconds=0, first=-1"):
+    with pytest.raises(jp.PipelineError, match=r"more than 0 seconds:\n  seconds=0\n  first=-1"):
         Watchdog(seconds=0, first=-1)
 
 

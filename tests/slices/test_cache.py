@@ -174,7 +174,7 @@ def test_what_does_not_fit_a_cache_is_refused():
     other = pipeline(model, forwards("gpipe", devices=2, slices=2, sequences=4))
     assert "the cache has 2 sequences, but the schedule has 4" in call(pipe=other)
     vee = pipeline(model, forwards("zbv", devices=2, slices=2))
-    assert "the cache is for stages by device" in call(pipe=vee)
+    assert "caches are placed for stages by device" in call(pipe=vee)
     assert "do not divide into 2 equal slices" in call(batch=part(batch, 0, 3))
     assert "length must be a whole number of at least 1, not 0" in refusal(
         lambda: pipe.empty_cache(placed, batch, length=0)

@@ -470,3 +470,8 @@ def test_check_says_what_running_the_table_with_transfers_says(rng):
     )
     for transfers, valid in zip(Transfers, runs_under, strict=True):
         agrees(whole, valid=valid, transfers=transfers)
+
+
+def test_a_table_of_slices_without_an_action_is_incomplete():
+    found = Schedule(((),), jp.Placement.loop(devices=1), 2, slices=2).violations
+    assert [violation.rule for violation in found] == ["completeness"]

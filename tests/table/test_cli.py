@@ -293,9 +293,12 @@ BAD_USAGE = [
     ((*SHOW, "--option", "group_size"), "must be KEY=VALUE"),
     (
         ("show", "auto", *SHOW[2:], "--option", "placement=ring"),
-        "must be loop, vee, or the device of each stage",
+        "loop, vee, or the device of each stage",
     ),
-    (("show", "auto", *SHOW[2:], "--option", "objective=fast"), "must be makespan or period"),
+    (
+        ("show", "auto", *SHOW[2:], "--option", "objective=fast"),
+        "on the command line makespan or period",
+    ),
     (
         ("show", "auto", *SHOW[2:], "--option", "objective=period"),
         "give seconds for it, such as search=10",

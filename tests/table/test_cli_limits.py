@@ -64,11 +64,11 @@ BAD_USAGE = {
     ),
     "a placement with a word": (
         "show auto -P 2 -M 2 --option placement=True,1",
-        "must be loop, vee, or the device of each stage",
+        "loop, vee, or the device of each stage",
     ),
     "a placement over 2^63": (
         f"show auto -P 2 -M 2 --option placement=0,{2**64}",
-        "must be loop, vee, or the device of each stage",
+        "loop, vee, or the device of each stage",
     ),
     "a cost of 5,000 digits": (
         f"simulate 1f1b -P 2 -M 2 --costs {DIGITS},1,1",

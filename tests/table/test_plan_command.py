@@ -105,13 +105,16 @@ def test_sizes_of_experts_and_tied_tables_are_planned(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--layers", "6"], "give --width, --vocab"),
+        (["--layers", "6"], "give --width and --vocab"),
         (["--costs", "{file}"], "forward is missing"),
+        (["--costs", "{deep}"], "the JSON is nested too deeply"),
     ],
 )
 def test_the_command_says_what_is_missing(tmp_path, capsys, arguments, message):
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"layers": "t*4", "costs": {"t": {}}}))
-    given = [str(file) if a == "{file}" else a for a in arguments]
+    given = [a.format(file=file, deep=deep) for a in arguments]
     assert main(["plan", *given, "-P", "2", "-M", "4"]) == 2
     assert message in capsys.readouterr().err

@@ -112,22 +112,27 @@ def test_json_keeps_what_csv_does_not():
 @pytest.mark.parametrize(
     ("change", "faults"),
     [
-        ({"rows": [["0F0", 3]]}, ['"rows" must be']),
-        ({"rows": "0F0"}, ['"rows" must be']),
+        ({"rows": [["0F0", 3]]}, ["rows must be a sequence, not [['0F0', 3]]"]),
+        ({"rows": "0F0"}, ["rows must be a sequence, not '0F0'"]),
+        ({"rows": None}, ["rows must be a sequence, not None"]),
         (
             {"rows": [["0F0", "1Q0", "F"]]},
             ["\"rows\"[0][1]: '1Q0' is not an action", "\"rows\"[0][2]: 'F'"],
         ),
-        ({"rows": [["0F0"], []]}, ['"rows" has 2 entries for 1 devices']),
+        ({"rows": [["0F0"], []]}, ["the placement is for 1 devices, but the table has 2 rows"]),
         (
-            {"num_devices": 0, "num_microbatches": "4"},
-            ['"num_devices" must be', '"num_microbatches" must be'],
+            {"num_devices": None, "num_microbatches": "4"},
+            ["num_devices must be a whole number", "num_microbatches must be a whole number"],
         ),
-        ({"num_microbatches": True}, ['"num_microbatches" must be']),
-        ({"stage_to_device": [-1]}, ['"stage_to_device" must be']),
-        ({"stage_to_device": [[]]}, ['"stage_to_device" must be']),
+        ({"num_devices": 0}, ["placed on device 0, but there are only 0 devices"]),
+        ({"num_microbatches": True}, ["num_microbatches must be a whole number"]),
+        ({"num_microbatches": -1}, ["num_microbatches must be 0 to"]),
+        ({"slices": 0}, ["slices=0 must be at least 1"]),
+        ({"stage_to_device": 0}, ["stage_to_device must be a sequence"]),
+        ({"stage_to_device": [-1]}, ["stages [0] have no device, or a negative one"]),
+        ({"stage_to_device": [[]]}, ["stages [0] have no device"]),
         ({"stage_to_device": [3]}, ["placed on device 3"]),
-        ({"name": 4}, ['"name" must be']),
+        ({"name": 4}, ["name must be a text"]),
         ({"version": 2}, ["version 2"]),
         ({"format": "torch"}, ['"format"']),
     ],
@@ -135,7 +140,7 @@ def test_json_keeps_what_csv_does_not():
 def test_every_fault_of_a_json_is_named(change, faults):
     data = json.loads(Schedule.from_csv("0F0,0B0\n").to_json()) | change
     with pytest.raises(jp.ScheduleError) as caught:
-        Schedule.from_json(json.dumps(data))
+        jp.check(Schedule.from_json(json.dumps(data)))
     for fault in faults:
         assert fault in str(caught.value)
 

@@ -31,8 +31,8 @@ def held_makespan(schedule: Schedule, costs: Costs) -> float:
 def test_an_exchange_is_taken_apart():
     whole = jp.add_transfers(read("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"))
     assert whole.to_csv() == (
-        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
-        "1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0,1F1,1B1,1SEND_B1\n"
+        "0F0,0SEND_F0,0F1,0RECV_B0,0SEND_F1,0B0,0RECV_B1,0B1\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
     )
     # eleven with the receives as early as torch's _add_send_recv puts them
     assert len(jp.engine.simulate_steps(whole)) == 10

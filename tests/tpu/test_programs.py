@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -17,7 +18,6 @@ from benchmarks.gpu_programs import Axes, Case, Remat
 from benchmarks.llama import layered
 from jaxpipe.inspect.hlo import Compute, steady
 from jaxpipe.inspect.programs import Purpose, TpuProgram, heap_bytes
-from jaxpipe.inspect.step_report import Clock
 from jaxpipe.lowering.target import RunsOn, Target
 from jaxpipe.spmd.executor import WITH_SLACK
 from tests.gpu import test_slices as gpu_slices
@@ -160,7 +160,7 @@ def test_residuals_go_to_the_host_and_back_beside_compute(
         topology,
         memory=jp.Memory(offload="residuals"),
     )
-    assert pipe._plan.program().slots.host
+    assert pipe._steps.plan.program().slots.host
     program = read(pipe.lower(pipe.place(shapes(devices, **SIZES)), tokens(pipe)))
     check(program)
     moves = ("dynamic-slice", "dynamic-update-slice")
@@ -179,7 +179,9 @@ def test_residuals_go_to_the_host_and_back_beside_compute(
     # layers, rows, time; GELU's two arrays and the normal input, bfloat16: all in whole tiles
     slot = 2 * 4 * 512 * (2 * SIZES["hidden"] + SIZES["width"]) * 2
     # one slot is for what nobody needs
-    assert program.memory.host_temp_size_in_bytes == (pipe._plan.program().slots.host + 1) * slot
+    assert (
+        program.memory.host_temp_size_in_bytes == (pipe._steps.plan.program().slots.host + 1) * slot
+    )
 
 
 @needs_tpu_compiler
@@ -248,7 +250,7 @@ def test_profile(topology: str) -> None:
     schedule = jp.schedules.build("1f1b", devices=2, microbatches=4)
     pipe = small_pipeline(jp.Model(stage, first=first, last=last), schedule, topology)
     given = (pipe.place(shapes(2, **SIZES)), tokens(pipe))
-    check(read(pipe.trace(*given, clock=Clock([])).function.lower()))
+    check(read(pipe.trace(*given, clock=lambda *_: np.int32(0)).function.lower()))
 
 
 @needs_tpu_compiler

@@ -236,10 +236,10 @@ def test_a_union_takes_no_more_than_its_largest_kind_and_one_kind_is_itself():
     pool = [jnp.zeros((3, *a.shape), a.dtype) for a in both.avals]
     for slot, kind in ((0, small), (2, large)):
         values = [jnp.arange(a.size, dtype=a.dtype).reshape(a.shape) + 1 for a in kind]
-        pool = both.write(pool, jnp.int32(slot), kind, values)
+        pool = both.at(pool, jnp.int32(slot), kind).write(values)
         assert all(
             np.array_equal(a, b)
-            for a, b in zip(both.read(pool, jnp.int32(slot), kind), values, strict=True)
+            for a, b in zip(both.at(pool, jnp.int32(slot), kind).read(), values, strict=True)
         )
 
 

@@ -1,0 +1,575 @@
+"""The costs of stages and layers in seconds and bytes, and the memory of a plan: each block of the
+step, traced on one coordinate of the pipe and data axes, is compiled alone as the step would, and
+run or estimated from its flops.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .arrays import Leaves, Params, PyTree
+from .engine.costs import Costs
+from .errors import PipelineError, is_whole, quoted
+from .inspect import memory as step_memory
+from .inspect.step_memory import (
+    Block,
+    Step,
+    held,
+    hoisted_bytes,
+    outer_blocks,
+    output_entries,
+    stage_blocks,
+)
+from .jaxprs.equations import count_work, nbytes
+from .layouts.layout import Layout
+from .lowering.target import CHIPS, Chip
+from .model.arguments import under_policies
+from .model.model import Model
+from .model.param_layout import with_outer
+from .model.settings import Memory, Sharding, automatic, outside_contexts
+from .pipeline import Pipeline
+from .planner.candidate import PipelinePlan
+from .planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs
+from .schedules import build
+from .spmd.executor import look
+from .spmd.xla import inside, split_entries
+from .stage.model_code import trace_model
+
+__all__ = ["Peak", "measure", "measure_stages", "traced_memory"]
+
+BLOCKS = ("F", "B", "I", "W")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The peak rates of a device, for estimates by roofline (Williams et al. 2009): a block takes
+    the longer of compute and memory.
+
+    Args:
+        flops: floating point operations a second.
+        bandwidth: bytes of memory a second.
+        link: bytes a second to the next device of the pipeline; transfers take no time where it is
+            None.
+        latency: seconds of a transfer, independent of its size.
+    """
+
+    flops: float
+    bandwidth: float
+    link: float | None = None
+    latency: float = 0.0
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Peak:
+        """That of a mesh of TPUs of one published kind (v5e, v5p or v6e), also of described ones.
+
+        Raises:
+            PipelineError: the mesh has other devices.
+        """
+        chip = Chip.of(mesh)
+        if chip is None:
+            kinds = sorted({str(device.device_kind) for device in mesh.devices.flat})
+            raise PipelineError(
+                f"the peak of {', '.join(kinds)} is not known (known: "
+                f"{', '.join(each.kind for each in CHIPS)}); write Peak(flops=, bandwidth=, link=)"
+            )
+        return cls(flops=chip.flops, bandwidth=chip.bandwidth, link=chip.link)
+
+    def seconds(self, jaxpr: core.Jaxpr, devices: int) -> float:
+        """Of a block that so many devices share."""
+        work = count_work(jaxpr)
+        return max(work.flops / self.flops, work.bytes / self.bandwidth) / devices
+
+    def hop(self, size: int) -> float:
+        """Of a transfer of so many bytes."""
+        return 0.0 if self.link is None else self.latency + size / self.link
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of each block by name ("F 0" of kind 0, "first", "first gradient", "last", "hop"),
+    and bytes of its own arrays.
+    """
+
+    step: Step
+    seconds: Mapping[str, float]
+    temp: Mapping[str, int]
+    unit: str
+
+    def layers(
+        self, letters: Sequence[str], params: Mapping[str, PyTree], microbatch: PyTree
+    ) -> dict[str, LayerCost]:
+        """The cost of a layer of each letter, each of them a stage, and of the ends.
+
+        The last end has the bytes of the shared parameters, which every device has too, and of the
+        batch's rows.
+        """
+        step, plans, placed = self.step, self.step.job.plans, with_outer(params)
+        found = {}
+        for stage, letter in enumerate(letters):
+            number = step.code.kind_of[stage]
+            kind, entries, entry = step.code.kinds[number], step.entries[number], step.entry(number)
+            found[letter] = replace(
+                self.stage_times(number),
+                **held(step.job, placed["stages"][stage], plans["stages"][stage]),
+                residuals=kept(entry),
+                boundary=step.boundary(number),
+                stash=entry["stash"],
+                workspace=max(self.temp[f"{name} {number}"] for name in BLOCKS),
+                hoisted=hoisted_bytes(step, kind, entries.parameters),
+            )
+        functions, rows = step.job.functions, sum(map(nbytes, jax.tree.leaves(microbatch)))
+        ends = {FIRST: "first"} if functions.first is not None else {}
+        ends |= {LAST: "last"} if functions.last is not None else {}
+        for end, name in ends.items():
+            is_last = end == LAST or functions.last is None
+            keys = (name, "shared") if is_last else (name,)
+            found[end] = replace(
+                self.end_times(end, Ends.ALL),
+                **held(step.job, [placed[key] for key in keys], [plans[key] for key in keys]),
+                batch=rows if is_last else 0,
+                boundary=step.entry(step.code.kind_of[0])["x"] if end == FIRST else 0,
+                workspace=max(self.temp.get(block, 0) for block in (name, f"{name} gradient")),
+            )
+        return found
+
+    def stage_times(self, kind: int) -> LayerCost:
+        """Seconds of a kind of stage."""
+        forward, backward, input_grad, weight_grad = (
+            self.seconds[f"{block} {kind}"] for block in BLOCKS
+        )
+        return LayerCost(
+            forward=forward, input_grad=input_grad, weight_grad=weight_grad, backward=backward
+        )
+
+    def end_times(self, end: str, where_spread: Ends) -> LayerCost:
+        """Seconds of `first` or `last`; forward and gradient of `last` are one block of the
+        program.
+        """
+        functions, name = self.step.job.functions, "first" if end == FIRST else "last"
+        spread = functions.spreads(name)
+        return LayerCost(
+            forward=self.seconds[name],
+            input_grad=0.0,
+            weight_grad=self.seconds.get(f"{name} gradient", 0.0),
+            ends=where_spread if spread else Ends.ONE,
+        )
+
+
+def kept(entry: Mapping[str, int]) -> int:
+    """Bytes that a forward keeps for the backward of a microbatch, its input not counted."""
+    return entry["residual_input"] + entry["residual_weight"]
+
+
+@outside_contexts
+def measured_blocks(
+    pipe: Pipeline, *arguments: PyTree, repeats: int, peak: Peak | None
+) -> Measured:
+    """Every block of a step of these arguments, compiled alone, and timed or estimated."""
+    step = traced(pipe, *arguments)
+    blocks = blocks_of(step)
+    compiled = {name: step.compiled(block) for name, block in blocks.items()}
+    temp = {name: step.temp_of(each) for name, each in compiled.items()}
+    largest = max(range(len(step.code.kinds)), key=step.boundary)
+    hops = pipe.schedule.num_devices > 1
+    if peak is None:
+        seconds = timed({name: call_of(each) for name, each in compiled.items()}, repeats)
+        hop = hop_seconds(pipe, step, largest, repeats) if hops else 0.0
+        unit = f"seconds, measured on {pipe.mesh.devices.flat[0].device_kind}"
+    else:
+        size = step.job.mesh.size
+        seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}
+        hop = peak.hop(step.boundary(largest)) if hops else 0.0
+        rates = f"{peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
+        unit = f"seconds, estimated for {rates}"
+    return Measured(step, {**seconds, "hop": hop}, temp, unit)
+
+
+def call_of(compiled: Any) -> Callable[[], Any]:
+    """Run a block that is compiled alone (`Step.compiled`) on arguments of its shapes.
+
+    Each run changes the pools and accumulators of the run before it.
+    """
+
+    def filled(argument: Any, sharding: Any) -> Any:
+        return jax.device_put(_value(argument), sharding)
+
+    (shardings, _), (arguments, _) = compiled.input_shardings, compiled.args_info
+    flags, inputs, changed = jax.tree.map(filled, arguments, shardings)
+    flags[0] = flags[0] | True  # it runs
+
+    def call() -> None:
+        nonlocal changed
+        changed = jax.block_until_ready(compiled(flags, inputs, changed))[: len(changed)]
+
+    return call
+
+
+def _value(aval: Any) -> Any:
+    """Ordinary numbers (zeros and denormals can be faster or slower than those of a model); zeros
+    for other types.
+    """
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0, impl=str(aval.dtype._impl.name)), aval.shape)
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return jnp.zeros(aval.shape, aval.dtype)
+    numbers = np.random.default_rng(0).standard_normal(aval.shape, np.float32) * 0.1
+    return jnp.asarray(numbers, aval.dtype)
+
+
+def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, run in turn, so that other work of the machine delays all alike; the
+    first round warms up.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats + 1):
+        for name, call in runs.items():
+            begin = time.perf_counter()
+            call()
+            if turn:
+                times[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def hop_seconds(pipe: Pipeline, step: Step, kind: int, repeats: int) -> float:
+    """Of the output of a kind of stage to the next device of the pipe axis, less the time of the
+    same call that sends nothing.
+    """
+    code = step.code.kinds[kind]
+    splits = output_entries(code, step.entries[kind])
+    specs = [PartitionSpec(pipe.axis, *entry.spec) for entry in splits]
+    # Two devices exchange, as neighbours do; the others take no part.
+    pairs = ((0, 1), (1, 0))
+    calls = {
+        name: exchange(automatic(pipe.mesh), pipe.axis, those, jax.tree.leaves(code.y), specs)
+        for name, those in (("hop", pairs), ("nothing", ()))
+    }
+    found = timed(calls, repeats)
+    return max(0.0, found["hop"] - found["nothing"])
+
+
+def exchange(
+    mesh: Mesh,
+    axis: str,
+    pairs: Sequence[tuple[int, int]],
+    avals: Sequence[Any],
+    specs: Sequence[PartitionSpec] | None = None,
+) -> Callable[[], Any]:
+    """A call that sends arrays of these shapes between pairs of devices of an axis.
+
+    Without pairs it sends nothing.
+
+    Args:
+        mesh: the devices.
+        axis: of the mesh.
+        pairs: (source, target).
+        avals: shapes and dtypes of what each device sends.
+        specs: where the arrays [size of the axis, ...] are; cut over the axis where it is None.
+    """
+    specs = [PartitionSpec(axis)] * len(avals) if specs is None else list(specs)
+
+    def body(values: Leaves) -> Leaves:
+        return [lax.ppermute(value, axis, pairs) if pairs else value + 0 for value in values]
+
+    mapped = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    )
+    values = [
+        jnp.zeros((mesh.shape[axis], *aval.shape), aval.dtype, device=NamedSharding(mesh, spec))
+        for aval, spec in zip(avals, specs, strict=True)
+    ]
+    return lambda: jax.block_until_ready(mapped(values))
+
+
+def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) -> Step:
+    """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
+    axes are left to it.
+    """
+    job = pipe.trace(params, batch, rng=rng, state=state).job
+    job_of_batch, inputs, _ = look(job, with_outer(params), batch, rng, state)
+    shapes = jax.tree.map(shape_of, inputs)
+    job = replace(job_of_batch, partition=replace(job.partition, mesh=one_coordinate(pipe)))
+    # A traced program remembers the size of its mesh.
+    code = inside(job, lambda inputs: trace_model(job, inputs), PartitionSpec(), shapes)
+    return Step(job, code, split_entries(job, code, shapes.owned))
+
+
+def blocks_of(step: Step) -> dict[str, Block]:
+    """Every block by name."""
+    found: dict[str, Block] = {}
+    for number, (kind, entries) in enumerate(zip(step.code.kinds, step.entries, strict=True)):
+        pieces = stage_blocks(kind, entries)
+        found |= {f"{name} {number}": pieces[name] for name in BLOCKS}
+    return found | {block.name: block for block in outer_blocks(step)}
+
+
+def one_coordinate(pipe: Pipeline) -> Mesh:
+    """The mesh at one coordinate of the pipe and data axes, where a stage runs; axes that the
+    partitioner has stay whole.
+    """
+    manual = (pipe.axis, *pipe.data_axes)
+    at = tuple(slice(0, 1) if name in manual else slice(None) for name in pipe.mesh.axis_names)
+    return automatic(Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names))
+
+
+def shape_of(leaf: Any) -> Any:
+    """The shape and dtype of a leaf."""
+    return jax.ShapeDtypeStruct(
+        np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+    )
+
+
+def measure(
+    model: Model,
+    params: Mapping[str, PyTree],
+    microbatch: PyTree,
+    *,
+    mesh: Mesh | None = None,
+    sharding: Sharding = Sharding(),  # noqa: B008  it is frozen
+    memory: Memory = Memory(),  # noqa: B008
+    rng: Any = None,
+    state: Any = (),
+    repeats: int = 10,
+    peak: Peak | None = None,
+    policies: Sequence[str] = (),
+) -> Costs | dict[str, LayerCost]:
+    """The costs of a model for one microbatch, in seconds and bytes: `Costs` with an entry for each
+    stage, or a `LayerCost` for each letter of a model that is given by letters.
+
+    F (with what it keeps written to memory), B, I and W of every kind of stage, `first`, its
+    gradient, `last` with its gradient and a hop to the next device are compiled as the step would,
+    each alone, and run in turn on one coordinate of the pipe and data axes.  The median of
+    `repeats` rounds counts.  In `Costs`, `first` is in F of the first stage and its gradient in B
+    and I, and `last` is in F of the last one.  Where they are spread, a device's share is
+    `Costs.last`, `first` and `first_grad` instead, without the time of its collectives over the
+    pipe axis.  Devices that share a stage, along axes that are left to the partitioner, run it
+    together; bytes are those of one of them.  Bytes of shared parameters are counted with those of
+    letter "L" ("E" where there is no "L").
+
+    Args:
+        model: the model, by stages or by letters.
+        params: canonical parameters (arrays or shapes); values are not used.
+        microbatch: the rows of one microbatch on each data shard, arrays or shapes.
+        mesh: the mesh of the pipeline; for letters its pipe axis has one coordinate.  None takes
+            local devices: one for letters, and as many as divide the stages otherwise.
+        sharding, memory: as for `Pipeline`.
+        rng, state: as for `Pipeline.value_and_grad`.
+        repeats: rounds of timed runs.
+        peak: where it is given nothing is run: seconds are estimated from the blocks' flops and
+            bytes, and `unit` says so.
+        policies: names of `jax.checkpoint_policies` under which layers are measured too
+            (`LayerCost.policies`), so that `plan` can choose among them; for letters alone.
+
+    Raises:
+        PipelineError: as `Pipeline` does, for repeats below 1, and for names of no policy.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxpipe as jp
+        >>> layers = {"t": lambda w, x: jnp.tanh(x @ w), "L": lambda p, x, mb: jnp.mean(x**2)}
+        >>> params = {"stages": {"t": jnp.ones((6, 8, 8), jnp.float32)}, "last": {}}
+        >>> model = jp.Model(layers, layers="t*6L")
+        >>> found = jp.measure(model, params, {"x": jnp.ones((4, 8), jnp.float32)}, repeats=1)
+        >>> found["t"].parameters, found["t"].boundary, found["t"].forward > 0
+        (256, 128, True)
+    """
+    named = [name for name in policies if not hasattr(jax.checkpoint_policies, name)]
+    is_model = isinstance(model, Model)
+    checks = {
+        f"model must be a jaxpipe.Model, not {quoted(model)}": is_model,
+        f"policies holds {', '.join(map(quoted, named))}; give names of "
+        "jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'": not named,
+        "policies are of the letters of layers; the model is given by stages": not policies
+        or not is_model
+        or model.layers is not None,
+    }
+    _refuse(checks | _is_params(params), repeats, peak)
+    rows = jax.tree.map(shape_of, microbatch)
+    settings: dict[str, Any] = {"sharding": sharding, "memory": memory}
+    if model.layers is None:
+        pipe = _of_stages(model, params, mesh, **settings)
+        return measure_stages(
+            pipe,
+            _placed(pipe, params),
+            _microbatches(rows, pipe.schedule.num_microbatches * pipe.partition.data_size),
+            rng=rng,
+            state=pipe.place_state(state) if state else state,
+            repeats=repeats,
+            peak=peak,
+        )
+    settings["mesh"] = mesh or _mesh(1, sharding.pipe)
+    letters = [letter for letter in model.stages if letter not in (FIRST, LAST)]
+
+    def costs(own: Model) -> dict[str, LayerCost]:
+        pipe, placed = _of_letters(own, letters, params, **settings)
+        measured = measured_blocks(pipe, placed, rows, None, (), repeats=repeats, peak=peak)
+        return measured.layers(letters, placed, rows)
+
+    found = costs(model)
+    for name in policies:
+        under = costs(under_policies(model, dict.fromkeys(letters, name)))
+        for letter in letters:
+            own, changed = found[letter], under[letter]
+            again = max(0.0, changed.backward_seconds - own.backward_seconds)
+            kept = {name: Kept(changed.residuals, again, changed.stash)}
+            found[letter] = replace(own, policies={**own.policies, **kept})
+    return found
+
+
+def _of_stages(
+    model: Model, params: Mapping[str, PyTree], mesh: Mesh | None, **options: Any
+) -> Pipeline:
+    """A pipeline of a model that is given by stages."""
+    sharding: Sharding = options["sharding"]
+    if callable(model.stages):
+        shapes = map(np.shape, jax.tree.leaves(params["stages"]))
+        stages = next((int(shape[0]) for shape in shapes if shape), 1)
+    else:
+        stages = len(model.stages)
+    if mesh is None:
+        devices = max(d for d in range(1, len(jax.devices()) + 1) if stages % d == 0)
+        mesh = _mesh(devices, sharding.pipe)
+    devices = dict(mesh.shape).get(sharding.pipe, 1)
+    name, chunks = ("no_pipelining" if devices == 1 else "looped_bfs"), max(1, stages // devices)
+    schedule = build(name, devices=devices, microbatches=devices, chunks=chunks)
+    return Pipeline(model, schedule, mesh, **options)
+
+
+def _mesh(devices: int, axis: str) -> Mesh:
+    """A mesh of the first local devices."""
+    return jax.make_mesh((devices,), (axis,), devices=jax.devices()[:devices])
+
+
+def _of_letters(
+    model: Model, letters: Sequence[str], params: Mapping[str, PyTree], **options: Any
+) -> tuple[Pipeline, dict[str, PyTree]]:
+    """A pipeline in which a layer of each letter is a stage of its own, and its placed shapes."""
+    first, last = (letter if letter in model.stages else "" for letter in (FIRST, LAST))
+    pipe = Pipeline(
+        model.changed(layers=first + "".join(letters) + last),
+        build("no_pipelining", devices=1, microbatches=1, chunks=len(letters)),
+        layout=first + "|".join(letters) + last,
+        **options,
+    )
+    one = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), params["stages"]
+    )
+    return pipe, _placed(pipe, {**params, "stages": one})
+
+
+@outside_contexts
+def _placed(pipe: Pipeline, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """The placed shapes of parameters: the pipeline's mesh may be another than the caller's."""
+    return pipe.place(jax.tree.map(shape_of, dict(params)))
+
+
+def _microbatches(rows: PyTree, count: int, sharding: NamedSharding | None = None) -> PyTree:
+    """Shapes of a batch of so many microbatches."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            (count * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=sharding
+        ),
+        rows,
+    )
+
+
+def measure_stages(
+    pipe: Pipeline,
+    params: Params,
+    batch: PyTree,
+    *,
+    rng: Any = None,
+    state: Any = (),
+    repeats: int = 10,
+    peak: Peak | None = None,
+) -> Costs:
+    """The costs of each stage of a pipeline for one microbatch, as `measure` has them for a model.
+
+    Args:
+        pipe: the pipeline, whose schedule does not matter.
+        params: placed parameters, or shapes (see `place`); values are not used.
+        batch: as for `value_and_grad`; arrays or shapes.
+        rng, state: as for `value_and_grad`.
+        repeats, peak: as for `measure`.
+
+    Raises:
+        PipelineError: as `value_and_grad` does, and for repeats below 1.
+    """
+    is_pipe = isinstance(pipe, Pipeline)
+    _refuse({f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}": is_pipe}, repeats, peak)
+    measured = measured_blocks(pipe, params, batch, rng, state, repeats=repeats, peak=peak)
+    step, kinds = measured.step, measured.step.code.kind_of
+    letters = [chr(256 + kind) for kind in kinds]
+    costs = {chr(256 + kind): measured.stage_times(kind) for kind in kinds}
+    for end in (FIRST,) if step.code.last is None else (FIRST, LAST):
+        costs[end] = measured.end_times(end, Ends.SHARE)
+    letters[0] = FIRST + letters[0]
+    letters[-1] += LAST if LAST in costs else ""
+    layout, hop = Layout(tuple(letters), 1), measured.seconds["hop"]
+    entries = [step.entry(kind) for kind in kinds]
+    return replace(
+        stage_costs(layout, costs, remat=Remat.STAGES, transfer=hop),
+        activation=tuple(kept(entry) + entry["x"] for entry in entries),
+        checkpoint=tuple(entry["x"] for entry in entries),
+        unit=measured.unit,
+    )
+
+
+def traced_memory(
+    model: Model,
+    params: Mapping[str, PyTree],
+    microbatch: PyTree,
+    *,
+    mesh: Mesh,
+    **options: Any,
+) -> Callable[[PipelinePlan], dict[str, int]]:
+    """A function from a plan to the memory of its step by what it is for, for `plan(traced=)`.
+
+    The plan's pipeline is traced, and each of its blocks compiled alone for the mesh, whose devices
+    may be described ones: nothing runs, and the step itself is not compiled
+    (`jaxpipe.inspect.memory`).
+
+    Args:
+        model, params, microbatch: as for `measure`.
+        mesh: of the pipeline.
+        options: further ones of `Pipeline`, `sharding` for instance.
+    """
+    is_layered = isinstance(model, Model) and model.layers is not None
+    _refuse(
+        {"the model must be given by the letters of its layers": is_layered, **_is_params(params)}
+    )
+    shapes, rows = (jax.tree.map(shape_of, each) for each in (dict(params), microbatch))
+
+    def found(plan: PipelinePlan) -> dict[str, int]:
+        pipe = plan.pipeline(model, mesh, **options)
+        whole = NamedSharding(pipe.mesh, PartitionSpec())
+        batch = _microbatches(rows, plan.schedule.num_microbatches, whole)
+        return step_memory(pipe, pipe.place(shapes), batch)
+
+    return found
+
+
+def _is_params(params: Any) -> dict[str, bool]:
+    """The fault of parameters that are no mapping, and whether they are one."""
+    right = isinstance(params, Mapping) and "stages" in params
+    return {f"params must be a mapping with 'stages', not {quoted(params)}": right}
+
+
+def _refuse(checks: Mapping[str, bool], repeats: Any = 1, peak: Any = None) -> None:
+    """PipelineError that lists each fault whose check fails."""
+    is_peak, is_count = peak is None or isinstance(peak, Peak), is_whole(repeats) and repeats >= 1
+    own = {
+        f"repeats must be at least 1, not {quoted(repeats)}": is_count,
+        f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}": is_peak,
+    }
+    faults = [fault for fault, is_right in {**checks, **own}.items() if not is_right]
+    PipelineError.refuse("this cannot be measured", faults)
