@@ -107,7 +107,7 @@ def numbered(texts: Iterable[str], lanes: Sequence[Lane], *, slices: int = 1) ->
 
     >>> lanes = Lane(0, range(2)), Lane(3, range(2))
     >>> [str(cell) for cell in numbered(["F0", "F1", "F0+B1", "I1"], lanes)]
-    ['0F0', '3F0', '(0F1;3B0)OVERLAP', '3I1']
+    ['0F0', '3F0', '(0F1;3B0)OVERLAP_F_B', '3I1']
     """
     coming = {
         f"{kind}{number}": count(lane.first) for number, lane in enumerate(lanes) for kind in "FIW"
