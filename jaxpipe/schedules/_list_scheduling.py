@@ -69,14 +69,17 @@ def list_schedule(
     order: Sequence[Sequence[Action]],
     instance: Instance,
     caps: Sequence[int],
+    patience: float = 0,
 ) -> ListSchedule:
     """Run a reference order of F and I, with W where there is time for it, under a cap on each
     device's activations, each at least `least_peak` of its row.
+
+    `patience` is the fraction of its length by which a W may delay the next action.
     """
     rows = [
         [*row, *(Action(a.stage, W, a.microbatch) for a in row if a.kind is I)] for row in order
     ]
-    run = _Run(rows, instance, caps)
+    run = _Run(rows, instance, caps, patience)
     run.loop.run(run.policy())
     assert NEVER not in run.loop.ends, "a reference order got stuck"
     actions = [action for row in rows for action in row]
@@ -112,10 +115,12 @@ class _Run:
         rows: Sequence[Sequence[Action]],
         instance: Instance,
         caps: Sequence[int],
+        patience: float,
     ) -> None:
         placement, costs, microbatches, release = instance
         stages, slices = placement.num_stages, len(costs.slice_factors) or 1
         table = encode(tuple(map(tuple, rows)), stages, microbatches, slices)
+        self.patience = patience
         self.releases = W if release is Release.WEIGHT_GRAD else I
         self.kind = table.kind.tolist()
         # of an I
@@ -194,8 +199,10 @@ class _Run:
         number = self._forward(device, time, start)
         if number is not None:
             return self._taken(number)
-        if pending and (full or time + self.loop.duration[pending[0]] <= start):
-            return pending.popleft()
+        if pending:
+            length = self.loop.duration[pending[0]]
+            if full or time + length <= start + self.patience * length:
+                return pending.popleft()
         return None
 
     def _taken(self, number: int) -> int:
@@ -366,7 +373,9 @@ def _packed_starts(
     return starts
 
 
-_FINALISTS = 5  # orders that are run in full
+# By what fraction of its length a W may delay the next action: which is best depends on the costs.
+_PATIENCE = (0.0, 0.5)
+_FINALISTS = 5  # orders that are run in full, with every patience
 _MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
 
 
@@ -389,25 +398,30 @@ def fitted(
     stages = costs.for_stages(placement.num_stages)
     slices, caps = len(stages.slice_factors) or 1, [cap] * placement.num_devices
 
-    def runs(makers: Iterable[OrderMaker], count: int) -> Iterator[tuple[ListSchedule, OrderMaker]]:
+    def runs(
+        makers: Iterable[OrderMaker], count: int, patience: Sequence[float]
+    ) -> Iterator[tuple[ListSchedule, OrderMaker]]:
         for maker in makers:
             rows = maker(count + slices - 1)
             rows = rows if slices == 1 else sliced_rows(rows, count, slices)
             if max(map(least_peak, rows)) <= cap:
                 instance = Instance(placement, stages, count, costs.release)
-                yield list_schedule(rows, instance, caps), maker
+                for wait in patience:
+                    yield list_schedule(rows, instance, caps, wait), maker
 
     if wave is None:
         # At least two rounds of P microbatches and a dozen microbatches, of whole sequences.
         short = 2 * placement.num_devices * -(-6 // placement.num_devices)
         short = min(microbatches, slices * -(-short // slices))
         every = (*even_waves(placement, stages, cap), *packed_orders(placement, stages, cap))
-        ranked = sorted(runs(every, short), key=lambda run: run[0][1:])
+        ranked = sorted(runs(every, short, (0,)), key=lambda run: run[0][1:])
         makers = [maker for _, maker in ranked]
     else:
         makers = [partial(wave_order, placement, wave)]
     affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
-    finalists = islice(runs(makers, microbatches), min(_FINALISTS, affordable))
+    finalists = islice(
+        runs(makers, microbatches, _PATIENCE), min(_FINALISTS * len(_PATIENCE), affordable)
+    )
     # One sequence after the other keeps every cap.
     best = min((run for run, _ in finalists), key=lambda run: run[1:])
     return replace(schedule_of(best.rows, placement, microbatches), slices=slices)
