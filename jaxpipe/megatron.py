@@ -88,8 +88,7 @@ def warmup_counts(
     """
     group_size = devices if group_size is None else group_size
     _require(microbatches=microbatches, devices=devices, chunks=chunks, group_size=group_size)
-    if not 0 <= device < devices:
-        raise ScheduleError(f"device must be 0 ... {devices - 1}; got {quoted(device)}")
+    _require_from_0("device", device, devices - 1)
     total = microbatches * chunks
     if forward_only:
         warmup = total
@@ -124,10 +123,7 @@ def execution_order(
             f"the table names chunks {quoted(wrong)}, but chunks={chunks} allows only 0 ... "
             f"{chunks - 1}"
         )
-    if not 0 <= warmup <= len(table):
-        raise ScheduleError(
-            f"warmup must be 0 ... {len(table)}, the length of the table; got {quoted(warmup)}"
-        )
+    _require_from_0("warmup", warmup, len(table))
     forward = [chunk + 1 for _, chunk in table]
     backward = [chunk - chunks for _, chunk in table]
     steady = [step for pair in zip(forward[warmup:], backward, strict=False) for step in pair]
@@ -144,8 +140,7 @@ def order_to_actions(order: Sequence[int], *, devices: int, device: int) -> tupl
     ['3F0', '7F0', '7B0', '3B0']
     """
     _require(devices=devices)
-    if not 0 <= device < devices:
-        raise ScheduleError(f"device must be 0 ... {devices - 1}; got {quoted(device)}")
+    _require_from_0("device", device, devices - 1)
     if 0 in order:
         raise ScheduleError(
             "0 is not a step of an order: write 1 for a forward of chunk 0, -1 for its backward"
@@ -165,7 +160,9 @@ def _require(**numbers: int) -> None:
         f"{name}={quoted(value)}" for name, value in numbers.items() if not 1 <= value <= MAX_COUNT
     ]
     if low:
-        raise ScheduleError(
-            f"{', '.join(low)}: {'each' if len(low) > 1 else 'it'} must be at least 1, and at "
-            f"most {MAX_COUNT:,}"
-        )
+        raise ScheduleError(f"{', '.join(low)}: each must be at least 1, and at most {MAX_COUNT:,}")
+
+
+def _require_from_0(name: str, value: int, most: int) -> None:
+    if not 0 <= value <= most:
+        raise ScheduleError(f"{name} must be 0 ... {most}; got {quoted(value)}")

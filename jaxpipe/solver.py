@@ -16,15 +16,15 @@ activations that live at any time modulo T may not exceed the cap.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 from math import ceil, floor, lcm
 from random import Random
 from typing import Any, NamedTuple, TypeAlias
 
 from .engine.bounds import JobShop, lower_bound, period_bound_of
-from .engine.costs import Costs, StageCosts
+from .engine.costs import Costs
 from .engine.simulate import simulate
 from .table.kinds import Action, Placement
 from .table.schedule import Schedule
@@ -44,16 +44,29 @@ _EQUAL = 1e-9  # relative: sums of the same times in another order
 # In the solver's deterministic seconds: the least time that a window gets, and what a model counts
 # at the least, for building it.
 _LEAST_TURN, _LEAST_SPENT = 0.3, 0.05
+_TIMES = ("forward", "input_grad", "weight_grad", "transfer")
+_FINEST = 4096  # ticks that the longest action takes where times are no small fractions
 _WINDOWS = 10  # windows between two orders of the whole table
+
+
+def _rows(shop: JobShop, starts: Iterable[tuple[int, int, int]]) -> list[list[Action]]:
+    """Each device's actions, from the start, node and microbatch of every one.
+
+    At equal times those that take none come first, in an order in which none needs a later one.
+    """
+    timed = sorted((start, shop.nodes[n].length, k, n) for start, n, k in starts)
+    return shop.rows(n for *_, n in timed)
 
 
 class Improved(NamedTuple):
     """A schedule, and what the solver has proven that none of F, I and W under the same cap goes
-    below (0 where it has not).
+    below (0 where it has not), the actions that it could not move as they are.
     """
 
     schedule: Schedule
-    proven: float
+    proven: float = 0.0
+    spent: float = 0.0  # deterministic seconds
+    is_optimal: bool = False
 
 
 def improve(
@@ -70,19 +83,13 @@ def improve(
             is: one takes about one of an idle core.
         seed: which random choices the solver makes.
     """
-    shape: dict[str, Any] = {
-        "placement": schedule.placement,
-        "microbatches": schedule.num_microbatches,
-    }
-    at_least = lower_bound(costs, **shape, max_activations=cap)
+    place, microbatches = schedule.placement, schedule.num_microbatches
+    at_least = lower_bound(costs, placement=place, microbatches=microbatches, max_activations=cap)
     best, makespan, proven = schedule, simulate(schedule, costs).makespan, 0.0
     actions = schedule.encoded.num_actions
     if actions > _MOST_ACTIONS:
-        return Improved(schedule, proven)
-    ticks, scale, exact = in_ticks(costs.for_stages(schedule.num_stages))
-    times = ticks.for_stages(schedule.num_stages)
-    shop = JobShop.of(**shape, times=times, release=costs.release, cap=cap)
-    problem = _Problem(shop, ticks, scale, exact)
+        return Improved(schedule)
+    problem = _Problem.of(place, costs, microbatches, cap)
     spent, dice = 0.0, Random(seed)
     for window, share in _windows(actions, dice):
         is_whole = len(window) == actions
@@ -123,13 +130,6 @@ def _windows(actions: int, dice: Random) -> Iterator[tuple[range, float]]:
             yield range(begin, begin + size), 1 / 40
 
 
-class _Found(NamedTuple):
-    schedule: Schedule
-    spent: float
-    proven: float = 0.0  # for the free actions
-    is_optimal: bool = False
-
-
 class _Problem(NamedTuple):
     """The job shop and its costs in whole ticks."""
 
@@ -138,9 +138,31 @@ class _Problem(NamedTuple):
     scale: float  # ticks of a unit of cost
     exact: bool  # whether times are whole numbers of ticks
 
+    @classmethod
+    def of(cls, placement: Placement, costs: Costs, microbatches: int, cap: int | None) -> _Problem:
+        """Each time is rounded up; small fractions are whole numbers of ticks."""
+        own = costs.for_stages(placement.num_stages)
+        fields = {name: getattr(own, name) for name in _TIMES}
+        every = [time for values in fields.values() for time in values]
+        fractions = [Fraction(t).limit_denominator(1000) for t in every]
+        unit, longest = lcm(*(f.denominator for f in fractions)), max(every)
+        exact = longest * unit <= _FINEST and all(
+            abs(float(f) - t) <= 1e-12 * max(1.0, abs(t))
+            for f, t in zip(fractions, every, strict=True)
+        )
+        scale = float(unit) if exact else _FINEST / longest if longest else 1.0
+        whole: dict[str, Any] = {
+            name: tuple(ceil(time * scale - 1e-9) for time in values)
+            for name, values in fields.items()
+        }
+        ticks = Costs(**whole)
+        times = ticks.for_stages(placement.num_stages)
+        shop = JobShop.of(placement, times, costs.release, microbatches, cap)
+        return cls(shop, ticks, scale, exact)
+
     def solve(
         self, schedule: Schedule, window: range, seconds: float, seed: int, at_least: float
-    ) -> _Found:
+    ) -> Improved:
         """The best order of the actions in a window of time that is found; the others keep
         theirs.
         """
@@ -158,8 +180,11 @@ class _Problem(NamedTuple):
         span = model.new_int_var(floor(at_least * self.scale), horizon, "")
         self._precedences(model, start, span)
         for row in rows:
-            self._one_machine(model, start, row, free)
-            self._places(model, start, row, free)
+            own = [slot for slot in row if slot in free]
+            at = row.index(own[0]) if own else len(row)
+            before, after = row[:at], row[at + len(own) :]
+            self._one_machine(model, start, before, own, after)
+            self._places(model, start, before, own)
         for slot, tick in hint.items():
             model.add_hint(start[slot], tick)
         model.add_hint(span, horizon)
@@ -168,20 +193,11 @@ class _Problem(NamedTuple):
         spent = float(solver.response_proto.deterministic_time)
         proven = self._in_costs(solver.best_objective_bound)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-            return _Found(schedule, spent, proven if status == cp_model.UNKNOWN else 0.0)
-        # At equal times those that take none come first, in an order in which none needs a later
-        # one.
-        place = {
-            (n, k): (solver.value(v), self._length((n, k)), k, n) for (n, k), v in start.items()
-        }
-        ordered = [
-            [
-                Action(self.shop.nodes[n].stage, self.shop.nodes[n].kind, k)
-                for n, k in sorted(row, key=place.__getitem__)
-            ]
-            for row in rows
-        ]
-        return _Found(schedule.with_rows(ordered), spent, proven, status == cp_model.OPTIMAL)
+            return Improved(schedule, proven if status == cp_model.UNKNOWN else 0.0, spent)
+        found = schedule.with_rows(
+            _rows(self.shop, ((solver.value(v), *slot) for slot, v in start.items()))
+        )
+        return Improved(found, proven, spent, status == cp_model.OPTIMAL)
 
     def _in_costs(self, ticks: float) -> float:
         """A bound in ticks as a bound in units of cost."""
@@ -206,48 +222,38 @@ class _Problem(NamedTuple):
             model.add(span >= begin + self._length(slot))
 
     def _one_machine(
-        self, model: Any, start: Mapping[Slot, Any], row: Sequence[Slot], free: frozenset[Slot]
+        self,
+        model: Any,
+        start: Mapping[Slot, Any],
+        before: Sequence[Slot],
+        own: Sequence[Slot],
+        after: Sequence[Slot],
     ) -> None:
-        """One action at a time; those that are not free stay in the order of the row, and free ones
-        on their side of them.
-        """
+        """One action at a time; those before and after the free ones stay in their order."""
         model.add_no_overlap(
-            [
-                model.new_fixed_size_interval_var(start[slot], self._length(slot), "")
-                for slot in row
-                if slot in free
-            ]
+            [model.new_fixed_size_interval_var(start[slot], self._length(slot), "") for slot in own]
         )
-        last: Slot | None = None
-        waiting: list[Slot] = []
-        for slot in row:
-            if last is not None:
-                model.add(start[slot] >= start[last] + self._length(last))
-            if slot in free:
-                waiting.append(slot)
-                continue
-            for other in waiting:
-                model.add(start[slot] >= start[other] + self._length(other))
-            waiting, last = [], slot
+        borders = [*product(before[-1:], own or after[:1]), *product(own, after[:1])]
+        for one, other in (*pairwise(before), *borders, *pairwise(after)):
+            model.add(start[other] >= start[one] + self._length(one))
 
     def _places(
-        self, model: Any, start: Mapping[Slot, Any], row: Sequence[Slot], free: frozenset[Slot]
+        self, model: Any, start: Mapping[Slot, Any], before: Sequence[Slot], own: Sequence[Slot]
     ) -> None:
         """At most `cap` activations at once, when any of the free F starts; before and after the
         free actions nothing changes.
         """
         nodes, cap = self.shop.nodes, self.shop.cap
-        stages = {nodes[n].stage for n, _ in row}
+        stages = {nodes[n].stage for n, _ in (*before, *own)}
         # With one stage a device, the cap is an arc of the job shop.
         if cap is None or len(stages) == 1 or cap >= len(stages) * self.shop.microbatches:
             return
-        begins = [slot for slot in row if slot in free and nodes[slot[0]].begins]
-        ends = [slot for slot in row if slot in free and nodes[slot[0]].releases]
-        first = next((place for place, slot in enumerate(row) if slot in free), 0)
-        held = sum(nodes[n].begins - nodes[n].releases for n, _ in row[:first])
+        begins = [slot for slot in own if nodes[slot[0]].begins]
+        ends = [slot for slot in own if nodes[slot[0]].releases]
+        held = sum(nodes[n].begins - nodes[n].releases for n, _ in before)
         known: dict[tuple[Slot, Slot], Any] = {}
 
-        def before(one: Slot, other: Slot) -> Any:
+        def precedes(one: Slot, other: Slot) -> Any:
             """Whether `one` ends before `other` starts; if not, it starts after its end."""
             if (one, other) not in known:
                 known[one, other] = found = model.new_bool_var("")
@@ -264,32 +270,9 @@ class _Problem(NamedTuple):
             taken = [s for s in begins if nodes[s[0]].stage != stage]
             freed = [s for s in ends if nodes[s[0]].stage != stage or s[1] < microbatch]
             model.add(
-                held + len(mine) + sum(before(s, slot) for s in taken)
-                <= cap + sum(before(s, slot) for s in freed)
+                held + len(mine) + sum(precedes(s, slot) for s in taken)
+                <= cap + sum(precedes(s, slot) for s in freed)
             )
-
-
-_TIMES = ("forward", "input_grad", "weight_grad", "transfer")
-_FINEST = 4096  # ticks that the longest action takes where times are no small fractions
-
-
-def in_ticks(times: StageCosts) -> tuple[Costs, float, bool]:
-    """Times of F, I, W and transfers in whole ticks, each rounded up; the ticks of a unit of cost;
-    and whether all are whole numbers of ticks, as fractions of small denominators are.
-    """
-    fields = {name: getattr(times, name) for name in _TIMES}
-    every = [time for values in fields.values() for time in values]
-    fractions = [Fraction(t).limit_denominator(1000) for t in every]
-    unit = lcm(*(f.denominator for f in fractions))
-    longest = max(every)
-    exact = longest * unit <= _FINEST and all(
-        abs(float(f) - t) <= 1e-12 * max(1.0, abs(t)) for f, t in zip(fractions, every, strict=True)
-    )
-    scale = float(unit) if exact else _FINEST / longest if longest else 1.0
-    ticks: dict[str, Any] = {
-        name: tuple(ceil(time * scale - 1e-9) for time in values) for name, values in fields.items()
-    }
-    return Costs(**ticks), scale, exact
 
 
 def solved(model: Any, *, seconds: float, seed: int) -> tuple[Any, Any]:
@@ -306,12 +289,10 @@ _MOST_NODES = 400  # stages and kinds, times microbatches of a turn
 
 
 class Steady(NamedTuple):
-    """A steady state: the period of a microbatch in costs, and all actions of a whole step, by
-    their nodes, in the order in which the turns run them.
-    """
+    """The period of a microbatch in costs, and the schedule of turns that have it."""
 
     period: float
-    order: list[int]
+    schedule: Schedule
 
 
 def least_period(
@@ -332,35 +313,34 @@ def least_period(
         seconds: of the solver's deterministic time.
         seed: which random choices the solver makes.
     """
-    ticks, scale, _ = in_ticks(costs.for_stages(placement.num_stages))
-    times = ticks.for_stages(placement.num_stages)
-    shop = JobShop.of(placement, times, costs.release, microbatches, cap)
+    shop, _, scale, _ = _Problem.of(placement, costs, microbatches, cap)
     bound = period_bound_of(shop)
+    delays = sum(arc.delay for arc in shop.arcs if not arc.lag)
+    alone = max(1, int(sum(node.length for node in shop.nodes) + delays))  # of one microbatch
     best: _Turn | None = None
     for each in _TURNS:
-        least, most = max(1, ceil(each * bound - 1e-6)), _serial(shop) * each
+        least, most = max(1, ceil(each * bound - 1e-6)), alone * each
         if best is not None:
-            most = min(most, ceil(best.period * each) - 1)
-        if each * len(shop.nodes) > _MOST_NODES:
-            break
-        if least > most:
-            continue
-        turn = _Turn(shop, each, least, most)
-        turn.model.minimize(turn.length)
-        if turn.solve(seconds / (2 * len(_TURNS)), seed):
-            best = turn
+            most = min(most, ceil(best.ticks * each / best.each) - 1)
+        if least <= most and each * len(shop.nodes) <= _MOST_NODES:
+            turn = _Turn(shop, cap, each, least, most)
+            turn.model.minimize(turn.length)
+            best = turn if turn.solve(0.8 * seconds / len(_TURNS), seed) else best
     if best is None:
         return None
-    quicker = best.again()
-    if quicker.solve(seconds / 2, seed):
-        best = quicker
-    return Steady(best.period / scale, best.order())
-
-
-def _serial(shop: JobShop) -> int:
-    """The time of one microbatch alone, on any device."""
-    delays = sum(arc.delay for arc in shop.arcs if not arc.lag)
-    return max(1, int(sum(node.length for node in shop.nodes) + delays))
+    quicker = _Turn(shop, cap, best.each, best.ticks, best.ticks)
+    quicker.hasten(best.starts)
+    best = quicker if quicker.solve(0.2 * seconds, seed) else best
+    rows = _rows(
+        shop,
+        (
+            (starts[k % best.each] + k // best.each * best.ticks, n, k)
+            for n, starts in enumerate(best.starts)
+            for k in range(microbatches)
+        ),
+    )
+    schedule = Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches)
+    return Steady(best.ticks / best.each / scale, schedule)
 
 
 class _Turn:
@@ -374,11 +354,10 @@ class _Turn:
         starts, ticks: once it is solved, when actions start, and how long it is.
     """
 
-    def __init__(self, shop: JobShop, each: int, least: int, most: int) -> None:
+    def __init__(self, shop: JobShop, cap: int, each: int, least: int, most: int) -> None:
         self.shop, self.each, self.least, self.most = shop, each, least, most
         self.lengths = [int(node.length) for node in shop.nodes]
-        held = 2 * shop.chunks * shop.devices if shop.cap is None else shop.cap
-        self.late = -(-held // each) + 2  # turns that an action may start after the first
+        self.late = -(-cap // each) + 2  # turns that an action may start after the first
         self.model: Any = cp_model.CpModel()
         self.length = self._integer(most, least)
         self.rest = [[self._integer(most) for _ in range(each)] for _ in self.lengths]
@@ -393,14 +372,8 @@ class _Turn:
         for device in range(shop.devices):
             self._one_at_a_time(device)
         # of one stage a device, the cap is a lag between its W and F
-        if shop.cap is not None and shop.chunks > 1:
-            for device in range(shop.devices):
-                self._places(device, shop.cap)
-
-    @property
-    def period(self) -> float:
-        """The time of a microbatch in the solution, in ticks."""
-        return self.ticks / self.each
+        for device in range(shop.devices) if shop.chunks > 1 else ():
+            self._places(device, cap)
 
     def solve(self, seconds: float, seed: int) -> bool:
         """Whether there is a solution, which is kept."""
@@ -414,31 +387,16 @@ class _Turn:
         ]
         return True
 
-    def again(self) -> _Turn:
-        """The model of as long a turn in which microbatches take the least time, with the solution
-        as a hint.
-        """
-        turn = _Turn(self.shop, self.each, self.ticks, self.ticks)
-        last = turn._integer((self.late + 1) * self.ticks)
-        for n, starts in enumerate(self.starts):
+    def hasten(self, known: Sequence[Sequence[int]]) -> None:
+        """Ask for the least time of a microbatch in a turn of known length, from known starts."""
+        last = self._integer((self.late + 1) * self.most)
+        for n, starts in enumerate(known):
             for i, start in enumerate(starts):
-                turn.model.add_hint(turn.rest[n][i], start % self.ticks)
-                turn.model.add_hint(turn.later[n][i], start // self.ticks)
-                end = turn.rest[n][i] + self.ticks * turn.later[n][i] + self.lengths[n]
-                turn.model.add(last >= end)
-        turn.model.minimize(last)
-        return turn
-
-    def order(self) -> list[int]:
-        """All actions of a whole step by their nodes."""
-        # At equal times those that take none come first, in an order in which none needs a later
-        # one.
-        timed = [
-            (starts[k % self.each] + (k // self.each) * self.ticks, self.lengths[n], k, n)
-            for n, starts in enumerate(self.starts)
-            for k in range(self.shop.microbatches)
-        ]
-        return [n for *_, n in sorted(timed)]
+                self.model.add_hint(self.rest[n][i], start % self.most)
+                self.model.add_hint(self.later[n][i], start // self.most)
+                end = self.rest[n][i] + self.most * self.later[n][i] + self.lengths[n]
+                self.model.add(last >= end)
+        self.model.minimize(last)
 
     def _integer(self, most: int, least: int = 0) -> Any:
         return self.model.new_int_var(least, most, "")

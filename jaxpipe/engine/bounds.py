@@ -10,8 +10,9 @@ the order of microbatches, and results about job shops hold for it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 from math import inf
 from statistics import mean
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MAX_COUNT, ScheduleError, quoted, typed
-from ..table.kinds import COLLECTIVES, Kind, Placement, Release, Value, makers
+from ..table.kinds import COLLECTIVES, Action, Kind, Placement, Release, Value, makers
 from ..table.schedule import Objective
 from .costs import Costs, StageCosts
 from .simulate import Timeline
@@ -120,6 +121,15 @@ class JobShop(NamedTuple):
     def on(self, device: int) -> list[int]:
         """The nodes of a device."""
         return [n for n, node in enumerate(self.nodes) if node.device == device]
+
+    def rows(self, order: Iterable[int]) -> list[list[Action]]:
+        """Each device's actions, of an order of all actions by their nodes."""
+        rows: list[list[Action]] = [[] for _ in range(self.devices)]
+        coming = [count() for _ in self.nodes]
+        for n in order:
+            stage, kind, device, *_ = self.nodes[n]
+            rows[device].append(Action(stage, kind, next(coming[n])))
+        return rows
 
     def work(self, device: int) -> float:
         """The time that a device needs for one microbatch."""

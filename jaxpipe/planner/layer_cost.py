@@ -154,22 +154,25 @@ class LayerCost:
         policies = {
             name: Kept(*(value / slices for value in each)) for name, each in self.policies.items()
         }
-        whole = ("parameters", "gradients", "optimizer", "hoisted", "rows")
-        return replace(self._divided(slices, whole), policies=policies)
+        names = _numbers("parameters", "gradients", "optimizer", "hoisted", "rows")
+        return replace(self.divided(slices, names), policies=policies)
 
     def share(self, devices: int) -> LayerCost:
         """The costs of one device's share of a spread end."""
-        return replace(self._divided(devices, ("boundary", "batch")), ends=Ends.SHARE)
+        return replace(self.divided(devices, _numbers("boundary", "batch")), ends=Ends.SHARE)
 
-    def _divided(self, parts: int, whole: Sequence[str]) -> LayerCost:
-        """The costs of one of some equal parts, each of which has the `whole` ones."""
-        numbers = {n: getattr(self, n) for n in _numbers() if n not in whole}
+    def divided(self, parts: int, names: Sequence[str]) -> LayerCost:
+        """The costs of one of some parts that share the named ones equally."""
+        numbers = {name: getattr(self, name) for name in names}
         return replace(self, **{n: v / parts for n, v in numbers.items() if v is not None})
 
 
-def _numbers() -> list[str]:
-    """The fields that are seconds or bytes."""
-    return [each.name for each in fields(LayerCost) if each.name not in ("ends", "policies")]
+def _numbers(*but: str) -> list[str]:
+    """The fields that are seconds or bytes, but some."""
+    return [field.name for field in fields(LayerCost) if field.name not in (*_OTHERS, *but)]
+
+
+_OTHERS = ("ends", "policies")
 
 
 _OPTIONAL = ("backward", "gradients", "optimizer")
@@ -235,12 +238,8 @@ def balanced(
     """The layout whose slowest stage is as fast as possible, with embedding, head and loss counted;
     exact, by dynamic programming.
     """
-    spread = spread_letters(layers, costs)
-    again = {c for c in layers if remat is Remat.FULL and c not in (FIRST, LAST)}
-    seconds = [
-        0.0 if c in spread else costs[c].forward * (1 + (c in again)) + costs[c].backward_seconds
-        for c in layers
-    ]
+    spread, again = spread_letters(layers, costs), remat is Remat.FULL
+    seconds = [0.0 if c in spread else _seconds(c, costs[c], again=again) for c in layers]
     pieces = split_layers(seconds, stages=devices * chunks)
     return Layout(tuple(layers[r.start : r.stop] for r in pieces), devices)
 
@@ -351,16 +350,17 @@ def device_work(layers: str, costs: Mapping[str, LayerCost], devices: int, *, ag
     """A lower bound over all splits: seconds that some device computes for each microbatch.
     Forwards count twice where they run `again`.
     """
+    seconds = {c: _seconds(c, costs[c], again=again) for c in set(layers)}
     spread = spread_letters(layers, costs)
+    own = [seconds[c] for c in layers if c not in spread]
+    return max([sum(own) / devices, *own]) + sum(seconds[c] for c in spread)
 
-    def seconds(letter: str) -> float:
-        cost = costs[letter]
-        both = cost.input_grad + cost.weight_grad
-        twice = again and letter not in (FIRST, LAST)
-        return cost.forward * (1 + twice) + min(cost.backward_seconds, both)
 
-    own = [seconds(c) for c in layers if c not in spread]
-    return max([sum(own) / devices, *own]) + sum(map(seconds, spread))
+def _seconds(letter: str, cost: LayerCost, *, again: bool) -> float:
+    """The least seconds of a layer's forward and backward."""
+    twice = again and letter not in (FIRST, LAST)
+    both = cost.input_grad + cost.weight_grad
+    return cost.forward * (1 + twice) + min(cost.backward_seconds, both)
 
 
 def least_slots(timeline: Timeline) -> Slots:

@@ -176,7 +176,9 @@ class Transformer:
         # Scores and values, half of them masked: 2 * context * queries a token; the backward does
         # twice as much.
         scores = each * self.context * self._queries
-        moved = 2 * self._all_reduce + mlp.exchange
+        # The devices of a layer sum a hidden state twice.
+        summed = 2 * (self.tensor - 1) / self.tensor * self._whole / self.tensor_bandwidth
+        moved = 2 * summed + mlp.exchange
         # Statistics of norms and of attention's rows, 4 bytes each.
         heads = (self._queries + 2 * self.normed * (self._queries + self._keys)) / self.head
         statistics = 4 * self.tokens * (6 + heads / self.tensor)
@@ -271,19 +273,14 @@ class Transformer:
             exchange=2 * run * self._whole * (1 - 1 / devices) / self.tensor_bandwidth,
         )
 
-    @property
-    def _all_reduce(self) -> float:
-        """Seconds in which the devices of a layer sum a hidden state."""
-        return 2 * (self.tensor - 1) / self.tensor * self._whole / self.tensor_bandwidth
-
     def _held(self, weights: float) -> dict[str, Any]:
         each = weights / self.tensor
         return {"parameters": 2 * each, "gradients": 4 * each, "optimizer": 12 * each / self.shards}
 
 
 _SHAPES = 3  # meshes whose tables are built
-_FAR = 1e12  # seconds
 _ROWS = (1, 2, 4)  # rows of a microbatch
+_SPLIT = ("parameters", "gradients", "optimizer")  # what replicas split under fsdp
 
 
 def _llama(width: int, heads: int, kv_heads: int, ffn: int, *, vocab: int = 128_256) -> Transformer:
@@ -385,16 +382,17 @@ def plan_mesh(
 def _slower(request: Request) -> Rejected:
     """A mesh whose tables are not built."""
     name = ", ".join((*request.label, f"rows {request.mesh['rows']}"))
-    found = _promise(request)
-    if found >= _FAR:
-        lacking = gib(found - _FAR - (request.memory or 0))
-        return Rejected(name, f"parameters and activations of 1F1B do not fit by {lacking}", None)
-    return Rejected(name, f"takes about {found:.4g} s, and {_SHAPES} meshes take less", found)
+    lacks, seconds = _promise(request)
+    if lacks:
+        return Rejected(
+            name, f"parameters and activations of 1F1B do not fit by {gib(lacks)}", None
+        )
+    return Rejected(name, f"takes about {seconds:.4g} s, and {_SHAPES} meshes take less", seconds)
 
 
-def _promise(request: Request) -> float:
-    """Seconds of a step with the bubble of interleaving and the least remat with which the
-    activations of 1F1B fit.  Meshes are ranked by it.
+def _promise(request: Request) -> tuple[float, float]:
+    """Bytes that 1F1B lacks with any remat, and else the seconds of a step with the bubble of
+    interleaving and the least remat with which it fits.  Meshes are ranked by it.
     """
     assert request.memory is not None
     layer, ends = request.costs["t"], [request.costs[c] for c in (FIRST, LAST)]
@@ -407,13 +405,12 @@ def _promise(request: Request) -> float:
         if held + kept <= request.memory:
             break
     else:
-        # Its memory is short, so it comes after all that fit.
-        return _FAR + held + kept
+        return held + kept - request.memory, 0.0
     costs = {**request.costs, "t": cost}
     work = device_work(request.layers, costs, request.devices, again=False)
     chunks = max(1, min(4, count // request.devices))
     ramp = (request.devices - 1) * work / (2 * chunks)
-    return request.microbatches * work + ramp + request.reduction
+    return 0.0, request.microbatches * work + ramp + request.reduction
 
 
 def _meshes(
@@ -451,7 +448,7 @@ def _requests(
     link = model.tensor_bandwidth if data * tensor <= HOST else model.bandwidth
     summed = sum(whole[c].gradient_bytes for c in letters) / pipe * (data - 1) / data / link
     for fsdp in (0, 1) if data > 1 else (0,):
-        costs = {c: _split(cost, data if fsdp else 1) for c, cost in whole.items()}
+        costs = {c: cost.divided(data if fsdp else 1, _SPLIT) for c, cost in whole.items()}
         yield Request(
             layers=letters,
             costs=costs | {FIRST: replace(costs[FIRST], ends=Ends.ONE)},
@@ -470,16 +467,6 @@ def _requests(
             mesh={**mesh, "fsdp": fsdp},
             by_name=True,
         )
-
-
-def _split(cost: LayerCost, devices: int) -> LayerCost:
-    """The cost of a layer whose parameters replicas split."""
-    return replace(
-        cost,
-        parameters=cost.parameters / devices,
-        gradients=cost.gradient_bytes / devices,
-        optimizer=cost.optimizer_bytes / devices,
-    )
 
 
 _REMAT = {"dots_with_no_batch_dims_saveable": "dots", "nothing_saveable": "layer"}

@@ -29,7 +29,7 @@ from ..table.encoded import encode
 from ..table.kinds import Action, Kind, Placement, Release
 from ..table.schedule import Schedule
 from ..transforms.rewrites import sliced_rows
-from .loop import even_groups, in_groups, schedule_of
+from .loop import even_groups, in_chunks, in_groups, schedule_of
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
 Order: TypeAlias = list[list[Action]]
@@ -51,11 +51,7 @@ def least_peak(row: Iterable[Action]) -> int:
     """The most activations that a row of F and I holds if each W follows its I at once: the least
     cap that it can keep.
     """
-    live = most = 0
-    for action in row:
-        live += 1 if action.kind is F else -1
-        most = max(most, live)
-    return most
+    return max(accumulate(1 if action.kind is F else -1 for action in row), default=0)
 
 
 class Instance(NamedTuple):
@@ -73,14 +69,17 @@ def list_schedule(
     order: Sequence[Sequence[Action]],
     instance: Instance,
     caps: Sequence[int],
+    patience: float = 0,
 ) -> ListSchedule:
     """Run a reference order of F and I, with W where there is time for it, under a cap on each
     device's activations, each at least `least_peak` of its row.
+
+    `patience` is the fraction of its length by which a W may delay the next action.
     """
     rows = [
         [*row, *(Action(a.stage, W, a.microbatch) for a in row if a.kind is I)] for row in order
     ]
-    run = _Run(rows, instance, caps)
+    run = _Run(rows, instance, caps, patience)
     run.loop.run(run.policy())
     assert NEVER not in run.loop.ends, "a reference order got stuck"
     actions = [action for row in rows for action in row]
@@ -116,10 +115,12 @@ class _Run:
         rows: Sequence[Sequence[Action]],
         instance: Instance,
         caps: Sequence[int],
+        patience: float,
     ) -> None:
         placement, costs, microbatches, release = instance
         stages, slices = placement.num_stages, len(costs.slice_factors) or 1
         table = encode(tuple(map(tuple, rows)), stages, microbatches, slices)
+        self.patience = patience
         self.releases = W if release is Release.WEIGHT_GRAD else I
         self.kind = table.kind.tolist()
         # of an I
@@ -198,8 +199,10 @@ class _Run:
         number = self._forward(device, time, start)
         if number is not None:
             return self._taken(number)
-        if pending and (full or time + self.loop.duration[pending[0]] <= start):
-            return pending.popleft()
+        if pending:
+            length = self.loop.duration[pending[0]]
+            if full or time + length <= start + self.patience * length:
+                return pending.popleft()
         return None
 
     def _taken(self, number: int) -> int:
@@ -300,8 +303,7 @@ def even_waves(placement: Placement, costs: StageCosts, cap: int) -> Iterator[Or
         *starts, end = accumulate((1.0 if kind is F else pace for kind, _ in path), initial=0.0)
         lives = [[*starts, end][-1 - s] - starts[s] for s in range(placement.num_stages)]
         dense = max(sum(lives[s] for s in stages) for stages in placement.stages_of) / cap
-        for step in range(_DENSITIES):
-            factor = _DENSEST + (_SPARSEST - _DENSEST) * step / (_DENSITIES - 1)
+        for factor in np.linspace(_DENSEST, _SPARSEST, _DENSITIES).tolist():
             yield partial(repeated, placement, starts, dense * factor)
     yield partial(repeated, placement, starts, end)
 
@@ -371,7 +373,9 @@ def _packed_starts(
     return starts
 
 
-_FINALISTS = 5  # orders that are run in full
+# By what fraction of its length a W may delay the next action: which is best depends on the costs.
+_PATIENCE = (0.0, 0.5)
+_FINALISTS = 5  # orders that are run in full, with every patience
 _MOST_ACTIONS = 300_000  # actions of all full runs together: two or three seconds
 
 
@@ -394,26 +398,30 @@ def fitted(
     stages = costs.for_stages(placement.num_stages)
     slices, caps = len(stages.slice_factors) or 1, [cap] * placement.num_devices
 
-    def runs(makers: Iterable[OrderMaker], count: int) -> Iterator[tuple[ListSchedule, OrderMaker]]:
+    def runs(
+        makers: Iterable[OrderMaker], count: int, patience: Sequence[float]
+    ) -> Iterator[tuple[ListSchedule, OrderMaker]]:
         for maker in makers:
             rows = maker(count + slices - 1)
             rows = rows if slices == 1 else sliced_rows(rows, count, slices)
             if max(map(least_peak, rows)) <= cap:
                 instance = Instance(placement, stages, count, costs.release)
-                yield list_schedule(rows, instance, caps), maker
+                for wait in patience:
+                    yield list_schedule(rows, instance, caps, wait), maker
 
-    makers: list[OrderMaker]
-    if wave is not None:
-        makers = [partial(wave_order, placement, wave)]
-    else:
+    if wave is None:
         # At least two rounds of P microbatches and a dozen microbatches, of whole sequences.
         short = 2 * placement.num_devices * -(-6 // placement.num_devices)
         short = min(microbatches, slices * -(-short // slices))
         every = (*even_waves(placement, stages, cap), *packed_orders(placement, stages, cap))
-        makers = [maker for _, maker in sorted(runs(every, short), key=lambda run: run[0][1:])]
-    # The most promising come first.
+        ranked = sorted(runs(every, short, (0,)), key=lambda run: run[0][1:])
+        makers = [maker for _, maker in ranked]
+    else:
+        makers = [partial(wave_order, placement, wave)]
     affordable = max(2, _MOST_ACTIONS // (3 * placement.num_stages * microbatches))
-    finalists = islice(runs(makers, microbatches), min(_FINALISTS, affordable))
+    finalists = islice(
+        runs(makers, microbatches, _PATIENCE), min(_FINALISTS * len(_PATIENCE), affordable)
+    )
     # One sequence after the other keeps every cap.
     best = min((run for run, _ in finalists), key=lambda run: run[1:])
     return replace(schedule_of(best.rows, placement, microbatches), slices=slices)
@@ -424,7 +432,7 @@ def shortest(schedules: Iterable[Schedule], costs: Costs) -> Schedule:
     return min(schedules, key=lambda schedule: simulate(schedule, costs).makespan)
 
 
-def forward_order(placement: Placement, microbatches: int) -> Order:
+def forward_order(placement: Placement, microbatches: int) -> Schedule:
     """The shortest known order of forwards alone, for any placement with one device per stage.
 
     On a loop, groups of microbatches go through the chunks, and only the first P - 1 steps are
@@ -434,11 +442,13 @@ def forward_order(placement: Placement, microbatches: int) -> Order:
     chunks = placement.num_chunks
     if placement == Placement.loop(devices=placement.num_devices, chunks=chunks):
         groups = even_groups(placement.num_devices, microbatches)
-        return [in_groups(stages, F, groups) for stages in placement.stages_of]
+        row = in_groups("F", groups, chunks)
+        return in_chunks([row] * placement.num_devices, placement, microbatches)
     timed = [
         sorted((s + chunks * m, -s, m) for s in stages for m in range(microbatches))
         for stages in placement.stages_of
     ]
     order = [[Action(-s, F, m) for _, s, m in row] for row in timed]
     instance = Instance(placement, Costs().for_stages(placement.num_stages), microbatches)
-    return list_schedule(order, instance, [len(row) for row in order]).rows
+    rows = list_schedule(order, instance, [len(row) for row in order]).rows
+    return schedule_of(rows, placement, microbatches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any, NamedTuple, TypeAlias
@@ -22,7 +22,7 @@ from ..engine.bounds import (
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..errors import ScheduleError
-from ..table.kinds import Action, Placement
+from ..table.kinds import Placement
 from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..transforms.rewrites import flipped, merge_backward, sliced
 from ._list_scheduling import fitted, shortest
@@ -32,7 +32,6 @@ from .loop import (
     interleaved_1f1b_overlap,
     looped_bfs,
     one_f_one_b,
-    schedule_of,
 )
 from .zero_bubble import interleaved_zb, v_half, v_min, zb_h2, zbv
 
@@ -64,19 +63,8 @@ def improved(schedule: Schedule, costs: Costs, shop: JobShop, *, at_least: float
     order = Beam(shop).search(makespan * (1 - _EQUAL), width=_WIDTH)
     if order is None:
         return schedule
-    better = schedule.with_rows(rows_of(shop, order))
+    better = schedule.with_rows(shop.rows(order))
     return better if simulate(better, costs).makespan < makespan * (1 - _EQUAL) else schedule
-
-
-def rows_of(shop: JobShop, order: Sequence[int]) -> list[list[Action]]:
-    """Each device's actions, of an order of all actions by their nodes."""
-    rows: list[list[Action]] = [[] for _ in range(shop.devices)]
-    done = [0] * len(shop.nodes)
-    for n in order:
-        node = shop.nodes[n]
-        rows[node.device].append(Action(node.stage, node.kind, done[n]))
-        done[n] += 1
-    return rows
 
 
 class Partial(NamedTuple):
@@ -374,7 +362,6 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
     costs = wanted.costs
     found: list[tuple[float, float, int, Schedule]] = []
     for place in wanted.places:
-        shop = _shop(wanted, place, costs)
         steady = least_period(
             place,
             costs,
@@ -384,9 +371,8 @@ def _steady(wanted: _Wanted, seconds: float, seed: int) -> Schedule:
             seed=seed,
         )
         if steady is not None:
-            table = schedule_of(rows_of(shop, steady.order), place, wanted.microbatches)
-            makespan = simulate(table, costs).makespan
-            found.append((steady.period, makespan, len(found), table))
+            makespan = simulate(steady.schedule, costs).makespan
+            found.append((steady.period, makespan, len(found), steady.schedule))
     if not found:
         raise ScheduleError(
             "auto cannot be built:\n"

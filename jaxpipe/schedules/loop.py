@@ -4,17 +4,15 @@ these of several chunks on a loop, 1F1B of overlapped pairs, DualPipe and DualPi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate, count, repeat, zip_longest
-from typing import NamedTuple, TypeVar
+from itertools import count, zip_longest
+from typing import NamedTuple
 
 from ..errors import ScheduleError
 from ..table.kinds import Action, Cell, Kind, Overlap, Placement
 from ..table.schedule import Schedule
 from ..transforms.rewrites import sliced
-
-C = TypeVar("C", bound=Action | str)
 
 
 def schedule_of(
@@ -24,27 +22,15 @@ def schedule_of(
     return Schedule.from_rows(rows, placement=placement, num_microbatches=microbatches)
 
 
-def actions(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[Action]:
-    """One action of a stage for each microbatch, in order."""
-    # Half a million of them are made for a large job, and calling Action would take twice as long.
-    return list(map(tuple.__new__, repeat(Action), zip(repeat(stage), repeat(kind), microbatches)))
+def in_groups(kind: str, groups: Sequence[int], chunks: int) -> list[str]:
+    """Group after group of microbatches, each group through all chunks: Megatron's schedule table;
+    forwards from the first chunk on, others from the last.
 
-
-def in_groups(
-    stages: Sequence[int], kind: Kind, groups: Sequence[int], *, reverse: bool = False
-) -> list[Action]:
-    """Group after group of microbatches, each group through all stages: Megatron's schedule table.
-    With `reverse` the microbatches of a group are in reverse order.
-
-    >>> [str(a) for a in in_groups([0, 2], Kind.F, [2, 1])]
-    ['0F0', '0F1', '2F0', '2F1', '0F2', '2F2']
+    >>> in_groups("F", [2, 1], 2)
+    ['F0', 'F0', 'F1', 'F1', 'F0', 'F1']
     """
-    ends = list(accumulate(groups))
-    spans = [
-        range(end - size, end)[:: -1 if reverse else 1]
-        for size, end in zip(groups, ends, strict=True)
-    ]
-    return [action for span in spans for stage in stages for action in actions(stage, kind, span)]
+    names = [f"{kind}{chunk}" for chunk in range(chunks)][:: 1 if kind == "F" else -1]
+    return [name for size in groups for name in names for _ in range(size)]
 
 
 def even_groups(devices: int, microbatches: int) -> tuple[int, ...]:
@@ -87,14 +73,14 @@ def groups_of(group_size: int | None, *, devices: int, microbatches: int) -> tup
     return (group_size,) * whole + ((max(rest, devices),) if rest else ())
 
 
-def alternate(*columns: Sequence[C | None]) -> list[C]:
+def alternate(*columns: Sequence[str | None]) -> list[str]:
     """The first of every column, the second of every column, ...: the steady state of
     a schedule.  A column may be shorter, or have None, where a turn lacks its action.
     """
     return [cell for turn in zip_longest(*columns) for cell in turn if cell is not None]
 
 
-def in_turns(ahead: int, forward: Sequence[C], *backward: Sequence[C | None]) -> list[C]:
+def in_turns(ahead: int, forward: Sequence[str], *backward: Sequence[str | None]) -> list[str]:
     """A warmup of `ahead` forwards, then one forward and one action of each further column in
     turn.
     """
@@ -104,6 +90,9 @@ def in_turns(ahead: int, forward: Sequence[C], *backward: Sequence[C | None]) ->
 class Lane(NamedTuple):
     """A stage, its microbatches, and the number of its first action: where a table is made for a
     round number of them, actions of others are left out.
+
+    Microbatches never depend on each other, so a valid table stays valid, and needs no more memory
+    or time, without some of them.
     """
 
     stage: int
@@ -111,16 +100,17 @@ class Lane(NamedTuple):
     first: int = 0
 
 
-def numbered(texts: Iterable[str], lanes: Sequence[Lane]) -> list[Cell]:
+def numbered(texts: Iterable[str], lanes: Sequence[Lane], *, slices: int = 1) -> list[Cell]:
     """A row of actions, each as its kind and lane, such as F0, and of overlapped pairs, such as
-    F0+B1; they are numbered per lane and kind, where B counts as I and as W.
+    F0+B1; they are numbered per lane and kind, where B counts as I and as W.  The backwards of so
+    many slices, a sequence, are in reverse order.
 
     >>> lanes = Lane(0, range(2)), Lane(3, range(2))
     >>> [str(cell) for cell in numbered(["F0", "F1", "F0+B1", "I1"], lanes)]
-    ['0F0', '3F0', '(0F1;3B0)OVERLAP', '3I1']
+    ['0F0', '3F0', '(0F1;3B0)OVERLAP_F_B', '3I1']
     """
     coming = {
-        kind + str(number): count(lane.first) for number, lane in enumerate(lanes) for kind in "FIW"
+        f"{kind}{number}": count(lane.first) for number, lane in enumerate(lanes) for kind in "FIW"
     }
     kinds = {kind.name: kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
     row: list[Cell] = []
@@ -132,29 +122,27 @@ def numbered(texts: Iterable[str], lanes: Sequence[Lane]) -> list[Cell]:
             if kind == "B":
                 next(coming["W" + lane])
             microbatch = next(coming[("I" if kind == "B" else kind) + lane])
+            if kind != "F":
+                microbatch += slices - 1 - 2 * (microbatch % slices)
             if microbatch in microbatches:
                 cell.append(Action(stage, kinds[kind], microbatch))
         row += [Overlap(*cell)] if len(cell) == 2 else cell
     return row
 
 
-def drop_phantoms(rows: Iterable[Iterable[Cell]], microbatches: int) -> list[list[Cell]]:
-    """The rows without microbatches >= M; of an overlapped pair, the half that is left.
-
-    Microbatches never depend on each other, so a valid table stays valid, and needs no more memory
-    or time, when some are removed.  Generators that need a round number of microbatches build a
-    table of that many, then drop the extra ones.
-    """
-    return [
-        [cell for cell in (_kept(c, microbatches) for c in row) if cell is not None] for row in rows
-    ]
-
-
-def _kept(cell: Cell, microbatches: int) -> Cell:
-    if not isinstance(cell, Overlap):
-        return cell if cell is not None and cell.microbatch < microbatches else None
-    left = [half for half in cell if half.microbatch < microbatches]
-    return cell if len(left) == 2 else left[0] if left else None
+def in_chunks(
+    rows: Iterable[Iterable[str]], placement: Placement, microbatches: int, *, slices: int = 1
+) -> Schedule:
+    """A schedule from a row of actions for each device, by their kinds and chunks."""
+    every = range(microbatches)
+    return schedule_of(
+        (
+            numbered(texts, [Lane(stage, every) for stage in stages], slices=slices)
+            for texts, stages in zip(rows, placement.stages_of, strict=True)
+        ),
+        placement,
+        microbatches,
+    )
 
 
 def no_pipelining(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -163,14 +151,9 @@ def no_pipelining(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     Any P, V, M; stages are placed in a loop.  Only one device works at a time: bubble 1 - 1/P at
     equal costs.  A device holds V activations at its peak.
     """
-    placement, every = Placement.loop(devices=devices, chunks=chunks), range(microbatches)
-    there = [f"F{chunk}" for chunk in range(chunks)]
-    back = [f"B{chunk}" for chunk in reversed(range(chunks))]
-    rows = (
-        numbered([*there, *back] * microbatches, [Lane(stage, every) for stage in stages])
-        for stages in placement.stages_of
-    )
-    return schedule_of(rows, placement, microbatches)
+    one = [*in_groups("F", (1,), chunks), *in_groups("B", (1,), chunks)]
+    placement = Placement.loop(devices=devices, chunks=chunks)
+    return in_chunks([one * microbatches] * devices, placement, microbatches)
 
 
 def gpipe(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -230,12 +213,10 @@ def interleaved_1f1b(
         groups = (slices,) * (microbatches // slices)
     ahead = (chunks - 1) * max(groups) + (slices - 1)
     hop = 1 if lean else 2
+    passes = [in_groups(kind, groups, chunks) for kind in "FB"]
+    rows = (in_turns(ahead + hop * (devices - 1 - d), *passes) for d in range(devices))
     placement = Placement.loop(devices=devices, chunks=chunks)
-    rows = [
-        in_turns(ahead + hop * (devices - 1 - device), *passes)
-        for device, passes in enumerate(_passes(placement, groups, reverse=whole))
-    ]
-    table = schedule_of(drop_phantoms(rows, microbatches), placement, microbatches)
+    table = in_chunks(rows, placement, microbatches, slices=slices)
     return replace(table, slices=slices)
 
 
@@ -248,9 +229,9 @@ def looped_bfs(*, devices: int, microbatches: int, chunks: int) -> Schedule:
     a chunk's parameters are needed, and its gradients completed, in one contiguous run each, which
     suits sharded data parallelism.
     """
+    row = [text for kind in "FB" for text in in_groups(kind, (microbatches,), chunks)]
     placement = Placement.loop(devices=devices, chunks=chunks)
-    rows = [forward + backward for forward, backward in _passes(placement, (microbatches,))]
-    return schedule_of(rows, placement, microbatches)
+    return in_chunks([row] * devices, placement, microbatches)
 
 
 def one_f_one_b_overlap(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -278,24 +259,13 @@ def interleaved_1f1b_overlap(
     M - (V - 1) G - 1) X in costs of a chunk for M >= P.
     """
     groups = groups_of(group_size, devices=devices, microbatches=microbatches)
-    placement = Placement.loop(devices=devices, chunks=chunks)
-    rows: list[list[Cell]] = []
-    for device, (forward, backward) in enumerate(_passes(placement, groups)):
+    forward, backward = (in_groups(kind, groups, chunks) for kind in "FB")
+    rows = []
+    for device in range(devices):
         ahead = min(len(forward), (chunks - 1) * max(groups) + 2 * (devices - 1 - device) + 1)
-        steady = map(Overlap, forward[ahead:], backward[: len(backward) - ahead])
-        rows.append([*forward[:ahead], *steady, *backward[len(backward) - ahead :]])
-    return schedule_of(drop_phantoms(rows, microbatches), placement, microbatches)
-
-
-def _passes(
-    placement: Placement, groups: Sequence[int], *, reverse: bool = False
-) -> Iterator[tuple[list[Action], list[Action]]]:
-    """Each device's forwards and backwards, by groups of microbatches."""
-    for stages in placement.stages_of:
-        yield (
-            in_groups(stages, Kind.F, groups),
-            in_groups(stages[::-1], Kind.B, groups, reverse=reverse),
-        )
+        pairs = [f"{f}+{b}" for f, b in zip(forward[ahead:], backward, strict=False)]
+        rows.append([*forward[:ahead], *pairs, *backward[len(pairs) :]])
+    return in_chunks(rows, Placement.loop(devices=devices, chunks=chunks), microbatches)
 
 
 def dualpipe(*, devices: int, microbatches: int, chunks: int) -> Schedule:

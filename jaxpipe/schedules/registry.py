@@ -45,9 +45,7 @@ class Chunks:
 
     def __str__(self) -> str:
         if self.most is None:
-            return (
-                f"any, {self.natural} if not given" if self.least == 1 else f"{self.least} or more"
-            )
+            return f"any, {self.natural} if not given"
         return str(self.least) if self.least == self.most else f"{self.least} or {self.most}"
 
 
@@ -308,7 +306,7 @@ def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
     if not forward_only:
         return schedule
     if entry.memory_bound:
-        return schedule.with_rows(forward_order(schedule.placement, microbatches))
+        return schedule.with_rows(forward_order(schedule.placement, microbatches).rows)
     return only_forwards(schedule)
 
 

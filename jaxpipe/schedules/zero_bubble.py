@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
-from ..table.kinds import Cell, Kind, Placement
+from ..table.kinds import Placement
 from ..table.schedule import Schedule
 from ._list_scheduling import (
     Instance,
@@ -20,9 +20,7 @@ from ._list_scheduling import (
     shortest,
     wave_order,
 )
-from .loop import Lane, even_groups, in_groups, in_turns, numbered, schedule_of
-
-F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741
+from .loop import even_groups, in_chunks, in_groups, in_turns
 
 
 def zb_h1(*, devices: int, microbatches: int, chunks: int) -> Schedule:
@@ -102,14 +100,13 @@ def _in_order(
     """Device d runs `ahead[d]` forwards, then F and I in turn, each W `delay[d]` turns after
     its I.
     """
-    placement = Placement.loop(devices=devices, chunks=chunks)
     groups = even_groups(devices, microbatches)
-    rows = []
-    for stages, forwards_ahead, turns in zip(placement.stages_of, ahead, delay, strict=True):
-        grad, weight = (in_groups(stages[::-1], kind, groups) for kind in (I, W))
-        forward = in_groups(stages, F, groups)
-        rows.append(in_turns(forwards_ahead, forward, grad, [*[None] * turns, *weight]))
-    return schedule_of(rows, placement, microbatches)
+    forward, grad, weight = (in_groups(kind, groups, chunks) for kind in "FIW")
+    rows = [
+        in_turns(forwards_ahead, forward, grad, [*[None] * turns, *weight])
+        for forwards_ahead, turns in zip(ahead, delay, strict=True)
+    ]
+    return in_chunks(rows, Placement.loop(devices=devices, chunks=chunks), microbatches)
 
 
 def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = None) -> Schedule:
@@ -126,16 +123,16 @@ def zbv(*, devices: int, microbatches: int, chunks: int, costs: Costs | None = N
     if costs is not None:
         return fitted(placement, costs, microbatches, cap=2 * devices)
     rows = [_zbv_row(devices, d, microbatches) for d in range(devices)]
-    figure = schedule_of(rows, placement, microbatches)
+    figure = in_chunks(rows, placement, microbatches)
     return figure if microbatches >= 2 * devices - 1 else _shorter(figure)
 
 
-def _zbv_row(devices: int, device: int, microbatches: int) -> list[Cell]:
-    """Device d's row of the figure for M >= 2 P - 1; lane 1 is its second chunk, where a
-    microbatch comes back.
+def _zbv_row(devices: int, device: int, microbatches: int) -> list[str]:
+    """Device d's row of the figure for M >= 2 P - 1; in its second chunk a microbatch
+    comes back.
     """
     left, padded = devices - device, max(microbatches, 2 * devices - 1)
-    steps = [
+    return [
         *["F0"] * (2 * left - 1),
         *["F1", "F0"] * device,
         *["F1", "I1", "W1"] * left,
@@ -146,8 +143,6 @@ def _zbv_row(devices: int, device: int, microbatches: int) -> list[Cell]:
         *["W1"] * device,
         *["W0"] * device,
     ]
-    every = range(microbatches)
-    return numbered(steps, (Lane(device, every), Lane(2 * devices - 1 - device, every)))
 
 
 def _shorter(figure: Schedule) -> Schedule:

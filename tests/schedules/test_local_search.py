@@ -9,7 +9,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.engine.bounds import JobShop
-from jaxpipe.schedules.auto import Beam, improved, rows_of
+from jaxpipe.schedules.auto import Beam, improved
 from tests.tiers import slow
 
 
@@ -39,7 +39,7 @@ def test_what_a_beam_places_is_valid_and_keeps_the_cap():
         if order is None:  # forwards filled the memory of a device with several stages
             continue
         placed += 1
-        table = jp.Schedule.from_rows(rows_of(shop, order), placement=placement)
+        table = jp.Schedule.from_rows(shop.rows(order), placement=placement)
         jp.check(table, max_activations=shop.cap)
     assert placed >= 12
 

@@ -109,7 +109,7 @@ def test_orders_make_a_whole_table(devices, chunks, microbatches):
         (lambda: warmup_counts(4, devices=4, device=4), "device must be 0 ... 3; got 4"),
         (
             lambda: warmup_counts(4, devices=0, device=0, group_size=1),
-            "devices=0: it must be at least 1",
+            "devices=0: each must be at least 1",
         ),
         (lambda: execution_order(TABLE, chunks=1, warmup=0), r"names chunks \[1\]"),
         (lambda: execution_order(TABLE, chunks=2, warmup=11), "warmup must be 0 ... 10"),
