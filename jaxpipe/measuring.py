@@ -229,14 +229,14 @@ def _value(aval: Any) -> Any:
 
 
 def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, run in turn, so that other work of the machine delays all alike; the
-    first round warms up.
+    """Median seconds until each has its results, run in turn, so that other work of the machine
+    delays all alike; the first round warms up.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, call in runs.items():
             begin = time.perf_counter()
-            call()
+            jax.block_until_ready(call())
             if turn:
                 times[name].append(time.perf_counter() - begin)
     return {name: statistics.median(values) for name, values in times.items()}
@@ -289,7 +289,7 @@ def exchange(
         jnp.zeros((mesh.shape[axis], *aval.shape), aval.dtype, device=NamedSharding(mesh, spec))
         for aval, spec in zip(avals, specs, strict=True)
     ]
-    return lambda: jax.block_until_ready(mapped(values))
+    return partial(mapped, values)
 
 
 def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) -> TracedStep:

@@ -21,7 +21,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import PyTree
 from ..inspect.programs import compile_and_read
 from ..known_faults import TESTED, Effect, Fault, faults_for, installed_version, is_in
 from ..lowering.target import GUESSED, ON_HOST, ON_THE_HOST, TRANSFER, Target
@@ -208,16 +207,6 @@ _ON_CPU = 2**20  # bytes of a transfer among CPU devices
 _HOST_RATE = 10e9  # bytes a second to the host: PCIe 3.0 of 16 lanes
 
 
-def call_of(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    """A call that waits for its results."""
-    return lambda: jax.block_until_ready(function(*arguments))
-
-
-def filled(shapes: PyTree) -> PyTree:
-    """Arrays of these shapes and shardings."""
-    return jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype, device=s.sharding), shapes)
-
-
 def predicates(scope: Scope, mesh: Mesh) -> Findings:
     """Time a predicate: on GPUs as a node of a CUDA graph, and decided by the host."""
     target = Target.of(mesh, ())
@@ -254,9 +243,9 @@ def predicate_seconds(options: Options, repeats: int) -> float:
     x, flags = loop_inputs()
     step, plain = (compiled(loop_of_blocks(predicated=each)) for each in (True, False))
     calls = {
-        "true": call_of(step, x, flags),
-        "false": call_of(step, x, 0 * flags),
-        "plain": call_of(plain, x, flags),
+        "true": partial(step, x, flags),
+        "false": partial(step, x, 0 * flags),
+        "plain": partial(plain, x, flags),
     }
     seconds = timed(calls, repeats)
     return max(seconds["true"] - seconds["plain"], seconds["false"]) / TICKS
@@ -276,7 +265,7 @@ def hops(scope: Scope, mesh: Mesh) -> Findings:
     for name, pair in pairs.items():
         at(f"the hop {name}")
         calls[name] = exchange(mesh, axis, [pair], [aval])
-        calls[name]()
+        jax.block_until_ready(calls[name]())
     at("hops in turn")
     seconds = timed(calls, scope.repeats)
     alone = {name: max(0.0, seconds[name] - seconds["nothing"]) for name in pairs}
@@ -342,9 +331,9 @@ def _overlap(
     """
     w, x = (jnp.full(shape, 0.01, dtype, device=sharding) for shape, dtype in inputs.items())
     calls = {
-        "compute": call_of(jax.jit(mapped(work)), w),
-        "hop": call_of(jax.jit(mapped(transfer)), x),
-        "both": call_of(jax.jit(mapped(lambda w, x: (work(w), transfer(x)))), w, x),
+        "compute": partial(jax.jit(mapped(work)), w),
+        "hop": partial(jax.jit(mapped(transfer)), x),
+        "both": partial(jax.jit(mapped(lambda w, x: (work(w), transfer(x)))), w, x),
     }
     return timed(calls, repeats)
 

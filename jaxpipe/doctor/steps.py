@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +30,6 @@ from ..pipeline import Pipeline
 from ..schedules.registry import build
 from ..spmd.xla import NO_GRAPHS
 from ..vocabulary import VocabEmbedding, VocabHead
-from .machine import call_of, filled
 from .run import Findings, Line, Scope, at, judged, not_tried, one_device
 
 WIDTH, WORDS, TOKENS = 16, 32, 8
@@ -282,14 +282,19 @@ def speed(scope: Scope, mesh: Mesh) -> Findings:
         at(f"compiling {chunks} chunks")
         pipe, weights, batch = step_of(one, layers=4, chunks=chunks)
         params, batch = filled(pipe.place(weights)), jax.device_put(batch, device)
-        calls[f"V = {chunks}"] = call_of(pipe.value_and_grad, params, batch)
+        calls[f"V = {chunks}"] = partial(pipe.value_and_grad, params, batch)
     at("compiling plain accumulation")
-    calls["plain"] = call_of(jax.jit(_accumulated), filled(weights), batch)
+    calls["plain"] = partial(jax.jit(_accumulated), filled(weights), batch)
     at("steps in turn")
     seconds = timed(calls, scope.repeats)
     flops = 6.0 * sum(leaf.size for leaf in jax.tree.leaves(weights)) * len(batch["x"])
     rate = peak_flops(str(device.device_kind), Target.of(one, ()))
     return Findings(judge_speed(seconds, flops, rate))
+
+
+def filled(shapes: PyTree) -> PyTree:
+    """Arrays of these shapes and shardings."""
+    return jax.tree.map(lambda s: jnp.full(s.shape, 0.01, s.dtype, device=s.sharding), shapes)
 
 
 def _accumulated(params: PyTree, batch: PyTree) -> Any:
@@ -340,7 +345,7 @@ def plan(scope: Scope, mesh: Mesh) -> Findings:
     if target.on_cpus:  # virtual devices share the cores
         planned *= max(1.0, mesh.size / (os.cpu_count() or 1))
     at("the step")
-    step = call_of(pipe.value_and_grad, params, batch)
+    step = partial(pipe.value_and_grad, params, batch)
     seconds = timed({"step": step}, scope.repeats)["step"]
     at("the profile of a step")
     try:
