@@ -336,9 +336,10 @@ def _laid_out(partition: Partition, traced: bool, tree: Params) -> dict[str, PyT
     """Parameters in the layout that the partition gives them; `traced`: the program around it makes
     them, and each device a part of each.
 
-    Stages are picked out of the whole stack, which every device would make.  So the stack is split
-    along another dim, where one divides: each device makes a part of every stage, and then they
-    exchange these.  Leaves that share buffers come to their devices first, and are packed there.
+    Stages in other than their order on the devices are picked out of the whole stack, which every
+    device would make.  So the stack is split along another dim, where one divides: each device
+    makes a part of every stage, and then they exchange these.  Leaves that share buffers come to
+    their devices first, and are packed there.
     """
     layout, mesh, axis = partition.layout, partition.mesh, partition.axis
 
@@ -355,7 +356,10 @@ def _laid_out(partition: Partition, traced: bool, tree: Params) -> dict[str, PyT
         rest[max(fits, key=lambda dim: leaf.shape[dim]) - 1] = axis
         return constrained(leaf, None, *rest)
 
-    stages = jax.tree.map(split, tree["stages"]) if traced else tree["stages"]
+    stages, in_order = tree["stages"], (*range(layout.placement.num_stages),)
+    moves = layout.unlike or any(layout.stage_at(v) != in_order for v in range(layout.num_owned))
+    if traced and moves:
+        stages = jax.tree.map(split, stages)
     placed = layout.place_stages(stages, partition.kept)
     if traced and layout.unlike:
         alone = layout.place_stages(stages, [Packed({}, each.layout.separate) for each in placed])
