@@ -487,17 +487,22 @@ def span_candidates(ticks: Ticks) -> tuple[tuple[Span, ...], ...]:
     they were made for.
 
     Others are one span, or warmup, steady state and cooldown.  The ramps may be cut where the first
-    device begins its backwards and where the last one has done its forwards.
+    device begins its backwards and where the last one has done its forwards.  Beside the longest
+    exact repeat they may be cut at all edges and have two ticks a trip: each piece makes its own
+    transfers alone, which is shorter where a transfer takes long.
     """
     stop = ticks.num_ticks
     if not stop or ticks.period > 1:
         return ((Span(0, stop, ticks.period),) if stop else (),)
-    edges = _edges(ticks)
+    edges, repeats = _edges(ticks), _exact_repeats(ticks)
     found = [
         _around(steady, stop, cuts)
-        for steady in _steady_states(ticks, edges)
+        for steady in (*_phases(stop, *edges), *repeats)
         for cuts in ((), edges[::2])
     ]
+    if repeats:
+        longest = max(repeats, key=lambda span: span.stop - span.start)
+        found.append(_around(longest, stop, edges, period=2))
     return tuple(dict.fromkeys(map(tuple, [*found, *between_collectives(ticks)])))
 
 
@@ -512,26 +517,34 @@ def _edges(ticks: Ticks) -> tuple[int, int, int, int]:
     return int(begins.min()), int(begins.max()), int(ends.max()), int(ends.min())
 
 
-def _steady_states(ticks: Ticks, edges: Sequence[int]) -> Iterator[Span]:
-    """All ticks; those from where some device, or every device, has begun its backwards, to where
-    some device, or every device, has done its forwards; and the longest exact repeat of each
-    period.
+def _phases(stop: int, *edges: int) -> Iterator[Span]:
+    """All ticks; and those from where some device, or every device, has begun its backwards, to
+    where some device, or every device, has done its forwards.
     """
-    codes, stop = ticks.signatures, ticks.num_ticks
-    phases = ((0, stop), *product(edges[:2], edges[2:]))
-    for (begin, end), period in product(phases, PERIODS):
+    for (begin, end), period in product(((0, stop), *product(edges[:2], edges[2:])), PERIODS):
         if period == 1 or end - begin >= 2 * period:
             yield Span(begin, end, period)  # may be empty: cuts alone
-    for period in range(1, min(LONGEST_PERIOD, stop // 2) + 1):
+
+
+def _exact_repeats(ticks: Ticks) -> list[Span]:
+    """The longest exact repeat of each period."""
+    codes, found = ticks.signatures, []
+    for period in range(1, min(LONGEST_PERIOD, ticks.num_ticks // 2) + 1):
         runs = runs_of_true(codes[period:] == codes[:-period])
         begin, length = max(runs, key=lambda run: run[1], default=(0, 0))
         end = begin + (length + period) // period * period
         if end - begin > 2 * period:
-            yield Span(begin, end, period)
+            found.append(Span(begin, end, period))
+    return found
 
 
-def _around(steady: Span, stop: int, cuts: Iterable[int]) -> list[Span]:
-    """A steady state, and the ramps before and after it, which are cut where a cut is in them."""
+def _around(steady: Span, stop: int, cuts: Iterable[int], *, period: int = 1) -> list[Span]:
+    """A steady state, and the ramps before and after it, which are cut where a cut is in them and
+    have this period.
+    """
     outside = (tick for tick in cuts if not steady.start < tick < steady.stop)
     marks = sorted({0, stop, steady.start, steady.stop, *outside})
-    return [steady if (a, b) == steady[:2] else Span(a, b, 1) for a, b in pairwise(marks)]
+    return [
+        steady if (a, b) == steady[:2] else Span(a, b, min(b - a, period))
+        for a, b in pairwise(marks)
+    ]
