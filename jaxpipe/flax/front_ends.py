@@ -327,7 +327,9 @@ class NnxUnit(Unit):
         texts = {}
         for path, value in nnx.iter_graph(self.modules):
             text = repr(type(value) if nnx.graph.is_node(value) else value)
-            if hasattr(value, "shape") and not isinstance(value, type):
+            # A dtype has a shape, a module may have a dtype, and numpy's scalar types have both.
+            is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+            if is_array and not isinstance(value, type):
                 text = f"{type(value).__name__} {value.dtype}{list(value.shape)}"
             if "_pytree__" not in str(path[-1:]):
                 texts[".".join(map(str, path)) or "the block"] = text
