@@ -364,7 +364,8 @@ def live_activations(table: Encoded, release: Release) -> IntArray:
     """
     begins, dies, _ = activation_changes(table, release)
     held = np.concatenate([[0], np.cumsum(begins - dies)])
-    before_row = held[np.repeat(table.first[:-1], np.diff(table.first))]
+    first = np.array(table.first)  # of integers also without a row
+    before_row = held[np.repeat(first[:-1], np.diff(first))]
     live: IntArray = held[1:] + dies - before_row
     return live
 

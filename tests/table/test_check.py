@@ -265,6 +265,14 @@ def test_the_memory_cap_sees_its_break():
     assert "1 entries for 2 devices" in fault.message
 
 
+def test_a_table_without_a_row_is_refused_under_a_memory_cap_too():
+    text = '{"format": "jaxpipe.schedule", "version": 1, "num_devices": 1, '
+    text += '"num_microbatches": 1, "stage_to_device": [0]}'
+    empty = Schedule.from_json(text)
+    found = {v.rule for v in faults(empty, max_activations=1)}
+    assert {"completeness", "placement"} <= found
+
+
 def test_the_memory_cap_counts_until_w_or_until_i():
     schedule = Schedule.from_csv("0F0,0I0,0F1,0I1,0W0,0W1\n")
     assert jp.check(schedule, max_activations=1, release=jp.table.Release.INPUT_GRAD) is schedule
