@@ -23,7 +23,7 @@ from .errors import CheckpointError, is_whole, quoted
 from .model.packed import Packed
 from .model.param_layout import Chunks, owner_faults
 from .model.placer import Follow, Followers, Placer, is_params
-from .model.settings import has, with_sharding
+from .model.settings import explicit_context, has, jit_on_mesh, with_sharding
 from .pipeline import Pipeline
 
 __all__ = ["Checkpoints", "DamagedCheckpointError"]
@@ -162,9 +162,13 @@ class PortableState:
             # a ShapeDtypeStruct does not tell it by itself
             jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)
             value = jax.random.wrap_key_data(value, impl=impl[0])
-        whole = PartitionSpec()
-        to = _plain_sharding(like) if self.pipe is None else NamedSharding(self.pipe.mesh, whole)
-        return jax.device_put(value, to)
+        if self.pipe is None:
+            return jax.device_put(value, _plain_sharding(like))
+        to = NamedSharding(self.pipe.mesh, PartitionSpec())
+        value = jax.device_put(value, to)
+        if explicit_context(self.pipe.mesh):  # as placed parameters are then
+            value = jit_on_mesh(self.pipe.mesh, lambda leaf: leaf, to)(value)
+        return value
 
 
 def _wrapped(state: Mapping[str, PyTree]) -> dict[str, PyTree]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, Mesh
 
 from jaxpipe.checkpoint import Checkpoints, PortableState
 from tests.axes.model import HIDDEN, SPECS, WIDTH, build, canonical, mesh, pipeline
@@ -53,6 +54,28 @@ def test_parameters_spread_over_all_axes_are_read_on_any_mesh(tmp_path: Path) ->
             assert jax.tree.map(lambda a: a.sharding, tree) == jax.tree.map(
                 lambda a: a.sharding, like["params"]
             )
+
+
+def test_a_restored_state_goes_on_under_explicit_axes(tmp_path: Path) -> None:
+    """Numbers of the optimizer are on the mesh of the parameters there, or no update could use
+    both.
+    """
+    explicit = mesh()
+    explicit = Mesh(
+        explicit.devices,
+        explicit.axis_names,
+        axis_types=(AxisType.Explicit,) * len(explicit.axis_names),
+    )
+    pipe = pipeline(build("1f1b"), mesh=explicit)
+    with jax.set_mesh(explicit), Checkpoints(tmp_path, pipe) as checkpoints:
+        saved = state_of(pipe, seed=1)
+        checkpoints.save(1, saved)
+        _, found = checkpoints.restore(state_of(pipe, seed=2))
+        update = jax.jit(optax.scale_by_adam().update)
+        updates, _ = update(found["params"], found["opt_state"])
+        wanted, _ = update(saved["params"], saved["opt_state"])
+    for ours, theirs in zip(*map(jax.tree.leaves, (updates, wanted)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12)  # float64, a few roundings
 
 
 def test_no_device_holds_the_whole_model_while_it_is_saved() -> None:
