@@ -165,10 +165,9 @@ class PortableState:
         if self.pipe is None:
             return jax.device_put(value, _plain_sharding(like))
         to = NamedSharding(self.pipe.mesh, PartitionSpec())
-        value = jax.device_put(value, to)
         if explicit_context(self.pipe.mesh):  # as placed parameters are then
-            value = jit_on_mesh(self.pipe.mesh, lambda leaf: leaf, to)(value)
-        return value
+            return jit_on_mesh(self.pipe.mesh, lambda leaf: leaf, to)(value)
+        return jax.device_put(value, to)
 
 
 def _wrapped(state: Mapping[str, PyTree]) -> dict[str, PyTree]:

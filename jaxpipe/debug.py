@@ -274,6 +274,8 @@ class _Search:
 
     def _check_mask(self, call: _Call, x: PyTree) -> None:
         """PipelineError where a slice of the first sequence reads rows of later slices."""
+        if "ctx" not in self._wants(call):
+            return  # it appends no rows
         _, counts = self._run(self._later_rows, call, 0, x)
         faults = [
             f"  slice {k} reads later rows of {name!r}: {read} values of its results depend on them"

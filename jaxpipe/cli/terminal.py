@@ -244,7 +244,7 @@ _NAMED |= {"true": True, "false": False, "none": None}
 
 
 def _value(text: str) -> object:
-    """A whole number, several joined by commas, or what a name stands for; else the text."""
+    """A whole number, several joined by commas, or the value of a name; else the text."""
     if text.lower() in _NAMED:
         return _NAMED[text.lower()]
     fields = text.split(",")

@@ -425,8 +425,10 @@ def _equal_intervals(marks: IntArray, start: int, stop: int) -> Span | None:
     best, mine = Span(start, start, 0), marks[start:stop]
     for period in range(2, min(LONGEST_TRIP, len(mine) // 2) + 1):
         for begin, length in runs_of_true(mine[period:] == mine[:-period]):
+            if length < best.stop - best.start:
+                continue
             first = np.flatnonzero(mine[begin : begin + period])
-            if length < best.stop - best.start or not len(first):
+            if not len(first):
                 continue
             at = begin + int(first[0])
             repeats = (begin + length + period - at) // period

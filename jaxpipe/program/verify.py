@@ -279,7 +279,7 @@ def _permute_faults(permute: Permute) -> Iterator[Fault]:
 
 
 class Accesses(NamedTuple):
-    """One entry an access, in no order; a number stands for all.  A value is the number
+    """One entry an access, in no order; a number applies to all.  A value is the number
     stage * M + microbatch of what the pool holds.
     """
 
