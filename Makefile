@@ -14,12 +14,12 @@ VENV ?= .venv
 PYTHON ?=
 ARGS ?=
 WORKERS ?= 2
-TORCH := 2.13.0
+TORCH := 2.14.1
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # How XLA makes CPU code as shipped; `make test` has flags that compile in half the time (tests/conftest.py).
-SHIPPED := --xla_cpu_use_fusion_emitters=true --xla_backend_optimization_level=3 --xla_cpu_parallel_codegen_split_count=32
+SHIPPED := --xla_backend_optimization_level=3 --xla_cpu_parallel_codegen_split_count=32
 PARALLEL = --numprocesses $(WORKERS) --dist worksteal
 # Without compiled bytecode every process compiles the tests and what they import again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -71,7 +71,7 @@ def read_faults() -> tuple[Fault, ...]:
 
 
 # The versions that jaxpipe was run with; pyproject.toml allows the same.
-TESTED = {"jax": ">=0.10,<0.11", "jaxlib": ">=0.10,<0.11"}
+TESTED = {"jax": ">=0.11.2,<0.13", "jaxlib": ">=0.11.2,<0.13"}
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 

@@ -48,11 +48,10 @@ INSTRUCTION_SETS = (
 NO_JAX = ("table", "schedules")
 TIERS = ("slow", "exhaustive")  # the default run has neither
 COUNT_FLAG = "--xla_force_host_platform_device_count"
-# Most of the time of the tests is XLA's compile time.  These flags halve it: the older way to make
-# CPU code for fusions, no optimization by LLVM, and one module of code instead of one for a thread.
+# Most of the time of the tests is XLA's compile time.  These flags shorten it: no optimization by
+# LLVM, and one module of code instead of one for a thread.
 # `make test-numeric` runs the tests that compare numbers with the code of XLA:CPU as shipped.
 FAST_COMPILES = (
-    ("--xla_cpu_use_fusion_emitters", "false"),
     ("--xla_backend_optimization_level", "0"),
     ("--xla_cpu_parallel_codegen_split_count", "1"),
 )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core as jax_core
+from jax._src import flattree
 from jax.extend import core
 from jax.extend.core.primitives import convert_element_type_p
 
@@ -122,7 +123,20 @@ def with_equations(
 
 def scan_counts(eqn: core.JaxprEqn) -> tuple[int, int]:
     """The number of constants and of carries of a scan."""
-    return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def scan_params(consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
+    """The parameters of a scan that say how its operands and results are grouped.
+
+    JAX has no public name for these trees.
+    """
+    none = flattree.nones
+    return {
+        "ft_in": flattree.pack((none(consts), none(carry), none(xs))),
+        "ft_out": flattree.pack((none(carry), none(ys))),
+    }
 
 
 @dataclass(frozen=True)
@@ -155,11 +169,9 @@ class Scan:
         outs = [*self.carry_out, *self.ys]
         like = self.like.params["jaxpr"].jaxpr
         body = with_equations(like, self.eqns, [v for _, v in ins], [v for v, _ in outs])
-        params = self.like.params | {
-            "jaxpr": core.ClosedJaxpr(body, []),
-            "num_consts": len(self.consts),
-            "num_carry": len(self.carry),
-        }
+        counts = map(len, (self.consts, self.carry, self.xs, self.ys))
+        closed = {"jaxpr": core.ClosedJaxpr(body, [])}
+        params = self.like.params | closed | scan_params(*counts)
         return self.like.replace(
             invars=[operand for operand, _ in ins],
             outvars=[output for _, output in outs],
@@ -294,7 +306,7 @@ def _multiplications(eqn: Any) -> int:
 # forward and backward are separate computations, so what the backward recomputes cannot be shared
 # with the forward by accident.
 _REMAT = ("remat2", "checkpoint")
-_CALLS = ("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", *_REMAT)
+_CALLS = ("jit", "closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", *_REMAT)
 
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
@@ -371,10 +383,10 @@ def _inlined(closed: core.ClosedJaxpr, *arguments: Any) -> list[Any]:
                 flat = flatten(params["jaxpr"])
                 inner, inputs = flat.jaxpr, [*flat.consts, *inputs]
                 opened = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
-                params = params | {
-                    "jaxpr": core.ClosedJaxpr(opened, []),
-                    "num_consts": params["num_consts"] + len(flat.consts),
-                }
+                consts, carry = scan_counts(eqn)
+                counts = consts + len(flat.consts), carry, len(eqn.invars) - consts - carry
+                params = params | {"jaxpr": core.ClosedJaxpr(opened, [])}
+                params = params | scan_params(*counts, len(eqn.outvars) - carry)
                 eqn = eqn.replace(invars=[*inner.constvars, *eqn.invars], params=params)
             outs = bind(jaxpr, eqn, inputs)
         env.update(zip(eqn.outvars, outs, strict=True))

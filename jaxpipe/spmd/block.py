@@ -43,12 +43,17 @@ T = TypeVar("T")
 def while_once(predicate: Flag, body: Callable[[T], T], carry: T) -> tuple[Flag, T]:
     """A loop of one trip where the predicate holds, and of none elsewhere.  Return a flag that is
     False after the loop, and the carry.
+
+    The condition compares a number of trips.  If it were the predicate itself, XLA's WHILE node of
+    a CUDA graph would read it before the body has written it, and run the body again and again.
     """
 
-    def once(state: tuple[Any, T]) -> tuple[Flag, T]:
-        return jnp.zeros_like(state[0]), body(state[1])
+    def once(state: tuple[Scalar, T]) -> tuple[Scalar, T]:
+        return state[0] + 1, body(state[1])
 
-    return lax.while_loop(lambda state: state[0], once, (predicate, carry))
+    start = 1 - jnp.asarray(predicate).astype(jnp.int32)
+    trips, after = lax.while_loop(lambda state: state[0] < 1, once, (start, carry))
+    return trips < 1, after
 
 
 def read(pool: Sequence[Any], slot: Scalar) -> Leaves:
