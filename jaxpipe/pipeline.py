@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from .arrays import Params, PyTree
 from .engine.costs import Costs
 from .errors import PipelineError, typed
+from .jaxprs.loops import with_counted_loops
 from .known_faults import refuse_faults
 from .layouts.layout import Layout
 from .lowering.target import Target
@@ -385,20 +386,27 @@ class Pipeline:
 
         `value_and_grad`, `evaluate`, `outputs` and `lower` use them.  JAX takes options at the
         outermost `jax.jit` only, so a function of yours around them needs them too: write
-        `pipe.jit(train_step)`, or `jax.jit(train_step, compiler_options=pipe.compiler_options)`.
+        `pipe.jit(train_step)`.
+
+        A `jax.jit` of your own with these options is right only if no loop outside of the model has
+        a condition that is nothing but a flag, as `lambda carry: carry[0]`: XLA's CUDA graphs run
+        such a loop too often.  `pipe.jit` repairs it, and so does the pipeline in the model.
         """
         return options_for(self._target)
 
     def jit(self, function: Callable[..., Any], **options: Any) -> Any:
         """`jax.jit` with the XLA options that the program wants (`compiler_options`); those that
-        you give go before them.
+        you give go before them.  With such options, the loops of the function count their trips
+        where XLA would else run them too often (see `compiler_options`).
 
         Example:
             step = pipe.jit(train_step, donate_argnums=(0, 1))
         """
         own = options.pop("compiler_options", None) or {}
         mine = {**self.compiler_options, **own}
-        return jax.jit(function, compiler_options=mine or None, **options)
+        if not mine:
+            return jax.jit(function, **options)
+        return jax.jit(with_counted_loops(function), compiler_options=mine, **options)
 
     # Inside
 

@@ -21,6 +21,7 @@ from .arrays import Params, PyTree, by_path, described
 from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
+from .jaxprs.loops import with_counted_loops
 from .lowering.plan import Plan, plan_of
 from .lowering.target import Target
 from .model.arguments import key_faults, param_faults, state_faults
@@ -360,7 +361,7 @@ def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Calla
     inner = jax.jit(function)
     if not options:
         return inner
-    outermost = jax.jit(function, compiler_options=dict(options))
+    outermost = jax.jit(with_counted_loops(function), compiler_options=dict(options))
 
     def call(*arguments: Any) -> Any:
         traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))

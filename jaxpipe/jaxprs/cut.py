@@ -25,6 +25,7 @@ from .equations import (
     NewVar,
     Pairs,
     Scan,
+    closed_jaxpr,
     copied,
     every_equation,
     is_gather,
@@ -470,7 +471,7 @@ def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
             whole = {v: v for v in variables(eqn.invars[:consts]) if v in numbers and v not in rows}
             eqn = _remake(eqn, whole, list(numbers.values()), {}, {}, core.gensym())
             body = eqn.params["jaxpr"]
-            inner = core.ClosedJaxpr(into_scans(body.jaxpr), body.consts)
+            inner = closed_jaxpr(into_scans(body.jaxpr), body.consts)
             eqn = eqn.replace(params=eqn.params | {"jaxpr": inner})
         eqns.append(eqn)
     return jaxpr.replace(eqns=eqns)
@@ -561,7 +562,7 @@ def _remake(
     extra_xs = [(xs[v], inner) for v, inner in env.items() if v not in consts]
     made = copied(head, env, newvar)
     body = renamed(eqn.params["jaxpr"].jaxpr, {v: env[value] for v, value in values.items()})
-    scan = Scan.of(eqn.replace(params=eqn.params | {"jaxpr": core.ClosedJaxpr(body, [])}))
+    scan = Scan.of(eqn.replace(params=eqn.params | {"jaxpr": closed_jaxpr(body)}))
     return replace(
         scan,
         eqns=[*made, *scan.eqns],

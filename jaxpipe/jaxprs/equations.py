@@ -1,5 +1,5 @@
 """For all passes over equations: their variables, copies under other names, the parts of scans,
-results, and costs; inlined calls, and collectives.
+results, and costs; and collectives.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -21,6 +20,16 @@ from jax.extend.core.primitives import convert_element_type_p
 Atom: TypeAlias = core.Var | core.Literal
 NewVar: TypeAlias = Callable[[Any], core.Var]
 Pairs: TypeAlias = "Sequence[tuple[Any, Any]]"
+# A jaxpr with values for its constants.  It is a class of its own in JAX 0.11, which JAX 0.12 does
+# not name any more.
+ClosedJaxpr: TypeAlias = core.Jaxpr
+_CLOSED: Any = type(jax.make_jaxpr(lambda: ())())
+
+
+def closed_jaxpr(jaxpr: core.Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
+    """The jaxpr with these values for its constants."""
+    closed: ClosedJaxpr = _CLOSED(jaxpr, list(consts))
+    return closed
 
 
 def variables(atoms: Iterable[Any]) -> list[core.Var]:
@@ -48,9 +57,9 @@ def with_bodies(params: Any, change: Callable[[core.Jaxpr], core.Jaxpr]) -> Any:
     """
     if isinstance(params, core.Jaxpr):
         return change(params)
-    if isinstance(params, core.ClosedJaxpr):
+    if isinstance(params, _CLOSED):
         inner = change(params.jaxpr)
-        return params if inner is params.jaxpr else core.ClosedJaxpr(inner, params.consts)
+        return params if inner is params.jaxpr else closed_jaxpr(inner, params.consts)
     if type(params) not in (tuple, dict):
         return params
     old = params if type(params) is dict else dict(enumerate(params))
@@ -69,13 +78,13 @@ def renamed(jaxpr: core.Jaxpr, env: dict[core.Var, Any]) -> core.Jaxpr:
     eqns = [
         eqn
         if env.keys().isdisjoint(variables(eqn.invars))
-        else eqn.replace(invars=_values(eqn.invars, env))
+        else eqn.replace(invars=substituted(eqn.invars, env))
         for eqn in jaxpr.eqns
     ]
-    return jaxpr.replace(eqns=eqns, outvars=_values(jaxpr.outvars, env))
+    return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
 
 
-def _values(atoms: Iterable[Any], env: dict[core.Var, Any]) -> list[Any]:
+def substituted(atoms: Iterable[Any], env: dict[core.Var, Any]) -> list[Any]:
     """The atoms, with other values in place of some variables."""
     return [env.get(a, a) if isinstance(a, core.Var) else a for a in atoms]
 
@@ -86,7 +95,7 @@ def copied(
     """The equations with new variables for their results; `env` has the new ones then."""
     found = []
     for eqn in eqns:
-        inputs = _values(eqn.invars, env)
+        inputs = substituted(eqn.invars, env)
         outputs = [newvar(v.aval) for v in eqn.outvars]
         env.update(zip(eqn.outvars, outputs, strict=True))
         found.append(eqn.replace(invars=inputs, outvars=outputs))
@@ -132,11 +141,12 @@ def scan_params(consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
 
     JAX has no public name for these trees.
     """
-    none = flattree.nones
-    return {
-        "ft_in": flattree.pack((none(consts), none(carry), none(xs))),
-        "ft_out": flattree.pack((none(carry), none(ys))),
-    }
+
+    def grouped(*counts: int) -> Any:
+        tree: Any = flattree
+        return tree.pack(tuple(map(tree.nones, counts)))
+
+    return {"ft_in": grouped(consts, carry, xs), "ft_out": grouped(carry, ys)}
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,7 @@ class Scan:
         like = self.like.params["jaxpr"].jaxpr
         body = with_equations(like, self.eqns, [v for _, v in ins], [v for v, _ in outs])
         counts = map(len, (self.consts, self.carry, self.xs, self.ys))
-        closed = {"jaxpr": core.ClosedJaxpr(body, [])}
+        closed = {"jaxpr": closed_jaxpr(body)}
         params = self.like.params | closed | scan_params(*counts)
         return self.like.replace(
             invars=[operand for operand, _ in ins],
@@ -186,7 +196,7 @@ def literal(atom: core.Literal) -> Any:
     return jnp.asarray(atom.val, aval.dtype)
 
 
-def results_of(code: core.ClosedJaxpr, *arguments: Any) -> list[Any]:
+def results_of(code: ClosedJaxpr, *arguments: Any) -> list[Any]:
     """Evaluate a jaxpr: arrays, also where an output is a literal."""
     found = core.jaxpr_as_fun(code)(*arguments)
     pairs = zip(found, code.jaxpr.outvars, strict=True)
@@ -201,7 +211,7 @@ def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[A
     outs = [newvar(v.aval) if isinstance(v, core.DropVar) else v for v in eqn.outvars]
     opened = jaxpr.replace(constvars=[])
     single = with_equations(opened, [eqn.replace(outvars=outs)], list(named), outs)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(single, []))(*named.values())
+    return core.jaxpr_as_fun(closed_jaxpr(single))(*named.values())
 
 
 _SHAPES = {"reshape", "transpose", "squeeze", "expand_dims", "broadcast_in_dim", "rev"}
@@ -299,98 +309,6 @@ def _multiplications(eqn: Any) -> int:
     # Each number of the output sums over the kernel of one output feature.
     features = right[eqn.params["dimension_numbers"].rhs_spec[0]]
     return int(size * math.prod(right) // max(1, features))
-
-
-# Their bodies are inlined.  `custom_*` calls that are still here were not
-# differentiated, so the plain body is their meaning.  Inlined remat keeps its purpose: a stage's
-# forward and backward are separate computations, so what the backward recomputes cannot be shared
-# with the forward by accident.
-_REMAT = ("remat2", "checkpoint")
-_CALLS = ("jit", "closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", *_REMAT)
-
-# JAX has no public name for its memory spaces.
-_Space: Any = type(jax.typeof(np.float32(0)).memory_space)
-
-
-def stores_on_host(jaxpr: core.Jaxpr) -> bool:
-    """Whether anything in it goes to the host's memory, as policies of `jax.checkpoint` that
-    offload write it.
-    """
-    moves = (eqn for eqn in every_equation(jaxpr) if _is_move(eqn))
-    return any(_Space.Host in eqn.params["devices"] for eqn in moves)
-
-
-def _is_move(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation does nothing but move values between the memories of a device and its
-    host.
-    """
-    return eqn.primitive.name == "device_put" and all(
-        isinstance(to, _Space) for to in eqn.params["devices"]
-    )
-
-
-def flatten(closed: core.ClosedJaxpr) -> core.ClosedJaxpr:
-    """The same function without calls and moves between memories: all values are on the device.
-
-    The program decides what is kept on the host: it moves all residuals of a forward, and fetches
-    them ticks before they are read.  Constants become literals or stay constants of the result.
-    """
-    if any(map(_is_move, every_equation(closed.jaxpr))):
-        closed = core.ClosedJaxpr(_without_moves(closed.jaxpr), closed.consts)
-    return jax.make_jaxpr(partial(_inlined, closed))(*closed.in_avals)
-
-
-def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """The jaxpr with all values on the device, also in loops, branches and calls."""
-    newvar, env, eqns = core.gensym(), dict[core.Var, Any](), list[core.JaxprEqn]()
-
-    def fresh(var: core.Var) -> core.Var:
-        aval: Any = var.aval
-        on_host = getattr(aval, "memory_space", None) is _Space.Host
-        return newvar(aval.update(memory_space=_Space.Device) if on_host else aval)
-
-    constvars, invars = (list(map(fresh, of)) for of in (jaxpr.constvars, jaxpr.invars))
-    env.update(zip([*jaxpr.constvars, *jaxpr.invars], [*constvars, *invars], strict=True))
-    for eqn in jaxpr.eqns:
-        inputs = _values(eqn.invars, env)
-        outputs = inputs if _is_move(eqn) else list(map(fresh, eqn.outvars))
-        env.update(zip(eqn.outvars, outputs, strict=True))
-        if not _is_move(eqn):
-            params = with_bodies(eqn.params, _without_moves)
-            eqns.append(eqn.replace(invars=inputs, outvars=outputs, params=params))
-    outvars = _values(jaxpr.outvars, env)
-    return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
-
-
-def _inlined(closed: core.ClosedJaxpr, *arguments: Any) -> list[Any]:
-    """Evaluate a jaxpr without its calls, also in scans, whose bodies then hold no constants."""
-    jaxpr = closed.jaxpr
-    inputs = [*closed.consts, *arguments]
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-
-    def read(atom: Any) -> Any:
-        return literal(atom) if isinstance(atom, core.Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        inputs, params = list(map(read, eqn.invars)), eqn.params
-        if eqn.primitive.name in _CALLS:
-            body = params.get("call_jaxpr", params.get("jaxpr"))
-            if isinstance(body, core.Jaxpr):  # of remat
-                body = core.ClosedJaxpr(body, [])
-            outs = _inlined(body, *inputs)
-        else:
-            if eqn.primitive.name == "scan":
-                flat = flatten(params["jaxpr"])
-                inner, inputs = flat.jaxpr, [*flat.consts, *inputs]
-                opened = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
-                consts, carry = scan_counts(eqn)
-                counts = consts + len(flat.consts), carry, len(eqn.invars) - consts - carry
-                params = params | {"jaxpr": core.ClosedJaxpr(opened, [])}
-                params = params | scan_params(*counts, len(eqn.outvars) - carry)
-                eqn = eqn.replace(invars=[*inner.constvars, *eqn.invars], params=params)
-            outs = bind(jaxpr, eqn, inputs)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return list(map(read, jaxpr.outvars))
 
 
 _ALL_REDUCES = ("psum", "psum_invariant", "pmax", "pmin")

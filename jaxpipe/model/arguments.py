@@ -21,7 +21,8 @@ from jax.extend import core
 from ..arrays import PyTree, accumulator_dtype, array_faults, axis_faults, by_path
 from ..engine.costs import Costs
 from ..errors import PipelineError, ScheduleError, quoted
-from ..jaxprs.equations import flatten
+from ..jaxprs.equations import ClosedJaxpr
+from ..jaxprs.flat import flatten
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout, split_layers
 from ..table.kinds import Placement
 from ..table.schedule import Schedule
@@ -338,7 +339,7 @@ def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTre
     return init
 
 
-def inputs_of(closed: core.ClosedJaxpr) -> list[int]:
+def inputs_of(closed: ClosedJaxpr) -> list[int]:
     """For each result of a function, the inputs on which it depends: a bit each."""
     graph = _Graph(closed)
     made_of = graph.made_of(graph.inputs)
@@ -354,13 +355,13 @@ class _Graph:
     numbers of the values that it reads, and of those that it makes.
     """
 
-    def __init__(self, closed: core.ClosedJaxpr) -> None:
+    def __init__(self, closed: ClosedJaxpr) -> None:
         self.nodes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         self._new = count().__next__
         self.inputs = [self._new() for _ in closed.jaxpr.invars]
         self.outs = self._add(closed, self.inputs)
 
-    def _add(self, closed: core.ClosedJaxpr, inputs: Sequence[int]) -> list[int]:
+    def _add(self, closed: ClosedJaxpr, inputs: Sequence[int]) -> list[int]:
         """Append the equations of a jaxpr; the numbers of its results."""
         flat = flatten(closed).jaxpr
         known: dict[Any, int] = defaultdict(self._new, zip(flat.invars, inputs, strict=True))

@@ -150,7 +150,7 @@ def _action_faults(program: Program) -> Iterator[Fault]:
         tick, device = at = np.nonzero(record.kind != NOBODY)
         columns = {name: column[at].astype(int) for name, column in record.columns.items()}
         kind, microbatch = columns["kind"], columns["microbatch"]
-        stage = columns.get("stage", device)
+        stage: Any = columns.get("stage", device)
         sizes = zip((kind, stage, microbatch), table.at.shape, strict=True)
         inside = np.all([(n >= 0) & (n < size) for n, size in sizes], axis=0)
         number = np.full(len(tick), -1)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, PyTree
 from ..jaxprs.entry import Entry
-from ..jaxprs.equations import Reductions
+from ..jaxprs.equations import Reductions, closed_jaxpr
 from ..known_faults import Feature, faults_for
 from ..lowering.target import Target
 from ..model.partition import leaf_plans, parts_of
@@ -110,13 +110,15 @@ def features_of(target: Target, mesh: Mesh, offload: Offload) -> frozenset[Featu
     """The features of a pipeline's program that known faults depend on."""
     devices = list(mesh.devices.flat)
     pipes = any(size > 1 for size in mesh.shape.values())
+    # Described devices run nothing.
+    runs = type(devices[0].client).__name__ != "CompileOnlyPyClient"
     used = {
         Feature.POOLS: True,
         Feature.GRAPHS: target.on_gpus,
         Feature.ZERO_INIT: target.on_gpus,
         Feature.OFFLOAD: offload is not Offload.NOTHING,
         Feature.COMMUNICATES: target.communicates,
-        Feature.SEVERAL_DEVICES: pipes,
+        Feature.SEVERAL_DEVICES: pipes and runs,
         Feature.LARGE_CLIQUES: len(devices) > _MANY and jax.process_count() > 1,
         Feature.COMPONENTS: f"{_COMPONENTS}=true" in os.environ.get("XLA_FLAGS", ""),
         Feature.SEVERAL_PROCESSES: jax.process_count() > 1,
@@ -134,7 +136,7 @@ def mapped(
 
     def call(*arguments: PyTree) -> PyTree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        changed = core.ClosedJaxpr(changes.within(closed.jaxpr), closed.consts)
+        changed = closed_jaxpr(changes.within(closed.jaxpr), closed.consts)
         results = core.jaxpr_as_fun(changed)(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 

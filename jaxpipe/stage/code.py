@@ -43,7 +43,7 @@ from ..jaxprs.cut import (
     known_from,
     needed_for,
 )
-from ..jaxprs.equations import collectives, reads, results_of
+from ..jaxprs.equations import closed_jaxpr, collectives, reads, results_of
 from ..model.calls import OUTER_WANTS
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from ..table.kinds import Kind, kinds_where
@@ -177,7 +177,7 @@ class StageCode:
 
 def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
     """Evaluate a jaxpr without constants."""
-    return results_of(core.ClosedJaxpr(jaxpr, []), *arguments)
+    return results_of(closed_jaxpr(jaxpr), *arguments)
 
 
 def inexact(leaf: Any) -> bool:

@@ -20,7 +20,8 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import Leaves, Params, PyTree, by_index, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import Atom, collectives, flatten, reads
+from ..jaxprs.equations import Atom, collectives, reads
+from ..jaxprs.flat import flatten
 from ..lowering.plan import Plan
 from ..lowering.target import Target
 from ..model.calls import OUTER_WANTS, check_equations, refusing

@@ -22,7 +22,8 @@ from jax.extend import core
 from ..arrays import Leaves, PyTree, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import copied, flatten, renamed, stores_on_host, variables, with_equations
+from ..jaxprs.equations import copied, renamed, variables, with_equations
+from ..jaxprs.flat import flatten, stores_on_host
 from ..model.functions import StageOutput
 from ..table.effects import Place
 from .code import INPUTS, ParamUse, StageCode, by_place, hoist, inexact, pieces

@@ -71,11 +71,7 @@ def shapes(stages: int) -> Any:
 
 def inner(eqn: Any) -> Iterator[core.Jaxpr]:
     """The jaxprs that an equation holds."""
-    for value in jax.tree.leaves(
-        eqn.params, is_leaf=lambda v: isinstance(v, core.Jaxpr | core.ClosedJaxpr)
-    ):
-        if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
-            yield value.jaxpr if isinstance(value, core.ClosedJaxpr) else value
+    return core.jaxprs_in_params(eqn.params)
 
 
 def is_tick_loop(eqn: Any) -> bool:

@@ -1,0 +1,115 @@
+"""Flat jaxprs: without calls and without moves between memories, with loops that count."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from .equations import (
+    ClosedJaxpr,
+    bind,
+    closed_jaxpr,
+    every_equation,
+    literal,
+    scan_counts,
+    scan_params,
+    substituted,
+    with_bodies,
+)
+from .loops import counting
+
+# Their bodies are inlined.  `custom_*` calls that are still here were not
+# differentiated, so the plain body is their meaning.  Inlined remat keeps its purpose: a stage's
+# forward and backward are separate computations, so what the backward recomputes cannot be shared
+# with the forward by accident.
+_REMAT = ("remat2", "checkpoint")
+_CALLS = ("jit", "closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", *_REMAT)
+
+# JAX has no public name for its memory spaces.
+_Space: Any = type(jax.typeof(np.float32(0)).memory_space)
+
+
+def stores_on_host(jaxpr: core.Jaxpr) -> bool:
+    """Whether anything in it goes to the host's memory, as policies of `jax.checkpoint` that
+    offload write it.
+    """
+    moves = (eqn for eqn in every_equation(jaxpr) if _is_move(eqn))
+    return any(_Space.Host in eqn.params["devices"] for eqn in moves)
+
+
+def _is_move(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation does nothing but move values between the memories of a device and its
+    host.
+    """
+    return eqn.primitive.name == "device_put" and all(
+        isinstance(to, _Space) for to in eqn.params["devices"]
+    )
+
+
+def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same function without calls and moves between memories: all values are on the device.
+    Its loops count (`counting`).
+
+    The program decides what is kept on the host: it moves all residuals of a forward, and fetches
+    them ticks before they are read.  Constants become literals or stay constants of the result.
+    """
+    if any(map(_is_move, every_equation(closed.jaxpr))):
+        closed = closed_jaxpr(_without_moves(closed.jaxpr), closed.consts)
+    closed = closed_jaxpr(counting(closed.jaxpr), closed.consts)
+    return jax.make_jaxpr(partial(_inlined, closed))(*closed.in_avals)
+
+
+def _without_moves(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The jaxpr with all values on the device, also in loops, branches and calls."""
+    newvar, env, eqns = core.gensym(), dict[core.Var, Any](), list[core.JaxprEqn]()
+
+    def fresh(var: core.Var) -> core.Var:
+        aval: Any = var.aval
+        on_host = getattr(aval, "memory_space", None) is _Space.Host
+        return newvar(aval.update(memory_space=_Space.Device) if on_host else aval)
+
+    constvars, invars = (list(map(fresh, of)) for of in (jaxpr.constvars, jaxpr.invars))
+    env.update(zip([*jaxpr.constvars, *jaxpr.invars], [*constvars, *invars], strict=True))
+    for eqn in jaxpr.eqns:
+        inputs = substituted(eqn.invars, env)
+        outputs = inputs if _is_move(eqn) else list(map(fresh, eqn.outvars))
+        env.update(zip(eqn.outvars, outputs, strict=True))
+        if not _is_move(eqn):
+            params = with_bodies(eqn.params, _without_moves)
+            eqns.append(eqn.replace(invars=inputs, outvars=outputs, params=params))
+    outvars = substituted(jaxpr.outvars, env)
+    return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=eqns)
+
+
+def _inlined(closed: ClosedJaxpr, *arguments: Any) -> list[Any]:
+    """Evaluate a jaxpr without its calls, also in scans, whose bodies then hold no constants."""
+    jaxpr = closed.jaxpr
+    inputs = [*closed.consts, *arguments]
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return literal(atom) if isinstance(atom, core.Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        inputs, params = list(map(read, eqn.invars)), eqn.params
+        if eqn.primitive.name in _CALLS:
+            body: Any = params.get("call_jaxpr", params.get("jaxpr"))
+            # That of remat has no constants, and in JAX 0.11 no field for them.
+            outs = _inlined(body if hasattr(body, "consts") else closed_jaxpr(body), *inputs)
+        else:
+            if eqn.primitive.name == "scan":
+                flat = flatten(params["jaxpr"])
+                inner, inputs = flat.jaxpr, [*flat.consts, *inputs]
+                opened = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
+                consts, carry = scan_counts(eqn)
+                counts = consts + len(flat.consts), carry, len(eqn.invars) - consts - carry
+                params = params | {"jaxpr": closed_jaxpr(opened)}
+                params = params | scan_params(*counts, len(eqn.outvars) - carry)
+                eqn = eqn.replace(invars=[*inner.constvars, *eqn.invars], params=params)
+            outs = bind(jaxpr, eqn, inputs)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return list(map(read, jaxpr.outvars))

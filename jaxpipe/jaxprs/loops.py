@@ -1,0 +1,117 @@
+"""Loops whose condition is only a flag: they get a counter, for XLA's CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from .equations import (
+    ClosedJaxpr,
+    closed_jaxpr,
+    copied,
+    producers,
+    results_of,
+    substituted,
+    variables,
+    with_bodies,
+)
+
+_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
+
+
+def counting(jaxpr: core.Jaxpr) -> core.Jaxpr:
+    """The jaxpr in which the condition of every `while` compares numbers, also in loops, branches
+    and calls.  It is the same object where there is nothing to change.
+
+    A WHILE node of a CUDA graph reads a condition that is only a flag of the carry before the body
+    has written it (known_faults.json).  Such a loop gets one more number in its carry, the count of
+    its trips, and the condition `flag & (trips >= 0)`.
+    """
+    eqns = [new for eqn in jaxpr.eqns for new in _counting(eqn)]
+    same = list(map(id, eqns)) == list(map(id, jaxpr.eqns))
+    return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+
+def _counting(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+    params = with_bodies(eqn.params, counting)
+    eqn = eqn if params is eqn.params else eqn.replace(params=params)
+    if eqn.primitive.name != "while" or _compares(eqn.params["cond_jaxpr"].jaxpr):
+        yield eqn
+        return
+    newvar = core.gensym()
+    cond, body = (eqn.params[name] for name in ("cond_jaxpr", "body_jaxpr"))
+    (flag,) = cond.jaxpr.outvars
+    # Under `vmap` a loop has a flag for each element, and its whole carry has that axis.
+    shape = flag.aval.shape
+    start, none = _traced(lambda: jnp.zeros(shape, jnp.int32))
+    yield from start
+    before, after = newvar(none.aval), newvar(none.aval)
+    ask, asked = _traced(lambda flag, trips: flag & (trips >= 0), flag, before)
+    add, added = _traced(lambda trips: trips + 1, after)
+    more = {
+        "cond_jaxpr": _extended(cond, before, ask, [asked]),
+        "body_jaxpr": _extended(body, after, add, [*body.jaxpr.outvars, added]),
+    }
+    outvars = [*eqn.outvars, newvar(none.aval)]
+    yield eqn.replace(invars=[*eqn.invars, none], outvars=outvars, params=eqn.params | more)
+
+
+def _compares(condition: core.Jaxpr) -> bool:
+    """Whether the condition depends on a comparison of numbers."""
+    needed = producers(variables(condition.outvars), condition.eqns)
+    return any(eqn.primitive.name in _COMPARISONS and _reads_numbers(eqn) for eqn in needed)
+
+
+def _reads_numbers(eqn: core.JaxprEqn) -> bool:
+    avals: list[Any] = [v.aval for v in variables(eqn.invars)]
+    return any(aval.dtype != np.bool_ for aval in avals)
+
+
+def _traced(function: Callable[..., Any], *inputs: Any) -> tuple[list[core.JaxprEqn], Any]:
+    """Equations that compute a function of these variables, and the variable of its result."""
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs]
+    traced = jax.make_jaxpr(function)(*shapes).jaxpr
+    env: dict[Any, Any] = dict(zip(traced.invars, inputs, strict=True))
+    eqns = copied(traced.eqns, env, core.gensym())
+    return eqns, substituted(traced.outvars, env)[0]
+
+
+def _extended(
+    closed: ClosedJaxpr, trips: core.Var, eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any]
+) -> ClosedJaxpr:
+    """The jaxpr with one more input, these equations after its own, and these outputs."""
+    jaxpr = closed.jaxpr
+    changed = jaxpr.replace(
+        invars=[*jaxpr.invars, trips], outvars=list(outvars), eqns=[*jaxpr.eqns, *eqns]
+    )
+    return closed_jaxpr(changed, closed.consts)
+
+
+def with_counted_loops(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with `counting` loops, for `jax.jit`: arguments that are no tracers stay as
+    they are.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        traced = [isinstance(leaf, jax.core.Tracer) for leaf in leaves]
+
+        def of_tracers(*values: Any) -> Any:
+            given = iter(values)
+            whole = [next(given) if t else leaf for t, leaf in zip(traced, leaves, strict=True)]
+            args, kwargs = jax.tree.unflatten(tree, whole)
+            return function(*args, **kwargs)
+
+        tracers = [leaf for t, leaf in zip(traced, leaves, strict=True) if t]
+        closed, shapes = jax.make_jaxpr(of_tracers, return_shape=True)(*tracers)
+        changed = closed_jaxpr(counting(closed.jaxpr), closed.consts)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results_of(changed, *tracers))
+
+    return call
