@@ -29,23 +29,21 @@ class Effect(Enum):
 class Feature(Enum):
     """The features of a program that faults depend on."""
 
-    OFFLOAD = "offload"
     ZERO_INIT = "zero-init elimination"
     GRAPHS = "CUDA graphs"
-    COMMUNICATES = "blocks that communicate"
     LARGE_CLIQUES = "permutes in large cliques"
-    COMPONENTS = "connected-component permutes"
     SEVERAL_DEVICES = "several devices"
     SEVERAL_PROCESSES = "several processes"
-    POOLS = "pools"
     USER_UPDATES = "constant out-of-range updates"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of some versions of a package, on a platform (gpu, tpu, cpu, any)."""
+    """A fault of some versions of a package, on a platform (gpu, tpu, cpu, any).  It has a public
+    thread, or lines of a program that shows it.
+    """
 
-    thread: str
+    thread: str | None
     package: str
     versions: str
     platform: str
@@ -53,10 +51,16 @@ class Fault:
     effect: Effect
     what: str
     workaround: str
+    reproducer: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """Where to read more."""
+        return self.thread or "jaxpipe/known_faults.json has a reproducer"
 
     def __str__(self) -> str:
         return (
-            f"{self.package} {self.versions}: {self.what} ({self.effect.value}; {self.thread}); "
+            f"{self.package} {self.versions}: {self.what} ({self.effect.value}; {self.source}); "
             f"{self.workaround}"
         )
 
@@ -65,7 +69,12 @@ def read_faults() -> tuple[Fault, ...]:
     """The known faults, from known_faults.json."""
     text = (files(__package__) / "known_faults.json").read_text(encoding="utf-8")
     return tuple(
-        Fault(feature=Feature(each.pop("feature")), effect=Effect[each.pop("effect")], **each)
+        Fault(
+            feature=Feature(each.pop("feature")),
+            effect=Effect[each.pop("effect")],
+            reproducer=tuple(each.pop("reproducer", ())),
+            **each,
+        )
         for each in json.loads(text)
     )
 
@@ -86,7 +95,7 @@ def installed_version(package: str) -> str | None:
 
 
 def is_in(number: str | None, versions: str) -> bool:
-    """Whether a version number is in a range such as ">=0.10,<0.11"; suffixes do not count, and an
+    """Whether a version number is in a range such as ">=0.11,<0.13"; suffixes do not count, and an
     unknown number is in none.
 
     >>> is_in("0.11.0rc1", "==0.11.0"), is_in("0.11.1.dev2026", "<0.11"), is_in("0.9.2", "<0.11")

@@ -106,8 +106,7 @@ class Pipeline:
         self.model, self.sharding, self.memory = model, sharding, memory
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
         self._target = Target.of(self.mesh, sharding.independent)
-        features = features_of(self._target, self.mesh, memory.offload)
-        refuse_faults(self._target.platform, features)
+        refuse_faults(self._target.platform, features_of(self._target, self.mesh))
         check_costs(costs, schedule)
         self.costs = costs
         sharding.check(self.mesh, schedule=schedule.name, devices=schedule.num_devices)

@@ -27,7 +27,6 @@ from ..lowering.target import GUESSED, ON_HOST, ON_THE_HOST, TRANSFER, Target
 from ..measuring import exchange, timed
 from ..spmd.block import while_once
 from ..spmd.xla import NO_GRAPHS, Options, features_of, options_for
-from ..table.effects import Offload
 from .run import MARK, Findings, Line, Scope, Verdict, at, judged, not_tried, one_device
 
 _AXIS = "pipe"
@@ -102,7 +101,7 @@ def _driver() -> str:
 def versions(scope: Scope, mesh: Mesh) -> Findings:
     """A line about the installed versions, and one for each of their known faults."""
     target = Target.of(mesh, ())
-    faults = faults_for(target.platform, features_of(target, mesh, Offload.RESIDUALS))
+    faults = faults_for(target.platform, features_of(target, mesh))
     return Findings((judge_versions(installed(), target.platform), *map(line_of, faults)))
 
 
@@ -127,7 +126,7 @@ def line_of(fault: Fault) -> Line:
     return Line(
         f"known fault: {fault.feature.value}",
         verdicts.get(fault.effect, Verdict.WRONG),
-        f"{fault.package} {installed_version(fault.package)}: {fault.what} ({fault.thread})",
+        f"{fault.package} {installed_version(fault.package)}: {fault.what} ({fault.source})",
         f"none of {fault.versions}",
         fault.workaround,
     )

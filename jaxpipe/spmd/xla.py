@@ -4,7 +4,6 @@ to its partitioner, and how the partitioner splits values that pools keep.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
@@ -35,7 +34,7 @@ from ..stage.code import (
     run,
 )
 from ..stage.model_code import Job, ModelCode
-from ..table.effects import Offload, Place
+from ..table.effects import Place
 from ..table.kinds import Kind
 from .pools import StageEntries
 
@@ -52,7 +51,6 @@ _IN_GRAPHS = (
     "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONVOLUTION,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 )
 _ZERO_INIT = "xla_gpu_enable_dus_accumulator_zero_init_elimination"
-_COMPONENTS = "xla_gpu_collective_permute_connected_components"
 _GPU: Options = {
     "xla_gpu_enable_command_buffer": _IN_GRAPHS,
     "xla_gpu_graph_min_graph_size": "1",  # a predicate is one operation of its own
@@ -93,7 +91,7 @@ def options_for(target: Target) -> Options:
     """The options for a target; none except on NVIDIA GPUs.
 
     The list of commands is explicit: this interface refuses the form with "+", though XLA_FLAGS
-    takes it (jaxlib 0.10).
+    takes it.
     """
     if not target.on_gpus:
         return {}
@@ -106,21 +104,17 @@ def options_for(target: Target) -> Options:
 _MANY = 8  # devices of a node
 
 
-def features_of(target: Target, mesh: Mesh, offload: Offload) -> frozenset[Feature]:
+def features_of(target: Target, mesh: Mesh) -> frozenset[Feature]:
     """The features of a pipeline's program that known faults depend on."""
     devices = list(mesh.devices.flat)
     pipes = any(size > 1 for size in mesh.shape.values())
     # Described devices run nothing.
     runs = type(devices[0].client).__name__ != "CompileOnlyPyClient"
     used = {
-        Feature.POOLS: True,
         Feature.GRAPHS: target.on_gpus,
         Feature.ZERO_INIT: target.on_gpus,
-        Feature.OFFLOAD: offload is not Offload.NOTHING,
-        Feature.COMMUNICATES: target.communicates,
         Feature.SEVERAL_DEVICES: pipes and runs,
         Feature.LARGE_CLIQUES: len(devices) > _MANY and jax.process_count() > 1,
-        Feature.COMPONENTS: f"{_COMPONENTS}=true" in os.environ.get("XLA_FLAGS", ""),
         Feature.SEVERAL_PROCESSES: jax.process_count() > 1,
     }
     return frozenset(feature for feature, is_used in used.items() if is_used)
