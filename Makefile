@@ -7,7 +7,7 @@
 #   make test-tables                                  the tests that need no device, in seconds and without JAX
 #   make test-numeric ISA=AVX2                        the tests that compare numbers, compiled for an older instruction set
 #   make test-versions                                a quick choice with the lowest and the highest versions that are allowed
-#   make ... PYTHON=/path/to/python3.12               which Python makes .venv
+#   make ... PYTHON=/path/to/python3.13               which Python makes .venv
 
 SHELL := /bin/bash
 VENV ?= .venv
@@ -70,17 +70,21 @@ lint: $(VENV)/.ready-test
 clean:
 	rm -rf $(VENV) build out .pytest_cache .mypy_cache .ruff_cache *.egg-info
 
-# The first Python >= 3.11 that is found, 3.11 before the others, makes the virtual environment.
+# The newest Python that jax supports makes the virtual environment, of those that are found.
+PYTHONS := $(or $(PYTHON),python3.14 python3.13 python3.12 python3 python)
 $(BIN)/python:
 	@set -euo pipefail; \
-	for python in $(or $(PYTHON),python3.11 python3.12 python3.13 python3 python); do \
-	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	for python in $(PYTHONS); do \
+	  if "$$python" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info < (3, 15))' 2>/dev/null; then \
 	    echo "making $(VENV) with $$("$$python" --version) ($$(command -v "$$python"))"; \
 	    exec "$$python" -m venv $(VENV); \
 	  fi; \
 	done; \
-	echo "No Python 3.11 or newer was found (tried: $(or $(PYTHON),python3.11 python3.12 python3.13 python3 python))." >&2; \
-	echo "Install one with its venv module (Debian: apt-get install python3 python3-venv), or name it: make PYTHON=/path/to/python3.11" >&2; \
+	echo "jax needs Python 3.12, 3.13 or 3.14; none was found (tried: $(PYTHONS))." >&2; \
+	for python in $(PYTHONS); do \
+	  "$$python" -c 'import sys; print("  found, too old or too new:", sys.executable, sys.version.split()[0])' >&2 2>/dev/null || true; \
+	done; \
+	echo "Install one with its venv module (Debian: apt-get install python3.13 python3.13-venv), or name it: make PYTHON=/path/to/python3.13" >&2; \
 	exit 1
 
 $(VENV)/.ready-tables: | $(BIN)/python

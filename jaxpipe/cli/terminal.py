@@ -353,8 +353,8 @@ def counting(title: str) -> Iterator[Callable[[int, int], None]]:
     A bar that is never counted shows that work goes on.
     """
     console = Console(stderr=True, highlight=False)
-    first, hidden = Progress.get_default_columns()[:2], not console.is_terminal
-    columns = (*first, MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+    console.quiet = not console.is_terminal  # rich below 15 ends a hidden bar with a line
+    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=console.quiet) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)

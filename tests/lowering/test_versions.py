@@ -31,7 +31,7 @@ def pipeline(**options):
 def test_a_version_that_hangs_is_refused_where_devices_run(versions, monkeypatch):
     monkeypatch.setattr(Target, "platform", "gpu")
     versions["nccl"] = "2.30.7"
-    with pytest.raises(jp.PipelineError, match="jaxpp/issues/11.*install NCCL"):
+    with pytest.raises(jp.PipelineError, match=r"jaxpp/issues/11.*install NCCL"):
         pipeline()
     versions["nccl"] = "2.31.2"
     pipeline()
