@@ -149,7 +149,7 @@ class Module:
         between trips.
 
         Programs for GPUs name it.  In programs for TPUs the condition compares a counter, which
-        starts at 0, with a constant.
+        starts at 0, with a constant.  A counter that is compared with 1 is that of a predicate.
         """
         match = _TRIPS.search(loop.attributes)
         if match:
@@ -161,7 +161,8 @@ class Module:
             return None
         counter, bound = (condition.by_name[operand] for operand in root.operands)
         is_count = counter.opcode == "get-tuple-element" and bound.opcode == "constant"
-        return int(bound.operands[0]) if is_count and bound.operands[0].isdecimal() else None
+        number = bound.operands[0] if is_count else ""
+        return int(number) if number.isdecimal() and int(number) > 1 else None
 
 
 def parse(text: str) -> Module:
@@ -423,13 +424,23 @@ def steady(collectives: Iterable[Collective]) -> list[Collective]:
 
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+# JAX 0.12: a mesh, and the axes, or parts of axes ('data':(1)2), along which groups extend.
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\](?P<order>, device_ids=\([^{]*\))?"
+    r" ?\{(?P<axes>[^}]*)\}"
+)
 _QUEUE = re.compile(r'"operation_queue_id":"(\d+)"')
 
 
 def groups_of(start: Instruction, count: int) -> tuple[tuple[int, ...], ...]:
     """The groups of a collective, or the pairs of a permute; one of all devices where none are
     listed.
+
+    Raises:
+        ValueError: they are in a form that is not known.
     """
+    if mesh := _MESH.search(start.attributes):
+        return _along_axes(mesh)
     iota = _IOTA.search(start.attributes)
     if iota:
         shape, dims = ([int(n) for n in iota[i].split(",")] for i in (1, 2))
@@ -438,9 +449,30 @@ def groups_of(start: Instruction, count: int) -> tuple[tuple[int, ...], ...]:
             numbers = numbers.transpose([int(n) for n in iota[3].split(",")])
         return tuple(map(tuple, numbers.reshape(shape).tolist()))
     listed = _LISTED.search(start.attributes)
+    if listed is None and "replica_groups=" in start.attributes:
+        raise ValueError(f"the replica groups of {start.name} are not known: {start.attributes}")
     found = re.findall(r"\{([\d,]+)\}", listed[1]) if listed else []
     groups = tuple(tuple(int(n) for n in group.split(",")) for group in found)
     return groups or (tuple(range(count)),)
+
+
+def _along_axes(mesh: re.Match[str]) -> tuple[tuple[int, ...], ...]:
+    """The groups along some axes of a mesh whose devices are numbered in order."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh["sizes"])}
+    axes = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", mesh["axes"])
+    parts = {name: (int(before or 1), int(size or sizes[name])) for name, before, size in axes}
+    if mesh["order"] or len(parts) < len(axes):
+        raise ValueError(f"groups along the axes of such a mesh are not known: {mesh[0]}")
+    dims, where = list[int](), dict[str, int]()
+    for name, size in sizes.items():
+        before, own = parts.get(name, (1, 1))
+        where[name] = len(dims) + 1
+        dims += [before, own, size // (before * own)]
+    last = [where[name] for name in parts]
+    others = [dim for dim in range(len(dims)) if dim not in last]
+    numbers = np.arange(np.prod(dims)).reshape(dims).transpose([*others, *last])
+    count = int(np.prod([dims[dim] for dim in last]))
+    return tuple(map(tuple, numbers.reshape(-1, count).tolist()))
 
 
 def connected(pairs: Sequence[Group]) -> list[Group]:

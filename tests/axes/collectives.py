@@ -4,11 +4,14 @@ of what shape.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from jaxpipe.inspect.hlo import Instruction, groups_of
 
 KINDS = (
     "all-reduce",
@@ -79,30 +82,11 @@ def _collective(line: str, mesh: Mapping[str, int], in_loop: bool) -> Collective
     match = _COLLECTIVE.search(line)
     assert match
     shapes = tuple(tuple(int(n) for n in m[1].split(",") if n) for m in _SHAPE.finditer(match[1]))
-    pairs = re.search(r"source_target_pairs=\{(\{.*?\})\}", line)
-    return Collective(
-        match[2], _axes(_lists(pairs[1]) if pairs else _groups(line), mesh), in_loop, shapes
-    )
+    groups = groups_of(Instruction("", (), match[2], (), line, False), math.prod(mesh.values()))
+    return Collective(match[2], _axes(groups, mesh), in_loop, shapes)
 
 
-def _groups(line: str) -> list[list[int]]:
-    """Replica groups, written out ({{0,2},{1,3}}) or as an iota ([2,2]<=[2,2]T(1,0))."""
-    if match := re.search(r"replica_groups=\{(\{.*?\})\}", line):
-        return _lists(match[1])
-    match = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-    assert match, f"no replica groups in {line[:200]}"
-    shape, source = (tuple(int(n) for n in match[i].split(",")) for i in (1, 2))
-    ids = np.arange(np.prod(source)).reshape(source)
-    if match[3]:
-        ids = ids.transpose([int(n) for n in match[3].split(",")])
-    return [list(map(int, group)) for group in ids.reshape(shape)]
-
-
-def _lists(text: str) -> list[list[int]]:
-    return [[int(n) for n in m[1].split(",")] for m in re.finditer(r"\{([\d,]+)\}", text)]
-
-
-def _axes(groups: list[list[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
+def _axes(groups: Sequence[Sequence[int]], mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The axes whose coordinate differs within a group."""
     sizes = tuple(mesh.values())
     spread = [np.ptp(np.array(np.unravel_index(group, sizes)), axis=1) > 0 for group in groups]

@@ -25,6 +25,7 @@ from tests.axes.model import (
     canonical,
     mesh,
     pipeline,
+    stage,
 )
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 from tests.tiers import exhaustive, slow
@@ -113,23 +114,17 @@ def test_so_does_the_gpu_program(options: str) -> None:
 
 
 def test_the_counter_sees_what_the_partitioner_does_by_itself() -> None:
-    """The test above has teeth: with the batch spread over an axis that is left to the partitioner
-    it reduces in the loop.
+    """The test above has teeth: where a stage spreads its rows over an axis that is left to the
+    partitioner, gradients are reduced in the loop.
     """
-    schedule = build("1f1b", MANY)
-    pipe = pipeline(schedule)
-    params = pipe.place(
-        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), canonical(2))
-    )
 
-    def step(params: Any, rows: Any) -> Any:
-        return pipe.value_and_grad(
-            params,
-            jax.lax.with_sharding_constraint(rows, NamedSharding(pipe.mesh, PartitionSpec("data"))),
-        )
+    def spread(params: Any, x: Any) -> Any:
+        return stage(params, jax.lax.with_sharding_constraint(x, PartitionSpec("data")))
 
-    text = jax.jit(step).lower(params, batch(MANY)).compile().as_text()
-    assert over("data", collectives(text, dict(mesh().shape)), in_loop=True)
+    pipe = pipeline(build("1f1b", MANY), stage=spread)
+    params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), canonical(2))
+    text = pipe.lower(pipe.place(params), batch(MANY)).compile().as_text()
+    assert over("data", collectives(text, dict(mesh().shape)), in_loop=True)["all-reduce"]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -171,6 +171,11 @@ def test_groups_that_no_devices_agree_on(line, says):
         ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
         ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
         ("replica_groups={}", ((0, 1, 2, 3),)),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b','a'}", ((0, 2, 1, 3),)),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
         ("source_target_pairs={{0,3}}", ((0, 3),)),
     ],
 )
