@@ -205,8 +205,9 @@ class Cuts:
         return jax.tree_util.tree_map_with_path(size, placed, is_leaf=is_padded)
 
 
-# How JAX writes the axes over which an array varies.
+# How JAX writes the axes over which an array varies, and those of a spec that it refuses.
 _VARYING = r"\{V:([^}]*)\}"
+_REFERS = r"refers? to '([^']*)'"
 _SPLIT = (
     "the pipe axis and the data axes are manual inside a pipeline's functions (each device has its "
     "own stage and rows), and other axes are the partitioner's"
@@ -247,9 +248,11 @@ def refusing(name: str) -> Iterator[None]:
         text, manual = str(error), jax.sharding.get_abstract_mesh().manual_axes
         advice = next((advice for part, advice in _ADVICE.items() if part in text), None)
         varying = re.findall(r"\w+", " ".join(re.findall(_VARYING, text)))
-        if advice is None and set(manual).isdisjoint(varying):
+        named = sorted({*manual}.intersection(re.findall(_REFERS, text)))
+        if advice is None and not named and set(manual).isdisjoint(varying):
             raise
-        raise PipelineError(f"`{name}` {advice or _SHARD_MAP} ({text.splitlines()[0]})") from error
+        why = _naming(named) if named else text.splitlines()[0]
+        raise PipelineError(f"`{name}` {advice or _SHARD_MAP} ({why})") from error
 
 
 def check_equations(name: str, jaxprs: Sequence[core.Jaxpr]) -> None:
@@ -258,8 +261,11 @@ def check_equations(name: str, jaxprs: Sequence[core.Jaxpr]) -> None:
     for equation in (equation for jaxpr in jaxprs for equation in every_equation(jaxpr)):
         primitive = equation.primitive.name
         if primitive in advice and (axes := _manual_names(equation.params)):
-            axes_text = ", ".join(map(repr, sorted(axes)))
-            raise PipelineError(f"`{name}` {advice[primitive]} (it names {axes_text})")
+            raise PipelineError(f"`{name}` {advice[primitive]} ({_naming(axes)})")
+
+
+def _naming(axes: Collection[str]) -> str:
+    return f"it names {', '.join(map(repr, sorted(axes)))}"
 
 
 def _manual_names(params: dict[str, Any]) -> set[Any]:
