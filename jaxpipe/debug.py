@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .arrays import Params, PyTree, by_index, zeros_of
 from .errors import PipelineError
 from .model.calls import OUTER_WANTS
-from .model.functions import Extra, Loss, StageOutput, split_batch
+from .model.functions import Extra, Loss, StageOutput
 from .model.param_layout import with_outer
 from .model.partition import leaf_plans
 from .model.settings import on_own_mesh, outside_contexts
@@ -135,7 +135,9 @@ class _Search:
         self.pipe, self.params, self.rng = pipe, with_outer(params), rng
         self.plans = pipe.partition.plans(self.params)
         self.rows = PartitionSpec(pipe.data_axes or None)
-        self.batch = jax.device_put(batch, NamedSharding(pipe.mesh, self.rows))
+        self.specs = pipe.functions.specs(batch, pipe.data_axes)
+        to = jax.tree.map(partial(NamedSharding, pipe.mesh), self.specs)
+        self.batch = jax.device_put(batch, to)
         self.slices = pipe.schedule.slices
         self.count = pipe.schedule.num_microbatches // self.slices
         self.functions = replace(pipe.functions, slices=1)
@@ -198,7 +200,7 @@ class _Search:
             run,
             pipe.mesh,
             {pipe.axis, *pipe.data_axes},
-            in_specs=(specs, rows, rows, everywhere, everywhere, everywhere),
+            in_specs=(specs, rows, self.specs, everywhere, everywhere, everywhere),
             out_specs=(rows, everywhere),
         )(params, *operands)
 
@@ -317,7 +319,7 @@ class _Search:
 
     def _extra(self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any) -> Extra:
         """The further arguments of the function in the step."""
-        rows = split_batch(batch, self.count)
+        rows = self.functions.split(batch, self.count)
         return self.functions.extra(rows, key, stage, microbatch, self._wants(call))
 
     def _output(self, call: _Call, params: PyTree, x: PyTree, extra: Extra) -> PyTree:

@@ -18,6 +18,7 @@ from jax import lax
 
 from .arrays import Params, PyTree, accumulator_dtype, stacked, zeros_of
 from .errors import PipelineError
+from .model.batch import map_rows
 from .model.calls import OUTER_WANTS
 from .model.functions import StageOutput
 from .model.param_layout import OUTER
@@ -62,12 +63,16 @@ class EagerExecutor:
                 "call the step outside of jax.jit and `pipe.jit`; `lower` and "
                 "`jaxpipe.inspect` need a pipeline without executor="
             )
-        params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
+        params, batch, state = jax.device_get((params, batch, state))
         sliced = job.functions.slices > 1 and not job.functions.room  # of a cache
         program = verify(job.plan.program(Liveness.of_slices() if sliced else Liveness()))
         count, shards = job.data_size, []
         for number in range(count):
-            rows = jax.tree.map(lambda leaf, n=number: jnp.asarray(np.split(leaf, count)[n]), batch)
+
+            def own(leaf: Any, n: int = number) -> Any:
+                return jnp.asarray(np.split(leaf, count)[n])
+
+            rows = map_rows(own, batch, job.functions.whole)
             key = rng if rng is None or count == 1 else jax.random.fold_in(rng, number)
             shards.append(_Shard(job, params, rows, key, state))
             interpret(program, shards[-1])

@@ -25,7 +25,8 @@ from .jaxprs.loops import with_counted_loops
 from .lowering.plan import Plan, plan_of
 from .lowering.target import Target
 from .model.arguments import key_faults, param_faults, state_faults
-from .model.functions import Functions, Positioned, batch_faults, positions, time_faults
+from .model.batch import Positioned, batch_faults, num_rows, positions, time_faults
+from .model.functions import Functions
 from .model.model import Plain
 from .model.param_layout import Chunks, with_outer
 from .model.partition import Partition
@@ -184,7 +185,9 @@ class StepRunner:
         own = "state" if self.functions.has_state else ""
         faults = [
             *param_faults(params, layout, table.num_devices),
-            *batch_faults(batch, count, data_shards=self.partition.data_size),
+            *batch_faults(
+                batch, count, data_shards=self.partition.data_size, whole=self.functions.whole
+            ),
             *time_faults(batch, table.slices, self.functions.time),
             *key_faults(rng),
             *state_faults(state, layout, "caches" if cached else own),
@@ -269,8 +272,7 @@ class StepRunner:
         the schedule, as its rows divide into.  What the last stage returns needs no `last`.
         """
         table = without_kinds(self.schedule, SPREAD_LAST) if call is Call.OUTPUTS else self.schedule
-        batch = batch.batch if isinstance(batch, Positioned) else batch
-        rows = np.shape(jax.tree.leaves(batch)[0])[0] // self.partition.data_size
+        rows = num_rows(batch, self.functions.whole) // self.partition.data_size
         sequences = range(1, self.sequences + 1)
         count = table.slices * max(count for count in sequences if rows % count == 0)
         return plan_of(forward_only(table, count), overheads=self.target.overheads)

@@ -311,14 +311,14 @@ CANNOT_BE_TIMED = (
 
 def look(job: Job, *arguments: Any) -> tuple[Job, Inputs, ModelCode]:
     """Trace `prepare` alone: what one device starts from, as tracers."""
-    specs, run = _in_specs(job), partial(prepare, job)
+    specs, run = _in_specs(job, arguments[1]), partial(prepare, job)
     found: tuple[Job, Inputs, ModelCode] = inside(job, run, specs, *arguments)
     return found
 
 
-def _in_specs(job: Job) -> tuple[Any, ...]:
+def _in_specs(job: Job, batch: PyTree) -> tuple[Any, ...]:
     """The splits of parameters, the batch, the key and the stages' own state."""
-    rows, kept = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
+    rows, kept = job.functions.specs(batch, job.data_axes), PartitionSpec(job.axis)
     own = jax.tree.map(lambda plan: plan.spec(job.axis, manual=True), job.plans)
     return own, rows, PartitionSpec(), kept
 
@@ -394,7 +394,7 @@ class SpmdExecutor:
         self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
     ) -> _Results:
         """Do the job; it may be traced."""
-        specs, entries = _in_specs(job), None
+        specs, entries = _in_specs(job, batch), None
         if job.partition.auto_axes and job.training:
             # The model is traced once more for the entries.
             cut, inputs, code = look(job, params, batch, rng, state)

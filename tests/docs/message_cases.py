@@ -176,6 +176,9 @@ class WhatGoesIn:
     def lists_as_a_batch():
         step(pipeline(), batch={"x": [[1.0] * 4] * 4, "y": ones(4, 4)})
 
+    def a_value_that_all_rows_share():
+        step(pipeline(), batch={**BATCH, "step": 3})
+
     def a_batch_that_does_not_divide():
         step(pipeline(), batch={"x": ones(5, 4), "y": ones(5, 4)})
 
