@@ -301,7 +301,7 @@ def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) 
     axes are left to it.
     """
     job = pipe.trace(params, batch, rng=rng, state=state).job
-    job_of_batch, inputs, _ = look(job, with_outer(params), batch, rng, state)
+    job_of_batch, inputs, _ = look(job, with_outer(params), batch, rng, state, None)
     shapes = jax.tree.map(shape_of, inputs)
     job = replace(job_of_batch, partition=replace(job.partition, mesh=one_coordinate(pipe)))
     # A traced program remembers the size of its mesh.

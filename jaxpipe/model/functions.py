@@ -120,6 +120,11 @@ class Loss(enum.Enum):
     SUM_OVER_COUNT = "sum_over_count"
 
 
+def share_of(count: Any) -> Any:
+    """1 / count; 0 where nothing is counted, so that the loss and the gradients are 0 there."""
+    return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
+
+
 def with_aux(loss: Any, aux: Sequence[PyTree]) -> Any:
     """A loss as `jax.grad` takes it: alone, or with other results for `has_aux=True`."""
     return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
@@ -254,9 +259,7 @@ class Functions:
         need (None for none), from sums over data shards.
         """
         if self.loss is Loss.SUM_OVER_COUNT:
-            count = jnp.sum(counts).astype(losses.dtype)
-            # The loss and the gradients are 0 where nothing is counted.
-            factor = jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
+            factor = share_of(jnp.sum(counts).astype(losses.dtype))
             return jnp.sum(losses) * factor, losses, factor
         losses = losses if shards == 1 else losses / shards
         return jnp.mean(losses), losses, None
