@@ -18,14 +18,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .arrays import Params, PyTree, by_index, zeros_of
 from .errors import PipelineError
+from .model.arguments import scale_faults
 from .model.calls import OUTER_WANTS
-from .model.functions import Extra, Loss, StageOutput, split_batch
+from .model.functions import Extra, Loss, StageOutput, share_of
 from .model.param_layout import with_outer
 from .model.partition import leaf_plans
 from .model.settings import on_own_mesh, outside_contexts
 from .pipeline import Pipeline
 from .spmd.step import shard_key
 from .spmd.xla import mapped
+from .stage.code import ParamUse
+from .stage.counts import total_count
+from .stage.trace import trace_last
 
 # By name, [data shards, (NaN, infinite, all)].
 _Counts: TypeAlias = "dict[str, Any]"
@@ -81,7 +85,7 @@ class Nonfinite:
 
 @outside_contexts
 def find_nonfinite(
-    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None, scale: Any = None
 ) -> Nonfinite | None:
     """The first NaN or infinity in the step that `value_and_grad` would run with these arguments,
     or None.
@@ -95,6 +99,9 @@ def find_nonfinite(
     A step costs nothing more.  The search costs a forward and a recomputing backward of each stage
     and microbatch, one after the other on the pipeline's own mesh, with one stage's parameters
     whole on every device.
+
+    Args:
+        pipe, params, batch, rng, scale: as of `value_and_grad`.
 
     Raises:
         PipelineError: as `value_and_grad` does, and where the results of a slice depend on rows of
@@ -116,7 +123,8 @@ def find_nonfinite(
             "devices; build a pipeline whose `last` runs on one device"
         )
     pipe.trace(params, batch, rng=rng)  # raises what a step would raise
-    search = _Search(pipe, params, batch, rng)
+    PipelineError.refuse("", scale_faults(scale))
+    search = _Search(pipe, params, batch, rng, 1.0 if scale is None else scale)
     found = (search.microbatch(microbatch) for microbatch in range(search.count))
     return next((one for one in found if one is not None), None)
 
@@ -131,11 +139,13 @@ class _Call(NamedTuple):
 class _Search:
     """The calls of a step, and their compiled code."""
 
-    def __init__(self, pipe: Pipeline, params: Params, batch: PyTree, rng: Any) -> None:
-        self.pipe, self.params, self.rng = pipe, with_outer(params), rng
+    def __init__(self, pipe: Pipeline, params: Params, batch: PyTree, rng: Any, scale: Any) -> None:
+        self.pipe, self.params, self.rng, self.scale = pipe, with_outer(params), rng, scale
         self.plans = pipe.partition.plans(self.params)
         self.rows = PartitionSpec(pipe.data_axes or None)
-        self.batch = jax.device_put(batch, NamedSharding(pipe.mesh, self.rows))
+        self.specs = pipe.functions.specs(batch, pipe.data_axes)
+        to = jax.tree.map(partial(NamedSharding, pipe.mesh), self.specs)
+        self.batch = jax.device_put(batch, to)
         self.slices = pipe.schedule.slices
         self.count = pipe.schedule.num_microbatches // self.slices
         self.functions = replace(pipe.functions, slices=1)
@@ -155,10 +165,10 @@ class _Search:
             x, counts = self._run(self._forward, call, microbatch, x)
             if found := self._nonfinite(Phase.FORWARD, call, microbatch, counts):
                 return found
-        # The cotangent of a microbatch's loss, as in the step.
-        seed = 1.0
+        # The cotangent of a microbatch's loss, as in the step (`last` divides it by the count).
+        seed = self.scale
         if self.functions.loss is Loss.MEAN:
-            seed /= self.count * self.pipe.partition.data_size
+            seed = seed / (self.count * self.pipe.partition.data_size)
         dy = [jnp.full(leaf.shape, seed, leaf.dtype) for leaf in jax.tree.leaves(x)]
         for call, x in zip(reversed(self.calls), reversed(entered), strict=True):
             dy, counts = self._run(self._backward, call, microbatch, (x, dy))
@@ -198,7 +208,7 @@ class _Search:
             run,
             pipe.mesh,
             {pipe.axis, *pipe.data_axes},
-            in_specs=(specs, rows, rows, everywhere, everywhere, everywhere),
+            in_specs=(specs, rows, self.specs, everywhere, everywhere, everywhere),
             out_specs=(rows, everywhere),
         )(params, *operands)
 
@@ -221,12 +231,25 @@ class _Search:
             y = self._output(call, params, x, extra)
             return list(filter(_floating, jax.tree.leaves(y)))
 
+        if call.function == "last" and self.functions.loss is Loss.SUM_OVER_COUNT:
+            dy = self._over_count(params, x, extra, dy, *step)
         # Whole numbers have a gradient of their own dtype, float0, which is not counted.
         (own, shared), dx = jax.vjp(outputs, params, x)[1](dy)
         results = {"the input": dx, "parameters": own, "shared": shared}
         counts = self._count({f"gradient of {name}": tree for name, tree in results.items()})
         inputs = self._inputs(params, x, extra) | self._count({"gradient of the output": dy})
         return list(filter(_floating, jax.tree.leaves(dx))), (counts, inputs)
+
+    def _over_count(
+        self, params: PyTree, x: PyTree, extra: Extra, dy: list[Any], *step: Any
+    ) -> list[Any]:
+        """The cotangent of a microbatch's loss, over the count where the step begins with it."""
+        batch, key, stage, _ = step
+        uses = [ParamUse(trained=False)] * len(jax.tree.leaves(params))
+        code = trace_last(self.functions.run_last, params, x, extra, uses)
+        rows = self.functions.split(batch, self.count)
+        count = total_count(code, self.functions, rows, key, stage, self.pipe.data_axes)
+        return dy if count is None else [d * share_of(count).astype(d.dtype) for d in dy]
 
     def _later_rows(self, call: _Call, params: PyTree, x: PyTree, *step: Any) -> tuple[PyTree, Any]:
         """Name of each buffer -> [K], for each slice the number of values that a stage returns and
@@ -317,7 +340,7 @@ class _Search:
 
     def _extra(self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any) -> Extra:
         """The further arguments of the function in the step."""
-        rows = split_batch(batch, self.count)
+        rows = self.functions.split(batch, self.count)
         return self.functions.extra(rows, key, stage, microbatch, self._wants(call))
 
     def _output(self, call: _Call, params: PyTree, x: PyTree, extra: Extra) -> PyTree:

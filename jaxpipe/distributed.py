@@ -26,6 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .arrays import PyTree, by_index
 from .errors import JaxpipeError, PipelineError
 from .fingerprint import by_text, check_same, client, fingerprint, named, texts_of
+from .model.batch import map_rows
 from .pipeline import Pipeline
 
 __all__ = [
@@ -128,7 +129,8 @@ def local_rows(pipe: Pipeline, rows: int) -> Any:
 
 def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
     """A batch of `rows` rows from this process's own: leaves [len(local_rows(pipe, rows)), ...] ->
-    global arrays [rows, ...].
+    global arrays [rows, ...].  Leaves that `Model(whole=)` names stay as they are: every process
+    gives the same.
 
     Raises:
         PipelineError: leaves with another number of rows; every fault is listed.
@@ -138,11 +140,12 @@ def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
         batch = global_batch(pipe, {"tokens": tokens_of(mine)}, rows=256)
         loss, grads = pipe.value_and_grad(params, batch)
     """
-    count = len(local_rows(pipe, rows))
+    count, whole = len(local_rows(pipe, rows)), pipe.model.whole
+    with_rows = map_rows(lambda leaf: leaf, local, whole, lambda _: None)
     faults = [
         f"{name} has shape {np.shape(leaf)}; this process feeds {count} of the {rows} rows "
         "(`local_rows`)"
-        for name, leaf in by_index(local, "batch").items()
+        for name, leaf in by_index(with_rows, "batch").items()
         if np.shape(leaf)[:1] != (count,)
     ]
     PipelineError.refuse("the rows of this process do not fit", faults)
@@ -153,7 +156,7 @@ def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
             to, np.asarray(leaf), (rows, *np.shape(leaf)[1:])
         )
 
-    return jax.tree.map(join, local)
+    return map_rows(join, local, whole)
 
 
 def _rows_sharding(pipe: Pipeline) -> NamedSharding:

@@ -18,15 +18,18 @@ from jax import lax
 
 from .arrays import Params, PyTree, accumulator_dtype, stacked, zeros_of
 from .errors import PipelineError
+from .model.batch import map_rows
 from .model.calls import OUTER_WANTS
 from .model.functions import StageOutput
 from .model.param_layout import OUTER
 from .model.partition import LeafPlan, leaf_plans
 from .program.ir import Step, interpret
 from .program.verify import verify
-from .spmd.step import merged_state, totals
-from .stage.model_code import Job, check_state_gradient
-from .stage.trace import no_gradient
+from .spmd.step import merged_state, scaled_loss, totals
+from .stage.code import ParamUse, StageCode
+from .stage.counts import check_count, total_count
+from .stage.model_code import Job, check_state_gradient, uses_of
+from .stage.trace import no_gradient, trace_last
 from .table.effects import Liveness, Place
 from .table.kinds import Kind
 
@@ -52,25 +55,36 @@ class EagerExecutor:
     compiles = False
 
     def run(
-        self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+        self,
+        job: Job,
+        params: Params,
+        batch: PyTree,
+        rng: Any,
+        state: tuple[PyTree, ...],
+        scale: Any,
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job; PipelineError under `jax.jit`, since an eager program needs numbers."""
-        arguments = jax.tree.leaves((params, batch, rng, state))
+        arguments = jax.tree.leaves((params, batch, rng, state, scale))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in arguments):
             raise PipelineError(
                 "the eager executor runs one operation after the other and cannot be traced: "
                 "call the step outside of jax.jit and `pipe.jit`; `lower` and "
                 "`jaxpipe.inspect` need a pipeline without executor="
             )
-        params, batch, state = jax.tree.map(np.asarray, (params, batch, state))
+        params, batch, state, scale = jax.device_get((params, batch, state, scale))
         sliced = job.functions.slices > 1 and not job.functions.room  # of a cache
         program = verify(job.plan.program(Liveness.of_slices() if sliced else Liveness()))
-        count, shards = job.data_size, []
+        count, shards = job.data_size, list[_Shard]()
         for number in range(count):
-            rows = jax.tree.map(lambda leaf, n=number: jnp.asarray(np.split(leaf, count)[n]), batch)
+
+            def own(leaf: Any, n: int = number) -> Any:
+                return jnp.asarray(np.split(leaf, count)[n])
+
+            rows = map_rows(own, batch, job.functions.whole)
             key = rng if rng is None or count == 1 else jax.random.fold_in(rng, number)
-            shards.append(_Shard(job, params, rows, key, state))
-            interpret(program, shards[-1])
+            shards.append(_Shard(job, params, rows, key, state, scale, shards))
+        for shard in shards:
+            interpret(program, shard)
         return _finished(shards)
 
 
@@ -79,7 +93,19 @@ class _Shard:
     a stash is the gradient itself.
     """
 
-    def __init__(self, job: Job, params: Params, batch: PyTree, rng: Any, state: PyTree) -> None:
+    def __init__(
+        self,
+        job: Job,
+        params: Params,
+        batch: PyTree,
+        rng: Any,
+        state: PyTree,
+        scale: Any,
+        every: list[_Shard],
+    ) -> None:
+        self.scale, self.every = scale, every  # the factor of the loss; all data shards
+        self.last: StageCode | None = None  # traced with its first input
+        self.seed: Any = None  # the cotangent of one microbatch's loss, from then on
         self.batch, self.rng = job.functions.split(batch, job.num_microbatches), rng
         self.job = job.for_batch(self.batch)
         self.functions, layout = self.job.functions, job.layout
@@ -87,8 +113,8 @@ class _Shard:
         # parameters and their gradients, by number of stage, "first", "last" and "shared"
         self.params: dict[Any, PyTree] = {key: params[key] for key in OUTER}
         self.params |= {s: layout.of_stage(s, params["stages"]) for s in self.stages}
-        plans: dict[Any, list[LeafPlan]] = {key: leaf_plans(job.plans[key]) for key in OUTER}
-        plans |= {s: layout.held(s, job.plans["stages"]).leaves for s in self.stages}
+        self.plans: dict[Any, list[LeafPlan]] = {key: leaf_plans(job.plans[key]) for key in OUTER}
+        self.plans |= {s: layout.held(s, job.plans["stages"]).leaves for s in self.stages}
 
         def empty(leaf: Any, plan: LeafPlan) -> Any:
             dtype = accumulator_dtype(leaf.dtype, job.accumulate)
@@ -97,7 +123,7 @@ class _Shard:
         # accumulators; None for frozen parameters
         self.total: dict[Any, PyTree] = {}
         for key, tree in self.params.items():
-            like = jax.tree.unflatten(jax.tree.structure(tree), plans[key])
+            like = jax.tree.unflatten(jax.tree.structure(tree), self.plans[key])
             self.total[key] = jax.tree.map(empty, tree, like)
         self.like = params["stages"]
         self.state = [layout.of_stage(s, state) if state else () for s in self.stages]
@@ -109,6 +135,11 @@ class _Shard:
     def _of(self, key: Any) -> tuple[PyTree, PyTree]:
         """The parameters of a function, and the shared ones."""
         return self.params[key], self.params["shared"]
+
+    def _uses(self, key: Any) -> list[ParamUse]:
+        """The uses of these parameters."""
+        names = key, "shared"
+        return [use for name in names for use in uses_of(self.params[name], self.plans[name])]
 
     def _add(self, key: Any, grads: tuple[PyTree, PyTree], share: float = 1.0) -> None:
         """Add gradients of a function's own parameters and of the shared ones."""
@@ -205,8 +236,20 @@ class _Shard:
         self.losses[microbatch] += loss
         if not self.job.training:
             return None, None
-        grads, dy = vjp(jnp.asarray(self.job.seed, loss.dtype))
+        if self.seed is None:
+            self._begin(y, extra)
+        grads, dy = vjp(self.seed.astype(loss.dtype))
         return dy, grads
+
+    def _begin(self, y: Any, extra: PyTree) -> None:
+        """Find the cotangent of one microbatch's loss, and what is known of counts."""
+        assert self.functions.last is not None
+        run, own = partial(self.functions.run_whole, "last"), self._of("last")
+        self.last = trace_last(run, own, y, extra, self._uses("last"))
+        check_count(self.functions.last.name, self.last)
+        stage = jnp.int32(len(self.stages) - 1)
+        counts = [total_count(self.last, s.functions, s.batch, s.rng, stage) for s in self.every]
+        self.seed = self.job.seed(None if counts[0] is None else sum(counts), self.scale)
 
     def _stage(self, step: Step, x: Any) -> tuple[Any, StageOutput, Any]:
         """What a stage returns, with the state that its forward had, and its vjp.
@@ -220,8 +263,7 @@ class _Shard:
         if "state" in function.wants_arrays:
             extra["state"] = self.before[stage, step.microbatch]
             if self.job.training and step.microbatch == 0:
-                totals = self.total[stage], self.total["shared"]
-                trained = [leaf is not None for leaf in jax.tree.leaves(totals, is_leaf=_is_none)]
+                trained = [use.trained for use in self._uses(stage)]
                 check_state_gradient(function.name, run, (params, x, extra), trained)
         shapes = self.functions.carried(stage, params, x, extra)
         held = (step.held.get(name) for name in ("carry", "buffer"))
@@ -235,7 +277,7 @@ class _Shard:
         (y, loss, _), vjp, returned = jax.vjp(call, params, x, carried, has_aux=True)
 
         def backward(dy: PyTree, later: tuple[PyTree, ...]) -> Any:
-            seed = () if isinstance(loss, tuple) else jnp.asarray(self.job.seed, loss.dtype)
+            seed = () if isinstance(loss, tuple) else self.seed.astype(loss.dtype)
             zeros = partial(jax.tree.map, no_gradient)
             return vjp((dy, seed, _filled(later, shapes, zeros)))
 
@@ -268,11 +310,13 @@ def _finished(shards: list[_Shard]) -> tuple[dict[str, Any], dict[str, PyTree]]:
     """The results and gradients of a job: those of the shards, summed along a mapped axis."""
     job, axis = shards[0].job, "shards"
     data = (axis,) if job.data_axes else ()
+    counted = shards[0].last is not None and shards[0].last.count is not None
 
     def on_shard(losses: Any, aux: PyTree, state: PyTree, grads: PyTree) -> tuple[Any, ...]:
         results, scale = totals(job, losses, aux, (), data)
+        results |= scaled_loss(results, shards[0].scale)
         state = jax.tree.map(lambda leaf: merged_state(job, leaf, data), state)
-        factor = 1.0 if scale is None else scale
+        factor = 1.0 if scale is None or counted else scale
         return results, state, jax.tree.map(lambda g: lax.psum(g, data) * factor, grads)
 
     every = jax.vmap(on_shard, axis_name=axis)(*stacked([shard.results() for shard in shards]))

@@ -98,7 +98,7 @@ def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> 
 
 
 def compare_first_step(
-    steps: Any, call: str, arguments: tuple[PyTree, PyTree, Any, PyTree], code: Any
+    steps: Any, call: str, arguments: tuple[PyTree, PyTree, Any, PyTree, Any], code: Any
 ) -> None:
     """Compare what the processes of a pipeline's mesh are about to compile, when it first runs.
 
@@ -109,8 +109,9 @@ def compare_first_step(
     processes = sorted({device.process_index for device in devices})
     if len(processes) == 1:
         return
-    params, batch, rng, state = arguments
-    more = {"rng": _tree(rng), "state": _tree(state)} | code_texts(code)
+    params, batch, rng, state, scale = arguments
+    own = {"rng": rng, "state": state, "scale": scale}
+    more = {name: _tree(tree) for name, tree in own.items()} | code_texts(code)
     compare({"call": call} | _of_steps(steps, params, batch, more), processes)
 
 

@@ -27,6 +27,7 @@ from .jaxprs.equations import count_work, nbytes
 from .layouts.layout import Layout
 from .lowering.target import CHIPS, Chip
 from .model.arguments import under_policies
+from .model.batch import map_rows
 from .model.model import Model
 from .model.param_layout import with_outer
 from .model.settings import Memory, Sharding, automatic, outside_contexts
@@ -104,7 +105,7 @@ class Measured:
         """The cost of a layer of each letter, each of them a stage, and of the ends.
 
         The last end has the bytes of the shared parameters, which every device has too, and of the
-        batch's rows.
+        batch's rows and other leaves.
         """
         step, plans, placed = self.step, self.step.job.plans, with_outer(params)
         found = {}
@@ -121,7 +122,9 @@ class Measured:
                 workspace=max(self.temp[f"{name} {number}"] for name in BLOCKS),
                 hoisted=step_memory.hoisted_bytes(step, code, specs),
             )
-        functions, rows = step.job.functions, sum(map(nbytes, jax.tree.leaves(microbatch)))
+        functions = step.job.functions
+        with_rows = map_rows(lambda leaf: leaf, microbatch, functions.whole, lambda _: None)
+        every, rows = (sum(map(nbytes, jax.tree.leaves(of))) for of in (microbatch, with_rows))
         ends = {FIRST: "first"} if functions.first is not None else {}
         ends |= {LAST: "last"} if functions.last is not None else {}
         for end, name in ends.items():
@@ -134,6 +137,7 @@ class Measured:
                 self.end_times(end, Ends.ALL),
                 **step_memory.held(step.job, held, own),
                 batch=rows if is_last else 0,
+                hoisted=every - rows if is_last else 0,
                 workspace=max(self.temp.get(block, 0) for block in (name, f"{name} gradient")),
             )
         if FIRST in found:
@@ -297,7 +301,7 @@ def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) 
     axes are left to it.
     """
     job = pipe.trace(params, batch, rng=rng, state=state).job
-    job_of_batch, inputs, _ = look(job, with_outer(params), batch, rng, state)
+    job_of_batch, inputs, _ = look(job, with_outer(params), batch, rng, state, None)
     shapes = jax.tree.map(shape_of, inputs)
     job = replace(job_of_batch, partition=replace(job.partition, mesh=one_coordinate(pipe)))
     # A traced program remembers the size of its mesh.
@@ -316,9 +320,9 @@ def one_coordinate(pipe: Pipeline) -> Mesh:
 
 def shape_of(leaf: Any) -> Any:
     """The shape and dtype of a leaf."""
-    return jax.ShapeDtypeStruct(
-        np.shape(leaf), getattr(leaf, "dtype", None) or jnp.result_type(leaf)
-    )
+    dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+    is_weak = getattr(leaf, "weak_type", isinstance(leaf, int | float | complex))
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype, weak_type=is_weak)
 
 
 def measure(
@@ -392,7 +396,7 @@ def measure(
         return measure_stages(
             pipe,
             _placed(pipe, params),
-            _microbatches(rows, pipe.schedule.num_microbatches * pipe.partition.data_size),
+            _microbatches(model, rows, pipe.schedule.num_microbatches * pipe.partition.data_size),
             rng=rng,
             state=pipe.place_state(state) if state else state,
             repeats=repeats,
@@ -464,14 +468,17 @@ def _placed(pipe: Pipeline, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return pipe.place(jax.tree.map(shape_of, dict(params)))
 
 
-def _microbatches(rows: PyTree, count: int, sharding: NamedSharding | None = None) -> PyTree:
+def _microbatches(
+    model: Model, rows: PyTree, count: int, sharding: NamedSharding | None = None
+) -> PyTree:
     """Shapes of a batch of so many microbatches."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            (count * leaf.shape[0], *leaf.shape[1:]), leaf.dtype, sharding=sharding
-        ),
-        rows,
-    )
+
+    def shape(leaf: Any, *rows: int) -> jax.ShapeDtypeStruct:
+        own = (*rows, *leaf.shape[len(rows) :])
+        kind = {"sharding": sharding, "weak_type": leaf.weak_type}
+        return jax.ShapeDtypeStruct(own, leaf.dtype, **kind)
+
+    return map_rows(lambda leaf: shape(leaf, count * leaf.shape[0]), rows, model.whole, shape)
 
 
 def measure_stages(
@@ -544,7 +551,7 @@ def traced_memory(
     def found(plan: PipelinePlan) -> dict[str, int]:
         pipe = plan.pipeline(model, mesh, **options)
         whole = NamedSharding(pipe.mesh, PartitionSpec())
-        batch = _microbatches(rows, plan.schedule.num_microbatches, whole)
+        batch = _microbatches(model, rows, plan.schedule.num_microbatches, whole)
         return step_memory.memory(pipe, pipe.place(shapes), batch)
 
     return found

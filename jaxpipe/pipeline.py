@@ -225,7 +225,13 @@ class Pipeline:
     # Steps
 
     def value_and_grad(
-        self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()
+        self,
+        params: Params,
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: State = (),
+        scale: Any = None,
     ) -> tuple[Any, dict[str, PyTree]]:
         """The loss (with has_metrics: (loss, metrics)) and its gradients, laid out like `params`;
         may be jitted, donates nothing.
@@ -234,29 +240,43 @@ class Pipeline:
         order (each data shard cuts its own rows).  `rng` is the step's key, from which `ctx.rng` is
         made.  With `state` (see `place_state`), the new state comes after the loss: ((loss, state),
         grads), or ((loss, metrics, state), grads).
+
+        `scale` is a number by which the loss is multiplied before the backwards, so that gradients
+        in half a precision do not underflow: loss and gradients are `scale` times what they are
+        without it, metrics are not scaled.  It may be traced, and a new value needs no new program.
         """
-        results, grads = self._call(Call.STEP, params, batch, rng, state)
+        results, grads = self._call(Call.STEP, params, batch, rng, state, scale)
         return self._answer(results, with_state=True), grads
 
-    def loss(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
+    def loss(
+        self,
+        params: Params,
+        batch: PyTree,
+        *,
+        rng: Any = None,
+        state: State = (),
+        scale: Any = None,
+    ) -> Any:
         """The loss of a training step, a scalar that `jax.grad` and `jax.value_and_grad`
         differentiate by `params`.
 
         Differentiated, it runs the step of `value_and_grad` once and scales its gradients, which
-        then have the parameters' own dtypes.  Else it runs forwards alone, with `training=True`
+        then have the parameters' own dtypes.  A factor outside, `S * pipe.loss(...)`, thus comes
+        after the backward, where gradients in half a precision may have underflowed; `scale=S`
+        multiplies before (see `value_and_grad`).  Else it runs forwards alone, with `training=True`
         (`evaluate` runs them with `training=False`).  With has_metrics it is (loss, metrics), with
         state (loss, new state), with both (loss, (metrics, new state)), for `has_aux=True`: these
         are constants.
 
         Raises:
-            PipelineError: as `value_and_grad` does; and where batch, rng or state depend on what is
-                differentiated.
+            PipelineError: as `value_and_grad` does; and where batch, rng, state or scale depend on
+                what is differentiated.
 
         Example:
             loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch) + 1e-4 *
             optax.tree.norm(p, squared=True))(params)
         """
-        results, _ = self._call(Call.LOSS, params, batch, rng, state)
+        results, _ = self._call(Call.LOSS, params, batch, rng, state, scale)
         loss, *aux = self._parts(results, with_state=True)
         return with_aux(loss, aux)
 
@@ -364,7 +384,7 @@ class Pipeline:
 
         def step(params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()) -> Any:
             results, grads = self._steps.run(
-                *(Call.STEP, params, batch, rng, state),
+                *(Call.STEP, params, batch, rng, state, None),
                 observe=lambda *job: traced.append(job),
                 clock=clock,
             )
@@ -409,8 +429,11 @@ class Pipeline:
 
     # Inside
 
-    def _call(self, call: Call, *arguments: Any) -> tuple[dict[str, Any], Any]:
+    def _call(
+        self, call: Call, params: Params, batch: PyTree, rng: Any, state: State, scale: Any = None
+    ) -> tuple[dict[str, Any], Any]:
         """The results of a call, and the gradients of a step."""
+        arguments = params, batch, rng, state, scale
         with self._checking(*arguments):
             found: tuple[dict[str, Any], Any] = self._compiled.calls[call](*arguments)
         return found

@@ -24,8 +24,9 @@ from .fingerprint import compare_first_step
 from .jaxprs.loops import with_counted_loops
 from .lowering.plan import Plan, plan_of
 from .lowering.target import Target
-from .model.arguments import key_faults, param_faults, state_faults
-from .model.functions import Functions, Positioned, batch_faults, positions, time_faults
+from .model.arguments import key_faults, param_faults, scale_faults, state_faults
+from .model.batch import Positioned, batch_faults, num_rows, positions, time_faults
+from .model.functions import Functions
 from .model.model import Plain
 from .model.param_layout import Chunks, with_outer
 from .model.partition import Partition
@@ -35,7 +36,7 @@ from .table.kinds import SPREAD_LAST
 from .table.schedule import Schedule
 from .transforms.rewrites import forward_only, without_kinds
 
-# Of parameters, batch, key and state: results and gradients.
+# Of parameters, batch, key, state and scale: results and gradients.
 _Run: TypeAlias = Callable[..., tuple[dict[str, Any], Params]]
 
 
@@ -71,7 +72,9 @@ class Cache:
 
 @dataclass(eq=False)
 class StepRunner:
-    """Runs the steps of a schedule.  Their arguments are parameters, batch, key and state."""
+    """Runs the steps of a schedule.  Their arguments are parameters, batch, key, state and the
+    factor of the loss.
+    """
 
     schedule: Schedule
     functions: Functions
@@ -171,7 +174,14 @@ class StepRunner:
             )
 
     def check(
-        self, params: Any, batch: PyTree, rng: Any, state: Any, *, whole: bool = True
+        self,
+        params: Any,
+        batch: PyTree,
+        rng: Any,
+        state: Any,
+        scale: Any = None,
+        *,
+        whole: bool = True,
     ) -> dict[str, PyTree]:
         """The plans of parameters; PipelineError, before anything is traced, for those that are not
         placed for this schedule or rows that do not divide; `whole`: into all microbatches of the
@@ -184,9 +194,12 @@ class StepRunner:
         own = "state" if self.functions.has_state else ""
         faults = [
             *param_faults(params, layout, table.num_devices),
-            *batch_faults(batch, count, data_shards=self.partition.data_size),
+            *batch_faults(
+                batch, count, data_shards=self.partition.data_size, whole=self.functions.whole
+            ),
             *time_faults(batch, table.slices, self.functions.time),
             *key_faults(rng),
+            *scale_faults(scale),
             *state_faults(state, layout, "caches" if cached else own),
         ]
         PipelineError.refuse(_REFUSED, faults)
@@ -269,8 +282,7 @@ class StepRunner:
         the schedule, as its rows divide into.  What the last stage returns needs no `last`.
         """
         table = without_kinds(self.schedule, SPREAD_LAST) if call is Call.OUTPUTS else self.schedule
-        batch = batch.batch if isinstance(batch, Positioned) else batch
-        rows = np.shape(jax.tree.leaves(batch)[0])[0] // self.partition.data_size
+        rows = num_rows(batch, self.functions.whole) // self.partition.data_size
         sequences = range(1, self.sequences + 1)
         count = table.slices * max(count for count in sequences if rows % count == 0)
         return plan_of(forward_only(table, count), overheads=self.target.overheads)
@@ -375,7 +387,7 @@ def differentiable_loss(value: _Run, step: _Run) -> _Run:
     cotangent.
 
     `value` runs where nothing is differentiated, `step` where something is.  Other results are
-    constants, and batch, key and state may not depend on what is differentiated.
+    constants, and batch, key, state and scale may not depend on what is differentiated.
     """
 
     @jax.custom_vjp
@@ -383,7 +395,7 @@ def differentiable_loss(value: _Run, step: _Run) -> _Run:
         return value(*arguments)[0]
 
     def forward(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
-        rest = dict(zip(("batch", "rng", "state"), arguments[1:], strict=True))
+        rest = dict(zip(("batch", "rng", "state", "scale"), arguments[1:], strict=True))
         PipelineError.refuse(
             "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
             "differentiated (compute them in `first`, from its parameters, or put "
@@ -396,14 +408,14 @@ def differentiable_loss(value: _Run, step: _Run) -> _Run:
 
     def backward(kept: tuple[PyTree, PyTree], cotangents: Any) -> tuple[PyTree, ...]:
         params, grads = kept
-        scale = cotangents["loss"]
+        outside = cotangents["loss"]
 
         def scaled(param: Any, grad: Any) -> Any:
-            if grad is None or isinstance(scale, SymbolicZero):
+            if grad is None or isinstance(outside, SymbolicZero):
                 return None  # zeros
-            return (grad * scale.astype(grad.dtype)).astype(param.dtype)
+            return (grad * outside.astype(grad.dtype)).astype(param.dtype)
 
-        nothing = (None, None, None)  # for batch, rng and state
+        nothing = (None, None, None, None)  # for batch, rng, state and scale
         return jax.tree.map(scaled, params, grads), *nothing
 
     results.defvjp(forward, backward, symbolic_zeros=True)

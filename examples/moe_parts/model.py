@@ -59,6 +59,26 @@ _LAYER = LAYER | {
 PREDICT = 0.3  # the weight of m's loss in the first part of the published training
 
 
+@jax.custom_vjp
+def _with_load(loss: jax.Array, bias: jax.Array, load: jax.Array) -> jax.Array:
+    """The loss, with the load of experts in place of the gradient of their bias.
+
+    The load is not multiplied by the cotangent of the loss, so that neither the count of a batch
+    nor the scale of a loss changes it: sums of it are whole numbers, and equal loads are equal.
+    """
+    return loss
+
+
+def _load_as_gradient(load: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    return g, load, None
+
+
+_with_load.defvjp(
+    lambda loss, bias, load: (loss, load.astype(bias.dtype)),
+    _load_as_gradient,
+)
+
+
 @dataclass(frozen=True)
 class MoE(Llama):
     """A mixture of experts; the fields after Llama's say how its experts are computed (see
@@ -256,8 +276,7 @@ class MoE(Llama):
         weights = jnp.sum(seen["weights"], axis=1)
         loss = jnp.sum(to.auxiliary * weights, dtype=self.param_dtype)
         if bias is not None:
-            # 0, whose gradient with respect to the bias is the load
-            loss += jnp.sum((bias - jax.lax.stop_gradient(bias)) * to.load)
+            loss = _with_load(loss, bias, to.load)
         experts = Experts(self.sizes.routing, self.expert, self.capacity, self.ragged)
         own = jax.tree.map(lambda kernel: kernel.astype(self.dtype), params["experts"])
         mixed, dropped = experts(own, u, to)

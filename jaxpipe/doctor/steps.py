@@ -23,7 +23,7 @@ from ..errors import PipelineError, ScheduleError
 from ..inspect.programs import program_of
 from ..lowering.target import Target
 from ..measuring import measure_stages, timed
-from ..model.functions import split_batch
+from ..model.batch import split_batch
 from ..model.model import Model
 from ..model.settings import Memory
 from ..pipeline import Pipeline

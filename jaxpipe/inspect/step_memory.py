@@ -21,6 +21,7 @@ from ..jaxprs.entry import Entry, Slot, Target, Total
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..lowering.target import RunsOn
+from ..model.batch import map_rows
 from ..model.param_layout import OUTER, with_outer
 from ..model.partition import PART, LeafPlan, leaf_plans, trained
 from ..model.settings import outside_contexts, with_sharding
@@ -359,9 +360,12 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
 
 def _batch_bytes(job: Job, batch: PyTree) -> int:
     """Bytes of one device's part of a batch, and of the copy of it that is cut into slices."""
-    split = partial(job.functions.split, count=job.num_microbatches)
-    copy = jax.eval_shape(split, batch) if job.functions.slices > 1 else ()
-    return sum(map(nbytes, jax.tree.leaves((batch, copy)))) // job.data_size
+    split, whole = partial(job.functions.split, count=job.num_microbatches), job.functions.whole
+    batch = jax.eval_shape(lambda tree: tree, batch)  # leaves without rows may be plain numbers
+    rows = map_rows(lambda leaf: leaf, batch, whole, lambda _: None)
+    copy = jax.eval_shape(split, rows) if job.functions.slices > 1 else ()
+    every, own, cut = (sum(map(nbytes, jax.tree.leaves(of))) for of in (batch, rows, copy))
+    return (own + cut) // job.data_size + every - own
 
 
 def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:

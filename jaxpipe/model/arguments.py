@@ -224,6 +224,20 @@ def key_faults(rng: Any) -> list[str]:
     return [f"rng={quoted(rng)} is no key; write rng=jax.random.key({number})"]
 
 
+def scale_faults(scale: Any) -> list[str]:
+    """Faults of the factor of the loss."""
+    dtype: Any = getattr(scale, "dtype", None)
+    if dtype is None:
+        is_real = scale is None or isinstance(scale, int | float)
+    else:
+        kinds = (jnp.floating, jnp.integer)
+        is_real = not np.shape(scale) and any(jnp.issubdtype(dtype, kind) for kind in kinds)
+    if is_real:
+        return []
+    what = quoted(scale) if dtype is None else f"{dtype}{list(np.shape(scale))}"
+    return [f"scale must be a number or a scalar array, a factor of the loss, not {what}"]
+
+
 def state_faults(state: Any, layout: ParamLayout, what: str) -> list[str]:
     """Faults of the stages' own state; `what` it is, "" where no stage takes it."""
     if not what:

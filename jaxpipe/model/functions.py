@@ -12,139 +12,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from ..arrays import (
-    PyTree,
-    array_faults,
-    by_index,
-    described,
-    path_text,
-    shapes_of,
-    summable,
-    zeros_of,
-)
+from ..arrays import PyTree, described, shapes_of, summable, zeros_of
 from ..errors import PipelineError
+from .batch import Positioned, map_rows, positions, row_specs, split_batch
 from .calls import Context, Cuts, Function, unpadded
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("batch", "position"),
-    meta_fields=("room",),
-)
-@dataclass(frozen=True)
-class Positioned:
-    """A batch whose sequences go on at a position of their cache.
-
-    Attributes:
-        batch: the user's, whole or by microbatch.
-        position: that of each sequence's first row of time, [sequences].
-        room: positions that the buffers of the cache have.
-    """
-
-    batch: PyTree
-    position: Any
-    room: int
-
-
-def has_time(path: tuple[Any, ...], time: tuple[str, ...]) -> bool:
-    """Whether a leaf of the batch is named in `time`: by its path, or by the first part of it."""
-    name = path_text(path)
-    return name in time or name.split("/")[0] in time
-
-
-def split_batch(batch: PyTree, count: int, slices: int = 1, time: tuple[str, ...] = ()) -> PyTree:
-    """Leaves [rows, ...] -> [count, rows / sequences, ...], rows in order: entry m is slice m %
-    slices of sequence m // slices.  Leaves without a time axis are the same for all slices of a
-    sequence.
-    """
-    sequences = count // slices
-
-    def split(path: tuple[Any, ...], leaf: Any) -> Any:
-        rows = leaf.reshape(sequences, leaf.shape[0] // sequences, *leaf.shape[1:])
-        if slices == 1:
-            return rows
-        if not has_time(path, time):
-            return jnp.repeat(rows, slices, axis=0)
-        length = leaf.shape[1] // slices
-        cut = rows.reshape(*rows.shape[:2], slices, length, *leaf.shape[2:])
-        return jnp.moveaxis(cut, 2, 1).reshape(count, rows.shape[1], length, *leaf.shape[2:])
-
-    return jax.tree_util.tree_map_with_path(split, batch)
-
-
-def positions(batch: PyTree, time: tuple[str, ...], axis: int = 1) -> int:
-    """The positions of time of a batch; `axis` 2: of a slice, where the batch is cut."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return int(next(np.shape(leaf)[axis] for path, leaf in leaves if has_time(path, time)))
-
-
-def batch_faults(batch: PyTree, count: int, *, data_shards: int = 1) -> list[str]:
-    """Faults of a batch whose rows are cut into `count` microbatches on each data shard."""
-    shapes = {name: np.shape(leaf) for name, leaf in by_index(batch, "batch").items()}
-    if not shapes:
-        return ["the batch has no leaves; give a tree of arrays with a leading axis of rows"]
-    if faults := array_faults(batch, "batch"):
-        return faults
-    faults, scalars = [], [name for name, shape in shapes.items() if not shape]
-    if scalars:
-        faults = [
-            f"{len(scalars)} leaves of the batch are plain numbers, {scalars[0]} the first of "
-            "them: lists are trees to JAX; make arrays of them, jax.numpy.asarray([...]), with a "
-            "leading axis of rows (close over values that all rows share, or put them under "
-            '"shared")'
-        ]
-    shards = f" x {data_shards} data shards" if data_shards > 1 else ""
-    into = f"{count} microbatches{shards}"
-    return faults + _cut_faults(shapes, 0, count * data_shards, "rows", into)
-
-
-def time_faults(
-    batch: PyTree, slices: int, time: tuple[str, ...], *, always: bool = False
-) -> list[str]:
-    """Faults of a batch whose leaves in `time` are cut along axis 1; `always`: one slice too."""
-    if slices == 1 and not always:
-        return []
-    if not time:
-        several = f"the schedule has {slices} slices a sequence"
-        return [
-            f"{several if slices > 1 else 'a cache has a time'}; name the leaves of the batch that "
-            'have a time axis (axis 1): jaxpipe.Model(..., time=("tokens", "targets"))'
-        ]
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    timed = [(jax.tree_util.keystr(p), leaf) for p, leaf in leaves if has_time(p, time)]
-    shapes = {f"batch{name}": np.shape(leaf) for name, leaf in timed}
-    faults = [
-        f"the batch has no {name!r}, which time= of the model names"
-        for name in time
-        if not any(has_time(path, (name,)) for path, _ in leaves)
-    ]
-    faults += [
-        f"{name} has shape {list(shape)}; a leaf in time= needs axis 1, of time"
-        for name, shape in shapes.items()
-        if len(shape) < 2
-    ]
-    into = f"{slices} equal slices"
-    return faults + _cut_faults(shapes, 1, slices, "positions of time", into)
-
-
-def _cut_faults(
-    shapes: Mapping[str, tuple[int, ...]], axis: int, parts: int, what: str, into: str
-) -> list[str]:
-    """Leaves that are not cut into equal parts along an axis, or have other lengths there."""
-    lengths = {name: shape[axis] for name, shape in shapes.items() if len(shape) > axis}
-    faults = [
-        f"{name} has {n} {what}, which do not divide into {into}; use "
-        f"{max(1, round(n / parts)) * parts} {what}"
-        for name, n in lengths.items()
-        if not n or n % parts
-    ]
-    if len(set(lengths.values())) > 1:
-        every = ", ".join(f"{name} has {n} {what}" for name, n in lengths.items())
-        faults.append(f"leaves of the batch have different lengths: {every}")
-    return faults
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -247,6 +120,11 @@ class Loss(enum.Enum):
     SUM_OVER_COUNT = "sum_over_count"
 
 
+def share_of(count: Any) -> Any:
+    """1 / count; 0 where nothing is counted, so that the loss and the gradients are 0 there."""
+    return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
+
+
 def with_aux(loss: Any, aux: Sequence[PyTree]) -> Any:
     """A loss as `jax.grad` takes it: alone, or with other results for `has_aux=True`."""
     return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
@@ -265,6 +143,7 @@ class Functions:
     training: bool = True
     slices: int = 1  # of a sequence
     time: tuple[str, ...] = ()  # leaves of the batch with a time axis
+    whole: tuple[str, ...] = ()  # those without an axis of rows
     length: int = 0  # of a slice, once the batch is known
     # (stage's parameters, x) -> the first carry
     carry: Callable[..., Any] | None = None
@@ -290,7 +169,11 @@ class Functions:
         """The rows of each microbatch."""
         if isinstance(batch, Positioned):
             return replace(batch, batch=self.split(batch.batch, count))
-        return split_batch(batch, count, self.slices, self.time)
+        return split_batch(batch, count, self.slices, self.time, self.whole)
+
+    def specs(self, batch: PyTree, axes: tuple[str, ...]) -> PyTree:
+        """The split of each leaf of a batch over data axes."""
+        return row_specs(batch, self.whole, axes)
 
     def extra(
         self, batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]
@@ -306,7 +189,7 @@ class Functions:
             def row(leaf: Any) -> Any:
                 return lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False)
 
-            extra["microbatch"] = jax.tree.map(row, batch)
+            extra["microbatch"] = map_rows(row, batch, self.whole)
         if "ctx" in wants:
             if rng is not None:
                 keys["rng"] = fold(fold(rng, stage), microbatch)
@@ -376,9 +259,7 @@ class Functions:
         need (None for none), from sums over data shards.
         """
         if self.loss is Loss.SUM_OVER_COUNT:
-            count = jnp.sum(counts).astype(losses.dtype)
-            # The loss and the gradients are 0 where nothing is counted.
-            factor = jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
+            factor = share_of(jnp.sum(counts).astype(losses.dtype))
             return jnp.sum(losses) * factor, losses, factor
         losses = losses if shards == 1 else losses / shards
         return jnp.mean(losses), losses, None

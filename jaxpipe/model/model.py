@@ -15,16 +15,9 @@ from ..arrays import PyTree, summable, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.kinds import Placement
+from .batch import batch_faults, split_batch, time_faults
 from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread
-from .functions import (
-    Extra,
-    Functions,
-    Loss,
-    batch_faults,
-    split_batch,
-    time_faults,
-    with_aux,
-)
+from .functions import Extra, Functions, Loss, with_aux
 from .param_layout import EMBEDDING, LOSS, LayerMap, with_outer
 from .settings import frozen_filter
 
@@ -66,6 +59,10 @@ class Model:
             is in its place), no accumulator and no optimizer state, and any dtype.
         time: with slices of sequences, the leaves of the batch that are cut along axis 1, by their
             paths or the first parts of these.
+        whole: leaves of the batch without an axis of rows, by their paths or the first parts of
+            these: the number of the step, a temperature, a teacher's weights.  They may have any
+            shape, and every function is given them as they are, in each microbatch, slice and data
+            shard.  A new value needs no new program.
         carry: (stage_params, x) -> the carry that the first slice of a sequence is given.  None
             stands for zeros, of the shapes that a stage returns for a carry that is the number 0.
 
@@ -93,6 +90,7 @@ class Model:
     stage_loss: bool
     frozen: Any
     time: Any
+    whole: Any
     carry: Any
 
     def __init__(
@@ -107,6 +105,7 @@ class Model:
         stage_loss: bool = False,
         frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
         time: Sequence[str] = (),
+        whole: Sequence[str] = (),
         carry: Call | None = None,
     ) -> None:
         if isinstance(stages, Mapping):
@@ -128,6 +127,8 @@ class Model:
                 f"carry must be a function (stage_params, x) -> the first carry, not {carry!r}"
             )
         time = (time,) if isinstance(time, str) else tuple(time)
+        whole = (whole,) if isinstance(whole, str) else tuple(whole)
+        _check_names(time, whole)
         frozen = frozen_filter(frozen)
         own = locals()
         for name in self.__dataclass_fields__:
@@ -158,7 +159,7 @@ class Model:
 
     def functions(self, stages: Sequence[Function]) -> Functions:
         """The functions of a step whose stages run these."""
-        names = ("has_metrics", "stage_loss", "time", "carry")
+        names = ("has_metrics", "stage_loss", "time", "whole", "carry")
         own = {name: getattr(self, name) for name in names}
         return Functions(tuple(stages), *self.outer, self.contract, **own)
 
@@ -222,11 +223,12 @@ class Model:
         """
         microbatches = slices if microbatches is None else microbatches
         sequences = microbatches // slices
-        faults = batch_faults(batch, max(1, sequences)) + time_faults(batch, slices, self.time)
+        faults = batch_faults(batch, max(1, sequences), whole=self.whole)
+        faults += time_faults(batch, slices, self.time)
         if microbatches % slices:
             faults.append(f"{microbatches} microbatches are no whole sequences of {slices} slices")
         PipelineError.refuse("", faults)
-        rows = split_batch(batch, microbatches, slices, self.time)
+        rows = split_batch(batch, microbatches, slices, self.time, self.whole)
         plain = self._plain(params, rows, rng, training=training, slices=slices)
         functions, numbers = plain.functions, jnp.arange(microbatches, dtype=jnp.int32)
         passed, (losses, aux) = jax.lax.scan(
@@ -262,6 +264,18 @@ def _listed(stages: Any) -> tuple[Call, ...]:
             f"function for each letter of layers=; got {stages!r}"
         )
     return tuple(stages)
+
+
+def _check_names(time: Sequence[str], whole: Sequence[str]) -> None:
+    """PipelineError for a leaf of the batch that is in both."""
+    faults = [
+        f"time= has {one!r} and whole= has {other!r}: a leaf without an axis of rows is not cut "
+        "along time; name it in one of them"
+        for one in time
+        for other in whole
+        if one in (other, other.split("/")[0]) or other == one.split("/")[0]
+    ]
+    PipelineError.refuse("the leaves of the batch are named twice", faults)
 
 
 def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> str:

@@ -70,7 +70,8 @@ class LayerCost:
             another device.
         stash: bytes that the gradient of the input leaves for that of the weights.
         workspace: bytes that it needs while it runs.
-        hoisted: bytes that are computed from its parameters once a step and kept (casts).
+        hoisted: bytes that are computed from its parameters once a step and kept (casts); of "L"
+            those of the batch's leaves without rows too.
         batch: bytes of one microbatch of the batch that it reads ("E", "L").
         attention: seconds of the forward in which positions attend to earlier ones: where sequences
             are cut into slices, a later slice takes longer.

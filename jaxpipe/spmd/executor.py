@@ -311,16 +311,16 @@ CANNOT_BE_TIMED = (
 
 def look(job: Job, *arguments: Any) -> tuple[Job, Inputs, ModelCode]:
     """Trace `prepare` alone: what one device starts from, as tracers."""
-    specs, run = _in_specs(job), partial(prepare, job)
+    specs, run = _in_specs(job, arguments[1]), partial(prepare, job)
     found: tuple[Job, Inputs, ModelCode] = inside(job, run, specs, *arguments)
     return found
 
 
-def _in_specs(job: Job) -> tuple[Any, ...]:
-    """The splits of parameters, the batch, the key and the stages' own state."""
-    rows, kept = PartitionSpec(job.data_axes or None), PartitionSpec(job.axis)
+def _in_specs(job: Job, batch: PyTree) -> tuple[Any, ...]:
+    """The splits of parameters, the batch, the key, the stages' own state and the scale."""
+    rows, everywhere = job.functions.specs(batch, job.data_axes), PartitionSpec()
     own = jax.tree.map(lambda plan: plan.spec(job.axis, manual=True), job.plans)
-    return own, rows, PartitionSpec(), kept
+    return own, rows, everywhere, PartitionSpec(job.axis), everywhere
 
 
 def body(
@@ -391,17 +391,24 @@ class SpmdExecutor:
     compiles = True
 
     def run(
-        self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+        self,
+        job: Job,
+        params: Params,
+        batch: PyTree,
+        rng: Any,
+        state: tuple[PyTree, ...],
+        scale: Any,
     ) -> _Results:
         """Do the job; it may be traced."""
-        specs, entries = _in_specs(job), None
+        arguments = params, batch, rng, state, scale
+        specs, entries = _in_specs(job, batch), None
         if job.partition.auto_axes and job.training:
             # The model is traced once more for the entries.
-            cut, inputs, code = look(job, params, batch, rng, state)
+            cut, inputs, code = look(job, *arguments)
             entries = split_entries(cut, code, inputs.owned)
         out_specs = job.result_specs, specs[0] if job.training else PartitionSpec()
         run = mapped(partial(body, job, entries), job.mesh, job.axes, specs, out_specs)
-        results: _Results = run(params, batch, rng, state)
+        results: _Results = run(*arguments)
         return results
 
 

@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from ..model.packed import Places
 from ..model.param_layout import OUTER, Chunks
 from ..model.partition import gather, leaf_plans, reduce_gradients, trained, with_frozen
 from ..stage.code import StageCode, run
+from ..stage.counts import total_count
 from ..stage.model_code import Inputs, Job, ModelCode, trace_model
 from ..table.effects import OF_SLICES, Place
 from .block import State, chunks_of, empty, false, of_chunk
@@ -31,7 +32,7 @@ from .pools import Buffers, Packing
 
 
 def prepare(
-    job: Job, params: Params, batch: PyTree, rng: Any, kept: tuple[PyTree, ...]
+    job: Job, params: Params, batch: PyTree, rng: Any, kept: tuple[PyTree, ...], scale: Any
 ) -> tuple[Job, Inputs, ModelCode]:
     """Gather parameters and trace the model; the job then knows the batch.
 
@@ -50,7 +51,7 @@ def prepare(
         kept = tuple(map(mine, kept))
         ends = {k: unpadded(gather(params[k], plans[k])) for k in OUTER}
     job = job.for_batch(batch)
-    inputs = Inputs(owned, kept, batch=batch, rng=rng, **ends)
+    inputs = Inputs(owned, kept, batch=batch, rng=rng, scale=scale, **ends)
     return job, inputs, trace_model(job, inputs)
 
 
@@ -123,7 +124,7 @@ class DeviceStep:
                 params = jax.tree.leaves((getattr(inputs, name), inputs.shared))
                 once = run(end.hoist, *end.consts, *params)
                 self.operands[name] = Operand(end, params, once)
-        self.seed = jnp.asarray(job.seed, jnp.result_type(float))
+        self.seed: Any = job.seed(self._count(), inputs.scale) if job.training else None
 
     @property
     def share_seed(self) -> Any:
@@ -135,6 +136,17 @@ class DeviceStep:
         stage = 0 if key == "first" else len(self.code.kind_of) - 1
         extra = self.extra(jnp.full_like(microbatch, stage), microbatch)
         return self.operands[key].inputs(y or [], extra)
+
+    def _count(self) -> Any:
+        """The count of the step, where the rows of the batch determine it.  All devices have them,
+        so that no device waits for another's.
+        """
+        job, last, inputs = self.job, self.code.last, self.inputs
+        if last is None:
+            return None
+        stage = jnp.int32(len(self.code.kind_of) - 1)
+        rows = inputs.batch, inputs.rng
+        return total_count(last, job.functions, *rows, stage, job.data_axes)
 
     def _operand(self, chunk: int, stage: int) -> Operand:
         layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
@@ -272,6 +284,9 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     job, code = step.job, step.code
     aux = None if code.last is None else jax.tree.unflatten(code.last.y_tree, state["aux"])
     results, scale = totals(job, state["losses"], aux, (job.axis,), job.data_axes)
+    if code.last is not None and code.last.count is not None:
+        scale = None  # the backwards began with it
+    results |= scaled_loss(results, step.inputs.scale)
     trees = map(jax.tree.structure, step.inputs.kept)
     held = list(map(jax.tree.unflatten, trees, chunks_of(state, Place.STAGE_STATE)))
     merged = jax.tree.map(lambda leaf: merged_state(job, leaf, job.data_axes)[None], held)
@@ -326,6 +341,14 @@ def totals(
     parts = job.num_microbatches * job.data_size
     metrics = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) / parts, aux["metrics"])
     return {"loss": loss, "losses": losses, "metrics": metrics}, factor
+
+
+def scaled_loss(results: Mapping[str, Any], scale: Any) -> dict[str, Any]:
+    """The loss with a factor, where there are both."""
+    if scale is None or "loss" not in results:
+        return {}
+    loss = results["loss"]
+    return {"loss": loss * jnp.asarray(scale, loss.dtype)}
 
 
 def merged_state(job: Job, leaf: Any, data: tuple[str, ...]) -> Any:

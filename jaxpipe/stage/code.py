@@ -43,7 +43,7 @@ from ..jaxprs.cut import (
     known_from,
     needed_for,
 )
-from ..jaxprs.equations import closed_jaxpr, collectives, reads, results_of
+from ..jaxprs.equations import ClosedJaxpr, closed_jaxpr, collectives, reads, results_of
 from ..model.calls import OUTER_WANTS
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from ..table.kinds import Kind, kinds_where
@@ -132,6 +132,10 @@ class StageCode:
     wants: frozenset[str] = OUTER_WANTS  # keywords whose values differ by microbatch or stage
     liveness: Liveness = field(default_factory=Liveness)
     offloads: bool = False  # a policy of `jax.checkpoint` in it uses the host's memory
+    # of `last` under `Loss.SUM_OVER_COUNT`: `extra` -> the count of a microbatch, where nothing
+    # else determines it
+    count: ClosedJaxpr | None = None
+    loses_count: bool = False  # the count has a gradient, which the backward does not have
 
     @property
     def known(self) -> tuple[bool, ...]:

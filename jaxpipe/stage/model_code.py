@@ -25,7 +25,7 @@ from ..jaxprs.flat import flatten
 from ..lowering.plan import Plan
 from ..lowering.target import Target
 from ..model.calls import OUTER_WANTS, check_equations, refusing
-from ..model.functions import Functions, Loss, StageOutput
+from ..model.functions import Functions, Loss, StageOutput, share_of
 from ..model.param_layout import ParamLayout
 from ..model.partition import LeafPlan, Partition, leaf_plans
 from ..program.ir import Program
@@ -33,6 +33,7 @@ from ..program.verify import verify
 from ..table.effects import Offload, Place, longest
 from ..table.kinds import KINDS
 from .code import ParamUse, StageCode, cut_last, inexact
+from .counts import check_count
 from .trace import by_leaves, trace_last, trace_spread_first, trace_stage
 
 # Called with the job, its trace (a `ModelCode`), and the entries of each kind of stage
@@ -91,11 +92,15 @@ class Job:
         """The stages of each device."""
         return self.partition.layout
 
-    @property
-    def seed(self) -> float:
-        """The cotangent of one microbatch's loss."""
+    def seed(self, count: Any, scale: Any) -> Any:
+        """The cotangent of one microbatch's loss: with the factor of the loss, and with the count
+        of the step where it is known before.
+        """
         summed = self.functions.loss is Loss.SUM_OVER_COUNT
-        return 1.0 if summed else 1.0 / (self.num_microbatches * self.data_size)
+        mean = 1.0 if summed else 1.0 / (self.num_microbatches * self.data_size)
+        seed = jnp.asarray(mean, jnp.result_type(float))
+        seed = seed if count is None else share_of(count.astype(seed.dtype))
+        return seed if scale is None else seed * jnp.asarray(scale, seed.dtype)
 
     @property
     def result_specs(self) -> dict[str, PartitionSpec]:
@@ -118,9 +123,10 @@ class Job:
 @runtime_checkable
 class Executor(Protocol):
     """A back end: runs the program of a job.
-    `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, and the
-    stages' placed state or (); it returns ({"loss", "losses", "metrics", "state"} or {"outputs",
-    "state"}, gradients laid out like the parameters, {} without any).
+    `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, the
+    stages' placed state or (), and the factor of the loss or None; it returns ({"loss", "losses",
+    "metrics", "state"} or {"outputs", "state"}, gradients laid out like the parameters, {} without
+    any).
     """
 
     @property
@@ -128,7 +134,13 @@ class Executor(Protocol):
         """Whether `run` is traced and compiled; otherwise it is called directly."""
 
     def run(
-        self, job: Job, params: Params, batch: PyTree, rng: Any, state: tuple[PyTree, ...]
+        self,
+        job: Job,
+        params: Params,
+        batch: PyTree,
+        rng: Any,
+        state: tuple[PyTree, ...],
+        scale: Any,
     ) -> tuple[dict[str, Any], dict[str, PyTree]]:
         """Do the job; it may be traced."""
 
@@ -260,12 +272,13 @@ class Inputs(NamedTuple):
     last: PyTree
     batch: PyTree  # leaves [M, ...]
     rng: Any
+    scale: Any  # a factor of the loss, or None
 
 
 def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
     functions, layout = replace(job.functions, in_place=not job.functions.room), job.layout
-    shared, shared_uses = inputs.shared, _uses(inputs.shared, leaf_plans(job.plans["shared"]))
+    shared, shared_uses = inputs.shared, uses_of(inputs.shared, leaf_plans(job.plans["shared"]))
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
         index = jnp.int32(0)
@@ -277,7 +290,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         trace_first = trace_spread_first if is_share else trace_stage
         trace: Callable[..., StageCode] = trace_first if key == "first" else trace_last
         own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
-        uses = _uses(own, leaf_plans(job.plans[key])) + shared_uses
+        uses = uses_of(own, leaf_plans(job.plans[key])) + shared_uses
         with refusing(key):
             code = trace(run, (own, shared), x, extra_of(OUTER_WANTS), uses)
         if not is_share:
@@ -291,7 +304,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     for stage, function in enumerate(functions.stages):
         own = layout.held(stage, inputs.owned)
         params, state = own.avals, layout.held(stage, inputs.kept).avals if inputs.kept else ()
-        uses = _uses(params, layout.held(stage, job.plans["stages"]).leaves) + shared_uses
+        uses = uses_of(params, layout.held(stage, job.plans["stages"]).leaves) + shared_uses
         leaves, tree = jax.tree.flatten(shapes_of((params, state, x)))
         key = (function, tree, *leaves, *uses, own.form)
         if key not in kinds:
@@ -302,6 +315,8 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         kind_of.append(list(kinds).index(key))
         x = kinds[key].y
     last = None if functions.last is None else outer("last", x)
+    if functions.last is not None and last is not None and job.training:
+        check_count(functions.last.name, last)
     codes = tuple(kinds.values())
     found = ModelCode(codes, tuple(kind_of), first, last, _program(job, codes))
     if last is None or not found.defers_last:
@@ -325,7 +340,7 @@ def _program(job: Job, codes: Sequence[StageCode]) -> Program:
     return program
 
 
-def _uses(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
+def uses_of(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
     """The uses of each of these parameters."""
     return [
         ParamUse.of(leaf, frozen=plan.frozen)

@@ -9,7 +9,7 @@ all pieces of a stage, and never a residual.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -22,7 +22,16 @@ from jax.extend import core
 from ..arrays import Leaves, PyTree, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import copied, renamed, variables, with_equations
+from ..jaxprs.equations import (
+    ClosedJaxpr,
+    closed_jaxpr,
+    copied,
+    producers,
+    reads,
+    renamed,
+    variables,
+    with_equations,
+)
 from ..jaxprs.flat import flatten, stores_on_host
 from ..model.functions import StageOutput
 from ..table.effects import Place
@@ -198,6 +207,58 @@ def _without_axes(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=eqns, effects=plain(jaxpr.effects))
 
 
+@dataclass(frozen=True)
+class _AtOnce:
+    """A function traced with its gradient: `jaxpr(consts, params, x, extra, late) -> results,
+    dparams, dx`, and the shapes of the results.
+    """
+
+    code: StageCode
+    jaxpr: core.Jaxpr
+    results: PyTree
+
+    @property
+    def num_results(self) -> int:
+        """The number of results before gradients."""
+        return len(jax.tree.leaves(self.results))
+
+    def hoisted(self) -> StageCode:
+        """`backward(params, x, extra, once, late) -> results, dparams, dx`, and `evaluate` for the
+        results alone.
+        """
+        code, late = self.code, len(self.jaxpr.invars) - self.code.num_inputs
+        once, body = hoist(self.jaxpr, code.known, at=code.num_inputs)
+        evaluate = drop_dead(body.replace(outvars=body.outvars[: self.num_results]))
+        evaluate = evaluate.replace(invars=evaluate.invars[: len(evaluate.invars) - late])
+        return replace(code, hoist=once, evaluate=evaluate, backward=body)
+
+    def without_last_cotangent(self) -> tuple[_AtOnce, bool]:
+        """The same with zeros in its place, and whether a gradient depends on it."""
+        jaxpr = self.jaxpr
+        *given, dropped = jaxpr.invars
+        grads = drop_dead(jaxpr.replace(outvars=jaxpr.outvars[self.num_results :]))
+        aval: Any = dropped.aval
+        zero = core.Literal(np.zeros((), aval.dtype), aval)
+        changed = renamed(jaxpr.replace(invars=given), {dropped: zero})
+        return replace(self, jaxpr=changed), reads(grads)[-1]
+
+    def of_extra(self, number: int) -> ClosedJaxpr | None:
+        """`extra` -> the result of this number; None where parameters or x determine it too.
+
+        Effects such as prints are left out.
+        """
+        code, jaxpr, out = self.code, self.jaxpr, [self.jaxpr.outvars[number]]
+        eqns = producers(variables(out), jaxpr.eqns)
+        own = drop_dead(with_equations(jaxpr, eqns, jaxpr.invars, out))
+        consts, end = len(code.consts), code.num_inputs
+        start = end - code.num_extra
+        if any(reads(own)[consts:start]):
+            return None
+        ins = own.invars
+        alone = own.replace(constvars=ins[:consts], invars=ins[start:end])
+        return closed_jaxpr(alone, code.consts)
+
+
 def _trace_at_once(
     function: Callable[..., tuple[Leaves, PyTree]],
     params: PyTree,
@@ -205,10 +266,9 @@ def _trace_at_once(
     extra: PyTree,
     uses: Sequence[ParamUse],
     late: Leaves,
-) -> tuple[StageCode, PyTree]:
+) -> _AtOnce:
     """Trace `function(params, x, extra) -> values, results` with the gradient of the values, whose
-    cotangents are `late`: `backward(params, x, extra, once, late) -> results, dparams, dx`, and
-    `evaluate` for the results alone.  Return the shapes of the results too.
+    cotangents are `late`.
     """
     wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves(x))]
 
@@ -229,11 +289,7 @@ def _trace_at_once(
         num_extra=len(jax.tree.leaves(extra)),
         avals=by_place({Place.X: x, Place.STAGE_GRADIENTS: _with_gradient(params, uses)}),
     )
-    once, body = hoist(jaxpr, code.known, at=code.num_inputs)
-    count = len(jax.tree.leaves(results))
-    evaluate = drop_dead(body.replace(outvars=body.outvars[:count]))
-    evaluate = evaluate.replace(invars=evaluate.invars[: len(evaluate.invars) - len(late)])
-    return replace(code, hoist=once, evaluate=evaluate, backward=body), results
+    return _AtOnce(code, jaxpr, results)
 
 
 def trace_last(
@@ -243,17 +299,29 @@ def trace_last(
     extra: PyTree,
     uses: Sequence[ParamUse],
 ) -> StageCode:
-    """Trace `function(params, y, extra) -> (scalar, aux)` with its gradients."""
+    """Trace `function(params, y, extra) -> (scalar, aux)` with the gradient of the scalar.  That of
+    a count, `aux["count"]`, would need a cotangent that is known after the last forward.
+    """
 
     def call(params: PyTree, y: PyTree, extra: PyTree) -> tuple[Leaves, PyTree]:
         loss, aux = function(params, y, extra)
-        return [loss], (loss, aux)
+        counts = jax.tree.leaves(aux["count"]) or [jnp.zeros(())]
+        return [loss, *counts], (loss, aux)
 
     # the widest dtype, so that the seed of a float64 loss is not rounded
     seed = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    code, (loss, aux) = _trace_at_once(call, params, y, extra, uses, [seed])
-    avals = by_place({**code.avals, Place.LOSSES: loss, Place.AUX: aux})
-    return replace(code, y_tree=jax.tree.structure(aux), avals=avals)
+    traced = _trace_at_once(call, params, y, extra, uses, [seed, seed])
+    traced, loses_count = traced.without_last_cotangent()
+    loss, aux = traced.results
+    code = traced.hoisted()
+    return replace(
+        code,
+        y_tree=jax.tree.structure(aux),
+        avals=by_place({**code.avals, Place.LOSSES: loss, Place.AUX: aux}),
+        # the results are the loss, the count and metrics
+        count=traced.of_extra(1) if jax.tree.leaves(aux["count"]) else None,
+        loses_count=loses_count,
+    )
 
 
 def trace_spread_first(
@@ -274,7 +342,7 @@ def trace_spread_first(
         return list(filter(inexact, jax.tree.leaves(y))), y
 
     dy, y = jax.eval_shape(call, params, x, extra)
-    code, _ = _trace_at_once(call, params, x, extra, uses, dy)
+    code = _trace_at_once(call, params, x, extra, uses, dy).hoisted()
     gradients = code.backward.outvars[len(jax.tree.leaves(y)) :]
     return replace(
         code,

@@ -130,6 +130,12 @@ class InFunctions:
         )
         return step(counted)[0]
 
+    def counts_with_a_gradient():
+        counted = pipeline(
+            last=lambda p, x, microbatch: (jnp.sum(x), jnp.sum(x**2)), loss=jp.Loss.SUM_OVER_COUNT
+        )
+        return step(counted)[0]
+
 
 class WhatGoesIn:
     """Around a step: parameters, batches, meshes"""
@@ -175,6 +181,12 @@ class WhatGoesIn:
 
     def lists_as_a_batch():
         step(pipeline(), batch={"x": [[1.0] * 4] * 4, "y": ones(4, 4)})
+
+    def a_value_that_all_rows_share():
+        step(pipeline(), batch={**BATCH, "step": 3})
+
+    def a_scale_that_is_a_vector():
+        step(pipeline(), scale=ones(2))
 
     def a_batch_that_does_not_divide():
         step(pipeline(), batch={"x": ones(5, 4), "y": ones(5, 4)})

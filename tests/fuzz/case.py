@@ -68,6 +68,10 @@ class Case:
     vocab: int = 6
     tied: bool = False
     loss: str = "MEAN"
+    count: str = "mask"  # or "compared": what x determines, without a gradient
+    scale: float | None = None  # of the loss, before the backwards
+    clipped: float | None = None  # the largest entry of gradients between stages
+    whole: bool = False  # stages read leaves of the batch without rows
     metrics: bool = False
     stage_loss: bool = False
     odd: bool = False  # None and empty trees among parameters
@@ -263,7 +267,14 @@ def draw(seed: int) -> Case:
     )
     case = _sliced(rng, case) if chance(0.2) else case
     context, per_layer = case.explicit and chance(0.5), chance(0.5)
-    return replace(case, context=context, per_layer=per_layer)
+    case = replace(case, context=context, per_layer=per_layer)
+    return replace(
+        case,
+        count=one("mask", "mask", "compared"),
+        scale=one(None, None, 2.0**10, 0.3),
+        clipped=one(None, None, 1e-2, 1e-4),
+        whole=chance(0.3),
+    )
 
 
 def _sliced(rng: np.random.Generator, case: Case) -> Case:

@@ -23,6 +23,7 @@ from .ops import OPS, PASSING
 
 FEATURES, OUT, TOKENS = 3, 2, 2  # of a row of the batch, of its target, and tokens of a row
 TIMED = ("x", "tokens", "targets")
+WHOLE = ("heat", "lift/w")  # leaves of the batch without rows, where a case has them
 NARROW = {"s": np.float32, "bias": jnp.bfloat16}
 EVERY = OPS | PASSING
 
@@ -41,6 +42,15 @@ def _taking(
         [*given, *(kinds(name, kinds.KEYWORD_ONLY) for name in sorted(set(wants)))]
     )
     return function
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _clipped(x: Any, most: float) -> Any:
+    """x, with a gradient that is clipped entry by entry: it is not linear in the cotangent."""
+    return x
+
+
+_clipped.defvjp(lambda x, most: (x, None), lambda most, _, g: (jnp.clip(g, -most, most),))
 
 
 def _wants(ops: Sequence[str]) -> list[str]:
@@ -98,13 +108,17 @@ class Model:
 
         def call(params: Any, x: Any, k: Any) -> Any:
             h = self.inner(x)
+            if self.case.whole:
+                h = h * k.microbatch["heat"] + jnp.sum(k.microbatch["lift"]["w"])
             h, new = self._chain(ops, params, h @ params["cut"] if cut else h, k)
+            h = h if self.case.clipped is None else _clipped(h, self.case.clipped)
             x = self._outer(x, h)
             more = [0.01 * jnp.mean(h**2)] if self.case.stage_loss else []
             more += [new] if new is not None else []
             return (x, *more) if more else x
 
-        return _taking(_wants(ops), ("params", "x"), call)
+        wants = [*_wants(ops), *(["microbatch"] if self.case.whole else [])]
+        return _taking(wants, ("params", "x"), call)
 
     def inner(self, x: Any) -> Any:
         """The array that stages change."""
@@ -208,8 +222,9 @@ class Model:
                     return self._vocab_loss(logits, microbatch)
                 values = _cross_entropy(logits, targets)
             mask = jnp.broadcast_to(mask.reshape(-1, *(1,) * (values.ndim - 1)), values.shape)
+            counted = 1 + jnp.sum(h[..., 0] > 0) if c.count == "compared" else jnp.sum(mask)
             loss = (
-                (jnp.sum(values * mask), jnp.sum(mask))
+                (jnp.sum(values * mask), counted)
                 if c.loss == "SUM_OVER_COUNT"
                 else jnp.mean(values)
             )
@@ -365,6 +380,8 @@ class Model:
             "mask": (rng.random(count) < 0.6).astype(np.int32),
             "targets": rng.integers(0, c.vocab, size=tokens),
         }
+        if c.whole:
+            batch |= {"heat": np.float64(0.9), "lift": {"w": 0.1 * rng.standard_normal((2, 3))}}
         if c.last == "vocab":
             batch["targets"] = np.where(rng.random(tokens) < 0.3, -100, batch["targets"])
         if c.first in ("embed", *SPREAD):

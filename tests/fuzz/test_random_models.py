@@ -30,6 +30,9 @@ QUICK = (
         loss="SUM_OVER_COUNT",
         metrics=True,
         stage_loss=True,
+        scale=0.3,
+        clipped=1e-2,
+        whole=True,
         table="zb_h1",
         devices=2,
         mesh=(("data", 2), ("pipe", 2)),
@@ -138,7 +141,7 @@ def test_a_gradient_of_few_bits_is_as_exact_as_what_it_is_a_sum_of():
 
 def test_a_wrong_gradient_is_found():
     trial = Trial(Case())
-    last = trial._step_right["grads"]["last"]
+    last = trial._scaled_right["grads"]["last"]
     last["head"] = last["head"].at[0, 0].multiply(1 + 1e-6)
     with pytest.raises(Wrong, match=r"grads\['last'\]\['head'\]"):
         trial.run()
@@ -154,7 +157,7 @@ def test_a_gradient_that_is_lost_between_slices_is_found(monkeypatch):
         return h, jax.lax.stop_gradient(carry)
 
     monkeypatch.setitem(EVERY, "carried", replace(carried, call=stopped))
-    _ = trial._step_right
+    _ = trial._scaled_right
     monkeypatch.undo()
     with pytest.raises(Wrong, match="step: grads"):
         trial.run()

@@ -21,7 +21,7 @@ from jaxpipe.eager import EagerExecutor
 from tests.flat import flat_pipeline
 
 from .case import Case
-from .model import Model
+from .model import WHOLE, Model
 
 # Programs of float64 that XLA compiles apart lie 1e-12 of an array's largest entry from each other
 # (tests/tolerance.py).  A drawn model may multiply that by a thousand: its weights are random, and
@@ -126,6 +126,7 @@ class Trial:
             else None,
             executor=EagerExecutor() if c.eager else None,
             time=self.model.timed if c.slices > 1 else (),
+            whole=WHOLE if c.whole else (),
             carry=self.model.carry if "carried" in c.every_op else None,
         )
 
@@ -193,19 +194,52 @@ class Trial:
             [{}] * len(model.functions()) if model.state is None else model.unstacked(model.state)
         )
 
-        def loss(wide: Any, params: Any, rows: Any, m: Any, key: Any) -> Any:
+        def loss(wide: Any, params: Any, rows: Any, m: Any, key: Any, factor: Any) -> Any:
             joined = jax.tree.map(
                 lambda w, p: p if w is None else w, wide, params, is_leaf=lambda leaf: leaf is None
             )
             found = model.sequence(joined, states, rows, m, key, training=training)
-            return jnp.asarray(found.get("loss", 0.0), float), found
+            return factor * jnp.asarray(found.get("loss", 0.0), float), found
 
         return loss
 
     def right(
-        self, batch: Any, count: int, *, training: bool, grads: bool = False
+        self,
+        batch: Any,
+        count: int,
+        *,
+        training: bool,
+        grads: bool = False,
+        scale: float = 1.0,
     ) -> dict[str, Any]:
         """Everything that a step or an evaluation of `count` sequences should give."""
+        if not grads:
+            return self._summed(batch, count, training=training)
+        c, every = self.case, count * self.case.slices * self.case.data
+        summed = c.loss == "SUM_OVER_COUNT"
+        late = summed and c.count == "compared" and c.last != "vocab"
+        weight = 1.0 / every
+        if summed:
+            found = self._summed(batch, count, training=training)
+            weight = 1.0 / found["counted"] if found["counted"] else 0.0
+        # What a gradient begins with, and what it is multiplied with at the end.
+        before, after = (scale, weight) if late else (scale * weight, 1.0)
+        return self._summed(
+            batch, count, training=training, grads=True, before=before, after=after, scale=scale
+        )
+
+    def _summed(
+        self,
+        batch: Any,
+        count: int,
+        *,
+        training: bool,
+        grads: bool = False,
+        before: float = 1.0,
+        after: float = 1.0,
+        scale: float = 1.0,
+    ) -> dict[str, Any]:
+        """The sums over microbatches of what each gives by itself."""
         c, params, data = self.case, self.model.canonical, self.case.data
         # Parameters of few bits are what they are, but their gradients are summed in float64.
         wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), self._trained(params))
@@ -220,8 +254,13 @@ class Trial:
             key = self.key if data == 1 else jax.random.fold_in(self.key, shard)
             for m in range(count):
                 at = shard * (total // data) + m * size
-                rows = jax.tree.map(lambda leaf, at=at: leaf[at : at + size], batch)
-                every.append(step(wide, params, rows, m, key))
+                rows = {
+                    name: leaf
+                    if name in ("heat", "lift")
+                    else jax.tree.map(lambda own, at=at: own[at : at + size], leaf)
+                    for name, leaf in batch.items()
+                }
+                every.append(step(wide, params, rows, m, key, before))
         founds = [found for (_, found), _ in every]
         result: dict[str, Any] = {
             "outputs": jax.tree.map(_joined, *(found["outputs"] for found in founds))
@@ -231,11 +270,12 @@ class Trial:
             return result
         every_one = count * c.slices * data
         weight = 1.0 / every_one
-        losses = np.array([float(value) for (value, _), _ in every]).reshape(data, count)
+        losses = np.array([float(found["loss"]) for found in founds]).reshape(data, count)
         if c.loss == "SUM_OVER_COUNT":
             counted = float(sum(found["count"] for found in founds))
+            result["counted"] = counted
             weight = 1.0 / counted if counted else 0.0
-        result["loss"] = losses.sum() * weight
+        result["loss"] = losses.sum() * weight * scale
         result["losses"] = losses.sum(axis=0) / (1 if c.loss == "SUM_OVER_COUNT" else data)
         if c.metrics:
             result["metrics"] = jax.tree.map(
@@ -244,10 +284,10 @@ class Trial:
             )
         if grads:
             result["grads"] = jax.tree.map(
-                lambda *leaves: sum(leaves) * weight, *(g for _, g in every)
+                lambda *leaves: sum(leaves) * after, *(g for _, g in every)
             )
             result["terms"] = jax.tree.map(
-                lambda *leaves: sum(map(abs, leaves)) * weight, *(g for _, g in every)
+                lambda *leaves: sum(map(abs, leaves)) * after, *(g for _, g in every)
             )
         return result
 
@@ -294,6 +334,19 @@ class Trial:
             self._known = self.right(self.batch, self.case.sequences, training=True, grads=True)
         return self._known
 
+    @property
+    def _scaled_right(self) -> dict[str, Any]:
+        if self.case.scale is None:
+            return self._step_right
+        if not hasattr(self, "_known_scaled"):
+            count, how = self.case.sequences, {"training": True, "grads": True}
+            self._known_scaled = self.right(self.batch, count, scale=self.case.scale, **how)
+        return self._known_scaled
+
+    @property
+    def _scaled(self) -> dict[str, Any]:
+        return self._more | {"scale": self.case.scale}
+
     def _check_answer(self, what: str, found: Any, right: dict[str, Any], *, state: bool) -> None:
         parts = [("loss", right["loss"])]
         parts += [("metrics", right["metrics"])] if self.case.metrics else []
@@ -309,11 +362,12 @@ class Trial:
                 wanted,
             )
 
-    def _check_grads(self, what: str, grads: Any, *, times: float = 1.0) -> None:
+    def _check_grads(
+        self, what: str, grads: Any, right: dict[str, Any], *, times: float = 1.0
+    ) -> None:
         found = self.pipe.canonical(grads)
         wanted, terms = (
-            jax.tree.map(lambda leaf: leaf * times, self._step_right[name])
-            for name in ("grads", "terms")
+            jax.tree.map(lambda leaf: leaf * times, right[name]) for name in ("grads", "terms")
         )
         same(
             f"{what}: grads",
@@ -324,17 +378,19 @@ class Trial:
         )
 
     def _call_step(self) -> None:
-        answer, grads = self.pipe.value_and_grad(self.placed, self.batch, **self._more)
-        self._check_answer("step", answer, self._step_right, state=True)
-        self._check_grads("step", grads)
+        answer, grads = self.pipe.value_and_grad(self.placed, self.batch, **self._scaled)
+        self._check_answer("step", answer, self._scaled_right, state=True)
+        self._check_grads("step", grads, self._scaled_right)
 
     def _call_jit(self) -> None:
         step = self.pipe.jit(
-            lambda params, batch: self.pipe.value_and_grad(params, batch, **self._more)
+            lambda params, batch, scale: self.pipe.value_and_grad(
+                params, batch, scale=scale, **self._more
+            )
         )
-        answer, grads = step(self.placed, self.batch)
-        self._check_answer("jit", answer, self._step_right, state=True)
-        self._check_grads("jit", grads)
+        answer, grads = step(self.placed, self.batch, self.case.scale)
+        self._check_answer("jit", answer, self._scaled_right, state=True)
+        self._check_grads("jit", grads, self._scaled_right)
 
     def _call_lowered(self) -> None:
         shapes = self.pipe.place(
@@ -351,20 +407,21 @@ class Trial:
         compiled = self.pipe.lower(shapes, self.batch, **self._more).compile()
         answer, grads = compiled(self.placed, self.batch, **self._more)
         self._check_answer("lowered", answer, self._step_right, state=True)
-        self._check_grads("lowered", grads)
+        self._check_grads("lowered", grads, self._step_right)
 
     def _call_grad(self) -> None:
         has_aux = self.case.metrics or self.model.state is not None
 
         def loss(own: Any) -> Any:
             found = self.pipe.loss(
-                self.pipe.with_trained(self.placed, own), self.batch, **self._more
+                self.pipe.with_trained(self.placed, own), self.batch, **self._scaled
             )
             return (found[0] * 3.0, found[1]) if has_aux else found * 3.0
 
         answer, grads = jax.value_and_grad(loss, has_aux=has_aux)(self.pipe.trained(self.placed))
-        same("grad: loss", answer[0] if has_aux else answer, self._step_right["loss"] * 3.0)
-        self._check_grads("grad", grads, times=3.0)
+        right = self._scaled_right
+        same("grad: loss", answer[0] if has_aux else answer, right["loss"] * 3.0)
+        self._check_grads("grad", grads, right, times=3.0)
 
     def _call_evaluate(self) -> None:
         answer = self.pipe.evaluate(self.placed, self.batch, **self._more)

@@ -205,10 +205,10 @@ def test_what_is_no_array() -> None:
     with pytest.raises(jp.PipelineError) as caught:
         trace(pipe_of(), {**batch_of(), "x": [[1.0, 2.0]] * 600})
     assert caught.value.faults == (
-        "1200 leaves of the batch are plain numbers, batch['x'][0][0] the first of them: lists "
-        "are trees to JAX; make arrays of them, "
-        "jax.numpy.asarray([...]), with a leading axis of rows (close over values that all rows "
-        'share, or put them under "shared")',
+        "1200 leaves of the batch are plain numbers, batch['x'][0][0] the first of them: name "
+        "values that all rows share in jaxpipe.Model(..., whole=('x/0/0',)), and every function "
+        "is given them as they are; lists are trees to JAX: make arrays of them, "
+        "jax.numpy.asarray([...]), with a leading axis of rows",
     )
 
 
