@@ -202,7 +202,8 @@ def run_pair(check: Check, scope: Scope, limit: float) -> Findings:
     own = replace(scope, devices=2, coordinator=address, processes=2)
 
     def one(process: int) -> Findings:
-        return _run(check, replace(own, process=process), limit, shares_gpu(process))
+        environment = shares_gpu(process, os.environ.get("XLA_FLAGS", ""))
+        return _run(check, replace(own, process=process), limit, environment)
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(one, range(2)))
@@ -210,15 +211,14 @@ def run_pair(check: Check, scope: Scope, limit: float) -> Findings:
     return Findings(tuple(bad) or found[0].lines, kind=found[0].kind)
 
 
-def shares_gpu(process: int) -> dict[str, str]:
-    """The environment of a process that shares its GPU with others of a job.
+def shares_gpu(process: int, flags: str) -> dict[str, str]:
+    """The environment of a process that shares its GPU with others of a job, with these XLA flags.
 
     NCCL refuses two processes on one GPU of a host; here it takes each process for a host of its
     own.  XLA would share autotuning among the processes, and the first compilation would wait for
     ever where they do not compile the same.
     """
     nccl = {"P2P_DISABLE": "1", "SHM_DISABLE": "1", "IB_DISABLE": "1", "SOCKET_IFNAME": "lo"}
-    flags = os.environ.get("XLA_FLAGS", "")
     return {
         **{f"NCCL_{name}": value for name, value in nccl.items()},
         "NCCL_HOSTID": f"process-{process}",
