@@ -188,9 +188,10 @@ def run_one(check: Check, scope: Scope, limit: float) -> Findings:
 
     Where there is one GPU, a check that needs two runs in two processes that share it.
     """
+    end = time.monotonic() + limit
     found = _run(check, scope, limit, {})
     if found.is_one_gpu and check.on_one_gpu is not None and scope.processes == 1:
-        return run_pair(check.on_one_gpu, scope, limit)
+        return run_pair(check.on_one_gpu, scope, max(1.0, end - time.monotonic()))
     return found
 
 
