@@ -57,14 +57,16 @@ test-tables: $(VENV)/.ready-tables
 test-numeric: $(VENV)/.ready-test
 	XLA_FLAGS="$(SHIPPED) $(if $(ISA),--xla_cpu_max_isa=$(ISA)) $$XLA_FLAGS" $(BIN)/python -m pytest -m 'numeric and not slow and not exhaustive' $(PARALLEL) $(ARGS)
 
-# A real GPU: JAX for it is installed, and the results are written.  Processes share the GPU; without one they have a CPU device each.
+# A real GPU: JAX for it is installed (with an NCCL that has no known fault; torch brings another), and the results are written.
+# Processes share the GPU; without one they have a CPU device each.
 .PHONY: test-gpu
 test-gpu: $(VENV)/.ready-test
 	@set -e; if ls /dev/nvidia[0-9]* > /dev/null 2>&1; then \
-	  $(PIP) "jax[cuda13]==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"; \
+	  version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
+	  $(PIP) "jax[cuda13]==$$version" 'nvidia-nccl-cu13>=2.31.2'; \
 	  export RESULTS=benchmarks/results/gpu_real.txt; \
 	fi; \
-	$(BIN)/python -m pytest -m 'slow or exhaustive' --numprocesses 0 tests/gpu_real $(ARGS)
+	$(BIN)/python -m pytest -n 0 -m 'slow or exhaustive' tests/gpu_real $(ARGS)
 
 # Other versions: the lowest and the highest that pyproject.toml allows, each in an environment of its own.
 .PHONY: test-versions
