@@ -6,6 +6,7 @@
 #   make test-slow                                    what CI runs besides: larger sizes and more random examples
 #   make test-tables                                  the tests that need no device, in seconds and without JAX
 #   make test-numeric ISA=AVX2                        the tests that compare numbers, compiled for an older instruction set
+#   make test-gpu                                     pipelines on a real GPU, one is enough; without one, on CPU devices
 #   make test-versions                                a quick choice with the lowest and the highest versions that are allowed
 #   make ... PYTHON=/path/to/python3.13               which Python makes .venv
 
@@ -33,7 +34,7 @@ results: $(VENV)/.ready-test
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
 
 train: $(VENV)/.ready-train
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -55,6 +56,17 @@ test-tables: $(VENV)/.ready-tables
 .PHONY: test-numeric
 test-numeric: $(VENV)/.ready-test
 	XLA_FLAGS="$(SHIPPED) $(if $(ISA),--xla_cpu_max_isa=$(ISA)) $$XLA_FLAGS" $(BIN)/python -m pytest -m 'numeric and not slow and not exhaustive' $(PARALLEL) $(ARGS)
+
+# A real GPU: JAX for it is installed (with an NCCL that has no known fault; torch brings another), and the results are written.
+# Processes share the GPU; without one they have a CPU device each.
+.PHONY: test-gpu
+test-gpu: $(VENV)/.ready-test
+	@set -e; if ls /dev/nvidia[0-9]* > /dev/null 2>&1; then \
+	  version=$$($(BIN)/python -c 'import jax; print(jax.__version__)'); \
+	  $(PIP) "jax[cuda13]==$$version" 'nvidia-nccl-cu13>=2.31.2'; \
+	  export RESULTS=benchmarks/results/gpu_real.txt; \
+	fi; \
+	$(BIN)/python -m pytest -n 0 -m 'slow or exhaustive' tests/gpu_real $(ARGS)
 
 # Other versions: the lowest and the highest that pyproject.toml allows, each in an environment of its own.
 .PHONY: test-versions

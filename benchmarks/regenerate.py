@@ -28,6 +28,11 @@ _COMMAND = re.compile(
 )
 _HEAD = 8  # lines of a result
 PARITY = ("python -m tests.parity", "python -m tests.parity.report")
+# What `make test-gpu` runs; on a machine without a GPU the result says that it is of CPU devices.
+GPU_REAL = (
+    "RESULTS=benchmarks/results/gpu_real.txt "
+    "python -m pytest -n 0 -m 'slow or exhaustive' tests/gpu_real",
+)
 
 
 class State(NamedTuple):
@@ -49,7 +54,7 @@ def cited(root: Path = ROOT) -> list[str]:
 
 def commands(root: Path = ROOT) -> Mapping[str, tuple[str, ...]]:
     """Name of a result -> its commands, as the docstrings of the benchmarks have them."""
-    found = {"parity.txt": PARITY}
+    found = {"parity.txt": PARITY, "gpu_real.txt": GPU_REAL}
     for path in sorted((root / "benchmarks").glob("*.py")):
         text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
         found |= {name: (command,) for command, name in _COMMAND.findall(text)}

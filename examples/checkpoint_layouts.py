@@ -1,7 +1,7 @@
 """Save with 1F1B on four devices; go on with ZB-V on two, and without a pipeline at all, with the
 same losses.
 
-    python examples/checkpoint_layouts.py
+    python examples/checkpoint_layouts.py        four virtual devices of the CPU
 
 Checkpoints hold the model's own layout: layers in model order, of parameters and of Adam's moments.
 """

@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe as jp
-
-# where there are no four GPUs: four virtual devices of the CPU
-jax.config.update("jax_num_cpu_devices", 4)
+from gpt.devices import find
 
 DEVICES, MICROBATCHES, ROWS, STEPS = 2, 4, 32, 30
 SIDE, CHANNELS, CLASSES = 12, 8, 4
@@ -86,7 +84,7 @@ def initial(key: jax.Array, stages: int) -> dict[str, Any]:
 def main() -> None:
     schedule = jp.schedules.build("zb_h1", devices=DEVICES, microbatches=MICROBATCHES)
     print(schedule)
-    mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
+    mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=find(DEVICES))
     pipe = jp.Pipeline(jp.Model(stage, first=first, last=last, has_metrics=True), schedule, mesh)
 
     params = pipe.place(initial(jax.random.key(0), schedule.num_stages))

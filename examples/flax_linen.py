@@ -1,7 +1,7 @@
 """A linen language model with a tied embedding and blocks stacked by nn.scan, trained through a
 pipeline with ZB-V.
 
-python examples/flax_linen.py
+python examples/flax_linen.py        four virtual devices of the CPU
 """
 
 from __future__ import annotations

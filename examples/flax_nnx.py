@@ -1,7 +1,7 @@
 """An nnx model as it is, with dropout and batch norm, trained through a pipeline of four devices,
 and used whole afterwards.
 
-python examples/flax_nnx.py
+python examples/flax_nnx.py        four virtual devices of the CPU
 """
 
 from __future__ import annotations

@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxpipe as jp
-
-# where there are no four GPUs: four virtual devices of the CPU
-jax.config.update("jax_num_cpu_devices", 4)
+from gpt.devices import find
 
 DEVICES, LAYERS, WIDTH, MICROBATCHES, ROWS, STEPS = 4, 2, 32, 8, 256, 120  # LAYERS: of a stage
 
@@ -53,7 +51,7 @@ def spirals(key: jax.Array) -> dict[str, jax.Array]:
 def main() -> None:
     schedule = jp.schedules.build("1f1b", devices=DEVICES, microbatches=MICROBATCHES)
     print(schedule)
-    mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
+    mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=find(DEVICES))
     pipe = jp.Pipeline(jp.Model(stage, first=first, last=last, has_metrics=True), schedule, mesh)
 
     keys = jax.random.split(jax.random.key(0), 4)

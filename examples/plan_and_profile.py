@@ -1,13 +1,14 @@
 """From what layers cost to a running step: measure, plan, run, and see where the time went.
 
-    python -m examples.plan_and_profile
+    python examples/plan_and_profile.py        four GPUs, or four virtual devices of the CPU
 
-The model is README's, its blocks as layers.  Times are those of this machine's CPU, whose virtual
-devices share its cores, so the step is slower than planned; on devices of their own the two agree.
+The model is README's, its blocks as layers.  Virtual devices share the cores of the CPU, so that
+the step is slower than planned; on devices of their own the two agree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxpipe as jp
+from gpt.devices import find
 
 DEVICES, MICROBATCHES, ROWS, TIME, WIDTH, VOCAB, LAYERS = 4, 8, 2, 8, 32, 100, 10
 
@@ -52,21 +54,22 @@ def parameters() -> Any:
     }
 
 
-def main() -> tuple[jp.planner.Plans, jp.engine.Timeline]:
+def main(devices: Sequence[jax.Device]) -> tuple[jp.planner.Plans, jp.engine.Timeline]:
     """Print each step's result; returns the plans and what ran."""
     params = parameters()
     tokens = jax.random.randint(jax.random.key(4), (MICROBATCHES * ROWS, TIME + 1), 0, VOCAB)
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
     microbatch = {name: jax.ShapeDtypeStruct((ROWS, TIME), np.int32) for name in batch}
 
-    costs = jp.measure(MODEL, params, microbatch, repeats=3)
+    one = jax.make_mesh((1,), ("pipe",), devices=devices[:1])
+    costs = jp.measure(MODEL, params, microbatch, mesh=one, repeats=3)
     for letter, cost in costs.items():
         print(
             f"{letter}: F {cost.forward * 1e6:.0f} us, B {cost.backward_seconds * 1e6:.0f} us, "
             f"parameters {cost.parameters:.0f} bytes"
         )
 
-    mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=jax.devices()[:DEVICES])
+    mesh = jax.make_mesh((DEVICES,), ("pipe",), devices=devices)
     traced = jp.measuring.traced_memory(MODEL, params, microbatch, mesh=mesh)
     options: dict[str, Any] = {
         "schedules": ("1f1b", "interleaved_1f1b"),
@@ -93,5 +96,4 @@ def main() -> tuple[jp.planner.Plans, jp.engine.Timeline]:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", DEVICES)
-    main()
+    main(find(DEVICES))

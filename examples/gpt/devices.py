@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 
 def find(count: int) -> list[jax.Device]:
-    """`count` GPUs or TPUs if JAX sees that many, else `count` virtual devices of the CPU.
+    """`count` GPUs or TPUs if JAX sees that many, else `count` virtual devices of the CPU; prints
+    which.
 
     Call it before anything else uses JAX: the number of virtual devices is fixed when JAX starts
     its CPU backend.
@@ -30,6 +31,7 @@ def find(count: int) -> list[jax.Device]:
     if len(devices) < count:
         devices = jax.devices("cpu")
         jax.config.update("jax_default_device", devices[0])
+    print(f"devices: {devices[:count]}")
     return devices[:count]
 
 

@@ -16,6 +16,5 @@ IMPORTS = (
     "pipeline",
     "schedules",
     "spmd",
-    "table",
     "vocabulary",
 )

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..inspect.programs import compile_and_read
 from ..known_faults import TESTED, Effect, Fault, faults_for, installed_version, is_in
-from ..lowering.target import GUESSED, ON_HOST, ON_THE_HOST, TRANSFER, Target
+from ..lowering.target import GUESSED, H100, ON_THE_HOST, TRANSFER, Target
 from ..measuring import exchange, timed
 from ..spmd.block import while_once
 from ..spmd.xla import NO_GRAPHS, Options, features_of, options_for
@@ -107,17 +107,18 @@ def versions(scope: Scope, mesh: Mesh) -> Findings:
 
 def judge_versions(numbers: dict[str, str], platform: str) -> Line:
     """A line that says whether these versions agree and were run with jaxpipe."""
-    wrong = [
-        f"{name} {numbers[name]} was never run with jaxpipe: install {name}{range_}"
+    new = [
+        f"{name} {numbers[name]} was never run with jaxpipe: see the numbers below, or install "
+        f"{name}{range_}"
         for name, range_ in TESTED.items()
         if name in numbers and not is_in(numbers[name], range_)
     ]
-    if platform == "gpu" and numbers.get("plugin", numbers["jaxlib"]) != numbers["jaxlib"]:
-        wrong.append(
-            f"the plugin has another version than jaxlib {numbers['jaxlib']}: install both"
-        )
     text, expected = (", ".join(map(" ".join, each.items())) for each in (numbers, TESTED))
-    return judged("versions", text, expected, "; ".join(wrong), wrong=wrong)
+    if platform == "gpu" and numbers.get("plugin", numbers["jaxlib"]) != numbers["jaxlib"]:
+        other = f"the plugin has another version than jaxlib {numbers['jaxlib']}: install both"
+        return Line("versions", Verdict.WRONG, text, expected, "; ".join([other, *new]))
+    verdict = Verdict.NOT_TRIED if new else Verdict.OK
+    return Line("versions", verdict, text, expected, "; ".join(new))
 
 
 def line_of(fault: Fault) -> Line:
@@ -204,23 +205,25 @@ FACTOR = 3.0
 CPU_PREDICATE = 20e-6  # on one thread of a CPU: an order of magnitude
 _ON_CPU = 2**20  # bytes of a transfer among CPU devices
 _HOST_RATE = 10e9  # bytes a second to the host: PCIe 3.0 of 16 lanes
+_ANY_LINK = 5e11  # bytes a second that no link to a host reaches
+_COPIED = 2**28  # bytes of a copy to the host
 
 
 def predicates(scope: Scope, mesh: Mesh) -> Findings:
     """Time a predicate: on GPUs as a node of a CUDA graph, and decided by the host."""
     target = Target.of(mesh, ())
-    # without prices of an earlier run
-    guess = Target(target.runs_on, chip=target.chip).overheads
     if not target.on_gpus:
-        expected = CPU_PREDICATE if target.on_cpus else guess.predicate
+        # without prices of an earlier run
+        guess = Target(target.runs_on, chip=target.chip).overheads.predicate
+        expected = CPU_PREDICATE if target.on_cpus else guess
         seconds = predicate_seconds({}, scope.repeats)
         return Findings((_predicate("predicate", seconds, expected),), {"predicate": seconds})
     wanted = options_for(target)
     in_graph = predicate_seconds(wanted, scope.repeats)
     on_host = predicate_seconds(wanted | NO_GRAPHS, scope.repeats)
     lines = (
-        _predicate("predicate in a CUDA graph", in_graph, guess.predicate),
-        _predicate("predicate on the host", on_host, ON_HOST.predicate),
+        _predicate("predicate in a CUDA graph", in_graph, H100["predicate"]),
+        _predicate("predicate on the host", on_host, H100[ON_THE_HOST]),
     )
     return Findings(lines, {"predicate": in_graph, ON_THE_HOST: on_host})
 
@@ -255,7 +258,7 @@ def hops(scope: Scope, mesh: Mesh) -> Findings:
     (axis,) = mesh.axis_names
     count, target = mesh.shape[axis], Target.of(mesh, ())
     if count == 1:
-        return one_device("hops")
+        return one_device("hops", on_gpus=target.on_gpus)
     size = _ON_CPU if target.on_cpus else TRANSFER
     aval = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
     forward = [(i, i + 1) for i in range(count - 1)]
@@ -272,11 +275,12 @@ def hops(scope: Scope, mesh: Mesh) -> Findings:
     at("hops during compute")
     spec = PartitionSpec(axis)
     width, dtype = (128, jnp.float32) if target.on_cpus else (4096, jnp.bfloat16)
+    sharding = NamedSharding(mesh, spec)
     overlap = _overlap(
         lambda w: _matmuls(w[0])[None],
         lambda x: lax.ppermute(x, axis, forward),
-        {(count, width, width): dtype, (count, size // 4): jnp.float32},
-        NamedSharding(mesh, spec),
+        jnp.full((count, width, width), 0.01, dtype, device=sharding),
+        jnp.full((count, size // 4), 0.01, jnp.float32, device=sharding),
         scope.repeats,
         partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False),
     )
@@ -313,22 +317,19 @@ def _matmuls(w: Any) -> Any:
 def _overlap(
     work: Callable[[Any], Any],
     transfer: Callable[[Any], Any],
-    inputs: Mapping[tuple[int, ...], Any],
-    sharding: NamedSharding,
+    w: Any,
+    x: Any,
     repeats: int,
     mapped: Callable[[Any], Any] = lambda function: function,
 ) -> dict[str, float]:
     """The seconds of work, of a transfer ("hop"), and of both in one program.
 
     Args:
-        work: of the first array.
-        transfer: of the second one.
-        inputs: shape and dtype of both.
-        sharding: of both.
+        work, transfer: functions of `w` and of `x`.
+        w, x: arrays.
         repeats: of timed calls.
         mapped: what is compiled, of a function of one device.
     """
-    w, x = (jnp.full(shape, 0.01, dtype, device=sharding) for shape, dtype in inputs.items())
     calls = {
         "compute": partial(jax.jit(mapped(work)), w),
         "hop": partial(jax.jit(mapped(transfer)), x),
@@ -355,31 +356,89 @@ def judge_overlap(seconds: Mapping[str, float], target: Target) -> Line:
     )
 
 
+def arrivals(scope: Scope, mesh: Mesh, note: str = "") -> Findings:
+    """Send numbers to neighbours in both directions, and compare what arrives with them."""
+    (axis,) = mesh.axis_names
+    count, size = mesh.shape[axis], _ON_CPU // 4
+    forward = [(i, i + 1) for i in range(count - 1)]
+    numbers = np.arange(count * size, dtype=np.int32).reshape(count, size)
+    sharding = NamedSharding(mesh, PartitionSpec(axis))
+    sent = jax.make_array_from_callback(numbers.shape, sharding, numbers.__getitem__)
+
+    def wrong(sent: Any, pairs: list[tuple[int, int]]) -> Any:
+        """How many numbers arrive as others on any device; a device without a source has zeros."""
+        me = lax.axis_index(axis)
+        source = sum((jnp.where(me == to, of + 1, 0) for of, to in pairs), 0)
+        wanted = jnp.arange(size)[None] + (source - 1) * size
+        found = lax.ppermute(sent, axis, pairs)
+        return lax.psum(jnp.sum(found != jnp.where(source > 0, wanted, 0)), axis)
+
+    bad = {}
+    for pairs in (forward, [(b, a) for a, b in forward]):
+        at(f"hops {pairs}")
+        lost = jax.shard_map(
+            partial(wrong, pairs=pairs),
+            mesh=mesh,
+            in_specs=PartitionSpec(axis),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        bad[str(pairs)] = int(jax.jit(lost)(sent))
+    return Findings((judge_arrivals(f"hops{note}", bad),))
+
+
+def judge_arrivals(item: str, bad: Mapping[str, int]) -> Line:
+    """A line about the numbers that arrive wrong, by the pairs of devices."""
+    wrong = [f"{pairs}: {count} other numbers arrive" for pairs, count in bad.items() if count]
+    text = "; ".join(wrong) or "what was sent arrives; no times"
+    return judged(item, text, "what was sent", "see the versions above", wrong=wrong)
+
+
 def host_copies(scope: Scope, mesh: Mesh) -> Findings:
     """Time copies of residuals to the host and back, alone and during matmuls."""
     if Target.of(mesh, ()).on_cpus:
         return Findings((not_tried("host copies", "the memory of CPU devices is the host's"),))
-    size = 2**28
     here = NamedSharding(Mesh(jax.local_devices()[:1], ("x",)), PartitionSpec())
-    there = here.with_memory_kind("pinned_host")
+    arrays = copied(here)
     at("copies to the host")
-    seconds = _overlap(
-        _matmuls,
-        lambda x: jax.device_put(jax.device_put(x, there), here),
-        {(8192, 8192): jnp.bfloat16, (size // 4,): jnp.float32},
-        here,
-        scope.repeats,
-    )
-    return Findings((judge_copies(seconds, 2 * size),))
+    w = jnp.full((8192, 8192), 0.01, jnp.bfloat16, device=here)
+    seconds = _overlap(_matmuls, moved, w, arrays, scope.repeats)
+    at("what the copies hold")
+    same = are_moved(arrays, jax.jit(moved)(arrays))
+    return Findings((judge_copies(seconds, sum(each.nbytes for each in arrays), same=same),))
 
 
-def judge_copies(seconds: Mapping[str, float], size: int) -> Line:
+def copied(here: NamedSharding) -> tuple[Any, Any]:
+    """Two arrays of other numbers: one on the device, and one in the host's memory."""
+    numbers = np.arange(_COPIED // 4, dtype=np.float32)
+    there = here.with_memory_kind("pinned_host")
+    return jax.device_put(numbers, here), jax.device_put(-numbers, there)
+
+
+def moved(arrays: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The first array in the host's memory, and the second one on the device.
+
+    Both are results of the program: XLA leaves out a copy to the host that comes back.
+    """
+    out, back = arrays
+    return jax.device_put(out, jax.memory.Space.Host), jax.device_put(back, jax.memory.Space.Device)
+
+
+def are_moved(arrays: tuple[Any, Any], found: tuple[Any, Any]) -> bool:
+    """Whether both arrays have changed their memories, and not their numbers."""
+    kinds = [[each.sharding.memory_kind for each in both] for both in (arrays, found)]
+    same = all(np.array_equal(a, b) for a, b in zip(arrays, found, strict=True))
+    return same and kinds[0] == kinds[1][::-1]
+
+
+def judge_copies(seconds: Mapping[str, float], size: int, *, same: bool) -> Line:
     """A line about copies to the host and back."""
-    rate = size / seconds["hop"]
-    return judged(
-        "host copies",
-        f"{rate / 1e9:.3g} GB/s; {_us(_lost(seconds))} longer during compute",
-        f"at least {_HOST_RATE / 1e9:.3g} GB/s",
-        "offload costs more than it saves here: use remat",
-        slow=rate < _HOST_RATE,
-    )
+    item, rate = "host copies", size / seconds["hop"]
+    text = f"{rate / 1e9:.3g} GB/s there and back; {_us(_lost(seconds))} longer during compute"
+    expected = f"at least {_HOST_RATE / 1e9:.3g} GB/s"
+    if same and rate > _ANY_LINK:
+        return not_tried(item, f"{rate / 1e9:.3g} GB/s is no copy: the measurement is wrong")
+    advice = "offload costs more than it saves here: use remat"
+    if not same:
+        text, advice = "other numbers arrive, or nothing moves", "do not use Memory(offload=)"
+    return judged(item, text, expected, advice, slow=rate < _HOST_RATE, wrong=not same)

@@ -5,11 +5,14 @@ with a verdict, and prices.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 MARK, AT = "doctor-found: ", "doctor-at: "
@@ -64,6 +67,7 @@ class Findings:
     lines: tuple[Line, ...]
     prices: Mapping[str, float] = field(default_factory=dict)
     kind: str = ""  # of the devices
+    is_one_gpu: bool = False  # the check needs several devices, and there is one GPU
 
     @property
     def is_good(self) -> bool:
@@ -90,9 +94,10 @@ def not_tried(item: str, why: str) -> Line:
     return Line(item, Verdict.NOT_TRIED, advice=why)
 
 
-def one_device(item: str) -> Findings:
+def one_device(item: str, *, on_gpus: bool) -> Findings:
     """Findings of a check that needs several devices."""
-    return Findings((not_tried(item, "there is one device; give --devices 2 or more"),))
+    lines = (not_tried(item, "there is one device; give --devices 2 or more"),)
+    return Findings(lines, is_one_gpu=on_gpus)
 
 
 def at(part: str) -> None:
@@ -109,7 +114,7 @@ _HANG = (
 @dataclass(frozen=True)
 class Check:
     """A check: its title, its function as module:function, options of that function, its limit in
-    seconds, and advice for a hang.
+    seconds, advice for a hang, and what two processes try in its place where there is one GPU.
     """
 
     item: str
@@ -117,6 +122,7 @@ class Check:
     options: Mapping[str, object] = field(default_factory=dict)
     limit: float = 120.0
     advice: str = _HANG
+    on_one_gpu: Check | None = None
 
 
 _NUMBERS: Mapping[str, Mapping[str, object]] = {
@@ -127,16 +133,19 @@ _NUMBERS: Mapping[str, Mapping[str, object]] = {
     "spread_ends": {"name": "1f1b", "spread": True},
     "offload": {"name": "interleaved_1f1b", "chunks": 2, "offload": "residuals"},
 }
+_SHARED = ", two processes on one GPU"
+_HOPS = Check(f"hops{_SHARED}", "machine:arrivals", {"note": _SHARED})
+_STEP = Check(f"a step{_SHARED}", "steps:numbers", {"name": "1f1b", "note": _SHARED})
 CHECKS = (
     Check("versions", "machine:versions", advice="the driver may be stuck: nvidia-smi"),
     Check("XLA options", "machine:options"),
     *(Check(f"numbers: {title}", "steps:numbers", case) for title, case in _NUMBERS.items()),
     Check("predicates", "machine:predicates"),
-    Check("hops", "machine:hops"),
+    Check("hops", "machine:hops", on_one_gpu=_HOPS),
     Check("host copies", "machine:host_copies", advice="look at pinned memory limits"),
     Check("memory", "steps:memory"),
     Check("speed of one device", "steps:speed"),
-    Check("a step against its plan", "steps:plan"),
+    Check("a step against its plan", "steps:plan", on_one_gpu=_STEP),
 )
 
 
@@ -175,12 +184,68 @@ def run(
 
 
 def run_one(check: Check, scope: Scope, limit: float) -> Findings:
-    """Run one check in a process of its own; a hang or a crash becomes a line."""
+    """Run one check in a process of its own; a hang or a crash becomes a line.
+
+    Where there is one GPU, a check that needs two runs in two processes that share it.
+    """
+    end = time.monotonic() + limit
+    found = _run(check, scope, limit, {})
+    if found.is_one_gpu and check.on_one_gpu is not None and scope.processes == 1:
+        return run_pair(check.on_one_gpu, scope, max(1.0, end - time.monotonic()))
+    return found
+
+
+def run_pair(check: Check, scope: Scope, limit: float) -> Findings:
+    """Run one check in two processes with one device each, which may be the same GPU: what is
+    not good, of both, or the lines of the first.  No price is measured so.
+    """
+    address = f"127.0.0.1:{_free_port()}"
+    own = replace(scope, devices=2, coordinator=address, processes=2)
+
+    def one(process: int) -> Findings:
+        environment = shares_gpu(process, os.environ.get("XLA_FLAGS", ""))
+        return _run(check, replace(own, process=process), limit, environment)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(one, range(2)))
+    bad = [line for each in found if not each.is_good for line in each.lines]
+    return Findings(tuple(bad) or found[0].lines, kind=found[0].kind)
+
+
+def shares_gpu(process: int, flags: str) -> dict[str, str]:
+    """The environment of a process that shares its GPU with others of a job, with these XLA flags.
+
+    NCCL refuses two processes on one GPU of a host; here it takes each process for a host of its
+    own.  XLA would share autotuning among the processes, and the first compilation would wait for
+    ever where they do not compile the same.
+    """
+    nccl = {"P2P_DISABLE": "1", "SHM_DISABLE": "1", "IB_DISABLE": "1", "SOCKET_IFNAME": "lo"}
+    return {
+        **{f"NCCL_{name}": value for name, value in nccl.items()},
+        "NCCL_HOSTID": f"process-{process}",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": f"{flags} --xla_gpu_shard_autotuning=false".strip(),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _run(check: Check, scope: Scope, limit: float, environment: Mapping[str, str]) -> Findings:
+    """The findings of a process that runs the check."""
     request = json.dumps([check.function, asdict(scope), dict(check.options)])
     command, status = [sys.executable, "-c", _CHILD, request], None
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=limit,
+            check=False,
+            env={**os.environ, **environment},
         )
         status, out, err = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as error:
@@ -190,8 +255,8 @@ def run_one(check: Check, scope: Scope, limit: float) -> Findings:
     if status or not results:
         return Findings((_failed(check, status, limit, errors),))
     facts = json.loads(results[-1])
-    lines = (Line(**each | {"verdict": Verdict(each["verdict"])}) for each in facts["lines"])
-    return Findings(tuple(lines), facts["prices"], facts["kind"])
+    lines = (Line(**each | {"verdict": Verdict(each["verdict"])}) for each in facts.pop("lines"))
+    return Findings(tuple(lines), **facts)
 
 
 def _failed(check: Check, status: int | None, limit: float, err: Sequence[str]) -> Line:

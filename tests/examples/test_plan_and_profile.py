@@ -11,7 +11,7 @@ from examples import plan_and_profile as example
 
 @pytest.mark.slow
 def test_the_walk_ends_with_a_profile_of_the_planned_step(capsys):
-    plans, ran = example.main()
+    plans, ran = example.main(jax.devices()[: example.DEVICES])
     out = capsys.readouterr().out
     assert ran.schedule.placement == plans.best.schedule.placement
     assert ran.makespan > 0

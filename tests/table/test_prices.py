@@ -47,10 +47,32 @@ def mesh_of(kind, platform="gpu"):
 
 def test_without_a_file_prices_are_guesses(file):
     assert read_prices() == {}
-    assert measured_prices(H100, GUESSED) is None
-    target = Target.of(mesh_of(H100), ("pipe",))
+    assert measured_prices("NVIDIA A100", GUESSED) is None
+    target = Target.of(mesh_of("NVIDIA A100"), ("pipe",))
     assert target.overheads == GUESSED
     assert GUESSES in str(target.overheads)
+
+
+def test_an_h100_has_the_prices_that_were_measured_on_one(file):
+    """In a CUDA graph, and where the host decides; a transfer needs two GPUs."""
+    graphs, host = (
+        replace(Target(communicates=tensor), prices=None).measured(H100).overheads
+        for tensor in (False, True)
+    )
+    assert graphs == replace(GUESSED, predicate=15e-6)
+    assert host == replace(ON_HOST, predicate=33e-6)
+    assert graphs.source == (
+        f"measured on {H100}, one GPU, driver 580, JAX 0.11.2, November 2026; guessed: hop, sent"
+    )
+    assert GUESSES in planned().prices  # of no kind of device
+
+
+def test_the_user_s_own_measurements_come_before_them(file):
+    write_prices(H100, {"hop": 3e-5}, "today")
+    found = Target.of(mesh_of(H100), ("pipe",)).overheads
+    assert found == replace(GUESSED, predicate=15e-6, hop=3e-5)
+    assert found.source.startswith(f"measured on {H100}, today; measured on {H100}, one GPU, ")
+    assert found.source.endswith("; guessed: sent")
 
 
 def test_the_folder_of_settings_is_that_of_the_platform(monkeypatch, tmp_path):
