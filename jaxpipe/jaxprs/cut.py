@@ -42,7 +42,7 @@ from .equations import (
 
 # Arithmetic that a consumer's fusion does for less than a load from memory.  Transcendental
 # functions, reductions and matmuls are not among them: their results are kept, and they run once.
-_SUMS = {"add", "add_any", "sub", "mul", "div", "square", "integer_pow"}
+_SUMS = {"add", "add_any", "sub", "mul", "div", "square", "integer_pow", "one_minus_square"}
 _SIGNS = {"abs", "neg", "sign"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _CHOICES = {"max", "min", "clamp", "select_n", "and", "or", "not"}
