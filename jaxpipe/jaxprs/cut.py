@@ -430,12 +430,7 @@ def _text(jaxpr: core.Jaxpr, atom: Any) -> str | None:
     """How a value is made, and from which inputs; None where the text does not have it all."""
     alone = drop_dead(jaxpr.replace(outvars=[atom]))
     used = reads(alone)
-    eqns = [
-        eqn.replace(params=eqn.params | {"reverse": False})
-        if eqn.primitive.name == "scan" and not scan_counts(eqn)[1]
-        else eqn
-        for eqn in alone.eqns
-    ]
+    eqns = [_canonical(eqn) if eqn.primitive.name == "scan" else eqn for eqn in alone.eqns]
     inner = list(every_equation(alone))
     values = [value for eqn in inner for value in eqn.params.values()]
     values += [a.val for eqn in inner for a in eqn.invars if isinstance(a, core.Literal)]
@@ -445,6 +440,13 @@ def _text(jaxpr: core.Jaxpr, atom: Any) -> str | None:
         return None
     read = _marked(range(len(used)), used)
     return f"{read} {alone.replace(eqns=eqns, invars=_marked(jaxpr.invars, used))}"
+
+
+def _canonical(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """A scan whose parameters do not tell which of its operands were dropped."""
+    eqn = Scan.of(eqn).equation()
+    order = {} if scan_counts(eqn)[1] else {"reverse": False}
+    return eqn.replace(params=eqn.params | order)
 
 
 def keep_first(jaxpr: core.Jaxpr, start: int, same: tuple[int, ...]) -> core.Jaxpr:

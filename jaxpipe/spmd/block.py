@@ -146,6 +146,12 @@ def run_where(
     return state | part | ({"token": token} if ordered else {})
 
 
+def run_once(start: Flag, block: Block, state: State) -> State:
+    """Run a block on every device, in a loop that begins where the flag is True."""
+    always = jnp.ones((), bool)
+    return state | _run(Presence.SOMETIMES, always, start, block, state)[1]
+
+
 def _run(
     presence: Presence, predicate: Flag, start: Flag | None, block: Block, state: State
 ) -> tuple[Flag, State]:
