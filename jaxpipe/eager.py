@@ -19,7 +19,7 @@ from jax import lax
 from .arrays import Params, PyTree, accumulator_dtype, stacked, zeros_of
 from .errors import PipelineError
 from .model.batch import map_rows
-from .model.calls import OUTER_WANTS
+from .model.calls import OUTER_WANTS, cleared
 from .model.functions import StageOutput
 from .model.param_layout import OUTER
 from .model.partition import LeafPlan, leaf_plans
@@ -324,4 +324,4 @@ def _finished(shards: list[_Shard]) -> tuple[dict[str, Any], dict[str, PyTree]]:
     if job.outputs:
         results = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), every[0])
     results["state"] = job.layout.place_trees(state) if job.functions.has_state else ()
-    return results, grads if job.training else {}
+    return results, cleared(grads) if job.training else {}

@@ -4,7 +4,7 @@ a layer at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from .arrays import PyTree, by_path, followed, path_text, shapes_of
+from .arrays import PyTree, by_path, followed, shapes_of
 from .errors import PipelineError
 from .model.arguments import PROBE, init_as_updated, inputs_of, rules_of
 from .model.calls import cut_off, padded_like
@@ -108,6 +108,13 @@ class _Part(NamedTuple):
     home: ChunkLayout | None
 
 
+class _Place(NamedTuple):
+    """A leaf of the states of unlike stages: its stack, and its path in the state of a stage."""
+
+    stack: str
+    path: str
+
+
 # By name of a leaf of unlike stages: its stack, and its path in {"stages": one layer's tree}.
 _Seats: TypeAlias = "dict[str, tuple[str, str]]"
 
@@ -171,7 +178,7 @@ class _PerLayer:
         update, updates, after = partial(self._update, extra), [], []
         for part, own, weight in zip(parts, _trees(state), weights, strict=True):
             stacks, of_weights = self._stacks(part), self._stacks(weight)
-            before, changes, states = self._taken(own, stacks), {}, {}
+            before, changes, states = self._taken(part, own, stacks), {}, {}
             for name, stack in stacks.items():
                 tree = None if params is None else of_weights[name].tree
                 changes[name], states[name] = stack.apply(update, stack.tree, before[name], tree)
@@ -197,13 +204,18 @@ class _PerLayer:
         """The trees that a rule acts on, by name; none where nothing is trained."""
         if part.key != "stages":
             return {"": _Stack({part.key: cut_off(part.tree)}, 0)}
-        axes = 2 if self.pipe.layout.is_layered or self.layer_axis else 1
         if part.home is not None:
-            return _by_stack(self._seats(part), part.tree.leaves, axes)
+            return _by_stack(self._seats(part), part.tree.leaves, self._axes)
         if self.layer_axis:
             head = "layer_axis=True wants leaves of stages [S, layers, ...]"
             PipelineError.refuse(head, _layer_faults(part.tree))
-        return {"": _Stack({"stages": part.tree}, axes)} if jax.tree.leaves(part.tree) else {}
+        has_leaves = jax.tree.leaves(part.tree)
+        return {"": _Stack({"stages": part.tree}, self._axes)} if has_leaves else {}
+
+    @property
+    def _axes(self) -> int:
+        """The leading axes of leaves of stages: of devices and, where it is a rule's, of layers."""
+        return 2 if self.pipe.layout.is_layered or self.layer_axis else 1
 
     def _as_placed(self, part: _Part, updates: Mapping[str, PyTree]) -> PyTree:
         """The inverse, of updates by stack.
@@ -259,63 +271,97 @@ class _PerLayer:
         own = tuple(states.values())
         if part.home is None:
             return own if part.key == "stages" else padded_like(own, {part.key: part.tree})
-        leaves = by_path(_state_tree(states))
+        leaves = self._by_place(states)
         layout = self._layout(part, leaves) if before is None else getattr(before, "layout", None)
         if layout is None:
             return own
-        return self._repacked(Packed(leaves, layout.separate), layout)
+        by_device: dict[str, dict[int, _Place]] = {}
+        for device, name, place in self._places(part, layout.separate):
+            by_device.setdefault(name, {}).setdefault(device, place)
+        arrays = {name: _merged(leaves, places) for name, places in by_device.items()}
+        return self._repacked(Packed(arrays, layout.separate), layout)
 
-    def _taken(self, states: PyTree, stacks: Mapping[str, _Stack]) -> dict[str, PyTree]:
-        """The inverse, with zeros on devices that do not have a state."""
+    def _taken(
+        self, part: _Part, states: PyTree, stacks: Mapping[str, _Stack]
+    ) -> dict[str, PyTree]:
+        """The inverse, with any numbers on devices that do not have a state."""
         if not isinstance(states, Packed):
             return dict(zip(stacks, cut_off(states), strict=True))
-        leaves = self._repacked(states, states.layout.separate).leaves
-        likes = {name: stack.state(self._init) for name, stack in stacks.items()}
-        # names of stacks, "t/0", are how paths in `_state_tree` begin
-        found = likes.get("", likes)
-        found = jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_text(path)], found)
-        return {"": found} if "" in likes else dict(found)
+        separate = states.layout.separate
+        leaves = self._repacked(states, separate).leaves
+        names = {place: name for _, name, place in self._places(part, separate)}
+        found = {}
+        for stack, own in stacks.items():
+            like = own.state(self._init)
+            values = [leaves[names[place]] for place in self._by_place({stack: like})]
+            found[stack] = jax.tree.unflatten(jax.tree.structure(like), values)
+        return found
 
-    def _layout(self, part: _Part, leaves: Mapping[str, Any]) -> ChunkLayout | None:
-        """The layout of states, leaves [P, ...] by path, with room for those of the device that has
-        most.
+    def _by_place(self, states: Mapping[str, PyTree]) -> dict[_Place, Any]:
+        """The leaves of states by stack."""
+        above = {stack: [stack] if self.pipe.layout.is_layered else [] for stack in states}
+        return {
+            _Place(stack, "/".join(filter(None, [*above[stack], path]))): leaf
+            for stack, state in states.items()
+            for path, leaf in by_path(state).items()
+        }
+
+    def _places(self, part: _Part, layout: ChunkLayout) -> Iterator[tuple[int, str, _Place]]:
+        """The device, the name and all places of each leaf of the devices' own states, which are
+        laid out so.  A leaf of several stacks, such as a count, is one in the state of a stage.
+        """
+        seats = self._seats(part)
+        forms = zip(part.tree.layout.forms, layout.forms, strict=True)
+        for device, (form, own) in enumerate(forms):
+            places = self._by_place(self._own_states(part, form, seats))
+            for name, path in zip(own.names, own.paths, strict=True):
+                yield from ((device, name, place) for place in places if place.path == path)
+
+    def _layout(self, part: _Part, leaves: Mapping[_Place, Any]) -> ChunkLayout | None:
+        """The layout of states, leaves [P, ...], with room for those of the device that has most.
+        Each device's own say what the model says: of a stage's tree, or of each stack of a letter.
 
         None where those of a device's own layers are no part of those of all: it is not known then
         which numbers belong to which device.
         """
-        layout, seats, arrays = part.tree.layout, self._seats(part), part.tree.leaves
-
-        def own_state(form: TreeForm) -> PyTree:
-            """The shapes of the states of those layers that one device has."""
-            if not form.names:
-                return None
-            there = {name: arrays[name] if name in form.names else None for name in seats}
-            own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), there)
-            stacks = _by_stack(seats, own, int(self.pipe.layout.is_layered)).items()
-            return _state_tree({name: stack.state(self._init) for name, stack in stacks})
-
-        own = list(map(own_state, layout.forms))
+        forms, numbers = part.tree.layout.forms, self.pipe.layout.stage_at(part.chunk)
+        seats = self._seats(part)
+        if not self.pipe.layout.is_layered:  # a stage's own tree has one leaf of a path
+            seats = {name: ("", path) for name, (_, path) in seats.items()}
+        own = [
+            None if number < 0 else _state_tree(self._own_states(part, form, seats))
+            for form, number in zip(forms, numbers, strict=True)
+        ]
         shapes = {(path, leaf.shape) for tree in own for path, leaf in by_path(tree).items()}
-        if shapes != {(path, leaf.shape[1:]) for path, leaf in leaves.items()}:
+        if shapes != {(place.path, leaf.shape[1:]) for place, leaf in leaves.items()}:
             return None
         return chunk_layout(own, range(len(own)), self._kept_state(part))
+
+    def _own_states(self, part: _Part, form: TreeForm, seats: _Seats) -> dict[str, PyTree]:
+        """The shapes of the states of those layers that one device has, by stack."""
+        own = {name: part.tree.leaves[name] for name in form.names}
+        own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), own)
+        stacks = _by_stack({name: seats[name] for name in own}, own, self._axes - 1)
+        return {name: stack.state(self._init) for name, stack in stacks.items()}
 
     def _kept_state(self, part: _Part) -> Kept:
         """Which leaves of such states share a buffer: all of one dtype, those that follow a
         parameter split as it is.
         """
-        numbers, partition = self.pipe.layout.stage_at(part.chunk), self.pipe.partition
-        inside = part.tree.layout.parameters(numbers, layered=self.pipe.layout.is_layered)
+        layout, partition = self.pipe.layout, self.pipe.partition
+        numbers, forms = layout.stage_at(part.chunk), part.tree.layout.forms
+        inside = part.tree.layout.parameters(numbers, layered=layout.is_layered)
         seats, arrays = self._seats(part), part.tree.leaves
 
         def kept(own: Parameter, dtype: Any) -> InBuffer:
             if jnp.issubdtype(dtype, jax.dtypes.extended):
                 return partition.in_buffer(Group.ALONE)
-            path = own.path.split("/", 2)[2]  # below "stages" and a number
+            device, _, path = own.path.removeprefix("stages/").partition("/")
             known = {
-                end: (arrays[name].shape[1:], inside[name][0][0])
-                for name, (stack, end) in seats.items()
-                if not is_missing(arrays[name]) and (not stack or path.startswith(f"{stack}/"))
+                seats[name][1]: (arrays[name].shape[1:], inside[name][0][0])
+                for name in forms[int(device)].names
+                if not is_missing(arrays[name])
+                and (not layout.is_layered or path.startswith(f"{seats[name][0]}/"))
             }
             found = followed(path, own.shape, known)
             parts = () if found is None else partition.kept(found[1], dtype).parts
@@ -404,6 +450,16 @@ def _by_stack(seats: _Seats, leaves: Mapping[str, Any], axes: int) -> dict[str, 
     return {n: _Stack(found[n], axes) for n in sorted(found) if jax.tree.leaves(found[n])}
 
 
+def _merged(leaves: Mapping[_Place, Any], places: Mapping[int, _Place]) -> Any:
+    """The leaf [P, ...] whose rows are these leaves', by device; other rows are zeros."""
+    found = None
+    for place in dict.fromkeys(places.values()):
+        leaf = leaves[place]
+        there = [places.get(device) == place for device in range(leaf.shape[0])]
+        found = masked(leaf, there, rest=found)
+    return found
+
+
 def _layer_faults(chunk: PyTree) -> list[str]:
     """Leaves that do not have as many layers as the others."""
     leaves = by_path(chunk)
@@ -416,7 +472,7 @@ def _layer_faults(chunk: PyTree) -> list[str]:
 def _state_tree(states: Mapping[str, PyTree]) -> PyTree:
     """{"t/0": state, "t/1": state} -> {"t": (state, state)}, as a stage's own parameters are."""
     if not any("/" in name for name in states):
-        return states.get("", dict(states))
+        return states.get("", {})
     found: dict[str, dict[int, PyTree]] = {}
     for name, state in states.items():
         letter, number = name.split("/")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from .model.model import Model
 from .model.param_layout import State, check_canonical
 from .model.partition import LeafPlan, Partition
 from .model.placer import Placer
-from .model.settings import Memory, Sharding, automatic, has
+from .model.settings import Memory, Sharding, automatic, has, on_own_mesh
 from .spmd.executor import SpmdExecutor, TracedStep
 from .spmd.xla import features_of, options_for
 from .stage.model_code import Clock, Executor, Job, ModelCode
@@ -390,6 +390,8 @@ class Pipeline:
             )
             return self._answer(results, with_state=True), grads
 
+        own = partial(on_own_mesh, self.mesh)
+        params, batch, rng, state = jax.tree.map(own, (params, batch, rng, state))
         keywords = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
         jitted = self.jit(step)
         with self._checking(params, batch, rng, state):
@@ -433,7 +435,8 @@ class Pipeline:
         self, call: Call, params: Params, batch: PyTree, rng: Any, state: State, scale: Any = None
     ) -> tuple[dict[str, Any], Any]:
         """The results of a call, and the gradients of a step."""
-        arguments = params, batch, rng, state, scale
+        own = partial(on_own_mesh, self.mesh)
+        arguments = jax.tree.map(own, (params, batch, rng, state, scale))
         with self._checking(*arguments):
             found: tuple[dict[str, Any], Any] = self._compiled.calls[call](*arguments)
         return found

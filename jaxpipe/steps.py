@@ -30,7 +30,7 @@ from .model.functions import Functions
 from .model.model import Plain
 from .model.param_layout import Chunks, with_outer
 from .model.partition import Partition
-from .model.settings import Memory, on_mesh
+from .model.settings import Memory, is_explicit, on_mesh, on_mesh_of
 from .stage.model_code import Clock, Executor, Job, ModelCode, Observe
 from .table.kinds import SPREAD_LAST
 from .table.schedule import Schedule
@@ -148,7 +148,7 @@ class StepRunner:
             training=training,
             target=self.target,
             outputs=call is Call.OUTPUTS,
-            observe=observe or self._comparing(params, batch, *rest),
+            observe=self._observing(observe, params, batch, *rest),
             clock=clock,
         )
         shardings = (
@@ -287,18 +287,23 @@ class StepRunner:
         count = table.slices * max(count for count in sequences if rows % count == 0)
         return plan_of(forward_only(table, count), overheads=self.target.overheads)
 
-    def _comparing(self, *arguments: Any) -> Observe:
-        """Compares this step with those of the other processes, the first time, as soon as it is
-        traced.
+    def _observing(self, observe: Observe | None, *arguments: Any) -> Observe:
+        """Checks the model as soon as it is traced, and calls `observe`.  Without it the step is
+        compared with those of the other processes, the first time.
         """
+        mixed = self.executor.compiles and any(map(is_explicit, jax.tree.leaves(arguments)))
 
-        def compare(job: Job, code: ModelCode, _: Any) -> None:
-            if not self.compared:
+        def check(job: Job, code: ModelCode, entries: Any) -> None:
+            if mixed and job.mesh.size > 1 and code.partitions:
+                raise PipelineError(_TWO_MESHES)
+            if observe is not None:
+                observe(job, code, entries)
+            elif not self.compared:
                 self.compared = True
                 call = "a step" if job.training else "forwards alone"
                 compare_first_step(self, call, arguments, code)
 
-        return compare
+        return check
 
 
 def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> PyTree:
@@ -319,6 +324,13 @@ def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> Py
 
 
 _REFUSED = "this step cannot be lowered"
+_TWO_MESHES = (
+    "the model calls a function with custom_partitioning (attention of cuDNN is one), which JAX "
+    "lowers only where all arrays of a program are on one mesh, and some arguments inside of this "
+    "jax.jit are on a mesh of explicit axes: bring them to the pipeline's own first, as in "
+    "jax.device_put(batch, NamedSharding(pipe.mesh, spec)), and place parameters outside of "
+    "jax.set_mesh"
+)
 _NO_GRADIENT = (
     "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which "
     "jax.grad and jax.value_and_grad know, "
@@ -413,7 +425,7 @@ def differentiable_loss(value: _Run, step: _Run) -> _Run:
         def scaled(param: Any, grad: Any) -> Any:
             if grad is None or isinstance(outside, SymbolicZero):
                 return None  # zeros
-            return (grad * outside.astype(grad.dtype)).astype(param.dtype)
+            return on_mesh_of(param, (grad * outside.astype(grad.dtype)).astype(param.dtype))
 
         nothing = (None, None, None, None)  # for batch, rng, state and scale
         return jax.tree.map(scaled, params, grads), *nothing

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core
 
 from ..arrays import PyTree, by_path, described, followed, path_text, summable
@@ -38,12 +39,12 @@ def spread(function: Callable[..., Any], *, dims: PyTree = 0, shared: PyTree = 0
 
     `function(last_params, x, microbatch, *, ctx) -> loss`, or `function(first_params, microbatch,
     *, ctx) -> x`, is given, on each of P devices, the parameters cut into P parts along one dim
-    (padded with zeros to a multiple of P), the whole x and the whole microbatch. It may use any
-    collective over `ctx.axis`, the name of the pipe axis, and must return the same loss (x) on
-    every device; `jax.lax.axis_index(ctx.axis)` says which part a device has, and `ctx.sizes`, a
-    tree like the parameters, how long each cut dim is without padding (0 for a parameter that is
-    whole).  Its gradient is that of the loss, so nothing of it is summed twice. Parameters,
-    gradients and optimizer state are never gathered.
+    (padded with zeros to a multiple of P, which have no gradient), the whole x and the whole
+    microbatch.  It may use any collective over `ctx.axis`, the name of the pipe axis, and must
+    return the same loss (x) on every device; `jax.lax.axis_index(ctx.axis)` says which part a
+    device has, and `ctx.sizes`, a tree like the parameters, how long each cut dim is without
+    padding (0 for a parameter that is whole).  Its gradient is that of the loss, so nothing of it
+    is summed twice.  Parameters, gradients and optimizer state are never gathered.
 
     Args:
         function: as above; it may also take `shared` and `training`, as any `first` or `last`.
@@ -105,7 +106,28 @@ def cut_off(tree: PyTree) -> PyTree:
         if not jax.tree.leaves(leaf) or leaf.array.ndim <= leaf.dim:
             return leaf.array
         size = min(leaf.size, leaf.array.shape[leaf.dim])
-        return jax.lax.slice_in_dim(leaf.array, 0, size, axis=leaf.dim)
+        return lax.slice_in_dim(leaf.array, 0, size, axis=leaf.dim)
+
+    return unpadded(tree, own)
+
+
+def cleared(tree: PyTree, axis: str | None = None) -> PyTree:
+    """Gradients with zeros as padding: a function may have a gradient where its parameters are
+    zeros.  `axis`: each device along it has its share of what is cut.
+    """
+
+    def own(leaf: Padded) -> Any:
+        if not jax.tree.leaves(leaf):
+            return leaf
+        dim, length = leaf.dim, leaf.array.shape[leaf.dim]
+        parts, device = (1, 0) if axis is None else (lax.axis_size(axis), lax.axis_index(axis))
+        # only the end of the array is written, in place
+        begin = length - min(length, length * parts - leaf.size)
+        end = lax.slice_in_dim(leaf.array, begin, length, axis=dim)
+        place = device * length + begin + lax.broadcasted_iota(jnp.int32, end.shape, dim)
+        end = jnp.where(place < leaf.size, end, jnp.zeros_like(end))
+        array = lax.dynamic_update_slice_in_dim(leaf.array, end, begin, axis=dim)
+        return replace(leaf, array=array)
 
     return unpadded(tree, own)
 

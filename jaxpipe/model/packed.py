@@ -285,12 +285,14 @@ def is_missing(node: PyTree) -> bool:
     return not jax.tree.leaves(node)
 
 
-def masked(leaf: Any, there: Sequence[bool], axis: int = 0) -> Any:
-    """The leaf [P, ...] with zeros for devices that are not there; these are along `axis`."""
+def masked(leaf: Any, there: Sequence[bool], axis: int = 0, *, rest: Any = None) -> Any:
+    """The leaf [P, ...] with zeros, or the rest's entries, for devices that are not there; these
+    are along `axis`.
+    """
     if all(there):
         return leaf
     mask = np.array(there).reshape(-1, *(1,) * (leaf.ndim - 1 - axis))
-    return jnp.where(mask, leaf, jnp.zeros_like(leaf))
+    return jnp.where(mask, leaf, jnp.zeros_like(leaf) if rest is None else rest)
 
 
 def _stack(rows: Sequence[Any]) -> Any:

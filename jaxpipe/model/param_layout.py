@@ -100,11 +100,13 @@ class LayerMap:
         return tuple(b - a for a, b in pairwise(sorted({0, *counts})) if b <= own)
 
     def split(self, by_letter: Mapping[str, PyTree]) -> list[dict[str, tuple[PyTree, ...]]]:
-        """Leaves [n, ...] of each letter -> the stages' own trees, {letter: stacks}."""
+        """Leaves [n, ...] of each letter -> the stages' own trees, {letter: stacks}.  Optimizers
+        have no state for letters that are frozen.
+        """
         start, found = dict.fromkeys(self.letters, 0), []
         for s, stage in enumerate(self.stages):
             own: dict[str, tuple[PyTree, ...]] = {}
-            for letter in sorted(set(stage)):
+            for letter in sorted(set(stage) & by_letter.keys()):
                 ends = list(accumulate([start[letter], *self.groups(s, letter)]))
                 own[letter] = tuple(
                     jax.tree.map(lambda leaf, a=a, b=b: leaf[a:b], by_letter[letter])
@@ -116,12 +118,12 @@ class LayerMap:
 
     def join(self, stages: Sequence[Mapping[str, Sequence[PyTree]]]) -> dict[str, PyTree]:
         """The inverse of `split`."""
-
-        def joined(letter: str) -> PyTree:
-            stacks = (stack for own in stages for stack in own.get(letter, ()))
-            return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacks)
-
-        return {letter: joined(letter) for letter in self.letters}
+        stacks = {n: [stack for own in stages for stack in own.get(n, ())] for n in self.letters}
+        return {
+            letter: jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *own)
+            for letter, own in stacks.items()
+            if own
+        }
 
     def faults(self, by_letter: Any) -> list[str]:
         """Faults of canonical parameters of the stages."""

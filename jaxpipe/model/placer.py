@@ -22,7 +22,15 @@ from .calls import cut_off, is_padded, pad_like, unpadded
 from .packed import Packed, is_missing, repacked
 from .param_layout import OUTER, State, owner_faults
 from .partition import Partition, leaf_plans
-from .settings import explicit_context, has, jit_on_mesh, names_of, trimmed, with_sharding
+from .settings import (
+    explicit_context,
+    has,
+    jit_on_mesh,
+    names_of,
+    own_context,
+    trimmed,
+    with_sharding,
+)
 
 
 @dataclass(frozen=True)
@@ -280,7 +288,7 @@ class Placer:
 
     def _shapes_of(self, function: Callable[..., PyTree], tree: PyTree) -> PyTree:
         """The shapes of what a function makes of a tree, whatever axes the context has."""
-        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+        with own_context(self._mesh):
             return jax.eval_shape(function, jax.tree.map(_shape, tree))
 
     def _sharding(self, *spec: Any) -> NamedSharding:

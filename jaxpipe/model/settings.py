@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial, wraps
@@ -75,7 +76,7 @@ def on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callab
     @wraps(function)
     def call(*arguments: Any) -> T:
         context = jax.sharding.get_abstract_mesh()
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        with own_context(mesh):
             results = function(*jax.tree.map(_automatic, arguments))
         if not explicit_context(mesh):
             return results
@@ -89,6 +90,22 @@ def on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callab
         return returned
 
     return call
+
+
+@contextmanager
+def own_context(mesh: Mesh) -> Iterator[None]:
+    """A block that is traced on this mesh; PipelineError where JAX cannot change to it from the one
+    that `jax.set_mesh` gave the caller.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and context.size != mesh.size:
+        raise PipelineError(
+            f"`jax.set_mesh` gave the context a mesh of {dict(context.shape)}, but this pipeline's "
+            f"is {dict(mesh.shape)}, and JAX computes on one of them at a time: call this outside "
+            "of that context, or under jax.set_mesh(pipe.mesh)"
+        )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
 
 
 def trimmed(*entries: Any) -> PartitionSpec:
@@ -125,12 +142,20 @@ def outside_contexts(function: Callable[P, T]) -> Callable[P, T]:
 
 def on_own_mesh(mesh: Mesh, leaf: Any) -> Any:
     """The same array or shape, spread as it is, on a mesh of automatic axes."""
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
+    is_tracer = isinstance(leaf, jax.core.Tracer)
+    sharding = None if is_tracer else getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not is_same(sharding.mesh, mesh):
         return leaf
     to = NamedSharding(mesh, sharding.spec)
     is_shape = isinstance(leaf, jax.ShapeDtypeStruct)
     return with_sharding(leaf, to) if is_shape else jax.device_put(leaf, to)
+
+
+def is_same(mesh: Any, own: Mesh) -> bool:
+    """Whether a mesh has the devices and the axes of this one, of whatever types."""
+    return mesh.shape == own.shape and (
+        not isinstance(mesh, Mesh) or list(mesh.devices.flat) == list(own.devices.flat)
+    )
 
 
 def with_sharding(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -144,14 +169,26 @@ def jit_on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Ca
     return jax.jit(on_mesh(mesh, function, to), out_shardings=shardings)
 
 
+def on_mesh_of(like: Any, leaf: Any) -> Any:
+    """The same array with the type of another one, whose mesh may have axes of other types."""
+    to = jax.typeof(like).sharding
+    if jax.typeof(leaf).sharding == to:
+        return leaf
+    with jax.sharding.use_abstract_mesh(to.mesh):
+        return jax.reshard(leaf, to.spec)
+
+
 def _automatic(leaf: Any) -> Any:
     """The same array, of which the types of mesh axes say no longer how it is spread; the
     partitioner still knows.
     """
+    return jax.reshard(leaf, PartitionSpec()) if is_explicit(leaf) else leaf
+
+
+def is_explicit(leaf: Any) -> bool:
+    """Whether the type of an array names mesh axes that are explicit."""
     sharding = getattr(jax.typeof(leaf), "sharding", None)
-    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
-        return leaf
-    return jax.reshard(leaf, PartitionSpec())
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _explicit(context: Any, spec: PartitionSpec) -> PartitionSpec:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, Scalar, accumulator_dtype, summable, wider
 from ..jaxprs.entry import Piece, Total
-from ..model.calls import OUTER_WANTS, unpadded
+from ..model.calls import OUTER_WANTS, cleared, unpadded
 from ..model.packed import Places
 from ..model.param_layout import OUTER, Chunks
 from ..model.partition import gather, leaf_plans, reduce_gradients, trained, with_frozen
@@ -309,7 +309,8 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
         stages.append(jax.tree.map(lambda leaf: leaf[None], grads))
     found = {"stages": params["stages"].like(stages)}
     for key in OUTER:
-        found[key] = finished(state[f"{key}_gradients"], plans[key], params[key], everyone)
+        grads = finished(state[f"{key}_gradients"], plans[key], params[key], everyone)
+        found[key] = cleared(grads, job.axis)
     return results, found
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import Leaves, Params, PyTree, by_index, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import Atom, collectives, reads
+from ..jaxprs.equations import Atom, collectives, every_equation, reads
 from ..jaxprs.flat import flatten
 from ..lowering.plan import Plan
 from ..lowering.target import Target
@@ -217,6 +217,14 @@ class ModelCode:
     first: StageCode
     last: StageCode | None
     program: Program
+
+    @property
+    def partitions(self) -> bool:
+        """Whether a function partitions itself (`jax.experimental.custom_partitioning`)."""
+        codes = [*self.kinds, self.first, *([] if self.last is None else [self.last])]
+        jaxprs = (each for code in codes for each in (code.hoist, code.forward, code.backward))
+        equations = (equation for jaxpr in jaxprs for equation in every_equation(jaxpr))
+        return any(equation.primitive.name == "custom_partitioning" for equation in equations)
 
     @property
     def outer_pools(self) -> dict[Place, tuple[Any, ...]]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -28,6 +29,7 @@ from tests.axes.model import (
     truth,
     worst_error,
 )
+from tests.axes.test_errors import raises
 from tests.flat import flat_pipeline
 from tests.parity.tolerance import FLOAT64
 from tests.tolerance import same
@@ -164,3 +166,83 @@ def test_under_set_mesh_results_have_the_contexts_axes() -> None:
         found = step(params, batch(4))
         assert np.isfinite(optax.tree.norm(found[1]))
     assert wanted_of(pipe, found) <= FLOAT64
+
+
+def partitioned_pipe() -> tuple[jp.Pipeline, Any, Any]:
+    """A stage that partitions itself, as attention of cuDNN does; parameters and a batch on the
+    user's mesh, whose axes are explicit.
+    """
+
+    def split(mesh: Any, arguments: Any, result: Any) -> Any:
+        found = tuple(each.sharding for each in arguments)
+        return mesh, jnp.sin, result.sharding, found
+
+    sine = custom_partitioning(jnp.sin)
+    sine.def_partition(partition=split, sharding_rule="i j -> i j")
+    differentiable = jax.custom_vjp(sine)
+    differentiable.defvjp(lambda x: (sine(x), x), lambda x, dy: (jnp.cos(x) * dy,))
+    mesh = jax.make_mesh(
+        (2, 2), ("pipe", "data"), devices=jax.devices()[:4], axis_types=(EXPLICIT,) * 2
+    )
+    model = jp.Model(lambda p, x: differentiable(x @ p), last=lambda p, x, mb: jnp.mean(x**2))
+    table = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    pipe = jp.Pipeline(model, table, mesh, sharding=jp.Sharding(data="data"))
+    rng = np.random.default_rng(0)
+    weights, rows = {"stages": rng.normal(size=(2, 4, 4)), "last": {}}, rng.normal(size=(8, 4))
+    return pipe, weights, {"x": jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))}
+
+
+def test_a_function_that_partitions_itself_takes_a_batch_of_explicit_axes() -> None:
+    pipe, weights, rows = partitioned_pipe()
+    params = pipe.place(weights)
+    wanted = pipe.model.loss(weights, jax.device_get(rows), microbatches=4)
+    shapes = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), rows
+    )
+    for found in (
+        pipe.value_and_grad(params, rows)[0],
+        pipe.evaluate(params, rows),
+        pipe.lower(params, shapes).compile()(params, rows)[0],
+    ):
+        assert abs(found - wanted) <= FLOAT64 * wanted
+    with raises("custom_partitioning", "NamedSharding(pipe.mesh, spec)"):
+        pipe.jit(pipe.value_and_grad)(params, rows)
+    own = jax.device_put(rows, NamedSharding(pipe.mesh, PartitionSpec("data")))
+    assert abs(pipe.jit(pipe.value_and_grad)(params, own)[0] - wanted) <= FLOAT64 * wanted
+
+
+def test_gradients_of_the_loss_have_the_types_of_their_parameters() -> None:
+    """Whether these were placed inside of the context of explicit axes, or outside."""
+    mesh = explicit_mesh()
+    pipe = pipeline(build("1f1b"), mesh=mesh, data_axes=("data",), specs=SPECS)
+    outside, rows = pipe.place(canonical(2)), batch(4)
+    with jax.set_mesh(mesh):
+        inside = pipe.place(canonical(2))
+        found = {"outside": (outside, jax.grad(pipe.loss)(outside, rows))}
+    found["inside"] = inside, jax.grad(pipe.loss)(inside, rows)
+    for params, grads in found.values():
+        assert jax.tree.map(jax.typeof, grads) == jax.tree.map(jax.typeof, params)
+        assert worst_error(like_truth(pipe.canonical(grads)), truth(2, 4)[1]) <= FLOAT64
+
+
+def test_a_context_of_another_mesh_is_refused() -> None:
+    pipe, weights, rows = small_pipe()
+    params = pipe.place(weights)
+    other = jax.make_mesh((4,), ("pipe",), devices=jax.devices()[:4], axis_types=(EXPLICIT,))
+    calls: list[Callable[[], Any]] = [
+        lambda: pipe.place(weights),
+        lambda: pipe.value_and_grad(params, rows),
+        lambda: jax.grad(lambda p: pipe.loss(p, rows)[0])(params),
+        lambda: pipe.evaluate(params, rows),
+        lambda: pipe.outputs(params, rows),
+        lambda: pipe.lower(params, rows),
+        lambda: pipe.canonical(params),
+        lambda: pipe.init(optax.adam(0.1), params),
+        lambda: jp.per_layer(pipe, optax.adam(0.1)).update(params, (), params),
+    ]
+    with jax.set_mesh(other):
+        for call in calls:
+            with raises("a mesh of {'pipe': 4}", "is {'pipe': 2}", "jax.set_mesh(pipe.mesh)"):
+                call()
+    with jax.set_mesh(pipe.mesh):
+        assert np.isfinite(pipe.value_and_grad(params, rows)[0][0])
