@@ -29,7 +29,7 @@ from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment
 from ..stage.model_code import Clock, Inputs, Job, ModelCode
 from ..table.kinds import Kind
 from .actions import StageAction, pair_block, share_block
-from .block import Block, State, is_ordered, run_where, settled
+from .block import Block, State, is_ordered, run_once, run_where, settled
 from .pools import HostMoves, StageEntries, shared_buffers
 from .step import DeviceStep, finish, prepare
 from .xla import inside, mapped, split_entries, whole_entries
