@@ -4,7 +4,7 @@ these of several chunks on a loop, 1F1B of overlapped pairs, DualPipe and DualPi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count, zip_longest
 from typing import NamedTuple
@@ -113,7 +113,7 @@ def numbered(texts: Iterable[str], lanes: Sequence[Lane], *, slices: int = 1) ->
         f"{kind}{number}": count(lane.first) for number, lane in enumerate(lanes) for kind in "FIW"
     }
 
-    def read(half: str) -> tuple[Kind, Lane, int, list[Iterator[int]]]:
+    def read(half: str) -> tuple[Kind, Lane, int, list[count[int]]]:
         """Its kind and lane, how many microbatches turn round, and what it takes a number of."""
         kind, lane = half[0], half[1:]
         counts = [coming[each + lane] for each in ("WI" if kind == "B" else kind)]

@@ -296,7 +296,8 @@ def _is_plain(row: Row) -> bool:
     """Whether a row holds cells with Python's own numbers; a large table has a million of them."""
     if (types := set(map(type, row))) - _CELL_TYPES:
         return False
-    actions = row if types == {Action} else list(chain.from_iterable(map(parts, row)))
+    only = types == {Action}
+    actions: Sequence[Any] = row if only else [*chain.from_iterable(map(parts, row))]
     if set(map(type, actions)) - {Action}:
         return False
     flat = [*chain.from_iterable(actions), *Action(0, Kind.F, 0)]

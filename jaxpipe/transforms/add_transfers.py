@@ -84,9 +84,10 @@ def _cells(schedule: Schedule) -> list[Cell]:
         for half in (cell, None)[: len(parts(cell))]
     ]
     users = np.flatnonzero(table.crosses)
-    received = {user: message.receive for message in MESSAGES for user in message.users}
-    sent = {user: message.send for message in MESSAGES for user in message.users}
-    of: dict[int, Kind]
+    received: dict[int, Kind] = {
+        user: message.receive for message in MESSAGES for user in message.users
+    }
+    sent: dict[int, Kind] = {user: message.send for message in MESSAGES for user in message.users}
     for served, of in ((users, received), (table.producer[users], sent)):
         kinds = [of[user] for user in table.kind[users].tolist()]
         numbers = zip(
@@ -152,8 +153,9 @@ def _early_in_cycles(late: _Late, timeline: Timeline) -> IntArray:
     total = len(late.mate)
     ready, wanted = _times(late, timeline)
     deadline = _deadlines(late, timeline)
-    is_send, mate = late.sends.tolist(), late.mate.tolist()
-    other = [*late.device[late.mate].tolist(), -1]  # device of the mate
+    is_send: list[bool] = late.sends.tolist()
+    mate: list[int] = late.mate.tolist()
+    other: list[int] = [*late.device[late.mate].tolist(), -1]  # device of the mate
     head, stop = late.first[:-1], late.first[1:]  # a head is `total` where a row is done
     passed = bytearray(late.mate < 0)  # compute holds nothing up
     moved: list[int] = []
