@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -301,8 +301,11 @@ def encode(
 ) -> Encoded:
     """Flatten the rows of a schedule."""
     cells = list(chain.from_iterable(rows))
-    sizes = np.array([len(parts(cell)) for cell in cells], np.int64)
-    actions = chain.from_iterable(map(parts, cells))
+    sizes = np.ones(len(cells), np.int64)
+    actions: Iterable[Any] = cells
+    if {*map(type, cells)} - {Action}:  # a large table of actions alone is read at once
+        sizes = np.array([len(parts(cell)) for cell in cells], np.int64)
+        actions = chain.from_iterable(map(parts, cells))
     numbers = np.fromiter(chain.from_iterable(actions), np.int64, 3 * int(sizes.sum()))
     stage, kind, microbatch = map(np.ascontiguousarray, numbers.reshape(-1, 3).T)
     lengths = [len(row) for row in rows]

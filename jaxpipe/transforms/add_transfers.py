@@ -26,7 +26,7 @@ from ..engine.loop import Insertion
 from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError, quoted, typed
 from ..table.encoded import BoolArray, IntArray, Transfers
-from ..table.kinds import MESSAGES, Action, Cell, Kind, Value, parts, readers
+from ..table.kinds import MESSAGES, Action, Cell, Kind, Overlap, Value, parts, readers
 from ..table.schedule import Schedule, check
 from .rewrites import refuse_transfers, remove_recompute
 
@@ -78,11 +78,12 @@ def _cells(schedule: Schedule) -> list[Cell]:
     needs one, and the SEND of each of these RECVs.
     """
     table = schedule.encoded
-    cells = [
-        half
-        for cell in chain.from_iterable(schedule.rows)
-        for half in (cell, None)[: len(parts(cell))]
-    ]
+    cells: list[Cell] = []
+    for cell in chain.from_iterable(schedule.rows):
+        if cell is not None:
+            cells.append(cell)
+        if isinstance(cell, Overlap):
+            cells.append(None)
     users = np.flatnonzero(table.crosses)
     received: dict[int, Kind] = {
         user: message.receive for message in MESSAGES for user in message.users
@@ -188,8 +189,9 @@ def _early_in_cycles(late: _Late, timeline: Timeline) -> IntArray:
                 runnable.append(other[at])
             elif other[there] == device and not passed[there]:
                 # The most frequent cycle: two that wait for each other.
-                head[device] = at
-                runnable.append(receive_early(sorted((at, there))))
+                two = (at, there) if at < there else (there, at)
+                if (freed := receive_early(two)) != device:
+                    runnable.append(freed)
             else:
                 break
         head[device] = at if at < end else total
