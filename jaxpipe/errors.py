@@ -311,7 +311,10 @@ def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
     if isinstance(value, Mapping) and issubclass(origin, Mapping):
         read = [(_read(key, inner[0]), _read(each, inner[1])) for key, each in value.items()]
         return _MISFIT if any(_MISFIT is each for pair in read for each in pair) else dict(read)
-    hints = inner[:1] * len(value) if len(inner) == 1 or inner[1:] == (...,) else inner
+    is_uniform = len(inner) == 1 or inner[1:] == (...,)
+    if is_uniform and int in (inner[0], *get_args(inner[0])) and {*map(type, value)} == {int}:
+        return tuple(value)  # as they are: a placement has tens of thousands
+    hints = inner[:1] * len(value) if is_uniform else inner
     if len(hints) != len(value):
         return _MISFIT
     items = tuple(_read(each, hint) for each, hint in zip(value, hints, strict=True))

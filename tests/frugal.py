@@ -1,24 +1,27 @@
-"""How little a refusal may take: seconds of one thread, and bytes."""
+"""How little a refusal may take: lines of jaxpipe, as many on every machine, and bytes."""
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 from collections.abc import Callable
 
-SECONDS, BYTES = 1.0, 100e6
-TRIES = 3  # a busy machine, or a collection of garbage, may slow one down
+from tests.steps import TooManyStepsError, steps
+
+# Lines of a second or so, without the count; the most that a refusal in these tests takes is a
+# third of that.
+LINES, BYTES = 5_000_000, 100e6
+SECONDS = 1.0
 
 
 def quick(call: Callable[[], object], *, spent: float = float("inf")) -> bool:
-    """Whether a call takes less than a second; `spent` is what it has taken already, once."""
-    for _ in range(TRIES):
-        if spent < SECONDS:
-            return True
-        start = time.thread_time()
-        call()
-        spent = time.thread_time() - start
-    return spent < SECONDS
+    """Whether a call runs few lines; not counted where it is known to have `spent` few seconds."""
+    if spent < SECONDS:
+        return True
+    try:
+        steps(call, most=LINES)
+    except TooManyStepsError:
+        return False
+    return True
 
 
 def small(call: Callable[[], object]) -> bool:

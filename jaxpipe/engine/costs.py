@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
@@ -77,16 +77,19 @@ class Costs:
     unit: str = ""
 
     def __post_init__(self) -> None:
+        # Before they are read: a million entries take seconds.
+        faults = [
+            f"{name} has {len(value):,} entries; {MAX_STAGES:,} stages are the most"
+            for name, value in vars(self).items()
+            if isinstance(value, Sized) and not isinstance(value, str)
+            if getattr(value, "ndim", 1) and len(value) > MAX_STAGES
+        ]
+        CostError.refuse("these are not costs", faults)
         set_typed(self, CostError)
-        faults = []
         for name, value in vars(self).items():
             if name in _NO_COSTS or value is None:
                 continue
             entries = value if isinstance(value, tuple) else (value,)
-            if len(entries) > MAX_STAGES:
-                most = f"{MAX_STAGES:,} stages are the most"
-                faults.append(f"{name} has {len(entries):,} entries; {most}")
-                continue
             must = f"a cost is a finite number >= 0, of {MAX_COST:g} at most"
             faults += [f"{name} holds {quoted(n)}; {must}" for n in entries if not is_cost(n)]
             # Sums of larger whole numbers could exceed 64 bits.

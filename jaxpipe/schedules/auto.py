@@ -39,9 +39,10 @@ Times: TypeAlias = NDArray[np.float64]
 Numbers: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 NEVER = np.inf
-# Starts that a search of this width may compute (some seconds), and starts as which each of its
-# steps counts.
-_WIDTH, _BUDGET, _STEP = 32, 5_000_000, 1000
+# Partial schedules that a search keeps; starts that one of the least width may compute (some
+# seconds), and starts as which each of its steps counts.
+_WIDTHS, _BUDGET, _STEP = (128, 64, 32), 5_000_000, 1000
+_MEAN = 0.1  # weight of the mean of all devices' bounds beside the largest
 _EQUAL = 1e-9  # relative: sums of the same times in another order
 
 
@@ -57,10 +58,12 @@ def improved(schedule: Schedule, costs: Costs, shop: JobShop, *, at_least: float
     """
     makespan = simulate(schedule, costs).makespan
     actions = schedule.encoded.num_actions
-    price = actions * (len(shop.nodes) * _WIDTH + _STEP)
-    if makespan <= at_least * (1 + _EQUAL) or price > _BUDGET:
+    # A search of twice the width may compute half as much.
+    prices = ((width, actions * (len(shop.nodes) * width + _STEP)) for width in _WIDTHS)
+    fitting = (width for width, price in prices if price * width <= _BUDGET * _WIDTHS[-1])
+    if makespan <= at_least * (1 + _EQUAL) or not (width := next(fitting, 0)):
         return schedule
-    order = Beam(shop).search(makespan * (1 - _EQUAL), width=_WIDTH)
+    order = Beam(shop).search(makespan * (1 - _EQUAL), width=width)
     if order is None:
         return schedule
     better = schedule.with_rows(shop.rows(order))
@@ -102,8 +105,14 @@ class Beam:
         self._hash = np.random.default_rng(0).integers(1, 1 << 62, len(nodes))
         # Per node and microbatch, the least time from its end to the end of all; one more column.
         self._tails = np.array([[*row, 0] for row in shop.tails()], np.float64)
-        self._by_device = np.argsort(self.device, kind="stable")
-        self._first_node = np.searchsorted(self.device[self._by_device], np.arange(shop.devices))
+        # Nodes by device, those first whose last action has the longest tail; and per node the
+        # lengths of those of its device up to it: with any of them come all before it.
+        self._last = self._tails[:, -2]
+        self._by_device = np.lexsort((-self._last, self.device))
+        device = self.device[self._by_device]
+        self._first_node = np.searchsorted(device, np.arange(shop.devices))
+        up_to = np.triu(device[:, None] == device)
+        self._work = up_to * self.length[self._by_device][:, None]
 
     def _empty(self) -> Partial:
         """The schedule with nothing placed."""
@@ -152,6 +161,14 @@ class Beam:
         full = self.begins & (beam.live[:, self.device] >= self._cap)
         over = (beam.counts >= self.shop.microbatches) | full
         starts = np.where(over, NEVER, self._starts(beam))
+        chosen = self._conflict_of(starts)
+        if self.shop.cap is None:
+            return chosen
+        # An F takes memory, so it may also wait for what comes next without it.
+        return chosen | self._conflict_of(np.where(chosen & self.begins, NEVER, starts))
+
+    def _conflict_of(self, starts: Times) -> Flags:
+        """The same, of actions with these starts."""
         ends = starts + self.length
         first = ends.argmin(1)
         rows = np.arange(len(ends))
@@ -176,18 +193,26 @@ class Beam:
 
     def _best(self, beam: Partial, limit: float, width: int) -> Numbers:
         """The rows of least score below the limit, one of those that have placed the same actions:
-        what ranks them is the largest bound of a device and the mean.
+        what ranks them is the largest bound of a device and some of the mean.
+
+        A device is bounded by each action that can start, and by what is left to do on it: the
+        first start, all its work up to some node, and that node's tail.
         """
         left, starts = self.shop.microbatches - beam.counts, self._starts(beam)
-        known = (left > 0) & (starts < NEVER)
+        todo, known = left > 0, (left > 0) & (starts < NEVER)
         tails = self._tails[np.arange(len(self.device)), np.where(known, beam.counts, -1)]
-        alone, work = np.where(known, starts + self.length + tails, 0), left * self.length
-        alone = np.maximum.reduceat(alone[:, self._by_device], self._first_node, axis=1)
-        work = np.add.reduceat(work[:, self._by_device], self._first_node, axis=1)
-        device = np.maximum(alone, beam.free + work)
+        alone = np.where(known, starts + self.length + tails, 0)
+        # What cannot start yet starts no earlier than the first that can.
+        soonest = np.where(known, starts, NEVER).min(1)[:, None]
+        heads = np.where(known, starts, np.maximum(beam.free[:, self.device], soonest))
+        order, first = self._by_device, self._first_node
+        heads = np.minimum.reduceat(np.where(todo, heads, NEVER)[:, order], first, axis=1)
+        together = heads[:, self.device[order]] + left[:, order] @ self._work + self._last[order]
+        device = np.maximum(np.where(todo[:, order], together, 0), alone[:, order])
+        device = np.maximum(np.maximum.reduceat(device, first, axis=1), beam.free)
         bound = np.maximum(device.max(1), beam.reached)
         ends = known.any(1) | ~left.any(1)  # others wait for what cannot start
-        score = np.where(ends & (bound < limit), bound + device.mean(1), NEVER)
+        score = np.where(ends & (bound < limit), bound + _MEAN * device.mean(1), NEVER)
         ranked = np.argsort(score, kind="stable")
         ranked = ranked[score[ranked] < NEVER]
         key = beam.counts[ranked] @ self._hash
@@ -325,7 +350,7 @@ def _shortest(wanted: _Wanted, split: Schedule) -> Schedule:
         return split
     # List scheduling is a heuristic: the table for equal costs may be the shorter one.
     equal = wanted._replace(costs=Costs(release=costs.release))
-    starts = [split, _start(equal), *_named(wanted)]
+    starts = [split, _listed(equal, equal.costs), *_named(wanted)]
     if not is_cheapest_in_parts(costs.for_stages(split.num_stages)):
         # The same orders for whole backwards, which are I that take as long, and W that take none.
         stages = costs.for_stages(split.num_stages)

@@ -112,20 +112,24 @@ def numbered(texts: Iterable[str], lanes: Sequence[Lane], *, slices: int = 1) ->
     coming = {
         f"{kind}{number}": count(lane.first) for number, lane in enumerate(lanes) for kind in "FIW"
     }
-    kinds = {kind.name: kind for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+
+    def read(half: str) -> tuple[Kind, Lane, int, list[count[int]]]:
+        """Its kind and lane, how many microbatches turn round, and what it takes a number of."""
+        kind, lane = half[0], half[1:]
+        counts = [coming[each + lane] for each in ("WI" if kind == "B" else kind)]
+        return Kind[kind], lanes[int(lane)], 1 if kind == "F" else slices, counts
+
+    texts = list(texts)
+    halves = {text: [*map(read, text.split("+"))] for text in set(texts)}
     row: list[Cell] = []
     for text in texts:
         cell = []
-        for half in text.split("+"):
-            kind, lane = half[0], half[1:]
-            stage, microbatches, _ = lanes[int(lane)]
-            if kind == "B":
-                next(coming["W" + lane])
-            microbatch = next(coming[("I" if kind == "B" else kind) + lane])
-            if kind != "F":
-                microbatch += slices - 1 - 2 * (microbatch % slices)
+        for kind, (stage, microbatches, _), turn, counts in halves[text]:
+            for each in counts:
+                microbatch = next(each)
+            microbatch += turn - 1 - 2 * (microbatch % turn)
             if microbatch in microbatches:
-                cell.append(Action(stage, kinds[kind], microbatch))
+                cell.append(Action(stage, kind, microbatch))
         row += [Overlap(*cell)] if len(cell) == 2 else cell
     return row
 
@@ -217,7 +221,7 @@ def interleaved_1f1b(
     rows = (in_turns(ahead + hop * (devices - 1 - d), *passes) for d in range(devices))
     placement = Placement.loop(devices=devices, chunks=chunks)
     table = in_chunks(rows, placement, microbatches, slices=slices)
-    return replace(table, slices=slices)
+    return table if slices == 1 else replace(table, slices=slices)
 
 
 def looped_bfs(*, devices: int, microbatches: int, chunks: int) -> Schedule:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -301,14 +301,17 @@ def encode(
 ) -> Encoded:
     """Flatten the rows of a schedule."""
     cells = list(chain.from_iterable(rows))
-    sizes = np.array([len(parts(cell)) for cell in cells], np.int64)
-    actions = list(chain.from_iterable(map(parts, cells)))
-    numbers = np.fromiter(chain.from_iterable(actions), np.int64, 3 * len(actions))
+    sizes = np.ones(len(cells), np.int64)
+    actions: Iterable[Any] = cells
+    if {*map(type, cells)} - {Action}:  # a large table of actions alone is read at once
+        sizes = np.array([len(parts(cell)) for cell in cells], np.int64)
+        actions = chain.from_iterable(map(parts, cells))
+    numbers = np.fromiter(chain.from_iterable(actions), np.int64, 3 * int(sizes.sum()))
     stage, kind, microbatch = map(np.ascontiguousarray, numbers.reshape(-1, 3).T)
     lengths = [len(row) for row in rows]
     device = np.repeat(np.repeat(np.arange(len(rows)), lengths), sizes)
     starts = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
-    last_half = np.arange(len(actions))
+    last_half = np.arange(len(stage))
     last_half[(np.cumsum(sizes) - sizes)[sizes == 2]] += 1
     return Encoded(
         num_stages=num_stages,
@@ -451,10 +454,6 @@ class RunOrder:
     cycles: tuple[tuple[Wait, ...], ...]
 
 
-# A cycle -> the action in it whose wait ends.
-Chooser: TypeAlias = Callable[[Sequence[Wait]], int]
-
-
 def waits(table: Encoded, transfers: Transfers) -> IntArray:
     """Per action, the action of another device that must be done first, or -1.
 
@@ -474,14 +473,11 @@ def waits(table: Encoded, transfers: Transfers) -> IntArray:
     return np.where(found >= 0, table.last_half[found], -1)
 
 
-def run_order(
-    table: Encoded, transfers: Transfers, choose: Chooser = lambda cycle: cycle[0].at
-) -> RunOrder:
+def run_order(table: Encoded, transfers: Transfers) -> RunOrder:
     """The run order of a table under one kind of transfer, which matters with SEND and RECV.
 
     Where both sides wait, SEND and RECV each hold their device until the other is reached, and a
-    SEND comes right before its RECV; else only what `waits` says holds a device back.  `choose`
-    gets a cycle, and returns the action in it whose wait ends.
+    SEND comes right before its RECV; else only what `waits` says holds a device back.
     """
     together = {number: each.members for number, each in table.collectives.items()}
     need = np.full(table.num_actions, table.num_actions)
@@ -493,15 +489,10 @@ def run_order(
     else:
         wait = waits(table, transfers)
         need = np.where(wait >= 0, wait, need)
-    return _run(table, need.tolist(), together, choose)
+    return _run(table, need.tolist(), together)
 
 
-def _run(
-    table: Encoded,
-    need: list[int],
-    together: dict[int, tuple[int, ...]],
-    choose: Chooser,
-) -> RunOrder:
+def _run(table: Encoded, need: list[int], together: dict[int, tuple[int, ...]]) -> RunOrder:
     """Run the rows: each action after the one that it needs (the number of actions: none), and at
     the same time as those that run `together` with it, once all devices have reached them.
 
@@ -536,7 +527,8 @@ def _run(
             device = runnable.pop()
             stopped[device] = False
             while (i := head[device]) < stop[device]:
-                if (on := blocker(i)) < total:
+                on = need[i]
+                if not done[on] or (i in together and (on := blocker(i)) < total):
                     parked.setdefault(on, []).append(device)
                     stopped[device] = True
                     break
@@ -544,7 +536,8 @@ def _run(
                     done[k] = 1
                     order.append(k)
                     head[owner[k]] = k + 1
-                    for other in (owner[k], *parked.pop(k, ())):
+                    others = parked.pop(k, ())
+                    for other in others if k == i else (owner[k], *others):
                         if stopped[other]:
                             stopped[other] = False
                             runnable.append(other)
@@ -553,7 +546,7 @@ def _run(
     while (device := next((d for d, i in enumerate(head) if i < stop[d]), -1)) >= 0:
         cycle = _cycle_from(device, head, blocker, owner)
         cycles.append(cycle)
-        at = choose(cycle)
+        at = cycle[0].at
         need[at] = total
         members = together.get(at, (at,))
         for k in members:  # each device does its own alone

@@ -416,7 +416,8 @@ class Placement:
             raise ScheduleError(f"stages {quoted(bad)} {why}")
         highest = max(chain.from_iterable(entries), default=-1)
         count = 1 + highest if devices is None else devices
-        _require_size(max(count, 1 + highest), 1)
+        most = max(count, 1 + highest)
+        _require_size(most, len(entries) // max(1, most))
         if highest >= count:
             where = f"a stage is placed on device {quoted(highest)}"
             raise ScheduleError(f"{where}, but there are only {count} devices")

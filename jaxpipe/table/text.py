@@ -294,11 +294,14 @@ def plain_rows(rows: Iterable[Iterable[Cell]]) -> tuple[Row, ...]:
 
 def _is_plain(row: Row) -> bool:
     """Whether a row holds cells with Python's own numbers; a large table has a million of them."""
-    actions = list(chain.from_iterable(map(parts, row)))
-    if set(map(type, row)) - _CELL_TYPES or set(map(type, actions)) - {Action}:
+    if (types := set(map(type, row))) - _CELL_TYPES:
         return False
-    stages, kinds, microbatches = zip(*actions, Action(0, Kind.F, 0), strict=True)
-    numbers = (*stages, *microbatches)
+    only = types == {Action}
+    actions: Sequence[Any] = row if only else [*chain.from_iterable(map(parts, row))]
+    if set(map(type, actions)) - {Action}:
+        return False
+    flat = [*chain.from_iterable(actions), *Action(0, Kind.F, 0)]
+    kinds, numbers = flat[1::3], [*flat[::3], *flat[2::3]]
     if {*map(type, numbers)} - {int} or {*map(type, kinds)} - {Kind}:
         return False
     return bool(min(numbers) > -_LARGEST and max(numbers) < _LARGEST)

@@ -15,9 +15,9 @@ choice counts lock-steps, in which each SEND and RECV takes a step too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import TypeAlias
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, pairwise, repeat
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from ..engine.costs import Costs
 from ..engine.loop import Insertion
 from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError, quoted, typed
-from ..table.encoded import Encoded, Transfers, Wait, mates, run_order
-from ..table.kinds import MESSAGES, SENDS, Action, Cell, Kind, Value, parts, readers
+from ..table.encoded import BoolArray, IntArray, Transfers
+from ..table.kinds import MESSAGES, Action, Cell, Kind, Overlap, Value, parts, readers
 from ..table.schedule import Schedule, check
 from .rewrites import refuse_transfers, remove_recompute
 
@@ -65,103 +65,180 @@ def add_transfers(schedule: Schedule, *, costs: Costs | None = None) -> Schedule
             "jaxpipe.transforms.remove_spread takes them out"
         )
     timeline = simulate(schedule, costs)
-    late = schedule.with_rows(_late_receives(timeline))
-    return late.with_rows(_early_in_cycles(late, timeline))
+    late, cells = _late_receives(timeline), _cells(schedule)
+    order = late.number[_early_in_cycles(late, timeline)]
+    rows = (order[a:b].tolist() for a, b in pairwise(late.first))
+    return schedule.with_rows(
+        [[cell for i in row if (cell := cells[i]) is not None] for row in rows]
+    )
 
 
-_Urgent: TypeAlias = tuple[float, int, Action]
-
-
-def _late_receives(timeline: Timeline) -> list[list[Cell]]:
-    """The rows with each SEND right after its producer and each RECV right before its consumer."""
-    table = timeline.schedule.encoded
-    actions = [action for *_, action in timeline.schedule.actions()]
-    # By action: its transfer, after what sorts those of a pair.
-    before: dict[Action, _Urgent] = {}
-    after: dict[Action, _Urgent] = {}
-    for _, users, send, receive in MESSAGES:
-        crossing = np.flatnonzero(table.crosses & table.of_kinds(users))
-        for number, source in zip(
-            crossing.tolist(), table.producer[crossing].tolist(), strict=True
-        ):
-            (stage, _, microbatch), (user, _, _) = actions[source], actions[number]
-            sent, received = Action(stage, send, microbatch), Action(user, receive, microbatch)
-            after[actions[source]] = timeline.starts[number], number, sent
-            before[actions[number]] = timeline.ends[source], number, received
-    return [
-        [
-            each
-            for cell in row
-            if cell is not None
-            for each in (*_of(cell, before), cell, *_of(cell, after))
-        ]
-        for row in timeline.schedule.rows
-    ]
-
-
-def _of(cell: Cell, transfers: Mapping[Action, _Urgent]) -> list[Action]:
-    """The transfers of a cell's actions, the most urgent first."""
-    return [each for *_, each in sorted(transfers[a] for a in parts(cell) if a in transfers)]
-
-
-def _early_in_cycles(late: Schedule, timeline: Timeline) -> list[list[Cell]]:
-    """The rows, in which a message of each cycle of devices that wait for each other is received
-    earlier: before the action at which its receiver waits.
+def _cells(schedule: Schedule) -> list[Cell]:
+    """Per action its cell, None for the second half of a pair; then the RECV of each action that
+    needs one, and the SEND of each of these RECVs.
     """
-    table = late.encoded
-    is_send, mate = table.of_kinds(SENDS).tolist(), mates(table).tolist()
-    ready, wanted = _times(table, timeline)
-    deadline = _deadlines(late, mate)
-    early: dict[int, list[int]] = {}
-
-    def first_received(cycle: Sequence[Wait]) -> int:
-        """The SEND that is cheapest to receive early."""
-
-        def price(place: int) -> tuple[bool, bool, float]:
-            send, other = cycle[place].at, cycle[(place + 1) % len(cycle)].at
-            return not is_send[send], ready[send] > wanted[other], -deadline[other]
-
-        best = min(range(len(cycle)), key=price)
-        send, at = cycle[best].at, cycle[(best + 1) % len(cycle)].at
-        early.setdefault(at, []).append(mate[send])
-        return send
-
-    run_order(table, Transfers.RENDEZVOUS, first_received)
-    moved = {number: table.action(number) for numbers in early.values() for number in numbers}
-    rows: list[list[Cell]] = []
-    number = 0
-    for row in late.rows:
-        rows.append([])
-        for cell in row:
-            rows[-1] += map(moved.__getitem__, early.get(number, ()))
-            if number not in moved:
-                rows[-1].append(cell)
-            number += len(parts(cell))
-    return rows
+    table = schedule.encoded
+    cells: list[Cell] = []
+    for cell in chain.from_iterable(schedule.rows):
+        if cell is not None:
+            cells.append(cell)
+        if isinstance(cell, Overlap):
+            cells.append(None)
+    users = np.flatnonzero(table.crosses)
+    received: dict[int, Kind] = {
+        user: message.receive for message in MESSAGES for user in message.users
+    }
+    sent: dict[int, Kind] = {user: message.send for message in MESSAGES for user in message.users}
+    for served, of in ((users, received), (table.producer[users], sent)):
+        kinds = [of[user] for user in table.kind[users].tolist()]
+        numbers = zip(
+            table.stage[served].tolist(), kinds, table.microbatch[served].tolist(), strict=True
+        )
+        # Calling Action takes twice as long.
+        cells += map(tuple.__new__, repeat(Action), numbers)
+    return cells
 
 
-def _times(table: Encoded, timeline: Timeline) -> tuple[list[float], list[float]]:
+class _Late(NamedTuple):
+    """The rows with each SEND right after its producer and each RECV right before its consumer.
+
+    Attributes:
+        number: of each action, row by row, its number in `_cells`.
+        first: `first[d] : first[d + 1]` are those of device d.
+        device: of each action.
+        cell: the first (or only) action of the cell that it is in, or comes before or after; by
+            its number in the table.
+        mate: the other side of a transfer; -1 for compute.
+        sends: whether it is a SEND.
+    """
+
+    number: IntArray
+    first: list[int]
+    device: IntArray
+    cell: IntArray
+    mate: IntArray
+    sends: BoolArray
+
+
+def _late_receives(timeline: Timeline) -> _Late:
+    """The transfers of a cell are in order of urgency."""
+    table, numbers = timeline.schedule.encoded, np.arange(timeline.schedule.encoded.num_actions)
+    starts, ends = np.array(timeline.starts), np.array(timeline.ends)
+    users = np.flatnonzero(table.crosses)
+    makers, count = table.producer[users], len(users)
+    served = np.concatenate([numbers, users, makers])
+    first_half = numbers.copy()
+    first_half[table.pairs + 1] = table.pairs
+    cell = first_half[served]
+    key = 3 * cell + np.repeat([1, 0, 2], [len(numbers), count, count])
+    urgency = np.concatenate([numbers, ends[makers], starts[users]])
+    # Only a pair has two transfers on one side.
+    order = np.lexsort((urgency, key)) if len(table.pairs) else np.argsort(key)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    receives, sends = place[len(numbers) :].reshape(2, -1)
+    mate = np.full(len(order), -1)
+    mate[receives], mate[sends] = sends, receives
+    device = table.device[served][order]
+    first = np.searchsorted(device, np.arange(table.num_devices + 1)).tolist()
+    return _Late(order, first, device, cell[order], mate, order >= len(numbers) + count)
+
+
+def _early_in_cycles(late: _Late, timeline: Timeline) -> IntArray:
+    """The order of the actions in which a message of each cycle of devices that wait for each other
+    is received earlier: before the action at which its receiver waits.
+
+    Both sides of a transfer wait here until the other is reached.  Each transfer is passed once and
+    each cycle ends with one that is, so the work is that of the transfers and of the cycles.
+    """
+    total = len(late.mate)
+    ready, wanted = _times(late, timeline)
+    deadline = _deadlines(late, timeline)
+    is_send: list[bool] = late.sends.tolist()
+    mate: list[int] = late.mate.tolist()
+    other: list[int] = [*late.device[late.mate].tolist(), -1]  # device of the mate
+    head, stop = late.first[:-1], late.first[1:]  # a head is `total` where a row is done
+    passed = bytearray(late.mate < 0)  # compute holds nothing up
+    moved: list[int] = []
+    before: list[int] = []
+
+    def receive_early(cycle: Sequence[int]) -> int:
+        """Receive the cheapest SEND of a cycle early; its device can go on."""
+        least = 2 * total
+        for place, message in enumerate(cycle, 1 - len(cycle)):
+            waits = cycle[place]  # its receiver, at the next place
+            if is_send[message]:
+                price = total * (ready[message] > wanted[waits]) - deadline[waits]
+                if price < least:
+                    least, send, at = price, message, waits
+        passed[send] = passed[mate[send]] = True
+        moved.append(mate[send])
+        before.append(at)
+        return other[mate[send]]
+
+    runnable = list(range(len(head)))
+    while runnable:
+        device = runnable.pop()
+        at, end = head[device], stop[device]
+        while at < end:
+            there = -1 if passed[at] else head[other[at]]
+            if passed[at]:
+                at += 1
+            elif there == mate[at]:
+                passed[at] = passed[there] = True
+                runnable.append(other[at])
+            elif other[there] == device and not passed[there]:
+                # The most frequent cycle: two that wait for each other.
+                two = (at, there) if at < there else (there, at)
+                if (freed := receive_early(two)) != device:
+                    runnable.append(freed)
+            else:
+                break
+        head[device] = at if at < end else total
+        if not runnable and (at := min(head, default=total)) < total:
+            trail: dict[int, int] = {}
+            while at not in trail:
+                trail[at] = len(trail)
+                at = head[other[at]]
+            cycle = list(trail)[trail[at] :]
+            first = cycle.index(min(cycle))
+            runnable.append(receive_early(cycle[first:] + cycle[:first]))
+    # What is moved comes before others at its new place, in order of time.
+    place, turn = 2 * np.arange(total) + 1, np.zeros(total, np.int64)
+    place[moved], turn[moved] = 2 * np.array(before, np.int64), np.arange(len(moved))
+    return np.lexsort((turn, place))
+
+
+def _times(late: _Late, timeline: Timeline) -> tuple[list[float], list[float]]:
     """By the costs, for each action: when the message of a SEND is there, and when the first
     compute action from there on starts in its row.
     """
-    starts, ends = np.full((2, table.num_actions), np.inf)
-    starts[table.is_compute], ends[table.is_compute] = timeline.starts, timeline.ends
-    wanted = [np.minimum.accumulate(starts[a:b][::-1])[::-1] for a, b in pairwise(table.first)]
-    return ends[table.producer].tolist(), np.concatenate(wanted).tolist()
+    starts = np.where(late.mate < 0, np.array(timeline.starts)[late.cell], np.inf)
+    wanted = [np.minimum.accumulate(starts[a:b][::-1])[::-1] for a, b in pairwise(late.first)]
+    ends = np.array(timeline.ends)[late.cell]
+    return ends.tolist(), np.concatenate([[], *wanted]).tolist()
 
 
-def _deadlines(late: Schedule, mate: Sequence[int]) -> list[float]:
-    """For each action, the last lock-step that delays nothing, counted back from the end."""
-    table = late.encoded
-    found: list[float] = [0] * table.num_actions
-    is_step = (table.last_half == np.arange(table.num_actions)).tolist()
-    ends, sends = set(table.first), table.of_kinds(SENDS).tolist()
-    for i in reversed(late.run_order(Transfers.BUFFERED).order):
-        if i + 1 not in ends:
-            found[i] = found[i + 1] - is_step[i + 1]
-        if sends[i]:
-            found[i] = min(found[i], found[mate[i]])
-    return found
+def _deadlines(late: _Late, timeline: Timeline) -> list[int]:
+    """For each transfer, the last lock-step that delays nothing, counted back from the end."""
+    table = timeline.schedule.encoded
+    # All cells in an order in which they can run, each with its transfers.
+    turn = np.empty(table.num_actions, np.int64)
+    turn[list(timeline.schedule.run_order(Transfers.ASYNC).order)] = np.arange(len(turn))
+    order = np.argsort(turn[table.last_half][late.cell], kind="stable")
+    order = order[late.mate[order] >= 0][::-1]
+    is_step = ~np.isin(late.number, table.pairs)
+    steps = np.concatenate([[0], np.cumsum(is_step)])
+    receive = np.where(late.sends, late.mate, -1)
+    deadline = [0] * len(is_step)
+    # What a deadline is beyond the steps up to there changes along a row only at its SENDs.
+    beyond = (-steps[late.first[1:]]).tolist()
+    columns = (column[order].tolist() for column in (steps[1:], late.device, receive))
+    for i, step, device, mate in zip(order.tolist(), *columns, strict=True):
+        if mate >= 0:
+            beyond[device] = min(beyond[device], deadline[mate] - step)
+        deadline[i] = beyond[device] + step
+    return deadline
 
 
 _USERS = readers(Value.ACTIVATIONS)

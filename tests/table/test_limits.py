@@ -1,5 +1,5 @@
-"""Far too much, far too long, far too deep: every text and number is refused by name, within a
-second and 100 MB.
+"""Far too much, far too long, far too deep: every text and number is refused by name, in few steps
+and 100 MB.
 """
 
 from __future__ import annotations
@@ -166,6 +166,10 @@ COSTS = {
     "too large to add up": (lambda: jp.Costs(forward=1e308), "of 1e+100 at most"),
     "a million entries": (
         lambda: jp.Costs(forward=[-1] * 1_000_000),
+        "forward has 1,000,000 entries",
+    ),
+    "an array of a million": (
+        lambda: jp.Costs(forward=np.ones(1_000_000)),
         "forward has 1,000,000 entries",
     ),
     "long words": (lambda: jp.Costs(forward=["x" * 100_000] * 20), "numbers, not ['xxx"),

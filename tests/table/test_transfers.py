@@ -15,6 +15,7 @@ from test_simulate import random_costs
 import jaxpipe as jp
 from jaxpipe import Costs, Kind, Schedule, Transfers
 from jaxpipe.table.kinds import parts
+from tests.steps import steps
 
 SENDS, RECVS = {Kind.SEND_F, Kind.SEND_B}, {Kind.RECV_F, Kind.RECV_B}
 
@@ -26,6 +27,22 @@ def read(text: str) -> Schedule:
 def held_makespan(schedule: Schedule, costs: Costs) -> float:
     """The makespan where a RECV holds its device until the message is there."""
     return jp.simulate(schedule, costs, transfers=Transfers.BUFFERED).makespan
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("interleaved_1f1b", 2), ("1f1b", 2), ("zbv", 3)])
+def test_lines_that_a_large_table_takes(name, kinds):
+    """At most 125 lines for an action, of which `add_transfers` runs 72: none for each device.
+
+    Where every cycle was looked for from the first device, `add_transfers` ran 470 lines.
+    """
+    devices, chunks = 32, 2 if name in CHUNKED else 1
+
+    def every_step() -> None:
+        table = jp.schedules.build(name, devices=devices, chunks=chunks, microbatches=64)
+        jp.simulate(table)
+        jp.add_transfers(jp.check(table))
+
+    assert steps(every_step) < 150 * devices * chunks * 64 * kinds
 
 
 def test_an_exchange_is_taken_apart():
