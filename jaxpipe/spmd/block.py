@@ -49,11 +49,22 @@ def while_once(predicate: Flag, body: Callable[[T], T], carry: T) -> tuple[Flag,
     """
 
     def once(state: tuple[Scalar, T]) -> tuple[Scalar, T]:
-        return state[0] + 1, body(state[1])
+        trips = lax.platform_dependent(state[0], cuda=_next, rocm=_next, default=jnp.ones_like)
+        return trips, body(state[1])
 
     start = 1 - jnp.asarray(predicate).astype(jnp.int32)
     trips, after = lax.while_loop(lambda state: state[0] < 1, once, (start, carry))
     return trips < 1, after
+
+
+def _next(trips: Scalar) -> Scalar:
+    """The number after a trip, on GPUs: the form that was run there.
+
+    Elsewhere it is the constant 1, from which XLA knows that there is no second trip.  XLA:CPU
+    moves what is invariant out of loops of more trips, and so nearly all of a block out of its
+    predicate.
+    """
+    return trips + 1
 
 
 def read(pool: Sequence[Any], slot: Scalar) -> Leaves:
@@ -144,12 +155,6 @@ def run_where(
     start = jnp.logical_not(state["token"]) if ordered else None
     token, part = _run(presence, predicate, start, block, state)
     return state | part | ({"token": token} if ordered else {})
-
-
-def run_once(start: Flag, block: Block, state: State) -> State:
-    """Run a block on every device, in a loop that begins where the flag is True."""
-    always = jnp.ones((), bool)
-    return state | _run(Presence.SOMETIMES, always, start, block, state)[1]
 
 
 def _run(

@@ -29,7 +29,7 @@ from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment
 from ..stage.model_code import Clock, Inputs, Job, ModelCode
 from ..table.kinds import Kind
 from .actions import StageAction, pair_block, share_block
-from .block import Block, State, is_ordered, run_once, run_where, settled
+from .block import Block, State, is_ordered, run_where, settled
 from .pools import HostMoves, StageEntries, shared_buffers
 from .step import DeviceStep, finish, prepare
 from .xla import inside, mapped, split_entries, whole_entries
@@ -423,13 +423,11 @@ def clocked(block: Block, what: tuple[Scalar, ...], job: Job) -> Block:
     def run(state: State) -> State:
         shard = lax.axis_index(data_axes) if data_axes else jnp.int32(0)
         numbers = (shard, lax.axis_index(job.axis), *what)
-        # The first call depends on what earlier blocks and arrivals wrote, the second on what the
-        # block wrote.  The block is in a loop whose predicate is the answer of the first call: XLA
-        # would run a block that needs nothing of its record, or a collective one, before its begin
-        # is noted.
-        before = _touched(jax.tree.leaves(state))
-        zero = _call_host(clock, jnp.int32(0), *numbers, wrote=[before])
-        after = run_once(zero == 0, block, state)
+        zero = _call_host(clock, jnp.int32(0), *numbers)
+        # The block is in a loop whose predicate is the answer of the first call.  A block whose
+        # pools have one slot each needs no number of its record, so XLA would run it before its
+        # begin is noted.  The second call depends on the values that the block wrote.
+        after = run_where(Presence.SOMETIMES, zero == 0, block, state)
         wrote = _touched(jax.tree.leaves(block.part(after)))
         _call_host(clock, jnp.int32(1), *numbers, wrote=[wrote])
         return after

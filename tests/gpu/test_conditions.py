@@ -10,15 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 import jaxpipe as jp
+from jaxpipe.inspect.hlo import Instruction, Module, parse, walk
 from jaxpipe.inspect.programs import GpuProgram, compile_and_read
 from jaxpipe.spmd import block
 from tests.flat import flat_pipeline
 from tests.gpu import programs
-from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
+from tests.gpu.programs import gpu_marks, gpu_mesh, needs_gpu_compiler
 
 # They hand on what they are given.
 MOVES = {"parameter", "get-tuple-element", "tuple", "bitcast", "copy", "convert", "constant"}
@@ -70,6 +72,33 @@ def test_the_reader_finds_bare_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered = jax.jit(pipe.value_and_grad, compiler_options=pipe.compiler_options).lower(*arguments)
     count, bare = bare_conditions(compile_and_read(lowered))
     assert count == len(bare) > 0
+
+
+@pytest.mark.parametrize("where", ["cpu", pytest.param("gpu", marks=gpu_marks())])
+def test_no_block_leaves_its_predicate(where: str) -> None:
+    """XLA moves what is invariant out of a loop, unless it knows that there is one trip at most or
+    leaves such loops alone: the matmuls of a block would run in bubbles too.
+    """
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=8)
+    cpus = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("pipe",))
+    mesh = cpus if where == "cpu" else gpu_mesh((2,), ("pipe",))
+    ends = {"first": programs.first, "last": programs.last}
+    pipe = flat_pipeline(programs.stage, schedule=schedule, mesh=mesh, **ends)
+    shapes = programs.shapes(2)
+    text = pipe.lower(pipe.place(shapes), programs.tokens(pipe)).compile().as_text()
+    module = parse(text)
+    found = [
+        place.guarded
+        for place in walk(module)
+        for each in place.computation.instructions
+        if place.in_loop and is_matmul(module, each)
+    ]
+    assert found
+    assert all(found)
+
+
+def is_matmul(module: Module, instruction: Instruction) -> bool:
+    return "dot" in module.opcodes(instruction) or "gemm" in instruction.target
 
 
 def halved(x: Any) -> Any:
