@@ -344,11 +344,10 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
     entry["stash"] *= splits
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
     work, kept = work_space(step), NamedSharding(job.mesh, PartitionSpec(job.axis))
-    states = [local_bytes(with_sharding(leaf, kept)) for leaf in jax.tree.leaves(state)]
     return Sizes(
         **held(job, params, job.plans),
-        batch=_batch_bytes(job, batch, states),
-        state=2 * sum(states),
+        batch=_batch_bytes(job, batch),
+        state=2 * sum(local_bytes(with_sharding(leaf, kept)) for leaf in jax.tree.leaves(state)),
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
         entry=entry,
@@ -359,29 +358,14 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
     )
 
 
-def _batch_bytes(job: Job, batch: PyTree, states: Sequence[int]) -> int:
-    """Bytes of one device's part of a batch, and of the copies of it that are cut into slices.
-
-    Microbatches of one row are pieces of their leaf, and need no copy.  XLA:CPU puts the largest
-    copy that fits into the room of a new state, which is written after the ticks.
-    """
+def _batch_bytes(job: Job, batch: PyTree) -> int:
+    """Bytes of one device's part of a batch, and of the copy of it that is cut into slices."""
     split, whole = partial(job.functions.split, count=job.num_microbatches), job.functions.whole
     batch = jax.eval_shape(lambda tree: tree, batch)  # leaves without rows may be plain numbers
     rows = map_rows(lambda leaf: leaf, batch, whole, lambda _: None)
-    every, own = (sum(map(nbytes, jax.tree.leaves(of))) for of in (batch, rows))
-    copies = list[int]()
-    if job.functions.slices > 1:
-        pairs = zip(
-            jax.tree.leaves(rows), jax.tree.leaves(jax.eval_shape(split, rows)), strict=True
-        )
-        copies = [
-            nbytes(cut) // job.data_size
-            for leaf, cut in pairs
-            if cut.shape[1] > job.data_size or nbytes(cut) > nbytes(leaf)
-        ]
-    room = max(states, default=0) if job.target.on_cpus else 0
-    reused = max((size for size in copies if size <= room), default=0)
-    return sum(copies) - reused + own // job.data_size + every - own
+    copy = jax.eval_shape(split, rows) if job.functions.slices > 1 else ()
+    every, own, cut = (sum(map(nbytes, jax.tree.leaves(of))) for of in (batch, rows, copy))
+    return (own + cut) // job.data_size + every - own
 
 
 def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:
