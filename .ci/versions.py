@@ -4,10 +4,13 @@ runs with.
 
 python .ci/versions.py lowest [ARGUMENTS OF PYTEST]       in .venv-lowest
 python .ci/versions.py highest [ARGUMENTS OF PYTEST]      in .venv-highest
-python .ci/versions.py 0.11.0 [ARGUMENTS OF PYTEST]       in .venv-0.11.0, with that jax
+python .ci/versions.py nightly [ARGUMENTS OF PYTEST]      in .venv-nightly
+python .ci/versions.py 0.13.0 [ARGUMENTS OF PYTEST]       in .venv-0.13.0, with that jax
 
 The last form runs a version that pyproject.toml does not allow yet.  Where the tests pass it raises
 the range in pyproject.toml and in jaxpipe/known_faults.py; look at the difference, and commit it.
+`nightly` takes JAX's newest build from the index that JAX_NIGHTLY_INDEX names (JAX's guide to its
+installation has it).
 
 The environment is made on the first run, brought up to date on every run, and kept.  Without
 arguments the quick choice below runs, some minutes on two cores: what meets jax, flax, optax and
@@ -17,6 +20,7 @@ the oldest that is allowed, since old releases have no wheels for newer ones.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -27,7 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # Extras that tests or tools need; their versions are not what this is about.
 TOOLS = ("test", "dev", "gpu-compile")
-# "jax>=0.10,<0.11", jax-cuda13-plugin>=..., and {"jax": ">=0.10,<0.11"}
+# "jax>=0.11.2,<0.13", jax-cuda13-plugin>=..., and {"jax": ">=0.11.2,<0.13"}
 OF_JAX = re.compile(r'(["\s](?:jax|jaxlib|jax-cuda13-\w+)(?:": ")?>=[\d.]+,)<[\d.]+')
 RANGE = re.compile(r"^(?P<name>[\w-]+)>=(?P<lowest>[\w.]+),")
 QUICK = (
@@ -85,7 +89,7 @@ def raise_ranges(version: str) -> None:
 def main(which: str, *arguments: str) -> int:
     """Make or update the environment, say what is in it, run the tests; the status of pytest."""
     new = re.fullmatch(r"\d+\.\d+\.\d+\w*", which) is not None
-    if which not in ("lowest", "highest") and not new:
+    if which not in ("lowest", "highest", "nightly") and not new:
         print(__doc__, file=sys.stderr)
         return 2
     folder = ROOT / f".venv-{which}"
@@ -104,8 +108,12 @@ def main(which: str, *arguments: str) -> int:
         [*pip, *newest, "--constraint", str(constraints), "--editable", f"{ROOT}[examples,test]"],
         check=True,
     )
-    if new:  # pip says that jaxpipe does not allow it, and installs it
+    # pip says that jaxpipe does not allow these, and installs them
+    if new:
         subprocess.run([*pip, f"jax=={which}", f"jaxlib=={which}"], check=True)
+    if which == "nightly":
+        index = ["--extra-index-url", os.environ["JAX_NIGHTLY_INDEX"]]
+        subprocess.run([*pip, "--pre", "--upgrade", *index, "jax", "jaxlib"], check=True)
     subprocess.run(
         [python, "-m", "pip", "--disable-pip-version-check", "list", "--format", "freeze"],
         check=True,
