@@ -123,3 +123,23 @@ def test_layers_draw_the_same_numbers_on_any_number_of_stages(name, layout, rema
 
     wanted = jax.jit(jax.value_and_grad(loss))(canonical)
     assert step_error(pipe, canonical, rows, wanted, rng=key) <= FLOAT64
+
+
+def test_a_count_that_is_drawn_is_that_of_the_loss():
+    """Counts are summed before the first forward, so each is drawn twice, with one key."""
+
+    def counted(params, x, microbatch, *, ctx):
+        kept = jax.random.uniform(ctx.rng, (ROWS,))
+        errors = jnp.sum((x @ params["w"] - microbatch["y"]) ** 2, axis=-1)
+        return jnp.sum(errors * kept), jnp.sum(kept)
+
+    model = jp.Model(small.stage, last=counted, loss=jp.Loss.SUM_OVER_COUNT)
+    canonical, rows, key = weights(2), batch(MICROBATCHES * ROWS), jax.random.key(3)
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=MICROBATCHES)
+
+    def loss(params):
+        return model.loss(params, rows, microbatches=MICROBATCHES, rng=key)
+
+    wanted = jax.jit(jax.value_and_grad(loss))(canonical)
+    pipe = jp.Pipeline(model, schedule, mesh_of(2))
+    assert step_error(pipe, canonical, rows, wanted, rng=key) <= FLOAT64
