@@ -378,7 +378,8 @@ class Plain:
             y, returned = functions.run_stage(at, (own, shared), x, extra)
             loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
             left = returned.carried if functions.passes else ()
-            return y, (loss, returned.state, left)
+            kept = returned.state if "state" in function.wants else state
+            return y, (loss, kept, left)
 
         if self.stacked:
             numbers = jnp.arange(self.num_stages, dtype=jnp.int32)
