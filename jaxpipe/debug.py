@@ -21,11 +21,12 @@ from .errors import PipelineError
 from .model.arguments import scale_faults
 from .model.calls import OUTER_WANTS
 from .model.functions import Extra, Loss, StageOutput, share_of
+from .model.keys import KeyOf
 from .model.param_layout import with_outer
 from .model.partition import leaf_plans
 from .model.settings import on_own_mesh, outside_contexts
 from .pipeline import Pipeline
-from .spmd.step import shard_key
+from .spmd.step import mesh_key
 from .spmd.xla import mapped
 from .stage.code import ParamUse
 from .stage.counts import total_count
@@ -193,7 +194,7 @@ class _Search:
 
         def run(params: PyTree, x: PyTree, batch: PyTree, rng: Any, *at: Any) -> Any:
             x = jax.tree.map(lambda leaf: leaf[0], x)
-            key = shard_key(rng, pipe.data_axes, pipe.partition.data_size)
+            key = mesh_key(rng, pipe.data_axes, pipe.partition.data_size)
             result, counts = body(call, params, x, batch, key, *at)
             return jax.tree.map(lambda leaf: leaf[None], result), counts
 
@@ -269,7 +270,8 @@ class _Search:
                     return leaf
                 return lax.dynamic_slice_in_dim(leaf, k * length, length, 1)
 
-            return jax.tree.map(cut, x), functions.extra(rows, key, stage, k, self._wants(call))
+            extra = functions.extra(rows, key, stage, k, self._wants(call), of=KeyOf.STAGE)
+            return jax.tree.map(cut, x), extra
 
         def one(carried: PyTree, k: Any) -> tuple[PyTree, dict[str, Any]]:
             (carry, buffers), (own, extra) = carried, inputs(k)
@@ -341,7 +343,8 @@ class _Search:
     def _extra(self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any) -> Extra:
         """The further arguments of the function in the step."""
         rows = self.functions.split(batch, self.count)
-        return self.functions.extra(rows, key, stage, microbatch, self._wants(call))
+        wants, of = self._wants(call), KeyOf[call.function.upper()]
+        return self.functions.extra(rows, key, stage, microbatch, wants, of=of)
 
     def _output(self, call: _Call, params: PyTree, x: PyTree, extra: Extra) -> PyTree:
         """What the function returns for the next one; the loss of `last`."""

@@ -21,6 +21,7 @@ from .errors import PipelineError
 from .model.batch import map_rows
 from .model.calls import OUTER_WANTS, cleared
 from .model.functions import StageOutput
+from .model.keys import KeyOf, shard_key
 from .model.param_layout import OUTER
 from .model.partition import LeafPlan, leaf_plans
 from .program.ir import Step, interpret
@@ -81,7 +82,7 @@ class EagerExecutor:
                 return jnp.asarray(np.split(leaf, count)[n])
 
             rows = map_rows(own, batch, job.functions.whole)
-            key = rng if rng is None or count == 1 else jax.random.fold_in(rng, number)
+            key = shard_key(rng, number, count)
             shards.append(_Shard(job, params, rows, key, state, scale, shards))
         for shard in shards:
             interpret(program, shard)
@@ -153,9 +154,11 @@ class _Shard:
                 is_leaf=_is_none,
             )
 
-    def _extra(self, stage: int, microbatch: int, wants: frozenset[str]) -> dict[str, PyTree]:
+    def _extra(
+        self, of: KeyOf, stage: int, microbatch: int, wants: frozenset[str] = OUTER_WANTS
+    ) -> dict[str, PyTree]:
         numbers = jnp.int32(stage), jnp.int32(microbatch)
-        return self.functions.extra(self.batch, self.rng, *numbers, wants)
+        return self.functions.extra(self.batch, self.rng, *numbers, wants, of=of)
 
     def run(self, step: Step) -> Mapping[str, Any]:
         """Runs one action and returns the values that it makes.
@@ -222,13 +225,13 @@ class _Shard:
 
     def _first(self, microbatch: int) -> tuple[Any, Any]:
         """`first`, and its vjp."""
-        extra = self._extra(0, microbatch, OUTER_WANTS)
+        extra = self._extra(KeyOf.FIRST, 0, microbatch)
         run = partial(self.functions.run_whole, "first")
         return jax.vjp(lambda params: run(params, (), extra), self._of("first"))
 
     def _last(self, microbatch: int, y: Any) -> tuple[Any, Any]:
         """Note the loss; the cotangent of y, and the gradients of the parameters."""
-        extra = self._extra(len(self.stages) - 1, microbatch, OUTER_WANTS)
+        extra = self._extra(KeyOf.LAST, len(self.stages) - 1, microbatch)
         run = partial(self.functions.run_whole, "last")
         loss, vjp, self.aux[microbatch] = jax.vjp(
             lambda params, y: run(params, y, extra), self._of("last"), y, has_aux=True
@@ -259,7 +262,7 @@ class _Shard:
         stage, params = step.stage, self._of(step.stage)
         function = self.functions.stages[stage]
         run = partial(self.functions.run_stage, stage)
-        extra = self._extra(stage, step.microbatch, function.wants_arrays)
+        extra = self._extra(KeyOf.STAGE, stage, step.microbatch, function.wants_arrays)
         if "state" in function.wants_arrays:
             extra["state"] = self.before[stage, step.microbatch]
             if self.job.training and step.microbatch == 0:

@@ -237,9 +237,9 @@ class Pipeline:
         may be jitted, donates nothing.
 
         `batch` is a tree whose leaves have a leading axis of rows, cut into M equal microbatches in
-        order (each data shard cuts its own rows).  `rng` is the step's key, from which `ctx.rng` is
-        made.  With `state` (see `place_state`), the new state comes after the loss: ((loss, state),
-        grads), or ((loss, metrics, state), grads).
+        order (each data shard cuts its own rows).  `rng` is the step's key, from which the keys of
+        all calls are made (see `Context`).  With `state` (see `place_state`), the new state comes
+        after the loss: ((loss, state), grads), or ((loss, metrics, state), grads).
 
         `scale` is a number by which the loss is multiplied before the backwards, so that gradients
         in half a precision do not underflow: loss and gradients are `scale` times what they are

@@ -195,31 +195,24 @@ def _run(
     params: PyTree,
     state: PyTree,
     arguments: tuple[PyTree, ...],
-    number: Any,
     offered: Mapping[str, Any],
 ) -> tuple[Any, PyTree]:
-    """Run the unit with this number in the whole model.  Its key is the same however blocks are
-    put into stages.  The user's function gets shared parameters as modules.
+    """Run the unit, whose key is that of the context.  The user's function gets shared parameters
+    as modules.
     """
     ctx, training = offered.get("ctx"), offered.get("training", True)
     keywords = {name: offered[name] for name in unit.function.wants}
     if "shared" in keywords and shared is not None:
         keywords["shared"] = shared.build(keywords["shared"], shared.state, None, training=training)
-    key = ctx.microbatch_rng if unit.random and ctx is not None else None
-    key = None if key is None else jax.random.fold_in(key, number)
+    key = ctx.rng if unit.random and ctx is not None else None
     return unit.run(params, state, Call(arguments, key, keywords, training))
 
 
-def _function(
-    unit: Unit, name: str, shared: Unit | None, *, number: int | None
-) -> Callable[..., Any]:
-    """`first`, `last` or a layer: its variables that are no parameters are constants.  A layer has
-    no number of its own.
-    """
+def _function(unit: Unit, name: str, shared: Unit | None) -> Callable[..., Any]:
+    """`first`, `last` or a layer: its variables that are no parameters are constants."""
 
     def function(params: PyTree, *arguments: Any, **offered: Any) -> Any:
-        own = offered["ctx"].layer if number is None and unit.random else number
-        return _run(unit, shared, params, unit.state, arguments, own, offered)[0]
+        return _run(unit, shared, params, unit.state, arguments, offered)[0]
 
     return _with_keywords(function, ("params", *unit.takes[1:]), unit.keywords, name)
 
@@ -233,7 +226,7 @@ def _stage_function(
     stage_loss: bool,
 ) -> Callable[..., Any]:
     """The function of a stage: a scan over groups of blocks, each of which has one of every unit
-    in order.
+    in order.  A block's key is the same however blocks are put into stages.
     """
 
     def stage(params: PyTree, x: PyTree, **offered: Any) -> Any:
@@ -245,9 +238,9 @@ def _stage_function(
             losses, after = [], {}
             for i, (key, unit) in enumerate(units.items()):
                 number = (start + index) * len(units) + i
-                x, after[key] = _run(
-                    unit, shared, tree_at(own, key), tree_at(state, key), (x,), number, offered
-                )
+                told = offered if ctx is None else {**offered, "ctx": ctx.at_layer(number)}
+                trees = tree_at(own, key), tree_at(state, key)
+                x, after[key] = _run(unit, shared, *trees, (x,), told)
                 if stage_loss:
                     x, loss = unit.function.results(_RETURNED, x).values()
                     losses.append(summable(loss))
@@ -432,9 +425,7 @@ def _model(
     if frozen:
         options["frozen"] = lambda path, _leaf: path in frozen
     outer: dict[str, Any] = {
-        key: _function(ends[key], key, shared, number=count + i)
-        for i, key in enumerate(_OUTER)
-        if key in ends
+        key: _function(ends[key], key, shared) for key in _OUTER if key in ends
     }
     if form.num_stages is not None:
         groups = count // form.num_stages // len(units)
@@ -446,9 +437,7 @@ def _model(
             "statistics), which only stages of equal size can keep: give num_stages= instead of "
             "layout=, or make them parameters that are frozen"
         )
-    layers = {
-        key: _function(unit, f"layer_{key}", shared, number=None) for key, unit in units.items()
-    }
+    layers = {key: _function(unit, f"layer_{key}", shared) for key, unit in units.items()}
     layers |= {_OUTER[key]: function for key, function in outer.items()}
     first, last = (letter if letter in layers else "" for letter in _OUTER.values())
     return Model(layers, layers=first + "".join(keys) + last, **options)

@@ -21,6 +21,7 @@ from jax.extend import core
 from ..arrays import PyTree, by_path, described, followed, path_text, summable
 from ..errors import PipelineError
 from ..jaxprs.equations import every_equation
+from .keys import Keys
 from .settings import axes_of, holds
 
 
@@ -301,16 +302,18 @@ def _manual_names(params: dict[str, Any]) -> set[Any]:
 
 class Context(NamedTuple):
     """The context of a call, for functions that take `ctx` by keyword: stage and microbatch index
-    (int32 scalars), and a key of both.
+    (int32 scalars), and the call's key.
 
-    `rng` depends on the step's key, the stage, the microbatch and the data shard, never on the
-    schedule; it is None where the step got no key.
+    Every call has a key of its own, `rng`: it depends on the step's key, the function (`first`,
+    the stage or layer with its number, or `last`), the microbatch and the data shard, and on
+    nothing else. So it is the same for every schedule and layout and in `Model.loss`, and a
+    recomputed forward draws the same numbers again. Keys are None where the step got none.
     """
 
     stage: Any
     microbatch: Any
-    rng: Any = None
-    # a key of the step and the microbatch alone: equal on all stages
+    rng: Any = None  # of a spread function the same on all devices: see `share_rng`
+    # a key of the step, the microbatch and the data shard alone: equal in all functions
     microbatch_rng: Any = None
     # where the model is given by layers: the layer's number, from which `rng` is made instead of
     # the stage
@@ -324,7 +327,24 @@ class Context(NamedTuple):
     # position in its sequence of the slice's first row of time; 0 where sequences are whole
     offset: Any = None
     ledger: Any = None  # where `append` writes
-    sequence_rng: Any = None  # with several slices, a key of the step and the sequence
+    # a key of the step, the sequence and the data shard alone: equal in all functions and slices
+    sequence_rng: Any = None
+    keys: Keys | None = None  # of which `rng`, `share_rng` and `position_keys` are made
+
+    @property
+    def share_rng(self) -> Any:
+        """The key of this device's share of a function under `jaxpipe.spread`: another one on each
+        device, None elsewhere.
+
+        Draw with `rng` what must be equal on all devices, as dropout of the x that is returned, and
+        with `share_rng` what belongs to the share, as noise on its rows of a table.
+
+        Example:
+            noise = jax.random.normal(ctx.share_rng, table.shape)
+        """
+        if self.keys is None or self.axis is None:
+            return None
+        return self.keys.share(jax.lax.axis_index(self.axis))
 
     def append(self, name: str, rows: Any, axis: int = 1) -> Any:
         """Write a slice's rows into the buffer of its sequence in this stage; the whole buffer.
@@ -343,7 +363,7 @@ class Context(NamedTuple):
         return rows if self.ledger is None else self.ledger.append(name, rows, axis)
 
     def position_keys(self, count: int) -> Any:
-        """A key for each of the slice's `count` positions, [count], of the stage (or layer), the
+        """A key for each of the slice's `count` positions, [count], of the function (as `rng`), the
         sequence and the position: random numbers that do not depend on how a sequence is cut.
 
         Example:
@@ -351,15 +371,20 @@ class Context(NamedTuple):
                 ctx.position_keys(x.shape[1])
             )
         """
-        common = self.microbatch_rng if self.sequence_rng is None else self.sequence_rng
-        if common is None:
+        if self.keys is None:
             raise PipelineError(
                 "ctx.position_keys needs the step's key; pass rng=jax.random.key(...)"
             )
-        number = self.stage if self.layer is None else self.layer
-        key = jax.random.fold_in(common, number)
-        places = self.offset + jnp.arange(count, dtype=jnp.int32)
-        return jax.vmap(lambda at: jax.random.fold_in(key, at))(places)
+        return self.keys.at(self.offset + jnp.arange(count, dtype=jnp.int32))
+
+    def at_layer(self, number: Any) -> Context:
+        """The context of one of a stage's layers, with the layer's keys; `number` counts the
+        model's layers.
+        """
+        if self.keys is None:
+            return self._replace(layer=number)
+        keys = self.keys._replace(number=number)
+        return self._replace(layer=number, rng=keys.own, keys=keys)
 
 
 STAGE_KEYWORDS = ("carry", "ctx", "microbatch", "shared", "state", "training")

@@ -18,6 +18,7 @@ from ..arrays import PyTree, described, shapes_of, summable, zeros_of
 from ..errors import PipelineError
 from .batch import Positioned, map_rows, positions, row_specs, split_batch
 from .calls import Context, Cuts, Function, unpadded
+from .keys import KeyOf, keys_of
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -176,14 +177,22 @@ class Functions:
         return row_specs(batch, self.whole, axes)
 
     def extra(
-        self, batch: PyTree, rng: Any, stage: Any, microbatch: Any, wants: frozenset[str]
+        self,
+        batch: PyTree,
+        rng: Any,
+        stage: Any,
+        microbatch: Any,
+        wants: frozenset[str],
+        *,
+        of: KeyOf,
     ) -> Extra:
-        """The microbatch's rows of the batch and the context, those of them that are wanted."""
+        """The microbatch's rows of the batch and the context, those of them that are wanted; `of`
+        is the function that gets them.
+        """
         extra: Extra = {}
-        keys: dict[str, Any] = {}
-        position, fold = None, jax.random.fold_in
+        position, sequence = None, microbatch // self.slices
         if isinstance(batch, Positioned):
-            batch, position = batch.batch, batch.position[microbatch // self.slices]
+            batch, position = batch.batch, batch.position[sequence]
         if "microbatch" in wants:
 
             def row(leaf: Any) -> Any:
@@ -191,11 +200,7 @@ class Functions:
 
             extra["microbatch"] = map_rows(row, batch, self.whole)
         if "ctx" in wants:
-            if rng is not None:
-                keys["rng"] = fold(fold(rng, stage), microbatch)
-                keys["microbatch_rng"] = fold(rng, microbatch)
-            if rng is not None and self.slices > 1:
-                keys["sequence_rng"] = fold(rng, microbatch // self.slices)
+            keys = keys_of(of, rng, stage=stage, microbatch=microbatch, sequence=sequence)
             extra["ctx"] = Context(stage, microbatch, offset=position, **keys)
         return extra
 

@@ -18,6 +18,7 @@ from ..table.kinds import Placement
 from .batch import batch_faults, split_batch, time_faults
 from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread
 from .functions import Extra, Functions, Loss, with_aux
+from .keys import KeyOf
 from .param_layout import EMBEDDING, LOSS, LayerMap, with_outer
 from .settings import frozen_filter
 
@@ -372,12 +373,13 @@ class Plain:
         def stage(x: PyTree, row: PyTree, at: int = 0) -> tuple[PyTree, PyTree]:
             number, own, state, carried = row
             function = functions.stages[at]
-            extra = self._extra(number, index, function.wants_arrays)
+            extra = self._extra(number, index, function.wants_arrays, of=KeyOf.STAGE)
             extra |= {"carried": carried, "state": state}
             y, returned = functions.run_stage(at, (own, shared), x, extra)
             loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
             left = returned.carried if functions.passes else ()
-            return y, (loss, returned.state, left)
+            kept = returned.state if "state" in function.wants else state
+            return y, (loss, kept, left)
 
         if self.stacked:
             numbers = jnp.arange(self.num_stages, dtype=jnp.int32)
@@ -391,11 +393,11 @@ class Plain:
         losses, *after = map(list, zip(*results, strict=True))
         return x, sum(losses), (*after,)
 
-    def _extra(self, stage: Any, index: Any, wants: frozenset[str]) -> Extra:
-        return self.functions.extra(self.rows, self.rng, jnp.int32(stage), index, wants)
+    def _extra(self, stage: Any, index: Any, wants: frozenset[str], *, of: KeyOf) -> Extra:
+        return self.functions.extra(self.rows, self.rng, jnp.int32(stage), index, wants, of=of)
 
     def _outer(self, key: str, x: PyTree, stage: int, index: Any) -> Any:
         """`first` or `last`."""
         params = self.params[key], self.params["shared"]
-        extra = self._extra(stage, index, OUTER_WANTS)
+        extra = self._extra(stage, index, OUTER_WANTS, of=KeyOf[key.upper()])
         return self.functions.run_whole(key, params, x, extra)

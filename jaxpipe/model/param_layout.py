@@ -204,13 +204,9 @@ class _Layer(NamedTuple):
         function = self.function
         own = {name: self.keywords[name] for name in function.wants}
         if "ctx" in own:
-            # its key depends on the layer and the microbatch, not on the stage
-            ctx, key = own["ctx"], own["ctx"].microbatch_rng
-            own["ctx"] = ctx._replace(
-                ledger=None if ctx.ledger is None else ctx.ledger.of_layer(place),
-                layer=number,
-                rng=None if key is None else jax.random.fold_in(key, number),
-            )
+            ctx = own["ctx"]
+            ledger = None if ctx.ledger is None else ctx.ledger.of_layer(place)
+            own["ctx"] = ctx.at_layer(number)._replace(ledger=ledger)
         out = function.run(row, x, keywords=own)
         if not self.has_loss:
             return out, None

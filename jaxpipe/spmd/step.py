@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from ..arrays import Leaves, Params, PyTree, Scalar, accumulator_dtype, summable, wider
 from ..jaxprs.entry import Piece, Total
 from ..model.calls import OUTER_WANTS, cleared, unpadded
+from ..model.keys import KeyOf, shard_key
 from ..model.packed import Places
 from ..model.param_layout import OUTER, Chunks
 from ..model.partition import gather, leaf_plans, reduce_gradients, trained, with_frozen
@@ -45,7 +46,7 @@ def prepare(
 
     with jax.named_scope("prepare"):
         batch = job.functions.split(batch, job.num_microbatches)
-        rng = shard_key(rng, job.data_axes, job.data_size)
+        rng = mesh_key(rng, job.data_axes, job.data_size)
         stages, plans = [*map(mine, params["stages"])], job.plans
         owned = list(map(gather, stages, plans["stages"]))
         kept = tuple(map(mine, kept))
@@ -55,13 +56,9 @@ def prepare(
     return job, inputs, trace_model(job, inputs)
 
 
-def shard_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
-    """The step's key on this data shard.  Shards have different rows, so they draw different
-    numbers.
-    """
-    if rng is None or data_size == 1:
-        return rng
-    return jax.random.fold_in(rng, lax.axis_index(data_axes))
+def mesh_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
+    """The step's key on this device's data shard."""
+    return shard_key(rng, lax.axis_index(data_axes) if data_axes else 0, data_size)
 
 
 @dataclass(frozen=True)
@@ -134,7 +131,7 @@ class DeviceStep:
     def end_inputs(self, key: str, microbatch: Scalar, y: Leaves | None = None) -> Leaves:
         """The inputs of `first` or `last`."""
         stage = 0 if key == "first" else len(self.code.kind_of) - 1
-        extra = self.extra(jnp.full_like(microbatch, stage), microbatch)
+        extra = self.extra(jnp.full_like(microbatch, stage), microbatch, of=KeyOf[key.upper()])
         return self.operands[key].inputs(y or [], extra)
 
     def _count(self) -> Any:
@@ -173,11 +170,16 @@ class DeviceStep:
         return leaf_plans(plans[min(chunk, len(plans) - 1)])
 
     def extra(
-        self, stage: Scalar, microbatch: Scalar, wants: frozenset[str] = OUTER_WANTS
+        self,
+        stage: Scalar,
+        microbatch: Scalar,
+        wants: frozenset[str] = OUTER_WANTS,
+        *,
+        of: KeyOf = KeyOf.STAGE,
     ) -> Leaves:
         """Leaves of a function's arguments besides parameters, x and state: "ctx", "microbatch"."""
         batch, rng, functions = self.inputs.batch, self.inputs.rng, self.job.functions
-        return jax.tree.leaves(functions.extra(batch, rng, stage, microbatch, wants))
+        return jax.tree.leaves(functions.extra(batch, rng, stage, microbatch, wants, of=of))
 
     def empty_state(self) -> State:
         """Empty pools and accumulators, and the stages' present state."""

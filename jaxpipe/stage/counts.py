@@ -15,6 +15,7 @@ from ..errors import PipelineError
 from ..jaxprs.equations import results_of
 from ..model.batch import map_rows
 from ..model.functions import Functions
+from ..model.keys import KeyOf
 from .code import StageCode
 
 
@@ -51,7 +52,8 @@ def total_count(
     axes = [0 if has_rows else None for has_rows in jax.tree.leaves(marks)]
 
     def one(number: Any, rows: list[Any]) -> Any:
-        extra = functions.extra(batch, rng, stage, number, frozenset({"ctx"}))
+        wants = frozenset({"ctx"})
+        extra = functions.extra(batch, rng, stage, number, wants, of=KeyOf.LAST)
         extra["microbatch"] = jax.tree.unflatten(tree, rows)
         return results_of(count, *jax.tree.leaves(extra))[0]
 

@@ -26,6 +26,7 @@ from ..lowering.plan import Plan
 from ..lowering.target import Target
 from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Functions, Loss, StageOutput, share_of
+from ..model.keys import KeyOf
 from ..model.param_layout import ParamLayout
 from ..model.partition import LeafPlan, Partition, leaf_plans
 from ..program.ir import Program
@@ -290,7 +291,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
         index = jnp.int32(0)
-        return functions.extra(inputs.batch, inputs.rng, index, index, wants)
+        return functions.extra(inputs.batch, inputs.rng, index, index, wants, of=KeyOf.STAGE)
 
     def outer(key: str, x: PyTree) -> StageCode:
         """`first` or `last`."""

@@ -14,11 +14,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxpipe as jp
+from jaxpipe.flax import End, from_nnx
 from tests.axes.model import worst_error
 from tests.flax.models import Net, rows
 from tests.flax.test_linen import LinenNet, initialised, taken_apart as linen_apart
 from tests.flax.test_nnx import taken_apart
 from tests.flax.walk import through
+from tests.keys import STAGE, key_of
 from tests.parity.tolerance import FLOAT64
 from tests.refused import refused
 from tests.tolerance import same
@@ -131,6 +133,22 @@ def test_dropout_does_not_depend_on_how_blocks_are_cut(kind: str) -> None:
         losses.append(model.model.loss(model.params, rows(), microbatches=1, rng=jax.random.key(3)))
     assert worst_error(losses[:2], [losses[2]] * 2) <= FLOAT64
     assert losses[0] != model.model.loss(model.params, rows(), rng=jax.random.key(4))
+
+
+@pytest.mark.parametrize("cut", [{"num_stages": 2}, {"layout": "tt|ttL"}], ids=str)
+def test_each_block_is_told_its_own_number_and_key(cut: dict[str, Any]) -> None:
+    def call(block: Any, x: Any, *, ctx: jp.Context) -> Any:
+        return x.at[ctx.layer].set(jax.random.key_data(ctx.rng).astype(x.dtype))
+
+    def keys(_: Any, x: Any, microbatch: Any) -> Any:
+        return jnp.mean(x), x
+
+    blocks, key = [nnx.Linear(2, 2, rngs=nnx.Rngs(i)) for i in range(4)], jax.random.key(3)
+    model = from_nnx(blocks, call=call, last=End(None, keys), has_metrics=True, **cut)
+    batch = {"x": np.zeros((4, 2))}
+    found = model.model.loss(model.params, batch, microbatches=1, rng=key)[1]
+    wanted = [jax.random.key_data(key_of(key, STAGE, 0, number)) for number in range(4)]
+    assert np.array_equal(found, np.stack(wanted))
 
 
 def test_shapes_alone_are_enough_with_letters() -> None:

@@ -9,18 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+import jaxpipe as jp
+from jaxpipe.model.keys import KeyOf, keys_of
+
 
 class Key(NamedTuple):
     """The seed of a step's key."""
 
     seed: int
-
-
-class Context(NamedTuple):
-    stage: Any
-    microbatch: Any
-    rng: Any
-    microbatch_rng: Any
 
 
 def through(
@@ -43,11 +39,12 @@ def _through(
 ) -> tuple[Any, Any]:
     num_stages = jax.tree.leaves(params["stages"])[0].shape[0]
 
-    def call(function: Any, stage: int, *arguments: Any, **more: Any) -> Any:
-        own = None if rng is None else jax.random.fold_in(rng, stage)
-        ctx = Context(stage, 0, own, rng)
+    def call(of: KeyOf, stage: int, *arguments: Any, **more: Any) -> Any:
+        functions = {KeyOf.FIRST: model.model.first, KeyOf.LAST: model.model.last}
+        function = functions.get(of, model.model.stages)
+        keys = keys_of(of, rng, stage=stage, microbatch=0, sequence=0)
         have = {
-            "ctx": ctx,
+            "ctx": jp.Context(stage, 0, **keys),
             "microbatch": batch,
             "shared": params.get("shared"),
             "training": training,
@@ -61,14 +58,14 @@ def _through(
         return function(*arguments, **{name: have[name] for name in named})
 
     functions = model.model
-    x = batch if functions.first is None else call(functions.first, 0, params["first"], batch)
+    x = batch if functions.first is None else call(KeyOf.FIRST, 0, params["first"], batch)
     states = []
     for s in range(num_stages):
         own, rest = jax.tree.map(lambda leaf, s=s: leaf[s], (params["stages"], state))
-        x = call(functions.stages, s, own, x, state=rest)
+        x = call(KeyOf.STAGE, s, own, x, state=rest)
         if jax.tree.leaves(state):
             x, new = x
             states.append(new)
     if functions.last is not None:
-        x = call(functions.last, num_stages - 1, params["last"], x, batch)
+        x = call(KeyOf.LAST, num_stages - 1, params["last"], x, batch)
     return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *states) if states else {}

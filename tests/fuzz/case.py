@@ -14,7 +14,7 @@ import numpy as np
 import jaxpipe as jp
 from tests.strategies import random_schedule
 
-from .ops import OPS, OUTER, PASSING
+from .ops import OPS, OUTER, PASSING, POSITIONED
 
 LETTERS = "abc"
 SPREAD = ("vocab", "spread")  # how `first` and `last` may be written for all devices at once
@@ -268,13 +268,40 @@ def draw(seed: int) -> Case:
     case = _sliced(rng, case) if chance(0.2) else case
     context, per_layer = case.explicit and chance(0.5), chance(0.5)
     case = replace(case, context=context, per_layer=per_layer)
-    return replace(
+    case = replace(
         case,
         count=one("mask", "mask", "compared"),
         scale=one(None, None, 2.0**10, 0.3),
         clipped=one(None, None, 1e-2, 1e-4),
         whole=chance(0.3),
     )
+    return _drawing(rng, case)
+
+
+def _drawing(rng: np.random.Generator, case: Case) -> Case:
+    """The case with more functions that draw random numbers, and the plain loss of the model."""
+    changed: dict[str, Any] = {}
+    known = ("dropout", *POSITIONED) if case.slices > 1 else ("dropout",)
+    for end in ("first", "last"):
+        if getattr(case, end) == "spread" and rng.random() < 0.4:
+            changed[f"{end}_ops"] = (str(rng.choice(known)),)
+    if case.slices > 1 and rng.random() < 0.4:
+        changed["ops"] = tuple((*own, *POSITIONED) for own in case.ops)
+    if "step" in case.calls and _is_plain(case) and rng.random() < 0.4:
+        changed["calls"] = (*case.calls, "plain")
+    return replace(case, **changed)
+
+
+def _is_plain(case: Case) -> bool:
+    """Whether the model's loss is the same without a pipeline.
+
+    There a model of letters has one stage, there are no data shards, a clipped cotangent begins
+    with the count, and stages that are alike are counted by their parameters.
+    """
+    known = OPS | PASSING | POSITIONED
+    counted = case.form != "alike" or any(known[op].shapes(case.width) for op in case.ops[0])
+    numbered = case.form == "layers" and "number" in case.every_op
+    return case.data == 1 and case.clipped is None and counted and not numbered
 
 
 def _sliced(rng: np.random.Generator, case: Case) -> Case:

@@ -17,15 +17,16 @@ import numpy as np
 from jax import lax
 
 import jaxpipe as jp
+from tests.keys import FIRST, LAST, STAGE, PositionKeys, key_of
 
 from .case import LETTERS, SPREAD, Case, schedule_of
-from .ops import OPS, PASSING
+from .ops import OPS, PASSING, POSITIONED
 
 FEATURES, OUT, TOKENS = 3, 2, 2  # of a row of the batch, of its target, and tokens of a row
 TIMED = ("x", "tokens", "targets")
 WHOLE = ("heat", "lift/w")  # leaves of the batch without rows, where a case has them
 NARROW = {"s": np.float32, "bias": jnp.bfloat16}
-EVERY = OPS | PASSING
+EVERY = OPS | PASSING | POSITIONED
 
 
 def _taking(
@@ -446,21 +447,21 @@ class Model:
 
     def contexts(self, key: Any, microbatch: Any) -> tuple[list[Any], Any, Any]:
         """What the stages (layers), first and last are told as `ctx`."""
-        stages = self.schedule.num_stages
+        sequence = microbatch // self.case.slices
 
-        def told(stage: int) -> Any:
+        def told(function: int, stage: int, number: int = 0) -> Any:
             return jp.Context(
-                stage, microbatch, jax.random.fold_in(jax.random.fold_in(key, stage), microbatch)
+                stage,
+                microbatch,
+                key_of(key, function, microbatch, number),
+                offset=microbatch % self.case.slices * TOKENS,
+                keys=PositionKeys.of(key, function, sequence, number),
             )
 
-        found = [told(s) for _, s in self.functions()]
+        found = [told(STAGE, s, n) for n, (_, s) in enumerate(self.functions())]
         if self.case.form == "layers":
-            common = jax.random.fold_in(key, microbatch)
-            found = [
-                ctx._replace(layer=n, rng=jax.random.fold_in(common, n))
-                for n, ctx in enumerate(found)
-            ]
-        return found, told(0), told(stages - 1)
+            found = [ctx._replace(layer=n) for n, ctx in enumerate(found)]
+        return found, told(FIRST, 0), told(LAST, self.schedule.num_stages - 1)
 
     def sequence(
         self, params: Any, states: Any, rows: Any, number: Any, key: Any, *, training: bool
@@ -477,7 +478,6 @@ class Model:
                 key,
                 training=training,
                 kept=kept,
-                offset=k * TOKENS,
             )
             for k in range(slices)
         ]
@@ -498,15 +498,12 @@ class Model:
         *,
         training: bool,
         kept: Sequence[Rows],
-        offset: int,
     ) -> dict[str, Any]:
         """What one microbatch gives: loss (a sum where there are counts), count, metrics, outputs,
         and the stages' new states.
         """
         contexts, before, after = self.contexts(key, microbatch)
-        contexts = [
-            ctx._replace(offset=offset, ledger=own) for ctx, own in zip(contexts, kept, strict=True)
-        ]
+        contexts = [ctx._replace(ledger=own) for ctx, own in zip(contexts, kept, strict=True)]
         first, last = self.first(plain=True), self.last(plain=True)
         told = partial(_told, shared=params.get("shared", ()), training=training, microbatch=rows)
         x = rows["x"] if first is None else first(params["first"], rows, **told(first, before))

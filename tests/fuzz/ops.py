@@ -47,6 +47,16 @@ def _dropout(_: Any, h: Any, k: Any) -> Any:
     )
 
 
+def _by_position(_: Any, h: Any, k: Any) -> Any:
+    """Dropout that does not depend on how a sequence is cut."""
+    if not k.training:
+        return h
+    shape = (h.shape[0], *h.shape[2:])
+    keys = k.ctx.position_keys(h.shape[1])
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, KEEP, shape))(keys)
+    return jnp.where(jnp.moveaxis(keep, 0, 1), h / KEEP, 0.0)
+
+
 def _rows(leaf: Any, h: Any) -> Any:
     """A leaf [rows] beside h [rows, ...]."""
     return leaf.reshape(-1, *(1,) * (h.ndim - 1))
@@ -181,3 +191,5 @@ PASSING: dict[str, Op] = {
     "carried": Op(_carried, lambda w: {"s": (), "bias": (w,)}, wants=("carry",)),
     "appended": Op(_appended, _matrix, wants=("ctx",)),
 }
+# what draws random numbers for each position of time
+POSITIONED: dict[str, Op] = {"by_position": Op(_by_position, wants=("ctx", "training"))}

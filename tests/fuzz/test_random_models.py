@@ -78,6 +78,22 @@ QUICK = (
         mesh=(("pipe", 2),),
         calls=("step",),
     ),
+    Case(
+        form="layers",
+        ops=(("dropout", "by_position"),),
+        layout="a|a",
+        rank=3,
+        first="spread",
+        last="mse",
+        first_ops=("dropout",),
+        last_ops=("by_position",),
+        table="gpipe",
+        devices=2,
+        microbatches=2,
+        slices=2,
+        mesh=(("pipe", 2),),
+        calls=("step", "plain"),
+    ),
 )
 
 
@@ -149,7 +165,7 @@ def test_a_wrong_gradient_is_found():
 
 def test_a_gradient_that_is_lost_between_slices_is_found(monkeypatch):
     """The plain model carries a state without a gradient."""
-    trial = Trial(QUICK[-1])
+    trial = Trial(QUICK[3])
     carried = PASSING["carried"]
 
     def stopped(params, h, k):

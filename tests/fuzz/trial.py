@@ -19,6 +19,7 @@ import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.eager import EagerExecutor
 from tests.flat import flat_pipeline
+from tests.keys import key_of
 
 from .case import Case
 from .model import WHOLE, Model
@@ -80,6 +81,13 @@ def same(what: str, found: Any, wanted: Any, like: Any = None, terms: Any = None
                 f"{name}: off by {error:.3g}, of {size:.3g}; {left.ravel()[:3]} instead of "
                 f"{right.ravel()[:3]}"
             )
+
+
+def joined(wide: Any, params: Any) -> Any:
+    """What is trained of the first tree, and the rest of the second."""
+    return jax.tree.map(
+        lambda w, p: p if w is None else w, wide, params, is_leaf=lambda leaf: leaf is None
+    )
 
 
 class Trial:
@@ -195,10 +203,8 @@ class Trial:
         )
 
         def loss(wide: Any, params: Any, rows: Any, m: Any, key: Any, factor: Any) -> Any:
-            joined = jax.tree.map(
-                lambda w, p: p if w is None else w, wide, params, is_leaf=lambda leaf: leaf is None
-            )
-            found = model.sequence(joined, states, rows, m, key, training=training)
+            whole = joined(wide, params)
+            found = model.sequence(whole, states, rows, m, key, training=training)
             return factor * jnp.asarray(found.get("loss", 0.0), float), found
 
         return loss
@@ -251,7 +257,7 @@ class Trial:
         size = total // (count * data)
         every = []
         for shard in range(data):
-            key = self.key if data == 1 else jax.random.fold_in(self.key, shard)
+            key = self.key if data == 1 else key_of(self.key, shard)
             for m in range(count):
                 at = shard * (total // data) + m * size
                 rows = {
@@ -321,7 +327,8 @@ class Trial:
     def run(self) -> None:
         """All calls, one after the other."""
         for name in self.case.calls:
-            with jax.set_mesh(self.mesh) if self.case.context else nullcontext():
+            inside = self.case.context and name != "plain"  # which has no mesh
+            with jax.set_mesh(self.mesh) if inside else nullcontext():
                 getattr(self, f"_call_{name}")()
 
     @property
@@ -408,6 +415,27 @@ class Trial:
         answer, grads = compiled(self.placed, self.batch, **self._more)
         self._check_answer("lowered", answer, self._step_right, state=True)
         self._check_grads("lowered", grads, self._step_right)
+
+    def _call_plain(self) -> None:
+        """`Model.loss` draws the same numbers as the pipeline."""
+        c, state = self.case, self.model.state
+        more = {"rng": self.key} | ({} if state is None else {"state": state})
+        counts = {"microbatches": c.microbatches, "slices": c.slices}
+
+        def loss(wide: Any) -> tuple[Any, Any]:
+            params = joined(wide, self.model.canonical)
+            found = self.pipe.model.loss(params, self.batch, **counts, **more)
+            return (found[0], found[1]) if isinstance(found, tuple) else (found, ())
+
+        wide = jax.tree.map(
+            lambda leaf: leaf.astype(np.float64), self._trained(self.model.canonical)
+        )
+        (found, aux), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(wide)
+        same("plain: loss", found, self._step_right["loss"])
+        if c.metrics:
+            same("plain: metrics", aux, self._step_right["metrics"])
+        like, terms = self.model.canonical, self._step_right["terms"]
+        same("plain: grads", grads, self._step_right["grads"], like=like, terms=terms)
 
     def _call_grad(self) -> None:
         has_aux = self.case.metrics or self.model.state is not None

@@ -10,6 +10,7 @@ import pytest
 
 import jaxpipe as jp
 import torch_ref
+from tests.keys import STAGE, key_of
 from tests.models import to_flat, to_tree, twin
 from tests.oracle import oracle_value_and_grad
 from tests.parity.engines import Outcome, case_data, mesh_of, pipeline, truth, worst_error
@@ -279,7 +280,7 @@ def dropout_outcome(canonical, batch, microbatches, key):
             rows = {k: v[m * ROWS : (m + 1) * ROWS] for k, v in batch.items()}
             x = rows["x"]
             for s in range(params["stages"]["w"].shape[0]):
-                context = jp.Context(s, m, jax.random.fold_in(jax.random.fold_in(key, s), m))
+                context = jp.Context(s, m, key_of(key, STAGE, m, s))
                 x = dropout_stage({"w": params["stages"]["w"][s]}, x, ctx=context)
             total += plain_last(params["last"], x, rows)
         return total / microbatches

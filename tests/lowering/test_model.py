@@ -86,6 +86,11 @@ MODELS: dict[str, tuple[jp.Model, Any, dict[str, Any]]] = {
         {},
     ),
     "state": (jp.Model(counting, **ENDS), STAGES, {"state": {"mean": jnp.zeros(4)}}),
+    "state of some stages": (
+        jp.Model([layer, counting, layer, layer], **ENDS),
+        {**STAGES, "stages": list(STAGES["stages"])},
+        {"state": [{}, {"mean": jnp.zeros(())}, {}, {}]},
+    ),
     "a spread vocabulary": (
         jp.Model(layer, first=jp.VocabEmbedding(), last=jp.VocabHead()),
         {**STAGES, "last": draw(5, WIDTH)},

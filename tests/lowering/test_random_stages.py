@@ -12,6 +12,7 @@ import jaxpipe as jp
 from jaxpipe.stage.code import run
 from jaxpipe.stage.trace import trace_stage
 from tests.flat import flat_pipeline
+from tests.keys import STAGE, key_of
 from tests.lowering.random_stages import ROWS, random_stage, under
 from tests.parity.engines import mesh_of
 from tests.tiers import exhaustive, slow
@@ -118,8 +119,8 @@ def pipeline_error(stage, name):
             x = microbatch["x"]
             for s in range(2):
                 mine = jax.tree.map(lambda a, s=s: a[s], params["stages"])
-                folded = jax.random.fold_in(jax.random.fold_in(key, s), m)
-                x = called(stage, (mine, params["shared"]), x, microbatch, folded)
+                own = key_of(key, STAGE, m, s)
+                x = called(stage, (mine, params["shared"]), x, microbatch, own)
             total += last({}, x, microbatch)
         return total / MICROBATCHES
 

@@ -1,5 +1,5 @@
-"""Dropout depends on the step's key, the stage and the microbatch: every schedule of as many stages
-gives the oracle's numbers.
+"""Dropout depends on the step's key, the function and the microbatch: every schedule of as many
+stages gives the oracle's numbers.
 """
 
 from functools import lru_cache
@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
+from tests.keys import FIRST, LAST, STAGE, key_of
 from tests.parity import small
-from tests.parity.engines import worst_error
+from tests.parity.engines import mesh_of, worst_error
 from tests.parity.small import ROWS, batch, build, gradients_of, step, weights
 from tests.parity.tolerance import FLOAT64
 from tests.tiers import exhaustive, slow
+from tests.tolerance import step_error
 
 MICROBATCHES, KEEP = 4, 0.7
 # One of each sort; the others differ from these in their order of actions alone, and take part with
@@ -32,7 +34,7 @@ def dropped(key, x):
 
 
 def first(params, microbatch, *, ctx):
-    return dropped(jax.random.fold_in(ctx.rng, 1), microbatch["x"])
+    return dropped(ctx.rng, microbatch["x"])
 
 
 def stage(params, x, *, ctx):
@@ -40,7 +42,7 @@ def stage(params, x, *, ctx):
 
 
 def last(params, x, microbatch, *, ctx):
-    return small.last(params, dropped(jax.random.fold_in(ctx.rng, 2), x), microbatch)
+    return small.last(params, dropped(ctx.rng, x), microbatch)
 
 
 @lru_cache
@@ -50,17 +52,17 @@ def right(stages, seed):
     """
     rows, key = batch(MICROBATCHES * ROWS), jax.random.key(seed)
 
-    def context(s, m):
-        return jp.Context(s, m, jax.random.fold_in(jax.random.fold_in(key, s), m))
+    def context(s, m, function=STAGE):
+        return jp.Context(s, m, key_of(key, function, m, s if function == STAGE else 0))
 
     def loss(params):
         total = 0.0
         for m in range(MICROBATCHES):
             mine = jax.tree.map(lambda leaf, m=m: leaf[m * ROWS : (m + 1) * ROWS], rows)
-            x = first({}, mine, ctx=context(0, m))
+            x = first({}, mine, ctx=context(0, m, FIRST))
             for s in range(stages):
                 x = stage({"w": params["stages"]["w"][s]}, x, ctx=context(s, m))
-            total += last(params["last"], x, mine, ctx=context(stages - 1, m))
+            total += last(params["last"], x, mine, ctx=context(stages - 1, m, LAST))
         return total / MICROBATCHES
 
     return gradients_of(loss, weights(stages))
@@ -93,3 +95,51 @@ def test_microbatches_and_stages_draw_different_masks():
     assert len(set(losses)) == MICROBATCHES
     plain = build("1f1b", microbatches=MICROBATCHES)
     assert len(set(np.asarray(plain.losses(plain.place(weights(2)), rows)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "remat"),
+    [
+        ("1f1b", "E|tttL", None),
+        slow("zb_h1", "Ett|tL", "full"),
+        slow("zbv", "Et|t||tL", None),
+        slow("R", "Et|ttL", None),
+    ],
+)
+def test_layers_draw_the_same_numbers_on_any_number_of_stages(name, layout, remat):
+    """As the model alone draws them, in `first`, in layers and in `last`."""
+    model = jp.Model({"E": first, "t": stage, "L": last}, layers="EtttL")
+    canonical, rows = weights(3), batch(MICROBATCHES * ROWS)
+    canonical["stages"] = {"t": canonical["stages"]}
+    table = "1f1b" if name == "R" else name
+    schedule = jp.schedules.build(table, devices=2, microbatches=MICROBATCHES)
+    schedule = jp.add_recompute(schedule) if name == "R" else schedule
+    memory = jp.Memory(remat=remat)
+    pipe = jp.Pipeline(model, schedule, mesh_of(2), layout=layout, memory=memory)
+    key = jax.random.key(3)
+
+    def loss(params):
+        return model.loss(params, rows, microbatches=MICROBATCHES, rng=key)
+
+    wanted = jax.jit(jax.value_and_grad(loss))(canonical)
+    assert step_error(pipe, canonical, rows, wanted, rng=key) <= FLOAT64
+
+
+def test_a_count_that_is_drawn_is_that_of_the_loss():
+    """Counts are summed before the first forward, so each is drawn twice, with one key."""
+
+    def counted(params, x, microbatch, *, ctx):
+        kept = jax.random.uniform(ctx.rng, (ROWS,))
+        errors = jnp.sum((x @ params["w"] - microbatch["y"]) ** 2, axis=-1)
+        return jnp.sum(errors * kept), jnp.sum(kept)
+
+    model = jp.Model(small.stage, last=counted, loss=jp.Loss.SUM_OVER_COUNT)
+    canonical, rows, key = weights(2), batch(MICROBATCHES * ROWS), jax.random.key(3)
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=MICROBATCHES)
+
+    def loss(params):
+        return model.loss(params, rows, microbatches=MICROBATCHES, rng=key)
+
+    wanted = jax.jit(jax.value_and_grad(loss))(canonical)
+    pipe = jp.Pipeline(model, schedule, mesh_of(2))
+    assert step_error(pipe, canonical, rows, wanted, rng=key) <= FLOAT64

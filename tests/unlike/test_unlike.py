@@ -10,6 +10,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.spmd.pools import SharedBuffer
 from tests.flat import flat_pipeline
+from tests.keys import STAGE, key_of
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 from tests.refused import refused
@@ -293,7 +294,7 @@ def layered_loss(layout, key):
         for place, letter in enumerate(letters):
             own = jax.tree.map(lambda leaf, i=seen[letter]: leaf[i], params["stages"][letter])
             seen[letter] += 1
-            rng = jax.random.fold_in(jax.random.fold_in(key, number), place)
+            rng = key_of(key, STAGE, number, place)
             x = (
                 block(own, x, ctx=jp.Context(0, number, rng))
                 if letter == "t"
