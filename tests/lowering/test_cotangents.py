@@ -16,8 +16,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
-from tests.lowering.test_messages import needs_half
-from tests.tiers import slow
+from tests.tiers import needs_half, slow
 from tests.tolerance import FLOAT64, longest_chain, relative, rounding, same
 
 WIDTH, ROWS, M = 4, 2, 4

@@ -4,7 +4,6 @@ says which one and with what.
 
 from __future__ import annotations
 
-import os
 from types import ModuleType
 from typing import Any
 
@@ -28,12 +27,7 @@ from tests.lowering.test_errors import (
     stage,
 )
 from tests.parity.engines import mesh_of
-
-# XLA:CPU has no code for conversions of half precisions where the instruction set has none.
-needs_half = pytest.mark.skipif(
-    "--xla_cpu_max_isa=SSE4_2" in os.environ["XLA_FLAGS"],
-    reason="no float16 on the CPU with SSE4_2",
-)
+from tests.tiers import needs_half
 
 
 def trace(pipe: jp.Pipeline, batch: Any = None, **how: Any) -> Any:

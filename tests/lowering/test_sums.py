@@ -9,6 +9,7 @@ import jaxpipe as jp
 from jaxpipe.eager import EagerExecutor
 from tests.flat import flat_pipeline
 from tests.parity.engines import mesh_of
+from tests.tiers import needs_half
 
 M, DATA = 4, 2
 ROWS = M * DATA
@@ -29,7 +30,9 @@ def pipelines(last, stage=lambda p, x: x * p, **options):
         yield pipe, pipe.place({"stages": jnp.ones(2, jnp.float32), "last": {}})
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.int32, jnp.uint32, pytest.param(jnp.float16, marks=needs_half)]
+)
 @pytest.mark.parametrize("x64", [False, True])
 def test_counts(dtype, x64):
     each = 60_000 if dtype == jnp.float16 else 2**30 + 2**7 + 1
@@ -76,6 +79,7 @@ def test_metrics(x64):
                 assert found["double"].dtype == (jnp.float64 if x64 else jnp.float32)
 
 
+@needs_half
 def test_losses_and_state_of_stages():
     """A loss in half precision that is large on every stage, and a state that is large on every
     shard.
