@@ -62,6 +62,7 @@ METRICS = {
 }
 
 
+@needs_half
 @pytest.mark.parametrize("x64", [False, True])
 def test_metrics(x64):
     with jax.enable_x64(x64):
