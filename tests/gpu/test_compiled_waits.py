@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from jaxpipe.inspect.programs import (
     graph_nodes,
     most_waits,
 )
-from tests.gpu import programs
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
 GRAPHS = {
@@ -197,20 +195,3 @@ def test_what_is_only_lowered_is_refused() -> None:
 def test_details_of_predicates_say_what_they_are() -> None:
     found = details(found_in(PREDICATES, "w5"))
     assert list(found)[3:] == ["  loop w4 asked 1", "  loop w5 asked 1 (graph)"]
-
-
-@needs_gpu_compiler
-def test_without_versions_no_loop_becomes_a_graph_node(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Why the described GPU has them."""
-    bare = tmp_path / "h100.txtpb"
-    bare.write_text(
-        "\n".join(
-            line for line in programs.TARGET.read_text().splitlines() if "_version:" not in line
-        )
-    )
-    monkeypatch.setattr(programs, "TARGET", bare)
-    monkeypatch.setattr(programs, "gpu_mesh", programs.gpu_mesh.__wrapped__)
-    (outer,) = read(one, GRAPHS).predicates
-    assert not outer.in_graph

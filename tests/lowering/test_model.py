@@ -142,8 +142,8 @@ def test_rows_that_do_not_divide_are_refused() -> None:
 
 
 def test_the_arguments_of_the_public_surface() -> None:
-    """At most eight each, and what slices of sequences add."""
-    added = {jp.Model: {"time", "carry"}}
+    """At most eight each, and what slices of sequences and rows of the batch add."""
+    added = {jp.Model: {"time", "carry", "whole"}}
     for call in (jp.Model, jp.Pipeline, jp.Sharding, jp.Memory):
         assert len(set(inspect.signature(call).parameters) - added.get(call, set())) <= 8, call
     assert list(inspect.signature(jp.Pipeline).parameters)[:3] == ["model", "schedule", "mesh"]
