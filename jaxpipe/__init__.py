@@ -34,7 +34,11 @@ from .version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import (
+        checkpoint as checkpoint,
         debug as debug,
+        distributed as distributed,
+        doctor as doctor,
+        flax as flax,
         inspect,
         measuring as measuring,
         megatron as megatron,
@@ -102,7 +106,10 @@ __all__ = [
     "spread_last",
 ]
 
-_MODULES = ("debug", "inspect", "measuring", "megatron", "modules", "planner", "render")
+_MODULES = (
+    *("checkpoint", "debug", "distributed", "doctor", "flax", "inspect", "measuring", "megatron"),
+    *("modules", "planner", "render"),
+)
 
 
 def __dir__() -> list[str]:

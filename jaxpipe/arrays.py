@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -52,6 +53,36 @@ def shapes_of(tree: PyTree) -> PyTree:
 def zeros_of(shapes: PyTree) -> PyTree:
     """Zeros of these shapes and dtypes."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed keys, or the shape of one."""
+    return bool(jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key))
+
+
+def as_dtype(value: Any, dtype: Any) -> Any:
+    """The value as an array of a dtype.  Keys stay as they are: JAX cannot convert them."""
+    return value if is_key(value) else jnp.asarray(value).astype(dtype)
+
+
+def words_of(leaf: Any) -> Any:
+    """The leaf, or the words of its keys; of a shape, the shape of these."""
+    if not is_key(leaf):
+        return leaf
+    words = jax.random.key_data
+    return words(leaf) if isinstance(leaf, jax.Array) else jax.eval_shape(words, leaf)
+
+
+def with_words(function: Callable[[Any], Any], leaf: Any) -> Any:
+    """What a function makes of an array, or of the words of keys, as keys again."""
+    if not is_key(leaf):
+        return function(leaf)
+    return jax.random.wrap_key_data(function(words_of(leaf)), impl=jax.random.key_impl(leaf))
+
+
+def in_rows(tree: PyTree) -> PyTree:
+    """Leaves [parts, rows, ...] -> [parts * rows, ...]; a leaf [parts] stays as it is."""
+    return jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), tree)
 
 
 def stacked(trees: Sequence[PyTree]) -> PyTree:

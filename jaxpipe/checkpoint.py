@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .arrays import PyTree, by_path, path_text, shapes_of
+from .arrays import PyTree, by_path, is_key, path_text, shapes_of, words_of
 from .errors import CheckpointError, is_whole, quoted
 from .model.packed import Packed
 from .model.param_layout import Chunks, owner_faults
@@ -157,7 +156,7 @@ class PortableState:
         """The inverse of `_on_host`: a number as it was, an array on the whole mesh."""
         if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
             return type(like)(value) if isinstance(like, int | float) else value
-        if _is_key(like):
+        if is_key(like):
             impl: list[Any] = []
             # a ShapeDtypeStruct does not tell it by itself
             jax.eval_shape(lambda key: impl.append(jax.random.key_impl(key)), like)
@@ -211,14 +210,8 @@ def _reshaped(leaf: Any, shape: tuple[int, ...]) -> Any:
 def _on_host(leaf: Any) -> Any:
     """As numpy; a key as its words."""
     shape = isinstance(leaf, jax.ShapeDtypeStruct)
-    if _is_key(leaf):
-        data = jax.random.key_data
-        leaf = jax.eval_shape(data, leaf) if shape else data(leaf)
+    leaf = words_of(leaf)
     return np.zeros(leaf.shape, leaf.dtype) if shape else np.asarray(leaf)
-
-
-def _is_key(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key))
 
 
 try:
@@ -510,10 +503,22 @@ class Checkpoints:
         self, step: int, wanted: Mapping[str, list[Any]], stored: Mapping[str, list[Any]]
     ) -> None:
         """CheckpointError listing every leaf that differs."""
+
+        def shapes(leaves: Mapping[str, list[Any]]) -> dict[str, Any]:
+            return {name: shape for name, (_, shape) in leaves.items()}
+
+        cause = (
+            "by another model or optimizer (another number of stages can resume only where both "
+            "runs say Checkpoints(..., layer_axis=True))"
+        )
+        if shapes(wanted) == shapes(stored):
+            cause = (
+                "with other dtypes. Moments have those of gradients, which jaxpipe.Memory("
+                "accumulate=) says: make the pipeline with that of the run that saved, or restore "
+                "into a state of the saved dtypes and convert it"
+            )
         CheckpointError.refuse(
-            f"step {step} of {self._folder} was saved by another model or optimizer (another "
-            "number of stages can resume only where both runs say "
-            "Checkpoints(..., layer_axis=True))",
+            f"step {step} of {self._folder} was saved {cause}",
             [
                 f"{name}: the state wants {_aval(wanted.get(name))}, but "
                 f"{_aval(stored.get(name))} was saved"

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .arrays import Params, PyTree, accumulator_dtype, stacked, zeros_of
+from .arrays import Params, PyTree, accumulator_dtype, in_rows, stacked, with_words, zeros_of
 from .errors import PipelineError
 from .model.batch import map_rows
 from .model.calls import OUTER_WANTS, cleared
@@ -72,15 +72,13 @@ class EagerExecutor:
                 "call the step outside of jax.jit and `pipe.jit`; `lower` and "
                 "`jaxpipe.inspect` need a pipeline without executor="
             )
-        params, batch, state, scale = jax.device_get((params, batch, state, scale))
+        held = params, batch, state, scale
+        params, batch, state, scale = jax.tree.map(partial(with_words, np.asarray), held)
         sliced = job.functions.slices > 1 and not job.functions.room  # of a cache
         program = verify(job.plan.program(Liveness.of_slices() if sliced else Liveness()))
         count, shards = job.data_size, list[_Shard]()
         for number in range(count):
-
-            def own(leaf: Any, n: int = number) -> Any:
-                return jnp.asarray(np.split(leaf, count)[n])
-
+            own = partial(_part, number=number, count=count)
             rows = map_rows(own, batch, job.functions.whole)
             key = shard_key(rng, number, count)
             shards.append(_Shard(job, params, rows, key, state, scale, shards))
@@ -227,18 +225,22 @@ class _Shard:
         """`first`, and its vjp."""
         extra = self._extra(KeyOf.FIRST, 0, microbatch)
         run = partial(self.functions.run_whole, "first")
+        if not self.job.training:
+            return run(self._of("first"), (), extra), None
         return jax.vjp(lambda params: run(params, (), extra), self._of("first"))
 
     def _last(self, microbatch: int, y: Any) -> tuple[Any, Any]:
         """Note the loss; the cotangent of y, and the gradients of the parameters."""
         extra = self._extra(KeyOf.LAST, len(self.stages) - 1, microbatch)
         run = partial(self.functions.run_whole, "last")
+        if not self.job.training:
+            loss, self.aux[microbatch] = run(self._of("last"), y, extra)
+            self.losses[microbatch] += loss
+            return None, None
         loss, vjp, self.aux[microbatch] = jax.vjp(
             lambda params, y: run(params, y, extra), self._of("last"), y, has_aux=True
         )
         self.losses[microbatch] += loss
-        if not self.job.training:
-            return None, None
         if self.seed is None:
             self._begin(y, extra)
         grads, dy = vjp(self.seed.astype(loss.dtype))
@@ -277,6 +279,9 @@ class _Shard:
             carried = returned.carried if shapes else ()
             return (y, returned.loss, carried), returned._replace(carried=carried)
 
+        if not self.job.training:
+            (y, *_), returned = call(params, x, carried)
+            return y, returned, None
         (y, loss, _), vjp, returned = jax.vjp(call, params, x, carried, has_aux=True)
 
         def backward(dy: PyTree, later: tuple[PyTree, ...]) -> Any:
@@ -295,6 +300,12 @@ class _Shard:
         grads["stages"] = self.job.layout.place_trees(stages, self.like)
         aux = None if self.functions.last is None else stacked(self.aux)
         return jnp.asarray(self.losses), aux, self.state, grads
+
+
+def _part(leaf: Any, number: int, count: int) -> Any:
+    """The rows of one of `count` data shards."""
+    size = leaf.shape[0] // count
+    return jnp.asarray(leaf[number * size : (number + 1) * size])
 
 
 def _is_none(node: Any) -> bool:
@@ -325,6 +336,6 @@ def _finished(shards: list[_Shard]) -> tuple[dict[str, Any], dict[str, PyTree]]:
     every = jax.vmap(on_shard, axis_name=axis)(*stacked([shard.results() for shard in shards]))
     results, state, grads = jax.tree.map(lambda leaf: leaf[0], every)
     if job.outputs:
-        results = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), every[0])
+        results = in_rows(every[0])
     results["state"] = job.layout.place_trees(state) if job.functions.has_state else ()
     return results, cleared(grads) if job.training else {}

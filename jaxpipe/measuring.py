@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .arrays import Leaves, Params, PyTree
+from .arrays import Leaves, Params, PyTree, is_key, words_of
 from .engine.costs import Costs
 from .errors import PipelineError, is_whole, quoted
 from .inspect import step_memory
@@ -224,7 +224,7 @@ def _value(aval: Any) -> Any:
     """Ordinary numbers (zeros and denormals can be faster or slower than those of a model); zeros
     for other types.
     """
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if is_key(aval):
         return jnp.broadcast_to(jax.random.key(0, impl=str(aval.dtype._impl.name)), aval.shape)
     if not jnp.issubdtype(aval.dtype, jnp.inexact):
         return jnp.zeros(aval.shape, aval.dtype)
@@ -253,10 +253,11 @@ def hop_seconds(pipe: Pipeline, step: TracedStep, kind: int, repeats: int) -> fl
     code = step.code.kinds[kind]
     splits = step_memory.output_entries(code, step.entries[kind])
     specs = [PartitionSpec(pipe.axis, *entry.spec) for entry in splits]
+    sent = list(map(words_of, jax.tree.leaves(code.y)))
     # Two devices exchange, as neighbours do; the others take no part.
     pairs = ((0, 1), (1, 0))
     calls = {
-        name: exchange(automatic(pipe.mesh), pipe.axis, those, jax.tree.leaves(code.y), specs)
+        name: exchange(automatic(pipe.mesh), pipe.axis, those, sent, specs)
         for name, those in (("hop", pairs), ("nothing", ()))
     }
     found = timed(calls, repeats)

@@ -21,6 +21,7 @@ from .lowering.target import Target
 from .model.arguments import (
     check_costs,
     check_rules,
+    donated_faults,
     init_as_updated,
     key_faults,
     staged,
@@ -36,7 +37,7 @@ from .spmd.executor import SpmdExecutor, TracedStep
 from .spmd.xla import features_of, options_for
 from .stage.model_code import Clock, Executor, Job, ModelCode
 from .steps import HELD, Cache, Call, Compiled, StepRunner, hide_beyond, key_of
-from .table.schedule import Schedule, check
+from .table.schedule import Schedule, check, named
 
 
 class Pipeline:
@@ -109,7 +110,7 @@ class Pipeline:
         refuse_faults(self._target.platform, features_of(self._target, self.mesh))
         check_costs(costs, schedule)
         self.costs = costs
-        sharding.check(self.mesh, schedule=schedule.name, devices=schedule.num_devices)
+        sharding.check(self.mesh, schedule=named(schedule), devices=schedule.num_devices)
         self.functions, self.layout, cuts = staged(model, schedule, layout, memory.remat)
         self.schedule = with_shares(schedule, costs, self.functions)
         self.partition = Partition(self.mesh, sharding, self.layout, cuts, model.frozen)
@@ -286,7 +287,8 @@ class Pipeline:
 
         A batch of any number of rows will do, such as the last one of a data set: it is cut into as
         many microbatches as its rows divide into, up to the schedule's.  (Each number of rows is a
-        program of its own.)
+        program of its own.)  With data shards it needs as many rows for each: add rows to which
+        `last` gives no weight, and count with `Loss.SUM_OVER_COUNT`.
         """
         results, _ = self._call(Call.EVALUATE, params, batch, rng, state)
         return self._answer(results)
@@ -444,7 +446,7 @@ class Pipeline:
     @contextmanager
     def _checking(self, *arguments: Any) -> Iterator[None]:
         """What JAX cannot take is named by its place in the arguments of a step."""
-        PipelineError.refuse("", key_faults(arguments[2]))
+        PipelineError.refuse("", [*key_faults(arguments[2]), *donated_faults(*arguments)])
         try:
             yield
         except TypeError:

@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import NamedSharding
 
-from .arrays import Params, PyTree, by_path, described
+from .arrays import Params, PyTree, described
+from .derivatives import differentiable_loss, without_gradient
 from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
@@ -30,14 +30,11 @@ from .model.functions import Functions
 from .model.model import Plain
 from .model.param_layout import Chunks, with_outer
 from .model.partition import Partition
-from .model.settings import Memory, is_explicit, on_mesh, on_mesh_of
+from .model.settings import Memory, is_explicit, on_mesh
 from .stage.model_code import Clock, Executor, Job, ModelCode, Observe
 from .table.kinds import SPREAD_LAST
-from .table.schedule import Schedule
+from .table.schedule import Schedule, named
 from .transforms.rewrites import forward_only, without_kinds
-
-# Of parameters, batch, key, state and scale: results and gradients.
-_Run: TypeAlias = Callable[..., tuple[dict[str, Any], Params]]
 
 
 class Call(Enum):
@@ -133,7 +130,7 @@ class StepRunner:
         training = call is Call.STEP
         if training and self.schedule.forward_only:
             raise PipelineError(
-                f"schedule {self.schedule.name!r} has forwards only; use `evaluate`, or a "
+                f"{named(self.schedule)} has forwards only; use `evaluate`, or a "
                 "schedule with backwards"
             )
         plans = self.check(*arguments, whole=training)
@@ -200,7 +197,7 @@ class StepRunner:
             *time_faults(batch, table.slices, self.functions.time),
             *key_faults(rng),
             *scale_faults(scale),
-            *state_faults(state, layout, "caches" if cached else own),
+            *state_faults(state, layout, "caches" if cached else own, self.partition.data_size),
         ]
         PipelineError.refuse(_REFUSED, faults)
         plans = self.partition.plans(with_outer(params))
@@ -331,11 +328,6 @@ _TWO_MESHES = (
     "jax.device_put(batch, NamedSharding(pipe.mesh, spec)), and place parameters outside of "
     "jax.set_mesh"
 )
-_NO_GRADIENT = (
-    "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which "
-    "jax.grad and jax.value_and_grad know, "
-    "or put jax.lax.stop_gradient around the arguments where only the numbers are wanted"
-)
 
 
 def key_of(settings: Any) -> Any:
@@ -370,7 +362,7 @@ class Compiled:
         runs = {call: of(call) for call in Call}
         # What stages hand from microbatch to microbatch is known after a step alone.
         value = runs[Call.STEP if steps.functions.has_state else Call.LOSS]
-        self.calls = {call: without_gradient(run, call) for call, run in runs.items()}
+        self.calls = {call: without_gradient(run, call.value) for call, run in runs.items()}
         self.calls[Call.LOSS] = differentiable_loss(value, runs[Call.STEP])
 
 
@@ -392,85 +384,3 @@ def _compiled(function: Callable[..., Any], options: Mapping[str, Any]) -> Calla
         return (inner if traced else outermost)(*arguments)
 
     return call
-
-
-def differentiable_loss(value: _Run, step: _Run) -> _Run:
-    """A call whose loss is differentiable by the parameters: the step's gradients, scaled by the
-    cotangent.
-
-    `value` runs where nothing is differentiated, `step` where something is.  Other results are
-    constants, and batch, key, state and scale may not depend on what is differentiated.
-    """
-
-    @jax.custom_vjp
-    def results(*arguments: PyTree) -> Any:
-        return value(*arguments)[0]
-
-    def forward(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
-        rest = dict(zip(("batch", "rng", "state", "scale"), arguments[1:], strict=True))
-        PipelineError.refuse(
-            "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
-            "differentiated (compute them in `first`, from its parameters, or put "
-            "jax.lax.stop_gradient around them)",
-            _moving(rest),
-        )
-        params, *others = _plain(arguments)
-        found, grads = step(params, *others)
-        return found, (params, grads)
-
-    def backward(kept: tuple[PyTree, PyTree], cotangents: Any) -> tuple[PyTree, ...]:
-        params, grads = kept
-        outside = cotangents["loss"]
-
-        def scaled(param: Any, grad: Any) -> Any:
-            if grad is None or isinstance(outside, SymbolicZero):
-                return None  # zeros
-            return on_mesh_of(param, (grad * outside.astype(grad.dtype)).astype(param.dtype))
-
-        nothing = (None, None, None, None)  # for batch, rng, state and scale
-        return jax.tree.map(scaled, params, grads), *nothing
-
-    results.defvjp(forward, backward, symbolic_zeros=True)
-
-    def run(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
-        found = results(*arguments)
-        return {**jax.lax.stop_gradient(found), "loss": found["loss"]}, {}
-
-    return run
-
-
-def without_gradient(run: _Run, call: Call) -> _Run:
-    """The run of a call, which raises PipelineError where JAX differentiates it."""
-
-    @jax.custom_vjp
-    def guarded(*arguments: PyTree) -> Any:
-        return run(*arguments)
-
-    def forward(*arguments: PyTree) -> tuple[Any, None]:
-        if _moving(arguments):
-            raise PipelineError(_NO_GRADIENT.format(call.value))
-        return run(*_plain(arguments)), None
-
-    def backward(_kept: None, _cotangents: Any) -> Any:
-        raise AssertionError("nothing that moves went in")
-
-    guarded.defvjp(forward, backward, symbolic_zeros=True)
-    return guarded
-
-
-def _is_primal(node: Any) -> bool:
-    return isinstance(node, CustomVJPPrimal)
-
-
-def _plain(arguments: PyTree) -> PyTree:
-    """The values of arguments of a forward under differentiation."""
-    return jax.tree.map(
-        lambda leaf: leaf.value if _is_primal(leaf) else leaf, arguments, is_leaf=_is_primal
-    )
-
-
-def _moving(arguments: PyTree) -> list[str]:
-    """The paths of leaves that depend on the differentiated values, and can have a gradient."""
-    leaves = by_path(arguments, _is_primal).items()
-    moving = {path: leaf.value for path, leaf in leaves if _is_primal(leaf) and leaf.perturbed}
-    return [path for path, v in moving.items() if jnp.issubdtype(jnp.result_type(v), jnp.inexact)]

@@ -91,8 +91,8 @@ class VocabHead:
     The loss of a microbatch is the mean over its tokens; with `Loss.SUM_OVER_COUNT` the sum and the
     count of tokens, so that the step's loss is the mean over all tokens of the batch.  With
     `Model(..., has_metrics=True)` the metrics are {"accuracy": the share of tokens whose target
-    has the highest logit}, of a microbatch's weighed tokens and, as all metrics, the mean over
-    microbatches.
+    has the highest logit (the first of equal ones)}, of a microbatch's weighed tokens and, as all
+    metrics, the mean over microbatches.
 
     Args:
         ignore: targets of this value count for nothing.
@@ -165,7 +165,9 @@ class VocabHead:
     def _tokens(
         self, params: PyTree, x: Any, microbatch: PyTree, ctx: Context, shared: PyTree
     ) -> tuple[Any, Any, Any]:
-        """Of each token its loss, its weight, and whether its target has the highest logit."""
+        """Of each token its loss, its weight, and, for metrics, whether its target has the highest
+        logit.
+        """
         table, size = one_table("VocabHead", params, shared, ctx)
         count, axis = table.shape[self.dim], ctx.axis
         dtype = jnp.promote_types(jnp.result_type(x, table), jnp.float32)
@@ -185,6 +187,9 @@ class VocabHead:
         sums = [jnp.sum(jnp.exp(logits - top[..., None]), axis=-1), jnp.where(here, picked, 0)]
         if self.label_smoothing:
             sums.append(jnp.sum(jnp.where(exists, logits, 0), axis=-1))
+        if self.has_metrics:
+            before = first + jnp.arange(count) < target[..., None]
+            sums.append(jnp.sum(before & (logits >= top[..., None]), axis=-1, dtype=logits.dtype))
         exponentials, picked, *rest = lax.psum(jnp.stack(sums), axis)
         log_sum = top + jnp.log(exponentials)
         nll = log_sum - picked
@@ -198,7 +203,9 @@ class VocabHead:
         # A target that is ignored may be any number; any other that is no word is an error of the
         # data, which must not look like a loss.
         nll = jnp.where((target >= 0) & (target < size), nll, jnp.nan)
-        return jnp.where(target != self.ignore, nll, 0), weights, picked >= top
+        # Of several highest logits the first counts, as for argmax: a head of zeros knows nothing.
+        hits = (picked >= top) & (rest[-1] == 0) if self.has_metrics else None
+        return jnp.where(target != self.ignore, nll, 0), weights, hits
 
 
 def dim_faults(dim: int) -> list[str]:

@@ -28,7 +28,7 @@ WITHOUT_JAX = (
 )
 WITH_JAX = (
     *("arrays", "jaxprs", "model", "stage", "spmd", "eager"),
-    *("fingerprint", "steps", "pipeline", "vocabulary", "optimizers"),
+    *("derivatives", "fingerprint", "steps", "pipeline", "vocabulary", "optimizers"),
     *("debug",),
     *("checkpoint", "distributed", "flax", "inspect", "measuring", "doctor", "modules"),
 )

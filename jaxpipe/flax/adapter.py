@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..arrays import Params, PyTree, by_path, described, summable
+from ..arrays import Params, PyTree, by_path, described, in_rows, summable
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, parse_layout
 from ..model.calls import Function
@@ -333,7 +333,7 @@ class FlaxModel:
         stacked.
         """
         if self.layout is None:
-            trees = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), trees)
+            trees = in_rows(trees)
         if self._stack:
             return [trees]
         return [

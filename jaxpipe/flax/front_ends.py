@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import core, linen as nn, nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from ..arrays import Params, PyTree, by_path
+from ..arrays import Params, PyTree, by_path, is_key
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from .adapter import Call, End, FlaxModel, Form, Unit, adapt, end_units, listed, plain_call
@@ -95,6 +95,7 @@ def linen_unit(
         return (own or {}).get("params", {})
 
     modules, variables = end.modules, core.unfreeze(end.variables)
+    _check_variables(name, modules, variables)
     plain = _unbox(variables)
     return LinenUnit(
         name=name,
@@ -107,6 +108,45 @@ def linen_unit(
         rngs=rngs,
         takes_sown=takes_sown,
     )
+
+
+_REPLACED = "_overwrite_with_gradient"  # linen's collection for the scales of FP8
+
+
+def _check_variables(name: str, modules: Any, variables: Any) -> None:
+    """PipelineError unless each of the modules, one or a tuple or dict of them, has variables."""
+    leaves = jax.tree.leaves(modules)
+    tree: Any = jax.tree.structure(modules)
+    try:
+        own = tree.flatten_up_to(variables)
+    except ValueError:
+        own = []
+    odd = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, nn.Module)]
+    fits = len(own) == len(leaves) and all(isinstance(v, Mapping | None) for v in own)
+    if odd or not fits:
+        raise PipelineError(
+            f"{name} has modules {_form(modules)} and variables {_form(variables)}; give a linen "
+            "module and its variables, End(module, function, variables), or a tuple or dict of "
+            "modules and one like it of variables"
+        )
+    if replaced := [each for each in own if each and _REPLACED in each]:
+        paths = ", ".join(by_path(replaced[0][_REPLACED]))
+        raise PipelineError(
+            f"{name} has variables in the collection {_REPLACED!r} ({paths}), whose gradient is "
+            "their next value, as the scales of FP8 with a history are. A pipeline sums gradients "
+            "over microbatches, which is wrong for these, and does not replace variables yet. "
+            "FP8 works in a stage without a history: cast there with the scale of the numbers at "
+            "hand, (x / scale).astype(jnp.float8_e4m3fn) with scale = max(abs(x)) / 448"
+        )
+
+
+def _form(tree: Any) -> str:
+    """The classes of a tuple or dict of modules, or of their variables."""
+    if isinstance(tree, tuple | list):
+        return f"({', '.join(map(_form, tree))})"
+    if isinstance(tree, Mapping) and not {"params"} & tree.keys():
+        return f"{{{', '.join(f'{key!r}: {_form(each)}' for key, each in tree.items())}}}"
+    return "{'params': ...}" if isinstance(tree, Mapping) else type(tree).__name__
 
 
 def _unbox(tree: PyTree) -> PyTree:
@@ -195,6 +235,10 @@ def from_linen(
     """
     form = Form(num_stages, layout, rules, stage_loss, ignore, contract)
     unit = partial(linen_unit, rngs=tuple(rngs))
+    if shared is not None and (not isinstance(shared, tuple) or len(shared) != 2):
+        raise PipelineError(
+            f"shared= is (modules, variables) of linen modules, not {type(shared).__name__}"
+        )
     common = None if shared is None else End(shared[0], plain_call, shared[1])
     ends = end_units(first, last, common, unit)
     several, stack = not isinstance(blocks, nn.Module), isinstance(variables, Mapping)
@@ -308,7 +352,7 @@ class NnxUnit(Unit):
 
     def _stream(self, number: int, old: Any, key: Any) -> Any:
         shape = old.shape[1:] if self.stack else old.shape
-        if not jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+        if not is_key(old):
             return jnp.zeros(shape, old.dtype)
         if key is None:
             return jnp.zeros((), jnp.uint32)  # JAX refuses to draw from it

@@ -1,3 +1,3 @@
 """Small pure transformations of jaxprs: inline calls, slice, cut in two."""
 
-IMPORTS = ()
+IMPORTS = ("arrays",)

@@ -18,6 +18,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
+from ..arrays import as_dtype
 from .equations import nbytes, tiled_bytes
 
 
@@ -270,7 +271,7 @@ class Slot(NamedTuple):
 
         XLA for TPUs would otherwise copy the value, in the layout of the matmul that makes it.
         """
-        value = jnp.asarray(value).astype(self.pool.dtype)
+        value = as_dtype(value, self.pool.dtype)
         if self.entry.tile and not self.entry.pinned:
             value = with_layout_constraint(value, Layout(tuple(range(value.ndim))))
         value = self.entry.pack(value)
@@ -279,14 +280,14 @@ class Slot(NamedTuple):
     def store(self, value: Any) -> Any:
         """The pool with the entry replaced."""
         # A literal of a jaxpr is a number.
-        value = jnp.asarray(value).astype(self.pool.dtype)
+        value = as_dtype(value, self.pool.dtype)
         return lax.dynamic_update_index_in_dim(self.pool, self.entry.pack(value), self.index, 0)
 
     def store_flat(self, value: Any) -> Any:
         """The pool with the raveled value at the beginning of the entry; the entry is one long
         array.
         """
-        value = self.entry.pack_flat(jnp.asarray(value).astype(self.pool.dtype).ravel())
+        value = self.entry.pack_flat(as_dtype(value, self.pool.dtype).ravel())
         start = (self.index, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None], start)
 
@@ -303,9 +304,11 @@ class Slot(NamedTuple):
         """The pool with `pool[index, row]` replaced."""
         if not self.entry.by_row:
             return self.store(
-                lax.dynamic_update_index_in_dim(self.load(), value.astype(self.pool.dtype), row, 0)
+                lax.dynamic_update_index_in_dim(
+                    self.load(), as_dtype(value, self.pool.dtype), row, 0
+                )
             )
-        value = self.entry.pack(value.astype(self.pool.dtype), 1)
+        value = self.entry.pack(as_dtype(value, self.pool.dtype), 1)
         start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
 
@@ -405,7 +408,7 @@ class Total(NamedTuple):
 
     def store(self, value: Any) -> Any:
         """The accumulator with a whole value added."""
-        return self.pool + self._in_order(jnp.asarray(value).astype(self.pool.dtype), 0)
+        return self.pool + self._in_order(as_dtype(value, self.pool.dtype), 0)
 
     def store_row(self, row: Any, value: Any) -> Any:
         """The accumulator with `[row]` added to."""
@@ -437,9 +440,7 @@ class Total(NamedTuple):
             key: eqn.params[key]
             for key in ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
         }
-        return lax.scatter_add(
-            self.pool, indices, jnp.asarray(updates).astype(self.pool.dtype), **options
-        )
+        return lax.scatter_add(self.pool, indices, as_dtype(updates, self.pool.dtype), **options)
 
 
 Target: TypeAlias = "Slot | Total | Piece"

@@ -320,11 +320,19 @@ def collectives(jaxpr: core.Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(primitive, mesh axes) of every equation that communicates, also in loops, branches and
     calls.
     """
+    return ((name, axes) for name, axes in uses_of_axes(jaxpr) if name != AXIS_INDEX)
+
+
+AXIS_INDEX = "axis_index"  # the primitive; it asks for an axis and communicates nothing
+
+
+def uses_of_axes(jaxpr: core.Jaxpr) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The same with every equation that asks which device it runs on."""
     for eqn in every_equation(jaxpr):
         named = jax.tree.leaves([eqn.params.get("axes"), eqn.params.get("axis_name")])
         # numbers are axes of arrays
         axes = tuple(name for name in named if isinstance(name, str))
-        if axes and eqn.primitive.name != "axis_index":
+        if axes:
             yield eqn.primitive.name, axes
 
 

@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import get_abstract_mesh
 
+from ..arrays import as_dtype
 from .entry import Piece, Slot, Target, Total
 from .equations import Scan, bind, literal, nbytes, results_of, scan_counts, variables
 
@@ -76,7 +77,7 @@ class Loop:
         """The next carry and the other results of a trip, from the carry and the rows."""
         results = results_of(self.params["jaxpr"], *self.fixed, *carry, *values)
         count = len(carry)
-        after = [r.astype(c.dtype) for r, c in zip(results[:count], carry, strict=True)]
+        after = [as_dtype(r, c.dtype) for r, c in zip(results[:count], carry, strict=True)]
         return after, results[count:]
 
     def store(self, pools: list[Any], row: Any, results: list[Any]) -> list[Any]:
@@ -129,7 +130,7 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
             pools, new = loop.store(before.pools, row, results), loop.stacked(results)
             # With `by_scan` there are no stacks here.
             stacks = [
-                lax.dynamic_update_index_in_dim(stack, value.astype(stack.dtype), row, 0)
+                lax.dynamic_update_index_in_dim(stack, as_dtype(value, stack.dtype), row, 0)
                 for stack, value in zip(before.stacks, new, strict=not by_scan)
             ]
             after.append(State(carry, pools, stacks))
@@ -404,7 +405,7 @@ def _loop_of(
     return Loop(
         eqn.params,
         fixed=[_load(env, a) for a, _ in scan.consts],
-        carry=[jnp.asarray(_load(env, a)).astype(v.aval.dtype) for a, v in scan.carry],
+        carry=[as_dtype(_load(env, a), v.aval.dtype) for a, v in scan.carry],
         homes=list(pools),
         pools=list(pools.values()),
         scanned=[env[a] if isinstance(a, core.Var) else a.val for a, _ in scan.xs],

@@ -18,15 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ..arrays import PyTree, accumulator_dtype, array_faults, axis_faults, by_path
+from ..arrays import PyTree, accumulator_dtype, array_faults, axis_faults, by_path, is_key
 from ..engine.costs import Costs
 from ..errors import PipelineError, ScheduleError, quoted
 from ..jaxprs.equations import ClosedJaxpr
 from ..jaxprs.flat import flatten
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout, split_layers
 from ..table.kinds import Placement
-from ..table.schedule import Schedule
+from ..table.schedule import Schedule, named
 from ..transforms.spread import spread_first, spread_last
+from .batch import Positioned
 from .calls import Cuts, Function
 from .functions import Functions, Ledger
 from .model import Model
@@ -105,7 +106,7 @@ def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -
         spreads = functions.spreads(name)
         if there and not spreads:
             raise PipelineError(
-                f"schedule {schedule.name!r} has {kind}, a share of `{name}` on every device, "
+                f"{named(schedule)} has {kind}, a share of `{name}` on every device, "
                 f"but `{name}` is not spread; give {name}=jaxpipe.spread(...), or take {kind} out "
                 "with jaxpipe.transforms.remove_spread"
             )
@@ -115,7 +116,7 @@ def with_shares(schedule: Schedule, costs: Costs | None, functions: Functions) -
                 schedule = put(schedule, costs=costs if timed else None)
         except ScheduleError as error:
             raise PipelineError(
-                f"`{name}` cannot be spread with schedule {schedule.name!r}: {error}"
+                f"`{name}` cannot be spread with {named(schedule)}: {error}"
             ) from error
     return schedule
 
@@ -238,13 +239,44 @@ def scale_faults(scale: Any) -> list[str]:
     return [f"scale must be a number or a scalar array, a factor of the loss, not {what}"]
 
 
-def state_faults(state: Any, layout: ParamLayout, what: str) -> list[str]:
+def donated_faults(params: Any, batch: Any, rng: Any, state: Any, scale: Any = None) -> list[str]:
+    """Arguments whose arrays are gone: XLA may end the process where they are read."""
+    cached = isinstance(batch, Positioned)
+    named = {"params": params, "batch": batch, "rng": rng, "cache" if cached else "state": state}
+    named["scale"] = scale
+    gone = {
+        name: sum(map(_is_deleted, jax.tree.leaves(tree)))
+        for name, tree in named.items()
+        if any(map(_is_deleted, jax.tree.leaves(tree)))
+    }
+    return [
+        f"{count} arrays of {name} are deleted: a call that donates them (donate_argnums=) was "
+        "given them before; go on with what that call returned, or do not donate them"
+        for name, count in gone.items()
+    ]
+
+
+def _is_deleted(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_array and leaf.is_deleted()
+
+
+def state_faults(state: Any, layout: ParamLayout, what: str, data_shards: int) -> list[str]:
     """Faults of the stages' own state; `what` it is, "" where no stage takes it."""
     if not what:
         return ["no stage takes `state` by keyword; leave state= out"] if state else []
     if not state:
         return ["a stage takes `state`, but the step got none; give state=pipe.place_state(...)"]
-    return owner_faults(state, layout, what, "place_state")
+    faults = owner_faults(state, layout, what, "place_state")
+    keys = sorted(name for name, leaf in by_path(state).items() if is_key(leaf))
+    if faults or data_shards == 1 or not keys:
+        return faults
+    return [
+        f"the state has keys of random numbers ({', '.join(keys)}): each of the {data_shards} data "
+        "shards would draw the same numbers, and nothing is the mean of their keys at the end of "
+        "the step. Draw from ctx.rng, which differs by data shard, stage and microbatch: give the "
+        "step rng="
+    ]
 
 
 # The texts of the equations that matter to one parameter alone, by path.

@@ -136,8 +136,9 @@ def batch_faults(
             "given them as they are; lists are trees to JAX: make arrays of them, "
             "jax.numpy.asarray([...]), with a leading axis of rows"
         )
-    shards = f" x {data_shards} data shards" if data_shards > 1 else ""
-    into = f"{count} microbatches{shards}"
+    cuts = [f"{count} microbatches"] if count > 1 or data_shards == 1 else []
+    cuts += [f"{data_shards} data shards"] if data_shards > 1 else []
+    into = " x ".join(cuts)
     advice = "; name those without an axis of rows in jaxpipe.Model(..., whole=(...))"
     return faults + _cut_faults(shapes, 0, count * data_shards, "rows", into, advice)
 

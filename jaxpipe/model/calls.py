@@ -18,7 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from ..arrays import PyTree, by_path, described, followed, path_text, summable
+from ..arrays import (
+    PyTree,
+    array_faults,
+    by_path,
+    described,
+    followed,
+    path_text,
+    summable,
+)
 from ..errors import PipelineError
 from ..jaxprs.equations import every_equation
 from .keys import Keys
@@ -253,6 +261,11 @@ _ADVICE = {
     "cannot contain axis names that are of type Auto or Manual": "gives an array an explicit "
     f"sharding: {_SPLIT}. Remove jax.reshard and out_sharding=; for an axis of the partitioner "
     "write jax.lax.with_sharding_constraint(x, PartitionSpec(...))",
+    "reduce_precision does not accept dtype complex": "computes complex numbers under a policy of "
+    "jax.checkpoint that saves them (in Memory(remat=) or jax.checkpoint(policy=): "
+    "everything_saveable, for instance), and JAX marks what a policy saves with reduce_precision, "
+    'which takes no complex numbers. Write remat="full" or None, or a policy that saves none of '
+    "them, such as save_only_these_names",
     "Going from `Manual` AxisType": f"changes the types of mesh axes: {_SPLIT}. Remove "
     "jax.sharding.auto_axes and explicit_axes, and call the function inside directly",
 }
@@ -435,10 +448,12 @@ class Function:
             wants = frozenset(offered) & (signature.parameters.keys() - placed.keys())
             signature.bind(*takes, **dict.fromkeys(wants))
         except TypeError as error:
+            own = sorted({"carry", "state"} & signature.parameters.keys() - {*offered})
+            more = f"; only whole stages may take {' and '.join(own)}" if own else ""
             raise PipelineError(
                 f"`{name}` is called as {name}({', '.join(takes)}), and by keyword with those of "
                 f"{', '.join(sorted(offered))} that it "
-                f"takes, but its parameters are {signature}: {error}"
+                f"takes, but its parameters are {signature}: {error}{more}"
             ) from None
         return cls(call, name, wants)
 
@@ -456,7 +471,10 @@ class Function:
         try:
             own = {name: keywords[name] for name in sorted(self.wants)}
             with refusing(self.name):
-                return self.call(*arguments, **own)
+                out = self.call(*arguments, **own)
+            head = f"`{self.name}` returns out, which is no tree of arrays"
+            PipelineError.refuse(head, array_faults(out, "out"))
+            return out
         except PipelineError:
             raise
         except Exception as error:
@@ -491,7 +509,7 @@ class Function:
         """A loss that the function returned, as a scalar; PipelineError for what is none.  A Python
         number is one.
         """
-        found = jnp.asarray(loss) if jax.tree_util.all_leaves([loss]) else jnp.zeros(0)
+        found = one_array(loss)
         whole = jnp.issubdtype(found.dtype, jnp.integer)
         number = whole and jax.typeof(found).weak_type
         if found.shape or not (number or jnp.issubdtype(found.dtype, jnp.floating)):
@@ -501,6 +519,11 @@ class Function:
             )
         # Half a precision ends at 65504, and losses are summed.
         return summable(found)
+
+
+def one_array(value: Any) -> Any:
+    """What a function returned, as an array; one without elements for a tree."""
+    return jnp.asarray(value) if jax.tree_util.all_leaves([value]) else jnp.zeros(0)
 
 
 def _place(call: Callable[..., Any]) -> str:

@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arrays import PyTree, described, shapes_of, summable, zeros_of
+from ..arrays import PyTree, by_index, described, is_key, shapes_of, summable, zeros_of
 from ..errors import PipelineError
 from .batch import Positioned, map_rows, positions, row_specs, split_batch
-from .calls import Context, Cuts, Function, unpadded
+from .calls import Context, Cuts, Function, one_array, unpadded
 from .keys import KeyOf, keys_of
+
+_REAL = (jnp.bool_, jnp.integer, jnp.floating)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -126,6 +128,16 @@ def share_of(count: Any) -> Any:
     return jnp.where(count == 0, 0, 1 / jnp.where(count == 0, 1, count))
 
 
+def mean_over_microbatches(metrics: PyTree, total: Callable[[Any], Any], parts: int) -> PyTree:
+    """The mean of metrics; `total` sums a leaf over its `parts`.  PipelineError for keys."""
+    if keys := [name for name, leaf in by_index(metrics, "metrics").items() if is_key(leaf)]:
+        raise PipelineError(
+            f"`last` returns keys of random numbers as {', '.join(keys)}; metrics are averaged "
+            "over microbatches, and keys have no mean: leave them out"
+        )
+    return jax.tree.map(lambda leaf: total(summable(leaf)) / parts, metrics)
+
+
 def with_aux(loss: Any, aux: Sequence[PyTree]) -> Any:
     """A loss as `jax.grad` takes it: alone, or with other results for `has_aux=True`."""
     return (loss, aux[0] if len(aux) == 1 else tuple(aux)) if aux else loss
@@ -225,11 +237,12 @@ class Functions:
         """
 
         def join(leaf: Any) -> Any:
-            cut = leaf.reshape(-1, self.slices, *leaf.shape[1:])
+            cut = leaf.reshape(leaf.shape[0] // self.slices, self.slices, *leaf.shape[1:])
             if leaf.ndim < 3 or leaf.shape[2] != self.length:
                 return cut[:, -1]
             whole = jnp.moveaxis(cut, 1, 2)
-            return whole.reshape(*whole.shape[:2], -1, *leaf.shape[3:])
+            length = self.slices * self.length
+            return whole.reshape(*whole.shape[:2], length, *leaf.shape[3:])
 
         return outputs if self.slices == 1 else jax.tree.map(join, outputs)
 
@@ -404,13 +417,14 @@ class Functions:
         if self.loss is Loss.SUM_OVER_COUNT:
             both = {"sum": "", "count": "loss=Loss.SUM_OVER_COUNT"}
             out, count = self.last.results(both, out).values()
-            count = jnp.asarray(count)
-            if count.shape != () or jnp.issubdtype(count.dtype, jnp.complexfloating):
+            found = one_array(count)
+            is_real = any(jnp.issubdtype(found.dtype, kind) for kind in _REAL)
+            if found.shape or not is_real:
                 raise PipelineError(
                     "`last` must return (sum, count) with a scalar count; the count is "
-                    f"{count.dtype}{list(count.shape)}: take its sum"
+                    f"{described(count)}: take its sum"
                 )
-            aux["count"] = summable(count)
+            aux["count"] = summable(found)
         advice = (
             "; take its mean, for instance, or write Model(..., has_metrics=True) for (loss, "
             "metrics), loss=Loss.SUM_OVER_COUNT for (sum, count)"
@@ -427,3 +441,22 @@ def _same_form(function: Function, name: str, before: PyTree, after: PyTree) -> 
             f"{described(after)}; return the same tree"
         )
     return after
+
+
+def check_forms(x: PyTree, y: PyTree) -> None:
+    """PipelineError where a stage returns another tree, shape or dtype than x has."""
+    x_tree: Any = jax.tree.structure(x)
+    y_tree: Any = jax.tree.structure(y)
+    if x_tree != y_tree:
+        raise PipelineError(
+            f"`stage` takes x as {x_tree} but returns {y_tree}; a stage's output is the next "
+            "stage's input, so return the same tree"
+        )
+    faults = [
+        f"`stage` takes {path} as {a.dtype}{list(a.shape)} but "
+        f"returns {b.dtype}{list(b.shape)}; a stage's output is the next stage's input, so return "
+        "the same shape and dtype (or cast in `first`)"
+        for (path, a), b in zip(by_index(x, "x").items(), jax.tree.leaves(y), strict=True)
+        if a.shape != b.shape or a.dtype != b.dtype
+    ]
+    PipelineError.refuse("", faults)

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, summable, zeros_of
+from ..arrays import PyTree, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.kinds import Placement
 from .batch import batch_faults, split_batch, time_faults
 from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread
-from .functions import Extra, Functions, Loss, with_aux
+from .functions import Extra, Functions, Loss, check_forms, mean_over_microbatches, with_aux
 from .keys import KeyOf
 from .param_layout import EMBEDDING, LOSS, LayerMap, with_outer
 from .settings import frozen_filter
@@ -123,6 +124,11 @@ class Model:
         if not isinstance(contract, Loss):
             known = " or ".join(f"Loss.{member.name}" for member in Loss)
             raise PipelineError(f"loss must be {known}; got {contract!r}")
+        if carry is not None and layers is not None:
+            raise PipelineError(
+                "carry= is for stages that take `carry`, and layers by letters keep none; give "
+                "Model one stage function or a list of them, or leave carry= out"
+            )
         if carry is not None and not callable(carry):
             raise PipelineError(
                 f"carry must be a function (stage_params, x) -> the first carry, not {carry!r}"
@@ -237,7 +243,8 @@ class Model:
             unroll=microbatches == 1,  # XLA leaves a loop of one trip in the program
         )
         loss, *_ = functions.total(losses, aux["count"])
-        metrics = jax.tree.map(lambda a: jnp.mean(summable(a), axis=0), aux["metrics"])
+        total = partial(jnp.sum, axis=0)
+        metrics = mean_over_microbatches(aux["metrics"], total, microbatches)
         aux = [metrics] if self.has_metrics else []
         return with_aux(loss, [*aux, passed[0]] if functions.has_state else aux)
 
@@ -376,6 +383,9 @@ class Plain:
             extra = self._extra(number, index, function.wants_arrays, of=KeyOf.STAGE)
             extra |= {"carried": carried, "state": state}
             y, returned = functions.run_stage(at, (own, shared), x, extra)
+            if self.stacked:
+                y = jax.tree.map(jnp.asarray, y)
+                check_forms(x, y)
             loss = 0.0 if isinstance(returned.loss, tuple) else returned.loss
             left = returned.carried if functions.passes else ()
             kept = returned.state if "state" in function.wants else state

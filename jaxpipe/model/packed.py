@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import DictKey
 
-from ..arrays import PyTree, by_path, zeros_of
+from ..arrays import PyTree, as_dtype, by_path, zeros_of
 from ..jaxprs.entry import Entry, Part, Piece
 from .settings import jit_on_mesh
 
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 
     def put(self, leaf: Any, value: Any) -> Any:
         """The shared buffer's leaf with this value in its place."""
-        value = jnp.asarray(value).astype(leaf.dtype)
+        value = as_dtype(value, leaf.dtype)
         if not self.flat:
             return value
         raveled = self.entry.ravel(self.entry.pack(value))

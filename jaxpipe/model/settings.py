@@ -301,7 +301,7 @@ class Sharding:
         return tuple(name for name in axes if name not in self.local)
 
     def check(self, mesh: Mesh, *, schedule: str, devices: int) -> None:
-        """PipelineError lists every fault of the mesh for the schedule of this name."""
+        """PipelineError lists every fault of the mesh for the schedule, as errors name it."""
         sizes, pipe, data = dict(mesh.shape), self.pipe, tuple(self.data)
         axes = {"pipe": [pipe], "data": data, "replicated": self.replicated}
         named = axes_of(self.specs)
@@ -314,7 +314,7 @@ class Sharding:
         ]
         if sizes.get(pipe, devices) != devices:
             faults.append(
-                f"schedule {schedule!r} is for {devices} devices but mesh axis {pipe!r} has "
+                f"{schedule} is for {devices} devices but mesh axis {pipe!r} has "
                 f"{sizes[pipe]}; build the schedule with devices={sizes[pipe]}, or a mesh with "
                 f"{devices} along {pipe!r}"
             )

@@ -25,6 +25,7 @@ from .block import (
     add,
     add_at,
     empty,
+    held_back,
     of_chunk,
     read,
     run_where,
@@ -82,7 +83,7 @@ class StageAction:
             (outs,) = run_in_slots(code)
             return self.end(outs, state)
 
-        return Block(self.changes(), run_alone, self.step.everywhere)
+        return Block(self.changes(), run_alone, self.step.everywhere, self.step.code.loops)
 
     def begin(self, state: State) -> tuple[InSlots, State]:
         """The stage's code, and the state before it: after `first`, in the first stage."""
@@ -111,6 +112,8 @@ class StageAction:
         extra = step.extra(row.stage, row.microbatch, code.wants)
         if "state" in code.wants:
             extra += taken(operand.state_places, state[self.name(Place.STAGE_STATE)])
+        if code.loops:
+            x, extra = held_back(x, state), held_back(extra, state)
         passed = self._read(Place.CARRY, state) + self._read(Place.BUFFER, state)
         return operand.inputs([*x, *passed], extra)
 
@@ -217,7 +220,7 @@ class StageAction:
 
     def _under(self, flag: str, run: Callable[[State], State], state: State) -> State:
         """Run a part under its flag."""
-        block = Block(self.changes(flag), run, self.step.everywhere)
+        block = Block(self.changes(flag), run, self.step.everywhere, self.step.code.loops)
         happens = getattr(self.row, flag) != 0
         return run_where(self.use.presence(flag), happens, block, state)
 
@@ -236,7 +239,7 @@ def pair_block(forward: StageAction, backward: StageAction) -> Block:
         return backward.end(back_outs, forward.end(ahead_outs, state))
 
     changes = forward.changes() | backward.changes()
-    return Block(changes, run_both, forward.step.everywhere)
+    return Block(changes, run_both, forward.step.everywhere, forward.step.code.loops)
 
 
 def share_block(step: DeviceStep, kind: Kind, row: Record[Scalar]) -> Block:
@@ -245,7 +248,7 @@ def share_block(step: DeviceStep, kind: Kind, row: Record[Scalar]) -> Block:
     changes = {e.place.value for e in effects if e.access is not Access.READ}
     share = {Kind.E: _first, Kind.G: _first_gradient, Kind.L: _last, Kind.H: _last_weight_grad}
     everywhere = step.everywhere and kind not in COLLECTIVES
-    return Block(changes, partial(share[kind], step, row), everywhere)
+    return Block(changes, partial(share[kind], step, row), everywhere, step.code.loops)
 
 
 def _first(step: DeviceStep, row: Record[Scalar], state: State) -> State:
@@ -254,6 +257,8 @@ def _first(step: DeviceStep, row: Record[Scalar], state: State) -> State:
     """
     code, shared = step.code.first, step.code.spreads_first
     microbatch = _ordered(step, row.microbatch, state) if shared else row.microbatch
+    if code.loops:
+        (microbatch,) = held_back([microbatch], state)
     jaxpr = code.forward if step.job.training else code.evaluate
     outs = run(jaxpr, *step.end_inputs("first", microbatch))
     avals = code.avals[Place.SENT_X]
@@ -321,7 +326,10 @@ def _loss(
     """
     code, training = step.code.last, step.job.training
     assert code is not None
-    arguments = step.end_inputs("last", row.microbatch, y)
+    microbatch = row.microbatch
+    if code.loops:
+        microbatch, *y = held_back([microbatch, *y], state)
+    arguments = step.end_inputs("last", microbatch, y)
     jaxpr, places = code.evaluate, [Place.LOSSES, Place.AUX]
     if training:
         arguments.append(step.seed if source is None else step.share_seed)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..arrays import Flag, Leaves, Scalar
+from ..arrays import Flag, Leaves, Scalar, as_dtype, is_key, with_words
 from ..program.segments import Presence
 from ..table.effects import Place
 
@@ -87,7 +87,7 @@ def add_at(pool: Any, slot: Scalar, value: Any) -> Any:
 
 
 def _replaced(pool: Any, slot: Scalar, value: Any) -> Any:
-    return lax.dynamic_update_index_in_dim(pool, jnp.asarray(value).astype(pool.dtype), slot, 0)
+    return lax.dynamic_update_index_in_dim(pool, as_dtype(value, pool.dtype), slot, 0)
 
 
 def empty(avals: Sequence[Any], *leading: int) -> Leaves:
@@ -102,14 +102,14 @@ def add(total: Sequence[Any], values: Sequence[Any]) -> Leaves:
 
 def without_weak_types(values: Sequence[Any]) -> Leaves:
     """The same values without weak types, which a loop's carry must not change."""
-    return [value.astype(value.dtype) for value in values]
+    return [as_dtype(value, value.dtype) for value in values]
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Zeros, or as many keys of the seed 0."""
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        base = jax.random.key(0, impl=str(dtype._impl.name))
-        return jnp.broadcast_to(base, shape)
+    """Zeros, or as many keys of zeros."""
+    if is_key(jax.ShapeDtypeStruct(shape, dtype)):
+        key = jax.random.key(0, impl=str(dtype._impl.name))
+        return jnp.broadcast_to(with_words(jnp.zeros_like, key), shape)
     return jnp.zeros(shape, dtype)
 
 
@@ -119,11 +119,14 @@ class Block:
 
     `run` returns the state after it, in which it may change the entries `changes`.  With
     `everywhere`, all devices run the block, and a device whose predicate is False drops the result.
+    Where the block `loops`, in loops of the user's, the token changes in its trip (see
+    `held_back`).
     """
 
     changes: Set[str]
     run: Callable[[State], State]
     everywhere: bool = False
+    loops: bool = False
 
     def part(self, state: State) -> State:
         """The part of the state that it may change."""
@@ -135,6 +138,15 @@ class Block:
         more = {name for name in state if after[name] is not state[name]} - self.changes
         assert not more, f"a block that changes {sorted(self.changes)} changes {sorted(more)} too"
         return {name: after[name] for name in sorted(self.changes)}
+
+
+def held_back(values: Leaves, state: State) -> Leaves:
+    """The values, which XLA does not know before the trip of the predicate's loop.
+
+    XLA moves what does not change in a loop out of it, although the loop may have no trip.  A loop
+    of the user's would then run on values that mean nothing, and might never end.
+    """
+    return [jnp.where(state["token"], zeros(leaf.shape, leaf.dtype), leaf) for leaf in values]
 
 
 def run_where(
@@ -168,7 +180,16 @@ def _run(
     old = block.part(state)
     if not block.everywhere:
         predicate = predicate if start is None else jnp.logical_and(predicate, start)
-        return while_once(predicate, lambda part: block.after(state | part), old)
+        if not block.loops:
+            return while_once(predicate, lambda part: block.after(state | part), old)
+
+        def trip(carried: tuple[Flag, State]) -> tuple[Flag, State]:
+            token, part = carried
+            return jnp.ones((), bool), block.after(state | part | {"token": token})
+
+        # It is False in the trip.  XLA sees that it changes.
+        over, (_, part) = while_once(predicate, trip, (false(), old))
+        return over, part
 
     def once(part: State) -> State:
         after = block.after(state | part)

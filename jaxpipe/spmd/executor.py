@@ -432,7 +432,7 @@ def clocked(block: Block, what: tuple[Scalar, ...], job: Job) -> Block:
         _call_host(clock, jnp.int32(1), *numbers, wrote=[wrote])
         return after
 
-    return Block(block.changes, run)
+    return Block(block.changes, run, loops=block.loops)
 
 
 def _call_host(clock: Clock, *numbers: Scalar, wrote: Sequence[Scalar] = ()) -> Scalar:

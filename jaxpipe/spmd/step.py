@@ -17,9 +17,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree, Scalar, accumulator_dtype, summable, wider
+from ..arrays import (
+    Leaves,
+    Params,
+    PyTree,
+    Scalar,
+    accumulator_dtype,
+    in_rows,
+    is_key,
+    summable,
+    wider,
+    with_words,
+)
 from ..jaxprs.entry import Piece, Total
 from ..model.calls import OUTER_WANTS, cleared, unpadded
+from ..model.functions import mean_over_microbatches
 from ..model.keys import KeyOf, shard_key
 from ..model.packed import Places
 from ..model.param_layout import OUTER, Chunks
@@ -317,9 +329,15 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
 
 
 def whole(leaf: Any, axes: str | tuple[str, ...]) -> Any:
-    """A leaf on all devices, where one of them has it and the others have zeros, or False."""
-    number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
-    return lax.psum(number, axes).astype(leaf.dtype)
+    """A leaf on all devices, where one of them has it and the others have zeros, False, or keys of
+    zeros.
+    """
+
+    def summed(leaf: Any) -> Any:
+        number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
+        return lax.psum(number, axes).astype(leaf.dtype)
+
+    return with_words(summed, leaf)
 
 
 def totals(
@@ -335,14 +353,15 @@ def totals(
         return {}, None
     if job.outputs:
         outputs = job.functions.join(jax.tree.map(lambda x: whole(x, pipe), aux["metrics"]))
-        rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)
-        return {"outputs": rows}, None
+        return {"outputs": in_rows(outputs)}, None
     everyone = (*pipe, *data)
     losses = lax.psum(losses, everyone)
-    aux = jax.tree.map(lambda leaf: lax.psum(summable(leaf), everyone), aux)
-    loss, losses, factor = job.functions.total(losses, aux["count"], job.data_size)
+    counts = jax.tree.map(lambda leaf: lax.psum(leaf, everyone), aux["count"])
+    loss, losses, factor = job.functions.total(losses, counts, job.data_size)
     parts = job.num_microbatches * job.data_size
-    metrics = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0) / parts, aux["metrics"])
+    metrics = mean_over_microbatches(
+        aux["metrics"], lambda leaf: jnp.sum(lax.psum(leaf, everyone), axis=0), parts
+    )
     return {"loss": loss, "losses": losses, "metrics": metrics}, factor
 
 
@@ -358,7 +377,7 @@ def merged_state(job: Job, leaf: Any, data: tuple[str, ...]) -> Any:
     """A leaf of the stages' state after the step, averaged over data shards; the greatest of what
     is not floating.
     """
-    if not data:
+    if not data or is_key(leaf):  # keys are of one data shard: see `state_faults`
         return leaf
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return lax.pmax(leaf, data)

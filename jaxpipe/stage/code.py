@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -43,7 +44,14 @@ from ..jaxprs.cut import (
     known_from,
     needed_for,
 )
-from ..jaxprs.equations import ClosedJaxpr, closed_jaxpr, collectives, reads, results_of
+from ..jaxprs.equations import (
+    ClosedJaxpr,
+    closed_jaxpr,
+    collectives,
+    every_equation,
+    reads,
+    results_of,
+)
 from ..model.calls import OUTER_WANTS
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from ..table.kinds import Kind, kinds_where
@@ -143,6 +151,11 @@ class StageCode:
         a step.
         """
         return (*(True for _ in self.consts), *(use.once for use in self.uses))
+
+    @cached_property
+    def loops(self) -> bool:
+        """Whether a forward has a loop whose end depends on its values."""
+        return any(eqn.primitive.name == "while" for eqn in every_equation(self.evaluate))
 
     @property
     def y(self) -> Any:

@@ -20,12 +20,19 @@ from jax.sharding import Mesh, PartitionSpec
 from ..arrays import Leaves, Params, PyTree, by_index, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
-from ..jaxprs.equations import Atom, collectives, every_equation, reads
+from ..jaxprs.equations import (
+    AXIS_INDEX,
+    Atom,
+    collectives,
+    every_equation,
+    reads,
+    uses_of_axes,
+)
 from ..jaxprs.flat import flatten
 from ..lowering.plan import Plan
 from ..lowering.target import Target
 from ..model.calls import OUTER_WANTS, check_equations, refusing
-from ..model.functions import Functions, Loss, StageOutput, share_of
+from ..model.functions import Functions, Loss, StageOutput, check_forms, share_of
 from ..model.keys import KeyOf
 from ..model.param_layout import ParamLayout
 from ..model.partition import LeafPlan, Partition, leaf_plans
@@ -33,6 +40,7 @@ from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Offload, Place, longest
 from ..table.kinds import KINDS
+from ..table.schedule import named
 from .code import ParamUse, StageCode, cut_last, inexact
 from .counts import check_count
 from .trace import by_leaves, trace_last, trace_spread_first, trace_stage
@@ -254,6 +262,12 @@ class ModelCode:
         """Whether a later action computes the gradients of the parameters of `last`."""
         return any(KINDS[kind].part_of for kind in self.program.schedule.encoded.kinds)
 
+    @property
+    def loops(self) -> bool:
+        """Whether any function has a loop whose end depends on its values."""
+        codes = [*self.kinds, self.first, *([] if self.last is None else [self.last])]
+        return any(code.loops for code in codes)
+
     def fits(self, code: StageCode, sent: Place) -> bool:
         """Whether the stage that sends this at an end of the model may be of this kind: SENT_X the
         last one, whose output `last` takes, SENT_DX the first one, which takes that of `first`.
@@ -301,7 +315,8 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
         uses = uses_of(own, leaf_plans(job.plans[key])) + shared_uses
         with refusing(key):
-            code = trace(run, (own, shared), x, extra_of(OUTER_WANTS), uses)
+            extra = extra_of(OUTER_WANTS)
+            code = trace(run, (own, shared), x, extra, uses, training=job.training)
         if not is_share:
             _check_collectives(key, code, job.axis)
         return code
@@ -341,7 +356,7 @@ def _program(job: Job, codes: Sequence[StageCode]) -> Program:
     if job.training and plan.offload is not Offload.NOTHING and not program.slots.host:
         schedule = program.schedule
         warnings.warn(
-            f"offload moves nothing to the host: {schedule.name} over {schedule.num_devices} "
+            f"offload moves nothing to the host: {named(schedule)} over {schedule.num_devices} "
             "devices has no more slots of residuals than the moves need; drop offload, or take a "
             "schedule whose residuals wait longer (`jaxpipe.simulate(schedule).peak_offloaded`)",
             stacklevel=3,
@@ -371,7 +386,7 @@ def _trace_one(
             passed = functions.carried(stage, *inputs)
             if keeps_state:
                 check_state_gradient(name, call, inputs, [use.trained for use in uses])
-            code = trace_stage(call, *inputs, uses, passed)
+            code = trace_stage(call, *inputs, uses, passed, training=job.training)
     except (TypeError, ValueError) as error:
         if not job.layout.unlike or isinstance(error, PipelineError):
             raise
@@ -383,7 +398,7 @@ def _trace_one(
         ) from error
     _check_collectives(name, code, job.axis)
     if not job.layout.unlike:
-        _check_forms(inputs[1], code.y)
+        check_forms(inputs[1], code.y)
     if keeps_state:
         recomputes = job.plan.ticks.schedule.encoded.recomputes
         _check_reads_of_state(name, code, extra, recomputes=recomputes)
@@ -391,14 +406,19 @@ def _trace_one(
 
 
 def _check_collectives(name: str, code: StageCode, axis: str) -> None:
-    """PipelineError for communication over the pipe axis, and for constraints by manual axes.
+    """PipelineError for communication over the pipe axis, for a place along it, and for constraints
+    by manual axes.
 
     Devices run different stages at the same time, so such communication would wait for ever.
     """
     jaxprs = code.hoist, code.forward, code.backward
-    found = sorted(
-        {primitive for jaxpr in jaxprs for primitive, axes in collectives(jaxpr) if axis in axes}
-    )
+    found = sorted({use for jaxpr in jaxprs for use, axes in uses_of_axes(jaxpr) if axis in axes})
+    if found == [AXIS_INDEX]:
+        raise PipelineError(
+            f"`{name}` asks for its place along the pipe axis {axis!r} (jax.lax.axis_index); which "
+            "device runs a stage is up to the table, so another schedule would give another loss. "
+            "ctx.stage is the number of the stage, and ctx.layer that of a layer"
+        )
     if found:
         raise PipelineError(
             f"`{name}` calls {', '.join(found)} over the pipe axis {axis!r}; devices along it "
@@ -432,22 +452,3 @@ def _check_reads_of_state(name: str, code: StageCode, extra: PyTree, *, recomput
             "the state, which later microbatches have changed by then; let x depend on the state "
             "only where training=False, or take R out with jaxpipe.transforms.remove_recompute"
         )
-
-
-def _check_forms(x: PyTree, y: PyTree) -> None:
-    """PipelineError where a stage returns another tree, shape or dtype than x has."""
-    x_tree: Any = jax.tree.structure(x)
-    y_tree: Any = jax.tree.structure(y)
-    if x_tree != y_tree:
-        raise PipelineError(
-            f"`stage` takes x as {x_tree} but returns {y_tree}; a stage's output is the next "
-            "stage's input, so return the same tree"
-        )
-    faults = [
-        f"`stage` takes {path} as {a.dtype}{list(a.shape)} but "
-        f"returns {b.dtype}{list(b.shape)}; a stage's output is the next stage's input, so return "
-        "the same shape and dtype (or cast in `first`)"
-        for (path, a), b in zip(by_index(x, "x").items(), jax.tree.leaves(y), strict=True)
-        if a.shape != b.shape or a.dtype != b.dtype
-    ]
-    PipelineError.refuse("", faults)

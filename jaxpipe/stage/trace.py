@@ -98,6 +98,8 @@ def trace_stage(
     extra: PyTree,
     uses: Sequence[ParamUse] | None = None,
     passed: PyTree = (),
+    *,
+    training: bool = True,
 ) -> StageCode:
     """Cut `function(params, x, extra) -> y`, or `(y, StageOutput)`, into its pieces; arguments are
     arrays, tracers or ShapeDtypeStructs.
@@ -106,7 +108,8 @@ def trace_stage(
     are in `extra` as "carried".  The buffers that a forward returns have its rows.
 
     Parameters must be floating unless they are frozen (`uses`, by leaf).  Leaves of x that are not
-    floating (segment ids, masks) get no gradient.
+    floating (segment ids, masks) get no gradient.  Without `training` there is a forward alone, of
+    a function that JAX need not be able to differentiate.
     """
     uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
     given = dict(zip(INPUTS, shapes_of((x, *(passed or ((), ())))), strict=True))
@@ -124,6 +127,8 @@ def trace_stage(
             after, rows = (more.carried, more.rows) if passed else ((), ())
             return ((y, after), more.loss), (more.state, rows)
 
+        if not training:
+            return (*call(params, held), ())
         of_wanted, leaves = by_leaves(call, (params, held), wanted)
         y, vjp, state = jax.vjp(of_wanted, leaves, has_aux=True)
         return y, state, vjp
@@ -135,11 +140,14 @@ def trace_stage(
     leaves, tree = jax.tree.flatten(returned)
 
     def transposed(residuals: Leaves, dy: Leaves) -> PyTree:
+        if not training:
+            return ()
         cotangents = iter(dy)
         full = [next(cotangents) if inexact(leaf) else no_gradient(leaf) for leaf in leaves]
         return jax.tree.unflatten(vjp_tree, residuals)(jax.tree.unflatten(tree, full))
 
-    backward = jax.make_jaxpr(transposed)(vjp_leaves, list(filter(inexact, leaves)))
+    dy = list(filter(inexact, leaves)) if training else []
+    backward = jax.make_jaxpr(transposed)(vjp_leaves, dy)
     flat = flatten(forward), flatten(backward)
     code = StageCode(
         consts=(*flat[0].consts, *flat[1].consts),
@@ -149,7 +157,7 @@ def trace_stage(
         avals=by_place(
             given
             | {Place.SENT_X: y, Place.LOSSES: loss, Place.STAGE_STATE: state}
-            | {Place.STAGE_GRADIENTS: _with_gradient(params, uses)}
+            | {Place.STAGE_GRADIENTS: _with_gradient(params, uses) if training else ()}
         ),
     )
     appended = len(jax.tree.leaves(rows))
@@ -266,13 +274,17 @@ def _trace_at_once(
     extra: PyTree,
     uses: Sequence[ParamUse],
     late: Leaves,
+    *,
+    training: bool,
 ) -> _AtOnce:
     """Trace `function(params, x, extra) -> values, results` with the gradient of the values, whose
-    cotangents are `late`.
+    cotangents are `late`; without `training` there are no gradients.
     """
     wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves(x))]
 
     def whole(params: PyTree, x: PyTree, extra: PyTree, late: Leaves) -> tuple[PyTree, Leaves]:
+        if not training:
+            return function(params, x, extra)[1], []
         call, leaves = by_leaves(lambda p, x: function(p, x, extra), (params, x), wanted)
         values, vjp, results = jax.vjp(call, leaves, has_aux=True)
         (grads,) = vjp([d.astype(v.dtype) for d, v in zip(late, values, strict=True)])
@@ -298,9 +310,12 @@ def trace_last(
     y: PyTree,
     extra: PyTree,
     uses: Sequence[ParamUse],
+    *,
+    training: bool = True,
 ) -> StageCode:
-    """Trace `function(params, y, extra) -> (scalar, aux)` with the gradient of the scalar.  That of
-    a count, `aux["count"]`, would need a cotangent that is known after the last forward.
+    """Trace `function(params, y, extra) -> (scalar, aux)`, for `training` with the gradient of the
+    scalar.  That of a count, `aux["count"]`, would need a cotangent that is known after the last
+    forward.
     """
 
     def call(params: PyTree, y: PyTree, extra: PyTree) -> tuple[Leaves, PyTree]:
@@ -310,7 +325,7 @@ def trace_last(
 
     # the widest dtype, so that the seed of a float64 loss is not rounded
     seed = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    traced = _trace_at_once(call, params, y, extra, uses, [seed, seed])
+    traced = _trace_at_once(call, params, y, extra, uses, [seed, seed], training=training)
     traced, loses_count = traced.without_last_cotangent()
     loss, aux = traced.results
     code = traced.hoisted()
@@ -330,6 +345,8 @@ def trace_spread_first(
     x: tuple[()],
     extra: PyTree,
     uses: Sequence[ParamUse],
+    *,
+    training: bool,
 ) -> StageCode:
     """Trace `function(params, x, extra) -> y`, where x is (), and its gradient.  The forward leaves
     no residuals: the gradient of a lookup needs none.
@@ -342,7 +359,7 @@ def trace_spread_first(
         return list(filter(inexact, jax.tree.leaves(y))), y
 
     dy, y = jax.eval_shape(call, params, x, extra)
-    code = _trace_at_once(call, params, x, extra, uses, dy).hoisted()
+    code = _trace_at_once(call, params, x, extra, uses, dy, training=training).hoisted()
     gradients = code.backward.outvars[len(jax.tree.leaves(y)) :]
     return replace(
         code,

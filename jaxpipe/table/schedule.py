@@ -385,9 +385,14 @@ def check(
         found = (*found, *over_cap(schedule.encoded, max_activations, release))
     if not found:
         return schedule
-    name = f"schedule {schedule.name!r}" if schedule.name else "the schedule"
-    text = listed(f"{name} breaks {len(found)} rule{'s' if len(found) > 1 else ''}", found)
+    rules = f"{len(found)} rule{'s' if len(found) > 1 else ''}"
+    text = listed(f"{named(schedule)} breaks {rules}", found)
     raise ScheduleError(f"{text}\n{marked_grid(schedule, found)}", found)
+
+
+def named(schedule: Schedule) -> str:
+    """The schedule as errors name it."""
+    return f"schedule {schedule.name!r}" if schedule.name else "the schedule"
 
 
 def marked_grid(schedule: Schedule, found: Sequence[Violation]) -> str:

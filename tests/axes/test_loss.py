@@ -111,6 +111,33 @@ def test_what_has_no_gradient_says_so() -> None:
     assert worst_error(like_truth(pipe.canonical(grads)), truth(2, 4)[1]) <= FLOAT64
 
 
+def test_what_jax_does_with_the_gradient() -> None:
+    """A Python number as the cotangent, and a product with the Hessian, are plain JAX's; a second
+    reverse and forward mode say what to write instead.
+    """
+    pipe, params = build_pipe(has_metrics=False, last=last)
+    rows = batch(4)
+
+    def loss(params: Any) -> Any:
+        return pipe.loss(params, rows)
+
+    def squared(params: Any) -> Any:
+        return half_square(jax.grad(loss)(params))
+
+    (grads,) = jax.vjp(loss, params)[1](1.0)
+    assert worst_error(like_truth(pipe.canonical(grads)), truth(2, 4)[1]) <= FLOAT64
+    _, product = jax.jvp(jax.grad(loss), (params,), (params,))
+    plain = jax.grad(lambda p: pipe.model.loss(p, rows, microbatches=4))
+    own = jax.tree.map(jnp.asarray, canonical(2))
+    wanted = like_truth(jax.jvp(plain, (own,), (own,))[1])
+    assert worst_error(like_truth(pipe.canonical(product)), wanted) <= FLOAT64
+    for twice in (squared, jax.jit(squared), lambda p: jax.value_and_grad(loss)(p)[0]):
+        with raises("differentiated twice in reverse", "jax.jvp(jax.grad(pipe.loss), ...)"):
+            jax.grad(twice)(params)
+    with raises("no derivative in forward mode", "jax.jvp(jax.grad(pipe.loss), ...) works"):
+        jax.jvp(loss, (params,), (params,))
+
+
 def test_the_loss_of_forwards_is_that_of_training() -> None:
     """Dropout is on, as in the step; gradients have their parameters' dtypes."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import jaxpipe as jp
@@ -105,3 +106,26 @@ def test_losses_depend_on_the_optimizer_state(folder: Any) -> None:
     fresh = {**state, "opt_state": tx.init(state["params"])}
     _, losses = runs.run(runs.stepper(pipe, tx), fresh, range(SAVED, STEPS))
     assert worst_error(losses, whole_run()[2][SAVED:]) > 1e-6
+
+
+def test_another_dtype_of_accumulators_is_named(tmp_path: Any) -> None:
+    """Moments have the dtype of gradients."""
+    model = jp.Model(lambda p, x: x @ p, last=lambda p, x, microbatch: (x**2).mean())
+    table = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
+    canonical = {"stages": np.ones((2, 4, 4), np.float32), "last": {}}
+
+    def state_of(accumulate: str) -> tuple[jp.Pipeline, Any]:
+        pipe = jp.Pipeline(model, table, mesh, memory=jp.Memory(accumulate=accumulate))
+        params = pipe.place(canonical)
+        return pipe, {"params": params, "opt_state": pipe.init(optax.adam(0.1), params)}
+
+    pipe, state = state_of("float64")
+    with Checkpoints(tmp_path, pipe) as kept:
+        kept.save(1, state)
+    pipe, state = state_of("float32")
+    with Checkpoints(tmp_path, pipe) as kept, pytest.raises(jp.CheckpointError) as raised:
+        kept.restore(state)
+    assert "was saved with other dtypes. Moments have those of gradients" in str(raised.value)
+    assert "jaxpipe.Memory(accumulate=)" in str(raised.value)
+    assert "mu/stages: the state wants float32[2, 4, 4], but float64" in str(raised.value)

@@ -211,3 +211,48 @@ def test_faults_are_told() -> None:
     for training in (True, False):
         with refused(text):
             model.model.first(model.params["first"], rows(), ctx=None, training=training)
+
+
+MLP = nn.Dense(WIDTH)
+MLP_VARIABLES = MLP.init(jax.random.key(0), jnp.zeros((1, WIDTH)))
+
+
+def two_blocks(**ends: Any) -> Any:
+    """Two blocks, with other ends."""
+    last = End(None, lambda _, x, microbatch: jnp.mean(x))
+    return from_linen(MLP, [MLP_VARIABLES] * 2, num_stages=2, **{"last": last, **ends})
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (((MLP, MLP_VARIABLES),), r"modules \(Dense, \{'params': ...\}\) and variables NoneType"),
+        (((MLP, MLP), MLP_VARIABLES), r"modules \(Dense, Dense\) and variables \{'params': ...\}"),
+        (({"a": MLP}, {"b": MLP_VARIABLES}), "modules {'a': Dense} and variables {'b':"),
+        ((nn.Dense, MLP_VARIABLES), "modules type and variables"),
+        ((lambda x: x, MLP_VARIABLES), "modules function and variables"),
+        ((MLP, lambda x: x), "modules Dense and variables function"),
+    ],
+)
+def test_modules_and_variables_of_an_end_must_fit(end: tuple[Any, ...], text: str) -> None:
+    modules, *variables = end
+    own = End(modules, lambda h, x, microbatch: jnp.mean(h(x)), *variables)
+    with refused(rf"`last` has {text}.*give a linen module and its variables"):
+        two_blocks(last=own)
+
+
+@pytest.mark.parametrize("shared", [MLP, (MLP,), (MLP, MLP_VARIABLES, 1)])
+def test_shared_modules_come_with_their_variables(shared: Any) -> None:
+    with refused("shared= is .modules, variables. of linen modules, not"):
+        two_blocks(shared=shared)
+
+
+def test_scales_of_fp8_with_a_history_are_refused() -> None:
+    """Their gradient is their next value, and a sum over microbatches is not."""
+    block = nn.Dense(WIDTH, dot_general_cls=nn.Fp8DirectDotGeneralOp)
+    each = [block.init(jax.random.key(i), jnp.zeros((1, WIDTH))) for i in range(2)]
+    with refused(r"a block has variables in the collection '_overwrite_with_gradient' \(.*scale"):
+        from_linen(block, each, num_stages=2)
+    own = End(block, lambda h, x, microbatch: jnp.mean(h(x)), each[0])
+    with refused("`last` has variables.*sums gradients over microbatches.*without a history"):
+        two_blocks(last=own)

@@ -24,6 +24,7 @@ from tests.lowering.test_errors import (
     params_of,
     pipe_of,
     raises,
+    schedule,
     stage,
 )
 from tests.parity.engines import mesh_of
@@ -53,7 +54,108 @@ def test_a_collective_over_the_pipe_axis_is_refused(name: str) -> None:
 def test_a_collective_in_last_or_over_a_replicated_axis() -> None:
     with raises("`last` calls psum"):
         trace(pipe_of(last=lambda p, x, mb: lax.psum(last(p, x, mb), "pipe")))
-    trace(pipe_of(lambda p, x: stage(p, x) + 0 * lax.axis_index("pipe")))  # communicates nothing
+    size = pipe_of(lambda p, x: stage(p, x) / lax.axis_size("pipe"))  # the same on all devices
+    trace(size)
+
+
+def at_my_place(x: Any) -> Any:
+    return x * (1 + lax.axis_index("pipe"))
+
+
+@pytest.mark.parametrize(
+    ("where", "functions"),
+    [
+        ("first", {"first": lambda p, mb: at_my_place(mb["x"])}),
+        ("stage", {"stage": lambda p, x: at_my_place(stage(p, x))}),
+        ("stage", {"stage": lambda p, x: lax.map(at_my_place, stage(p, x))}),
+        ("last", {"last": lambda p, x, mb: at_my_place(last(p, x, mb))}),
+        (
+            "last",
+            {
+                "last": lambda p, x, mb: (last(p, x, mb), {"at": lax.axis_index("pipe")}),
+                "has_metrics": True,
+            },
+        ),
+    ],
+)
+def test_the_place_along_the_pipe_axis_is_refused(where: str, functions: dict[str, Any]) -> None:
+    """Another table would put the stage elsewhere."""
+    pipe, params = pipe_of(**functions), {**params_of(), "first": {}}
+    text = (f"`{where}` asks for its place along the pipe axis 'pipe'", "ctx.stage is the number")
+    with raises(*text):
+        pipe.lower(pipe.place(params), batch_of())
+    with raises(*text):
+        pipe.evaluate(pipe.place(params), batch_of())
+
+
+def complex_stage(params: Any, x: Any) -> Any:
+    return x + jnp.real(jnp.fft.ifft(jnp.fft.fft(x) @ params["w"]))
+
+
+@pytest.mark.parametrize("stages", [complex_stage, [complex_stage, complex_stage]])
+def test_a_policy_that_saves_complex_numbers_is_named(stages: Any) -> None:
+    remat = jax.checkpoint_policies.everything_saveable
+    model, memory = jp.Model(stages, last=last), jp.Memory(remat=remat)
+    pipe = jp.Pipeline(model, schedule(), mesh_of(P), memory=memory)
+    own = params_of()["stages"]["w"]
+    trees = {"w": own} if callable(stages) else [{"w": leaf} for leaf in own]
+    with raises("`stage", "complex numbers", "everything_saveable", 'Write remat="full"'):
+        pipe.lower(pipe.place({"stages": trees, "last": {}}), batch_of())
+
+
+def test_arrays_that_were_donated_are_named() -> None:
+    pipe = pipe_of()
+    for name in ("params", "batch"):
+        given = {"params": pipe.place(params_of()), "batch": jax.tree.map(jnp.asarray, batch_of())}
+        for leaf in jax.tree.leaves(given[name]):
+            leaf.delete()
+        for call in (pipe.value_and_grad, pipe.loss, pipe.evaluate, pipe.outputs):
+            with raises(f"arrays of {name} are deleted", "donate"):
+                call(given["params"], given["batch"])
+    key = jax.random.key(0)
+    key.delete()
+    with raises("1 arrays of rng are deleted"):
+        pipe.value_and_grad(pipe.place(params_of()), batch_of(), rng=key)
+
+
+def test_a_table_without_a_name_is_called_the_schedule() -> None:
+    rows = jp.schedules.build("1f1b", devices=P, microbatches=M, forward_only=True).rows
+    pipe = pipe_of(schedule=jp.Schedule.from_rows(rows))
+    with raises("the schedule has forwards only"):
+        trace(pipe)
+    with raises("the schedule is for 2 devices"):
+        pipe_of(schedule=jp.Schedule.from_rows(rows), mesh=mesh_of(4))
+
+
+@pytest.mark.parametrize("keeps", ["state", "carry"])
+def test_letters_may_not_keep_state_or_carry(keeps: str) -> None:
+    layers: dict[str, Any] = {
+        "state": lambda p, x, *, state: (x, state),
+        "carry": lambda p, x, *, carry: (x, carry),
+    }
+    model = jp.Model({"t": layers[keeps], "L": last}, layers="ttL")
+    with raises("`layers['t']`", f"only whole stages may take {keeps}"):
+        jp.Pipeline(model, schedule(), mesh_of(P))
+    with raises("carry= is for stages that take `carry`"):
+        jp.Model({"t": stage, "L": last}, layers="ttL", carry=lambda p, x: x)
+
+
+def test_a_plain_loss_names_what_a_stage_changes() -> None:
+    narrow = jp.Model(lambda p, x: stage(p, x).astype(jnp.float32), last=last)
+    with raises("`stage` takes x as float64[2, 4] but returns float32[2, 4]"):
+        narrow.loss(params_of(), batch_of(), microbatches=M)
+    other = jp.Model(lambda p, x: {"x": x}, last=last)
+    with raises("`stage` takes x as PyTreeDef(*) but returns PyTreeDef({'x': *})"):
+        other.loss(params_of(), batch_of(), microbatches=M)
+
+
+def test_rows_that_do_not_divide_into_data_shards_name_these_alone() -> None:
+    sharding = jp.Sharding(data=("data",))
+    pipe = jp.Pipeline(
+        jp.Model(stage, last=last), schedule(), mesh_of(P, data=2), sharding=sharding
+    )
+    with raises("batch['x'] has 5 rows, which do not divide into 2 data shards; use 4 rows"):
+        pipe.evaluate(pipe.place(params_of()), batch_of(5))
 
 
 def test_a_sharding_constraint_on_an_axis_that_is_manual() -> None:

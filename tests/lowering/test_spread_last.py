@@ -549,3 +549,24 @@ def test_shares_are_placed_by_the_pipeline_s_costs():
         placed(times).rows == jp.spread_last(table, costs=times).rows != jp.spread_last(table).rows
     )
     assert placed(replace(times, last=None)).rows == placed(None).rows == jp.spread_last(table).rows
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_of_equal_logits_the_first_counts(dim):
+    """A head of zeros knows nothing: it is right where argmax is, not everywhere."""
+    head = jp.VocabHead(dim=dim)
+    pipe = jp.Pipeline(jp.Model(stage, last=head, has_metrics=True), SCHEDULE, mesh_of(2))
+    whole, batch = canonical(2, 3), rows(8, 3)
+    table = np.zeros_like(whole["last"]["w"])
+    # words 0 and 2 are alike, and so are the others: across parts, and within them
+    table[[0, 2]] = np.asarray(whole["last"]["w"])[0]
+    batch |= {"targets": np.arange(batch["targets"].size).reshape(batch["targets"].shape) % 3}
+    del batch["weights"]
+    whole |= {"last": {"w": table.T if dim else table}}
+    _, metrics = pipe.evaluate(pipe.place(whole), batch)
+    x = batch["x"]
+    for s in range(2):
+        x = np.tanh(x @ whole["stages"][s])
+    wanted = np.mean(np.argmax(x @ table.T, -1) == batch["targets"])
+    assert abs(float(metrics["accuracy"]) - wanted) <= LIMIT
+    assert 0 < wanted < 1

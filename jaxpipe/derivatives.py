@@ -1,0 +1,139 @@
+"""The derivatives of a pipeline's calls, and the refusal of those that there are none of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+
+from .arrays import Params, PyTree, by_path
+from .errors import PipelineError
+from .model.settings import on_mesh_of
+
+# Of parameters, batch, key, state and scale: results and gradients.
+Run: TypeAlias = Callable[..., tuple[dict[str, Any], Params]]
+
+_NO_GRADIENT = (
+    "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which "
+    "jax.grad and jax.value_and_grad know, "
+    "or put jax.lax.stop_gradient around the arguments where only the numbers are wanted"
+)
+_ONCE = (
+    "Pipeline.loss is differentiated twice in reverse, but a step is reversed by its table, once: "
+    "write a product with the Hessian as the derivative of the gradient, "
+    "jax.jvp(jax.grad(pipe.loss), ...); put a penalty on gradients of x into a stage or `last`, "
+    "where jax.grad is plain JAX; or put jax.lax.stop_gradient around the gradients"
+)
+_NO_FORWARD_MODE = (
+    "Pipeline.loss has no derivative in forward mode (jax.jvp, jax.jacfwd, jax.linearize): its "
+    "gradient is that of jax.grad, whose product with a direction is the same number; "
+    "jax.jvp(jax.grad(pipe.loss), ...) works"
+)
+
+
+def _refuse_reverse(cotangent: Any, _: Any) -> list[Any]:
+    raise PipelineError(_ONCE)
+
+
+# The identity, which has a derivative in forward mode and none in reverse.
+_once = core.Primitive("reversed_once")
+_once.def_impl(lambda x: x)
+_once.def_abstract_eval(lambda aval: aval)
+ad.deflinear2(_once, _refuse_reverse)
+batching.defvectorized(_once)
+mlir.register_lowering(_once, lambda _, x: [x])
+
+
+def differentiable_loss(value: Run, step: Run) -> Run:
+    """A call whose loss is differentiable by the parameters: the step's gradients, scaled by the
+    cotangent.
+
+    `value` runs where nothing is differentiated, `step` where something is.  Other results are
+    constants, and batch, key, state and scale may not depend on what is differentiated.
+    """
+
+    @jax.custom_vjp
+    def results(*arguments: PyTree) -> Any:
+        return value(*arguments)[0]
+
+    def forward(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
+        rest = dict(zip(("batch", "rng", "state", "scale"), arguments[1:], strict=True))
+        PipelineError.refuse(
+            "Pipeline.loss has a gradient by the parameters alone, but these depend on what is "
+            "differentiated (compute them in `first`, from its parameters, or put "
+            "jax.lax.stop_gradient around them)",
+            _moving(rest),
+        )
+        params, *others = _plain(arguments)
+        found, grads = step(params, *others)
+        # Under a second reverse, JAX would name a loop of the program.
+        grads = jax.tree.map(_once.bind, grads)
+        return {**found, "loss": _once.bind(found["loss"])}, (params, grads)
+
+    def backward(kept: tuple[PyTree, PyTree], cotangents: Any) -> tuple[PyTree, ...]:
+        params, grads = kept
+        outside = cotangents["loss"]
+
+        def scaled(param: Any, grad: Any) -> Any:
+            if grad is None or isinstance(outside, SymbolicZero):
+                return None  # zeros
+            found = (grad * jnp.asarray(outside, grad.dtype)).astype(param.dtype)
+            return on_mesh_of(param, found)
+
+        nothing = (None, None, None, None)  # for batch, rng, state and scale
+        return jax.tree.map(scaled, params, grads), *nothing
+
+    results.defvjp(forward, backward, symbolic_zeros=True)
+
+    def run(*arguments: PyTree) -> tuple[dict[str, Any], PyTree]:
+        try:
+            found = results(*arguments)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise PipelineError(_NO_FORWARD_MODE) from error
+        return {**jax.lax.stop_gradient(found), "loss": found["loss"]}, {}
+
+    return run
+
+
+def without_gradient(run: Run, call: str) -> Run:
+    """The run of a call, which raises PipelineError where JAX differentiates it."""
+
+    @jax.custom_vjp
+    def guarded(*arguments: PyTree) -> Any:
+        return run(*arguments)
+
+    def forward(*arguments: PyTree) -> tuple[Any, None]:
+        if _moving(arguments):
+            raise PipelineError(_NO_GRADIENT.format(call))
+        return run(*_plain(arguments)), None
+
+    def backward(_kept: None, _cotangents: Any) -> Any:
+        raise AssertionError("nothing that moves went in")
+
+    guarded.defvjp(forward, backward, symbolic_zeros=True)
+    return guarded
+
+
+def _is_primal(node: Any) -> bool:
+    return isinstance(node, CustomVJPPrimal)
+
+
+def _plain(arguments: PyTree) -> PyTree:
+    """The values of arguments of a forward under differentiation."""
+    return jax.tree.map(
+        lambda leaf: leaf.value if _is_primal(leaf) else leaf, arguments, is_leaf=_is_primal
+    )
+
+
+def _moving(arguments: PyTree) -> list[str]:
+    """The paths of leaves that depend on the differentiated values, and can have a gradient."""
+    leaves = by_path(arguments, _is_primal).items()
+    moving = {path: leaf.value for path, leaf in leaves if _is_primal(leaf) and leaf.perturbed}
+    return [path for path, v in moving.items() if jnp.issubdtype(jnp.result_type(v), jnp.inexact)]
