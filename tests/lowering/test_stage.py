@@ -106,9 +106,10 @@ def test_input_gradient_and_weight_gradient_share_the_work_of_the_backward(name)
     joint = [
         text.split(":")[0] for text in fallbacks(code.input_grad, len(code.avals[Place.SENT_DX]))
     ]
-    # Of a branch under remat, one result of the forward that is run again is for W alone too.
-    times = 2 if name == "offload in a branch" else 1
-    assert joint == ([UNCUT[name][0]] * times if name in UNCUT else [])
+    expected = [UNCUT[name][0]] if name in UNCUT else []
+    # Of a branch under remat JAX 0.11 runs the forward again for one result of W alone.
+    again = name == "offload in a branch" and jax.__version_info__ < (0, 12)
+    assert joint == expected * (1 + again)
 
 
 @pytest.mark.parametrize("name", UNCUT)
