@@ -4,6 +4,7 @@ else for one.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax import lax
 from benchmarks.moves import LargeMove, Move, large_moves
 from jaxpipe.inspect.hlo import parse
 from jaxpipe.inspect.programs import compile_and_read
+from jaxpipe.spmd.block import while_once
 from tests.gpu.programs import lower_for_gpu, needs_gpu_compiler
 
 TRIPS, SIDE = 6, 1024
@@ -44,9 +46,8 @@ def test_a_transpose_in_a_loop_is_counted_every_trip() -> None:
     assert move.move in (Move.TRANSPOSE, Move.COPY)
     assert (move.array.dims, move.place.trips, move.place.guarded) == ((SIDE, SIDE), TRIPS, False)
     assert move.nbytes_a_step == TRIPS * 4 * 2**20
-    # XLA made the transpose itself, and so gave it no name: that of the sine which reads it is
-    # taken.
-    assert move.origin.endswith("while/body/closed_call/sin")
+    # XLA of JAX 0.11 gives it no name: that of the sine which reads it is taken.
+    assert re.search(r"while/body/\w+/(transpose|sin)$", move.origin)
 
 
 @needs_gpu_compiler
@@ -78,7 +79,9 @@ def test_a_stack_of_zeros_in_every_trip_is_a_fill() -> None:
 
 
 @needs_gpu_compiler
-def test_a_conditional_copies_the_pool_that_it_hands_on_and_a_loop_of_one_trip_does_not() -> None:
+def test_a_loop_of_one_trip_does_not_copy_the_pool_that_it_hands_on() -> None:
+    """A conditional copied it until JAX 0.11."""
+
     def step(tick: Any) -> Any:
         def trip(pool: Any, flag: Any) -> Any:
             def write(pool: Any) -> Any:
@@ -91,17 +94,9 @@ def test_a_conditional_copies_the_pool_that_it_hands_on_and_a_loop_of_one_trip_d
         return lambda pool, flags: lax.scan(trip, pool, flags)[0]
 
     def once(p: Any, write: Any, pool: Any) -> Any:
-        return lax.while_loop(
-            lambda c: c[0], lambda c: (jnp.zeros_like(c[0]), write(c[1])), (p, pool)
-        )[1]
+        return while_once(p, write, pool)[1]
 
     flags = jax.ShapeDtypeStruct((TRIPS, 4), jnp.int32)
-    conditional = in_loops(
-        moves_of(
-            step(lambda p, write, pool: lax.cond(p, write, lambda pool: pool, pool)), POOL, flags
-        )
-    )
-    assert (Move.COPY, POOL.shape) in [found[:2] for found in conditional]
     assert POOL.shape not in [dims for _, dims, *_ in in_loops(moves_of(step(once), POOL, flags))]
 
 
