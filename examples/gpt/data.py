@@ -92,9 +92,7 @@ class Corpus:
 
 
 def standard_library(*, vocab: int) -> Corpus:
-    """Read the top-level modules of the standard library (4.7 million characters in
-    Python 3.11).
-    """
+    """Read the top-level modules of the standard library (some million characters)."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts = [
         ascii_only(path.read_text(encoding="utf-8", errors="replace"))

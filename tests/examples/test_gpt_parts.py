@@ -54,8 +54,9 @@ class TestData:
         assert corpus.vocabulary.decode(corpus.vocabulary.encode(text)) == text
 
     def test_pieces_make_texts_shorter(self, corpus):
-        text = corpus.vocabulary.decode(corpus.train[:5000])
-        assert len(text) > 1.3 * 5000
+        # many texts, since the first ones differ between versions of Python
+        text = corpus.vocabulary.decode(corpus.train[:500_000])
+        assert len(text) > 1.3 * 500_000
         assert max(corpus.train) < 256
 
     def test_what_is_not_ascii_becomes_a_question_mark(self):
