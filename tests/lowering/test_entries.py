@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpipe.jaxprs.cut import cheapest, into_scans
 from jaxpipe.jaxprs.entry import Entry, Part, Piece, Slot, Total
+from jaxpipe.jaxprs.equations import scan_counts
 from jaxpipe.jaxprs.slots import InSlots, run_in_slots
 from jaxpipe.stage.trace import trace_stage
 from jaxpipe.table.effects import Place
@@ -117,7 +118,7 @@ def test_masks_are_made_inside_scans_and_never_kept():
     params, x = jnp.ones((3, 4, 4)), jnp.ones((5, 4))
     before = jax.make_jaxpr(masked)(params, x).jaxpr
     (scan,) = (eqn for eqn in into_scans(before).eqns if eqn.primitive.name == "scan")
-    assert scan.params["num_consts"] == 0
+    assert scan_counts(scan)[0] == 0
     code = trace_stage(lambda p, x, _: masked(p, x), params, x, {})
     kept = (
         *(v.aval for v in code.hoist.outvars),
