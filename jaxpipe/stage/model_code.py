@@ -228,10 +228,14 @@ class ModelCode:
     program: Program
 
     @property
+    def codes(self) -> tuple[StageCode, ...]:
+        """The code of all functions."""
+        return (*self.kinds, self.first, *(() if self.last is None else (self.last,)))
+
+    @property
     def partitions(self) -> bool:
         """Whether a function partitions itself (`jax.experimental.custom_partitioning`)."""
-        codes = [*self.kinds, self.first, *([] if self.last is None else [self.last])]
-        jaxprs = (each for code in codes for each in (code.hoist, code.forward, code.backward))
+        jaxprs = (each for code in self.codes for each in (code.hoist, code.forward, code.backward))
         equations = (equation for jaxpr in jaxprs for equation in every_equation(jaxpr))
         return any(equation.primitive.name == "custom_partitioning" for equation in equations)
 
@@ -265,8 +269,7 @@ class ModelCode:
     @property
     def loops(self) -> bool:
         """Whether any function has a loop whose end depends on its values."""
-        codes = [*self.kinds, self.first, *([] if self.last is None else [self.last])]
-        return any(code.loops for code in codes)
+        return any(code.loops for code in self.codes)
 
     def fits(self, code: StageCode, sent: Place) -> bool:
         """Whether the stage that sends this at an end of the model may be of this kind: SENT_X the
