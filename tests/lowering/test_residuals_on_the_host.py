@@ -81,7 +81,9 @@ def test_offload_that_moves_nothing_warns():
     pipe, params, batch = run(
         jp.schedules.build("1f1b", devices=4, microbatches=8), offload="residuals"
     )
-    with pytest.warns(UserWarning, match="offload moves nothing to the host: 1f1b over 4 devices"):
+    with pytest.warns(
+        UserWarning, match="offload moves nothing to the host: schedule '1f1b' over 4 devices"
+    ):
         jax.eval_shape(pipe.value_and_grad, params, batch)
 
 
