@@ -138,7 +138,11 @@ class _Shard:
     def _uses(self, key: Any) -> list[ParamUse]:
         """The uses of these parameters."""
         names = key, "shared"
-        return [use for name in names for use in uses_of(self.params[name], self.plans[name])]
+        return [
+            use
+            for name in names
+            for use in uses_of(self.params[name], self.plans[name], self.job.accumulate)
+        ]
 
     def _add(self, key: Any, grads: tuple[PyTree, PyTree], share: float = 1.0) -> None:
         """Add gradients of a function's own parameters and of the shared ones."""

@@ -40,14 +40,17 @@ from .equations import (
     with_equations,
 )
 
-# Arithmetic that a consumer's fusion does for less than a load from memory.  Transcendental
-# functions, reductions and matmuls are not among them: their results are kept, and they run once.
+# Arithmetic that a consumer's fusion does for less than a load from memory.  Reductions and matmuls
+# are not among them: their results are kept, and they run once.
 _SUMS = {"add", "add_any", "sub", "mul", "div", "square", "integer_pow", "one_minus_square"}
 _SIGNS = {"abs", "neg", "sign"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 _CHOICES = {"max", "min", "clamp", "select_n", "and", "or", "not"}
 _COPIES = {"copy", "convert_element_type", "iota", "stop_gradient"}
 _ARITHMETIC = _SUMS | _SIGNS | _COMPARISONS | _CHOICES | _COPIES
+# Transcendental functions are for less only on devices with fast ones.
+_POWERS = {"exp", "exp2", "expm1", "log", "log1p", "pow", "sqrt", "rsqrt"}
+_FUNCTIONS = _POWERS | {"logistic", "tanh", "erf", "sin", "cos"}
 
 
 def is_arithmetic(eqn: core.JaxprEqn) -> bool:
@@ -57,6 +60,11 @@ def is_arithmetic(eqn: core.JaxprEqn) -> bool:
         and not eqn.effects
         and len(eqn.outvars) == 1
     )
+
+
+def is_elementwise(eqn: core.JaxprEqn) -> bool:
+    """True for elementwise arithmetic, layout changes, and transcendental functions."""
+    return is_arithmetic(eqn) or eqn.primitive.name in _FUNCTIONS
 
 
 def is_light(eqn: core.JaxprEqn) -> bool:
@@ -479,9 +487,14 @@ def into_scans(jaxpr: core.Jaxpr) -> core.Jaxpr:
     return jaxpr.replace(eqns=eqns)
 
 
-def keep_fewer_residuals(jaxpr: core.Jaxpr, forward: Sequence[bool]) -> core.Jaxpr:
+def keep_fewer_residuals(
+    jaxpr: core.Jaxpr,
+    forward: Sequence[bool],
+    *,
+    repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
+) -> core.Jaxpr:
     """Rewrite each scan of the forward whose stacked outputs feed scans of the backward: these make
-    again what elementwise arithmetic gives.
+    again what equations give that `repeat` takes.
 
     The equations stay as many; `forward` marks those of the forward.
     """
@@ -504,7 +517,7 @@ def keep_fewer_residuals(jaxpr: core.Jaxpr, forward: Sequence[bool]) -> core.Jax
             for pairs in (scan.consts, scan.xs)
         )
         at_hand = {**fixed, **xs, **consts}
-        stored, again = cheapest(moved.values(), scan.eqns, at_hand.__contains__)
+        stored, again = cheapest(moved.values(), scan.eqns, at_hand.__contains__, repeat=repeat)
         if set(stored) == set(moved.values()):
             continue
         names = {v: o for o, v in moved.items() if v in stored}

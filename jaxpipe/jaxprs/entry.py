@@ -326,6 +326,37 @@ class Slot(NamedTuple):
         return lax.dynamic_update_slice(self.pool, kept[None], start)
 
 
+class Alone(NamedTuple):
+    """One slot that is an array of its own."""
+
+    pool: Any
+
+    def load(self) -> Any:
+        """The value."""
+        return self.pool
+
+    def load_row(self, row: Any) -> Any:
+        """`[row]` of the value."""
+        return lax.dynamic_index_in_dim(self.pool, row, 0, keepdims=False)
+
+    def store(self, value: Any) -> Any:
+        """The other value."""
+        return as_dtype(value, self.pool.dtype)
+
+    def store_flat(self, value: Any) -> Any:
+        """The array with the raveled value at its beginning."""
+        return lax.dynamic_update_slice(self.pool, as_dtype(value, self.pool.dtype).ravel(), (0,))
+
+    def store_row(self, row: Any, value: Any) -> Any:
+        """The array with `[row]` replaced."""
+        value = as_dtype(value, self.pool.dtype)
+        return lax.dynamic_update_index_in_dim(self.pool, value, row, 0)
+
+    def add(self, value: Any) -> Any:
+        """The sum of the value in the slot and another one."""
+        return self.pool + as_dtype(value, self.pool.dtype)
+
+
 class Piece(NamedTuple):
     """A value that is kept raveled in a long array, from `start` on; as a target an accumulator:
     values are added there, in place.
@@ -443,4 +474,33 @@ class Total(NamedTuple):
         return lax.scatter_add(self.pool, indices, as_dtype(updates, self.pool.dtype), **options)
 
 
-Target: TypeAlias = "Slot | Total | Piece"
+class Row(NamedTuple):
+    """One row of a stack, with a static number: a value, or as a target an accumulator."""
+
+    pool: Any
+    row: int
+
+    def load(self) -> Any:
+        """The row."""
+        return lax.index_in_dim(self.pool, self.row, 0, keepdims=False)
+
+    def load_row(self, row: Any) -> Any:
+        """`[row]` of the value."""
+        return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
+
+    def store(self, value: Any) -> Any:
+        """The stack with a value added to the row."""
+        return Total(self.pool).store_row(jnp.int32(self.row), jnp.asarray(value))
+
+    def store_row(self, row: Any, value: Any) -> Any:
+        """The stack with a value added to `[row]` of the row."""
+        whole = Total(jnp.zeros_like(self.load())).store_row(row, value)
+        return self.store(whole)
+
+    def scatter(self, eqn: core.JaxprEqn, indices: Any, updates: Any) -> Any:
+        """The stack with the updates of a scatter-add into zeros added to the row."""
+        own = Total(self.load()).scatter(eqn, indices, updates)
+        return lax.dynamic_update_index_in_dim(self.pool, own, self.row, 0)
+
+
+Target: TypeAlias = "Slot | Alone | Total | Piece | Row"

@@ -26,8 +26,8 @@ from .loops import counting
 # differentiated, so the plain body is their meaning.  Inlined remat keeps its purpose: a stage's
 # forward and backward are separate computations, so what the backward recomputes cannot be shared
 # with the forward by accident.
-_REMAT = ("remat2", "checkpoint")
-_CALLS = ("jit", "closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", *_REMAT)
+REMAT = ("remat2", "checkpoint")
+CALLS = ("jit", "closed_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call", *REMAT)
 
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
@@ -96,7 +96,7 @@ def _inlined(closed: ClosedJaxpr, *arguments: Any) -> list[Any]:
 
     for eqn in jaxpr.eqns:
         inputs, params = list(map(read, eqn.invars)), eqn.params
-        if eqn.primitive.name in _CALLS:
+        if eqn.primitive.name in CALLS:
             body: Any = params.get("call_jaxpr", params.get("jaxpr"))
             # That of remat has no constants, and in JAX 0.11 no field for them.
             outs = _inlined(body if hasattr(body, "consts") else closed_jaxpr(body), *inputs)

@@ -20,7 +20,7 @@ from jax.extend import core
 from jax.sharding import get_abstract_mesh
 
 from ..arrays import as_dtype
-from .entry import Piece, Slot, Target, Total
+from .entry import Alone, Piece, Row, Slot, Target, Total
 from .equations import Scan, bind, literal, nbytes, results_of, scan_counts, variables
 
 
@@ -212,7 +212,7 @@ def _is_split_further() -> bool:
     return any(mesh.shape[name] > 1 for name in mesh.auto_axes)
 
 
-_LAZY = (Slot, Piece)
+_LAZY = (Slot, Alone, Piece, Row)
 
 
 def run_in_slots(*runs: InSlots) -> list[list[Any]]:
@@ -292,7 +292,11 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
         else:
             arrays = bind(jaxpr, eqn, [_load(env, v) for v in eqn.invars])
             env.update(zip(eqn.outvars, arrays, strict=True))
-            late.note(eqn, arrays if eqn.primitive.name == "dot_general" else [])
+            stored = [v for v in eqn.outvars if v in targets]
+            for v in stored:
+                now[id(targets[v].pool)] = current(targets[v]).store(env[v])
+            written.update(stored)
+            late.note(eqn, [now[id(targets[v].pool)] for v in stored])
     for i, target in writes.items():
         atom = jaxpr.outvars[i]
         if not (isinstance(atom, core.Var) and atom in written):
@@ -304,8 +308,9 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
 
 
 class _LateReads:
-    """Inputs that are read from their slots when the first equation needs them, after all values
-    computed before.
+    """Inputs that are read from their slots when the first equation needs them, after what was
+    stored before: loops, and results in their targets.  A product that is only stored has no other
+    reader, so XLA adds it inside its matmul.
 
     XLA:GPU would otherwise read all of them first, and start the recomputation of every layer: at
     512k tokens in slices that is 8 % of a device's memory.

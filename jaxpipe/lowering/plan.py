@@ -18,7 +18,7 @@ from ..engine.loop import action_durations
 from ..engine.simulate import simulate
 from ..program.ir import Program
 from ..program.segments import Part, Permute, Point, Segment, TickTemplate
-from ..table.effects import Liveness, Offload
+from ..table.effects import TOGETHER, Liveness, Offload
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import COLLECTIVES, Kind
 from ..table.schedule import Schedule
@@ -239,6 +239,8 @@ def program_makespan(
 
 # A program this much longer than another is as good.
 KEEPS = 1.005
+# Slots whose numbers are alike in all pools may be so many more.
+KEEPS_SLOTS = 1.05
 
 
 @dataclass(frozen=True)
@@ -307,9 +309,21 @@ class Plan:
                 late += int(having[np.ix_(ticks, edges)].sum())
         return late, int(having.sum())
 
-    def program(self, liveness: Liveness | None = None) -> Program:
-        """Assign slots; the longest liveness where none is given."""
-        return assign_slots(self.ticks, self.segments, liveness=liveness, offload=self.offload)
+    def program(self, liveness: Liveness | None = None, *, most: int = 0) -> Program:
+        """Assign slots; the longest liveness where none is given.
+
+        What an action leaves for its backward has one number in all pools, where that takes at most
+        `most` slots and hardly more memory.
+        """
+        program = assign_slots(self.ticks, self.segments, liveness=liveness, offload=self.offload)
+        if not most or program.slots.host or program.pairs.any():
+            return program
+        together = assign_slots(self.ticks, self.segments, liveness=liveness, together=True)
+        before, after = (
+            sum(each.pools.get(p, 0) for p in TOGETHER) for each in (program, together)
+        )
+        fits = together.slots.residual_weight <= most and after <= KEEPS_SLOTS * before
+        return together if fits else program
 
 
 def _with_hop(overheads: Overheads, costs: Costs | None) -> Overheads:

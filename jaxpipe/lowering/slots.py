@@ -26,6 +26,7 @@ from ..program.segments import Payload, Segment
 from ..table.effects import (
     ALWAYS,
     MOVES,
+    TOGETHER,
     Access,
     Effect,
     Liveness,
@@ -124,6 +125,7 @@ def assign_slots(
     *,
     liveness: Liveness | None = None,
     offload: Offload = Offload.NOTHING,
+    together: bool = False,
 ) -> Program:
     """Allocate slots by linear scan over live intervals, so that a pool has exactly as many slots
     as its peak.
@@ -133,11 +135,14 @@ def assign_slots(
     without a message for it writes the received value to a free slot; where none is free the slot
     keeps its value (`Arrival.takes` is 0).
 
+    With `together`, a microbatch has one slot number in all pools of `TOGETHER`, from its forward
+    to the last backward.
+
     A value that waits on the host has a slot there, and two intervals on the device: before it
     leaves, and after it returns.  No value waits where that saves no memory.
     """
     needs = liveness or Liveness()
-    program = _Writer(ticks, segments, needs).program()
+    program = _Writer(ticks, segments, needs, together=together).program()
     if offload is Offload.NOTHING:
         return program
     writer = _Writer(ticks, segments, needs, moves=True)
@@ -157,8 +162,15 @@ class _Writer:
     """Fills the records; arrays of actions are indexed by their numbers in the encoded schedule."""
 
     def __init__(
-        self, ticks: Ticks, segments: Sequence[Segment], liveness: Liveness, *, moves: bool = False
+        self,
+        ticks: Ticks,
+        segments: Sequence[Segment],
+        liveness: Liveness,
+        *,
+        moves: bool = False,
+        together: bool = False,
     ) -> None:
+        self._together = together
         table = ticks.schedule.encoded
         self._schedule, self._actions, self._liveness = ticks.schedule, table, liveness
         self._segments, self._code = tuple(segments), _Code(segments, ticks)
@@ -213,10 +225,18 @@ class _Writer:
         pools = {}
         for place in sorted((p for p in Place if p.is_pool), key=lambda p: p in ALWAYS):
             uses = list(self._uses(place))
+            if self._together and place in TOGETHER and uses:
+                uses = [use for each in TOGETHER for use in self._uses(each)]
             if uses or place in ALWAYS:
                 pools[place] = self._allocate(place, uses)
         return Program(
-            self._schedule, self._segments, self._ticks, pools, self._liveness, self._joint
+            self._schedule,
+            self._segments,
+            self._ticks,
+            pools,
+            self._liveness,
+            self._joint,
+            together=self._together,
         )
 
     def _write_actions(self) -> None:

@@ -254,6 +254,31 @@ class RunsOn(Enum):
 
 
 @dataclass(frozen=True)
+class Form:
+    """The form that a program's blocks take: any of them is right on any devices.
+
+    Args:
+        layers: scans over so many layers at most run one layer after the other, and the parameters
+            and accumulators of each layer are arrays of their own. 0: scans stay.
+        functions: backwards compute transcendental functions again, in the fusion that needs them.
+        slots: of so many slots of residuals at most, each is a buffer of its own, and the code of
+            an action is there once for each slot that it uses. 0: slots are rows of one buffer,
+            whose numbers are data, and XLA copies what a matmul reads or writes.
+        filled: pools begin with zeros.
+    """
+
+    layers: int = 0
+    functions: bool = False
+    slots: int = 0
+    filled: bool = True
+
+
+# On GPUs the time to compile bounds the numbers of layers and slots.
+GPU_FORM = Form(layers=16, functions=True, slots=24, filled=False)
+FORMS: Mapping[RunsOn, Form] = {RunsOn.GPUS: GPU_FORM}
+
+
+@dataclass(frozen=True)
 class Target:
     """The target of a program; the default is NVIDIA GPUs along a pipe axis alone."""
 
@@ -264,6 +289,12 @@ class Target:
     chip: Chip | None = None  # where its numbers are known
     # measured; guesses where it is None
     prices: Overheads | None = None
+    own_form: Form | None = None
+
+    @property
+    def form(self) -> Form:
+        """The form of a program: its own, or that of the kind of devices."""
+        return FORMS.get(self.runs_on, Form()) if self.own_form is None else self.own_form
 
     @classmethod
     def of(cls, mesh: Any, own: Sequence[str]) -> Target:

@@ -32,6 +32,21 @@ class Place(NamedTuple):
     entry: Entry  # how the leaf is raveled
     flat: bool
     start: int = 0  # in each part that the partitioner makes of the leaf
+    row: int | None = None  # of a stack that is not raveled
+
+    def layers(self, count: int) -> Places:
+        """The places of so many layers of a stack; itself for 0."""
+        if not count:
+            return (self,)
+        entry = replace(
+            self.entry,
+            shape=self.entry.shape[1:],
+            parts=tuple(replace(part, dim=part.dim - 1) for part in self.entry.parts),
+        )
+        if not self.flat:
+            return tuple(self._replace(entry=entry, row=i) for i in range(count))
+        starts = (self.start + i * entry.length for i in range(count))
+        return tuple(self._replace(entry=entry, start=start) for start in starts)
 
     def take(self, leaf: Any) -> Any:
         """The leaf out of the shared buffer's."""

@@ -264,6 +264,7 @@ class Program:
     pools: Mapping[Place, int]  # how many slots each has
     liveness: Liveness
     joint: tuple[Kind, ...] = JOINT  # backwards that a forward of their tick runs with
+    together: bool = False  # a microbatch has one slot number in all pools of `TOGETHER`
 
     @property
     def num_ticks(self) -> int:

@@ -4,7 +4,8 @@ shares of `first` and `last` where these are spread over the pipe axis (E, G, L,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,9 @@ from ..arrays import Flag, Leaves, Scalar
 from ..jaxprs.entry import Slot, Target, Total
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..program.ir import Record
-from ..program.segments import BlockUse
+from ..program.segments import BlockUse, Presence
 from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, run
-from ..table.effects import OF_SLICES, Access, Place
+from ..table.effects import OF_SLICES, TOGETHER, Access, Place
 from ..table.kinds import COLLECTIVES, Kind
 from .block import (
     Block,
@@ -27,16 +28,19 @@ from .block import (
     empty,
     held_back,
     of_chunk,
+    of_slot,
     read,
     run_where,
     without_weak_types,
     write,
 )
-from .pools import InPool, put, taken
+from .pools import InPool, put, taken, unfilled
 from .step import DeviceStep, whole
 
 # The results that a stage's code writes to slots itself.
 _IN_SLOTS = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
+# What the code of an action writes that is there once for each slot.
+_BY_SLOT = (*TOGETHER, Place.STAGE_GRADIENTS)
 # By what is sent, the pool where it arrives.
 _SENT = {Place.SENT_X: Place.X, Place.SENT_DX: Place.COTANGENT}
 
@@ -49,9 +53,19 @@ class StageAction:
         effects: what it reads and writes.
         keeps: whether a forward keeps residuals.
         places: the places of the results of its code.
+        slots: where slots are arrays of their own, those that it may use, and `slot` the one that
+            it uses: there is code for each.
     """
 
-    def __init__(self, step: DeviceStep, use: BlockUse, stage_kind: int, row: Any) -> None:
+    def __init__(
+        self,
+        step: DeviceStep,
+        use: BlockUse,
+        stage_kind: int,
+        row: Any,
+        slots: Sequence[int] = (),
+    ) -> None:
+        self.slots, self.slot = slots, -1
         self.step, self.use, self.row, self.kind = step, use, row, use.block.kind
         self.operand = step.operands[use.block.chunk, stage_kind]
         self.code = self.operand.code
@@ -61,13 +75,18 @@ class StageAction:
         self.places = [p for p in RESULTS[self.kind] if not (is_bare and p in RESIDUALS)]
 
     def name(self, place: Place) -> str:
-        """A place of the chunk in the state."""
+        """A place of the chunk, or of the slot, in the state."""
+        if self.slots and place in TOGETHER:
+            return of_slot(place, self.slot)
         return of_chunk(place, self.use.block.chunk)
 
     def changes(self, when: str | None = None) -> set[str]:
         """What the action may change, or the part of it under a flag."""
+        return {name for place in self._changed(when) for name in self._names(place)}
+
+    def _changed(self, when: str | None = None) -> set[Place]:
         return {
-            self.name(effect.place)
+            effect.place
             for effect in self.effects
             if effect.access is not Access.READ
             and self.use.does(effect)
@@ -75,35 +94,77 @@ class StageAction:
             and (when is None or effect.when == when)
         }
 
+    def _names(self, place: Place) -> set[str]:
+        if self.slots and place in TOGETHER:
+            return {of_slot(place, slot) for slot in self.slots}
+        return {self.name(place)}
+
     def block(self) -> Block:
         """The block of this action alone."""
 
         def run_alone(state: State) -> State:
+            if self.slots:
+                return self._in_each_slot(self._prepared(state))
             code, state = self.begin(state)
             (outs,) = run_in_slots(code)
             return self.end(outs, state)
 
         return Block(self.changes(), run_alone, self.step.everywhere, self.step.code.loops)
 
+    def _prepared(self, state: State) -> State:
+        """The state before the stage's code: after `first`, in the first stage."""
+        if self.kind is not Kind.F or self.step.code.spreads_first:
+            return state
+        return self._under("is_first", partial(_first, self.step, self.row), state)
+
     def begin(self, state: State) -> tuple[InSlots, State]:
-        """The stage's code, and the state before it: after `first`, in the first stage."""
-        if self.kind is Kind.F and not self.step.code.spreads_first:
-            first = partial(_first, self.step, self.row)
-            state = self._under("is_first", first, state)
+        """The stage's code, and the state before it."""
+        state = self._prepared(state)
+        return self._in_slots(state), state
+
+    def _in_slots(self, state: State) -> InSlots:
         arguments = self._inputs(state)
         if not self.use.block.runs_forward:
             arguments += self._kept(state)
         jaxpr = self.code.of(self.kind, keeps=self.keeps)
-        return InSlots(jaxpr, arguments, self._targets(state)), state
+        return InSlots(jaxpr, arguments, self._targets(state))
 
     def end(self, outs: Leaves, state: State) -> State:
-        """The state after the stage's code, from its results, which are written in the order of
-        their places.
-        """
-        found = self.code.results(self.places, outs)
+        """The state after the stage's code, from its results."""
+        return self._written(self.code.results(self.places, outs), state)
+
+    def _written(self, found: Mapping[Place, Leaves], state: State) -> State:
+        """The state with the results for some places, which are written in the order of places."""
         for place in filter(found.__contains__, Place):
             state = self._write(place, found[place], state)
         return state
+
+    def _in_each_slot(self, state: State) -> State:
+        """The state after the stage's code, which is there for each slot that the action may use.
+        What it returns besides the contents of the slot and gradients leaves that code as it is.
+        """
+        inside = [place for place in self.places if place in _BY_SLOT]
+        others = [place for place in self.places if place not in _BY_SLOT]
+        results = [[unfilled(a.shape, a.dtype) for a in self.code.avals[p]] for p in others]
+        state = state | {"results": results}
+
+        def run(action: StageAction, state: State) -> State:
+            (outs,) = run_in_slots(action._in_slots(state))
+            found = self.code.results(self.places, outs)
+            results = [without_weak_types(found.pop(place)) for place in others]
+            return action._written(found, state) | {"results": results}
+
+        for slot in self.slots:
+            action = copy(self)
+            action.slot = slot
+            changes = {action.name(place) for place in self._changed() & {*inside}} | {"results"}
+            if Place.STAGE_GRADIENTS in inside:
+                changes |= {"shared_gradients"}
+            block = Block(changes, partial(run, action), self.step.everywhere, self.step.code.loops)
+            presence = Presence.SOMETIMES if len(self.slots) > 1 else Presence.ALWAYS
+            state = run_where(presence, self.row.residual_weight == slot, block, state)
+        found = dict(zip(others, state["results"], strict=True))
+        return self._written(found, {name: state[name] for name in state if name != "results"})
 
     def _inputs(self, state: State) -> Leaves:
         """(consts, parameters, x, carry, buffers, extra, once)."""
@@ -131,6 +192,8 @@ class StageAction:
         """Values of the stage in a pool: in the slot that the record has by the pool's name, or in
         another one.
         """
+        if self.slots and place in TOGETHER:
+            return self.step.buffers[place].alone(state[self.name(place)], self.code.avals[place])
         slot = getattr(self.row, place.value) if slot is None else slot
         return self.step.buffers[place].at(state[place.value], slot, self.code.avals[place])
 
@@ -173,10 +236,8 @@ class StageAction:
             return self._hand_on(place, values, state)
         if place is Place.STAGE_GRADIENTS:
             common = state["shared_gradients"]
-            own, after = len(values) - len(common), list(state[name])
-            places = self.operand.gradient_places
-            for home, total in zip(places, values[:own], strict=True):
-                after[home.at] = total
+            own = len(values) - len(common)
+            after = self.operand.with_totals(state[name], values[:own])
             return state | {name: after, "shared_gradients": add(common, values[own:])}
         if not values:
             return state

@@ -19,8 +19,8 @@ from ..program.segments import Presence
 from ..table.effects import Place
 
 # Leaves by the name of their place ([slots, ...] of pools); `of_chunk` names places that each chunk
-# has.  "losses" [M] and "token" are arrays.  The token is False, but XLA cannot know (see `block`).
-# A part of a state has some of its entries.
+# has, `of_slot` slots that are arrays of their own.  "losses" [M] and "token" are arrays.  The
+# token is False, but XLA cannot know (see `block`).  A part of a state has some of its entries.
 State: TypeAlias = dict[str, Any]
 
 _BY_CHUNK = (Place.STAGE_GRADIENTS, Place.STAGE_STATE)
@@ -29,6 +29,11 @@ _BY_CHUNK = (Place.STAGE_GRADIENTS, Place.STAGE_STATE)
 def of_chunk(place: Place, chunk: int) -> str:
     """The name of a place in a state."""
     return f"{place.value}.{chunk}" if place in _BY_CHUNK else place.value
+
+
+def of_slot(place: Place, slot: int) -> str:
+    """The name of a slot that is by itself."""
+    return f"{place.value}.{slot}"
 
 
 def chunks_of(state: State, place: Place) -> list[Leaves]:

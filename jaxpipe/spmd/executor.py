@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import product
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ..arrays import Leaves, Params, PyTree, Scalar
 from ..errors import PipelineError
+from ..lowering.target import Form
 from ..program.ir import NOBODY, POOL_OF, Record, TickRecord
 from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
 from ..stage.model_code import Clock, Inputs, Job, ModelCode
@@ -148,7 +149,7 @@ class SegmentCode:
                 begun = place
             for run in runs:
                 with jax.named_scope(self._scope(run)):
-                    state = self._run(run, row, state)
+                    state = self._run(run, ticks, row, state)
             state = moves.store(state)
         state = moves.end(state)
         return self._transfers(self.segment.end(j), rows, state, brought)
@@ -244,8 +245,10 @@ class SegmentCode:
             pool = [slot.store(leaf) for slot, leaf in zip(slots, new, strict=True)]
             return state | {place.value: pool}
 
-    def _run(self, run: _Run, row: TickRecord[Scalar], state: State) -> State:
-        """Run a block, or a pair, under its predicate."""
+    def _run(
+        self, run: _Run, ticks: NDArray[np.int64], row: TickRecord[Scalar], state: State
+    ) -> State:
+        """Run a block, or a pair, under its predicate, in ticks that share its code."""
         step, use, program = self.step, run.uses[0], self._program
         records = [row.of(each.block.kind) for each in run.uses]
         flags = [program.asks(row, each.block) for each in run.uses]
@@ -262,7 +265,7 @@ class SegmentCode:
             stage = lax.axis_index(step.job.axis)
         else:
             parts = zip(run.uses, run.kinds, records, strict=True)
-            actions = [StageAction(step, *part) for part in parts]
+            actions = [StageAction(step, *part, self._slots(part[0], ticks)) for part in parts]
             block = pair_block(*actions) if run.paired else actions[0].block()
             stage = record.stage
         flag = reduce(jnp.logical_and, flags)
@@ -291,6 +294,17 @@ class SegmentCode:
         stages = [s for s in every if self.step.code.kind_of[s] == run.kinds[0]]
         where = f"stage {stages[0]}" if len(stages) == 1 else f"chunk {block.chunk}"
         return f"{block.kind.name} {where}"
+
+    def _slots(self, use: BlockUse, ticks: NDArray[np.int64]) -> list[int]:
+        """The slots in which a block leaves or finds what it keeps in these ticks, where slots are
+        arrays of their own.
+        """
+        program, block = self._program, use.block
+        if not program.together or block.is_share or (block.kind is Kind.F and not block.keeps):
+            return []
+        runs = self._stages(use)[ticks] != NOBODY
+        slots = program.ticks.of(block.kind).residual_weight[ticks][runs]
+        return sorted({*slots.tolist()})
 
     def _stages(self, use: BlockUse) -> NDArray[np.int64]:
         """`[tick, device]`: the stage of which a device runs a block, 0 of a share; NOBODY where
@@ -385,10 +399,16 @@ class TracedStep:
     function: Any = None
 
 
+@dataclass(frozen=True)
 class SpmdExecutor:
-    """Runs a job's program on the devices of its mesh, all in one program (an `Executor`)."""
+    """Runs a job's program on the devices of its mesh, all in one program (an `Executor`).
 
-    compiles = True
+    Args:
+        form: the form of the program's blocks; None is that of the kind of the devices.
+    """
+
+    form: Form | None = None
+    compiles: ClassVar[bool] = True
 
     def run(
         self,
@@ -400,6 +420,7 @@ class SpmdExecutor:
         scale: Any,
     ) -> _Results:
         """Do the job; it may be traced."""
+        job = replace(job, target=replace(job.target, own_form=self.form))
         arguments = params, batch, rng, state, scale
         specs, entries = _in_specs(job, batch), None
         if job.partition.auto_axes and job.training:

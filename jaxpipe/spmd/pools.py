@@ -21,8 +21,8 @@ from jax._src.lax.lax import empty2
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
-from ..arrays import Flag, Leaves, Scalar
-from ..jaxprs.entry import Entry, Slot
+from ..arrays import Flag, Leaves, Scalar, is_key
+from ..jaxprs.entry import Alone, Entry, Slot
 from ..model.packed import Place as Home, Places
 from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
@@ -56,7 +56,7 @@ class InPool(NamedTuple):
     """
 
     pool: Sequence[Any]
-    held: list[tuple[Home, Slot]]
+    held: list[tuple[Home, Slot | Alone]]
 
     def read(self) -> Leaves:
         """The values."""
@@ -66,7 +66,7 @@ class InPool(NamedTuple):
         """The values, still as slots where they can be."""
         return [p.take(leaf.load()) if p.flat else leaf for p, leaf in self.held]
 
-    def slots(self) -> list[Slot | None]:
+    def slots(self) -> list[Slot | Alone | None]:
         """A slot for each leaf that is in the buffer in its own shape."""
         return [None if p.flat else leaf for p, leaf in self.held]
 
@@ -175,6 +175,10 @@ class SharedBuffer:
         places = self.of_kind(avals)
         return InPool(pool, [(p, Slot(pool[p.at], slot, self.entries[p.at])) for p in places])
 
+    def alone(self, slot: Sequence[Any], avals: Avals) -> InPool:
+        """A kind's values in a slot whose leaves are arrays of their own."""
+        return InPool(slot, [(p, Alone(slot[p.at])) for p in self.of_kind(avals)])
+
     def put(self, leaves: Sequence[Any], avals: Avals, values: Sequence[Any]) -> Leaves:
         """A buffer's leaves, in which a kind's values replace the old ones."""
         return put(self.of_kind(avals), leaves, map(jnp.asarray, values))
@@ -183,12 +187,24 @@ class SharedBuffer:
         """One slot of every leaf of the buffer."""
         return [Slot(leaf, slot, entry) for leaf, entry in zip(pool, self.entries, strict=True)]
 
-    def empty(self, slots: int) -> Leaves:
-        """A pool of so many slots, of zeros."""
+    def empty(self, slots: int, *, filled: bool = True) -> Leaves:
+        """A pool of so many slots, of zeros; not `filled`, of whatever is in the memory."""
+        fill = zeros if filled else unfilled
         return [
-            entry.constrain_pool(zeros((slots, *entry.kept), aval.dtype))
+            entry.constrain_pool(fill((slots, *entry.kept), aval.dtype))
             for entry, aval in zip(self.entries, self.avals, strict=True)
         ]
+
+    def empty_slot(self) -> Leaves:
+        """A slot whose leaves are arrays of their own, of whatever is in the memory."""
+        return [unfilled(aval.shape, aval.dtype) for aval in self.avals]
+
+
+def unfilled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array whose values are written before they are read."""
+    if is_key(jax.ShapeDtypeStruct(shape, dtype)):
+        return zeros(shape, dtype)
+    return lax.empty(shape, dtype)
 
 
 def _nbytes(entries: Sequence[Entry], avals: Avals) -> int:

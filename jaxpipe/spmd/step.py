@@ -7,9 +7,10 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import jax
@@ -29,18 +30,18 @@ from ..arrays import (
     wider,
     with_words,
 )
-from ..jaxprs.entry import Piece, Total
+from ..jaxprs.entry import Piece, Row, Target, Total
 from ..model.calls import OUTER_WANTS, cleared, unpadded
 from ..model.functions import mean_over_microbatches
 from ..model.keys import KeyOf, shard_key
-from ..model.packed import Places
+from ..model.packed import Place as Home, Places
 from ..model.param_layout import OUTER, Chunks
-from ..model.partition import gather, leaf_plans, reduce_gradients, trained, with_frozen
+from ..model.partition import LeafPlan, gather, leaf_plans, reduce_gradients, trained, with_frozen
 from ..stage.code import StageCode, run
 from ..stage.counts import total_count
 from ..stage.model_code import Inputs, Job, ModelCode, trace_model
-from ..table.effects import OF_SLICES, Place
-from .block import State, chunks_of, empty, false, of_chunk
+from ..table.effects import OF_SLICES, TOGETHER, Place
+from .block import State, chunks_of, empty, false, of_chunk, of_slot
 from .pools import Buffers, Packing
 
 
@@ -80,12 +81,12 @@ class Operand:
     """
 
     code: StageCode
-    # its parameters, then the shared ones; those inside a longer array as `Piece`s, since every
-    # device would otherwise hold copies of the parameters of every kind
+    # its parameters, then the shared ones; those inside a longer array as `Piece`s, and layers of a
+    # stack as `Row`s, since every device would otherwise hold copies of the parameters
     params: Leaves
     once: Leaves  # what was hoisted
     state_places: Places = ()
-    gradient_places: Places = ()  # of the leaves that have a gradient
+    gradient_places: Places = ()  # of the parameters that have a gradient
     # of the chunk's accumulators, see `Total`
     splits: tuple[PartitionSpec | None, ...] = ()
 
@@ -93,14 +94,36 @@ class Operand:
         """The inputs of its code; x with what comes from other slices."""
         return [*self.code.consts, *self.params, *x, *extra, *self.once]
 
-    def totals(self, chunk: Leaves) -> list[Total | Piece]:
+    def totals(self, chunk: Leaves) -> list[Target]:
         """The accumulators of the stage's own gradients, among those of its chunk."""
-        return [
-            Piece(chunk[p.at], p.start, p.entry)
-            if p.flat
-            else Total(chunk[p.at], self.splits[p.at])
-            for p in self.gradient_places
-        ]
+
+        def total(place: Home) -> Target:
+            held, split = chunk[place.at], self.splits[place.at]
+            if isinstance(held, tuple) and place.row is not None:
+                return Total(held[place.row], split and PartitionSpec(*split[1:]))
+            kept = _in_place(place, held)
+            return kept if isinstance(kept, Piece | Row) else Total(kept, split)
+
+        return list(map(total, self.gradient_places))
+
+    def with_totals(self, chunk: Leaves, totals: Leaves) -> Leaves:
+        """The accumulators of the chunk with these in the place of the stage's own."""
+        after = list(chunk)
+        for place, total in zip(self.gradient_places, totals, strict=True):
+            held = after[place.at]
+            if isinstance(held, tuple):
+                held = dict(enumerate(held)) | {place.row: total}
+                after[place.at] = tuple(held.values())
+            else:
+                after[place.at] = total
+        return after
+
+
+def _in_place(place: Home, leaf: Any) -> Any:
+    """What is in a place of an array: a value, or a part of it that is not read yet."""
+    if place.flat:
+        return Piece(leaf, place.start, place.entry)
+    return leaf if place.row is None else Row(leaf, place.row)
 
 
 class DeviceStep:
@@ -111,6 +134,7 @@ class DeviceStep:
         everywhere: blocks permute, so all devices run each: see `ModelCode.permutes`.
         blocking: whether a permute holds its device's thread until it is over: see `SegmentCode`.
         chunks: the parameters of the device's stages, with copies of others'.
+        apart: by chunk, the leaves whose accumulators are an array for each layer.
         operands: by chunk and kind of stage, and of "first" and "last".
         seed: the cotangent of one microbatch's loss.
     """
@@ -128,6 +152,7 @@ class DeviceStep:
                 key = chunk, code.kind_of[stage]
                 if key not in self.operands:
                     self.operands[key] = self._operand(chunk, stage)
+        self.apart = [self._apart(chunk) for chunk in range(len(self.chunks))]
         for name, end in (("first", code.first), ("last", code.last)):
             if end is not None:
                 params = jax.tree.leaves((getattr(inputs, name), inputs.shared))
@@ -160,11 +185,11 @@ class DeviceStep:
     def _operand(self, chunk: int, stage: int) -> Operand:
         layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
         leaves = jax.tree.leaves(self.chunks[chunk])
-        places = layout.held(stage, self.chunks).places
-        params = [Piece(leaves[p.at], p.start, p.entry) if p.flat else leaves[p.at] for p in places]
-        params += jax.tree.leaves(self.inputs.shared)
         code, on_tpus = self.code.kinds[self.code.kind_of[stage]], self.job.target.on_tpus
-        whole = [p.load() if isinstance(p, Piece) else p for p in params]
+        places = code.places(layout.held(stage, self.chunks).places)
+        params = [_in_place(place, leaves[place.at]) for place in places]
+        params += jax.tree.leaves(self.inputs.shared)
+        whole = [p.load() if isinstance(p, Piece | Row) else p for p in params]
         return Operand(
             code,
             params,
@@ -173,6 +198,12 @@ class DeviceStep:
             gradient_places=tuple(p for p in places if not plans[p.at].frozen),
             splits=tuple(PartitionSpec(*p.auto) if on_tpus else None for p in plans),
         )
+
+    def _apart(self, chunk: int) -> frozenset[int]:
+        """The leaves of a chunk of which all of its kinds of stages take the layers."""
+        own = [each for (of, _), each in self.operands.items() if of == chunk]
+        places = [place for each in own for place in each.gradient_places]
+        return frozenset(p.at for p in places) - {p.at for p in places if p.row is None}
 
     def plans_of(self, chunk: int) -> list[Any]:
         """The plans of a chunk's parameters.  A chunk that another device owns is like the last
@@ -196,30 +227,34 @@ class DeviceStep:
     def empty_state(self) -> State:
         """Empty pools and accumulators, and the stages' present state."""
         job, code, kept = self.job, self.code, self.inputs.kept
-        slots, count = code.program.slots, job.num_microbatches
+        slots, microbatches = code.program.slots, job.num_microbatches
         codes = [*code.kinds, *([] if code.last is None else [code.last])]
         losses = [loss.dtype for each in codes for loss in each.avals[Place.LOSSES]]
         state: State = {
             "token": false(),
             "sent_x": empty(self.buffers[Place.X].avals),
-            "losses": jnp.zeros(count, wider(*losses) if losses else jnp.float32),
+            "losses": jnp.zeros(microbatches, wider(*losses) if losses else jnp.float32),
         }
         last = code.last
-        state["aux"] = None if last is None else empty(last.avals[Place.AUX], count)
+        state["aux"] = None if last is None else empty(last.avals[Place.AUX], microbatches)
         for v in range(len(self.chunks)):
             own = jax.tree.leaves(kept[v]) if kept else []
             state[of_chunk(Place.STAGE_STATE, v)] = own
         for place, buffer in self.buffers.items():
             size = getattr(slots, place.value)
-            if size and (job.training or place in (Place.X, *OF_SLICES)):
-                state[place.value] = buffer.empty(size)
+            if code.program.together and place in TOGETHER:
+                state |= {of_slot(place, n): buffer.empty_slot() for n in range(size)}
+            elif size and (job.training or place in (Place.X, *OF_SLICES)):
+                # Rows of buffers that no slice has appended are read, under a mask.
+                filled = job.target.form.filled or place in OF_SLICES
+                state[place.value] = buffer.empty(size, filled=filled)
         for place, avals in code.outer_pools.items():
             if job.training or place is Place.LAST:
                 state[place.value] = empty(avals, getattr(slots, place.value))
         if not job.training:
             return state
         for v, chunk in enumerate(self.chunks):
-            totals = self._totals(chunk, self.plans_of(v))
+            totals = self._totals(chunk, self.plans_of(v), self.apart[v])
             state[of_chunk(Place.STAGE_GRADIENTS, v)] = totals
         for key in OUTER:
             totals = self._totals(getattr(self.inputs, key), leaf_plans(job.plans[key]))
@@ -229,16 +264,24 @@ class DeviceStep:
             "host": self.packing.empty(slots.host),
         }
 
-    def _totals(self, tree: PyTree, plans: Sequence[Any]) -> Leaves:
-        """Empty accumulators; None for what is frozen."""
+    def _totals(
+        self, tree: PyTree, plans: Sequence[LeafPlan], apart: Set[int] = frozenset()
+    ) -> Leaves:
+        """Empty accumulators; None for what is frozen, and of what is `apart` one for each
+        layer.
+        """
 
-        def total(leaf: Any, plan: Any) -> Any:
+        def total(number: int, leaf: Any, plan: LeafPlan) -> Any:
             if plan.frozen:
                 return None
             dtype = accumulator_dtype(leaf.dtype, self.job.accumulate)
-            return plan.constrain(jnp.zeros(leaf.shape, dtype))
+            if number not in apart:
+                return plan.constrain(jnp.zeros(leaf.shape, dtype))
+            of_layer = replace(plan, auto=plan.auto[1:])
+            rows = range(leaf.shape[0])
+            return tuple(of_layer.constrain(jnp.zeros(leaf.shape[1:], dtype)) for _ in rows)
 
-        return list(map(total, jax.tree.leaves(tree), plans))
+        return list(map(total, count(), jax.tree.leaves(tree), plans))
 
 
 def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
@@ -307,7 +350,8 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     results["state"] = Chunks(merged, job.layout) if held else ()
     if not job.training:
         return results, {}
-    owned = return_replicas(job, chunks_of(state, Place.STAGE_GRADIENTS))
+    chunks = chunks_of(state, Place.STAGE_GRADIENTS)
+    owned = return_replicas(job, [list(map(_stacked, chunk)) for chunk in chunks])
 
     def finished(values: Leaves, plans: PyTree, like: PyTree, axes: tuple[str, ...]) -> PyTree:
         """The sums of gradients, None for frozen parameters."""
@@ -326,6 +370,11 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
         grads = finished(state[f"{key}_gradients"], plans[key], params[key], everyone)
         found[key] = cleared(grads, job.axis)
     return results, found
+
+
+def _stacked(total: Any) -> Any:
+    """An accumulator as the parameter is stored."""
+    return jnp.stack(total) if isinstance(total, tuple) else total
 
 
 def whole(leaf: Any, axes: str | tuple[str, ...]) -> Any:

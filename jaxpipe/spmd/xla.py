@@ -22,6 +22,7 @@ from ..jaxprs.entry import Entry
 from ..jaxprs.equations import Reductions, closed_jaxpr
 from ..known_faults import Feature, faults_for
 from ..lowering.target import Target
+from ..model.packed import Place as Home
 from ..model.partition import leaf_plans, parts_of
 from ..stage.code import (
     COTANGENTS,
@@ -189,7 +190,7 @@ def split_entries(job: Job, code: ModelCode, owned: Sequence[PyTree]) -> tuple[S
     if not job.partition.auto_axes:
         return whole_entries(job, code)
     return tuple(
-        _of_kind(job, kind, param_specs(job, code.kind_of.index(number), owned))
+        _of_kind(job, kind, param_specs(job, kind, code.kind_of.index(number), owned))
         for number, kind in enumerate(code.kinds)
     )
 
@@ -230,12 +231,20 @@ def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> Stage
     return StageEntries(tuple(specs), _stored(job, code, specs_of))
 
 
-def param_specs(job: Job, stage: int, owned: Sequence[PyTree]) -> list[PartitionSpec]:
+def param_specs(
+    job: Job, code: StageCode, stage: int, owned: Sequence[PyTree]
+) -> list[PartitionSpec]:
     """How the partitioner splits a stage's own parameters and the shared ones."""
     chunk, _ = job.layout.where(stage)
     own = _split_as(job.plans["stages"][chunk])
-    places = job.layout.held(stage, owned).places
-    own = [place.entry.spec if place.flat else own[place.at] for place in places]
+
+    def split(place: Home) -> PartitionSpec:
+        if place.flat:
+            return place.entry.spec
+        whole = own[place.at]
+        return whole if place.row is None else PartitionSpec(*whole[1:])
+
+    own = list(map(split, code.places(job.layout.held(stage, owned).places)))
     return [*own, *_split_as(job.plans["shared"])]
 
 

@@ -20,7 +20,7 @@ with the fewest bytes between the gradients.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -37,6 +37,8 @@ from ..jaxprs.cut import (
     drop_dead,
     equal_outputs,
     into_scans,
+    is_arithmetic,
+    is_elementwise,
     is_light,
     is_view,
     keep_fewer_residuals,
@@ -52,26 +54,32 @@ from ..jaxprs.equations import (
     reads,
     results_of,
 )
+from ..jaxprs.products import with_wide_products
+from ..lowering.target import Form
 from ..model.calls import OUTER_WANTS
+from ..model.packed import Places
 from ..table.effects import OF_SLICES, LastUse, Liveness, Place
 from ..table.kinds import Kind, kinds_where
 
 
 class ParamUse(NamedTuple):
-    """Uses of a parameter: whether it has a gradient, and whether values that depend on it alone
-    are computed once a step.
+    """Uses of a parameter: whether it has a gradient, whether values that depend on it alone
+    are computed once a step, the dtype of its accumulator, and whether a stack of layers may be
+    taken apart.
     """
 
     trained: bool = True
     once: bool = True
+    total: Any = None  # None: the parameter's own
+    in_layers: bool = False
 
     @classmethod
-    def of(cls, leaf: Any, *, frozen: bool) -> ParamUse:
+    def of(cls, leaf: Any, *, frozen: bool, total: Any = None, in_layers: bool = False) -> ParamUse:
         """The uses of one parameter.  Values of a frozen parameter of fewer than 16 bits are
         computed in each microbatch: one copy for the whole step would be larger than the parameter.
         """
         small = not jnp.issubdtype(leaf.dtype, jnp.inexact) or leaf.dtype.itemsize < 2
-        return cls(not frozen, not (frozen and small))
+        return cls(not frozen, not (frozen and small), total, in_layers)
 
 
 # Values that a forward keeps for its backward.
@@ -124,7 +132,8 @@ class StageCode:
     """
 
     consts: tuple[Any, ...]  # arrays that the function closes over
-    uses: tuple[ParamUse, ...]  # of each parameter
+    uses: tuple[ParamUse, ...]  # of each parameter, of one for each layer of a stack that is apart
+    layers: tuple[int, ...] = ()  # how many parameters each stored leaf gives, 0: itself
     num_extra: int = 0  # the context, the rows of the microbatch, the state before it
     y_tree: Any = None  # of what it returns for the next stage, or besides a loss
     # by place: inputs, SENT_X what a stage returns, LOSSES its loss, STAGE_STATE the state after
@@ -151,6 +160,18 @@ class StageCode:
         a step.
         """
         return (*(True for _ in self.consts), *(use.once for use in self.uses))
+
+    def totals(self, numbers: range) -> dict[int, Any]:
+        """The dtypes of the accumulators of its gradients, by the numbers of the results; in
+        training these are the first of `numbers`, and else there are none.
+        """
+        trained = (use.total for use in self.uses if use.trained)
+        return dict(zip(numbers, trained, strict=False))
+
+    def places(self, stored: Places) -> Places:
+        """The places of its parameters, from those of the stored leaves."""
+        pairs = zip(stored, self.layers, strict=False)  # the shared ones are not among them
+        return tuple(place for each, layers in pairs for place in each.layers(layers))
 
     @cached_property
     def loops(self) -> bool:
@@ -203,7 +224,7 @@ def inexact(leaf: Any) -> bool:
 
 
 def cut_weights(
-    backward: core.Jaxpr, *, params: int, priced: Sequence[int]
+    backward: core.Jaxpr, *, params: int, priced: Sequence[int], form: Form
 ) -> tuple[core.Jaxpr, core.Jaxpr]:
     """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W.
 
@@ -217,9 +238,15 @@ def cut_weights(
         backward,
         needed_for(backward, mask)[0],
         outputs=mask,
+        repeat=_repeated(form),
         early=is_light,
         priced=[backward.invars[i] for i in priced],
     )
+
+
+def _repeated(form: Form) -> Callable[[core.JaxprEqn], bool]:
+    """Whether a later part makes the result of an equation again."""
+    return is_elementwise if form.functions else is_arithmetic
 
 
 def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Jaxpr, core.Jaxpr]:
@@ -245,7 +272,9 @@ def hoist(jaxpr: core.Jaxpr, known: Sequence[bool], *, at: int) -> tuple[core.Ja
     return drop_dead(once.replace(outvars=distinct)), rest.replace(invars=invars)
 
 
-def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0) -> StageCode:
+def pieces(
+    joint: core.Jaxpr, split: int, code: StageCode, *, form: Form, appended: int = 0
+) -> StageCode:
     """Cut forward and backward in one jaxpr, (consts, params, x, extra, dy) -> (y, dparams, dx),
     into the pieces; the first `split` equations are the forward's.
 
@@ -254,7 +283,9 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
     total, outputs = code.num_inputs, code.num_outputs + appended
     dy = len(joint.invars) - total
     known = code.known
-    jaxpr = into_scans(joint)
+    jaxpr = with_wide_products(
+        into_scans(joint), code.totals(range(outputs, len(joint.outvars))), start=split
+    )
     before = jaxpr.eqns[:split]
     whole, computed = {id(eqn) for eqn in before}, {v for eqn in before for v in eqn.outvars}
     once, rest = hoist(jaxpr, known, at=total)
@@ -263,8 +294,9 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
     # Forward | backward, at the border that jax.vjp drew.  A print has no results.  A scan that is
     # cut becomes other equations with the same results.
     border = tuple(id(eqn) in whole or any(v in computed for v in eqn.outvars) for eqn in rest.eqns)
-    rest, grads = keep_fewer_residuals(rest, border), len(jaxpr.outvars) - outputs
-    forward, backward = cut(rest, border, outputs=[True] * outputs + [False] * grads)
+    rest, repeat = keep_fewer_residuals(rest, border, repeat=_repeated(form)), _repeated(form)
+    returned = [i < outputs for i in range(len(rest.outvars))]
+    forward, backward = cut(rest, border, outputs=returned, repeat=repeat)
     forward = forward.replace(invars=forward.invars[:start])
     # (consts, params, x, extra | once | residuals | dy)
     ins, end = backward.invars, start + dy
@@ -277,7 +309,7 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
     cotangents = code.spans(COTANGENTS, dys.start)
     priced = [*range(len(known), inputs[Place.BUFFER].stop), *residuals, *dys]
     num_params = len(code.avals[Place.STAGE_GRADIENTS])
-    input_grad, weight_grad = cut_weights(backward, params=num_params, priced=priced)
+    input_grad, weight_grad = cut_weights(backward, params=num_params, priced=priced, form=form)
     by_second = reads(weight_grad)
 
     # Residuals that only I needs come before those that W needs.
@@ -289,13 +321,13 @@ def pieces(joint: core.Jaxpr, split: int, code: StageCode, *, appended: int = 0)
         rest = jaxpr.invars[len(order) :]
         return jaxpr.replace(invars=[*(jaxpr.invars[i] for i in order), *rest])
 
-    returned = forward.outvars[:outputs]
+    results = forward.outvars[:outputs]
     kept = [forward.outvars[outputs + i - start] for i in (*early, *late)]
     return replace(
         code,
         hoist=once,
-        forward=forward.replace(outvars=[*returned, *kept]),
-        evaluate=drop_dead(forward.replace(outvars=returned)),
+        forward=forward.replace(outvars=[*results, *kept]),
+        evaluate=drop_dead(forward.replace(outvars=results)),
         recompute=drop_dead(forward.replace(outvars=kept)),
         backward=reorder(backward),
         input_grad=reorder(input_grad),
@@ -331,7 +363,7 @@ def _liveness(
     return found
 
 
-def cut_last(last: StageCode, axis: str) -> StageCode:
+def cut_last(last: StageCode, axis: str, form: Form) -> StageCode:
     """Cut `backward(parameters, y, extra, once, seed) -> loss, aux, dparams, dy` into L and
     its late part by the smallest cut, as B is cut into I and W.  The late part computes the
     gradient of parameters.
@@ -346,7 +378,7 @@ def cut_last(last: StageCode, axis: str) -> StageCode:
     others = [*outs[: own.start], *outs[own.stop :]]
     params = len(last.avals[Place.STAGE_GRADIENTS])
     reordered = whole.replace(outvars=[*outs[own], *others])
-    first, second = cut_weights(reordered, params=params, priced=y)
+    first, second = cut_weights(reordered, params=params, priced=y, form=form)
     if any(axis in axes for _, axes in collectives(second)):
         (late,) = kinds_where(lambda spec: spec.part_of)
         raise PipelineError(

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh, PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree, by_index, shapes_of
+from ..arrays import Leaves, Params, PyTree, accumulator_dtype, by_index, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
@@ -34,6 +35,7 @@ from ..lowering.target import Target
 from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Functions, Loss, StageOutput, check_forms, share_of
 from ..model.keys import KeyOf
+from ..model.packed import Place as Home, Places
 from ..model.param_layout import ParamLayout
 from ..model.partition import LeafPlan, Partition, leaf_plans
 from ..program.ir import Program
@@ -304,7 +306,8 @@ class Inputs(NamedTuple):
 def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
     functions, layout = replace(job.functions, in_place=not job.functions.room), job.layout
-    shared, shared_uses = inputs.shared, uses_of(inputs.shared, leaf_plans(job.plans["shared"]))
+    shared = inputs.shared
+    shared_uses = uses_of(shared, leaf_plans(job.plans["shared"]), job.accumulate)
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
         index = jnp.int32(0)
@@ -313,10 +316,10 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     def outer(key: str, x: PyTree) -> StageCode:
         """`first` or `last`."""
         is_share = functions.spreads(key)
-        trace_first = trace_spread_first if is_share else trace_stage
+        trace_first = trace_spread_first if is_share else partial(trace_stage, form=job.target.form)
         trace: Callable[..., StageCode] = trace_first if key == "first" else trace_last
         own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
-        uses = uses_of(own, leaf_plans(job.plans[key])) + shared_uses
+        uses = uses_of(own, leaf_plans(job.plans[key]), job.accumulate) + shared_uses
         with refusing(key):
             extra = extra_of(OUTER_WANTS)
             code = trace(run, (own, shared), x, extra, uses, training=job.training)
@@ -331,7 +334,8 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     for stage, function in enumerate(functions.stages):
         own = layout.held(stage, inputs.owned)
         params, state = own.avals, layout.held(stage, inputs.kept).avals if inputs.kept else ()
-        uses = uses_of(params, layout.held(stage, job.plans["stages"]).leaves) + shared_uses
+        plans = layout.held(stage, job.plans["stages"]).leaves
+        uses = uses_of(params, plans, job.accumulate, own.places) + shared_uses
         leaves, tree = jax.tree.flatten(shapes_of((params, state, x)))
         key = (function, tree, *leaves, *uses, own.form)
         if key not in kinds:
@@ -348,14 +352,16 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     found = ModelCode(codes, tuple(kind_of), first, last, _program(job, codes))
     if last is None or not found.defers_last:
         return found
-    return replace(found, last=cut_last(last, job.axis))
+    return replace(found, last=cut_last(last, job.axis, job.target.form))
 
 
 def _program(job: Job, codes: Sequence[StageCode]) -> Program:
     """The program of the step, with a warning where an offload moves nothing."""
     offloads = job.training and any(code.offloads for code in codes)
     plan = replace(job.plan, offload=Offload.RESIDUALS) if offloads else job.plan
-    program = verify(plan.program(longest([code.liveness for code in codes])))
+    # Blocks that communicate are in no CUDA graph, where a predicate costs more.
+    most = 0 if job.target.communicates else job.target.form.slots
+    program = verify(plan.program(longest([code.liveness for code in codes]), most=most))
     if job.training and plan.offload is not Offload.NOTHING and not program.slots.host:
         schedule = program.schedule
         warnings.warn(
@@ -367,11 +373,27 @@ def _program(job: Job, codes: Sequence[StageCode]) -> Program:
     return program
 
 
-def uses_of(tree: PyTree, plans: Sequence[LeafPlan]) -> list[ParamUse]:
-    """The uses of each of these parameters."""
+def uses_of(
+    tree: PyTree, plans: Sequence[LeafPlan], accumulate: Any, places: Places = ()
+) -> list[ParamUse]:
+    """The uses of each of these parameters, those of a stage with their places.
+
+    Layers along a dim that the partitioner splits stay together.
+    """
+
+    def apart(place: Home | None, plan: LeafPlan) -> bool:
+        if place is None or not place.flat:
+            return place is not None and bool(plan.auto) and plan.auto[0] is None
+        return all(part.dim for part in place.entry.parts)
+
     return [
-        ParamUse.of(leaf, frozen=plan.frozen)
-        for leaf, plan in zip(jax.tree.leaves(tree), plans, strict=True)
+        ParamUse.of(
+            leaf,
+            frozen=plan.frozen,
+            total=accumulator_dtype(leaf.dtype, accumulate),
+            in_layers=apart(place, plan),
+        )
+        for leaf, plan, place in zip_longest(jax.tree.leaves(tree), plans, places)
     ]
 
 
@@ -389,7 +411,9 @@ def _trace_one(
             passed = functions.carried(stage, *inputs)
             if keeps_state:
                 check_state_gradient(name, call, inputs, [use.trained for use in uses])
-            code = trace_stage(call, *inputs, uses, passed, training=job.training)
+            code = trace_stage(
+                call, *inputs, uses, passed, training=job.training, form=job.target.form
+            )
     except (TypeError, ValueError) as error:
         if not job.layout.unlike or isinstance(error, PipelineError):
             raise

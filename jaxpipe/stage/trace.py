@@ -33,6 +33,9 @@ from ..jaxprs.equations import (
     with_equations,
 )
 from ..jaxprs.flat import flatten, stores_on_host
+from ..jaxprs.layers import in_layers
+from ..jaxprs.products import with_wide_products
+from ..lowering.target import Form
 from ..model.functions import StageOutput
 from ..table.effects import Place
 from .code import INPUTS, ParamUse, StageCode, by_place, hoist, inexact, pieces
@@ -100,6 +103,7 @@ def trace_stage(
     passed: PyTree = (),
     *,
     training: bool = True,
+    form: Form | None = None,
 ) -> StageCode:
     """Cut `function(params, x, extra) -> y`, or `(y, StageOutput)`, into its pieces; arguments are
     arrays, tracers or ShapeDtypeStructs.
@@ -111,25 +115,33 @@ def trace_stage(
     floating (segment ids, masks) get no gradient.  Without `training` there is a forward alone, of
     a function that JAX need not be able to differentiate.
     """
+    form = form or Form()
     uses = [ParamUse()] * len(jax.tree.leaves(params)) if uses is None else uses
     given = dict(zip(INPUTS, shapes_of((x, *(passed or ((), ())))), strict=True))
+
+    def run(params: PyTree, held: PyTree, extra: PyTree) -> tuple[PyTree, PyTree]:
+        x, before = held
+        out = function(params, x, {**extra, "carried": before} if passed else extra)
+        y, more = (
+            out
+            if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], StageOutput)
+            else (out, StageOutput())
+        )
+        after, rows = (more.carried, more.rows) if passed else ((), ())
+        return ((y, after), more.loss), (more.state, rows)
+
+    layers = [0] * len(uses)
+    if form.layers:
+        apart = [use.in_layers for use in uses]
+        run, (params, *_), layers = in_layers(run, (params, (x, passed), extra), apart, form.layers)
+        pairs = zip(uses, layers, strict=True)
+        uses = [use for use, count in pairs for _ in range(count or 1)]
     wanted = [*(use.trained for use in uses), *map(inexact, jax.tree.leaves((x, passed)))]
 
     def split(params: PyTree, held: PyTree, extra: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        def call(params: PyTree, held: PyTree) -> tuple[PyTree, PyTree]:
-            x, before = held
-            out = function(params, x, {**extra, "carried": before} if passed else extra)
-            y, more = (
-                out
-                if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], StageOutput)
-                else (out, StageOutput())
-            )
-            after, rows = (more.carried, more.rows) if passed else ((), ())
-            return ((y, after), more.loss), (more.state, rows)
-
         if not training:
-            return (*call(params, held), ())
-        of_wanted, leaves = by_leaves(call, (params, held), wanted)
+            return (*run(params, held, extra), ())
+        of_wanted, leaves = by_leaves(lambda p, h: run(p, h, extra), (params, held), wanted)
         y, vjp, state = jax.vjp(of_wanted, leaves, has_aux=True)
         return y, state, vjp
 
@@ -152,6 +164,7 @@ def trace_stage(
     code = StageCode(
         consts=(*flat[0].consts, *flat[1].consts),
         uses=tuple(uses),
+        layers=tuple(layers),
         num_extra=len(jax.tree.leaves(extra)),
         y_tree=jax.tree.structure(y),
         avals=by_place(
@@ -162,7 +175,7 @@ def trace_stage(
     )
     appended = len(jax.tree.leaves(rows))
     joint = _join(flat[0].jaxpr, flat[1].jaxpr, code.num_outputs + appended)
-    code = pieces(joint, len(flat[0].jaxpr.eqns), code, appended=appended)
+    code = pieces(joint, len(flat[0].jaxpr.eqns), code, appended=appended, form=form)
     return replace(writing_rows(code, appended), offloads=stores_on_host(forward.jaxpr))
 
 
@@ -235,7 +248,10 @@ class _AtOnce:
         results alone.
         """
         code, late = self.code, len(self.jaxpr.invars) - self.code.num_inputs
-        once, body = hoist(self.jaxpr, code.known, at=code.num_inputs)
+        jaxpr = with_wide_products(
+            self.jaxpr, code.totals(range(self.num_results, len(self.jaxpr.outvars)))
+        )
+        once, body = hoist(jaxpr, code.known, at=code.num_inputs)
         evaluate = drop_dead(body.replace(outvars=body.outvars[: self.num_results]))
         evaluate = evaluate.replace(invars=evaluate.invars[: len(evaluate.invars) - late])
         return replace(code, hoist=once, evaluate=evaluate, backward=body)

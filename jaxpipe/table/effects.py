@@ -63,6 +63,8 @@ class Place(enum.Enum):
 _LETTERS = dict(zip(Place, "xiwcsfylhkdbg", strict=False))
 # The pools of what passes between slices of a sequence.
 OF_SLICES = (Place.CARRY, Place.CARRY_GRADIENT, Place.BUFFER, Place.BUFFER_GRADIENT)
+# The pools of what an action of a stage leaves for its backwards: large values, and many.
+TOGETHER = (Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, Place.STASH)
 # The pools that a program has even where nothing is in them.
 ALWAYS = tuple(_LETTERS)[:6]
 

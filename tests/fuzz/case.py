@@ -95,6 +95,7 @@ class Case:
     accumulate: str | None = "float32"
     costs: bool = False
     eager: bool = False
+    gpu_form: bool = False  # the blocks that GPUs run
     calls: tuple[str, ...] = ("step",)
 
     def __str__(self) -> str:
@@ -289,6 +290,7 @@ def _drawing(rng: np.random.Generator, case: Case) -> Case:
         changed["ops"] = tuple((*own, *POSITIONED) for own in case.ops)
     if "step" in case.calls and _is_plain(case) and rng.random() < 0.4:
         changed["calls"] = (*case.calls, "plain")
+    changed["gpu_form"] = not case.eager and rng.random() < 0.4
     return replace(case, **changed)
 
 

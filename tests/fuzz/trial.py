@@ -19,6 +19,7 @@ import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.eager import EagerExecutor
 from tests.flat import flat_pipeline
+from tests.forms import gpu_form
 from tests.keys import key_of
 
 from .case import Case
@@ -132,7 +133,7 @@ class Trial:
             costs=jp.Costs(forward=1e-3, input_grad=2e-3, weight_grad=1e-3, unit="seconds, made up")
             if c.costs
             else None,
-            executor=EagerExecutor() if c.eager else None,
+            executor=EagerExecutor() if c.eager else gpu_form() if c.gpu_form else None,
             time=self.model.timed if c.slices > 1 else (),
             whole=WHOLE if c.whole else (),
             carry=self.model.carry if "carried" in c.every_op else None,

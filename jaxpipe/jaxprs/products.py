@@ -1,0 +1,129 @@
+"""Products in the dtype that their results are converted to.
+
+The gradient of a weight that is used in bfloat16 is a bfloat16 product, which is transposed,
+converted to float32 and added.  XLA:GPU fuses the addition into the product only where the product
+itself is float32, in the order of the weight.  Such a product is also rounded once less.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core
+from jax.extend.core.primitives import dot_general_p
+
+from .equations import NewVar, closed_jaxpr, scan_counts, substituted, variables
+
+_WIDE = jnp.dtype(jnp.float32)
+_MOVES = ("transpose", "reshape", "squeeze", "expand_dims")
+
+
+def with_wide_products(
+    jaxpr: core.Jaxpr, totals: Mapping[int, Any], *, start: int = 0
+) -> core.Jaxpr:
+    """The jaxpr in which those products of 16 bits are float32 that are results, or rows of
+    results, and that nothing else reads.
+
+    Args:
+        jaxpr: without calls.
+        totals: the dtypes that results are converted to, here or afterwards, by their numbers.
+        start: equations before it stay as they are.
+    """
+    uses = Counter(v for eqn in jaxpr.eqns for v in variables(eqn.invars))
+    uses.update(variables(jaxpr.outvars))
+    maker = {v: eqn for eqn in jaxpr.eqns[start:] for v in eqn.outvars}
+    newvar, env = core.gensym(), dict[Any, core.Var]()
+    instead: dict[int, Sequence[core.JaxprEqn]] = {}  # by `id`
+    in_scans: dict[int, dict[int, Any]] = {}
+    for number, dtype in totals.items():
+        end: Any = jaxpr.outvars[number]
+        if dtype != _WIDE or end not in maker or uses[end] != 1:
+            continue
+        eqn = maker[end]
+        if eqn.primitive.name == "scan":
+            in_scans.setdefault(id(eqn), {})[eqn.outvars.index(end)] = dtype
+            continue
+        converts = [eqn] if eqn.primitive.name == "convert_element_type" else []
+        product = _Product.behind(eqn.invars[0] if converts else end, maker, uses)
+        if product is not None:
+            env[end] = newvar(end.aval.update(dtype=_WIDE))
+            instead |= {id(eqn): () for eqn in (*converts, *product.moves)}
+            instead[id(product.eqn)] = product.widened(env[end], newvar)
+    for eqn in jaxpr.eqns:
+        if id(eqn) in in_scans:
+            carries = scan_counts(eqn)[1]
+            wanted = {n: dtype for n, dtype in in_scans[id(eqn)].items() if n >= carries}
+            instead[id(eqn)] = [_in_scan(eqn, wanted, env, newvar)]
+    eqns = [new for eqn in jaxpr.eqns for new in instead.get(id(eqn), [eqn])]
+    return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
+
+
+def _in_scan(
+    eqn: core.JaxprEqn, wanted: Mapping[int, Any], env: dict[Any, core.Var], newvar: NewVar
+) -> core.JaxprEqn:
+    """The scan with wide products among its stacked results; `env` gets those of another dtype."""
+    body = eqn.params["jaxpr"]
+    wide = with_wide_products(body.jaxpr, wanted)
+    outvars = list(eqn.outvars)
+    for number in wanted:
+        new: Any = wide.outvars[number].aval
+        old: Any = outvars[number]
+        if old.aval.dtype != new.dtype:
+            outvars[number] = env[old] = newvar(old.aval.update(dtype=new.dtype))
+    params = eqn.params | {"jaxpr": closed_jaxpr(wide, body.consts)}
+    return eqn.replace(params=params, outvars=outvars)
+
+
+class _Product(NamedTuple):
+    """A product of 16 bits that is read once, and the moves of its result, each read once too."""
+
+    eqn: core.JaxprEqn
+    moves: list[core.JaxprEqn]
+
+    @classmethod
+    def behind(
+        cls, end: Any, maker: Mapping[Any, core.JaxprEqn], uses: Mapping[Any, int]
+    ) -> _Product | None:
+        """The product that a value is."""
+        moves: list[core.JaxprEqn] = []
+        while (eqn := maker.get(end)) is not None and uses[end] == 1:
+            if eqn.primitive is dot_general_p:
+                is_half = end.aval.dtype in (jnp.bfloat16, jnp.float16)
+                return cls(eqn, moves) if is_half else None
+            if eqn.primitive.name not in _MOVES:
+                return None
+            moves.insert(0, eqn)
+            end = eqn.invars[0]
+        return None
+
+    def widened(self, result: core.Var, newvar: NewVar) -> list[core.JaxprEqn]:
+        """The equations that make the result in float32."""
+        moves, inputs, params = self.moves, self.eqn.invars, self.eqn.params
+        if moves and moves[0].params.get("permutation") == self._swapped:
+            (left, right), batch = params["dimension_numbers"]
+            params = params | {"dimension_numbers": ((right, left), batch[::-1])}
+            moves, inputs = moves[1:], inputs[::-1]
+        between: list[Any] = [move.invars[0].aval for move in moves]
+        values = [*(newvar(aval.update(dtype=_WIDE)) for aval in between), result]
+        params = params | {"preferred_element_type": _WIDE}
+        return [
+            self.eqn.replace(invars=inputs, outvars=values[:1], params=params),
+            *(
+                move.replace(invars=[before], outvars=[after])
+                for move, before, after in zip(moves, values, values[1:], strict=False)
+            ),
+        ]
+
+    @property
+    def _swapped(self) -> tuple[int, ...] | None:
+        """The order of the result's dims where the operands change places."""
+        (left, _), (batch, _) = self.eqn.params["dimension_numbers"]
+        lhs: Any = self.eqn.invars[0].aval
+        out: Any = self.eqn.outvars[0].aval
+        if self.eqn.params.get("out_sharding") is not None:
+            return None
+        shared, end = len(batch), lhs.ndim - len(left)
+        return *range(shared), *range(end, out.ndim), *range(shared, end)

@@ -1,0 +1,24 @@
+"""The form of blocks that GPUs run, on the devices at hand, with pools that begin with NaN."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jaxpipe.lowering.target import GPU_FORM
+from jaxpipe.spmd import pools
+from jaxpipe.spmd.executor import SpmdExecutor
+
+
+def gpu_form() -> SpmdExecutor:
+    """The executor of that form; from now on no pool that begins unfilled has zeros."""
+    pools.unfilled = poisoned
+    return SpmdExecutor(form=GPU_FORM)
+
+
+def poisoned(shape, dtype):
+    """NaN, or the smallest number of what has no NaN."""
+    values = pools.zeros(shape, dtype)
+    if not jnp.issubdtype(dtype, jnp.number):
+        return values
+    inexact = jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.full_like(values, jnp.nan if inexact else jnp.iinfo(dtype).min)
