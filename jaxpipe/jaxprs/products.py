@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.extend.core.primitives import dot_general_p
 
-from .equations import NewVar, closed_jaxpr, scan_counts, substituted, variables
+from .equations import NewVar, substituted, variables
 
 _WIDE = jnp.dtype(jnp.float32)
 _MOVES = ("transpose", "reshape", "squeeze", "expand_dims")
@@ -24,8 +24,8 @@ _MOVES = ("transpose", "reshape", "squeeze", "expand_dims")
 def with_wide_products(
     jaxpr: core.Jaxpr, totals: Mapping[int, Any], *, start: int = 0
 ) -> core.Jaxpr:
-    """The jaxpr in which those products of 16 bits are float32 that are results, or rows of
-    results, and that nothing else reads.
+    """The jaxpr in which those products of 16 bits are float32 that are results, and that nothing
+    else reads.  Those in scans stay: a row of a stack that is added to has fewer bytes so.
 
     Args:
         jaxpr: without calls.
@@ -37,44 +37,19 @@ def with_wide_products(
     maker = {v: eqn for eqn in jaxpr.eqns[start:] for v in eqn.outvars}
     newvar, env = core.gensym(), dict[Any, core.Var]()
     instead: dict[int, Sequence[core.JaxprEqn]] = {}  # by `id`
-    in_scans: dict[int, dict[int, Any]] = {}
     for number, dtype in totals.items():
         end: Any = jaxpr.outvars[number]
         if dtype != _WIDE or end not in maker or uses[end] != 1:
             continue
         eqn = maker[end]
-        if eqn.primitive.name == "scan":
-            in_scans.setdefault(id(eqn), {})[eqn.outvars.index(end)] = dtype
-            continue
         converts = [eqn] if eqn.primitive.name == "convert_element_type" else []
         product = _Product.behind(eqn.invars[0] if converts else end, maker, uses)
         if product is not None:
             env[end] = newvar(end.aval.update(dtype=_WIDE))
             instead |= {id(eqn): () for eqn in (*converts, *product.moves)}
             instead[id(product.eqn)] = product.widened(env[end], newvar)
-    for eqn in jaxpr.eqns:
-        if id(eqn) in in_scans:
-            carries = scan_counts(eqn)[1]
-            wanted = {n: dtype for n, dtype in in_scans[id(eqn)].items() if n >= carries}
-            instead[id(eqn)] = [_in_scan(eqn, wanted, env, newvar)]
     eqns = [new for eqn in jaxpr.eqns for new in instead.get(id(eqn), [eqn])]
     return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
-
-
-def _in_scan(
-    eqn: core.JaxprEqn, wanted: Mapping[int, Any], env: dict[Any, core.Var], newvar: NewVar
-) -> core.JaxprEqn:
-    """The scan with wide products among its stacked results; `env` gets those of another dtype."""
-    body = eqn.params["jaxpr"]
-    wide = with_wide_products(body.jaxpr, wanted)
-    outvars = list(eqn.outvars)
-    for number in wanted:
-        new: Any = wide.outvars[number].aval
-        old: Any = outvars[number]
-        if old.aval.dtype != new.dtype:
-            outvars[number] = env[old] = newvar(old.aval.update(dtype=new.dtype))
-    params = eqn.params | {"jaxpr": closed_jaxpr(wide, body.consts)}
-    return eqn.replace(params=params, outvars=outvars)
 
 
 class _Product(NamedTuple):

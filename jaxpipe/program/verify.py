@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ProgramError
-from ..table.effects import MOVES, OF_SLICES, Access, Effect, Place, flags_of
+from ..table.effects import MOVES, OF_SLICES, TOGETHER, Access, Effect, Place, flags_of
 from ..table.kinds import COLLECTIVES, KIND_NAMES
 from .ir import NOBODY, POOL_OF, SENT_TO, Program
 from .segments import FLAGS, BlockUse, Permute, Presence, room_of
@@ -103,8 +103,15 @@ def faults(program: Program) -> tuple[Fault, ...]:
     blocks = tuple(_running(program))
     if found := tuple(_code_faults(program, blocks)):
         return found
+    # Of pools whose values have one number, the largest says how many slots each has.
+    largest = max(program.pools.get(pool, 0) for pool in TOGETHER)
     flows = (
-        _flow_faults(pool, size, _accesses(program, pool, blocks))
+        _flow_faults(
+            pool,
+            size,
+            _accesses(program, pool, blocks),
+            spare=program.together and pool in TOGETHER and size == largest,
+        )
         for pool, size in program.pools.items()
     )
     return tuple(chain.from_iterable(flows))
@@ -380,7 +387,7 @@ def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:
                 yield Accesses(when, device, slot, place, order, value[at])
 
 
-def _flow_faults(pool: Place, size: int, found: Accesses) -> Iterator[Fault]:
+def _flow_faults(pool: Place, size: int, found: Accesses, *, spare: bool) -> Iterator[Fault]:
     """Broken rules of one pool."""
     outside = np.flatnonzero((found.slot < 0) | (found.slot >= size))
     for i in outside[:_MOST_LISTED].tolist():
@@ -400,7 +407,7 @@ def _flow_faults(pool: Place, size: int, found: Accesses) -> Iterator[Fault]:
         return
     if pool in OF_SLICES:
         found = found._replace(order=np.where(_updates(found, last), Access.READ, found.order))
-    yield from _size_faults(pool, size, found, _last_write(found))
+    yield from _size_faults(pool, size, found, _last_write(found), spare=spare)
 
 
 def _updates(found: Accesses, last: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -439,10 +446,10 @@ def _wrong_reads(
 
 
 def _size_faults(
-    pool: Place, size: int, found: Accesses, last: NDArray[np.int64]
+    pool: Place, size: int, found: Accesses, last: NDArray[np.int64], *, spare: bool
 ) -> Iterator[Fault]:
     """The pool has as many slots as values are alive at once, from their writing to their last
-    reading, on the device with most.
+    reading, on the device with most; with `spare` slots, at least as many.
     """
     end = np.full(len(found.slot), -1)
     reads = np.flatnonzero(found.is_read)
@@ -457,7 +464,7 @@ def _size_faults(
     order = np.lexsort((times, device))
     # Each device's steps sum to nothing, so one running sum serves all.
     peak = max(1, int(np.cumsum(steps[order]).max(initial=0)))
-    if peak != size:
+    if peak > size or (peak < size and not spare):
         alive_at_once = f"{peak} values are alive at its peak"
         message = f"pool {pool.value} has {size} slots; {alive_at_once}"
         yield Fault(ProgramRule.POOL, message)
