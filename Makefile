@@ -3,7 +3,7 @@
 #
 #   make train ARGS="--schedule gpipe --steps 50"     flags of examples/train_gpt.py
 #   make test  ARGS="tests/axes -x" WORKERS=0         arguments of pytest, and how many processes run tests
-#   make test-slow                                    what CI runs besides: larger sizes and more random examples
+#   make test-slow                                    larger sizes and more random examples, of which CI runs a share a day
 #   make test-tables                                  the tests that need no device, in seconds and without JAX
 #   make test-numeric ISA=AVX2                        the tests that compare numbers, compiled for an older instruction set
 #   make test-gpu                                     pipelines on a real GPU, one is enough; without one, on CPU devices

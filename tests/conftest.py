@@ -12,7 +12,10 @@ import gc
 import os
 import re
 import sys
+import zlib
 from importlib.util import find_spec
+from itertools import compress
+from operator import not_
 from pathlib import Path
 
 import pytest
@@ -121,8 +124,25 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if _only_no_jax(config) or find_spec("jax") is None else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share",
+        metavar="I/N",
+        help="run the tests of this share alone, of N in all: 0/5 to 4/5 are disjoint",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = {*(HERE / "slow.txt").read_text(encoding="utf-8").splitlines()}
+    if share := config.getoption("share"):
+        number, count = map(int, share.split("/"))
+        mine = [zlib.crc32(item.nodeid.encode()) % count == number for item in items]
+        others = list(compress(items, map(not_, mine)))
+        config.hook.pytest_deselected(items=others)
+        items[:] = compress(items, mine)
     for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.slow)
         room = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
         if room in NO_JAX and not any(map(item.get_closest_marker, (*TIERS, "torch"))):
             item.add_marker(pytest.mark.no_jax)

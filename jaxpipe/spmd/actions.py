@@ -40,7 +40,7 @@ from .step import DeviceStep, whole
 # The results that a stage's code writes to slots itself.
 _IN_SLOTS = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
 # What the code of an action writes that is there once for each slot.
-_BY_SLOT = (*TOGETHER, Place.STAGE_GRADIENTS)
+_BY_SLOT = (*_IN_SLOTS, Place.STAGE_GRADIENTS)
 # By what is sent, the pool where it arrives.
 _SENT = {Place.SENT_X: Place.X, Place.SENT_DX: Place.COTANGENT}
 

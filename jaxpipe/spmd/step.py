@@ -246,7 +246,7 @@ class DeviceStep:
                 state |= {of_slot(place, n): buffer.empty_slot() for n in range(size)}
             elif size and (job.training or place in (Place.X, *OF_SLICES)):
                 # Rows of buffers that no slice has appended are read, under a mask.
-                filled = job.target.form.filled or place in OF_SLICES
+                filled = job.form.filled or place in OF_SLICES
                 state[place.value] = buffer.empty(size, filled=filled)
         for place, avals in code.outer_pools.items():
             if job.training or place is Place.LAST:

@@ -31,7 +31,7 @@ from ..jaxprs.equations import (
 )
 from ..jaxprs.flat import flatten
 from ..lowering.plan import Plan
-from ..lowering.target import Target
+from ..lowering.target import Form, Target
 from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Functions, Loss, StageOutput, check_forms, share_of
 from ..model.keys import KeyOf
@@ -72,6 +72,14 @@ class Job:
     outputs: bool = False
     observe: Observe | None = None  # called as soon as the model is traced
     clock: Clock | None = None  # called by every block
+
+    @property
+    def form(self) -> Form:
+        """The form of the program's blocks.  Blocks that run as one stay loops over layers, so that
+        the forward of a layer is beside the backward of another; the two share pools.
+        """
+        form = self.target.form
+        return replace(form, layers=0, slots=0) if self.plan.ticks.pairs.any() else form
 
     @property
     def mesh(self) -> Mesh:
@@ -316,7 +324,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     def outer(key: str, x: PyTree) -> StageCode:
         """`first` or `last`."""
         is_share = functions.spreads(key)
-        trace_first = trace_spread_first if is_share else partial(trace_stage, form=job.target.form)
+        trace_first = trace_spread_first if is_share else partial(trace_stage, form=job.form)
         trace: Callable[..., StageCode] = trace_first if key == "first" else trace_last
         own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
         uses = uses_of(own, leaf_plans(job.plans[key]), job.accumulate) + shared_uses
@@ -352,7 +360,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     found = ModelCode(codes, tuple(kind_of), first, last, _program(job, codes))
     if last is None or not found.defers_last:
         return found
-    return replace(found, last=cut_last(last, job.axis, job.target.form))
+    return replace(found, last=cut_last(last, job.axis, job.form))
 
 
 def _program(job: Job, codes: Sequence[StageCode]) -> Program:
@@ -360,7 +368,7 @@ def _program(job: Job, codes: Sequence[StageCode]) -> Program:
     offloads = job.training and any(code.offloads for code in codes)
     plan = replace(job.plan, offload=Offload.RESIDUALS) if offloads else job.plan
     # Blocks that communicate are in no CUDA graph, where a predicate costs more.
-    most = 0 if job.target.communicates else job.target.form.slots
+    most = 0 if job.target.communicates else job.form.slots
     program = verify(plan.program(longest([code.liveness for code in codes]), most=most))
     if job.training and plan.offload is not Offload.NOTHING and not program.slots.host:
         schedule = program.schedule
@@ -412,7 +420,7 @@ def _trace_one(
             if keeps_state:
                 check_state_gradient(name, call, inputs, [use.trained for use in uses])
             code = trace_stage(
-                call, *inputs, uses, passed, training=job.training, form=job.target.form
+                call, *inputs, uses, passed, training=job.training, form=job.form
             )
     except (TypeError, ValueError) as error:
         if not job.layout.unlike or isinstance(error, PipelineError):

@@ -226,28 +226,31 @@ def test_a_result_that_is_a_constant_is_stored_beside_what_is_read():
 
 
 @pytest.mark.parametrize("width", [512, 8])
-def test_a_large_slot_is_read_after_what_was_computed_before(width):
-    """A backward runs what it computes again of a layer after the backward of the layer above."""
+def test_a_large_slot_is_read_after_what_was_stored_before(width):
+    """A backward runs what it computes again of a layer after the backward of the layer above has
+    added its gradient.
+    """
     shape = (width, width)
     entry = Entry(shape, ())
 
     def two_layers(dy, above, below):
-        dy = jnp.tanh(above) @ dy
-        return jnp.tanh(below) @ dy
+        gradient, dy = dy @ dy, jnp.tanh(above) @ dy
+        return jnp.tanh(below) @ dy, gradient
 
     closed = jax.make_jaxpr(two_layers)(*[jnp.zeros(shape)] * 3)
 
     def run(dy, pool, index):
         reads = Slot(pool, index, entry), Slot(pool, 1 - index, entry)
-        return run_in_slots(InSlots(closed.jaxpr, [dy, *reads]))[0][0]
+        total = {1: Total(jnp.zeros(shape))}
+        return run_in_slots(InSlots(closed.jaxpr, [dy, *reads], total))[0][0]
 
     dy, pool = jnp.ones(shape), jnp.arange(2.0)[:, None, None] * jnp.ones((2, *entry.kept))
-    expected = two_layers(dy, *pool.reshape(2, *shape))
+    expected, _ = two_layers(dy, *pool.reshape(2, *shape))
     np.testing.assert_allclose(run(dy, pool, jnp.int32(0)), expected, rtol=1e-12)
     eqns = jax.make_jaxpr(run)(dy, pool, jnp.int32(0)).eqns
     names = [eqn.primitive.name for eqn in eqns]
     product = eqns[names.index("dot_general")].outvars[0]
-    after = {product}  # what depends on the first product
+    after = {product}  # what depends on the first product, the gradient
     for eqn in eqns:
         if not after.isdisjoint(v for v in eqn.invars if isinstance(v, core.Var)):
             after.update(eqn.outvars)
