@@ -139,9 +139,7 @@ class _Shard:
         """The uses of these parameters."""
         names = key, "shared"
         return [
-            use
-            for name in names
-            for use in uses_of(self.params[name], self.plans[name], self.job.accumulate)
+            use for name in names for use in uses_of(self.job, self.params[name], self.plans[name])
         ]
 
     def _add(self, key: Any, grads: tuple[PyTree, PyTree], share: float = 1.0) -> None:

@@ -260,6 +260,8 @@ class Form:
     Args:
         layers: scans over so many layers at most run one layer after the other, and the parameters
             and accumulators of each layer are arrays of their own. 0: scans stay.
+        products: a weight gradient is made in the dtype of its accumulator.  XLA:CPU has no fast
+            product of half precisions into float32.
         functions: backwards compute transcendental functions again, in the fusion that needs them.
         slots: of so many slots of residuals at most, each is a buffer of its own, and the code of
             an action is there once for each slot that it uses. 0: slots are rows of one buffer,
@@ -268,13 +270,14 @@ class Form:
     """
 
     layers: int = 0
+    products: bool = False
     functions: bool = False
     slots: int = 0
     filled: bool = True
 
 
 # On GPUs the time to compile bounds the numbers of layers and slots.
-GPU_FORM = Form(layers=16, functions=True, slots=24, filled=False)
+GPU_FORM = Form(layers=16, products=True, functions=True, slots=24, filled=False)
 FORMS: Mapping[RunsOn, Form] = {RunsOn.GPUS: GPU_FORM}
 
 

@@ -64,13 +64,13 @@ from ..table.kinds import Kind, kinds_where
 
 class ParamUse(NamedTuple):
     """Uses of a parameter: whether it has a gradient, whether values that depend on it alone
-    are computed once a step, the dtype of its accumulator, and whether a stack of layers may be
-    taken apart.
+    are computed once a step, the dtype in which its gradient is made where it is a product, and
+    whether a stack of layers may be taken apart.
     """
 
     trained: bool = True
     once: bool = True
-    total: Any = None  # None: the parameter's own
+    total: Any = None  # None: as the product's operands
     in_layers: bool = False
 
     @classmethod

@@ -315,7 +315,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     """Trace the user's functions, check that their shapes chain, and make the program."""
     functions, layout = replace(job.functions, in_place=not job.functions.room), job.layout
     shared = inputs.shared
-    shared_uses = uses_of(shared, leaf_plans(job.plans["shared"]), job.accumulate)
+    shared_uses = uses_of(job, shared, leaf_plans(job.plans["shared"]))
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
         index = jnp.int32(0)
@@ -327,7 +327,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         trace_first = trace_spread_first if is_share else partial(trace_stage, form=job.form)
         trace: Callable[..., StageCode] = trace_first if key == "first" else trace_last
         own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
-        uses = uses_of(own, leaf_plans(job.plans[key]), job.accumulate) + shared_uses
+        uses = uses_of(job, own, leaf_plans(job.plans[key])) + shared_uses
         with refusing(key):
             extra = extra_of(OUTER_WANTS)
             code = trace(run, (own, shared), x, extra, uses, training=job.training)
@@ -343,7 +343,7 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
         own = layout.held(stage, inputs.owned)
         params, state = own.avals, layout.held(stage, inputs.kept).avals if inputs.kept else ()
         plans = layout.held(stage, job.plans["stages"]).leaves
-        uses = uses_of(params, plans, job.accumulate, own.places) + shared_uses
+        uses = uses_of(job, params, plans, own.places) + shared_uses
         leaves, tree = jax.tree.flatten(shapes_of((params, state, x)))
         key = (function, tree, *leaves, *uses, own.form)
         if key not in kinds:
@@ -382,7 +382,7 @@ def _program(job: Job, codes: Sequence[StageCode]) -> Program:
 
 
 def uses_of(
-    tree: PyTree, plans: Sequence[LeafPlan], accumulate: Any, places: Places = ()
+    job: Job, tree: PyTree, plans: Sequence[LeafPlan], places: Places = ()
 ) -> list[ParamUse]:
     """The uses of each of these parameters, those of a stage with their places.
 
@@ -398,7 +398,7 @@ def uses_of(
         ParamUse.of(
             leaf,
             frozen=plan.frozen,
-            total=accumulator_dtype(leaf.dtype, accumulate),
+            total=accumulator_dtype(leaf.dtype, job.accumulate) if job.form.products else None,
             in_layers=apart(place, plan),
         )
         for leaf, plan, place in zip_longest(jax.tree.leaves(tree), plans, places)
@@ -419,9 +419,7 @@ def _trace_one(
             passed = functions.carried(stage, *inputs)
             if keeps_state:
                 check_state_gradient(name, call, inputs, [use.trained for use in uses])
-            code = trace_stage(
-                call, *inputs, uses, passed, training=job.training, form=job.form
-            )
+            code = trace_stage(call, *inputs, uses, passed, training=job.training, form=job.form)
     except (TypeError, ValueError) as error:
         if not job.layout.unlike or isinstance(error, PipelineError):
             raise
