@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -63,16 +62,13 @@ LLAMA3_8B = shlex.split(
 
 
 @pytest.mark.slow
-def test_all_choices_of_an_8b_model_take_seconds(capsys):
+def test_all_choices_of_an_8b_model_are_planned(capsys):
     """A step without any bubble takes 4.22 s, 1F1B without spread ends 6.9 s."""
-    begin = time.process_time()
     assert main(["plan", *LLAMA3_8B, "--json"]) == 0
-    spent = time.process_time() - begin
     out, err = capsys.readouterr()
     best, *_ = json.loads(out)["plans"]
     assert best["lower_bound"] < best["seconds"] <= 4.59
     assert max(best["memory"]) <= 80e9
-    assert spent <= 15
     assert err.count("\n") <= 1, "one line where there is no terminal"
 
 
