@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -52,6 +54,11 @@ def with_wide_products(
     return jaxpr.replace(eqns=eqns, outvars=substituted(jaxpr.outvars, env))
 
 
+def _turned(order: tuple[int, ...], transpose: core.JaxprEqn) -> tuple[int, ...]:
+    """An order of dims after a transpose."""
+    return tuple(order[i] for i in transpose.params["permutation"])
+
+
 class _Product(NamedTuple):
     """A product of 16 bits that is read once, and the moves of its result, each read once too."""
 
@@ -76,11 +83,17 @@ class _Product(NamedTuple):
 
     def widened(self, result: core.Var, newvar: NewVar) -> list[core.JaxprEqn]:
         """The equations that make the result in float32."""
-        moves, inputs, params = self.moves, self.eqn.invars, self.eqn.params
-        if moves and moves[0].params.get("permutation") == self._swapped:
+        inputs, params = self.eqn.invars, self.eqn.params
+        # A weight that is used transposed gives two transposes.
+        turns = list(takewhile(lambda move: move.primitive.name == "transpose", self.moves))
+        order = reduce(_turned, turns, self._dims)
+        moves = self.moves
+        if order == self._dims:
+            moves = moves[len(turns) :]
+        elif order == self._swapped:
             (left, right), batch = params["dimension_numbers"]
             params = params | {"dimension_numbers": ((right, left), batch[::-1])}
-            moves, inputs = moves[1:], inputs[::-1]
+            moves, inputs = moves[len(turns) :], inputs[::-1]
         between: list[Any] = [move.invars[0].aval for move in moves]
         values = [*(newvar(aval.update(dtype=_WIDE)) for aval in between), result]
         params = params | {"preferred_element_type": _WIDE}
@@ -91,6 +104,11 @@ class _Product(NamedTuple):
                 for move, before, after in zip(moves, values, values[1:], strict=False)
             ),
         ]
+
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        out: Any = self.eqn.outvars[0].aval
+        return tuple(range(out.ndim))
 
     @property
     def _swapped(self) -> tuple[int, ...] | None:

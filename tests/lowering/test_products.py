@@ -1,0 +1,86 @@
+"""Weight gradients in the dtype of their accumulators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpipe.jaxprs.flat import flatten
+from jaxpipe.jaxprs.products import with_wide_products
+from jaxpipe.stage.code import run
+
+HALF, WIDE = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+USES = {
+    "heads": ((8, 2, 4), lambda w, x: jnp.einsum("btd,dhe->bthe", x, w)),
+    "transposed": ((5, 8), lambda w, x: x @ w.T),
+    "plain": ((8, 5), lambda w, x: x @ w),
+    "experts": ((3, 8, 6), lambda w, x: jnp.einsum("ebd,edf->ebf", x, w)),
+    "flat": ((16, 5), lambda w, x: x @ w.reshape(2, 8, 5)[1]),
+}
+
+
+def gradient(use: str, dtype: Any) -> tuple[Any, list[Any]]:
+    """The gradient of a weight of this dtype that is used in bfloat16, and numbers."""
+    shape, product = USES[use]
+    draw = np.random.default_rng(0).standard_normal
+    w, x = jnp.asarray(draw(shape), dtype), jnp.asarray(draw((3, 4, 8)), HALF)
+
+    def gradients(w: Any, x: Any, dy: Any) -> Any:
+        return jax.vjp(lambda w: product(w.astype(HALF), x), w)[1](dy)[0]
+
+    dy = jnp.asarray(draw(jax.eval_shape(product, w.astype(HALF), x).shape), HALF)
+    return flatten(jax.make_jaxpr(gradients)(w, x, dy)).jaxpr, [w, x, dy]
+
+
+def names(jaxpr: Any) -> list[str]:
+    last = jaxpr.outvars[0]
+    needed = [eqn for eqn in jaxpr.eqns if last in eqn.outvars]
+    return [eqn.primitive.name for eqn in needed]
+
+
+@pytest.mark.parametrize("dtype", [HALF, WIDE])
+@pytest.mark.parametrize("use", ["heads", "plain", "experts", "transposed"])
+def test_a_product_is_made_in_float32_at_once(use, dtype):
+    jaxpr, values = gradient(use, dtype)
+    wide = with_wide_products(jaxpr, {0: WIDE})
+    assert names(wide) == ["dot_general"]
+    (found,), (before,) = run(wide, *values), run(jaxpr, *values)
+    assert found.dtype == WIDE
+    exact = [jnp.asarray(v, jnp.float64) for v in values]
+    product = USES[use][1]
+    truth = jax.vjp(lambda w: product(w, exact[1]), exact[0])[1](exact[2])[0]
+    off, off_before = (np.abs(np.asarray(v, float) - truth).max() for v in (found, before))
+    # Products of bfloat16 numbers are exact in float32, of which a sum of 12 terms is rounded.
+    assert off <= 12 * 2.0**-24 * np.abs(truth).max() * 12
+    assert off < off_before
+
+
+@pytest.mark.parametrize(
+    ("use", "totals"),
+    [("flat", {0: WIDE}), ("plain", {0: HALF}), ("plain", {0: None}), ("plain", {})],
+)
+def test_other_gradients_stay(use, totals):
+    """Of a part of a weight, which is padded; or in an accumulator of another dtype."""
+    jaxpr, _ = gradient(use, WIDE)
+    assert str(with_wide_products(jaxpr, totals)) == str(jaxpr)
+
+
+def test_a_product_that_is_read_twice_stays():
+    def twice(x, y):
+        product = x @ y
+        return product.astype(WIDE), jnp.sin(product)
+
+    ones = jnp.ones((4, 4), HALF)
+    jaxpr = jax.make_jaxpr(twice)(ones, ones).jaxpr
+    assert str(with_wide_products(jaxpr, {0: WIDE})) == str(jaxpr)
+
+
+def test_equations_before_the_backward_stay():
+    ones = jnp.ones((4, 4), HALF)
+    jaxpr = jax.make_jaxpr(lambda x, y: (x @ y).astype(WIDE))(ones, ones).jaxpr
+    assert names(with_wide_products(jaxpr, {0: WIDE})) == ["dot_general"]
+    assert str(with_wide_products(jaxpr, {0: WIDE}, start=2)) == str(jaxpr)
