@@ -234,18 +234,20 @@ class Transformer:
             weights=weights,
             active=weights,
             kept=(dots + queries + normed, dots, 0.0),
-            left=(projected + x, projected + queries + x, projected + queries + 2 * x),
+            left=(projected + 2 * x, projected + queries + 2 * x, projected + queries + 3 * x),
         )
 
     def _mlp(self) -> _Part:
-        """It keeps its hidden features: two of a GELU, three of a SwiGLU."""
+        """It keeps the results of its first products: the features of a GELU, twice as many of a
+        SwiGLU.  Functions of them are computed again in the backward's fusions.
+        """
         count, features = 3 if self.gated else 2, self._features
         weights, x = count * self.width * features, self._between
         return _Part(
             weights=weights,
             active=weights,
-            kept=(count * features, (count - 1) * features, 0.0),
-            left=tuple(x + i * features for i in (1, 2, count)),
+            kept=((count - 1) * features, (count - 1) * features, 0.0),
+            left=tuple(i * x + j * features for i, j in ((2, 1), (2, 1), (1, count))),
         )
 
     def _experts(self) -> _Part:
@@ -264,7 +266,7 @@ class Transformer:
         return _Part(
             weights=self.width * (3 * self.experts * features / devices + own + self.experts),
             active=self.width * (3 * run * features + own + self.experts),
-            kept=(routes + rows + 3 * hidden + own + scores, 2 * self.shared + scores, 0.0),
+            kept=(routes + rows + 2 * (hidden + self.shared) + scores, 2 * self.shared + scores, 0.0),
             left=tuple(
                 x + scores + i * rows + j * hidden + k * self.shared
                 for i, j, k in ((1, 1, 1), (2, 3, 2), (2, 3, 3))
