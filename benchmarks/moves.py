@@ -347,6 +347,8 @@ def _move_of(fused: Computation, root: Instruction) -> Move | None:
     if move is Move.COPY:  # a slice in another layout
         read = _OPCODES.get(_behind(fused, maker, through=(*_SEEN_THROUGH, "copy")).opcode)
         return Move.SLICE if read is Move.SLICE else move
+    if move is Move.TRANSPOSE and _behind(fused, _operand(fused, maker)).opcode == "dot":
+        return None  # the kernel of the product writes its result in this order
     return move
 
 

@@ -40,8 +40,9 @@ class Transformer:
     """A transformer by its sizes, and the rates of a device (`jaxpipe plan --width ...`).
 
     An estimate, not a measurement: matmuls alone take time, attention is causal and keeps no scores
-    (Dao et al. 2022, FlashAttention). Parameters are 2 bytes each, gradients 4, the optimizer's
-    state (Adam's moments and a master copy) 12.
+    (Dao et al. 2022, FlashAttention), and layers keep what they do on GPUs (`GPU_FORM`).
+    Parameters are 2 bytes each, gradients 4, the optimizer's state (Adam's moments and a master
+    copy) 12.
 
     Args:
         width: of the hidden state.
@@ -224,7 +225,8 @@ class Transformer:
 
     def _attention(self) -> _Part:
         """It keeps queries, keys and values (before and after a norm), its output, and x after
-        it, or the two results that are normed.
+        it, or the two results that are normed; x too where devices share it by time, for what they
+        exchange is not made again.
         """
         queries, keys, x = self._queries, self._keys, self._between
         weights = self.width * 2 * (queries + keys)
@@ -233,7 +235,7 @@ class Transformer:
         return _Part(
             weights=weights,
             active=weights,
-            kept=(dots + queries + normed, dots, 0.0),
+            kept=(dots + queries + normed + x * (self.post_norms and self.sequence), dots, 0.0),
             left=(projected + 2 * x, projected + queries + 2 * x, projected + queries + 3 * x),
         )
 
@@ -251,7 +253,7 @@ class Transformer:
         )
 
     def _experts(self) -> _Part:
-        """They keep the rows that they receive and return, three hidden features of each, and the
+        """They keep the rows that they receive and return, two hidden features of each, and the
         router's scores.  Products of experts are done again under "dots": they have a batch
         dimension.
         """
@@ -261,15 +263,16 @@ class Transformer:
         # A device that shares a layer has all rows of experts.  Scores have 4 bytes.
         rows, copies = room * self.width * self.tensor, 1 if self.sequence else self.tensor
         scores, routes = 2 * self.experts * copies, self.chosen * (self.width + 8) * copies
-        x = self._between if self.shared else 0.0
-        hidden = room * features
+        dots = 2 * self.shared + scores
+        x, hidden = self._between, room * features
+        common = x * (self.shared > 0)  # the shared expert's input, or its result's gradient
         return _Part(
             weights=self.width * (3 * self.experts * features / devices + own + self.experts),
             active=self.width * (3 * run * features + own + self.experts),
-            kept=(routes + rows + 2 * (hidden + self.shared) + scores, 2 * self.shared + scores, 0.0),
+            kept=(routes + rows + 2 * hidden + dots, dots, 0.0),
             left=tuple(
-                x + scores + i * rows + j * hidden + k * self.shared
-                for i, j, k in ((1, 1, 1), (2, 3, 2), (2, 3, 3))
+                first + scores + i * rows + j * hidden + k * self.shared
+                for first, i, j, k in ((x + common, 1, 1, 1), (x, 2, 3, 2), (common, 2, 3, 3))
             ),
             again=self.width * 3 * run * features,
             exchange=2 * run * self._whole * (1 - 1 / devices) / self.tensor_bandwidth,

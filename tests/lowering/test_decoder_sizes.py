@@ -13,7 +13,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.inspect import step_memory
 from jaxpipe.jaxprs.equations import nbytes
-from jaxpipe.lowering.target import RunsOn
+from jaxpipe.lowering.target import FORMS, GPU_FORM, RunsOn
 from jaxpipe.planner.layer_cost import Ends
 from jaxpipe.planner.transformer import Transformer
 from jaxpipe.table.effects import Place
@@ -34,6 +34,13 @@ POLICIES = {
 # A sixteenth of every width, so that shapes are small and their ratios those of the model.
 SHARE, CONTEXT = 16, 512
 LONG = 8192  # tokens of a row at the published sizes
+
+
+@pytest.fixture(autouse=True)
+def as_on_gpus(monkeypatch):
+    """Blocks of CPU devices have the form of those of GPUs."""
+    for kind in RunsOn:
+        monkeypatch.setitem(FORMS, kind, GPU_FORM)
 
 
 @jax.custom_vjp
@@ -170,19 +177,21 @@ def estimated(name, **settings):
     ("name", "capacity"), [*((n, 0) for n in (*DENSE, *MIXTURES)), ("qwen3-30b-a3b", 1.25)]
 )
 def test_a_layer_keeps_what_its_sizes_say(name, capacity, remat, monkeypatch):
-    """Of two stages of two layers each, traced: nothing is compiled."""
-    found, model = made(name, remat, monkeypatch, layers=4, capacity=capacity, tensor=None)
+    """Of two stages of three layers each, traced: nothing is compiled."""
+    found, model = made(name, remat, monkeypatch, layers=6, capacity=capacity, tensor=None)
     schedule = jp.schedules.build("zb_h1", devices=2, microbatches=2)
     mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
-    pipe = jp.Pipeline(model, schedule, mesh, layout="Ett|ttL")
+    pipe = jp.Pipeline(model, schedule, mesh, layout="Ettt|tttL")
     (kind,) = pipe.trace(pipe.place(found.shapes()), rows(2)).code.kinds
     said = estimated(name, capacity=capacity).under(POLICIES[remat] or "")
-    # A scan over layers keeps each layer's input besides.
+    # Each layer's input besides; that of the first one is the stage's.  The others are made again
+    # of the results that are normed, where these are kept.
+    inputs = 0 if name == "gemma2-9b" and remat is not llama.Remat.LAYER else 2
     kept = sum(map(nbytes, (*kind.avals[Place.RESIDUAL_INPUT], *kind.avals[Place.RESIDUAL_WEIGHT])))
-    assert 2 * (said.residuals + said.boundary) == pytest.approx(kept, rel=0.05)
-    assert 2 * said.stash == pytest.approx(sum(map(nbytes, kind.avals[Place.STASH])), rel=0.05)
+    assert 3 * said.residuals + inputs * said.boundary == pytest.approx(kept, rel=0.05)
+    assert 3 * said.stash == pytest.approx(sum(map(nbytes, kind.avals[Place.STASH])), rel=0.05)
     held = sum(leaf.size for leaf in jax.tree.leaves(found.shapes()["stages"]))
-    assert 4 * said.parameters / 2 == pytest.approx(held, rel=0.01)
+    assert 6 * said.parameters / 2 == pytest.approx(held, rel=0.01)
 
 
 # Each compiles a layer.

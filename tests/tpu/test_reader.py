@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.moves import Move, large_moves_on_tpus, order, space
+from benchmarks.moves import Move, large_moves, large_moves_on_tpus, order, space
 from jaxpipe.inspect.hlo import Array, parse
 from jaxpipe.inspect.programs import Purpose, TpuProgram, heap_bytes
 from jaxpipe.lowering.target import CHIPS
@@ -106,6 +106,26 @@ def test_prefetches_are_no_copies_and_updates_are_in_place() -> None:
     moves = large_moves_on_tpus(program(copied).module)
     (rewritten,) = (each for each in moves if each.move is Move.REWRITE)
     assert rewritten.is_carried
+
+
+@pytest.mark.parametrize(("maker", "wanted"), [("dot(%a, %a)", []), ("negate(%a)", ["f.1"])])
+def test_a_product_that_writes_its_result_transposed_moves_nothing(
+    maker: str, wanted: list[str]
+) -> None:
+    text = f"""HloModule step, is_scheduled=true
+
+%fused (a: f32[1024,1024]) -> f32[1024,1024] {{
+  %a = f32[1024,1024]{{1,0}} parameter(0)
+  %made = f32[1024,1024]{{1,0}} {maker}
+  ROOT %turned = f32[1024,1024]{{1,0}} transpose(%made), dimensions={{1,0}}
+}}
+
+ENTRY %main (e: f32[1024,1024]) -> f32[1024,1024] {{
+  %e = f32[1024,1024]{{1,0}} parameter(0)
+  ROOT %f.1 = f32[1024,1024]{{1,0}} fusion(%e), kind=kCustom, calls=%fused
+}}
+"""
+    assert [each.instruction.name for each in large_moves(parse(text))] == wanted
 
 
 def test_permutes_beside_matmuls_are_found() -> None:
