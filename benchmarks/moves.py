@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from jaxpipe.inspect.hlo import Array, Computation, Instruction, Module, Place, walk
+from jaxpipe.inspect.hlo import Array, CodePlace, Computation, Instruction, Module, walk
 
 _SPACE = re.compile(r"S\((\d+)\)")
 _INDEX = re.compile(r"\bindex=(\d+)")
@@ -198,7 +198,7 @@ class LargeMove:
     move: Move
     array: Array
     instruction: Instruction
-    place: Place
+    place: CodePlace
     # op_name of the instruction that makes the array; if XLA has added that one, of the array's
     # first reader
     origin: str

@@ -125,19 +125,19 @@ def find_nonfinite(
         )
     pipe.trace(params, batch, rng=rng)  # raises what a step would raise
     PipelineError.refuse("", scale_faults(scale))
-    search = _Search(pipe, params, batch, rng, 1.0 if scale is None else scale)
+    search = _NonfiniteSearch(pipe, params, batch, rng, 1.0 if scale is None else scale)
     found = (search.microbatch(microbatch) for microbatch in range(search.count))
     return next((one for one in found if one is not None), None)
 
 
-class _Call(NamedTuple):
+class _FunctionCall(NamedTuple):
     """One of the three user functions, and the stage with which it runs."""
 
     function: str  # "first", "stage" or "last"
     stage: int
 
 
-class _Search:
+class _NonfiniteSearch:
     """The calls of a step, and their compiled code."""
 
     def __init__(self, pipe: Pipeline, params: Params, batch: PyTree, rng: Any, scale: Any) -> None:
@@ -150,9 +150,9 @@ class _Search:
         self.slices = pipe.schedule.slices
         self.count = pipe.schedule.num_microbatches // self.slices
         self.functions = replace(pipe.functions, slices=1)
-        stages = [_Call("stage", s) for s in range(pipe.schedule.num_stages)]
+        stages = [_FunctionCall("stage", s) for s in range(pipe.schedule.num_stages)]
         # in forward order
-        self.calls = [_Call("first", 0), *stages, _Call("last", stages[-1].stage)]
+        self.calls = [_FunctionCall("first", 0), *stages, _FunctionCall("last", stages[-1].stage)]
         self._compiled = jax.jit(self._on_devices, static_argnums=(0, 1))
 
     def microbatch(self, microbatch: int) -> Nonfinite | None:
@@ -177,7 +177,7 @@ class _Search:
                 return found
         return None
 
-    def _run(self, body: _Body, call: _Call, microbatch: int, x: PyTree) -> Any:
+    def _run(self, body: _Body, call: _FunctionCall, microbatch: int, x: PyTree) -> Any:
         """What a body returns on all devices of the mesh: an array or a gradient, and counts."""
         own, code = self.params[_KEYS[call.function]], call
         if call.function == "stage":
@@ -188,7 +188,7 @@ class _Search:
         numbers = jnp.int32(call.stage), jnp.int32(microbatch)
         return self._compiled(body, code, params, x, self.batch, self.rng, *numbers)
 
-    def _on_devices(self, body: _Body, call: _Call, params: PyTree, *operands: Any) -> Any:
+    def _on_devices(self, body: _Body, call: _FunctionCall, params: PyTree, *operands: Any) -> Any:
         """A body, mapped over the pipe axis and the data axes."""
         pipe, everywhere, rows = self.pipe, PartitionSpec(), self.rows
 
@@ -217,14 +217,14 @@ class _Search:
     # and the numbers of stage and microbatch -> what the call returns, and counts.
 
     def _forward(
-        self, call: _Call, params: PyTree, x: PyTree, *step: Any
+        self, call: _FunctionCall, params: PyTree, x: PyTree, *step: Any
     ) -> tuple[PyTree, tuple[_Counts, _Counts]]:
         extra = self._extra(call, *step)
         y = self._output(call, params, x, extra)
         return y, (self._count({"output": y}), self._inputs(params, x, extra))
 
     def _backward(
-        self, call: _Call, params: PyTree, xdy: PyTree, *step: Any
+        self, call: _FunctionCall, params: PyTree, xdy: PyTree, *step: Any
     ) -> tuple[PyTree, tuple[_Counts, _Counts]]:
         (x, dy), extra = xdy, self._extra(call, *step)
 
@@ -252,7 +252,9 @@ class _Search:
         count = total_count(code, self.functions, rows, key, stage, self.pipe.data_axes)
         return dy if count is None else [d * share_of(count).astype(d.dtype) for d in dy]
 
-    def _later_rows(self, call: _Call, params: PyTree, x: PyTree, *step: Any) -> tuple[PyTree, Any]:
+    def _later_rows(
+        self, call: _FunctionCall, params: PyTree, x: PyTree, *step: Any
+    ) -> tuple[PyTree, Any]:
         """Name of each buffer -> [K], for each slice the number of values that a stage returns and
         that depend on later rows of the buffer.
 
@@ -297,7 +299,7 @@ class _Search:
         axes = self.pipe.data_axes
         return (), jax.tree.map(lambda n: lax.psum(n, axes) if axes else n, counts)
 
-    def _check_mask(self, call: _Call, x: PyTree) -> None:
+    def _check_mask(self, call: _FunctionCall, x: PyTree) -> None:
         """PipelineError where a slice of the first sequence reads rows of later slices."""
         if "ctx" not in self._wants(call):
             return  # it appends no rows
@@ -318,7 +320,7 @@ class _Search:
             )
 
     def _nonfinite(
-        self, phase: Phase, call: _Call, microbatch: int, counts: tuple[_Counts, _Counts]
+        self, phase: Phase, call: _FunctionCall, microbatch: int, counts: tuple[_Counts, _Counts]
     ) -> Nonfinite | None:
         """What is not finite on the first data shard that has a non-finite value."""
         results, inputs = jax.tree.map(np.asarray, counts)
@@ -335,18 +337,20 @@ class _Search:
             return Nonfinite(phase, *where, values, broken)
         return None
 
-    def _wants(self, call: _Call) -> frozenset[str]:
+    def _wants(self, call: _FunctionCall) -> frozenset[str]:
         """The arguments of the function that differ by microbatch or stage."""
         stages = self.functions.stages
         return stages[call.stage].wants_arrays if call.function == "stage" else OUTER_WANTS
 
-    def _extra(self, call: _Call, batch: PyTree, key: Any, stage: Any, microbatch: Any) -> Extra:
+    def _extra(
+        self, call: _FunctionCall, batch: PyTree, key: Any, stage: Any, microbatch: Any
+    ) -> Extra:
         """The further arguments of the function in the step."""
         rows = self.functions.split(batch, self.count)
         wants, of = self._wants(call), KeyOf[call.function.upper()]
         return self.functions.extra(rows, key, stage, microbatch, wants, of=of)
 
-    def _output(self, call: _Call, params: PyTree, x: PyTree, extra: Extra) -> PyTree:
+    def _output(self, call: _FunctionCall, params: PyTree, x: PyTree, extra: Extra) -> PyTree:
         """What the function returns for the next one; the loss of `last`."""
         if call.function == "first":
             return self.functions.run_first(params, x, extra)

@@ -16,7 +16,7 @@ from .errors import PipelineError
 from .model.settings import on_mesh_of
 
 # Of parameters, batch, key, state and scale: results and gradients.
-Run: TypeAlias = Callable[..., tuple[dict[str, Any], Params]]
+RunStep: TypeAlias = Callable[..., tuple[dict[str, Any], Params]]
 
 _NO_GRADIENT = (
     "Pipeline.{} cannot be differentiated; take gradients of `pipe.loss(params, batch)`, which "
@@ -49,7 +49,7 @@ batching.defvectorized(_once)
 mlir.register_lowering(_once, lambda _, x: [x])
 
 
-def differentiable_loss(value: Run, step: Run) -> Run:
+def differentiable_loss(value: RunStep, step: RunStep) -> RunStep:
     """A call whose loss is differentiable by the parameters: the step's gradients, scaled by the
     cotangent.
 
@@ -102,7 +102,7 @@ def differentiable_loss(value: Run, step: Run) -> Run:
     return run
 
 
-def without_gradient(run: Run, call: str) -> Run:
+def without_gradient(run: RunStep, call: str) -> RunStep:
     """The run of a call, which raises PipelineError where JAX differentiates it."""
 
     @jax.custom_vjp

@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 from .errors import PipelineError
 
 
-class Effect(Enum):
+class FaultEffect(Enum):
     """The effect of a fault."""
 
     WRONG = "wrong numbers"
@@ -38,7 +38,7 @@ class Feature(Enum):
 
 
 @dataclass(frozen=True)
-class Fault:
+class KnownFault:
     """A fault of some versions of a package, on a platform (gpu, tpu, cpu, any).  It has a public
     thread, or lines of a program that shows it.
     """
@@ -48,7 +48,7 @@ class Fault:
     versions: str
     platform: str
     feature: Feature
-    effect: Effect
+    effect: FaultEffect
     what: str
     workaround: str
     reproducer: tuple[str, ...] = ()
@@ -65,13 +65,13 @@ class Fault:
         )
 
 
-def read_faults() -> tuple[Fault, ...]:
+def read_faults() -> tuple[KnownFault, ...]:
     """The known faults, from known_faults.json."""
     text = (files(__package__) / "known_faults.json").read_text(encoding="utf-8")
     return tuple(
-        Fault(
+        KnownFault(
             feature=Feature(each.pop("feature")),
-            effect=Effect[each.pop("effect")],
+            effect=FaultEffect[each.pop("effect")],
             reproducer=tuple(each.pop("reproducer", ())),
             **each,
         )
@@ -107,7 +107,7 @@ def is_in(number: str | None, versions: str) -> bool:
         return False
 
 
-def faults_for(platform: str, features: Collection[Feature]) -> tuple[Fault, ...]:
+def faults_for(platform: str, features: Collection[Feature]) -> tuple[KnownFault, ...]:
     """The faults in these features, of the installed versions."""
     return tuple(
         fault
@@ -126,10 +126,10 @@ def refuse_faults(platform: str, features: Collection[Feature]) -> None:
             a workaround.
     """
     found = faults_for(platform, features)
-    bad = [fault for fault in found if fault.effect not in (Effect.SLOW, Effect.AVOIDED)]
+    bad = [fault for fault in found if fault.effect not in (FaultEffect.SLOW, FaultEffect.AVOIDED)]
     PipelineError.refuse(
         "the installed versions have known faults for what this pipeline uses", map(str, bad)
     )
     for fault in found:
-        if fault.effect is Effect.SLOW:
+        if fault.effect is FaultEffect.SLOW:
             warnings.warn(f"this pipeline may be slow: {fault}", stacklevel=3)

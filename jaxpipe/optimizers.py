@@ -20,9 +20,9 @@ from .model.packed import (
     ChunkLayout,
     Group,
     InBuffer,
-    Kept,
     Packed,
     Parameter,
+    Storing,
     TreeForm,
     chunk_layout,
     is_missing,
@@ -96,7 +96,7 @@ class _Stack(NamedTuple):
         return jax.eval_shape(lambda tree: self.apply(init, tree), self.tree)
 
 
-class _Part(NamedTuple):
+class _ModelPart(NamedTuple):
     """A part of the model whose rules run together: an outer key, or a chunk of stages.
 
     Unlike stages have an array [P, ...] for each leaf here; `home` is their placed layout.
@@ -108,7 +108,7 @@ class _Part(NamedTuple):
     home: ChunkLayout | None
 
 
-class _Place(NamedTuple):
+class _StackPlace(NamedTuple):
     """A leaf of the states of unlike stages: its stack, and its path in the state of a stage."""
 
     stack: str
@@ -191,16 +191,16 @@ class _PerLayer:
     def _repacked(self, chunk: Packed, layout: ChunkLayout | None) -> PyTree:
         return repacked(self.pipe.mesh, self.pipe.axis, chunk, layout)
 
-    def _parts(self, params: Mapping[str, PyTree]) -> list[_Part]:
+    def _parts(self, params: Mapping[str, PyTree]) -> list[_ModelPart]:
         """The parts of a tree like the placed parameters."""
-        parts = [_Part(key, 0, params[key], None) for key in OUTER if key in params]
+        parts = [_ModelPart(key, 0, params[key], None) for key in OUTER if key in params]
         for v, chunk in enumerate(params["stages"]):
             home = chunk.layout if isinstance(chunk, Packed) else None
             tree = chunk if home is None else self._repacked(chunk, home.separate)
-            parts.append(_Part("stages", v, tree, home))
+            parts.append(_ModelPart("stages", v, tree, home))
         return parts
 
-    def _stacks(self, part: _Part) -> dict[str, _Stack]:
+    def _stacks(self, part: _ModelPart) -> dict[str, _Stack]:
         """The trees that a rule acts on, by name; none where nothing is trained."""
         if part.key != "stages":
             return {"": _Stack({part.key: cut_off(part.tree)}, 0)}
@@ -217,7 +217,7 @@ class _PerLayer:
         """The leading axes of leaves of stages: of devices and, where it is a rule's, of layers."""
         return 2 if self.pipe.layout.is_layered or self.layer_axis else 1
 
-    def _as_placed(self, part: _Part, updates: Mapping[str, PyTree]) -> PyTree:
+    def _as_placed(self, part: _ModelPart, updates: Mapping[str, PyTree]) -> PyTree:
         """The inverse, of updates by stack.
 
         Leaves that a device does not have are zero, whatever a rule made of zeros.
@@ -235,7 +235,7 @@ class _PerLayer:
             leaves[name] = None if leaf is None else masked(leaf, there)
         return self._repacked(Packed(leaves, layout), part.home)
 
-    def _seats(self, part: _Part) -> _Seats:
+    def _seats(self, part: _ModelPart) -> _Seats:
         """The seats of the leaves of unlike stages."""
         paths = {
             name: path
@@ -263,7 +263,7 @@ class _PerLayer:
     # The state of a part
 
     def _kept(
-        self, part: _Part, states: Mapping[str, PyTree], before: PyTree | None = None
+        self, part: _ModelPart, states: Mapping[str, PyTree], before: PyTree | None = None
     ) -> PyTree:
         """The states of a part: each device's own, where the others are of other kinds; cut over
         the devices as the part is.  `before`: as these are.
@@ -275,14 +275,14 @@ class _PerLayer:
         layout = self._layout(part, leaves) if before is None else getattr(before, "layout", None)
         if layout is None:
             return own
-        by_device: dict[str, dict[int, _Place]] = {}
+        by_device: dict[str, dict[int, _StackPlace]] = {}
         for device, name, place in self._places(part, layout.separate):
             by_device.setdefault(name, {}).setdefault(device, place)
         arrays = {name: _merged(leaves, places) for name, places in by_device.items()}
         return self._repacked(Packed(arrays, layout.separate), layout)
 
     def _taken(
-        self, part: _Part, states: PyTree, stacks: Mapping[str, _Stack]
+        self, part: _ModelPart, states: PyTree, stacks: Mapping[str, _Stack]
     ) -> dict[str, PyTree]:
         """The inverse, with any numbers on devices that do not have a state."""
         if not isinstance(states, Packed):
@@ -297,16 +297,18 @@ class _PerLayer:
             found[stack] = jax.tree.unflatten(jax.tree.structure(like), values)
         return found
 
-    def _by_place(self, states: Mapping[str, PyTree]) -> dict[_Place, Any]:
+    def _by_place(self, states: Mapping[str, PyTree]) -> dict[_StackPlace, Any]:
         """The leaves of states by stack."""
         above = {stack: [stack] if self.pipe.layout.is_layered else [] for stack in states}
         return {
-            _Place(stack, "/".join(filter(None, [*above[stack], path]))): leaf
+            _StackPlace(stack, "/".join(filter(None, [*above[stack], path]))): leaf
             for stack, state in states.items()
             for path, leaf in by_path(state).items()
         }
 
-    def _places(self, part: _Part, layout: ChunkLayout) -> Iterator[tuple[int, str, _Place]]:
+    def _places(
+        self, part: _ModelPart, layout: ChunkLayout
+    ) -> Iterator[tuple[int, str, _StackPlace]]:
         """The device, the name and all places of each leaf of the devices' own states, which are
         laid out so.  A leaf of several stacks, such as a count, is one in the state of a stage.
         """
@@ -317,7 +319,7 @@ class _PerLayer:
             for name, path in zip(own.names, own.paths, strict=True):
                 yield from ((device, name, place) for place in places if place.path == path)
 
-    def _layout(self, part: _Part, leaves: Mapping[_Place, Any]) -> ChunkLayout | None:
+    def _layout(self, part: _ModelPart, leaves: Mapping[_StackPlace, Any]) -> ChunkLayout | None:
         """The layout of states, leaves [P, ...], with room for those of the device that has most.
         Each device's own say what the model says: of a stage's tree, or of each stack of a letter.
 
@@ -337,14 +339,14 @@ class _PerLayer:
             return None
         return chunk_layout(own, range(len(own)), self._kept_state(part))
 
-    def _own_states(self, part: _Part, form: TreeForm, seats: _Seats) -> dict[str, PyTree]:
+    def _own_states(self, part: _ModelPart, form: TreeForm, seats: _Seats) -> dict[str, PyTree]:
         """The shapes of the states of those layers that one device has, by stack."""
         own = {name: part.tree.leaves[name] for name in form.names}
         own = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), own)
         stacks = _by_stack({name: seats[name] for name in own}, own, self._axes - 1)
         return {name: stack.state(self._init) for name, stack in stacks.items()}
 
-    def _kept_state(self, part: _Part) -> Kept:
+    def _kept_state(self, part: _ModelPart) -> Storing:
         """Which leaves of such states share a buffer: all of one dtype, those that follow a
         parameter split as it is.
         """
@@ -450,7 +452,7 @@ def _by_stack(seats: _Seats, leaves: Mapping[str, Any], axes: int) -> dict[str, 
     return {n: _Stack(found[n], axes) for n in sorted(found) if jax.tree.leaves(found[n])}
 
 
-def _merged(leaves: Mapping[_Place, Any], places: Mapping[int, _Place]) -> Any:
+def _merged(leaves: Mapping[_StackPlace, Any], places: Mapping[int, _StackPlace]) -> Any:
     """The leaf [P, ...] whose rows are these leaves', by device; other rows are zeros."""
     found = None
     for place in dict.fromkeys(places.values()):

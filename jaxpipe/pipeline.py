@@ -29,7 +29,7 @@ from .model.arguments import (
 )
 from .model.functions import with_aux
 from .model.model import Model
-from .model.param_layout import State, check_canonical
+from .model.param_layout import ChunkState, check_canonical
 from .model.partition import LeafPlan, Partition
 from .model.placer import Placer
 from .model.settings import Memory, Sharding, automatic, has, on_own_mesh
@@ -209,7 +209,7 @@ class Pipeline:
 
         return jax.tree.map(chosen, self.partition.plans(params), params, trained)
 
-    def place_state(self, state: PyTree) -> State:
+    def place_state(self, state: PyTree) -> ChunkState:
         """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid
         out as `place` does.
 
@@ -219,7 +219,7 @@ class Pipeline:
         """
         return self._placer.place_state(state)
 
-    def canonical_state(self, placed: State) -> PyTree:
+    def canonical_state(self, placed: ChunkState) -> PyTree:
         """The stages' own state back in the canonical layout."""
         return self._placer.canonical_state(placed)
 
@@ -231,7 +231,7 @@ class Pipeline:
         batch: PyTree,
         *,
         rng: Any = None,
-        state: State = (),
+        state: ChunkState = (),
         scale: Any = None,
     ) -> tuple[Any, dict[str, PyTree]]:
         """The loss (with has_metrics: (loss, metrics)) and its gradients, laid out like `params`;
@@ -255,7 +255,7 @@ class Pipeline:
         batch: PyTree,
         *,
         rng: Any = None,
-        state: State = (),
+        state: ChunkState = (),
         scale: Any = None,
     ) -> Any:
         """The loss of a training step, a scalar that `jax.grad` and `jax.value_and_grad`
@@ -281,7 +281,9 @@ class Pipeline:
         loss, *aux = self._parts(results, with_state=True)
         return with_aux(loss, aux)
 
-    def evaluate(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
+    def evaluate(
+        self, params: Params, batch: PyTree, *, rng: Any = None, state: ChunkState = ()
+    ) -> Any:
         """The loss (with has_metrics: (loss, metrics)) by forwards alone, the same on every
         process; the state after it is dropped.
 
@@ -293,7 +295,9 @@ class Pipeline:
         results, _ = self._call(Call.EVALUATE, params, batch, rng, state)
         return self._answer(results)
 
-    def losses(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
+    def losses(
+        self, params: Params, batch: PyTree, *, rng: Any = None, state: ChunkState = ()
+    ) -> Any:
         """The loss of each microbatch, [M], in microbatch order (sums, for `Loss.SUM_OVER_COUNT`);
         fewer where `evaluate` cuts fewer.
         """
@@ -306,7 +310,7 @@ class Pipeline:
         batch: PyTree,
         *,
         rng: Any = None,
-        state: State = (),
+        state: ChunkState = (),
         cache: Cache | None = None,
         position: Any = 0,
     ) -> PyTree:
@@ -357,7 +361,9 @@ class Pipeline:
         stages = self._placer.place_zeros(trees, shapes=described)
         return Cache(stages, self._steps.sequences, length)
 
-    def lower(self, params: Params, batch: PyTree, *, rng: Any = None, state: State = ()) -> Any:
+    def lower(
+        self, params: Params, batch: PyTree, *, rng: Any = None, state: ChunkState = ()
+    ) -> Any:
         """Like `jax.jit(value_and_grad).lower`: takes ShapeDtypeStructs (see `place`) too;
         `.compile()` works for any mesh.
 
@@ -372,7 +378,7 @@ class Pipeline:
         batch: PyTree,
         *,
         rng: Any = None,
-        state: State = (),
+        state: ChunkState = (),
         clock: Clock | None = None,
     ) -> TracedStep:
         """Trace the step that `lower` lowers: what the tools of `jaxpipe.inspect` start from.
@@ -434,7 +440,13 @@ class Pipeline:
     # Inside
 
     def _call(
-        self, call: Call, params: Params, batch: PyTree, rng: Any, state: State, scale: Any = None
+        self,
+        call: Call,
+        params: Params,
+        batch: PyTree,
+        rng: Any,
+        state: ChunkState,
+        scale: Any = None,
     ) -> tuple[dict[str, Any], Any]:
         """The results of a call, and the gradients of a step."""
         own = partial(on_own_mesh, self.mesh)

@@ -36,7 +36,7 @@ except ImportError as error:
         "search= needs OR-tools, which is not installed: pip install 'jaxpipe[solver]'"
     ) from error
 
-Slot: TypeAlias = tuple[int, int]  # a node of the job shop, and a microbatch
+JobSlot: TypeAlias = tuple[int, int]  # a node of the job shop, and a microbatch
 # actions of a window, and of a table that is ordered as a whole once
 _MOST_FREE, _MOST_WHOLE = 160, 800
 _MOST_ACTIONS = 20_000  # of a table; a model of more takes longer to build than to solve
@@ -210,10 +210,10 @@ class _Problem(NamedTuple):
         chain = min(chain, floor(ticks / shortest)) if shortest else chain
         return max(0.0, (ticks - 2 * chain) / self.scale)
 
-    def _length(self, slot: Slot) -> int:
+    def _length(self, slot: JobSlot) -> int:
         return int(self.shop.nodes[slot[0]].length)
 
-    def _precedences(self, model: Any, start: Mapping[Slot, Any], span: Any) -> None:
+    def _precedences(self, model: Any, start: Mapping[JobSlot, Any], span: Any) -> None:
         for source, target, lag, delay in self.shop.arcs:
             wait = self._length((source, 0)) + int(delay)
             for k in range(lag, self.shop.microbatches):
@@ -224,10 +224,10 @@ class _Problem(NamedTuple):
     def _one_machine(
         self,
         model: Any,
-        start: Mapping[Slot, Any],
-        before: Sequence[Slot],
-        own: Sequence[Slot],
-        after: Sequence[Slot],
+        start: Mapping[JobSlot, Any],
+        before: Sequence[JobSlot],
+        own: Sequence[JobSlot],
+        after: Sequence[JobSlot],
     ) -> None:
         """One action at a time; those before and after the free ones stay in their order."""
         model.add_no_overlap(
@@ -238,7 +238,11 @@ class _Problem(NamedTuple):
             model.add(start[other] >= start[one] + self._length(one))
 
     def _places(
-        self, model: Any, start: Mapping[Slot, Any], before: Sequence[Slot], own: Sequence[Slot]
+        self,
+        model: Any,
+        start: Mapping[JobSlot, Any],
+        before: Sequence[JobSlot],
+        own: Sequence[JobSlot],
     ) -> None:
         """At most `cap` activations at once, when any of the free F starts; before and after the
         free actions nothing changes.
@@ -251,9 +255,9 @@ class _Problem(NamedTuple):
         begins = [slot for slot in own if nodes[slot[0]].begins]
         ends = [slot for slot in own if nodes[slot[0]].releases]
         held = sum(nodes[n].begins - nodes[n].releases for n, _ in before)
-        known: dict[tuple[Slot, Slot], Any] = {}
+        known: dict[tuple[JobSlot, JobSlot], Any] = {}
 
-        def precedes(one: Slot, other: Slot) -> Any:
+        def precedes(one: JobSlot, other: JobSlot) -> Any:
             """Whether `one` ends before `other` starts; if not, it starts after its end."""
             if (one, other) not in known:
                 known[one, other] = found = model.new_bool_var("")

@@ -18,7 +18,7 @@ from jaxpipe.lowering.ticks import (
     segments_of,
     span_candidates,
 )
-from jaxpipe.program.segments import Part, Payload
+from jaxpipe.program.segments import Payload, TickPart
 from jaxpipe.table.effects import LastUse, Liveness
 from jaxpipe.table.kinds import Action, Kind, parts
 
@@ -121,8 +121,8 @@ def simulated(costs, segments, transfer):
         def place(point, segment=segment):
             blocks = segment.templates[point.tick].blocks
             if point.block >= len(blocks):
-                return point.tick, len(Part)
-            return point.tick, int(Part.of(blocks[point.block].block.kind))
+                return point.tick, len(TickPart)
+            return point.tick, int(TickPart.of(blocks[point.block].block.kind))
 
         together = {}  # permutes that are issued together and awaited together
         for t in segment.transits:
@@ -130,13 +130,13 @@ def simulated(costs, segments, transfer):
             together.setdefault((issued, place(t.written), t.from_before), []).append(t.permute)
         for tick in range(segment.start, segment.stop):
             trip, j = divmod(tick - segment.start, segment.period)
-            for part in range(len(Part) + 1):
+            for part in range(len(TickPart) + 1):
                 for (issued, written, from_before), permutes in together.items():
                     if issued == (j, part) and (trip or not from_before):
                         under_way.setdefault(written, []).append(over(time, permutes, transfer))
                 for done in under_way.pop((j, part), []):
                     time = [max(both) for both in zip(time, done, strict=True)]
-                if part < len(Part):
+                if part < len(TickPart):
                     time = [t + took for t, took in zip(time, costs[tick, part], strict=True)]
         in_flight = [
             over(time, permutes, transfer)

@@ -73,6 +73,18 @@ def imports(name: str, path: Path) -> Iterator[tuple[str, bool]]:
             )
 
 
+def names_in_two_files(package: Path = PACKAGE) -> dict[str, list[str]]:
+    """Classes and aliases of types, without underscores, that more than one file defines."""
+    found: dict[str, set[str]] = {}
+    for file, path in modules(package).items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+                found.setdefault(ast.unparse(node.target).strip("_"), set()).add(file)
+            elif isinstance(node, ast.ClassDef):
+                found.setdefault(node.name.strip("_"), set()).add(file)
+    return {name: sorted(files) for name, files in found.items() if len(files) > 1}
+
+
 @cache
 def _import_statements(path: Path) -> list[ast.Import | ast.ImportFrom]:
     return [

@@ -384,10 +384,10 @@ def _choices(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
 
 
 # Letters of layers, their costs, and seconds of a hop.
-_Layers: TypeAlias = tuple[str, dict[str, LayerCost], float]
+_LayerCosts: TypeAlias = tuple[str, dict[str, LayerCost], float]
 
 
-def _from_sizes(arguments: argparse.Namespace) -> _Layers:
+def _from_sizes(arguments: argparse.Namespace) -> _LayerCosts:
     advice = "give {}, or --costs FILE; e.g. --layers 80 --width 8192 --vocab 128256"
     terminal.require(arguments, "layers", "width", "vocab", advice=advice)
     names = (field.name for field in fields(Transformer))
@@ -398,7 +398,7 @@ def _from_sizes(arguments: argparse.Namespace) -> _Layers:
     return f"Et*{arguments.layers},L", model.costs(), model.transfer
 
 
-def _from_file(name: str) -> _Layers:
+def _from_file(name: str) -> _LayerCosts:
     facts: Any = json_value(terminal.read_text(name))
     match facts:
         case {"layers": str(layers), "costs": dict(costs)}:

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..inspect.programs import compile_and_read
-from ..known_faults import TESTED, Effect, Fault, faults_for, installed_version, is_in
+from ..known_faults import TESTED, FaultEffect, KnownFault, faults_for, installed_version, is_in
 from ..lowering.target import GUESSED, H100, ON_THE_HOST, TRANSFER, Target
 from ..measuring import exchange, timed
 from ..spmd.block import while_once
@@ -121,9 +121,9 @@ def judge_versions(numbers: dict[str, str], platform: str) -> Line:
     return Line("versions", verdict, text, expected, "; ".join(new))
 
 
-def line_of(fault: Fault) -> Line:
+def line_of(fault: KnownFault) -> Line:
     """A known fault as a line."""
-    verdicts = {Effect.SLOW: Verdict.SLOW, Effect.AVOIDED: Verdict.OK}
+    verdicts = {FaultEffect.SLOW: Verdict.SLOW, FaultEffect.AVOIDED: Verdict.OK}
     return Line(
         f"known fault: {fault.feature.value}",
         verdicts.get(fault.effect, Verdict.WRONG),

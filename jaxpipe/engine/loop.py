@@ -22,7 +22,7 @@ NEVER = float("inf")
 Policy: TypeAlias = Iterable[int]
 
 
-class Loop:
+class EventLoop:
     """The actions of a table by number, the times at which they run, and when each device is free.
 
     Attributes:
@@ -128,7 +128,7 @@ class Insertion:
         self.table = table = encode(
             rows, schedule.num_stages, schedule.num_microbatches, schedule.slices
         )
-        self.loop = Loop(table, costs)
+        self.loop = EventLoop(table, costs)
         given = schedule.encoded
         shifts = np.subtract(table.first, given.first)
         self.own: list[int] = (np.arange(given.num_actions) + shifts[given.device]).tolist()

@@ -16,7 +16,7 @@ from ..errors import ScheduleError, Violation, quoted, typed
 from ..table.encoded import (
     Encoded,
     IntArray,
-    Split,
+    SplitMemory,
     Transfers,
     activation_changes,
     live_activations,
@@ -27,7 +27,7 @@ from ..table.kinds import RECEIVES, Action, Cell, Kind, Overlap, Value, makers
 from ..table.schedule import Schedule, check
 from ..table.text import in_columns
 from .costs import Costs, StageCosts
-from .loop import Loop, action_durations
+from .loop import EventLoop, action_durations
 
 _NOTHING = 0.005  # of the planned makespan: less is not worth a word in the sentence
 _LONGEST_TURN = 32  # microbatches after which a steady state repeats
@@ -43,7 +43,7 @@ class Idle(NamedTuple):
     drain: float  # after its last action
 
 
-class Step(NamedTuple):
+class MemoryStep(NamedTuple):
     """From `time` on, a device holds `held` of activation memory."""
 
     time: float
@@ -189,7 +189,7 @@ class Timeline:
         return row_peaks(table, live_activations(table, self.costs.release))
 
     @property
-    def peak_offloaded(self) -> Split:
+    def peak_offloaded(self) -> SplitMemory:
         """Per device, the most activations in its own memory and in its host's, of a pipeline with
         `offload="residuals"`.
 
@@ -234,7 +234,7 @@ class Timeline:
         return taken, ends * activation + closes * buffer
 
     @typed()
-    def memory(self, device: int) -> tuple[Step, ...]:
+    def memory(self, device: int) -> tuple[MemoryStep, ...]:
         """Activation memory of a device over time, a step where it changes (what dies goes before
         what begins).
         """
@@ -247,7 +247,7 @@ class Timeline:
         changes = np.stack([taken[row], -freed[row]], axis=1).ravel()
         times = [*chain.from_iterable(zip(self.starts[row], self.ends[row], strict=True))]
         held = np.cumsum(changes).tolist()
-        return tuple(Step(times[i], held[i]) for i in np.flatnonzero(changes).tolist())
+        return tuple(MemoryStep(times[i], held[i]) for i in np.flatnonzero(changes).tolist())
 
     @typed()
     def over(self, planned: Timeline) -> Comparison:
@@ -278,7 +278,7 @@ class Timeline:
         table, ends = self.schedule.encoded, self.ends
         if table.num_actions == 0:
             return []
-        loop = Loop(table, costs, self.transfers)
+        loop = EventLoop(table, costs, self.transfers)
         loop.ends = list(ends)
         # A posted RECV holds nothing up: its device may have gone on.
         is_posted = self.transfers is Transfers.ASYNC
@@ -305,7 +305,7 @@ class Timeline:
             chain.append(first_half.get(released, released))
 
 
-class Loss(NamedTuple):
+class LostTime(NamedTuple):
     """Time that the run's critical path spent beyond the plan, and on what."""
 
     cause: str
@@ -341,7 +341,7 @@ class Comparison:
         return self.planned.makespan / self.ran.makespan - 1 if self.ran.makespan else 0.0
 
     @cached_property
-    def losses(self) -> tuple[Loss, ...]:
+    def losses(self) -> tuple[LostTime, ...]:
         """Along the run's critical path, what took longer than planned: largest first.  They add up
         to the whole difference.
 
@@ -369,7 +369,7 @@ class Comparison:
             planned_path += wait + length
             last_end, last_device, last_stage = end, device, stage
         found["another critical path than planned"] = planned_path - self.planned.makespan
-        losses = (Loss(cause, time) for cause, time in found.items())
+        losses = (LostTime(cause, time) for cause, time in found.items())
         return tuple(sorted(losses, key=lambda loss: -abs(loss.time)))
 
     @property
@@ -438,7 +438,7 @@ def simulate(
     check(schedule, transfers=transfers)
     table = schedule.encoded
     times = costs.for_stages(table.num_stages)
-    loop = Loop(table, times, transfers)
+    loop = EventLoop(table, times, transfers)
     loop.run(schedule.run_order(transfers).order)
     starts, ends = loop.starts, loop.ends
     if table.has_transfers:
@@ -456,7 +456,9 @@ def simulate(
     return timeline
 
 
-def _hold_transfers(table: Encoded, transfers: Transfers, loop: Loop, costs: StageCosts) -> None:
+def _hold_transfers(
+    table: Encoded, transfers: Transfers, loop: EventLoop, costs: StageCosts
+) -> None:
     """A RECV starts when its device reaches it and ends when its message has arrived, whether or
     not the device waits for it.  Where both sides wait, a SEND starts when its device reaches it.
     """
@@ -518,7 +520,7 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     held = Transfers.BUFFERED if transfers is Transfers.ASYNC else transfers
     check(schedule, transfers=held)
     table = schedule.encoded
-    loop = Loop(table, Costs().for_stages(table.num_stages), held)
+    loop = EventLoop(table, Costs().for_stages(table.num_stages), held)
     # A step each, both halves of a pair in one; a RECV may share the step of its SEND.
     loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
     loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()

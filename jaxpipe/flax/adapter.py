@@ -43,7 +43,7 @@ class End:
     variables: Any = None
 
 
-class Call(NamedTuple):
+class UnitCall(NamedTuple):
     """A call of a unit, besides its variables."""
 
     arguments: tuple[PyTree, ...]
@@ -107,7 +107,7 @@ class Unit:
         """
         raise NotImplementedError
 
-    def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
+    def run(self, params: PyTree, state: PyTree, call: UnitCall) -> tuple[Any, PyTree]:
         """The result of a call, and the state after it; PipelineError where the call wrote
         variables that are not kept.
         """
@@ -205,7 +205,7 @@ def _run(
     if "shared" in keywords and shared is not None:
         keywords["shared"] = shared.build(keywords["shared"], shared.state, None, training=training)
     key = ctx.rng if unit.random and ctx is not None else None
-    return unit.run(params, state, Call(arguments, key, keywords, training))
+    return unit.run(params, state, UnitCall(arguments, key, keywords, training))
 
 
 def _function(unit: Unit, name: str, shared: Unit | None) -> Callable[..., Any]:
@@ -282,7 +282,7 @@ T = TypeVar("T", bound="FlaxModel")
 
 
 @dataclass(frozen=True)
-class Form:
+class BlockSettings:
     """The settings of a model of blocks.
 
     Attributes:
@@ -349,7 +349,7 @@ def adapt(
     blocks: Sequence[Unit],
     *,
     ends: Mapping[str, Unit],
-    form: Form,
+    form: BlockSettings,
     stack: bool = False,
 ) -> T:
     """The model of blocks.
@@ -414,7 +414,7 @@ def _model(
     keys: Sequence[str],
     ends: Mapping[str, Unit],
     state: PyTree,
-    form: Form,
+    form: BlockSettings,
 ) -> Model:
     """The functions of blocks and ends, and their loss contract."""
     shared, stage_loss, count = ends.get("shared"), form.stage_loss, len(keys)
@@ -443,7 +443,7 @@ def _model(
     return Model(layers, layers=first + "".join(keys) + last, **options)
 
 
-def _keys(blocks: Sequence[Unit], form: Form, *, stack: bool) -> list[str]:
+def _keys(blocks: Sequence[Unit], form: BlockSettings, *, stack: bool) -> list[str]:
     """The key of each block's tree: its letter, its place in a pattern, or "" for the only tree.
 
     PipelineError for blocks that do not fit the form.

@@ -15,7 +15,17 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from ..arrays import Params, PyTree, by_path, is_key
 from ..errors import PipelineError
 from ..layouts.layout import Layout
-from .adapter import Call, End, FlaxModel, Form, Unit, adapt, end_units, listed, plain_call
+from .adapter import (
+    BlockSettings,
+    End,
+    FlaxModel,
+    Unit,
+    UnitCall,
+    adapt,
+    end_units,
+    listed,
+    plain_call,
+)
 
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 # Collections that a call never writes: `Module.perturb` adds nothing where it may not.
@@ -59,7 +69,7 @@ class LinenUnit(Unit):
 
         return _each(bound, self.modules, params, state)
 
-    def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
+    def run(self, params: PyTree, state: PyTree, call: UnitCall) -> tuple[Any, PyTree]:
         """A call on the bound modules."""
         with nn.intercept_methods(_without_metadata):
             return super().run(params, state, call)
@@ -233,7 +243,7 @@ def from_linen(
         PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
             A step raises it for values that blocks sow and nobody takes.
     """
-    form = Form(num_stages, layout, rules, stage_loss, ignore, contract)
+    form = BlockSettings(num_stages, layout, rules, stage_loss, ignore, contract)
     unit = partial(linen_unit, rngs=tuple(rngs))
     if shared is not None and (not isinstance(shared, tuple) or len(shared) != 2):
         raise PipelineError(
@@ -465,7 +475,7 @@ def from_nnx(
         >>> model.params["stages"]["kernel"].shape
         (2, 3, 4, 4)
     """
-    form = Form(num_stages, layout, rules, stage_loss, ignore, contract)
+    form = BlockSettings(num_stages, layout, rules, stage_loss, ignore, contract)
     unit = partial(nnx_unit, trainable=trainable, frozen=frozen)
     common = None if shared is None else End(shared, plain_call)
     ends = end_units(first, last, common, unit)

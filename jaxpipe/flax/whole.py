@@ -19,7 +19,7 @@ from ..arrays import Params, PyTree, shapes_of, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..model.arguments import inputs_of
-from .adapter import TAKES, Call, End, Form, Unit, adapt
+from .adapter import TAKES, BlockSettings, End, Unit, UnitCall, adapt
 from .front_ends import (
     LinenModel,
     NnxModel,
@@ -50,7 +50,7 @@ class BlockCall(NamedTuple):
 
 
 OnBlock: TypeAlias = Callable[[BlockCall], Any]  # what a call of a block does
-Inputs: TypeAlias = tuple[PyTree, PyTree, Any]  # parameters, microbatch, key
+CallInputs: TypeAlias = tuple[PyTree, PyTree, Any]  # parameters, microbatch, key
 _ARRAY = jax.Array | np.ndarray
 
 
@@ -69,7 +69,7 @@ class Whole:
     # a block's number, the block as it was called, and how a pipeline calls it -> its unit
     block: Callable[[int, Any, Callable[..., Any]], Unit]
 
-    def run(self, inputs: Inputs, on_block: OnBlock, *, training: bool) -> Any:
+    def run(self, inputs: CallInputs, on_block: OnBlock, *, training: bool) -> Any:
         """The result of `loss` where calls of blocks do `on_block`.  Parameters that are not given
         are zeros: no result depends on them.
         """
@@ -79,11 +79,11 @@ class Whole:
             if path not in every:
                 every[path] = zeros_of(leaf)
         keywords = dict.fromkeys(self.unit.function.wants & {"training"}, training)
-        call = Call((microbatch,), key, keywords, training)
+        call = UnitCall((microbatch,), key, keywords, training)
         with self.watch(on_block):
             return self.unit.run(unflatten_dict(every), self.unit.state, call)[0]
 
-    def reach(self, inputs: Inputs, *, training: bool) -> BlockCall:
+    def reach(self, inputs: CallInputs, *, training: bool) -> BlockCall:
         """The call of the first block."""
 
         def stop(call: BlockCall) -> Any:
@@ -101,7 +101,7 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(Unit):
+class OuterPart(Unit):
     """The model before or after its blocks, or the parameters that both use."""
 
     whole: Whole
@@ -117,7 +117,7 @@ class Part(Unit):
         """The parameters: functions put them into the model themselves."""
         return params
 
-    def run(self, params: PyTree, state: PyTree, call: Call) -> tuple[Any, PyTree]:
+    def run(self, params: PyTree, state: PyTree, call: UnitCall) -> tuple[Any, PyTree]:
         """x before the blocks, or the loss after them."""
         own = flatten_dict(params) | flatten_dict(call.keywords.get("shared", {}))
         *x, microbatch = call.arguments
@@ -127,7 +127,7 @@ class Part(Unit):
         return self.whole.reach(inputs, training=call.training).x, state
 
 
-def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
+def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> OuterPart:
     """The part of a model that has these parameters."""
 
     def own(tree: PyTree) -> PyTree:
@@ -135,7 +135,7 @@ def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> Part:
         return unflatten_dict({path: flat[path] for path in flat if path in paths})
 
     unit = whole.unit
-    return Part(
+    return OuterPart(
         name=f"`{name}`",
         modules=unit.modules,
         call=unit.call,
@@ -358,7 +358,7 @@ def from_flax_model(
         >>> sorted(found.params), found.params["shared"]["embed"]["embedding"].shape
         (['first', 'last', 'shared', 'stages'], (7, 4))
     """
-    form = Form(num_stages, layout, rules, False, ignore, contract)
+    form = BlockSettings(num_stages, layout, rules, False, ignore, contract)
     if unknown := sorted(contract.keys() - {"has_metrics"}):
         raise PipelineError(
             f"from_flax_model has no argument {', '.join(unknown)}; blocks that return a loss, and "

@@ -206,7 +206,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Place:
+class CodePlace:
     """A computation and the frames around it, outermost first."""
 
     computation: Computation
@@ -247,7 +247,7 @@ _ISSUED = {
 }
 
 
-def inner(module: Module, instruction: Instruction) -> Iterator[Place]:
+def inner(module: Module, instruction: Instruction) -> Iterator[CodePlace]:
     """The computations that one instruction issues, each with the frame that it adds."""
     frames: tuple[Frame, ...] = ()
     if instruction.opcode == "while":
@@ -256,19 +256,19 @@ def inner(module: Module, instruction: Instruction) -> Iterator[Place]:
         frames = (Frame(instruction, None),)
     for role in _ISSUED.get(instruction.opcode, ()):
         for name in instruction.called.get(role, ()):
-            yield Place(module.computations[name], frames)
+            yield CodePlace(module.computations[name], frames)
 
 
-def walk(module: Module, place: Place | None = None) -> Iterator[Place]:
+def walk(module: Module, place: CodePlace | None = None) -> Iterator[CodePlace]:
     """All computations that issue instructions: the entry, bodies and conditions of loops,
     branches, calls; not fusions.
     """
-    place = place or Place(module.computations[module.entry], ())
+    place = place or CodePlace(module.computations[module.entry], ())
     yield place
     for instruction in place.computation.instructions:
         for inside in inner(module, instruction):
             frames = (*place.frames, *inside.frames)
-            yield from walk(module, Place(inside.computation, frames))
+            yield from walk(module, CodePlace(inside.computation, frames))
 
 
 def issued(module: Module, instruction: Instruction) -> Iterator[tuple[Instruction, int]]:
@@ -304,7 +304,7 @@ class Compute(IntEnum):
     MATMUL = 2
 
 
-Group: TypeAlias = frozenset[int]
+DeviceGroup: TypeAlias = frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ class Collective:
 
     kind: str  # collective-permute, all-reduce, all-gather, all-to-all, reduce-scatter
     start: Instruction
-    place: Place
+    place: CodePlace
     compute: Compute
     between: tuple[Instruction, ...] = ()  # issued between its start and its done
 
@@ -338,7 +338,7 @@ class Collective:
         match = _QUEUE.search(self.start.attributes)
         return match[1] if match else "0"
 
-    def cliques(self, count: int, components: bool) -> list[Group]:
+    def cliques(self, count: int, components: bool) -> list[DeviceGroup]:
         """The devices of each communicator, of so many devices in all; see `check_collectives`."""
         sets = [frozenset(group) for group in groups_of(self.start, count)]
         if self.is_permute:
@@ -475,13 +475,13 @@ def _along_axes(mesh: re.Match[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, numbers.reshape(-1, count).tolist()))
 
 
-def connected(pairs: Sequence[Group]) -> list[Group]:
+def connected(pairs: Sequence[DeviceGroup]) -> list[DeviceGroup]:
     """The connected sets of devices.
 
     >>> connected([frozenset({0, 1}), frozenset({2, 3}), frozenset({1, 4})])
     [frozenset({2, 3}), frozenset({0, 1, 4})]
     """
-    found: list[Group] = []
+    found: list[DeviceGroup] = []
     for pair in pairs:
         separate = [group for group in found if not group & pair]
         found = [*separate, pair.union(*(group for group in found if group & pair))]

@@ -37,13 +37,13 @@ from ..lowering.target import Chip, Target
 from ..table.kinds import SHARES, Kind
 from .hlo import (
     MATMULS,
+    CodePlace,
     Collective,
     Compute,
+    DeviceGroup,
     Frame,
-    Group,
     Instruction,
     Module,
-    Place,
     find_collectives,
     groups_of,
     inner,
@@ -88,7 +88,7 @@ class Predicate:
     """A loop of unknown trip count, or a conditional."""
 
     instruction: Instruction
-    place: Place
+    place: CodePlace
     in_graph: bool  # a node of a CUDA graph: the host does not wait
 
     @property
@@ -336,7 +336,7 @@ def _purpose(module: Module, instruction: Instruction) -> Purpose:
 
 
 _COMPONENTS = "xla_gpu_collective_permute_connected_components=true"
-_WithCliques: TypeAlias = tuple[Collective, list[Group]]
+_WithCliques: TypeAlias = tuple[Collective, list[DeviceGroup]]
 
 
 def check_collectives(
@@ -376,7 +376,7 @@ def collective_faults(
     ]
 
 
-def _shared(some: Sequence[Group], others: Sequence[Group]) -> Group:
+def _shared(some: Sequence[DeviceGroup], others: Sequence[DeviceGroup]) -> DeviceGroup:
     """The largest intersection of a clique of each."""
     return max((a & b for a in some for b in others), key=len, default=frozenset())
 

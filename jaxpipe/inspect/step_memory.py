@@ -17,7 +17,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..arrays import Leaves, Params, PyTree, accumulator_dtype
-from ..jaxprs.entry import Entry, Slot, Target, Total
+from ..jaxprs.entry import Destination, Entry, Slot, Total
 from ..jaxprs.equations import nbytes, tiled_bytes
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..lowering.target import RunsOn
@@ -32,7 +32,7 @@ from ..program.segments import Payload
 from ..spmd.block import empty, while_once, without_weak_types
 from ..spmd.executor import TracedStep
 from ..spmd.pools import Buffers, StageEntries, shared_buffers
-from ..spmd.xla import Group, compiled_alone, outer_specs
+from ..spmd.xla import SplitLeaves, compiled_alone, outer_specs
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact, run
 from ..stage.model_code import Job, ModelCode
 from ..table.effects import Place
@@ -44,7 +44,7 @@ _WHOLE = PartitionSpec()
 _POOLED = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
 
 
-class Value(NamedTuple):
+class SizedValue(NamedTuple):
     """An input or an output of a block."""
 
     spec: PartitionSpec | None = None  # None: left to the partitioner
@@ -54,13 +54,13 @@ class Value(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class Region:
     """A piece of code, with the split and the place of each input and output."""
 
     name: str
     jaxpr: core.Jaxpr
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[SizedValue, ...]
+    outputs: tuple[SizedValue, ...]
 
     @property
     def gradients(self) -> list[int]:
@@ -79,7 +79,7 @@ class Block:
         after = {self.outputs[i]: i for i in self.changes}
         return {i: after[v] for i, v in enumerate(self.inputs) if v in after}
 
-    def dropping(self, outputs: Sequence[int]) -> Block:
+    def dropping(self, outputs: Sequence[int]) -> Region:
         """The block without some of its results."""
         left = [i for i in range(len(self.outputs)) if i not in outputs]
         jaxpr = self.jaxpr.replace(outvars=[self.jaxpr.outvars[i] for i in left])
@@ -96,7 +96,7 @@ class Block:
             else leaf
             for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
         ]
-        targets: dict[int, Target] = {}
+        targets: dict[int, Destination] = {}
         for i, leaf in pools.items():
             value = self.outputs[i]
             is_total = value.place is Place.STAGE_GRADIENTS
@@ -130,7 +130,7 @@ def work_space(step: TracedStep) -> dict[str, int]:
     program, table = step.code.program, step.code.program.schedule.encoded
     kinds = {kind.name for kind in table.kinds}
     joined = (program.pairs & (program.ticks.backward.kind == Kind.W)).any()
-    runs: list[tuple[Block, ...]] = [(block,) for block in outer_blocks(step)]
+    runs: list[tuple[Region, ...]] = [(block,) for block in outer_blocks(step)]
     for kind, entries in zip(step.code.kinds, step.entries, strict=True):
         of_kind = stage_blocks(kind, entries)
         runs += [(block,) for name, block in of_kind.items() if name in kinds]
@@ -143,7 +143,7 @@ def work_space(step: TracedStep) -> dict[str, int]:
     return found
 
 
-def temp(step: TracedStep, *blocks: Block) -> int:
+def temp(step: TracedStep, *blocks: Region) -> int:
     """Bytes besides inputs and outputs, of blocks that run as one."""
     return temp_of(step, compile_blocks(step, *blocks))
 
@@ -156,7 +156,7 @@ def temp_of(step: TracedStep, compiled: Any) -> int:
     return int(getattr(memory, "temp_size_in_bytes", 0))
 
 
-def compile_blocks(step: TracedStep, *blocks: Block) -> Any:
+def compile_blocks(step: TracedStep, *blocks: Region) -> Any:
     """Compile blocks that run as one; they read and write slots as in the step, in a loop of at
     most one trip.
 
@@ -183,12 +183,12 @@ def compile_blocks(step: TracedStep, *blocks: Block) -> Any:
     # Pools and accumulators are changed in place.  As outputs of their own they would lend
     # their room to the block's arrays.
     donated = [2 + 2 * k for k in range(len(blocks))]
-    flags: Group = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
+    flags: SplitLeaves = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
     groups = [group for block in blocks for group in _groups(step, block)]
     return compiled_alone(step.job, guarded, flags, *groups, donated=donated)
 
 
-def _groups(step: TracedStep, block: Block) -> tuple[Group, Group]:
+def _groups(step: TracedStep, block: Region) -> tuple[SplitLeaves, SplitLeaves]:
     """The inputs of a block, and the pools and accumulators that it changes."""
     inputs = enumerate(zip(block.inputs, block.jaxpr.invars, strict=True))
     outputs, outvars = block.outputs, block.jaxpr.outvars
@@ -201,7 +201,7 @@ def _groups(step: TracedStep, block: Block) -> tuple[Group, Group]:
     )
 
 
-def _room(step: TracedStep, value: Value, aval: Any) -> tuple[Any, PartitionSpec | None]:
+def _room(step: TracedStep, value: SizedValue, aval: Any) -> tuple[Any, PartitionSpec | None]:
     """Where a value lies, and its split: in an accumulator, by itself, or in a pool of two
     slots; of one, where the step has one: XLA copies no slot of an only one.
     """
@@ -215,54 +215,56 @@ def _room(step: TracedStep, value: Value, aval: Any) -> tuple[Any, PartitionSpec
     return jax.ShapeDtypeStruct(shape, aval.dtype), value.entry.pool_spec
 
 
-def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Block]:
+def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Region]:
     """The blocks of a kind of stage, by name."""
 
     values = {place: _free(len(avals)) for place, avals in code.avals.items()}
     for place, own in entries.stored.items():
-        values[place] = [Value(entry.spec, place, n, entry) for n, entry in enumerate(own)]
+        values[place] = [SizedValue(entry.spec, place, n, entry) for n, entry in enumerate(own)]
     uses = zip(entries.parameters, code.uses, strict=True)
     values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in uses if use.trained)
 
-    def at(*places: Place) -> list[Value]:
+    def at(*places: Place) -> list[SizedValue]:
         return [value for place in places for value in values[place]]
 
-    start = [Value(_WHOLE) for _ in code.consts] + [Value(spec) for spec in entries.parameters]
+    start = [SizedValue(_WHOLE) for _ in code.consts] + [
+        SizedValue(spec) for spec in entries.parameters
+    ]
     start += at(*INPUTS)
     start += _free(len(code.forward.invars) - len(start))  # extra and once
-    seeds = [Value(_WHOLE) for _ in code.avals[Place.LOSSES]]
+    seeds = [SizedValue(_WHOLE) for _ in code.avals[Place.LOSSES]]
     late = [*start, *at(*RESIDUALS, *COTANGENTS), *seeds]
     blocks = {}
     for kind, places in RESULTS.items():
         inputs = start if kind in (Kind.F, Kind.R) else late
         inputs = inputs + at(Place.STASH) if kind is Kind.W else inputs
-        blocks[kind.name] = Block(kind.name, code.of(kind), tuple(inputs), tuple(at(*places)))
+        blocks[kind.name] = Region(kind.name, code.of(kind), tuple(inputs), tuple(at(*places)))
     return blocks
 
 
-def _free(count: int) -> list[Value]:
+def _free(count: int) -> list[SizedValue]:
     """Values that are left to the partitioner, or results that have no place."""
-    return [Value() for _ in range(count)]
+    return [SizedValue() for _ in range(count)]
 
 
-def _gradients(specs: Iterable[PartitionSpec]) -> list[Value]:
+def _gradients(specs: Iterable[PartitionSpec]) -> list[SizedValue]:
     """Gradients of parameters with these splits."""
-    return [Value(spec, Place.STAGE_GRADIENTS) for spec in specs]
+    return [SizedValue(spec, Place.STAGE_GRADIENTS) for spec in specs]
 
 
-def outer_blocks(step: TracedStep) -> list[Block]:
+def outer_blocks(step: TracedStep) -> list[Region]:
     """`first`, its gradient, `last` with its gradient."""
-    job, free = step.job, Value(None if step.job.partition.auto_axes else _WHOLE)
+    job, free = step.job, SizedValue(None if step.job.partition.auto_axes else _WHOLE)
 
-    def block(name: str, jaxpr: core.Jaxpr, code: Any, before: int | None = None) -> Block:
+    def block(name: str, jaxpr: core.Jaxpr, code: Any, before: int | None = None) -> Region:
         """A block with gradients of parameters after so many results; None: without gradients."""
         key = name.split()[0]
         specs = outer_specs(job, key)
-        start = [*(Value(_WHOLE) for _ in code.consts), *map(Value, specs)]
+        start = [*(SizedValue(_WHOLE) for _ in code.consts), *map(SizedValue, specs)]
         inputs = (*start, *(free for _ in range(len(jaxpr.invars) - len(start))))
         plans = [*leaf_plans(job.plans[key]), *leaf_plans(job.plans["shared"])]
         own = [] if before is None else [*_free(before), *_gradients(trained(specs, plans))]
-        return Block(name, jaxpr, inputs, (*own, *_free(len(jaxpr.outvars) - len(own))))
+        return Region(name, jaxpr, inputs, (*own, *_free(len(jaxpr.outvars) - len(own))))
 
     first, last = step.code.first, step.code.last
     found = [block("first", first.forward, first)]

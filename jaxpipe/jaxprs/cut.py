@@ -159,13 +159,13 @@ def weight(var: core.Var, maker: core.JaxprEqn | None) -> int:
     return max(1, nbytes(var.aval)) * (2 if maker is not None and is_gather(maker) else 1)
 
 
-_Node: TypeAlias = "tuple[core.Var | None, bool]"
-_Graph: TypeAlias = "defaultdict[_Node, defaultdict[_Node, float]]"
-_SOURCE: _Node = (None, False)
-_SINK: _Node = (None, True)
+_FlowNode: TypeAlias = "tuple[core.Var | None, bool]"
+_Graph: TypeAlias = "defaultdict[_FlowNode, defaultdict[_FlowNode, float]]"
+_SOURCE: _FlowNode = (None, False)
+_SINK: _FlowNode = (None, True)
 
 
-def _sink_side(capacity: _Graph) -> set[_Node]:
+def _sink_side(capacity: _Graph) -> set[_FlowNode]:
     """Nodes that can still reach the sink when the flow is greatest: by shortest augmenting paths
     (Edmonds and Karp 1972).  The capacities become what the flow leaves.
     """

@@ -474,7 +474,7 @@ class Total(NamedTuple):
         return lax.scatter_add(self.pool, indices, as_dtype(updates, self.pool.dtype), **options)
 
 
-class Row(NamedTuple):
+class StackRow(NamedTuple):
     """One row of a stack, with a static number: a value, or as a target an accumulator."""
 
     pool: Any
@@ -503,4 +503,4 @@ class Row(NamedTuple):
         return lax.dynamic_update_index_in_dim(self.pool, own, self.row, 0)
 
 
-Target: TypeAlias = "Slot | Alone | Total | Piece | Row"
+Destination: TypeAlias = "Slot | Alone | Total | Piece | StackRow"

@@ -20,7 +20,7 @@ from jax.extend import core
 from jax.sharding import get_abstract_mesh
 
 from ..arrays import as_dtype
-from .entry import Alone, Piece, Row, Slot, Target, Total
+from .entry import Alone, Destination, Piece, Slot, StackRow, Total
 from .equations import Scan, bind, literal, nbytes, results_of, scan_counts, variables
 
 
@@ -32,10 +32,10 @@ class InSlots(NamedTuple):
 
     jaxpr: core.Jaxpr
     arguments: Sequence[Any]
-    writes: Mapping[int, Target] = MappingProxyType({})
+    writes: Mapping[int, Destination] = MappingProxyType({})
 
 
-class State(NamedTuple):
+class TripState(NamedTuple):
     """The values that pass from trip to trip."""
 
     carry: list[Any]
@@ -55,7 +55,7 @@ class Loop:
     homes: list[int]  # by what each pool was at first, see `_steps`
     pools: list[Any]
     scanned: list[Any]  # slots, pieces and arrays, of which a trip reads a row
-    targets: Sequence[Target | None]
+    targets: Sequence[Destination | None]
 
     @property
     def form(self) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class Loop:
         return [y for y, target in zip(results, self.targets, strict=True) if target is None]
 
 
-def run_loops(loops: Sequence[Loop]) -> list[State]:
+def run_loops(loops: Sequence[Loop]) -> list[TripState]:
     """Loops of one length as one: in each trip all read, then compute, then store, one after the
     other.
 
@@ -105,7 +105,7 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
     (length, unroll), reverse = loops[0].form, loops[0].params["reverse"]
     by_scan = _is_split_further()
 
-    def trip(states: list[State], rows: list[Any]) -> tuple[list[State], list[list[Any]]]:
+    def trip(states: list[TripState], rows: list[Any]) -> tuple[list[TripState], list[list[Any]]]:
         # A pool that one loop writes and another reads is carried by the one that writes it.
         now = {
             id(old): new
@@ -122,7 +122,7 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
             loop.compute(state.carry, values)
             for loop, state, values in zip(loops, states, read, strict=True)
         ]
-        after: list[State] = []
+        after: list[TripState] = []
         ys: list[list[Any]] = []
         for loop, before, row, (carry, results) in zip(loops, states, rows, found, strict=True):
             if after and not by_scan:
@@ -133,7 +133,7 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
                 lax.dynamic_update_index_in_dim(stack, as_dtype(value, stack.dtype), row, 0)
                 for stack, value in zip(before.stacks, new, strict=not by_scan)
             ]
-            after.append(State(carry, pools, stacks))
+            after.append(TripState(carry, pools, stacks))
             ys.append(new if by_scan else [])
         return after, ys
 
@@ -143,7 +143,7 @@ def run_loops(loops: Sequence[Loop]) -> list[State]:
     if len(loops) == 1:
         rows = [lax.iota(jnp.int32, length)]
     start = [
-        State(loop.carry, loop.pools, [] if by_scan else loop.empty_stacks()) for loop in loops
+        TripState(loop.carry, loop.pools, [] if by_scan else loop.empty_stacks()) for loop in loops
     ]
     end, ys = lax.scan(trip, start, rows, length=length, reverse=reverse, unroll=unroll)
     if not by_scan:
@@ -172,8 +172,8 @@ def _row_after(row: Any, values: Sequence[Any]) -> Any:
 
 
 def _read_before_writing(
-    loops: Sequence[Loop], states: list[State], read: list[list[Any]]
-) -> tuple[list[State], list[list[Any]]]:
+    loops: Sequence[Loop], states: list[TripState], read: list[list[Any]]
+) -> tuple[list[TripState], list[list[Any]]]:
     """Order reads of pools that a loop writes before the writes.  XLA would slice the pool again
     after the write, and copy the pool for that.  Where the partitioner splits values, an element of
     them (see `_row_after`) would have to be sent to the other devices.
@@ -212,7 +212,7 @@ def _is_split_further() -> bool:
     return any(mesh.shape[name] > 1 for name in mesh.auto_axes)
 
 
-_LAZY = (Slot, Alone, Piece, Row)
+_LAZY = (Slot, Alone, Piece, StackRow)
 
 
 def run_in_slots(*runs: InSlots) -> list[list[Any]]:
@@ -242,7 +242,7 @@ def run_in_slots(*runs: InSlots) -> list[list[Any]]:
     return results
 
 
-def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, State, list[Any]]:
+def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, TripState, list[Any]]:
     """Evaluate a jaxpr up to each of its scans; the caller runs these."""
     jaxpr, writes = run.jaxpr, run.writes
     env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True))
@@ -350,7 +350,7 @@ def _is_large(array: Any) -> bool:
 class _Update(NamedTuple):
     """An equation that is done in the target of its result."""
 
-    target: Target
+    target: Destination
     held: Any  # the input that is the target before
     operands: Sequence[Any]
     change: Callable[..., Any]  # the new pool, of the target before and the operands
@@ -359,8 +359,8 @@ class _Update(NamedTuple):
 def _updates(
     jaxpr: core.Jaxpr,
     slots: Mapping[Any, Slot],
-    left: Mapping[Any, Target],
-    targets: Mapping[Any, Target],
+    left: Mapping[Any, Destination],
+    targets: Mapping[Any, Destination],
     uses: Mapping[Any, int],
 ) -> dict[Any, _Update]:
     """The equations that are done in the targets of their results, by result: rows that replace
@@ -400,8 +400,8 @@ def _scattered(eqn: core.JaxprEqn, total: Total | Piece, indices: Any, updates: 
 def _loop_of(
     eqn: core.JaxprEqn,
     env: dict[core.Var, Any],
-    targets: Mapping[Any, Target],
-    current: Callable[[Target], Target],
+    targets: Mapping[Any, Destination],
+    current: Callable[[Destination], Destination],
 ) -> Loop:
     """A scan that carries the pools that it writes; the pools that it reads are constants of it."""
     scan = Scan.of(eqn)

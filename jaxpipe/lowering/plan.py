@@ -17,7 +17,7 @@ from ..engine.costs import Costs
 from ..engine.loop import action_durations
 from ..engine.simulate import simulate
 from ..program.ir import Program
-from ..program.segments import Part, Permute, Point, Segment, TickTemplate
+from ..program.segments import Permute, Point, Segment, TickPart, TickTemplate
 from ..table.effects import TOGETHER, Liveness, Offload
 from ..table.encoded import BoolArray, IntArray
 from ..table.kinds import COLLECTIVES, Kind
@@ -69,7 +69,7 @@ class _Issue(NamedTuple):
         return latest
 
 
-class _Step(NamedTuple):
+class _TripStep(NamedTuple):
     """Transfers at a point of a trip, then what devices run from there to the next one."""
 
     issues: list[_Issue]
@@ -82,7 +82,7 @@ def _issues(segment: Segment, devices: int, hop: float, runs_on: RunsOn) -> list
     """The permutes of a trip."""
     groups: dict[tuple[Point, Point, bool], list[Permute]] = {}
     for transit in segment.transits:
-        end = Point(transit.tick, len(Part))
+        end = Point(transit.tick, len(TickPart))
         ends = end, end, False
         if runs_on in (RunsOn.GPUS, RunsOn.TPUS):
             points = [_in_parts(segment, each) for each in (transit.issued, transit.written)]
@@ -104,30 +104,32 @@ def _issues(segment: Segment, devices: int, hop: float, runs_on: RunsOn) -> list
 
 def _in_parts(segment: Segment, point: Point) -> Point:
     """The same by parts instead of by blocks."""
-    parts = [Part.of(use.block.kind) for use in segment.templates[point.tick].blocks]
-    return Point(point.tick, [*parts, len(Part)][point.block])
+    parts = [TickPart.of(use.block.kind) for use in segment.templates[point.tick].blocks]
+    return Point(point.tick, [*parts, len(TickPart)][point.block])
 
 
-def _steps(segment: Segment, costs: Seconds, overheads: Overheads, runs_on: RunsOn) -> list[_Step]:
+def _steps(
+    segment: Segment, costs: Seconds, overheads: Overheads, runs_on: RunsOn
+) -> list[_TripStep]:
     """One trip of a segment; `costs` are of [trip, tick, part, device]."""
     issues = _issues(segment, costs.shape[-1], overheads.hop, runs_on)
-    steps: list[_Step] = []
+    steps: list[_TripStep] = []
     for j, template in enumerate(segment.templates):
         meets = any(use.block.kind in COLLECTIVES for use in template.blocks)
-        lengths = np.zeros((len(costs), len(Part) + 1, costs.shape[-1]))
+        lengths = np.zeros((len(costs), len(TickPart) + 1, costs.shape[-1]))
         own = with_predicates(costs[:, j], template, overheads.predicate)
         lengths[:, : own.shape[1]] = own
-        for part in range(len(Part) + 1):
+        for part in range(len(TickPart) + 1):
             begun = [issue for issue in issues if issue.issued == (j, part)]
             ended = [issue for issue in issues if issue.awaited == (j, part)]
             if part and not begun and not ended:
                 steps[-1].work[:] += lengths[:, part]
             else:
-                steps.append(_Step(begun, ended, meets and part == 0, lengths[:, part]))
+                steps.append(_TripStep(begun, ended, meets and part == 0, lengths[:, part]))
     return steps
 
 
-def _after_trip(time: Seconds, steps: Sequence[_Step], trip: int) -> Seconds:
+def _after_trip(time: Seconds, steps: Sequence[_TripStep], trip: int) -> Seconds:
     """Device times after a trip.  Nothing is in flight before the first one."""
     done: dict[int, Seconds] = {}
     for step in steps:
@@ -143,7 +145,7 @@ def _after_trip(time: Seconds, steps: Sequence[_Step], trip: int) -> Seconds:
     return time
 
 
-def _after_trips(time: Seconds, steps: Sequence[_Step], trips: IntArray) -> Seconds:
+def _after_trips(time: Seconds, steps: Sequence[_TripStep], trips: IntArray) -> Seconds:
     """Device times after all trips of a segment, from device times before them; `trips` has equal
     numbers for those of equal costs.
     """
@@ -189,10 +191,10 @@ def cost_parts(ticks: Ticks, costs: Costs | None = None, *, hides: bool = True) 
     durations = np.array(action_durations(table, by_stage))
     if hides and Kind.W in ticks.joint:
         durations = _less_hidden(ticks, durations, costs)
-    place = np.array([Part.of(kind) for kind in Kind])[table.kind]
+    place = np.array([TickPart.of(kind) for kind in Kind])[table.kind]
     # A pair is one block, and the first.
     place[ticks.pairs[ticks.when, table.device]] = 0
-    shape = ticks.num_ticks, len(Part), table.num_devices
+    shape = ticks.num_ticks, len(TickPart), table.num_devices
     cells = np.ravel_multi_index((ticks.when, place, table.device), shape)
     found = np.bincount(cells, durations, math.prod(shape)).astype(np.float64)
     return found.reshape(shape)

@@ -23,12 +23,12 @@ from ..program.segments import (
     JOINT,
     Block,
     BlockUse,
-    Loop,
-    Part,
     Payload,
     Permute,
     Presence,
     Segment,
+    TickLoop,
+    TickPart,
     TickTemplate,
     room_of,
     ticks_of,
@@ -297,7 +297,7 @@ def uses_of(ticks: Ticks, counts: IntArray, num_ticks: int) -> tuple[BlockUse, .
         if active:
             parts = (Presence.of(n, active) for n in some)
             uses.append(BlockUse(block, Presence.of(active, everyone), *parts))
-    return tuple(sorted(uses, key=lambda use: (Part.of(use.block.kind), use.block)))
+    return tuple(sorted(uses, key=lambda use: (TickPart.of(use.block.kind), use.block)))
 
 
 def permutes_of(ticks: Ticks, slack: IntArray, *, room: int = 0) -> tuple[Permute, ...]:
@@ -335,7 +335,7 @@ class Span(NamedTuple):
     stop: int
     period: int
     # ticks of a trip that share their code (`Segment.loops`)
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[TickLoop, ...] = ()
 
 
 def segments_of(spans: Iterable[Span], ticks: Ticks) -> tuple[Segment, ...]:
@@ -368,7 +368,7 @@ def _segment(span: Span, ticks: Ticks) -> Segment:
     slack = by_trip(ticks.transfers[1]).min(axis=0)
     paired = np.logical_or.reduce(by_trip(ticks.pairs), axis=(0, 2))
     templates: dict[int, TickTemplate] = {}
-    for mine in map(list, ticks_of(span.loops or (Loop(1),) * span.period)):
+    for mine in map(list, ticks_of(span.loops or (TickLoop(1),) * span.period)):
         room = span.period - 1 - mine[0]
         if repeats > 1:
             room = room_of(span.period, mine[0])
@@ -445,30 +445,30 @@ def _is_short(span: Span) -> bool:
     return sum(1 for _ in ticks_of(span.loops)) <= MOST_PIECES
 
 
-def _loops(marks: IntArray) -> tuple[Loop, ...]:
+def _loops(marks: IntArray) -> tuple[TickLoop, ...]:
     """The loops of a trip: what comes at equal intervals within it is a loop; the rest is pieces,
     alike in whether they have a collective action.
     """
     inner = _equal_intervals(marks, 0, len(marks))
     if inner is not None:
-        turn = Loop((inner.stop - inner.start) // inner.period, inner.loops)
+        turn = TickLoop((inner.stop - inner.start) // inner.period, inner.loops)
         return (*_loops(marks[: inner.start]), turn, *_loops(marks[inner.stop :]))
     ends = (np.flatnonzero(np.diff(marks)) + 1).tolist()
-    return tuple(Loop(length) for length in np.diff([0, *ends, len(marks)]).tolist() if length)
+    return tuple(TickLoop(length) for length in np.diff([0, *ends, len(marks)]).tolist() if length)
 
 
-def _in_turns(loops: Sequence[Loop]) -> tuple[Loop, ...]:
+def _in_turns(loops: Sequence[TickLoop]) -> tuple[TickLoop, ...]:
     """The loops with two templates that alternate, instead of one for all ticks: devices may have
     long and short ticks in turn.
     """
-    found: list[Loop] = []
+    found: list[TickLoop] = []
     for loop in loops:
         if loop.body:
             found.append(loop._replace(body=_in_turns(loop.body)))
             continue
         turns, rest = divmod(loop.times, 2)
-        found += [Loop(turns, (Loop(1),) * 2)] if turns > 1 else [Loop(1)] * turns * 2
-        found += [Loop(1)] * rest
+        found += [TickLoop(turns, (TickLoop(1),) * 2)] if turns > 1 else [TickLoop(1)] * turns * 2
+        found += [TickLoop(1)] * rest
     return tuple(found)
 
 

@@ -344,7 +344,7 @@ def _rules_of(optimizer: Any, tree: PyTree, extra: dict[str, Any]) -> Rules:
     )(tree, state, tree)
     if len(jax.tree.leaves(shapes[0])) != len(paths):
         raise ValueError("not an update for each parameter")
-    graph = _Graph(closed)
+    graph = _Dataflow(closed)
     gradients, parameters = graph.inputs[: len(paths)], graph.inputs[-len(paths) :]
     made_of = graph.made_of(gradients, parameters)
     matters_to = graph.matters_to(len(paths))
@@ -387,7 +387,7 @@ def init_as_updated(optimizer: Any, accumulate: Any) -> Callable[[PyTree], PyTre
 
 def inputs_of(closed: ClosedJaxpr) -> list[int]:
     """For each result of a function, the inputs on which it depends: a bit each."""
-    graph = _Graph(closed)
+    graph = _Dataflow(closed)
     made_of = graph.made_of(graph.inputs)
     return [made_of[out] for out in graph.outs]
 
@@ -396,7 +396,7 @@ def _any(bits: Mapping[int, int], values: Sequence[int]) -> int:
     return reduce(or_, (bits[value] for value in values), 0)
 
 
-class _Graph:
+class _Dataflow:
     """The equations of a function, with those of both branches of conditions: what each does, the
     numbers of the values that it reads, and of those that it makes.
     """

@@ -23,7 +23,7 @@ from .keys import KeyOf
 from .param_layout import EMBEDDING, LOSS, LayerMap, with_outer
 from .settings import frozen_filter
 
-Call: TypeAlias = Callable[..., Any]
+UserFunction: TypeAlias = Callable[..., Any]
 _AXIS = "pipe"  # the name of the pipe axis that a spread function finds in `Model.loss`
 
 
@@ -97,10 +97,10 @@ class Model:
 
     def __init__(
         self,
-        stages: Call | Sequence[Call] | Mapping[str, Call],
+        stages: UserFunction | Sequence[UserFunction] | Mapping[str, UserFunction],
         *,
-        first: Call | Spread | None = None,
-        last: Call | Spread | None = None,
+        first: UserFunction | Spread | None = None,
+        last: UserFunction | Spread | None = None,
         layers: str | Layout | None = None,
         loss: Loss = Loss.MEAN,
         has_metrics: bool = False,
@@ -108,7 +108,7 @@ class Model:
         frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
         time: Sequence[str] = (),
         whole: Sequence[str] = (),
-        carry: Call | None = None,
+        carry: UserFunction | None = None,
     ) -> None:
         if isinstance(stages, Mapping):
             stages, layers = dict(stages), _letters(stages, layers, first, last)
@@ -264,7 +264,7 @@ class Model:
         return Plain(own.for_batch(rows), params, rows, rng, stacked)
 
 
-def _listed(stages: Any) -> tuple[Call, ...]:
+def _listed(stages: Any) -> tuple[UserFunction, ...]:
     """A list of stage functions; PipelineError for anything else."""
     if not isinstance(stages, Sequence) or isinstance(stages, str) or not stages:
         raise PipelineError(
@@ -286,7 +286,7 @@ def _check_names(time: Sequence[str], whole: Sequence[str]) -> None:
     PipelineError.refuse("the leaves of the batch are named twice", faults)
 
 
-def _letters(stages: Mapping[str, Call], layers: Any, first: Any, last: Any) -> str:
+def _letters(stages: Mapping[str, UserFunction], layers: Any, first: Any, last: Any) -> str:
     """The letters of all layers in model order; PipelineError lists what does not fit the
     functions.
     """

@@ -23,7 +23,7 @@ from ..jaxprs.entry import Entry, Part, Piece
 from .settings import jit_on_mesh
 
 
-class Place(NamedTuple):
+class Home(NamedTuple):
     """The place of a leaf: a shared array, as it is or, where kinds differ, raveled from `start`
     on.
     """
@@ -61,7 +61,7 @@ class Place(NamedTuple):
         return lax.dynamic_update_slice_in_dim(leaf, raveled, self.start, axis=-1)
 
 
-Places: TypeAlias = "tuple[Place, ...]"
+Places: TypeAlias = "tuple[Home, ...]"
 
 
 class Parameter(NamedTuple):
@@ -136,7 +136,7 @@ class InBuffer(NamedTuple):
 
 
 # How a parameter of some dtype may be stored.
-Kept: TypeAlias = "Callable[[Parameter, Any], InBuffer]"
+Storing: TypeAlias = "Callable[[Parameter, Any], InBuffer]"
 
 
 def alone(_parameter: Parameter, _dtype: Any) -> InBuffer:
@@ -204,7 +204,7 @@ class ChunkLayout:
         """
         at = {name: i for i, name in enumerate(self.names)}
         shapes = dict(zip(form.names, form.shapes, strict=True))
-        found: dict[str, Place] = {}
+        found: dict[str, Home] = {}
         for buffer in self.buffers:
             entries = [
                 (name, Entry(shapes[name], kept.parts, pinned=pinned and kept.pinned))
@@ -213,11 +213,10 @@ class ChunkLayout:
             ]
             start = 0
             for name, entry in sorted(entries, key=lambda pair: (-pair[1].length, pair[0])):
-                found[name] = Place(at[buffer.name], entry, True, start)
+                found[name] = Home(at[buffer.name], entry, True, start)
                 start += entry.length
         return tuple(
-            found.get(name) or Place(at[name], Entry(shape), False)
-            for name, shape in shapes.items()
+            found.get(name) or Home(at[name], Entry(shape), False) for name, shape in shapes.items()
         )
 
     def parameters(
@@ -352,7 +351,7 @@ def _by_leaf(
 
 
 def chunk_layout(
-    stages: Sequence[PyTree | None], numbers: Sequence[int], kept: Kept, *, layered: bool = False
+    stages: Sequence[PyTree | None], numbers: Sequence[int], kept: Storing, *, layered: bool = False
 ) -> ChunkLayout:
     """The layout of one chunk: its stages by device (arrays or shapes), and their numbers in the
     model.

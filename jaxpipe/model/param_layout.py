@@ -21,7 +21,7 @@ from ..jaxprs.entry import Entry
 from ..layouts.layout import Layout
 from ..table.kinds import Placement
 from .calls import LAYER_KEYWORDS, Function
-from .packed import Kept, Packed, Place, Places, TreeForm, alone, chunk_layout, masked
+from .packed import Home, Packed, Places, Storing, TreeForm, alone, chunk_layout, masked
 
 EMBEDDING, LOSS = "E", "L"
 
@@ -34,7 +34,7 @@ def owned_stages(placement: Placement) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, table))
 
 
-class _Run(NamedTuple):
+class _LayerRun(NamedTuple):
     """Some equal layers that follow each other: rows `start .. stop` of a group's stack; `layer` is
     the place of the first in its stage.
     """
@@ -155,7 +155,7 @@ class LayerMap:
         return tuple(functions[own] for own in runs)
 
     def _function(
-        self, runs: tuple[_Run, ...], layers: Mapping[str, Function], *, has_loss: bool
+        self, runs: tuple[_LayerRun, ...], layers: Mapping[str, Function], *, has_loss: bool
     ) -> Function:
         """The function of a stage that is made of these runs of layers."""
         offsets = tuple(accumulate(map(len, self.stages), initial=0))[:-1]
@@ -172,7 +172,7 @@ class LayerMap:
 
         return Function(stage, f"stage of layers {letters!r}", wants)
 
-    def _runs(self, stage: int) -> Iterator[_Run]:
+    def _runs(self, stage: int) -> Iterator[_LayerRun]:
         """A stage's layers in order, as parts of its stacks; layers count from the stage's first of
         the letter.
         """
@@ -185,7 +185,9 @@ class LayerMap:
             for g, size in enumerate(self.groups(stage, letter)):
                 start, stop = max(first, begin), min(seen[letter], begin + size)
                 if start < stop:
-                    yield _Run(letter, g, start - begin, stop - begin, size, place + start - first)
+                    yield _LayerRun(
+                        letter, g, start - begin, stop - begin, size, place + start - first
+                    )
                 begin += size
             place += seen[letter] - first
 
@@ -214,7 +216,7 @@ class _Layer(NamedTuple):
         return x, None if loss is None else function.loss_of(loss)
 
     def run_each(
-        self, run: _Run, stack: PyTree, x: PyTree, offsets: tuple[int, ...]
+        self, run: _LayerRun, stack: PyTree, x: PyTree, offsets: tuple[int, ...]
     ) -> tuple[PyTree, list[Any]]:
         """Apply some rows of a stack one after the other; returns their losses too, or the sum.
         `offsets[stage]` layers come before a stage.
@@ -265,7 +267,7 @@ class Chunks(tuple[PyTree, ...]):
 
 
 # The stages' own state, or nothing.
-State: TypeAlias = "Chunks | tuple[()]"
+ChunkState: TypeAlias = "Chunks | tuple[()]"
 
 jax.tree_util.register_pytree_with_keys(
     Chunks,
@@ -292,7 +294,7 @@ def owner_faults(stages: Any, layout: ParamLayout, what: str, again: str) -> lis
     return []
 
 
-class Held(NamedTuple):
+class StageLeaves(NamedTuple):
     """A stage's leaves in its chunk."""
 
     form: TreeForm
@@ -382,7 +384,7 @@ class ParamLayout:
         return tuple(found)
 
     def place_stages(
-        self, stages: PyTree, how: Kept | Sequence[PyTree] = alone, *, axis: int = 0
+        self, stages: PyTree, how: Storing | Sequence[PyTree] = alone, *, axis: int = 0
     ) -> Chunks:
         """Leaves [S, ...] -> one tree a chunk with leaves [P, ...]; entries of devices without that
         chunk are zero.  The stages are along `axis`.
@@ -409,7 +411,9 @@ class ParamLayout:
             self,
         )
 
-    def place_trees(self, trees: Sequence[PyTree], how: Kept | Sequence[PyTree] = alone) -> Chunks:
+    def place_trees(
+        self, trees: Sequence[PyTree], how: Storing | Sequence[PyTree] = alone
+    ) -> Chunks:
         """A tree for each stage -> placed ones (see `place_stages`)."""
         if not self.unlike:
             return self.place_stages(stacked(trees))
@@ -443,7 +447,7 @@ class ParamLayout:
             return placed[v].stage(device)
         return jax.tree.map(lambda leaf: leaf[device], placed[v])
 
-    def held(self, stage: int, chunks: Sequence[PyTree]) -> Held:
+    def held(self, stage: int, chunks: Sequence[PyTree]) -> StageLeaves:
         """A stage's leaves in trees like owned chunks, on one device (without the axis of
         devices).
         """
@@ -454,8 +458,8 @@ class ParamLayout:
             places = chunk.layout.places(form, pinned=True)
         else:
             form = TreeForm.of(chunk)
-            places = tuple(Place(i, Entry(own), flat=False) for i, own in enumerate(form.shapes))
-        return Held(form, places, [leaves[place.at] for place in places])
+            places = tuple(Home(i, Entry(own), flat=False) for i, own in enumerate(form.shapes))
+        return StageLeaves(form, places, [leaves[place.at] for place in places])
 
     def faults(self, stages: PyTree) -> list[str]:
         """Faults of the canonical parameters, or state, of the stages."""

@@ -20,7 +20,7 @@ from ..arrays import Params, PyTree, followed, path_text, shapes_of
 from ..errors import PipelineError
 from .calls import cut_off, is_padded, pad_like, unpadded
 from .packed import Packed, is_missing, repacked
-from .param_layout import OUTER, State, owner_faults
+from .param_layout import OUTER, ChunkState, owner_faults
 from .partition import Partition, leaf_plans
 from .settings import (
     explicit_context,
@@ -281,7 +281,7 @@ class Placer:
             return jax.tree.map(lambda leaf: with_sharding(leaf, to), like)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=to), like)
 
-    def canonical_state(self, placed: State) -> PyTree:
+    def canonical_state(self, placed: ChunkState) -> PyTree:
         """The stages' own state, placed to canonical."""
         self._check_owners(placed, "state", "place_state")
         return self.in_model_order({"stages": placed}, None)["stages"]

@@ -26,7 +26,17 @@ from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..table.text import in_columns
 from ..transforms.add_transfers import add_recompute
 from ..transforms.spread import spread_first, spread_last
-from .layer_cost import FIRST, LAST, Ends, Memory, Remat, Sizes, layer_sizes, least_slots, memory_of
+from .layer_cost import (
+    FIRST,
+    LAST,
+    Ends,
+    MemoryParts,
+    Remat,
+    Sizes,
+    layer_sizes,
+    least_slots,
+    memory_of,
+)
 from .request import Choice, Request
 
 
@@ -65,7 +75,7 @@ class PipelinePlan:
     why: str
     label: str = field(default="", compare=False)
     costs: Costs = field(default_factory=Costs, compare=False)
-    parts: Memory | None = field(default=None, compare=False)
+    parts: MemoryParts | None = field(default=None, compare=False)
     traced: Mapping[str, int] | None = field(default=None, compare=False)
     certificate: Certificate | None = field(default=None, compare=False)
     axis: str = field(default="pipe", compare=False)
@@ -265,7 +275,7 @@ class Candidate:
         )
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryParts:
         """A device's memory, of the program, or the least of any program of the table."""
         slots = self.slots
         if slots is None:

@@ -308,7 +308,7 @@ class Sizes(_Held):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory(_Held):
+class MemoryParts(_Held):
     """Bytes on one device by purpose."""
 
     pools: Mapping[str, float]
@@ -331,7 +331,7 @@ class Memory(_Held):
         return {**vars(self), "pools": sum(self.pools.values())}
 
 
-def memory_of(slots: Slots, sizes: Sizes) -> Memory:
+def memory_of(slots: Slots, sizes: Sizes) -> MemoryParts:
     """The memory of a device, from the number of entries in each pool."""
     away = sizes.entry.get("host", 0.0)
     pools = {
@@ -339,7 +339,7 @@ def memory_of(slots: Slots, sizes: Sizes) -> Memory:
     }
     pools["host"] = UNDER_WAY * away if slots.host else 0.0
     ticks = sum(pools.values()) + sizes.hoisted + sizes.sent + sizes.raveled + sizes.work
-    return Memory(
+    return MemoryParts(
         **{field.name: getattr(sizes, field.name) for field in fields(_Held)},
         pools=pools,
         summed=max(0, sizes.summed - ticks, *sizes.ends),

@@ -15,7 +15,7 @@ from ..layouts.layout import Layout, LayoutError
 from ..schedules import build
 from ..table.effects import Offload
 from .candidate import Candidate, PipelinePlan, Plans, Rejected, Traced, gib, stage_seconds
-from .layer_cost import LayerCost, Memory
+from .layer_cost import LayerCost, MemoryParts
 from .request import Choice, Request, choices, requests
 
 
@@ -349,7 +349,7 @@ def lacks(needs: float, request: Request) -> str:
     return f"does not fit by {gib(needs - (request.memory or 0))} or more"
 
 
-def _parts(memory: Memory) -> dict[str, tuple[float, str]]:
+def _parts(memory: MemoryParts) -> dict[str, tuple[float, str]]:
     """Bytes of a device by purpose, and what would help most against them."""
     pools, less = memory.pools, "smaller microbatches"
     boundaries = pools["x"] + pools["cotangent"] + memory.sent

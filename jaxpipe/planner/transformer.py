@@ -21,7 +21,7 @@ HOST = 8  # devices of a host, which share its fast links
 _FROM_0 = ("latency", "experts", "shared", "capacity")
 
 
-class _Part(NamedTuple):
+class _HalfLayer(NamedTuple):
     """A half of a layer.  Numbers of 2 bytes are of one token and of all devices that share the
     layer: without remat, under "dots" (results of products with weights are kept), and under
     "layer".
@@ -223,7 +223,7 @@ class Transformer:
     def _between(self) -> float:
         return self.width * (1 if self.sequence else self.tensor)
 
-    def _attention(self) -> _Part:
+    def _attention(self) -> _HalfLayer:
         """It keeps queries, keys and values (before and after a norm), its output, and x after
         it, or the two results that are normed; x too where devices share it by time, for what they
         exchange is not made again.
@@ -232,27 +232,27 @@ class Transformer:
         weights = self.width * 2 * (queries + keys)
         projected = queries + 2 * keys
         dots, normed = projected + x * (1 + self.post_norms), self.normed * (queries + keys)
-        return _Part(
+        return _HalfLayer(
             weights=weights,
             active=weights,
             kept=(dots + queries + normed + x * (self.post_norms and self.sequence), dots, 0.0),
             left=(projected + 2 * x, projected + queries + 2 * x, projected + queries + 3 * x),
         )
 
-    def _mlp(self) -> _Part:
+    def _mlp(self) -> _HalfLayer:
         """It keeps the results of its first products: the features of a GELU, twice as many of a
         SwiGLU.  Functions of them are computed again in the backward's fusions.
         """
         count, features = 3 if self.gated else 2, self._features
         weights, x = count * self.width * features, self._between
-        return _Part(
+        return _HalfLayer(
             weights=weights,
             active=weights,
             kept=((count - 1) * features, (count - 1) * features, 0.0),
             left=tuple(i * x + j * features for i, j in ((2, 1), (2, 1), (1, count))),
         )
 
-    def _experts(self) -> _Part:
+    def _experts(self) -> _HalfLayer:
         """They keep the rows that they receive and return, two hidden features of each, and the
         router's scores.  Products of experts are done again under "dots": they have a batch
         dimension.
@@ -266,7 +266,7 @@ class Transformer:
         dots = 2 * self.shared + scores
         x, hidden = self._between, room * features
         common = x * (self.shared > 0)  # the shared expert's input, or its result's gradient
-        return _Part(
+        return _HalfLayer(
             weights=self.width * (3 * self.experts * features / devices + own + self.experts),
             active=self.width * (3 * run * features + own + self.experts),
             kept=(routes + rows + 2 * hidden + dots, dots, 0.0),

@@ -316,7 +316,7 @@ class Step(NamedTuple):
     prepares: bool  # the first stage's input is to be made first
 
 
-class Model(Protocol):
+class ActionCode(Protocol):
     """The computations of the actions.  Values (inputs, residuals, cotangents) are opaque to the
     interpreter; gradients and losses are the model's own.
     """
@@ -329,14 +329,14 @@ class Model(Protocol):
 
 
 # By pool, the values in its slots; and by `Place.SENT_X` and `Place.SENT_DX`, the value to send.
-_Device: TypeAlias = dict[Place, Any]
+_DeviceValues: TypeAlias = dict[Place, Any]
 
 
-def interpret(program: Program, model: Model) -> None:
+def interpret(program: Program, model: ActionCode) -> None:
     """Run every tick: each device its blocks in the template's order, then the exchange; the model
     collects the results.
     """
-    devices: list[_Device] = [
+    devices: list[_DeviceValues] = [
         {pool: [None] * slots for pool, slots in program.pools.items()}
         for _ in program.schedule.rows
     ]
@@ -347,8 +347,8 @@ def interpret(program: Program, model: Model) -> None:
 @dataclass(frozen=True)
 class _Interpreter:
     program: Program
-    model: Model
-    devices: list[_Device]
+    model: ActionCode
+    devices: list[_DeviceValues]
 
     def segment(self, segment: Segment) -> None:
         """The ticks of a segment.  What a transfer brings is written where the program awaits it:
@@ -430,7 +430,7 @@ class _Interpreter:
                     device[effect.place][getattr(records[number], effect.field)] = value
 
 
-def _move(device: _Device, row: TickRecord[int]) -> Iterator[tuple[list[Any], int, Any]]:
+def _move(device: _DeviceValues, row: TickRecord[int]) -> Iterator[tuple[list[Any], int, Any]]:
     """Values that go to the host, or come back, when the tick is over: pool, slot and value."""
     for record, move in product(row.moves, MOVES):
         if getattr(record, move.value) == NOBODY:

@@ -44,7 +44,7 @@ class Presence(enum.Enum):
         return cls.ALWAYS if hits == total else cls.SOMETIMES
 
 
-class Part(enum.IntEnum):
+class TickPart(enum.IntEnum):
     """Blocks of a tick by what they do with transfers, in the order in which ticks
     have them.
     """
@@ -54,7 +54,7 @@ class Part(enum.IntEnum):
     FORWARD = 2  # needs an activation and makes one
 
     @classmethod
-    def of(cls, kind: Kind) -> Part:
+    def of(cls, kind: Kind) -> TickPart:
         """The part of a kind."""
         if kind in RUNS_FORWARD:
             return cls.FORWARD
@@ -126,7 +126,7 @@ class BlockUse:
         """
         makes_cotangent = self.block.runs_forward and self.last is not Presence.NEVER
         return (
-            Part.of(self.block.kind) is PART_OF[payload]
+            TickPart.of(self.block.kind) is PART_OF[payload]
             or self.block.is_collective
             or (payload is Payload.COTANGENT and makes_cotangent)
         )
@@ -165,7 +165,7 @@ class Permute:
 
 
 # Which blocks make and need a payload.
-PART_OF = {Payload.ACTIVATION: Part.FORWARD, Payload.COTANGENT: Part.BACKWARD}
+PART_OF = {Payload.ACTIVATION: TickPart.FORWARD, Payload.COTANGENT: TickPart.BACKWARD}
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class TickTemplate:
 
     def after_makers(self, payload: Payload) -> int:
         """After how many of its blocks there is what it sends."""
-        makes = [Part.of(use.block.kind) is PART_OF[payload] for use in self.blocks]
+        makes = [TickPart.of(use.block.kind) is PART_OF[payload] for use in self.blocks]
         return max((i + 1 for i, each in enumerate(makes) if each), default=0)
 
     def before_readers(self, payload: Payload) -> int:
@@ -242,13 +242,13 @@ class Transit(NamedTuple):
         return self.from_before or self.written.tick > self.tick
 
 
-class Loop(NamedTuple):
+class TickLoop(NamedTuple):
     """Ticks of a trip that follow each other: one tick `times` times, or the loops of its body
     `times` times.
     """
 
     times: int
-    body: tuple[Loop, ...] = ()
+    body: tuple[TickLoop, ...] = ()
 
     @property
     def ticks(self) -> int:
@@ -260,7 +260,7 @@ class Loop(NamedTuple):
         return f"{self.times}{inner}"
 
 
-def ticks_of(loops: Sequence[Loop], start: int = 0) -> Iterator[tuple[int, ...]]:
+def ticks_of(loops: Sequence[TickLoop], start: int = 0) -> Iterator[tuple[int, ...]]:
     """Per template that is emitted, the ticks of a trip that have it; the first loop begins at
     `start`.
     """
@@ -284,7 +284,7 @@ class Segment:
     templates: tuple[TickTemplate, ...]
     # Ticks of a trip that share their code, each loop a scan within the trip; their permutes have
     # no delay.  Empty: none do.
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[TickLoop, ...] = ()
 
     @property
     def period(self) -> int:
@@ -299,7 +299,7 @@ class Segment:
     @cached_property
     def emitted(self) -> tuple[tuple[int, ...], ...]:
         """Per template that is emitted, the ticks of a trip that have it."""
-        return tuple(ticks_of(self.loops or (Loop(1),) * self.period))
+        return tuple(ticks_of(self.loops or (TickLoop(1),) * self.period))
 
     def ticks(self, j: int) -> NDArray[np.int64]:
         """The ticks of the j-th template."""

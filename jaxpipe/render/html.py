@@ -16,11 +16,11 @@ from ..errors import MAX_COST, JaxpipeError, quoted, typed
 from ..table.kinds import KIND_NAMES, KINDS
 from . import svg
 
-Event: TypeAlias = dict[str, Any]
+TraceEvent: TypeAlias = dict[str, Any]
 
 # Threads of a device's process.  The halves of a pair run at the same time, and slices of one
 # thread must nest.
-_THREADS = {svg.Part.WHOLE: 0, svg.Part.TOP: 0, svg.Part.BOTTOM: 1, svg.Part.STRIP: 2}
+_THREADS = {svg.BarPart.WHOLE: 0, svg.BarPart.TOP: 0, svg.BarPart.BOTTOM: 1, svg.BarPart.STRIP: 2}
 _THREAD_NAMES = ("compute", "compute (backward of a pair)", "transfers")
 
 
@@ -62,7 +62,7 @@ def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, over: Timeline | No
 
 def _slices(
     timeline: Timeline, unit_us: float, *, first: int = 0, suffix: str = ""
-) -> Iterator[Event]:
+) -> Iterator[TraceEvent]:
     """Every bar, after the names and the order of devices and threads in the viewer; `first` is the
     process of the first device.
     """
@@ -78,7 +78,7 @@ def _slices(
         yield _event("M", process, "thread_sort_index", tid=thread, args=order)
     for bar in bars:
         stage, kind, microbatch = bar.action
-        args: Event = {"stage": stage, "chunk": bar.chunk, "microbatch": microbatch}
+        args: TraceEvent = {"stage": stage, "chunk": bar.chunk, "microbatch": microbatch}
         if slices > 1:
             args |= {"sequence": microbatch // slices, "slice": microbatch % slices}
         args["kind"] = kind.name
@@ -87,11 +87,11 @@ def _slices(
         yield _event("X", first + bar.device, str(bar.action), **place, args=args)
 
 
-def _event(phase: str, process: int, name: str, **more: Any) -> Event:
+def _event(phase: str, process: int, name: str, **more: Any) -> TraceEvent:
     return {"ph": phase, "pid": process, "name": name, **more}
 
 
-def _counters(timeline: Timeline, unit_us: float) -> Iterator[Event]:
+def _counters(timeline: Timeline, unit_us: float) -> Iterator[TraceEvent]:
     """The activation memory of each device, at each change (the last of several at one time)."""
     for device in range(timeline.schedule.num_devices):
         for time, held in dict(timeline.memory(device)).items():
@@ -99,7 +99,7 @@ def _counters(timeline: Timeline, unit_us: float) -> Iterator[Event]:
             yield _event("C", device, "activations", ts=time * unit_us, args=count)
 
 
-def _flows(timeline: Timeline, unit_us: float) -> Iterator[Event]:
+def _flows(timeline: Timeline, unit_us: float) -> Iterator[TraceEvent]:
     """An arrow from each producer to its consumer on another device."""
     bars, table = tuple(svg.bars_of(timeline)), timeline.schedule.encoded
     producer, crosses = table.producer.tolist(), table.crosses.tolist()
@@ -111,7 +111,7 @@ def _flows(timeline: Timeline, unit_us: float) -> Iterator[Event]:
         # already.
         leaves = source.start + 0.99 * source.length
         for phase, end, time in (("s", source, leaves), ("f", bar, bar.start)):
-            more: Event = {"bp": "e"} if phase == "f" else {}
+            more: TraceEvent = {"bp": "e"} if phase == "f" else {}
             more |= {"id": bar.number, "cat": "flow", "tid": _THREADS[end.part]}
             yield _event(phase, end.device, "message", ts=time * unit_us, **more)
 

@@ -21,7 +21,7 @@ from ..table.text import microbatch_label, parse_cell
 Box: TypeAlias = tuple[float, float, float, float]  # x, y, width and height
 
 
-class Part(enum.Enum):
+class BarPart(enum.Enum):
     """Which part of a device's row a bar fills."""
 
     WHOLE = 0
@@ -39,7 +39,7 @@ class Bar(NamedTuple):
     end: float
     action: Action
     chunk: int
-    part: Part
+    part: BarPart
 
     @property
     def length(self) -> float:
@@ -52,11 +52,11 @@ def bars_of(timeline: Timeline) -> Iterator[Bar]:
     schedule, pairs = timeline.schedule, set(timeline.schedule.encoded.pairs.tolist())
     starts, ends, chunks = timeline.starts, timeline.ends, schedule.chunks.tolist()
     for i, (device, _, action) in enumerate(schedule.actions()):
-        part = Part.WHOLE if action.kind.is_compute else Part.STRIP
+        part = BarPart.WHOLE if action.kind.is_compute else BarPart.STRIP
         if i in pairs:
-            part = Part.TOP
+            part = BarPart.TOP
         elif i - 1 in pairs:
-            part = Part.BOTTOM
+            part = BarPart.BOTTOM
         yield Bar(i, device, starts[i], ends[i], action, chunks[i], part)
 
 
@@ -100,7 +100,7 @@ _MAX_AUTO_WIDTH, MAX_WIDTH = 12000.0, 100_000.0
 _NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
-class Entry(NamedTuple):
+class LegendEntry(NamedTuple):
     """One entry of the legend: the classes of its swatches, its text, and its place."""
 
     boxes: tuple[str, ...]
@@ -163,7 +163,7 @@ class Chart:
         """Pixels per unit of time."""
         if self.fixed_width is not None:
             return (self.fixed_width - self.left - self.right) / self.span
-        lengths = sorted(b.length for b in self.bars if b.part is not Part.STRIP)
+        lengths = sorted(b.length for b in self.bars if b.part is not BarPart.STRIP)
         # A tenth of the bars may be too short for a number: one stage does not stretch a picture.
         short = lengths[len(lengths) // 10] if lengths else self.span
         s = self.timeline.schedule
@@ -179,7 +179,7 @@ class Chart:
         devices = self.timeline.schedule.num_devices
         if devices > 32:
             return 16.0
-        has_pairs = any(bar.part is Part.TOP for bar in self.bars)
+        has_pairs = any(bar.part is BarPart.TOP for bar in self.bars)
         return (30.0 if devices <= 16 else 20.0) + 6.0 * has_pairs
 
     @property
@@ -214,15 +214,15 @@ class Chart:
         """The place of a bar."""
         y, half = self.y(bar.device), self.row / 2
         top, height = {
-            Part.WHOLE: (0.0, self.row),
-            Part.TOP: (0.0, half),
-            Part.BOTTOM: (half, half),
-            Part.STRIP: (self.row - 4, 4.0),
+            BarPart.WHOLE: (0.0, self.row),
+            BarPart.TOP: (0.0, half),
+            BarPart.BOTTOM: (half, half),
+            BarPart.STRIP: (self.row - 4, 4.0),
         }[bar.part]
         return self.x(bar.start), y + top, bar.length * self.unit, height
 
     @cached_property
-    def legend(self) -> tuple[Entry, ...]:
+    def legend(self) -> tuple[LegendEntry, ...]:
         """The meaning of the colours, in lines where the picture is narrow."""
         schedule = self.timeline.schedule
         kinds = sorted({bar.action.kind for bar in self.bars})
@@ -244,7 +244,7 @@ class Chart:
             if x > self.left and x + length > self.width - PAD:
                 x, line = self.left, line + 1
             y = self.bottom + AXIS + 6 + 22 * line
-            entries.append(Entry(boxes, text, x, y, cell))
+            entries.append(LegendEntry(boxes, text, x, y, cell))
             x += length + 14
         return tuple(entries)
 
@@ -434,7 +434,7 @@ def _draw_numbers(root: Element, chart: Chart) -> None:
     """The microbatch's number in each bar that has room for it."""
     sizes: dict[float, list[tuple[str, float, float, str]]] = defaultdict(list)
     for bar in chart.bars:
-        if bar.part is Part.STRIP:
+        if bar.part is BarPart.STRIP:
             continue
         x, y, width, height = chart.box(bar)
         text = microbatch_label(bar.action.microbatch, chart.timeline.schedule.slices)
@@ -531,7 +531,7 @@ def describe(bar: Bar, slices: int = 1) -> str:
 
 def _class(bar: Bar, shades: int) -> str:
     own = f"{bar.action.kind.name}{min(bar.chunk, shades - 1)}"
-    return "transfer" if bar.part is Part.STRIP else own
+    return "transfer" if bar.part is BarPart.STRIP else own
 
 
 def _ticks(end: float, *, most: float) -> list[float]:

@@ -2,8 +2,8 @@
 `describe(name)`.
 """
 
-from .registry import Chunks, Entry, Option, build, describe, names
+from .registry import ChunkCounts, NamedSchedule, Option, build, describe, names
 
-__all__ = ["Chunks", "Entry", "Option", "build", "describe", "names"]
+__all__ = ["ChunkCounts", "NamedSchedule", "Option", "build", "describe", "names"]
 
 IMPORTS = ("engine", "errors", "solver", "table", "transforms")

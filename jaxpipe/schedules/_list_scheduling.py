@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..engine.costs import Costs, StageCosts
-from ..engine.loop import NEVER, Loop
+from ..engine.loop import NEVER, EventLoop
 from ..engine.simulate import simulate
 from ..table.encoded import encode
 from ..table.kinds import Action, Kind, Placement, Release
@@ -79,7 +79,7 @@ def list_schedule(
     rows = [
         [*row, *(Action(a.stage, W, a.microbatch) for a in row if a.kind is I)] for row in order
     ]
-    run = _Run(rows, instance, caps, patience)
+    run = _Pass(rows, instance, caps, patience)
     run.loop.run(run.policy())
     assert NEVER not in run.loop.ends, "a reference order got stuck"
     actions = [action for row in rows for action in row]
@@ -107,7 +107,7 @@ class _Device:
     out: list[int] = field(default_factory=list)
 
 
-class _Run:
+class _Pass:
     """The policy of a run: actions are numbered row by row, each W after its row's order."""
 
     def __init__(
@@ -125,7 +125,7 @@ class _Run:
         self.kind = table.kind.tolist()
         # of an I
         self.weight = table.at[W, table.stage, table.microbatch].tolist()
-        self.loop = loop = Loop(table, costs)
+        self.loop = loop = EventLoop(table, costs)
         # Unlike a table, an order may be changed, so needs of the same device count too.
         closing = (table.kind == I) & (table.stage == stages - 1)
         output = table.at[F, -1, table.microbatch]

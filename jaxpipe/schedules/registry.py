@@ -30,7 +30,7 @@ from .zero_bubble import interleaved_zb, v_half, v_min, zb_1p, zb_h1, zb_h2, zbv
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkCounts:
     """The chunks per device that a schedule takes: `natural` is used where none are asked for;
     `most` is None where any number is valid.
     """
@@ -61,7 +61,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Entry:
+class NamedSchedule:
     """A named schedule; `summary` is one line, and `doc` states source, constraints, bubble and
     peak.
 
@@ -72,7 +72,7 @@ class Entry:
 
     name: str
     generator: Callable[..., Schedule]
-    chunks: Chunks
+    chunks: ChunkCounts
     why_chunks: str = ""
     both_ways: bool = False
     memory_bound: bool = False
@@ -171,35 +171,41 @@ _KINDS = {
 _V = "a V goes down the devices and up again"
 
 
-_ONE, _LOOP, _VEE = Chunks(), Chunks(natural=2, most=None), Chunks(natural=2, least=2, most=2)
+_ONE, _LOOP, _VEE = (
+    ChunkCounts(),
+    ChunkCounts(natural=2, most=None),
+    ChunkCounts(natural=2, least=2, most=2),
+)
 _LOOPED = "looped_bfs and interleaved_1f1b take several"
 _ZERO_BUBBLE = "interleaved_zb takes several"
 _ENTRIES = {
     entry.name: entry
     for entry in (
-        Entry("no_pipelining", no_pipelining, Chunks(most=None)),
-        Entry("gpipe", gpipe, _ONE, _LOOPED),
-        Entry("1f1b", one_f_one_b, _ONE, _LOOPED),
-        Entry("interleaved_1f1b", interleaved_1f1b, _LOOP),
-        Entry("looped_bfs", looped_bfs, _LOOP),
-        Entry("1f1b_overlap", one_f_one_b_overlap, _ONE, "interleaved_1f1b_overlap takes several"),
-        Entry("interleaved_1f1b_overlap", interleaved_1f1b_overlap, _LOOP),
-        Entry("zb_h1", zb_h1, _ONE, _ZERO_BUBBLE),
-        Entry("zb_h2", zb_h2, _ONE, _ZERO_BUBBLE),
-        Entry("zb_1p", zb_1p, _ONE, _ZERO_BUBBLE),
-        Entry("interleaved_zb", interleaved_zb, _LOOP),
-        Entry("zbv", zbv, _VEE, _V),
-        Entry("v_half", v_half, _VEE, _V, memory_bound=True),
-        Entry("v_min", v_min, _VEE, _V, memory_bound=True),
-        Entry(
+        NamedSchedule("no_pipelining", no_pipelining, ChunkCounts(most=None)),
+        NamedSchedule("gpipe", gpipe, _ONE, _LOOPED),
+        NamedSchedule("1f1b", one_f_one_b, _ONE, _LOOPED),
+        NamedSchedule("interleaved_1f1b", interleaved_1f1b, _LOOP),
+        NamedSchedule("looped_bfs", looped_bfs, _LOOP),
+        NamedSchedule(
+            "1f1b_overlap", one_f_one_b_overlap, _ONE, "interleaved_1f1b_overlap takes several"
+        ),
+        NamedSchedule("interleaved_1f1b_overlap", interleaved_1f1b_overlap, _LOOP),
+        NamedSchedule("zb_h1", zb_h1, _ONE, _ZERO_BUBBLE),
+        NamedSchedule("zb_h2", zb_h2, _ONE, _ZERO_BUBBLE),
+        NamedSchedule("zb_1p", zb_1p, _ONE, _ZERO_BUBBLE),
+        NamedSchedule("interleaved_zb", interleaved_zb, _LOOP),
+        NamedSchedule("zbv", zbv, _VEE, _V),
+        NamedSchedule("v_half", v_half, _VEE, _V, memory_bound=True),
+        NamedSchedule("v_min", v_min, _VEE, _V, memory_bound=True),
+        NamedSchedule(
             "dualpipe",
             dualpipe,
-            Chunks(natural=2, least=1, most=2),
+            ChunkCounts(natural=2, least=1, most=2),
             "the stages per device, or S / P",
             both_ways=True,
         ),
-        Entry("dualpipev", dualpipev, _VEE, _V),
-        Entry("auto", auto, Chunks(most=None), memory_bound=True),
+        NamedSchedule("dualpipev", dualpipev, _VEE, _V),
+        NamedSchedule("auto", auto, ChunkCounts(most=None), memory_bound=True),
     )
 }
 
@@ -209,7 +215,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_ENTRIES))
 
 
-def describe(name: str) -> Entry:
+def describe(name: str) -> NamedSchedule:
     """A named schedule's summary, chunks and options.  ScheduleError for an unknown name.
 
     >>> describe("zb_h2").summary
@@ -291,7 +297,7 @@ def build(
     return shortest((schedule, _generated(entry, forward_only, **shape, **arguments)), costs)
 
 
-def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
+def _generated(entry: NamedSchedule, forward_only: bool, **arguments: Any) -> Schedule:
     """What a generator makes, or the forwards of it."""
     microbatches, slices = arguments["microbatches"], arguments.get("slices", 1)
     if slices == 1 or "slices" in inspect.signature(entry.generator).parameters:
@@ -311,7 +317,7 @@ def _generated(entry: Entry, forward_only: bool, **arguments: Any) -> Schedule:
 
 
 def _faults(
-    entry: Entry, devices: Any, microbatches: Any, chunks: Any, slices: Any
+    entry: NamedSchedule, devices: Any, microbatches: Any, chunks: Any, slices: Any
 ) -> Iterator[str]:
     """Everything that is wrong with the shape that `build` is given, each with what to write
     instead.
@@ -352,7 +358,7 @@ def _faults(
         )
 
 
-def _option_faults(entry: Entry, options: Mapping[str, object]) -> Iterator[str]:
+def _option_faults(entry: NamedSchedule, options: Mapping[str, object]) -> Iterator[str]:
     """Options that the schedule does not have, and values of the wrong kind; None always means "not
     given".
     """

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar
-from ..jaxprs.entry import Slot, Target, Total
+from ..jaxprs.entry import Destination, Slot, Total
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..program.ir import Record
 from ..program.segments import BlockUse, Presence
@@ -21,7 +21,7 @@ from ..stage.code import COTANGENTS, RESIDUALS, RESULTS, run
 from ..table.effects import OF_SLICES, TOGETHER, Access, Place
 from ..table.kinds import COLLECTIVES, Kind
 from .block import (
-    Block,
+    BlockCode,
     State,
     add,
     add_at,
@@ -99,7 +99,7 @@ class StageAction:
             return {of_slot(place, slot) for slot in self.slots}
         return {self.name(place)}
 
-    def block(self) -> Block:
+    def block(self) -> BlockCode:
         """The block of this action alone."""
 
         def run_alone(state: State) -> State:
@@ -109,7 +109,7 @@ class StageAction:
             (outs,) = run_in_slots(code)
             return self.end(outs, state)
 
-        return Block(self.changes(), run_alone, self.step.everywhere, self.step.code.loops)
+        return BlockCode(self.changes(), run_alone, self.step.everywhere, self.step.code.loops)
 
     def _prepared(self, state: State) -> State:
         """The state before the stage's code: after `first`, in the first stage."""
@@ -160,7 +160,9 @@ class StageAction:
             changes = {action.name(place) for place in self._changed() & {*inside}} | {"results"}
             if Place.STAGE_GRADIENTS in inside:
                 changes |= {"shared_gradients"}
-            block = Block(changes, partial(run, action), self.step.everywhere, self.step.code.loops)
+            block = BlockCode(
+                changes, partial(run, action), self.step.everywhere, self.step.code.loops
+            )
             presence = Presence.SOMETIMES if len(self.slots) > 1 else Presence.ALWAYS
             state = run_where(presence, self.row.residual_weight == slot, block, state)
         found = dict(zip(others, state["results"], strict=True))
@@ -215,11 +217,11 @@ class StageAction:
             for leaf in found
         ]
 
-    def _targets(self, state: State) -> dict[int, Target]:
+    def _targets(self, state: State) -> dict[int, Destination]:
         """The slots and accumulators that the stage's code itself writes, by number of result.  A
         scan over layers writes slots, and adds to accumulators, row by row.
         """
-        found: dict[int, Target] = {}
+        found: dict[int, Destination] = {}
         for place, span in self.code.spans(self.places).items():
             targets: list[Any] = []
             if place is Place.STAGE_GRADIENTS:
@@ -281,12 +283,12 @@ class StageAction:
 
     def _under(self, flag: str, run: Callable[[State], State], state: State) -> State:
         """Run a part under its flag."""
-        block = Block(self.changes(flag), run, self.step.everywhere, self.step.code.loops)
+        block = BlockCode(self.changes(flag), run, self.step.everywhere, self.step.code.loops)
         happens = getattr(self.row, flag) != 0
         return run_where(self.use.presence(flag), happens, block, state)
 
 
-def pair_block(forward: StageAction, backward: StageAction) -> Block:
+def pair_block(forward: StageAction, backward: StageAction) -> BlockCode:
     """F and B of an OVERLAP_F_B cell, or F and W of a tick, under one predicate, interleaved layer
     by layer (DualPipe, DeepSeek-V3 section 3.2.1).
 
@@ -300,16 +302,16 @@ def pair_block(forward: StageAction, backward: StageAction) -> Block:
         return backward.end(back_outs, forward.end(ahead_outs, state))
 
     changes = forward.changes() | backward.changes()
-    return Block(changes, run_both, forward.step.everywhere, forward.step.code.loops)
+    return BlockCode(changes, run_both, forward.step.everywhere, forward.step.code.loops)
 
 
-def share_block(step: DeviceStep, kind: Kind, row: Record[Scalar]) -> Block:
+def share_block(step: DeviceStep, kind: Kind, row: Record[Scalar]) -> BlockCode:
     """A device's share of an action.  All devices run E, G and L in any case."""
     effects = step.code.program.effects(kind)
     changes = {e.place.value for e in effects if e.access is not Access.READ}
     share = {Kind.E: _first, Kind.G: _first_gradient, Kind.L: _last, Kind.H: _last_weight_grad}
     everywhere = step.everywhere and kind not in COLLECTIVES
-    return Block(changes, partial(share[kind], step, row), everywhere, step.code.loops)
+    return BlockCode(changes, partial(share[kind], step, row), everywhere, step.code.loops)
 
 
 def _first(step: DeviceStep, row: Record[Scalar], state: State) -> State:

@@ -119,7 +119,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockCode:
     """A piece of a tick's code.
 
     `run` returns the state after it, in which it may change the entries `changes`.  With
@@ -155,7 +155,7 @@ def held_back(values: Leaves, state: State) -> Leaves:
 
 
 def run_where(
-    presence: Presence, predicate: Flag, block: Block, state: State, *, ordered: bool = False
+    presence: Presence, predicate: Flag, block: BlockCode, state: State, *, ordered: bool = False
 ) -> State:
     """Run a block where the predicate holds.
 
@@ -175,7 +175,7 @@ def run_where(
 
 
 def _run(
-    presence: Presence, predicate: Flag, start: Flag | None, block: Block, state: State
+    presence: Presence, predicate: Flag, start: Flag | None, block: BlockCode, state: State
 ) -> tuple[Flag, State]:
     """A flag that is False once the block is over, and what it has changed of the state."""
     if presence is Presence.NEVER:

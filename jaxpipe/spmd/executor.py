@@ -26,11 +26,11 @@ from ..arrays import Leaves, Params, PyTree, Scalar
 from ..errors import PipelineError
 from ..lowering.target import Form
 from ..program.ir import NOBODY, POOL_OF, Record, TickRecord
-from ..program.segments import BlockUse, Loop, Payload, Point, Presence, Segment, Transit
+from ..program.segments import BlockUse, Payload, Point, Presence, Segment, TickLoop, Transit
 from ..stage.model_code import Clock, Inputs, Job, ModelCode
 from ..table.kinds import Kind
 from .actions import StageAction, pair_block, share_block
-from .block import Block, State, is_ordered, run_where, settled
+from .block import BlockCode, State, is_ordered, run_where, settled
 from .pools import HostMoves, StageEntries, shared_buffers
 from .step import DeviceStep, finish, prepare
 from .xla import inside, mapped, split_entries, whole_entries
@@ -114,7 +114,7 @@ class SegmentCode:
             state = self._arrive(transit, last, brought, state, keep=True)
         return state
 
-    def _loops(self, loops: Sequence[Loop], start: int, lines: Any, state: State) -> State:
+    def _loops(self, loops: Sequence[TickLoop], start: int, lines: Any, state: State) -> State:
         """Loops that begin at a tick of the trip, with the lines of their ticks."""
         begin = 0
         for loop in loops:
@@ -127,7 +127,7 @@ class SegmentCode:
             begin += len(own)
         return state
 
-    def _turn(self, loop: Loop, at: int, state: State, lines: Any) -> State:
+    def _turn(self, loop: TickLoop, at: int, state: State, lines: Any) -> State:
         """One turn of a loop."""
         if loop.body:
             return self._loops(loop.body, at, lines, state)
@@ -433,7 +433,7 @@ class SpmdExecutor:
         return results
 
 
-def clocked(block: Block, what: tuple[Scalar, ...], job: Job) -> Block:
+def clocked(block: BlockCode, what: tuple[Scalar, ...], job: Job) -> BlockCode:
     """The same block, with a call of the host at its begin and one at its end.
 
     `what` is the kind, the number before it in the table, and the microbatch.
@@ -453,7 +453,7 @@ def clocked(block: Block, what: tuple[Scalar, ...], job: Job) -> Block:
         _call_host(clock, jnp.int32(1), *numbers, wrote=[wrote])
         return after
 
-    return Block(block.changes, run, loops=block.loops)
+    return BlockCode(block.changes, run, loops=block.loops)
 
 
 def _call_host(clock: Clock, *numbers: Scalar, wrote: Sequence[Scalar] = ()) -> Scalar:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from ..arrays import Flag, Leaves, Scalar, is_key
 from ..jaxprs.entry import Alone, Entry, Slot
-from ..model.packed import Place as Home, Places
+from ..model.packed import Home, Places
 from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
 from ..table.effects import MOVES, Place

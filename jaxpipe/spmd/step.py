@@ -30,11 +30,11 @@ from ..arrays import (
     wider,
     with_words,
 )
-from ..jaxprs.entry import Piece, Row, Target, Total
+from ..jaxprs.entry import Destination, Piece, StackRow, Total
 from ..model.calls import OUTER_WANTS, cleared, unpadded
 from ..model.functions import mean_over_microbatches
 from ..model.keys import KeyOf, shard_key
-from ..model.packed import Place as Home, Places
+from ..model.packed import Home, Places
 from ..model.param_layout import OUTER, Chunks
 from ..model.partition import LeafPlan, gather, leaf_plans, reduce_gradients, trained, with_frozen
 from ..stage.code import StageCode, run
@@ -82,7 +82,7 @@ class Operand:
 
     code: StageCode
     # its parameters, then the shared ones; those inside a longer array as `Piece`s, and layers of a
-    # stack as `Row`s, since every device would otherwise hold copies of the parameters
+    # stack as `StackRow`s, since every device would otherwise hold copies of the parameters
     params: Leaves
     once: Leaves  # what was hoisted
     state_places: Places = ()
@@ -94,15 +94,15 @@ class Operand:
         """The inputs of its code; x with what comes from other slices."""
         return [*self.code.consts, *self.params, *x, *extra, *self.once]
 
-    def totals(self, chunk: Leaves) -> list[Target]:
+    def totals(self, chunk: Leaves) -> list[Destination]:
         """The accumulators of the stage's own gradients, among those of its chunk."""
 
-        def total(place: Home) -> Target:
+        def total(place: Home) -> Destination:
             held, split = chunk[place.at], self.splits[place.at]
             if isinstance(held, tuple) and place.row is not None:
                 return Total(held[place.row], split and PartitionSpec(*split[1:]))
             kept = _in_place(place, held)
-            return kept if isinstance(kept, Piece | Row) else Total(kept, split)
+            return kept if isinstance(kept, Piece | StackRow) else Total(kept, split)
 
         return list(map(total, self.gradient_places))
 
@@ -123,7 +123,7 @@ def _in_place(place: Home, leaf: Any) -> Any:
     """What is in a place of an array: a value, or a part of it that is not read yet."""
     if place.flat:
         return Piece(leaf, place.start, place.entry)
-    return leaf if place.row is None else Row(leaf, place.row)
+    return leaf if place.row is None else StackRow(leaf, place.row)
 
 
 class DeviceStep:
@@ -189,7 +189,7 @@ class DeviceStep:
         places = code.places(layout.held(stage, self.chunks).places)
         params = [_in_place(place, leaves[place.at]) for place in places]
         params += jax.tree.leaves(self.inputs.shared)
-        whole = [p.load() if isinstance(p, Piece | Row) else p for p in params]
+        whole = [p.load() if isinstance(p, Piece | StackRow) else p for p in params]
         return Operand(
             code,
             params,

@@ -22,7 +22,7 @@ from ..jaxprs.entry import Entry
 from ..jaxprs.equations import Reductions, closed_jaxpr
 from ..known_faults import Feature, faults_for
 from ..lowering.target import Target
-from ..model.packed import Place as Home
+from ..model.packed import Home
 from ..model.partition import leaf_plans, parts_of
 from ..stage.code import (
     COTANGENTS,
@@ -41,7 +41,7 @@ from .pools import StageEntries
 
 Options: TypeAlias = dict[str, str | bool]
 # Values, and the split of each; None leaves it to the partitioner.
-Group: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
+SplitLeaves: TypeAlias = "Sequence[tuple[Any, PartitionSpec | None]]"
 _WHOLE = PartitionSpec()
 
 # Operations that may be in a CUDA graph: XLA's default and WHILE.  With WHILE a block under a
@@ -197,13 +197,13 @@ def split_entries(job: Job, code: ModelCode, owned: Sequence[PyTree]) -> tuple[S
 
 def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> StageEntries:
     avals, own = [var.aval for var in code.forward.invars], len(code.known)
-    parameters: Group = [
+    parameters: SplitLeaves = [
         *((aval, _WHOLE) for aval in avals[: len(code.consts)]),
         *zip(avals[len(code.consts) : own], specs, strict=True),
     ]
-    free: Group = [(aval, None) for aval in avals[own : code.num_inputs]]  # x and extra
+    free: SplitLeaves = [(aval, None) for aval in avals[own : code.num_inputs]]  # x and extra
 
-    def specs_from(kind: Kind, *late: Group) -> dict[Place, list[PartitionSpec]]:
+    def specs_from(kind: Kind, *late: SplitLeaves) -> dict[Place, list[PartitionSpec]]:
         """The splits of the results of a kind of action."""
 
         def whole(parameters: Leaves, free: Leaves, *late: Leaves) -> Leaves:
@@ -216,7 +216,7 @@ def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> Stage
     for gradient, place in GRADIENT_OF.items():
         pairs = zip(code.avals[place], specs_of.get(place, ()), strict=False)
         specs_of[gradient] = [spec for aval, spec in pairs if inexact(aval)]
-    late: Group = [
+    late: SplitLeaves = [
         pair
         for place in (*RESIDUALS, *COTANGENTS)
         for pair in zip(code.avals[place], specs_of[place], strict=True)
@@ -259,7 +259,9 @@ def _split_as(plans: PyTree) -> list[PartitionSpec]:
     return [PartitionSpec(*plan.auto) for plan in leaf_plans(plans)]
 
 
-def _output_specs(job: Job, function: Callable[..., Leaves], *groups: Group) -> list[PartitionSpec]:
+def _output_specs(
+    job: Job, function: Callable[..., Leaves], *groups: SplitLeaves
+) -> list[PartitionSpec]:
     """The splits of a function's outputs, from those of its inputs.
 
     The partitioner's propagation is the first pass of XLA.  It runs alone, so nothing is compiled.
@@ -288,7 +290,7 @@ def _spec_of(sharding: Any) -> PartitionSpec:
 def compiled_alone(
     job: Job,
     function: Callable[..., Leaves],
-    *groups: Group,
+    *groups: SplitLeaves,
     donated: Sequence[int] = (),
 ) -> Any:
     """A piece of a device's program compiled by itself for the job's mesh: it takes a list for each
@@ -304,7 +306,7 @@ def compiled_alone(
 def _lowered_alone(
     job: Job,
     function: Callable[..., Leaves],
-    groups: Sequence[Group],
+    groups: Sequence[SplitLeaves],
     donated: Sequence[int] = (),
 ) -> Any:
     mesh = job.mesh

@@ -35,7 +35,7 @@ from ..lowering.target import Form, Target
 from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Functions, Loss, StageOutput, check_forms, share_of
 from ..model.keys import KeyOf
-from ..model.packed import Place as Home, Places
+from ..model.packed import Home, Places
 from ..model.param_layout import ParamLayout
 from ..model.partition import LeafPlan, Partition, leaf_plans
 from ..program.ir import Program

@@ -378,7 +378,7 @@ def live_activations(table: Encoded, release: Release) -> IntArray:
 LEAST_AWAY = 4
 
 
-class Split(NamedTuple):
+class SplitMemory(NamedTuple):
     """Activations in two memories.
 
     Attributes:
@@ -390,7 +390,7 @@ class Split(NamedTuple):
     host: tuple[int, ...]
 
 
-def split_peaks(table: Encoded, release: Release) -> Split:
+def split_peaks(table: Encoded, release: Release) -> SplitMemory:
     """The most activations of each device in either memory, where those that live long wait on the
     host (Wan et al. 2025, "PipeOffload").
 
@@ -413,7 +413,7 @@ def split_peaks(table: Encoded, release: Release) -> Split:
         return np.cumsum(changes)
 
     device = row_peaks(table, held(begin, last[at]) - held(since + 2, until - 2))
-    return Split(device, row_peaks(table, held(since + 1, until - 1)))
+    return SplitMemory(device, row_peaks(table, held(since + 1, until - 1)))
 
 
 def row_peaks(table: Encoded, live: IntArray) -> tuple[int, ...]:

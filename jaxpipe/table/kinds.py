@@ -76,7 +76,7 @@ class Value(enum.Enum):
     SHARE_STASH = "stash of a share"
 
 
-class End(NamedTuple):
+class ModelEnd(NamedTuple):
     """The place of a collective action in the model: at a stage, between two of its actions."""
 
     stage: int  # 0 for the first, -1 for the last
@@ -126,7 +126,7 @@ class KindSpec:
     overlaps: bool = False
     sends: Value | None = None
     receives: Kind | None = None
-    end: End | None = None
+    end: ModelEnd | None = None
     part_of: Kind | None = None
     cost: str | None = None
     shades: tuple[Shades, Shades] | None = None
@@ -218,7 +218,7 @@ KINDS = (
         description="last, spread",
         direction=Pass.FORWARD,
         makes=(Value.SHARE_STASH,),
-        end=End(-1, Value.OUTPUT, Value.INPUT_GRAD),
+        end=ModelEnd(-1, Value.OUTPUT, Value.INPUT_GRAD),
         cost="last",
         shades=(("#b8326e", "#f0b4cd"), ("#c23f7a", "#ecaec8")),
     ),
@@ -226,7 +226,7 @@ KINDS = (
         kind=Kind.E,
         description="first, spread",
         direction=Pass.FORWARD,
-        end=End(0, None, Value.OUTPUT),
+        end=ModelEnd(0, None, Value.OUTPUT),
         cost="first",
         shades=(("#0f7f8c", "#9ddde4"), ("#15899a", "#96d4db")),
     ),
@@ -234,7 +234,7 @@ KINDS = (
         kind=Kind.G,
         description="gradient of first, spread",
         direction=Pass.BACKWARD,
-        end=End(0, Value.INPUT_GRAD, None),
+        end=ModelEnd(0, Value.INPUT_GRAD, None),
         cost="first_grad",
         shades=(("#7a6a58", "#d9cfc3"), ("#86755f", "#d0c5b7")),
     ),

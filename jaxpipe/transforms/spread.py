@@ -243,7 +243,7 @@ def _shortest(plain: Schedule, costs: Costs, kinds: frozenset[Kind]) -> Schedule
     times |= dict.fromkeys(("backward", "overlap", "recompute"))
     at_once = replace(costs, transfer=0)
     rhythms = {c.for_stages(stages): c for c in (replace(at_once, **times), at_once, costs)}
-    tables = dict.fromkeys(_Run(plain, each, kinds).table() for each in rhythms.values())
+    tables = dict.fromkeys(_TableRun(plain, each, kinds).table() for each in rhythms.values())
     return min(tables, key=lambda table: simulate(table, costs).makespan)
 
 
@@ -261,7 +261,7 @@ def _refuse(schedule: Schedule, kinds: frozenset[Kind]) -> None:
         )
 
 
-class _Run:
+class _TableRun:
     """Runs a table action by action, as early as each can start, with collectives where they are
     due.
 

@@ -14,7 +14,7 @@ import pytest
 from jaxpipe.cli.main import main
 from jaxpipe.doctor import machine, run, steps
 from jaxpipe.doctor.run import CHECKS, Check, Findings, Line, Scope, Verdict, run_one
-from jaxpipe.known_faults import Effect, read_faults
+from jaxpipe.known_faults import FaultEffect, read_faults
 from jaxpipe.lowering.target import RunsOn, Target
 
 HERE = "tests.doctor.broken:"
@@ -118,7 +118,7 @@ def test_each_known_fault_has_a_line():
     for fault in read_faults():
         line = machine.line_of(fault)
         assert (fault.thread or "reproducer") in line.measured
-        assert (line.verdict is Verdict.OK) == (fault.effect is Effect.AVOIDED)
+        assert (line.verdict is Verdict.OK) == (fault.effect is FaultEffect.AVOIDED)
 
 
 # Options

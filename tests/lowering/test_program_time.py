@@ -10,7 +10,7 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.lowering.plan import Plan, cost_parts, plan_of, program_makespan
 from jaxpipe.lowering.target import Overheads
-from jaxpipe.program.segments import Part, Payload, Permute, Segment, TickTemplate, room_of
+from jaxpipe.program.segments import Payload, Permute, Segment, TickPart, TickTemplate, room_of
 from tests.passes import simulated
 
 SPLIT_OR_OVERLAPPED = [
@@ -88,7 +88,8 @@ def test_a_second_simulator_agrees_on_random_programs(seed):
     # Whole costs are exact in floating point; half of the programs have equal trips, which are the
     # ones that get skipped.
     costs = np.array(
-        [[[rng.randint(0, 4) for _ in range(devices)] for _ in Part] for _ in range(start)], float
+        [[[rng.randint(0, 4) for _ in range(devices)] for _ in TickPart] for _ in range(start)],
+        float,
     )
     if seed % 2:
         for s in segments:
@@ -110,14 +111,14 @@ def test_cycles_of_different_trips_are_simulated_once(seed):
     devices, period, length, repeats = 3, rng.randint(1, 2), rng.randint(2, 9), 90
     templates = tuple(_random_position(rng, devices, room_of(period, j)) for j in range(period))
     cycle = [
-        [[[rng.randint(0, 4) for _ in range(devices)] for _ in Part] for _ in templates]
+        [[[rng.randint(0, 4) for _ in range(devices)] for _ in TickPart] for _ in templates]
         for _ in range(length)
     ]
     trips = [cycle[trip % length] for trip in range(repeats)]
     for trip in (0, 1, 2, 70 + rng.randint(0, 15)):
-        trips[trip] = [[[5] * devices for _ in Part] for _ in templates]
+        trips[trip] = [[[5] * devices for _ in TickPart] for _ in templates]
     costs, segments = (
-        np.array(trips, float).reshape(-1, len(Part), devices),
+        np.array(trips, float).reshape(-1, len(TickPart), devices),
         [Segment(0, repeats, templates)],
     )
     assert program_makespan(costs, segments, Overheads(predicate=0.0, hop=0.25)) == simulated(

@@ -16,9 +16,9 @@ import jaxpipe as jp
 from jaxpipe import known_faults
 from jaxpipe.known_faults import (
     TESTED,
-    Effect,
-    Fault,
+    FaultEffect,
     Feature,
+    KnownFault,
     faults_for,
     is_in,
     read_faults,
@@ -37,7 +37,7 @@ def versions(monkeypatch) -> dict[str, str | None]:
     return given
 
 
-def example(fault: Fault) -> tuple[str, str]:
+def example(fault: KnownFault) -> tuple[str, str]:
     """A version that has the fault, and one that has not."""
     bounds = re.findall(r"(==|>=|<)([\d.]+)", fault.versions)
     (low,) = [number for op, number in bounds if op != "<"][:1] or ["0.1"]
@@ -69,9 +69,9 @@ def test_wrong_hanging_and_failing_versions_are_refused_with_thread_and_workarou
         versions[fault.package] = example(fault)[0]
         refuse_faults(platform, {fault.feature})
 
-    if fault.effect is Effect.AVOIDED:
+    if fault.effect is FaultEffect.AVOIDED:
         given()
-    elif fault.effect is Effect.SLOW:
+    elif fault.effect is FaultEffect.SLOW:
         with pytest.warns(UserWarning, match=re.escape(fault.what)):
             given()
     else:
@@ -83,7 +83,7 @@ def test_wrong_hanging_and_failing_versions_are_refused_with_thread_and_workarou
 
 def test_all_faults_are_listed_at_once(versions, monkeypatch):
     versions |= {"jaxlib": "0.12.0", "nccl": "2.30.7"}
-    more = replace(FAULTS[0], effect=Effect.WRONG, what="another fault")
+    more = replace(FAULTS[0], effect=FaultEffect.WRONG, what="another fault")
     monkeypatch.setattr(known_faults, "read_faults", lambda: (*FAULTS, more))
     with pytest.raises(jp.PipelineError) as caught:
         refuse_faults("gpu", {Feature.GRAPHS, Feature.SEVERAL_DEVICES})

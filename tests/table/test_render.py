@@ -21,8 +21,8 @@ from jaxpipe.render.svg import (
     DARK,
     LIGHT,
     MOST_ELEMENTS,
+    BarPart,
     Chart,
-    Part,
     bars_of,
     ink_on,
     number,
@@ -110,7 +110,7 @@ def test_numbers_are_microbatches_and_stay_in_their_bars(name):
         if g.get("font-size")
         for e in g
     ]
-    bars = [b for b in bars_of(t) if b.part is not Part.STRIP]
+    bars = [b for b in bars_of(t) if b.part is not BarPart.STRIP]
     assert len(labels) == len(bars), (
         "at the default width every bar of these has room for its number"
     )

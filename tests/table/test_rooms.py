@@ -19,6 +19,7 @@ from tests.rooms import (
     graph,
     imports,
     modules,
+    names_in_two_files,
     room,
     undeclared,
 )
@@ -112,6 +113,13 @@ def test_optional_rooms_can_be_deleted(tmp_path: Path):
 def test_files_import_in_no_circle():
     assert floors(graph())[1] == []
     assert floors({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == (2, [["b", "c"]])
+
+
+def test_a_name_has_one_meaning(tmp_path: Path):
+    assert names_in_two_files() == {}
+    (tmp_path / "a.py").write_text("class _Part:\n    pass\n")
+    (tmp_path / "b.py").write_text("Part: TypeAlias = int\n")
+    assert names_in_two_files(tmp_path) == {"Part": ["a", "b"]}
 
 
 def test_rooms_below_the_boundary_name_no_jax():
