@@ -79,7 +79,7 @@ def list_schedule(
     rows = [
         [*row, *(Action(a.stage, W, a.microbatch) for a in row if a.kind is I)] for row in order
     ]
-    run = _Pass(rows, instance, caps, patience)
+    run = _ListPolicy(rows, instance, caps, patience)
     run.loop.run(run.policy())
     assert NEVER not in run.loop.ends, "a reference order got stuck"
     actions = [action for row in rows for action in row]
@@ -107,7 +107,7 @@ class _Device:
     out: list[int] = field(default_factory=list)
 
 
-class _Pass:
+class _ListPolicy:
     """The policy of a run: actions are numbered row by row, each W after its row's order."""
 
     def __init__(
