@@ -20,7 +20,7 @@ from tests.tiers import slow
 
 
 @needs_gpu_compiler
-@pytest.mark.parametrize(("form", "graphs"), [slow(Form.PREDICATED, 1), slow(Form.IN_PARTS, 4)])
+@pytest.mark.parametrize(("form", "graphs"), [slow(Form.PREDICATED, 1), slow(Form.IN_PARTS, 5)])
 def test_graphs_of_one_trip(form: Form, graphs: int, tmp_path: Path) -> None:
     sizes, mesh = SIZES["tiny"], gpu_mesh((1,), ("pipe",))
     schedule = jp.schedules.build("1f1b", devices=1, microbatches=sizes.microbatches)
@@ -33,7 +33,7 @@ def test_graphs_of_one_trip(form: Form, graphs: int, tmp_path: Path) -> None:
     assert predicates == 2 * sizes.microbatches
     step.compile(compiler_options={"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True})
     text = only(tmp_path, "*.thunk_sequence_after_thunk_passes.txt")
-    in_loop = [line for line in text.splitlines() if re.match(r" +\d+: kCommandBuffer", line)]
-    assert len(in_loop) == graphs
+    # In parts: before the loop and behind it, and of a trip the forward, the backward and the rest.
+    assert len(re.findall(r"^ *\d+: kCommandBuffer", text, re.MULTILINE)) == graphs
     # Every predicate is in a graph, one in each at most where they are in parts.
     assert len(read_graph_nodes(tmp_path)) >= 2
