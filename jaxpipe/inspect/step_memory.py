@@ -22,11 +22,12 @@ from ..jaxprs.equations import nbytes, tiled_bytes
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..lowering.target import RunsOn
 from ..model.batch import map_rows
+from ..model.packed import in_layers
 from ..model.param_layout import OUTER, with_outer
 from ..model.partition import PART, LeafPlan, leaf_plans, trained
 from ..model.settings import outside_contexts, with_sharding
 from ..pipeline import Pipeline
-from ..planner.layer_cost import Sizes, memory_of
+from ..planner.layer_cost import STACKED, Sizes, memory_of
 from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
 from ..spmd.block import empty, while_once, without_weak_types
@@ -302,6 +303,7 @@ def memory(
         gathered            whole parameters and accumulators where only parts are given and
                             returned (fsdp, outer, DualPipe's copies)
         hoisted             what is computed from parameters once a step
+        stacked             what results of gradients take besides the accumulators of single layers
         sent                what is to be sent next, what of it is under way while the next is made,
                             and what arrives beside a block
         raveled             copies of what a pool that unlike stages share holds raveled
@@ -352,6 +354,7 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
         state=2 * sum(local_bytes(with_sharding(leaf, kept)) for leaf in jax.tree.leaves(state)),
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
+        stacked=STACKED * _in_layers(step, params["stages"]),
         entry=entry,
         sent=_sent_bytes(program, buffers, work),
         raveled=_raveled(buffers, code, splits=splits),
@@ -368,6 +371,19 @@ def _batch_bytes(job: Job, batch: PyTree) -> int:
     copy = jax.eval_shape(split, rows) if job.functions.slices > 1 else ()
     every, own, cut = (sum(map(nbytes, jax.tree.leaves(of))) for of in (batch, rows, copy))
     return (own + cut) // job.data_size + every - own
+
+
+def _in_layers(step: TracedStep, stages: Sequence[PyTree]) -> float:
+    """Bytes of the gradients of stacks of which each layer has an accumulator of its own."""
+    job, code, found = step.job, step.code, 0.0
+    for v, chunk in enumerate(stages):
+        held = {s for of in job.layout.placement.stages_of for s in of[v : v + 1]}
+        kinds = [(s, code.kinds[code.kind_of[s]]) for s in held]
+        places = [p for s, kind in kinds for p in kind.places(job.layout.held(s, stages).places)]
+        leaves, plans = jax.tree.leaves(chunk), leaf_plans(job.plans["stages"][v])
+        numbers = [n for n in in_layers(places) if not plans[n].frozen]
+        found += sum(gradient_bytes(job, leaves[n]) for n in numbers)
+    return found
 
 
 def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:

@@ -275,6 +275,11 @@ def read_layer_costs(costs: Mapping[str, Any]) -> dict[str, LayerCost]:
     return {letter: LayerCost(**values) for letter, values in costs.items()}
 
 
+# Results of gradients are stacked after the last tick.  XLA gives a part of their room to values of
+# the ticks: in three programs of Llama 3 8B's layers the rest was 0.53, 0.40 and 0.37 of it.
+STACKED = 0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Held:
     """Bytes on one device that do not depend on the number of entries of pools."""
@@ -286,6 +291,7 @@ class _Held:
     state: float = 0.0  # the stages' own state, before the step and after it
     gathered: float = 0.0  # whole parameters and accumulators, of those that the mesh splits
     hoisted: float = 0.0  # values that are computed from parameters once a step
+    stacked: float = 0.0  # results of gradients that are made of accumulators of single layers
     sent: float = 0.0  # values that are to be sent, are in flight, or arrive during a block
     raveled: float = 0.0  # copies of raveled values of a pool
     work: float = 0.0  # own arrays of the block that needs most
@@ -440,6 +446,8 @@ def layer_sizes(
             "buffer": rows,
             "buffer_gradient": rows,
         },
+        # On GPUs layers have accumulators of their own.
+        stacked=STACKED * in_place * _chunk_bytes(inner, schedule, costs, "gradient_bytes"),
         sent=2 * boundary,
         work=max(costs[c].workspace for c in layout.layers) + again,
         summed=0.0 if in_place else total(outer, "gradient_bytes"),

@@ -29,8 +29,8 @@ def layer(x: Any, w: dict[str, Any]) -> tuple[Any, None]:
     return x + (jax.nn.silu(x @ gate) * (x @ up)) @ down, None
 
 
-@lru_cache
-def program(name: str, form: Form | None) -> GpuProgram:
+def built(name: str, form: Form | None) -> tuple[jp.Pipeline, Any, Any]:
+    """A pipeline, shapes of its parameters, and a batch."""
     schedule = jp.schedules.build(name, devices=2, microbatches=MICROBATCHES)
     mesh = gpu_mesh((2,), ("pipe",))
     model = jp.Model(
@@ -46,7 +46,20 @@ def program(name: str, form: Form | None) -> GpuProgram:
     }
     everywhere = NamedSharding(mesh, PartitionSpec())
     x = jax.ShapeDtypeStruct((MICROBATCHES * ROWS, WIDTH), jnp.bfloat16, sharding=everywhere)
-    return compile_and_read(pipe.lower(pipe.place({"stages": stages, "last": {}}), {"x": x}))
+    return pipe, pipe.place({"stages": stages, "last": {}}), {"x": x}
+
+
+@lru_cache
+def program(name: str, form: Form | None) -> GpuProgram:
+    pipe, params, batch = built(name, form)
+    return compile_and_read(pipe.lower(params, batch))
+
+
+@pytest.mark.parametrize("name", ["1f1b", slow("zb_h1"), slow("zbv")])
+def test_memory_is_predicted(name: str) -> None:
+    found = program(name, None).memory
+    own = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    assert jp.inspect.memory(*built(name, None))["total"] == pytest.approx(own, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["1f1b", slow("zb_h1"), slow("zbv")])
