@@ -41,7 +41,8 @@ def with_wide_products(
     instead: dict[int, Sequence[core.JaxprEqn]] = {}  # by `id`
     for number, dtype in totals.items():
         end: Any = jaxpr.outvars[number]
-        if dtype != _WIDE or end not in maker or uses[end] != 1:
+        is_made = isinstance(end, core.Var) and end in maker
+        if dtype != _WIDE or not is_made or uses[end] != 1:
             continue
         eqn = maker[end]
         converts = [eqn] if eqn.primitive.name == "convert_element_type" else []

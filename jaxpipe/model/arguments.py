@@ -78,6 +78,10 @@ def _checkpointed(
     @functools.wraps(call)
     def run(*arguments: PyTree, **keywords: PyTree) -> PyTree:
         ledger: Ledger | None = getattr(keywords.get("ctx"), "ledger", None)
+        # What is traced may be an index, which arrays of numpy do not take.
+        arguments = jax.tree.map(
+            lambda a: jnp.asarray(a) if isinstance(a, np.ndarray) else a, arguments
+        )
 
         def traced() -> tuple[PyTree, ...]:
             if ledger is None:

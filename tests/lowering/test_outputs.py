@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxpipe as jp
+from jaxpipe.eager import EagerExecutor
 from tests.parity.engines import mesh_of
 from tests.parity.tolerance import FLOAT64
 
@@ -52,3 +53,19 @@ def test_outputs_are_those_of_the_model_row_by_row(name, data):
     assert np.min(np.abs(np.max(wanted["h"], axis=-1) - LARGE)) > 1e-6
     assert found["large"].tolist() == np.asarray(wanted["large"]).tolist()
     assert np.max(np.abs(jax.device_get(found["h"]) - wanted["h"])) <= FLOAT64
+
+
+@pytest.mark.parametrize("table", ["gpipe", "1f1b"])
+def test_a_checkpointed_stage_may_index_its_parameters(table):
+    """Eager parameters are arrays of numpy, which take no traced index."""
+    schedule = jp.schedules.build(table, devices=2, microbatches=2)
+    w = np.random.default_rng(0).standard_normal((2, WIDTH, WIDTH))
+    model = jp.Model(lambda w, x: x + w[jnp.argmax(x, axis=-1)])
+    memory = jp.Memory(remat=jax.checkpoint_policies.nothing_saveable)
+    pipe = jp.Pipeline(model, schedule, mesh_of(2), memory=memory, executor=EagerExecutor())
+    x = np.random.default_rng(1).standard_normal((4, WIDTH))
+    wanted = x
+    for each in w:
+        wanted = wanted + each[np.argmax(wanted, axis=-1)]
+    found = pipe.outputs(pipe.place({"stages": w}), {"x": x})
+    assert np.max(np.abs(np.asarray(found) - wanted)) <= FLOAT64

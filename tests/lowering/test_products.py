@@ -84,3 +84,10 @@ def test_equations_before_the_backward_stay():
     jaxpr = jax.make_jaxpr(lambda x, y: (x @ y).astype(WIDE))(ones, ones).jaxpr
     assert names(with_wide_products(jaxpr, {0: WIDE})) == ["dot_general"]
     assert str(with_wide_products(jaxpr, {0: WIDE}, start=2)) == str(jaxpr)
+
+
+def test_a_gradient_that_is_a_number_stays():
+    """That of a weight without an effect is a zero, not a variable."""
+    w, x = jnp.ones((4, 4)), jnp.ones((2, 4))
+    jaxpr = flatten(jax.make_jaxpr(lambda w, x: (0.0, x @ w))(w, x)).jaxpr
+    assert with_wide_products(jaxpr, {0: WIDE}).outvars[0] is jaxpr.outvars[0]
