@@ -3,6 +3,8 @@ form of blocks that GPUs run and with scans and rows instead.
 
 Llama 3 8B's shapes on 8 described H100s: nothing runs.  On a real H100 the kernels beside matmuls
 take the time of these bytes at 2.3 to 2.7 TB/s.
+
+    python -m benchmarks.beside_matmuls -o benchmarks/results/beside_matmuls.txt
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class Pipeline:
         costs: Costs | None = None,
         executor: Executor | None = None,
     ) -> None:
-        key = key_of({k: v for k, v in locals().items() if k != "self"})
+        key = key_of((model, schedule, mesh, layout, sharding, memory, costs, executor))
         check(schedule)
         self.mesh = automatic(mesh)
         self.model, self.sharding, self.memory = model, sharding, memory

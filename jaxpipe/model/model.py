@@ -136,10 +136,21 @@ class Model:
         time = (time,) if isinstance(time, str) else tuple(time)
         whole = (whole,) if isinstance(whole, str) else tuple(whole)
         _check_names(time, whole)
-        frozen = frozen_filter(frozen)
-        own = locals()
-        for name in self.__dataclass_fields__:
-            object.__setattr__(self, name, own[name])
+        fields: dict[str, Any] = {
+            "stages": stages,
+            "first": first,
+            "last": last,
+            "layers": layers,
+            "contract": contract,
+            "has_metrics": has_metrics,
+            "stage_loss": stage_loss,
+            "frozen": frozen_filter(frozen),
+            "time": time,
+            "whole": whole,
+            "carry": carry,
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
         _ = self.outer
 
     @property

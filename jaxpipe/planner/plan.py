@@ -125,8 +125,30 @@ def plan(
     >>> best.layout, best.schedule.num_microbatches, max(best.memory) < 16e9
     ('(t*4|)*3,t*3,L', 8, True)
     """
-    arguments = {name: value for name, value in locals().items() if name != "model"}
-    wanted = requests({"model": getattr(model, "layers", model), **arguments})
+    arguments = {
+        "model": getattr(model, "layers", model),
+        "costs": costs,
+        "devices": devices,
+        "microbatches": microbatches,
+        "memory": memory,
+        "transfer": transfer,
+        "schedules": schedules,
+        "chunks": chunks,
+        "slices": slices,
+        "remat": remat,
+        "offload": offload,
+        "host_bandwidth": host_bandwidth,
+        "search": search,
+        "seed": seed,
+        "most": most,
+        "within": within,
+        "progress": progress,
+        "traced": traced,
+        "mesh": mesh,
+        "axis": axis,
+        "data_axes": data_axes,
+    }
+    wanted = requests(arguments)
     found = Search(wanted, most=most, within=within, progress=progress, traced=traced)
     return found.plans(search=search, seed=seed)
 
