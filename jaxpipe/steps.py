@@ -157,9 +157,8 @@ class StepRunner:
             run = on_mesh(job.mesh, run, shardings)
         results, grads = run(params, batch, *rest)
         if not self.executor.compiles:
-            results, grads = jax.tree.map(
-                lambda to, tree: jax.device_put(tree, to), shardings, (results, grads)
-            )
+            put = on_mesh(job.mesh, lambda *found: jax.device_put(found, shardings), shardings)
+            results, grads = put(results, grads)
         return results, {key: grads[key] for key in arguments[0] if key in grads}
 
     def check_last(self, what: str) -> None:

@@ -107,6 +107,19 @@ def test_over_data_shards():
     close(eager.value_and_grad(placed, batch), compiled.value_and_grad(placed, batch))
 
 
+def test_in_a_context_of_explicit_axes():
+    """A loss may be multiplied there, while it is differentiated too."""
+    mesh = jax.make_mesh((2,), ("pipe",), axis_types=(jax.sharding.AxisType.Explicit,))
+    both = pipelines("1f1b", devices=2, microbatches=4, mesh=mesh)
+    params, batch = case(both[0].schedule)
+    with jax.set_mesh(mesh):
+        gradients = [
+            jax.value_and_grad(lambda p, pipe=pipe: 3.0 * pipe.loss(p, batch))(pipe.place(params))
+            for pipe in both
+        ]
+    close(*gradients)
+
+
 def test_state_outputs_and_unlike_layers():
     def layer(params, x, *, state):
         return x + jnp.tanh(x @ params["w"]), state + jnp.sum(jax.lax.stop_gradient(x))
