@@ -50,6 +50,11 @@ def shapes_of(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
 
 
+def without_numpy(tree: PyTree) -> PyTree:
+    """The tree with arrays of JAX in the place of numpy's, which take no traced index."""
+    return jax.tree.map(lambda a: jnp.asarray(a) if isinstance(a, np.ndarray) else a, tree)
+
+
 def zeros_of(shapes: PyTree) -> PyTree:
     """Zeros of these shapes and dtypes."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)

@@ -18,7 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ..arrays import PyTree, accumulator_dtype, array_faults, axis_faults, by_path, is_key
+from ..arrays import (
+    PyTree,
+    accumulator_dtype,
+    array_faults,
+    axis_faults,
+    by_path,
+    is_key,
+    without_numpy,
+)
 from ..engine.costs import Costs
 from ..errors import PipelineError, ScheduleError, quoted
 from ..jaxprs.equations import ClosedJaxpr
@@ -78,10 +86,7 @@ def _checkpointed(
     @functools.wraps(call)
     def run(*arguments: PyTree, **keywords: PyTree) -> PyTree:
         ledger: Ledger | None = getattr(keywords.get("ctx"), "ledger", None)
-        # What is traced may be an index, which arrays of numpy do not take.
-        arguments = jax.tree.map(
-            lambda a: jnp.asarray(a) if isinstance(a, np.ndarray) else a, arguments
-        )
+        arguments = without_numpy(arguments)  # what is traced may be an index of them
 
         def traced() -> tuple[PyTree, ...]:
             if ledger is None:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from ..arrays import PyTree, zeros_of
+from ..arrays import PyTree, without_numpy, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
 from ..table.kinds import Placement
@@ -247,7 +247,7 @@ class Model:
             faults.append(f"{microbatches} microbatches are no whole sequences of {slices} slices")
         PipelineError.refuse("", faults)
         rows = split_batch(batch, microbatches, slices, self.time, self.whole)
-        plain = self._plain(params, rows, rng, training=training, slices=slices)
+        plain = self._plain(without_numpy(params), rows, rng, training=training, slices=slices)
         functions, numbers = plain.functions, jnp.arange(microbatches, dtype=jnp.int32)
         passed, (losses, aux) = jax.lax.scan(
             *(plain.microbatch, plain.begin(state), numbers),

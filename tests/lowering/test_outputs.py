@@ -69,3 +69,13 @@ def test_a_checkpointed_stage_may_index_its_parameters(table):
         wanted = wanted + each[np.argmax(wanted, axis=-1)]
     found = pipe.outputs(pipe.place({"stages": w}), {"x": x})
     assert np.max(np.abs(np.asarray(found) - wanted)) <= FLOAT64
+
+
+def test_the_plain_loss_may_index_arrays_of_numpy():
+    """Its loop over microbatches traces the index."""
+    table, tokens = np.arange(6.0).reshape(3, 2), np.array([2, 0, 1, 2])
+    first = lambda table, microbatch: table[microbatch["tokens"]]  # noqa: E731
+    model = jp.Model(lambda w, x: x * w, first=first, last=lambda _, x, microbatch: jnp.mean(x))
+    params = {"first": table, "stages": np.ones(1), "last": {}}
+    found = model.loss(params, {"tokens": tokens}, microbatches=2)
+    assert abs(found - table[tokens].mean()) <= FLOAT64
