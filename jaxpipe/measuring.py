@@ -252,8 +252,12 @@ def hop_seconds(pipe: Pipeline, step: TracedStep, kind: int, repeats: int) -> fl
     """
     code = step.code.kinds[kind]
     splits = step_memory.output_entries(code, step.entries[kind])
-    specs = [PartitionSpec(pipe.axis, *entry.spec) for entry in splits]
-    sent = list(map(words_of, jax.tree.leaves(code.y)))
+    every = zip(map(words_of, jax.tree.leaves(code.y)), splits, strict=True)
+    moved = [(aval, entry) for aval, entry in every if 0 not in aval.shape]
+    if not moved:
+        return 0.0
+    sent = [aval for aval, _ in moved]
+    specs = [PartitionSpec(pipe.axis, *entry.spec) for _, entry in moved]
     # Two devices exchange, as neighbours do; the others take no part.
     pairs = ((0, 1), (1, 0))
     calls = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, TypeAlias
 
 import jax
@@ -17,7 +17,7 @@ from jax.extend.mlir.dialects import sdy
 from jax.extend.mlir.passmanager import PassManager
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import Leaves, PyTree
+from ..arrays import Leaves, PyTree, zeros_of
 from ..jaxprs.entry import Entry
 from ..jaxprs.equations import Reductions, closed_jaxpr
 from ..known_faults import Feature, faults_for
@@ -136,14 +136,46 @@ def mapped(
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     is_changed = axes != set(mesh.axis_names) and (changes.widen or bool(single & axes))
-    return jax.shard_map(
-        call if is_changed else function,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(axes),
-        check_vma=False,
-    )
+
+    def run(*arguments: PyTree) -> PyTree:
+        specs, given, own = _without_empty(
+            mesh, in_specs, arguments, call if is_changed else function
+        )
+        return jax.shard_map(
+            own,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=out_specs,
+            axis_names=set(axes),
+            check_vma=False,
+        )(*given)
+
+    return run
+
+
+def _without_empty(
+    mesh: Mesh, specs: PyTree, arguments: tuple[PyTree, ...], function: Callable[..., Any]
+) -> tuple[PyTree, tuple[PyTree, ...], Callable[..., Any]]:
+    """Specs, arguments and the function of these, without the leaves that have no elements: XLA of
+    jaxlib 0.11 aborts where such an argument is split over devices.
+    """
+    leaves, tree = jax.tree.flatten(arguments)
+    empty = [0 in jnp.shape(leaf) for leaf in leaves]
+    if not any(empty):
+        return specs, arguments, function
+    every = jax.tree.leaves(jax.tree.broadcast(specs, arguments))
+    shapes = [
+        jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(leaf.shape), leaf.dtype)
+        for leaf, spec in compress(zip(leaves, every, strict=True), empty)
+    ]
+    is_there = [not each for each in empty]
+
+    def call(*values: Any) -> Any:
+        there, made = iter(values), iter(zeros_of(shapes))
+        whole = [next(there if is_in else made) for is_in in is_there]
+        return function(*jax.tree.unflatten(tree, whole))
+
+    return tuple(compress(every, is_there)), tuple(compress(leaves, is_there)), call
 
 
 def inside(job: Job, function: Callable[..., Any], in_specs: PyTree, *arguments: PyTree) -> Any:

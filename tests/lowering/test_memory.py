@@ -240,7 +240,11 @@ def weighted(params, x, microbatch):
     return jnp.mean(microbatch["weight"] * (x - microbatch["y"]) ** 2)
 
 
-@pytest.mark.parametrize(("rows", "data"), [(2, 1), (1, 1), (2, 2)])
+# Of one sequence a microbatch XLA of jaxlib 0.11 needs 13 % more.
+ONE_ROW = pytest.mark.xfail(jax.__version_info__ < (0, 12), reason="jaxlib 0.11", strict=True)
+
+
+@pytest.mark.parametrize(("rows", "data"), [(2, 1), pytest.param(1, 1, marks=ONE_ROW), (2, 2)])
 def test_the_state_and_a_batch_that_is_cut_into_slices_are_predicted(rows, data):
     """XLA cuts sequences into slices in a copy of the batch; what has no time axis is repeated for
     each slice.
