@@ -22,7 +22,7 @@ from ..jaxprs.equations import nbytes, tiled_bytes
 from ..jaxprs.slots import InSlots, run_in_slots
 from ..lowering.target import RunsOn
 from ..model.batch import map_rows
-from ..model.packed import in_layers
+from ..model.packed import stacks_of_layers
 from ..model.param_layout import OUTER, with_outer
 from ..model.partition import PART, LeafPlan, leaf_plans, trained
 from ..model.settings import outside_contexts, with_sharding
@@ -354,7 +354,7 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
         state=2 * sum(local_bytes(with_sharding(leaf, kept)) for leaf in jax.tree.leaves(state)),
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
-        stacked=STACKED * _in_layers(step, params["stages"]),
+        stacked=STACKED * _of_layers(step, params["stages"]),
         entry=entry,
         sent=_sent_bytes(program, buffers, work),
         raveled=_raveled(buffers, code, splits=splits),
@@ -373,15 +373,15 @@ def _batch_bytes(job: Job, batch: PyTree) -> int:
     return (own + cut) // job.data_size + every - own
 
 
-def _in_layers(step: TracedStep, stages: Sequence[PyTree]) -> float:
+def _of_layers(step: TracedStep, stages: Sequence[PyTree]) -> float:
     """Bytes of the gradients of stacks of which each layer has an accumulator of its own."""
     job, code, found = step.job, step.code, 0.0
     for v, chunk in enumerate(stages):
-        held = {s for of in job.layout.placement.stages_of for s in of[v : v + 1]}
-        kinds = [(s, code.kinds[code.kind_of[s]]) for s in held]
+        own = {s for of in job.layout.placement.stages_of for s in of[v : v + 1]}
+        kinds = [(s, code.kinds[code.kind_of[s]]) for s in own]
         places = [p for s, kind in kinds for p in kind.places(job.layout.held(s, stages).places)]
         leaves, plans = jax.tree.leaves(chunk), leaf_plans(job.plans["stages"][v])
-        numbers = [n for n in in_layers(places) if not plans[n].frozen]
+        numbers = [n for n in stacks_of_layers(places) if not plans[n].frozen]
         found += sum(gradient_bytes(job, leaves[n]) for n in numbers)
     return found
 

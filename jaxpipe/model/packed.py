@@ -5,7 +5,7 @@ has its place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
@@ -111,9 +111,8 @@ class TreeForm:
         return found
 
 
-def in_layers(places: Iterable[Home]) -> frozenset[int]:
+def stacks_of_layers(places: Sequence[Home]) -> frozenset[int]:
     """The arrays of which all of these places are layers."""
-    places = list(places)
     return frozenset(p.at for p in places) - {p.at for p in places if p.row is None}
 
 

@@ -270,7 +270,7 @@ class Candidate:
             self.schedule,
             self.choice.costs,
             remat=self.choice.remat,
-            in_place=self.request.target.on_gpus,
+            on_gpus=self.request.target.on_gpus,
             gathered=self.request.gathered,
         )
 

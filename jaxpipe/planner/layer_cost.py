@@ -398,15 +398,15 @@ def layer_sizes(
     costs: Mapping[str, LayerCost],
     *,
     remat: Remat,
-    in_place: bool = True,
+    on_gpus: bool = True,
     gathered: float = 0,
 ) -> Sizes:
     """Sizes on a device by sums of the sizes of layers; pools have the size of the device that
     needs most.
 
-    `in_place` says whether gradients are summed over devices in place, as on GPUs and not on CPU
-    devices.  `gathered` is the number of devices that split parameters and accumulators (fsdp), or
-    0.  Each of them has whole copies during the step.
+    On GPUs gradients are summed over devices in place, and layers have accumulators of their own;
+    on CPU devices neither holds.  `gathered` is the number of devices that split parameters and
+    accumulators (fsdp), or 0.  Each of them has whole copies during the step.
     """
     splits = bool(schedule.encoded.of_kinds((Kind.I,)).any())
     inner = [letters.strip(FIRST + LAST) for letters in layout.stages]
@@ -446,11 +446,10 @@ def layer_sizes(
             "buffer": rows,
             "buffer_gradient": rows,
         },
-        # On GPUs layers have accumulators of their own.
-        stacked=STACKED * in_place * _chunk_bytes(inner, schedule, costs, "gradient_bytes"),
+        stacked=STACKED * on_gpus * _chunk_bytes(inner, schedule, costs, "gradient_bytes"),
         sent=2 * boundary,
         work=max(costs[c].workspace for c in layout.layers) + again,
-        summed=0.0 if in_place else total(outer, "gradient_bytes"),
+        summed=0.0 if on_gpus else total(outer, "gradient_bytes"),
     )
 
 

@@ -34,7 +34,7 @@ from ..jaxprs.entry import Destination, Piece, StackRow, Total
 from ..model.calls import OUTER_WANTS, cleared, unpadded
 from ..model.functions import mean_over_microbatches
 from ..model.keys import KeyOf, shard_key
-from ..model.packed import Home, Places, in_layers
+from ..model.packed import Home, Places, stacks_of_layers
 from ..model.param_layout import OUTER, Chunks
 from ..model.partition import LeafPlan, gather, leaf_plans, reduce_gradients, trained, with_frozen
 from ..stage.code import StageCode, run
@@ -202,8 +202,7 @@ class DeviceStep:
     def _apart(self, chunk: int) -> frozenset[int]:
         """The leaves of a chunk of which all of its kinds of stages take the layers."""
         own = [each for (of, _), each in self.operands.items() if of == chunk]
-        places = [place for each in own for place in each.gradient_places]
-        return in_layers(places)
+        return stacks_of_layers([place for each in own for place in each.gradient_places])
 
     def plans_of(self, chunk: int) -> list[Any]:
         """The plans of a chunk's parameters.  A chunk that another device owns is like the last

@@ -62,13 +62,13 @@ def test_memory_is_predicted(name: str) -> None:
     assert jp.inspect.memory(*built(name, None))["total"] == pytest.approx(own, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["1f1b", slow("zb_h1"), slow("zbv")])
-def test_half_of_the_bytes_is_not_moved(name: str) -> None:
+@pytest.mark.parametrize(("name", "share"), [("1f1b", 0.4), slow("zb_h1", 0.4), slow("zbv", 0.45)])
+def test_more_than_half_of_the_bytes_is_not_moved(name: str, share: float) -> None:
     apart, rows = (program(name, form) for form in (None, Form()))
     found, before = (of_a_microbatch(each.module, 1) for each in (apart, rows))
     assert found.keys() == before.keys()
     # Of 1F1B 0.27 is left for Llama's layers, of ZB-H1 and ZB-V 0.29; here of ZB-V 0.43.
-    assert sum(found.values()) < 0.5 * sum(before.values())
+    assert sum(found.values()) < share * sum(before.values())
 
 
 @pytest.mark.parametrize("name", ["1f1b", slow("zb_h1")])
