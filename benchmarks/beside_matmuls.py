@@ -29,7 +29,7 @@ from benchmarks.output import Command, Result
 from jaxpipe.inspect.hlo import Computation, Instruction, Module, kind_of, walk
 from jaxpipe.inspect.programs import compile_and_read
 from jaxpipe.lowering.target import GPU_FORM, Form
-from jaxpipe.spmd.executor import SpmdExecutor
+from jaxpipe.spmd.emit import SpmdExecutor
 from tests.gpu.programs import gpu_mesh, require_gpu_compiler
 
 _FREE = frozenset(

@@ -17,6 +17,8 @@ PyTree: TypeAlias = Any
 Params: TypeAlias = "dict[str, Any]"
 # The leaves of a tree, in `jax.tree.leaves` order.
 Leaves: TypeAlias = "list[Any]"
+# {"loss", "losses", "metrics", "state"} or {"outputs", "state"} of a step, and its gradients.
+StepResults: TypeAlias = "tuple[dict[str, Any], dict[str, Any]]"
 # Numbers that a tick reads from its records, and predicates.
 Scalar: TypeAlias = Int32[Array, ""]
 Flag: TypeAlias = Bool[Array, ""]
@@ -43,6 +45,13 @@ def followed(path: str, shape: tuple[int, ...] | None, known: Mapping[str, Any])
         if own == shape and f"/{path}".endswith(f"/{name}")
     ]
     return known[max(names, key=len)] if names else None
+
+
+def shape_of(leaf: Any) -> Any:
+    """The shape and dtype of a leaf."""
+    dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+    is_weak = getattr(leaf, "weak_type", isinstance(leaf, int | float | complex))
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype, weak_type=is_weak)
 
 
 def shapes_of(tree: PyTree) -> PyTree:

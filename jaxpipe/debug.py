@@ -26,10 +26,10 @@ from .model.param_layout import with_outer
 from .model.partition import leaf_plans
 from .model.settings import on_own_mesh, outside_contexts
 from .pipeline import Pipeline
-from .spmd.step import mesh_key
 from .spmd.xla import mapped
 from .stage.code import ParamUse
 from .stage.counts import total_count
+from .stage.setup import mesh_key
 from .stage.trace import trace_last
 
 # By name, [data shards, (NaN, infinite, all)].

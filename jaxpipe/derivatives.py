@@ -105,9 +105,7 @@ def differentiable_loss(value: RunStep, step: RunStep) -> RunStep:
 def without_gradient(run: RunStep, call: str) -> RunStep:
     """The run of a call, which raises PipelineError where JAX differentiates it."""
 
-    @jax.custom_vjp
-    def guarded(*arguments: PyTree) -> Any:
-        return run(*arguments)
+    guarded = jax.custom_vjp(run)
 
     def forward(*arguments: PyTree) -> tuple[Any, None]:
         if _moving(arguments):

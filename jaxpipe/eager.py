@@ -8,6 +8,7 @@ that a debugger can walk through.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .arrays import Params, PyTree, accumulator_dtype, in_rows, stacked, with_words, zeros_of
+from .arrays import (
+    Params,
+    PyTree,
+    StepResults,
+    accumulator_dtype,
+    in_rows,
+    stacked,
+    with_words,
+    zeros_of,
+)
 from .errors import PipelineError
 from .model.batch import map_rows
 from .model.calls import OUTER_WANTS, cleared
@@ -24,19 +34,20 @@ from .model.functions import StageOutput
 from .model.keys import KeyOf, shard_key
 from .model.param_layout import OUTER
 from .model.partition import LeafPlan, leaf_plans
-from .program.ir import Step, interpret
+from .program.ir import Program, Step, interpret
 from .program.verify import verify
 from .spmd.step import merged_state, scaled_loss, totals
 from .stage.code import ParamUse, StageCode
 from .stage.counts import check_count, total_count
-from .stage.model_code import Job, check_state_gradient, uses_of
+from .stage.model_code import check_state_gradient, uses_of
+from .stage.setup import Setup
 from .stage.trace import no_gradient, trace_last
 from .table.effects import Liveness, Place
 from .table.kinds import Kind
 
 
 class EagerExecutor:
-    """Runs a job's program tick by tick, device by device, in eager JAX (an `Executor`); data
+    """Runs a step's program tick by tick, device by device, in eager JAX (an `Executor`); data
     shards come one after the other.
 
     Example:
@@ -55,16 +66,32 @@ class EagerExecutor:
 
     compiles = False
 
+    def prepare(self, setup: Setup, *_arguments: PyTree) -> EagerStep:
+        """The step; its functions are not traced before it runs."""
+        sliced = setup.functions.slices > 1 and not setup.functions.room  # of a cache
+        liveness = Liveness.of_slices() if sliced else Liveness()
+        return EagerStep(setup, verify(setup.plan.program(liveness)))
+
+
+@dataclass(frozen=True)
+class EagerStep:
+    """A step as its program."""
+
+    setup: Setup
+    program: Program
+
     def run(
         self,
-        job: Job,
         params: Params,
         batch: PyTree,
         rng: Any,
         state: tuple[PyTree, ...],
         scale: Any,
-    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
-        """Do the job; PipelineError under `jax.jit`, since an eager program needs numbers."""
+    ) -> StepResults:
+        """The results and gradients; PipelineError under `jax.jit`, since an eager program needs
+        numbers.
+        """
+        setup = self.setup
         arguments = jax.tree.leaves((params, batch, rng, state, scale))
         if any(isinstance(leaf, jax.core.Tracer) for leaf in arguments):
             raise PipelineError(
@@ -74,16 +101,14 @@ class EagerExecutor:
             )
         held = params, batch, state, scale
         params, batch, state, scale = jax.tree.map(partial(with_words, np.asarray), held)
-        sliced = job.functions.slices > 1 and not job.functions.room  # of a cache
-        program = verify(job.plan.program(Liveness.of_slices() if sliced else Liveness()))
-        count, shards = job.data_size, list[_Shard]()
+        count, shards = setup.data_size, list[_Shard]()
         for number in range(count):
             own = partial(_part, number=number, count=count)
-            rows = map_rows(own, batch, job.functions.whole)
+            rows = map_rows(own, batch, setup.functions.whole)
             key = shard_key(rng, number, count)
-            shards.append(_Shard(job, params, rows, key, state, scale, shards))
+            shards.append(_Shard(setup, params, rows, key, state, scale, shards))
         for shard in shards:
-            interpret(program, shard)
+            interpret(self.program, shard)
         return _finished(shards)
 
 
@@ -94,7 +119,7 @@ class _Shard:
 
     def __init__(
         self,
-        job: Job,
+        setup: Setup,
         params: Params,
         batch: PyTree,
         rng: Any,
@@ -105,18 +130,18 @@ class _Shard:
         self.scale, self.every = scale, every  # the factor of the loss; all data shards
         self.last: StageCode | None = None  # traced with its first input
         self.seed: Any = None  # the cotangent of one microbatch's loss, from then on
-        self.batch, self.rng = job.functions.split(batch, job.num_microbatches), rng
-        self.job = job.for_batch(self.batch)
-        self.functions, layout = self.job.functions, job.layout
+        self.batch, self.rng = setup.functions.split(batch, setup.num_microbatches), rng
+        self.setup = setup
+        self.functions, layout = setup.functions, setup.layout
         self.stages = range(layout.placement.num_stages)
         # parameters and their gradients, by number of stage, "first", "last" and "shared"
         self.params: dict[Any, PyTree] = {key: params[key] for key in OUTER}
         self.params |= {s: layout.of_stage(s, params["stages"]) for s in self.stages}
-        self.plans: dict[Any, list[LeafPlan]] = {key: leaf_plans(job.plans[key]) for key in OUTER}
-        self.plans |= {s: layout.held(s, job.plans["stages"]).leaves for s in self.stages}
+        self.plans: dict[Any, list[LeafPlan]] = {key: leaf_plans(setup.plans[key]) for key in OUTER}
+        self.plans |= {s: layout.held(s, setup.plans["stages"]).leaves for s in self.stages}
 
         def empty(leaf: Any, plan: LeafPlan) -> Any:
-            dtype = accumulator_dtype(leaf.dtype, job.accumulate)
+            dtype = accumulator_dtype(leaf.dtype, setup.accumulate)
             return None if plan.frozen else jnp.zeros(leaf.shape, dtype)
 
         # accumulators; None for frozen parameters
@@ -128,8 +153,8 @@ class _Shard:
         self.state = [layout.of_stage(s, state) if state else () for s in self.stages]
         # the state before a forward: stage, microbatch
         self.before: dict[tuple[int, int], PyTree] = {}
-        self.losses: list[Any] = [0.0] * job.num_microbatches
-        self.aux: list[Any] = [None] * job.num_microbatches
+        self.losses: list[Any] = [0.0] * setup.num_microbatches
+        self.aux: list[Any] = [None] * setup.num_microbatches
 
     def _of(self, key: Any) -> tuple[PyTree, PyTree]:
         """The parameters of a function, and the shared ones."""
@@ -139,7 +164,9 @@ class _Shard:
         """The uses of these parameters."""
         names = key, "shared"
         return [
-            use for name in names for use in uses_of(self.job, self.params[name], self.plans[name])
+            use
+            for name in names
+            for use in uses_of(self.setup, self.params[name], self.plans[name])
         ]
 
     def _add(self, key: Any, grads: tuple[PyTree, PyTree], share: float = 1.0) -> None:
@@ -168,7 +195,7 @@ class _Shard:
         every device, and each one adds its part of it.
         """
         held, microbatch = step.held, step.microbatch
-        parts = self.job.partition.cuts.parts
+        parts = self.setup.partition.cuts.parts
         match step.kind:
             case Kind.F:
                 return self.forward(step)
@@ -206,7 +233,7 @@ class _Shard:
         found["out"] = y
         if Place.AUX in step.makes:
             found["out"], grads = self._last(step.microbatch, y)
-            if self.job.training:
+            if self.setup.training:
                 self._add("last", grads)
         found["carry_out"], found["buffer"] = returned.carried or (None, None)
         return found | {"sent": y, "residual_input": None, "residual_weight": vjp}
@@ -227,7 +254,7 @@ class _Shard:
         """`first`, and its vjp."""
         extra = self._extra(KeyOf.FIRST, 0, microbatch)
         run = partial(self.functions.run_whole, "first")
-        if not self.job.training:
+        if not self.setup.training:
             return run(self._of("first"), (), extra), None
         return jax.vjp(lambda params: run(params, (), extra), self._of("first"))
 
@@ -235,7 +262,7 @@ class _Shard:
         """Note the loss; the cotangent of y, and the gradients of the parameters."""
         extra = self._extra(KeyOf.LAST, len(self.stages) - 1, microbatch)
         run = partial(self.functions.run_whole, "last")
-        if not self.job.training:
+        if not self.setup.training:
             loss, self.aux[microbatch] = run(self._of("last"), y, extra)
             self.losses[microbatch] += loss
             return None, None
@@ -256,7 +283,7 @@ class _Shard:
         check_count(self.functions.last.name, self.last)
         stage = jnp.int32(len(self.stages) - 1)
         counts = [total_count(self.last, s.functions, s.batch, s.rng, stage) for s in self.every]
-        self.seed = self.job.seed(None if counts[0] is None else sum(counts), self.scale)
+        self.seed = self.setup.seed(None if counts[0] is None else sum(counts), self.scale)
 
     def _stage(self, step: Step, x: Any) -> tuple[Any, StageOutput, Any]:
         """What a stage returns, with the state that its forward had, and its vjp.
@@ -269,7 +296,7 @@ class _Shard:
         extra = self._extra(KeyOf.STAGE, stage, step.microbatch, function.wants_arrays)
         if "state" in function.wants_arrays:
             extra["state"] = self.before[stage, step.microbatch]
-            if self.job.training and step.microbatch == 0:
+            if self.setup.training and step.microbatch == 0:
                 trained = [use.trained for use in self._uses(stage)]
                 check_state_gradient(function.name, run, (params, x, extra), trained)
         shapes = self.functions.carried(stage, params, x, extra)
@@ -281,7 +308,7 @@ class _Shard:
             carried = returned.carried if shapes else ()
             return (y, returned.loss, carried), returned._replace(carried=carried)
 
-        if not self.job.training:
+        if not self.setup.training:
             (y, *_), returned = call(params, x, carried)
             return y, returned, None
         (y, loss, _), vjp, returned = jax.vjp(call, params, x, carried, has_aux=True)
@@ -299,7 +326,7 @@ class _Shard:
         """
         stages = [self.total[s] for s in self.stages]
         grads = {key: self.total[key] for key in OUTER}
-        grads["stages"] = self.job.layout.place_trees(stages, self.like)
+        grads["stages"] = self.setup.layout.place_trees(stages, self.like)
         aux = None if self.functions.last is None else stacked(self.aux)
         return jnp.asarray(self.losses), aux, self.state, grads
 
@@ -322,22 +349,22 @@ def _filled(
     return tuple(zeros(shape) if tree is None else tree for tree, shape in pairs)
 
 
-def _finished(shards: list[_Shard]) -> tuple[dict[str, Any], dict[str, PyTree]]:
-    """The results and gradients of a job: those of the shards, summed along a mapped axis."""
-    job, axis = shards[0].job, "shards"
-    data = (axis,) if job.data_axes else ()
+def _finished(shards: list[_Shard]) -> StepResults:
+    """The results and gradients of a step: those of the shards, summed along a mapped axis."""
+    setup, axis = shards[0].setup, "shards"
+    data = (axis,) if setup.data_axes else ()
     counted = shards[0].last is not None and shards[0].last.count is not None
 
     def on_shard(losses: Any, aux: PyTree, state: PyTree, grads: PyTree) -> tuple[Any, ...]:
-        results, scale = totals(job, losses, aux, (), data)
+        results, scale = totals(setup, losses, aux, (), data)
         results |= scaled_loss(results, shards[0].scale)
-        state = jax.tree.map(lambda leaf: merged_state(job, leaf, data), state)
+        state = jax.tree.map(lambda leaf: merged_state(setup, leaf, data), state)
         factor = 1.0 if scale is None or counted else scale
         return results, state, jax.tree.map(lambda g: lax.psum(g, data) * factor, grads)
 
     every = jax.vmap(on_shard, axis_name=axis)(*stacked([shard.results() for shard in shards]))
     results, state, grads = jax.tree.map(lambda leaf: leaf[0], every)
-    if job.outputs:
+    if setup.outputs:
         results = in_rows(every[0])
-    results["state"] = job.layout.place_trees(state) if job.functions.has_state else ()
-    return results, cleared(grads) if job.training else {}
+    results["state"] = setup.layout.place_trees(state) if setup.functions.has_state else ()
+    return results, cleared(grads) if setup.training else {}

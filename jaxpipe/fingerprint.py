@@ -97,9 +97,7 @@ def check_same(pipe: Any, params: PyTree, batch: PyTree = None, **more: Any) -> 
     compare(texts, range(jax.process_count()))
 
 
-def compare_first_step(
-    steps: Any, call: str, arguments: tuple[PyTree, PyTree, Any, PyTree, Any], code: Any
-) -> None:
+def compare_first_step(steps: Any, arguments: Sequence[PyTree], step: Any) -> None:
     """Compare what the processes of a pipeline's mesh are about to compile, when it first runs.
 
     Raises:
@@ -111,17 +109,19 @@ def compare_first_step(
         return
     params, batch, rng, state, scale = arguments
     own = {"rng": rng, "state": state, "scale": scale}
-    more = {name: _tree(tree) for name, tree in own.items()} | code_texts(code)
+    more = {name: _tree(tree) for name, tree in own.items()} | code_texts(step)
+    call = "a step" if step.setup.training else "forwards alone"
     compare({"call": call} | _of_steps(steps, params, batch, more), processes)
 
 
-def code_texts(code: Any) -> dict[str, str]:
-    """Name -> text of each traced function: how many operations it has, and a digest of what they
-    are.
+def code_texts(step: Any) -> dict[str, str]:
+    """Name -> text of the program, and of each traced function: how many operations it has, and a
+    digest of what they are.
 
     The digest knows no order and no names, which may differ between processes for the same code,
     but primitives, shapes and numbers.
     """
+    code, program = step.code, step.program
     functions: list[tuple[str, Any]] = [
         (f"stage {code.kind_of.index(k)}", kind) for k, kind in enumerate(code.kinds)
     ]
@@ -132,8 +132,8 @@ def code_texts(code: Any) -> dict[str, str]:
         eqns = (*every_equation(function.hoist), *every_equation(function.evaluate))
         lines = sorted(map(_operation, eqns))
         found[f"code of {name}"] = f"{len(lines)} operations {_digest(chr(10).join(lines))}"
-    ticks = np.stack(code.program.ticks.columns, axis=-1)
-    segments = [(s.start, s.stop, s.period) for s in code.program.segments]
+    ticks = np.stack(program.ticks.columns, axis=-1)
+    segments = [(s.start, s.stop, s.period) for s in program.segments]
     found["program"] = f"{len(ticks)} ticks {_digest(f'{segments} {ticks.tobytes().hex()}')}"
     return found
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .arrays import Leaves, Params, PyTree, is_key, words_of
+from .arrays import Leaves, Params, PyTree, is_key, shape_of, words_of
 from .engine.costs import Costs
 from .errors import PipelineError, is_whole, quoted
 from .inspect import step_memory
@@ -35,9 +35,9 @@ from .pipeline import Pipeline
 from .planner.candidate import PipelinePlan
 from .planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs
 from .schedules import build
-from .spmd.executor import TracedStep, look
-from .spmd.xla import inside, split_entries
-from .stage.model_code import trace_model
+from .spmd.emit import TracedStep
+from .spmd.xla import split_entries
+from .stage.model_code import lower, trace
 
 __all__ = ["Peak", "measure", "measure_stages", "traced_memory"]
 
@@ -107,7 +107,7 @@ class Measured:
         The last end has the bytes of the shared parameters, which every device has too, and of the
         batch's rows and other leaves.
         """
-        step, plans, placed = self.step, self.step.job.plans, with_outer(params)
+        step, plans, placed = self.step, self.step.setup.plans, with_outer(params)
         found = {}
         for stage, letter in enumerate(letters):
             number = step.code.kind_of[stage]
@@ -115,14 +115,14 @@ class Measured:
             entry = step_memory.entry_bytes(step, number)
             found[letter] = replace(
                 self.stage_times(number),
-                **step_memory.held(step.job, placed["stages"][stage], plans["stages"][stage]),
+                **step_memory.held(step.setup, placed["stages"][stage], plans["stages"][stage]),
                 residuals=kept(entry),
                 boundary=step_memory.boundary_bytes(step, number),
                 stash=entry["stash"],
                 workspace=max(self.temp[f"{name} {number}"] for name in BLOCKS),
                 hoisted=step_memory.hoisted_bytes(step, code, specs),
             )
-        functions = step.job.functions
+        functions = step.setup.functions
         with_rows = map_rows(lambda leaf: leaf, microbatch, functions.whole, lambda _: None)
         every, rows = (sum(map(nbytes, jax.tree.leaves(of))) for of in (microbatch, with_rows))
         ends = {FIRST: "first"} if functions.first is not None else {}
@@ -135,7 +135,7 @@ class Measured:
             )
             found[end] = replace(
                 self.end_times(end, Ends.ALL),
-                **step_memory.held(step.job, held, own),
+                **step_memory.held(step.setup, held, own),
                 batch=rows if is_last else 0,
                 hoisted=every - rows if is_last else 0,
                 workspace=max(self.temp.get(block, 0) for block in (name, f"{name} gradient")),
@@ -158,7 +158,7 @@ class Measured:
         """Seconds of `first` or `last`; forward and gradient of `last` are one block of the
         program.
         """
-        functions, name = self.step.job.functions, "first" if end == FIRST else "last"
+        functions, name = self.step.setup.functions, "first" if end == FIRST else "last"
         spread = functions.spreads(name)
         return LayerCost(
             forward=self.seconds[name],
@@ -194,7 +194,7 @@ def measured_blocks(
         hop = hop_seconds(pipe, step, largest, repeats) if hops else 0.0
         unit = f"seconds, measured on {pipe.mesh.devices.flat[0].device_kind}"
     else:
-        size = step.job.mesh.size
+        size = step.setup.mesh.size
         seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}
         hop = peak.hop(step_memory.boundary_bytes(step, largest)) if hops else 0.0
         rates = f"{peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
@@ -305,13 +305,12 @@ def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) 
     """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
     axes are left to it.
     """
-    job = pipe.trace(params, batch, rng=rng, state=state).job
-    job_of_batch, inputs, _ = look(job, with_outer(params), batch, rng, state, None)
-    shapes = jax.tree.map(shape_of, inputs)
-    job = replace(job_of_batch, partition=replace(job.partition, mesh=one_coordinate(pipe)))
+    setup = pipe.trace(params, batch, rng=rng, state=state).setup
+    shapes = setup.shapes(with_outer(params), batch, rng, state, None)
+    setup = replace(setup, partition=replace(setup.partition, mesh=one_coordinate(pipe)))
     # A traced program remembers the size of its mesh.
-    code = inside(job, lambda inputs: trace_model(job, inputs), PartitionSpec(), shapes)
-    return TracedStep(job, code, split_entries(job, code, shapes.owned))
+    code = trace(setup, shapes)
+    return TracedStep(setup, code, lower(setup, code), split_entries(setup, code, shapes.owned))
 
 
 def one_coordinate(pipe: Pipeline) -> Mesh:
@@ -321,13 +320,6 @@ def one_coordinate(pipe: Pipeline) -> Mesh:
     manual = (pipe.axis, *pipe.data_axes)
     at = tuple(slice(0, 1) if name in manual else slice(None) for name in pipe.mesh.axis_names)
     return automatic(Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names))
-
-
-def shape_of(leaf: Any) -> Any:
-    """The shape and dtype of a leaf."""
-    dtype = getattr(leaf, "dtype", None) or jnp.result_type(leaf)
-    is_weak = getattr(leaf, "weak_type", isinstance(leaf, int | float | complex))
-    return jax.ShapeDtypeStruct(np.shape(leaf), dtype, weak_type=is_weak)
 
 
 def measure(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -33,10 +33,10 @@ from .model.param_layout import ChunkState, check_canonical
 from .model.partition import LeafPlan, Partition
 from .model.placer import Placer
 from .model.settings import Memory, Sharding, automatic, has, on_own_mesh
-from .spmd.executor import SpmdExecutor, TracedStep
+from .spmd.emit import SpmdExecutor, TracedStep
 from .spmd.xla import features_of, options_for
-from .stage.model_code import Clock, Executor, Job, ModelCode
-from .steps import HELD, Cache, Call, Compiled, StepRunner, hide_beyond, key_of
+from .stage.setup import Clock
+from .steps import HELD, Cache, Call, Compiled, Executor, StepRunner, hide_beyond, key_of
 from .table.schedule import Schedule, check, named
 
 
@@ -124,8 +124,8 @@ class Pipeline:
             self._target,
             SpmdExecutor() if executor is None else executor,
         )
-        compiled = Compiled(self._steps, self.compiler_options)
-        self._compiled = HELD.setdefault((key, self._target), compiled)
+        calls = Compiled(self._steps, self.compiler_options)
+        self._calls = HELD.setdefault((key, self._target), calls)
 
     def __repr__(self) -> str:
         """The schedule, the mesh, and what the model has."""
@@ -246,7 +246,9 @@ class Pipeline:
         in half a precision do not underflow: loss and gradients are `scale` times what they are
         without it, metrics are not scaled.  It may be traced, and a new value needs no new program.
         """
-        results, grads = self._call(Call.STEP, params, batch, rng, state, scale)
+        arguments = self._arguments(params, batch, rng, state, scale)
+        with self._naming(arguments):
+            results, grads = self._calls.step(*arguments)
         return self._answer(results, with_state=True), grads
 
     def loss(
@@ -277,7 +279,9 @@ class Pipeline:
             loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch) + 1e-4 *
             optax.tree.norm(p, squared=True))(params)
         """
-        results, _ = self._call(Call.LOSS, params, batch, rng, state, scale)
+        arguments = self._arguments(params, batch, rng, state, scale)
+        with self._naming(arguments):
+            results, _ = self._calls.loss(*arguments)
         loss, *aux = self._parts(results, with_state=True)
         return with_aux(loss, aux)
 
@@ -292,8 +296,7 @@ class Pipeline:
         program of its own.)  With data shards it needs as many rows for each: add rows to which
         `last` gives no weight, and count with `Loss.SUM_OVER_COUNT`.
         """
-        results, _ = self._call(Call.EVALUATE, params, batch, rng, state)
-        return self._answer(results)
+        return self._answer(self._evaluated(params, batch, rng, state))
 
     def losses(
         self, params: Params, batch: PyTree, *, rng: Any = None, state: ChunkState = ()
@@ -302,7 +305,7 @@ class Pipeline:
         fewer where `evaluate` cuts fewer.
         """
         self._steps.check_last("losses")
-        return self._call(Call.EVALUATE, params, batch, rng, state)[0]["losses"]
+        return self._evaluated(params, batch, rng, state)["losses"]
 
     def outputs(
         self,
@@ -335,12 +338,14 @@ class Pipeline:
         if cache is not None:
             if state:
                 raise PipelineError("a cache does not combine with state=; leave it out")
-            rows = self._steps.positioned(cache, batch, position)
-            results, _ = self._call(Call.OUTPUTS, params, rows, rng, cache.stages)
-            outputs = hide_beyond(results["outputs"], rows, self.model.time)
-            return outputs, replace(cache, stages=results["state"])
-        results, _ = self._call(Call.OUTPUTS, params, batch, rng, state)
+            batch, state = self._steps.positioned(cache, batch, position), cache.stages
+        arguments = self._arguments(params, batch, rng, state)
+        with self._naming(arguments):
+            results, _ = self._calls.outputs(*arguments)
         outputs = results["outputs"]
+        if cache is not None:
+            outputs = hide_beyond(outputs, batch, self.model.time)
+            return outputs, replace(cache, stages=results["state"])
         return (outputs, results["state"]) if self.functions.has_state else outputs
 
     def empty_cache(self, params: Params, batch: PyTree, *, length: int) -> Cache:
@@ -388,23 +393,22 @@ class Pipeline:
         Raises:
             PipelineError: as `value_and_grad` does.
         """
-        traced: list[tuple[Job, ModelCode, Any]] = []
+        arguments = self._arguments(params, batch, rng, state)
+        params, batch, rng, state, _ = arguments
+        with self._naming(arguments):
+            found = self._steps.prepare(Call.STEP, *arguments, clock=clock)
 
         def step(params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()) -> Any:
-            results, grads = self._steps.run(
-                *(Call.STEP, params, batch, rng, state, None),
-                observe=lambda *job: traced.append(job),
-                clock=clock,
-            )
+            inputs = params, batch, rng, state, None
+            results, grads = self._steps.run(Call.STEP, *inputs, step=found)
             return self._answer(results, with_state=True), grads
 
-        own = partial(on_own_mesh, self.mesh)
-        params, batch, rng, state = jax.tree.map(own, (params, batch, rng, state))
         keywords = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
         jitted = self.jit(step)
-        with self._checking(params, batch, rng, state):
+        with self._naming(arguments):
             function = jitted.trace(params, batch, **keywords)
-        return TracedStep(*traced[0], function)
+        assert isinstance(found, TracedStep), "a step without one program is refused"
+        return replace(found, function=function)
 
     # Compiling
 
@@ -439,31 +443,32 @@ class Pipeline:
 
     # Inside
 
-    def _call(
-        self,
-        call: Call,
-        params: Params,
-        batch: PyTree,
-        rng: Any,
-        state: ChunkState,
-        scale: Any = None,
-    ) -> tuple[dict[str, Any], Any]:
-        """The results of a call, and the gradients of a step."""
-        own = partial(on_own_mesh, self.mesh)
-        arguments = jax.tree.map(own, (params, batch, rng, state, scale))
-        with self._checking(*arguments):
-            found: tuple[dict[str, Any], Any] = self._compiled.calls[call](*arguments)
-        return found
+    def _arguments(
+        self, params: Params, batch: PyTree, rng: Any, state: ChunkState, scale: Any = None
+    ) -> tuple[Any, ...]:
+        """The arguments of a step, on the pipeline's own mesh."""
+        given = params, batch, rng, state, scale
+        arguments: tuple[Any, ...] = jax.tree.map(partial(on_own_mesh, self.mesh), given)
+        PipelineError.refuse("", [*key_faults(rng), *donated_faults(*arguments)])
+        return arguments
 
     @contextmanager
-    def _checking(self, *arguments: Any) -> Iterator[None]:
+    def _naming(self, arguments: Sequence[Any]) -> Iterator[None]:
         """What JAX cannot take is named by its place in the arguments of a step."""
-        PipelineError.refuse("", [*key_faults(arguments[2]), *donated_faults(*arguments)])
         try:
             yield
         except TypeError:
             self._steps.check(*arguments)
             raise
+
+    def _evaluated(
+        self, params: Params, batch: PyTree, rng: Any, state: ChunkState
+    ) -> dict[str, Any]:
+        """The results of `evaluate`."""
+        arguments = self._arguments(params, batch, rng, state)
+        with self._naming(arguments):
+            results, _ = self._calls.evaluate(*arguments)
+        return results
 
     def _parts(self, results: dict[str, Any], *, with_state: bool) -> list[Any]:
         """The loss, then the metrics and the state where the model has these."""

@@ -4,20 +4,19 @@ their derivatives.  Pipelines of equal arguments share what JAX has compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
-from .arrays import Params, PyTree, described
-from .derivatives import differentiable_loss, without_gradient
+from .arrays import Params, PyTree, StepResults, described
+from .derivatives import RunStep, differentiable_loss, without_gradient
 from .engine.costs import Costs
 from .errors import PipelineError
 from .fingerprint import compare_first_step
@@ -30,11 +29,45 @@ from .model.functions import Functions
 from .model.model import Plain
 from .model.param_layout import Chunks, with_outer
 from .model.partition import Partition
-from .model.settings import Memory, is_explicit, on_mesh
-from .stage.model_code import Clock, Executor, Job, ModelCode, Observe
+from .model.settings import Memory, as_automatic, in_context, on_mesh, own_context
+from .spmd.emit import TracedStep
+from .stage.setup import Clock, Setup
 from .table.kinds import SPREAD_LAST
 from .table.schedule import Schedule, named
 from .transforms.rewrites import forward_only, without_kinds
+
+
+class PreparedStep(Protocol):
+    """A step that can be run."""
+
+    @property
+    def setup(self) -> Setup:
+        """What is known of it besides arrays."""
+
+    def run(
+        self,
+        params: Params,
+        batch: PyTree,
+        rng: Any,
+        state: tuple[PyTree, ...],
+        scale: Any,
+    ) -> StepResults:
+        """The results, and gradients laid out like the parameters, {} without any.  It takes placed
+        parameters, a batch of leaves [rows, ...], the step's key or None, the stages' placed state
+        or (), and the factor of the loss or None.
+        """
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """A back end."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether its steps are traced and compiled; otherwise they are called directly."""
+
+    def prepare(self, setup: Setup, *arguments: PyTree) -> PreparedStep:
+        """The step for arguments of these shapes."""
 
 
 class Call(Enum):
@@ -111,55 +144,71 @@ class StepRunner:
         return [*parts, f"with {' and '.join(names) or 'neither first nor last'}"]
 
     def run(
-        self,
-        call: Call,
-        *arguments: PyTree,
-        observe: Observe | None = None,
-        clock: Clock | None = None,
+        self, call: Call, *arguments: PyTree, step: PreparedStep | None = None
     ) -> tuple[dict[str, Any], Params]:
-        """The results of a call, and the gradients of a step.  `observe`: a tool traces it, which
-        one process may do by itself.
+        """The results of a call, and the gradients of a step; `step` is the call prepared for
+        arguments of these shapes.
         """
+        mesh = self.partition.mesh
+        if step is None:
+            step = self.prepare(call, *arguments)
+            self._compare(arguments, step)
+        params, *rest = with_outer(arguments[0]), *arguments[1:]
+        if self.executor.compiles:
+            with own_context(mesh):
+                found = step.run(*jax.tree.map(as_automatic, (params, *rest)))
+        else:
+            found = step.run(params, *rest)
+            with own_context(mesh):
+                found = jax.device_put(found, step.setup.shardings)
+        results, grads = in_context(mesh, found, step.setup.shardings)
+        return results, {key: grads[key] for key in arguments[0] if key in grads}
+
+    def prepare(self, call: Call, *arguments: PyTree, clock: Clock | None = None) -> PreparedStep:
+        """The step of a call on arguments of these shapes, of which the back end has made all that
+        needs no numbers.
+        """
+        setup, params = self._setup(call, *arguments, clock=clock), with_outer(arguments[0])
+        with own_context(self.partition.mesh):
+            return self.executor.prepare(setup, params, *arguments[1:])
+
+    def _setup(self, call: Call, *arguments: PyTree, clock: Clock | None) -> Setup:
+        """What is known of a call without numbers; PipelineError where it cannot be done."""
         functions = replace(self.functions, training=call in (Call.STEP, Call.LOSS))
+        batch, training = arguments[1], call is Call.STEP
         if call is Call.OUTPUTS:
             functions = functions.returning_outputs()
-            if isinstance(arguments[1], Positioned):
-                functions = functions.with_cache(arguments[1].room)
+            if isinstance(batch, Positioned):
+                functions = functions.with_cache(batch.room)
         else:
             self.check_last(call.value)
-        training = call is Call.STEP
         if training and self.schedule.forward_only:
             raise PipelineError(
                 f"{named(self.schedule)} has forwards only; use `evaluate`, or a "
                 "schedule with backwards"
             )
-        plans = self.check(*arguments, whole=training)
-        params, batch, *rest = with_outer(arguments[0]), *arguments[1:]
-        functions = functions.over(self.partition.axis, self.partition.cuts, params)
-        job = Job(
-            plan=self.plan if training else self._forward_plan(call, batch),
-            functions=functions,
-            partition=self.partition,
+        plans, own = self.check(*arguments, whole=training), self.partition
+        functions = functions.over(own.axis, own.cuts, with_outer(arguments[0]))
+        plan = self.plan if training else self._forward_plan(call, batch)
+        split = partial(functions.split, count=plan.ticks.schedule.num_microbatches)
+        return Setup(
+            plan=plan,
+            functions=functions.for_batch(jax.eval_shape(split, batch)),
+            partition=own,
             accumulate=self.memory.accumulate,
             plans=plans,
             training=training,
             target=self.target,
             outputs=call is Call.OUTPUTS,
-            observe=self._observing(observe, params, batch, *rest),
             clock=clock,
         )
-        shardings = (
-            {key: NamedSharding(job.mesh, spec) for key, spec in job.result_specs.items()},
-            self.partition.shardings(plans) if training else {},
-        )
-        run: Callable[..., Any] = partial(self.executor.run, job)
-        if self.executor.compiles:
-            run = on_mesh(job.mesh, run, shardings)
-        results, grads = run(params, batch, *rest)
-        if not self.executor.compiles:
-            put = on_mesh(job.mesh, lambda *found: jax.device_put(found, shardings), shardings)
-            results, grads = put(results, grads)
-        return results, {key: grads[key] for key in arguments[0] if key in grads}
+
+    def _compare(self, arguments: Sequence[PyTree], step: PreparedStep) -> None:
+        """Compare the step with those of the other processes, the first time."""
+        if self.compared or not isinstance(step, TracedStep):
+            return
+        self.compared = True
+        compare_first_step(self, arguments, step)
 
     def check_last(self, what: str) -> None:
         """PipelineError without a `last`."""
@@ -283,24 +332,6 @@ class StepRunner:
         count = table.slices * max(count for count in sequences if rows % count == 0)
         return plan_of(forward_only(table, count), overheads=self.target.overheads)
 
-    def _observing(self, observe: Observe | None, *arguments: Any) -> Observe:
-        """Checks the model as soon as it is traced, and calls `observe`.  Without it the step is
-        compared with those of the other processes, the first time.
-        """
-        mixed = self.executor.compiles and any(map(is_explicit, jax.tree.leaves(arguments)))
-
-        def check(job: Job, code: ModelCode, entries: Any) -> None:
-            if mixed and job.mesh.size > 1 and code.partitions:
-                raise PipelineError(_TWO_MESHES)
-            if observe is not None:
-                observe(job, code, entries)
-            elif not self.compared:
-                self.compared = True
-                call = "a step" if job.training else "forwards alone"
-                compare_first_step(self, call, arguments, code)
-
-        return check
-
 
 def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> PyTree:
     """NaN in place of floating outputs where rows are beyond the buffers of the cache.
@@ -320,13 +351,6 @@ def hide_beyond(outputs: PyTree, batch: Positioned, time: tuple[str, ...]) -> Py
 
 
 _REFUSED = "this step cannot be lowered"
-_TWO_MESHES = (
-    "the model calls a function with custom_partitioning (attention of cuDNN is one), which JAX "
-    "lowers only where all arrays of a program are on one mesh, and some arguments inside of this "
-    "jax.jit are on a mesh of explicit axes: bring them to the pipeline's own first, as in "
-    "jax.device_put(batch, NamedSharding(pipe.mesh, spec)), and place parameters outside of "
-    "jax.set_mesh"
-)
 
 
 def key_of(settings: Any) -> Any:
@@ -348,21 +372,21 @@ def key_of(settings: Any) -> Any:
 
 
 class Compiled:
-    """The steps of a `StepRunner` as they are called: compiled, with their derivatives."""
+    """The calls of a `StepRunner`: compiled, with their derivatives."""
 
     def __init__(self, steps: StepRunner, options: Mapping[str, Any]) -> None:
-        def of(call: Call) -> Callable[..., Any]:
-            def run(*arguments: PyTree) -> Any:
-                return steps.run(call, *arguments)
-
-            run.__name__ = call.value  # in profiles
+        def of(call: Call) -> RunStep:
+            run = partial(steps.run, call)
+            run.__name__ = call.value  # type: ignore[attr-defined]  # in profiles
             return _compiled(run, options) if steps.executor.compiles else run
 
-        runs = {call: of(call) for call in Call}
+        step, evaluate, outputs = of(Call.STEP), of(Call.EVALUATE), of(Call.OUTPUTS)
         # What stages hand from microbatch to microbatch is known after a step alone.
-        value = runs[Call.STEP if steps.functions.has_state else Call.LOSS]
-        self.calls = {call: without_gradient(run, call.value) for call, run in runs.items()}
-        self.calls[Call.LOSS] = differentiable_loss(value, runs[Call.STEP])
+        value = step if steps.functions.has_state else of(Call.LOSS)
+        self.loss = differentiable_loss(value, step)
+        self.step = without_gradient(step, Call.STEP.value)
+        self.evaluate = without_gradient(evaluate, Call.EVALUATE.value)
+        self.outputs = without_gradient(outputs, Call.OUTPUTS.value)
 
 
 # Those that somebody holds, by key: see `key_of`.

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from jaxpipe.lowering.target import GPU_FORM
 from jaxpipe.spmd import pools
-from jaxpipe.spmd.executor import SpmdExecutor
+from jaxpipe.spmd.emit import SpmdExecutor
 
 
 def gpu_form() -> SpmdExecutor:

@@ -31,11 +31,12 @@ from ..planner.layer_cost import STACKED, Sizes, memory_of
 from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
 from ..spmd.block import empty, while_once, without_weak_types
-from ..spmd.executor import TracedStep
+from ..spmd.emit import TracedStep
 from ..spmd.pools import Buffers, StageEntries, shared_buffers
 from ..spmd.xla import SplitLeaves, compiled_alone, outer_specs
 from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact, run
-from ..stage.model_code import Job, ModelCode
+from ..stage.model_code import ModelCode
+from ..stage.setup import Setup
 from ..table.effects import Place
 from ..table.kinds import Kind
 from .programs import heap_bytes
@@ -128,7 +129,7 @@ def work_space(step: TracedStep) -> dict[str, int]:
 
     One block runs at a time, so the step needs the largest of these.  Each block is compiled.
     """
-    program, table = step.code.program, step.code.program.schedule.encoded
+    program, table = step.program, step.program.schedule.encoded
     kinds = {kind.name for kind in table.kinds}
     joined = (program.pairs & (program.ticks.backward.kind == Kind.W)).any()
     runs: list[tuple[Region, ...]] = [(block,) for block in outer_blocks(step)]
@@ -152,7 +153,7 @@ def temp(step: TracedStep, *blocks: Region) -> int:
 def temp_of(step: TracedStep, compiled: Any) -> int:
     """Bytes of a program of this mesh on one device besides inputs and outputs."""
     memory = compiled.memory_analysis()
-    if step.job.target.on_tpus:
+    if step.setup.target.on_tpus:
         return heap_bytes(memory)
     return int(getattr(memory, "temp_size_in_bytes", 0))
 
@@ -163,7 +164,7 @@ def compile_blocks(step: TracedStep, *blocks: Region) -> Any:
 
     XLA:GPU copies a layer's weights out of their stack in loops only.
     """
-    split = step.job.target.on_tpus
+    split = step.setup.target.on_tpus
 
     def guarded(flags: Leaves, *groups: Leaves) -> Leaves:
         runs, index = flags
@@ -186,7 +187,7 @@ def compile_blocks(step: TracedStep, *blocks: Region) -> Any:
     donated = [2 + 2 * k for k in range(len(blocks))]
     flags: SplitLeaves = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
     groups = [group for block in blocks for group in _groups(step, block)]
-    return compiled_alone(step.job, guarded, flags, *groups, donated=donated)
+    return compiled_alone(step.setup, guarded, flags, *groups, donated=donated)
 
 
 def _groups(step: TracedStep, block: Region) -> tuple[SplitLeaves, SplitLeaves]:
@@ -207,11 +208,11 @@ def _room(step: TracedStep, value: SizedValue, aval: Any) -> tuple[Any, Partitio
     slots; of one, where the step has one: XLA copies no slot of an only one.
     """
     if value.place is Place.STAGE_GRADIENTS:
-        dtype = accumulator_dtype(aval.dtype, step.job.accumulate)
+        dtype = accumulator_dtype(aval.dtype, step.setup.accumulate)
         return jax.ShapeDtypeStruct(aval.shape, dtype), value.spec
     if value.place not in _POOLED:
         return aval, value.spec
-    slots = max(1, min(2, getattr(step.code.program.slots, value.place.value)))
+    slots = max(1, min(2, getattr(step.program.slots, value.place.value)))
     shape = (slots, *value.entry.kept)
     return jax.ShapeDtypeStruct(shape, aval.dtype), value.entry.pool_spec
 
@@ -255,15 +256,15 @@ def _gradients(specs: Iterable[PartitionSpec]) -> list[SizedValue]:
 
 def outer_blocks(step: TracedStep) -> list[Region]:
     """`first`, its gradient, `last` with its gradient."""
-    job, free = step.job, SizedValue(None if step.job.partition.auto_axes else _WHOLE)
+    setup, free = step.setup, SizedValue(None if step.setup.partition.auto_axes else _WHOLE)
 
     def block(name: str, jaxpr: core.Jaxpr, code: Any, before: int | None = None) -> Region:
         """A block with gradients of parameters after so many results; None: without gradients."""
         key = name.split()[0]
-        specs = outer_specs(job, key)
+        specs = outer_specs(setup, key)
         start = [*(SizedValue(_WHOLE) for _ in code.consts), *map(SizedValue, specs)]
         inputs = (*start, *(free for _ in range(len(jaxpr.invars) - len(start))))
-        plans = [*leaf_plans(job.plans[key]), *leaf_plans(job.plans["shared"])]
+        plans = [*leaf_plans(setup.plans[key]), *leaf_plans(setup.plans["shared"])]
         own = [] if before is None else [*_free(before), *_gradients(trained(specs, plans))]
         return Region(name, jaxpr, inputs, (*own, *_free(len(jaxpr.outvars) - len(own))))
 
@@ -318,27 +319,27 @@ def memory(
         PipelineError: as `value_and_grad` does.
     """
     traced = pipe.trace(params, batch, rng=rng, state=state)
-    return facts(traced, step_sizes(traced, placed_shapes(traced.job, params), batch, state))
+    return facts(traced, step_sizes(traced, placed_shapes(traced.setup, params), batch, state))
 
 
 def facts(traced: TracedStep, sizes: Sizes) -> dict[str, int]:
     """The result of `memory`."""
-    found = memory_of(traced.code.program.slots, sizes)
+    found = memory_of(traced.program.slots, sizes)
     parts = {name: int(size) for name, size in found.facts().items() if name != "optimizer"}
     return {**parts, "total": int(found.total)}
 
 
-def placed_shapes(job: Job, params: Params) -> dict[str, PyTree]:
+def placed_shapes(setup: Setup, params: Params) -> dict[str, PyTree]:
     """Parameters as shapes, with the shardings that a step has."""
     found: dict[str, PyTree] = jax.tree.map(
-        with_sharding, with_outer(params), job.partition.shardings(job.plans)
+        with_sharding, with_outer(params), setup.partition.shardings(setup.plans)
     )
     return found
 
 
 def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state: PyTree) -> Sizes:
     """Sizes of a traced model on one device, from `placed_shapes` of its parameters."""
-    job, code, program = step.job, step.code, step.code.program
+    setup, code, program = step.setup, step.code, step.program
     buffers = shared_buffers(code.kinds, step.entries)
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
     entry = dict.fromkeys(vars(program.slots), 0)
@@ -347,10 +348,10 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
         entry[place.value] = sum(map(nbytes, avals))
     entry["stash"] *= splits
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
-    work, kept = work_space(step), NamedSharding(job.mesh, PartitionSpec(job.axis))
+    work, kept = work_space(step), NamedSharding(setup.mesh, PartitionSpec(setup.axis))
     return Sizes(
-        **held(job, params, job.plans),
-        batch=_batch_bytes(job, batch),
+        **held(setup, params, setup.plans),
+        batch=_batch_bytes(setup, batch),
         state=2 * sum(local_bytes(with_sharding(leaf, kept)) for leaf in jax.tree.leaves(state)),
         gathered=_gathered(step, params),
         hoisted=_hoisted(step),
@@ -363,26 +364,29 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
     )
 
 
-def _batch_bytes(job: Job, batch: PyTree) -> int:
+def _batch_bytes(setup: Setup, batch: PyTree) -> int:
     """Bytes of one device's part of a batch, and of the copy of it that is cut into slices."""
-    split, whole = partial(job.functions.split, count=job.num_microbatches), job.functions.whole
+    split, whole = (
+        partial(setup.functions.split, count=setup.num_microbatches),
+        setup.functions.whole,
+    )
     batch = jax.eval_shape(lambda tree: tree, batch)  # leaves without rows may be plain numbers
     rows = map_rows(lambda leaf: leaf, batch, whole, lambda _: None)
-    copy = jax.eval_shape(split, rows) if job.functions.slices > 1 else ()
+    copy = jax.eval_shape(split, rows) if setup.functions.slices > 1 else ()
     every, own, cut = (sum(map(nbytes, jax.tree.leaves(of))) for of in (batch, rows, copy))
-    return (own + cut) // job.data_size + every - own
+    return (own + cut) // setup.data_size + every - own
 
 
 def _of_layers(step: TracedStep, stages: Sequence[PyTree]) -> float:
     """Bytes of the gradients of stacks of which each layer has an accumulator of its own."""
-    job, code, found = step.job, step.code, 0.0
+    setup, code, found = step.setup, step.code, 0.0
     for v, chunk in enumerate(stages):
-        own = {s for of in job.layout.placement.stages_of for s in of[v : v + 1]}
+        own = {s for of in setup.layout.placement.stages_of for s in of[v : v + 1]}
         kinds = [(s, code.kinds[code.kind_of[s]]) for s in own]
-        places = [p for s, kind in kinds for p in kind.places(job.layout.held(s, stages).places)]
-        leaves, plans = jax.tree.leaves(chunk), leaf_plans(job.plans["stages"][v])
+        places = [p for s, kind in kinds for p in kind.places(setup.layout.held(s, stages).places)]
+        leaves, plans = jax.tree.leaves(chunk), leaf_plans(setup.plans["stages"][v])
         numbers = [n for n in stacks_of_layers(places) if not plans[n].frozen]
-        found += sum(gradient_bytes(job, leaves[n]) for n in numbers)
+        found += sum(gradient_bytes(setup, leaves[n]) for n in numbers)
     return found
 
 
@@ -391,12 +395,12 @@ def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:
     return zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
 
 
-def held(job: Job, params: PyTree, plans: PyTree) -> dict[str, Any]:
+def held(setup: Setup, params: PyTree, plans: PyTree) -> dict[str, Any]:
     """Bytes of parameters and of their gradients on one device."""
     leaves, has = jax.tree.leaves(params), trained(jax.tree.leaves(params), leaf_plans(plans))
     return {
         "parameters": sum(map(local_bytes, leaves)),
-        "gradients": sum(gradient_bytes(job, leaf) for leaf in has),
+        "gradients": sum(gradient_bytes(setup, leaf) for leaf in has),
     }
 
 
@@ -446,9 +450,9 @@ def local_bytes(leaf: Any) -> int:
     return tiled_bytes(own, leaf.dtype.itemsize, tile)
 
 
-def gradient_bytes(job: Job, leaf: Any) -> int:
+def gradient_bytes(setup: Setup, leaf: Any) -> int:
     """Bytes of one device's part of its accumulator."""
-    wide = accumulator_dtype(leaf.dtype, job.accumulate).itemsize
+    wide = accumulator_dtype(leaf.dtype, setup.accumulate).itemsize
     return int(local_bytes(leaf) // leaf.dtype.itemsize * wide)
 
 
@@ -461,7 +465,7 @@ def _summed(
     On CPU devices the room of the ticks' values is free by then.  XLA reuses it for the largest
     result that fits: the gradient of the own parameters of `last`.
     """
-    target, most = step.job.target, max(work.values(), default=0)
+    target, most = step.setup.target, max(work.values(), default=0)
     if not target.on_cpus:
         small = (_summed_bytes(step, key, params[key], most=PART) for key in params)
         return {"ends": (sum(small),)} if target.on_tpus else {}
@@ -484,31 +488,31 @@ def _summed_bytes(step: TracedStep, key: str, tree: PyTree, most: float = math.i
     """Bytes of gradients, of at most `most` each, that are summed whole over devices; gradients of
     gathered parameters are parts of their accumulators.
     """
-    job = step.job
-    axes = job.data_axes if key == "stages" else (job.axis, *job.data_axes)
+    setup = step.setup
+    axes = setup.data_axes if key == "stages" else (setup.axis, *setup.data_axes)
     return sum(
-        gradient_bytes(job, leaf)
-        for leaf, plan in _planned(tree, job.plans[key])
+        gradient_bytes(setup, leaf)
+        for leaf, plan in _planned(tree, setup.plans[key])
         if not (plan.frozen or plan.gathers)
-        and gradient_bytes(job, leaf) <= most
-        and math.prod(job.mesh.shape[name] for name in plan.whole_axes(axes)) > 1
+        and gradient_bytes(setup, leaf) <= most
+        and math.prod(setup.mesh.shape[name] for name in plan.whole_axes(axes)) > 1
     )
 
 
 def _gathered(step: TracedStep, params: Mapping[str, PyTree]) -> int:
     """Bytes of parameters that are gathered over their manual axes, and of their accumulators."""
-    job, stages = step.job, params["stages"]
-    trees = [(params[key], job.plans[key], False) for key in OUTER]
-    for chunk in range(step.code.program.schedule.num_chunks):
+    setup, stages = step.setup, params["stages"]
+    trees = [(params[key], setup.plans[key], False) for key in OUTER]
+    for chunk in range(step.program.schedule.num_chunks):
         held = min(chunk, len(stages) - 1)
         # A chunk that another device owns is a copy.
-        trees.append((stages[held], job.plans["stages"][held], chunk > held))
+        trees.append((stages[held], setup.plans["stages"][held], chunk > held))
     found = 0
     for tree, plans, is_copy in trees:
         for leaf, plan in _planned(tree, plans):
             if plan.gathers or is_copy:
-                share = math.prod(job.mesh.shape[name] for name, _ in plan.gathers)
-                own = 0 if plan.frozen else gradient_bytes(job, leaf)
+                share = math.prod(setup.mesh.shape[name] for name, _ in plan.gathers)
+                own = 0 if plan.frozen else gradient_bytes(setup, leaf)
                 found += share * (local_bytes(leaf) + own)
     return found
 
@@ -522,7 +526,7 @@ def hoisted_bytes(step: TracedStep, code: Any, specs: Sequence[PartitionSpec]) -
         return 0
     splits = [*(_WHOLE for _ in code.consts), *specs]
     group = list(zip([v.aval for v in jaxpr.invars], splits, strict=True))
-    compiled = compiled_alone(step.job, lambda values: run(jaxpr, *values), group)
+    compiled = compiled_alone(step.setup, lambda values: run(jaxpr, *values), group)
     return int(getattr(compiled.memory_analysis(), "output_size_in_bytes", 0))
 
 
@@ -531,9 +535,9 @@ def _hoisted(step: TracedStep) -> int:
     code = step.code
     pairs = zip(code.kinds, step.entries, strict=True)
     kinds = [hoisted_bytes(step, kind, entries.parameters) for kind, entries in pairs]
-    stages_of = code.program.schedule.placement.stages_of
+    stages_of = step.program.schedule.placement.stages_of
     held = {(v, code.kind_of[s]) for stages in stages_of for v, s in enumerate(stages)}
     ends = {"first": code.first} | ({} if code.last is None else {"last": code.last})
     return sum(kinds[kind] for _, kind in held) + sum(
-        hoisted_bytes(step, end, outer_specs(step.job, key)) for key, end in ends.items()
+        hoisted_bytes(step, end, outer_specs(step.setup, key)) for key, end in ends.items()
     )

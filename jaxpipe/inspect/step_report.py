@@ -93,8 +93,9 @@ from ..pipeline import Pipeline
 from ..planner.layer_cost import Sizes
 from ..program.ir import POOL_OF, Program
 from ..schedules.registry import build
-from ..spmd.executor import CANNOT_BE_TIMED, WITH_SLACK, TracedStep
+from ..spmd.emit import CANNOT_BE_TIMED, TracedStep
 from ..spmd.pools import shared_buffers
+from ..spmd.segment import WITH_SLACK
 from ..stage.code import RESIDUALS
 from ..table.effects import Place
 from ..table.encoded import Transfers
@@ -169,9 +170,9 @@ def report(
     program = _compiled(lowered, target)
     end = time.perf_counter()
     schedule, code = pipe.schedule, traced.code
-    held = placed_shapes(traced.job, params)
+    held = placed_shapes(traced.setup, params)
     sizes = step_sizes(traced, held, batch, state)
-    plan = traced.job.plan
+    plan = traced.setup.plan
     joint = (
         f for kind in code.kinds for f in fallbacks(kind.input_grad, len(kind.avals[Place.SENT_DX]))
     )
@@ -183,7 +184,7 @@ def report(
         "devices": schedule.num_devices,
         "stages": schedule.num_stages,
         "microbatches": schedule.num_microbatches,
-        **_program(plan, code.program),
+        **_program(plan, traced.program),
         **times,
         "prices": str(target.overheads),
         **_pools(traced, sizes),
@@ -220,7 +221,7 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
 def _pools(traced: TracedStep, sizes: Sizes) -> dict[str, Any]:
     """Pools, residuals and transfers."""
     code = traced.code
-    program, buffers = code.program, shared_buffers(code.kinds, traced.entries)
+    program, buffers = traced.program, shared_buffers(code.kinds, traced.entries)
     kept = {place.value: buffers[place].avals for place in (*RESIDUALS, Place.STASH)}
     kept |= {"first": code.outer_pools[Place.FIRST]}
     sent: Counter[int] = Counter()
@@ -383,7 +384,7 @@ def profile(
         jax.effects_barrier()
         runs.append(list(events))
     kind = pipe.mesh.devices.flat[0].device_kind
-    schedule = traced.job.plan.ticks.schedule
+    schedule = traced.setup.plan.ticks.schedule
     timelines = [timeline_of(schedule, run, kind) for run in runs[1:]]  # the first warms up
     return sorted(timelines, key=lambda timeline: timeline.makespan)[repeats // 2]
 

@@ -203,6 +203,21 @@ def results_of(code: ClosedJaxpr, *arguments: Any) -> list[Any]:
     return [literal(atom) if isinstance(atom, core.Literal) else value for value, atom in pairs]
 
 
+def traced_once(
+    function: Callable[..., Any], *arguments: Any
+) -> tuple[Callable[..., Any], ClosedJaxpr]:
+    """A function that does the same for arguments of these shapes by its jaxpr, so that Python runs
+    the given one once; and the jaxpr.
+    """
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    tree = jax.tree.structure(shapes)
+
+    def call(*arguments: Any) -> Any:
+        return jax.tree.unflatten(tree, results_of(closed, *jax.tree.leaves(arguments)))
+
+    return call, closed
+
+
 def bind(jaxpr: core.Jaxpr, eqn: core.JaxprEqn, inputs: Sequence[Any]) -> list[Any]:
     """Run one equation of a jaxpr."""
     pairs = zip(eqn.invars, inputs, strict=True)

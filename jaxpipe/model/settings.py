@@ -68,28 +68,33 @@ def on_mesh(mesh: Mesh, function: Callable[..., T], to: PyTree = None) -> Callab
     Args:
         mesh: an automatic one.
         function: called with the arguments.
-        to: where results are, a tree of shardings, one for a subtree or a leaf.  Used only where
-            `jax.set_mesh` gave the context explicit axes: there the results have them too, or
-            nothing could be computed with them.
+        to: where results are, a tree of shardings, one for a subtree or a leaf: see `in_context`.
     """
 
     @wraps(function)
     def call(*arguments: Any) -> T:
-        context = jax.sharding.get_abstract_mesh()
         with own_context(mesh):
-            results = function(*jax.tree.map(_automatic, arguments))
-        if not explicit_context(mesh):
-            return results
-
-        def back(sharding: NamedSharding, tree: PyTree) -> PyTree:
-            spec = _explicit(context, sharding.spec)
-            return jax.tree.map(lambda leaf: jax.reshard(leaf, spec), tree)
-
-        shardings = NamedSharding(mesh, PartitionSpec()) if to is None else to
-        returned: T = jax.tree.map(back, shardings, results)
-        return returned
+            results = function(*jax.tree.map(as_automatic, arguments))
+        return in_context(mesh, results, to)
 
     return call
+
+
+def in_context(mesh: Mesh, results: T, to: PyTree = None) -> T:
+    """Results of `on_mesh` as the caller has them: where `jax.set_mesh` gave the context explicit
+    axes they have them too, at the shardings `to`, or nothing could be computed with them.
+    """
+    if not explicit_context(mesh):
+        return results
+    context = jax.sharding.get_abstract_mesh()
+
+    def back(sharding: NamedSharding, tree: PyTree) -> PyTree:
+        spec = _explicit(context, sharding.spec)
+        return jax.tree.map(lambda leaf: jax.reshard(leaf, spec), tree)
+
+    shardings = NamedSharding(mesh, PartitionSpec()) if to is None else to
+    returned: T = jax.tree.map(back, shardings, results)
+    return returned
 
 
 @contextmanager
@@ -178,7 +183,7 @@ def on_mesh_of(like: Any, leaf: Any) -> Any:
         return jax.reshard(leaf, to.spec)
 
 
-def _automatic(leaf: Any) -> Any:
+def as_automatic(leaf: Any) -> Any:
     """The same array, of which the types of mesh axes say no longer how it is spread; the
     partitioner still knows.
     """

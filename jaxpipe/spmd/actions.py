@@ -69,8 +69,8 @@ class StageAction:
         self.step, self.use, self.row, self.kind = step, use, row, use.block.kind
         self.operand = step.operands[use.block.chunk, stage_kind]
         self.code = self.operand.code
-        self.effects = step.code.program.effects(self.kind)
-        self.keeps = step.job.training and use.block.keeps
+        self.effects = step.program.effects(self.kind)
+        self.keeps = step.setup.training and use.block.keeps
         is_bare = self.kind is Kind.F and not self.keeps
         self.places = [p for p in RESULTS[self.kind] if not (is_bare and p in RESIDUALS)]
 
@@ -307,7 +307,7 @@ def pair_block(forward: StageAction, backward: StageAction) -> BlockCode:
 
 def share_block(step: DeviceStep, kind: Kind, row: Record[Scalar]) -> BlockCode:
     """A device's share of an action.  All devices run E, G and L in any case."""
-    effects = step.code.program.effects(kind)
+    effects = step.program.effects(kind)
     changes = {e.place.value for e in effects if e.access is not Access.READ}
     share = {Kind.E: _first, Kind.G: _first_gradient, Kind.L: _last, Kind.H: _last_weight_grad}
     everywhere = step.everywhere and kind not in COLLECTIVES
@@ -322,13 +322,13 @@ def _first(step: DeviceStep, row: Record[Scalar], state: State) -> State:
     microbatch = _ordered(step, row.microbatch, state) if shared else row.microbatch
     if code.loops:
         (microbatch,) = held_back([microbatch], state)
-    jaxpr = code.forward if step.job.training else code.evaluate
+    jaxpr = code.forward if step.setup.training else code.evaluate
     outs = run(jaxpr, *step.end_inputs("first", microbatch))
     avals = code.avals[Place.SENT_X]
     slot, source = (row.out, row.is_source != 0) if shared else (row.x, None)
     x, residuals = outs[: len(avals)], outs[len(avals) :]
     kept = step.buffers[Place.X].at(state["x"], slot, avals).write(x, where=source)
-    if shared or not step.job.training:
+    if shared or not step.setup.training:
         return state | {"x": kept}
     return state | {"x": kept, "first": write(state["first"], row.first, residuals)}
 
@@ -375,7 +375,7 @@ def _last(step: DeviceStep, row: Record[Scalar], state: State, y: Leaves | None 
     if step.blocking:
         source = jnp.logical_and(source, jnp.logical_not(state["token"]))
     kept = read(state["last"], row.y)
-    y = [whole(_or_zeros(source, leaf), step.job.axis) for leaf in kept]
+    y = [whole(_or_zeros(source, leaf), step.setup.axis) for leaf in kept]
     return _loss(step, row, y, state, source)
 
 
@@ -387,7 +387,7 @@ def _loss(
     With a `source`, all devices run this.  That device alone notes the loss, since the end of the
     step sums over devices, and has room for the cotangent of y.
     """
-    code, training = step.code.last, step.job.training
+    code, training = step.code.last, step.setup.training
     assert code is not None
     microbatch = row.microbatch
     if code.loops:
@@ -412,7 +412,7 @@ def _loss(
         }
     if source is not None:
         # All leaves take one reduction.
-        dy = lax.psum(dy, step.job.axis) if training else dy
+        dy = lax.psum(dy, step.setup.axis) if training else dy
         aux = [_or_zeros(source, leaf) for leaf in aux]
         loss = _or_zeros(source, loss)
     state = state | {

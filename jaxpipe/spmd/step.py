@@ -31,47 +31,20 @@ from ..arrays import (
     with_words,
 )
 from ..jaxprs.entry import Destination, Piece, StackRow, Total
-from ..model.calls import OUTER_WANTS, cleared, unpadded
+from ..model.calls import OUTER_WANTS, cleared
 from ..model.functions import mean_over_microbatches
-from ..model.keys import KeyOf, shard_key
+from ..model.keys import KeyOf
 from ..model.packed import Home, Places, stacks_of_layers
 from ..model.param_layout import OUTER, Chunks
-from ..model.partition import LeafPlan, gather, leaf_plans, reduce_gradients, trained, with_frozen
+from ..model.partition import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
+from ..program.ir import Program
 from ..stage.code import StageCode, run
 from ..stage.counts import total_count
-from ..stage.model_code import Inputs, Job, ModelCode, trace_model
+from ..stage.model_code import ModelCode
+from ..stage.setup import Inputs, Setup
 from ..table.effects import OF_SLICES, TOGETHER, Place
 from .block import State, chunks_of, empty, false, of_chunk, of_slot
 from .pools import Buffers, Packing
-
-
-def prepare(
-    job: Job, params: Params, batch: PyTree, rng: Any, kept: tuple[PyTree, ...], scale: Any
-) -> tuple[Job, Inputs, ModelCode]:
-    """Gather parameters and trace the model; the job then knows the batch.
-
-    The arguments are as `shard_map` passes them: leaves of `params["stages"]` and of the stages'
-    own state `kept` are [1, ...], and leaves of the batch are the [rows, ...] of this data shard.
-    """
-
-    def mine(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf[0], tree)
-
-    with jax.named_scope("prepare"):
-        batch = job.functions.split(batch, job.num_microbatches)
-        rng = mesh_key(rng, job.data_axes, job.data_size)
-        stages, plans = [*map(mine, params["stages"])], job.plans
-        owned = list(map(gather, stages, plans["stages"]))
-        kept = tuple(map(mine, kept))
-        ends = {k: unpadded(gather(params[k], plans[k])) for k in OUTER}
-    job = job.for_batch(batch)
-    inputs = Inputs(owned, kept, batch=batch, rng=rng, scale=scale, **ends)
-    return job, inputs, trace_model(job, inputs)
-
-
-def mesh_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
-    """The step's key on this device's data shard."""
-    return shard_key(rng, lax.axis_index(data_axes) if data_axes else 0, data_size)
 
 
 @dataclass(frozen=True)
@@ -140,14 +113,22 @@ class DeviceStep:
     """
 
     def __init__(
-        self, job: Job, inputs: Inputs, code: ModelCode, buffers: Buffers, *, everywhere: bool
+        self,
+        setup: Setup,
+        inputs: Inputs,
+        code: ModelCode,
+        program: Program,
+        buffers: Buffers,
+        *,
+        everywhere: bool,
     ) -> None:
-        self.job, self.inputs, self.code, self.buffers = job, inputs, code, buffers
+        self.setup, self.inputs, self.code, self.buffers = setup, inputs, code, buffers
+        self.program = program
         self.packing = Packing(buffers)
-        self.everywhere, self.blocking = everywhere, job.target.on_cpus
-        self.chunks = with_replicas(job, inputs.owned)
+        self.everywhere, self.blocking = everywhere, setup.target.on_cpus
+        self.chunks = with_replicas(setup, inputs.owned)
         self.operands: dict[Any, Operand] = {}
-        for held in job.layout.placement.stages_of:
+        for held in setup.layout.placement.stages_of:
             for chunk, stage in enumerate(held):
                 key = chunk, code.kind_of[stage]
                 if key not in self.operands:
@@ -158,12 +139,12 @@ class DeviceStep:
                 params = jax.tree.leaves((getattr(inputs, name), inputs.shared))
                 once = run(end.hoist, *end.consts, *params)
                 self.operands[name] = Operand(end, params, once)
-        self.seed: Any = job.seed(self._count(), inputs.scale) if job.training else None
+        self.seed: Any = setup.seed(self._count(), inputs.scale) if setup.training else None
 
     @property
     def share_seed(self) -> Any:
         """The cotangent of a loss that all devices of the pipe axis compute."""
-        return self.seed / lax.axis_size(self.job.axis)
+        return self.seed / lax.axis_size(self.setup.axis)
 
     def end_inputs(self, key: str, microbatch: Scalar, y: Leaves | None = None) -> Leaves:
         """The inputs of `first` or `last`."""
@@ -175,17 +156,17 @@ class DeviceStep:
         """The count of the step, where the rows of the batch determine it.  All devices have them,
         so that no device waits for another's.
         """
-        job, last, inputs = self.job, self.code.last, self.inputs
+        setup, last, inputs = self.setup, self.code.last, self.inputs
         if last is None:
             return None
         stage = jnp.int32(len(self.code.kind_of) - 1)
         rows = inputs.batch, inputs.rng
-        return total_count(last, job.functions, *rows, stage, job.data_axes)
+        return total_count(last, setup.functions, *rows, stage, setup.data_axes)
 
     def _operand(self, chunk: int, stage: int) -> Operand:
-        layout, plans, kept = self.job.layout, self.plans_of(chunk), self.inputs.kept
+        layout, plans, kept = self.setup.layout, self.plans_of(chunk), self.inputs.kept
         leaves = jax.tree.leaves(self.chunks[chunk])
-        code, on_tpus = self.code.kinds[self.code.kind_of[stage]], self.job.target.on_tpus
+        code, on_tpus = self.code.kinds[self.code.kind_of[stage]], self.setup.target.on_tpus
         places = code.places(layout.held(stage, self.chunks).places)
         params = [_in_place(place, leaves[place.at]) for place in places]
         params += jax.tree.leaves(self.inputs.shared)
@@ -208,7 +189,7 @@ class DeviceStep:
         """The plans of a chunk's parameters.  A chunk that another device owns is like the last
         one.
         """
-        plans = self.job.plans["stages"]
+        plans = self.setup.plans["stages"]
         return leaf_plans(plans[min(chunk, len(plans) - 1)])
 
     def extra(
@@ -220,13 +201,13 @@ class DeviceStep:
         of: KeyOf = KeyOf.STAGE,
     ) -> Leaves:
         """Leaves of a function's arguments besides parameters, x and state: "ctx", "microbatch"."""
-        batch, rng, functions = self.inputs.batch, self.inputs.rng, self.job.functions
+        batch, rng, functions = self.inputs.batch, self.inputs.rng, self.setup.functions
         return jax.tree.leaves(functions.extra(batch, rng, stage, microbatch, wants, of=of))
 
     def empty_state(self) -> State:
         """Empty pools and accumulators, and the stages' present state."""
-        job, code, kept = self.job, self.code, self.inputs.kept
-        slots, microbatches = code.program.slots, job.num_microbatches
+        setup, code, kept = self.setup, self.code, self.inputs.kept
+        slots, microbatches = self.program.slots, setup.num_microbatches
         codes = [*code.kinds, *([] if code.last is None else [code.last])]
         losses = [loss.dtype for each in codes for loss in each.avals[Place.LOSSES]]
         state: State = {
@@ -241,22 +222,22 @@ class DeviceStep:
             state[of_chunk(Place.STAGE_STATE, v)] = own
         for place, buffer in self.buffers.items():
             size = getattr(slots, place.value)
-            if code.program.together and place in TOGETHER:
+            if self.program.together and place in TOGETHER:
                 state |= {of_slot(place, n): buffer.empty_slot() for n in range(size)}
-            elif size and (job.training or place in (Place.X, *OF_SLICES)):
+            elif size and (setup.training or place in (Place.X, *OF_SLICES)):
                 # Rows of buffers that no slice has appended are read, under a mask.
-                filled = job.form.filled or place in OF_SLICES
+                filled = setup.form.filled or place in OF_SLICES
                 state[place.value] = buffer.empty(size, filled=filled)
         for place, avals in code.outer_pools.items():
-            if job.training or place is Place.LAST:
+            if setup.training or place is Place.LAST:
                 state[place.value] = empty(avals, getattr(slots, place.value))
-        if not job.training:
+        if not setup.training:
             return state
         for v, chunk in enumerate(self.chunks):
             totals = self._totals(chunk, self.plans_of(v), self.apart[v])
             state[of_chunk(Place.STAGE_GRADIENTS, v)] = totals
         for key in OUTER:
-            totals = self._totals(getattr(self.inputs, key), leaf_plans(job.plans[key]))
+            totals = self._totals(getattr(self.inputs, key), leaf_plans(setup.plans[key]))
             state[f"{key}_gradients"] = [total for total in totals if total is not None]
         return state | {
             "sent_dx": empty(self.buffers[Place.COTANGENT].avals),
@@ -273,7 +254,7 @@ class DeviceStep:
         def total(number: int, leaf: Any, plan: LeafPlan) -> Any:
             if plan.frozen:
                 return None
-            dtype = accumulator_dtype(leaf.dtype, self.job.accumulate)
+            dtype = accumulator_dtype(leaf.dtype, self.setup.accumulate)
             if number not in apart:
                 return plan.constrain(jnp.zeros(leaf.shape, dtype))
             of_layer = replace(plan, auto=plan.auto[1:])
@@ -283,14 +264,14 @@ class DeviceStep:
         return list(map(total, count(), jax.tree.leaves(tree), plans))
 
 
-def with_replicas(job: Job, owned: Sequence[PyTree]) -> list[PyTree]:
+def with_replicas(setup: Setup, owned: Sequence[PyTree]) -> list[PyTree]:
     """This device's stages in chunk order: its own stages, and copies of another device's."""
     chunks: dict[int, PyTree] = dict(enumerate(owned))
-    for chunk, held, pairs in _replica_moves(job.layout.replicas()):
-        copy = lax.ppermute(owned[held], job.axis, pairs)
+    for chunk, held, pairs in _replica_moves(setup.layout.replicas()):
+        copy = lax.ppermute(owned[held], setup.axis, pairs)
         if chunk in chunks:
             targets = jnp.array([target for _, target in pairs])
-            here = jnp.isin(lax.axis_index(job.axis), targets)
+            here = jnp.isin(lax.axis_index(setup.axis), targets)
             copy = jax.tree.map(partial(jnp.where, here), copy, chunks[chunk])
         chunks[chunk] = copy
     return [chunks[v] for v in sorted(chunks)]
@@ -314,21 +295,21 @@ def _replica_moves(
     return [(chunk, owner_chunk, pairs) for (chunk, owner_chunk, *_), pairs in moves.items()]
 
 
-def return_replicas(job: Job, leaves: Sequence[Leaves]) -> list[Leaves]:
+def return_replicas(setup: Setup, leaves: Sequence[Leaves]) -> list[Leaves]:
     """Send the gradients of copied stages to their owners and add them there."""
-    replicas = job.layout.replicas()
-    owned = [leaves[v] for v in range(job.layout.num_owned)]
+    replicas = setup.layout.replicas()
+    owned = [leaves[v] for v in range(setup.layout.num_owned)]
     if not replicas:
         return owned
     # A device may hold copies in a chunk that others own: count each gradient where its stage is
     # owned.
-    device = lax.axis_index(job.axis)
-    for v in range(job.layout.num_owned):
-        mine = jnp.array([s >= 0 for s in job.layout.stage_at(v)])[device]
+    device = lax.axis_index(setup.axis)
+    for v in range(setup.layout.num_owned):
+        mine = jnp.array([s >= 0 for s in setup.layout.stage_at(v)])[device]
         zeros = jax.tree.map(jnp.zeros_like, owned[v])
         owned[v] = jax.tree.map(partial(jnp.where, mine), owned[v], zeros)
     for chunk, held, pairs in _replica_moves(replicas):
-        sent = lax.ppermute(leaves[chunk], job.axis, [(t, s) for s, t in pairs])
+        sent = lax.ppermute(leaves[chunk], setup.axis, [(t, s) for s, t in pairs])
         owned[held] = jax.tree.map(jnp.add, owned[held], sent)
     return owned
 
@@ -337,37 +318,37 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     """Sum losses and the gradients of first, last and shared over devices, and all gradients over
     data shards.
     """
-    job, code = step.job, step.code
+    setup, code = step.setup, step.code
     aux = None if code.last is None else jax.tree.unflatten(code.last.y_tree, state["aux"])
-    results, scale = totals(job, state["losses"], aux, (job.axis,), job.data_axes)
+    results, scale = totals(setup, state["losses"], aux, (setup.axis,), setup.data_axes)
     if code.last is not None and code.last.count is not None:
         scale = None  # the backwards began with it
     results |= scaled_loss(results, step.inputs.scale)
     trees = map(jax.tree.structure, step.inputs.kept)
     held = list(map(jax.tree.unflatten, trees, chunks_of(state, Place.STAGE_STATE)))
-    merged = jax.tree.map(lambda leaf: merged_state(job, leaf, job.data_axes)[None], held)
-    results["state"] = Chunks(merged, job.layout) if held else ()
-    if not job.training:
+    merged = jax.tree.map(lambda leaf: merged_state(setup, leaf, setup.data_axes)[None], held)
+    results["state"] = Chunks(merged, setup.layout) if held else ()
+    if not setup.training:
         return results, {}
     chunks = chunks_of(state, Place.STAGE_GRADIENTS)
-    owned = return_replicas(job, [list(map(_stacked, chunk)) for chunk in chunks])
+    owned = return_replicas(setup, [list(map(_stacked, chunk)) for chunk in chunks])
 
     def finished(values: Leaves, plans: PyTree, like: PyTree, axes: tuple[str, ...]) -> PyTree:
         """The sums of gradients, None for frozen parameters."""
         held, values = leaf_plans(plans), [v for v in values if v is not None]
-        by_parts = job.target.on_tpus
+        by_parts = setup.target.on_tpus
         values = reduce_gradients(values, trained(held, held), axes, by_parts=by_parts)
         scaled = values if scale is None else [g * scale.astype(g.dtype) for g in values]
         return jax.tree.unflatten(jax.tree.structure(like), with_frozen(scaled, held))
 
-    everyone, plans, stages = (job.axis, *job.data_axes), job.plans, []
+    everyone, plans, stages = (setup.axis, *setup.data_axes), setup.plans, []
     for values, own, tree in zip(owned, plans["stages"], params["stages"], strict=True):
-        grads = finished(values, own, tree, job.data_axes)
+        grads = finished(values, own, tree, setup.data_axes)
         stages.append(jax.tree.map(lambda leaf: leaf[None], grads))
     found = {"stages": params["stages"].like(stages)}
     for key in OUTER:
         grads = finished(state[f"{key}_gradients"], plans[key], params[key], everyone)
-        found[key] = cleared(grads, job.axis)
+        found[key] = cleared(grads, setup.axis)
     return results, found
 
 
@@ -389,7 +370,7 @@ def whole(leaf: Any, axes: str | tuple[str, ...]) -> Any:
 
 
 def totals(
-    job: Job, losses: Any, aux: PyTree, pipe: tuple[str, ...], data: tuple[str, ...]
+    setup: Setup, losses: Any, aux: PyTree, pipe: tuple[str, ...], data: tuple[str, ...]
 ) -> tuple[dict[str, Any], Any]:
     """The step's loss, per-microbatch losses and metrics on every device, and the remaining factor
     of gradients; or the last stage's outputs for all rows of this data shard.
@@ -397,16 +378,16 @@ def totals(
     Only the last stage's device wrote any of the losses [M] and of `aux`; the others along the axes
     `pipe` hold zeros, and False.
     """
-    if job.functions.last is None:
+    if setup.functions.last is None:
         return {}, None
-    if job.outputs:
-        outputs = job.functions.join(jax.tree.map(lambda x: whole(x, pipe), aux["metrics"]))
+    if setup.outputs:
+        outputs = setup.functions.join(jax.tree.map(lambda x: whole(x, pipe), aux["metrics"]))
         return {"outputs": in_rows(outputs)}, None
     everyone = (*pipe, *data)
     losses = lax.psum(losses, everyone)
     counts = jax.tree.map(lambda leaf: lax.psum(leaf, everyone), aux["count"])
-    loss, losses, factor = job.functions.total(losses, counts, job.data_size)
-    parts = job.num_microbatches * job.data_size
+    loss, losses, factor = setup.functions.total(losses, counts, setup.data_size)
+    parts = setup.num_microbatches * setup.data_size
     metrics = mean_over_microbatches(
         aux["metrics"], lambda leaf: jnp.sum(lax.psum(leaf, everyone), axis=0), parts
     )
@@ -421,7 +402,7 @@ def scaled_loss(results: Mapping[str, Any], scale: Any) -> dict[str, Any]:
     return {"loss": loss * jnp.asarray(scale, loss.dtype)}
 
 
-def merged_state(job: Job, leaf: Any, data: tuple[str, ...]) -> Any:
+def merged_state(setup: Setup, leaf: Any, data: tuple[str, ...]) -> Any:
     """A leaf of the stages' state after the step, averaged over data shards; the greatest of what
     is not floating.
     """
@@ -429,4 +410,4 @@ def merged_state(job: Job, leaf: Any, data: tuple[str, ...]) -> Any:
         return leaf
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         return lax.pmax(leaf, data)
-    return (lax.psum(summable(leaf), data) / job.data_size).astype(leaf.dtype)
+    return (lax.psum(summable(leaf), data) / setup.data_size).astype(leaf.dtype)

@@ -34,7 +34,8 @@ from ..stage.code import (
     inexact,
     run,
 )
-from ..stage.model_code import Job, ModelCode
+from ..stage.model_code import ModelCode
+from ..stage.setup import Setup
 from ..table.effects import Place
 from ..table.kinds import Kind
 from .pools import StageEntries
@@ -136,24 +137,17 @@ def mapped(
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     is_changed = axes != set(mesh.axis_names) and (changes.widen or bool(single & axes))
-
-    def run(*arguments: PyTree) -> PyTree:
-        specs, given, own = _without_empty(
-            mesh, in_specs, arguments, call if is_changed else function
-        )
-        return jax.shard_map(
-            own,
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=out_specs,
-            axis_names=set(axes),
-            check_vma=False,
-        )(*given)
-
-    return run
+    return jax.shard_map(
+        call if is_changed else function,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes),
+        check_vma=False,
+    )
 
 
-def _without_empty(
+def without_empty(
     mesh: Mesh, specs: PyTree, arguments: tuple[PyTree, ...], function: Callable[..., Any]
 ) -> tuple[PyTree, tuple[PyTree, ...], Callable[..., Any]]:
     """Specs, arguments and the function of these, without the leaves that have no elements: XLA of
@@ -178,56 +172,41 @@ def _without_empty(
     return tuple(compress(every, is_there)), tuple(compress(leaves, is_there)), call
 
 
-def inside(job: Job, function: Callable[..., Any], in_specs: PyTree, *arguments: PyTree) -> Any:
-    """What a function of one device returns, as tracers."""
-    found: list[Any] = []
-
-    def trace(*arguments: PyTree) -> tuple[()]:
-        found.append(function(*arguments))
-        return ()
-
-    program = mapped(trace, job.mesh, job.axes, in_specs, _WHOLE)
-    jax.eval_shape(program, *arguments)
-    return found[0]
-
-
-def whole_entries(job: Job, code: ModelCode) -> tuple[StageEntries, ...]:
-    """The entries of each kind of stage where no axis is left to the partitioner."""
-    return tuple(
-        StageEntries((_WHOLE,) * len(kind.uses), _stored(job, kind, {})) for kind in code.kinds
-    )
-
-
 def _stored(
-    job: Job, code: StageCode, specs: Mapping[Place, Sequence[PartitionSpec | None]]
+    setup: Setup, code: StageCode, specs: Mapping[Place, Sequence[PartitionSpec | None]]
 ) -> dict[Place, tuple[Entry, ...]]:
     """The entry of each stored leaf, whole at places without specs."""
     found = {}
     for place in STORED:
         avals = code.avals[place]
         pairs = zip(avals, specs.get(place, [None] * len(avals)), strict=True)
-        found[place] = tuple(_entry(job, *pair) for pair in pairs)
+        found[place] = tuple(_entry(setup, *pair) for pair in pairs)
     return found
 
 
-def split_entries(job: Job, code: ModelCode, owned: Sequence[PyTree]) -> tuple[StageEntries, ...]:
+def split_entries(
+    setup: Setup, code: ModelCode, owned: Sequence[PyTree]
+) -> tuple[StageEntries, ...]:
     """Read how the partitioner splits the stored values of each kind of stage: off its forward and
-    its I, each alone.
+    its I, each alone.  They are whole where no axis is left to the partitioner.
 
     `owned` are the parameters of a device's stages.  The partitioner decides from a whole program,
     and its decisions inside the loop cannot be read.  The model's parameters and constraints
     determine nearly all of them.  Where the partitioner would decide otherwise, it moves that value
     to the split that is chosen here.
     """
-    if not job.partition.auto_axes:
-        return whole_entries(job, code)
+    if not (setup.partition.auto_axes and setup.training):
+        whole = (_WHOLE,)
+        return tuple(
+            StageEntries(whole * len(kind.uses), _stored(setup, kind, {})) for kind in code.kinds
+        )
     return tuple(
-        _of_kind(job, kind, param_specs(job, kind, code.kind_of.index(number), owned))
+        _of_kind(setup, kind, param_specs(setup, kind, code.kind_of.index(number), owned))
         for number, kind in enumerate(code.kinds)
     )
 
 
-def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> StageEntries:
+def _of_kind(setup: Setup, code: StageCode, specs: Sequence[PartitionSpec]) -> StageEntries:
     avals, own = [var.aval for var in code.forward.invars], len(code.known)
     parameters: SplitLeaves = [
         *((aval, _WHOLE) for aval in avals[: len(code.consts)]),
@@ -242,7 +221,7 @@ def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> Stage
             once = run(code.hoist, *parameters)
             return run(code.of(kind), *parameters, *free, *once, *chain.from_iterable(late))
 
-        return code.results(RESULTS[kind], _output_specs(job, whole, parameters, free, *late))
+        return code.results(RESULTS[kind], _output_specs(setup, whole, parameters, free, *late))
 
     specs_of = specs_from(Kind.F)
     for gradient, place in GRADIENT_OF.items():
@@ -260,15 +239,15 @@ def _of_kind(job: Job, code: StageCode, specs: Sequence[PartitionSpec]) -> Stage
         # An arriving value is split as the previous stage left it.  A stage that returns the form
         # of its input leaves it alike.
         specs_of[Place.X] = specs_of[Place.SENT_X]
-    return StageEntries(tuple(specs), _stored(job, code, specs_of))
+    return StageEntries(tuple(specs), _stored(setup, code, specs_of))
 
 
 def param_specs(
-    job: Job, code: StageCode, stage: int, owned: Sequence[PyTree]
+    setup: Setup, code: StageCode, stage: int, owned: Sequence[PyTree]
 ) -> list[PartitionSpec]:
     """How the partitioner splits a stage's own parameters and the shared ones."""
-    chunk, _ = job.layout.where(stage)
-    own = _split_as(job.plans["stages"][chunk])
+    chunk, _ = setup.layout.where(stage)
+    own = _split_as(setup.plans["stages"][chunk])
 
     def split(place: Home) -> PartitionSpec:
         if place.flat:
@@ -276,15 +255,15 @@ def param_specs(
         whole = own[place.at]
         return whole if place.row is None else PartitionSpec(*whole[1:])
 
-    own = list(map(split, code.places(job.layout.held(stage, owned).places)))
-    return [*own, *_split_as(job.plans["shared"])]
+    own = list(map(split, code.places(setup.layout.held(stage, owned).places)))
+    return [*own, *_split_as(setup.plans["shared"])]
 
 
-def outer_specs(job: Job, key: str) -> list[PartitionSpec]:
+def outer_specs(setup: Setup, key: str) -> list[PartitionSpec]:
     """How the partitioner splits the parameters that `first` or `last` takes: its own, then the
     shared ones.
     """
-    return [*_split_as(job.plans[key]), *_split_as(job.plans["shared"])]
+    return [*_split_as(setup.plans[key]), *_split_as(setup.plans["shared"])]
 
 
 def _split_as(plans: PyTree) -> list[PartitionSpec]:
@@ -292,13 +271,13 @@ def _split_as(plans: PyTree) -> list[PartitionSpec]:
 
 
 def _output_specs(
-    job: Job, function: Callable[..., Leaves], *groups: SplitLeaves
+    setup: Setup, function: Callable[..., Leaves], *groups: SplitLeaves
 ) -> list[PartitionSpec]:
     """The splits of a function's outputs, from those of its inputs.
 
     The partitioner's propagation is the first pass of XLA.  It runs alone, so nothing is compiled.
     """
-    module = _lowered_alone(job, function, groups).compiler_ir("stablehlo")
+    module = _lowered_alone(setup, function, groups).compiler_ir("stablehlo")
     with module.context:
         PassManager.parse("builtin.module(sdy-propagation-pipeline)").run(module.operation)
     results: Any = ir.SymbolTable(module.operation)["main"].attributes["res_attrs"]
@@ -320,29 +299,29 @@ def _spec_of(sharding: Any) -> PartitionSpec:
 
 
 def compiled_alone(
-    job: Job,
+    setup: Setup,
     function: Callable[..., Leaves],
     *groups: SplitLeaves,
     donated: Sequence[int] = (),
 ) -> Any:
-    """A piece of a device's program compiled by itself for the job's mesh: it takes a list for each
-    group and returns one.
+    """A piece of a device's program compiled by itself for the step's mesh: it takes a list for
+    each group and returns one.
 
     Outputs take the room of the `donated` groups, as pools and accumulators are updated in place in
     the step.
     """
-    lowered = _lowered_alone(job, function, groups, donated)
-    return lowered.compile(compiler_options=options_for(job.target))
+    lowered = _lowered_alone(setup, function, groups, donated)
+    return lowered.compile(compiler_options=options_for(setup.target))
 
 
 def _lowered_alone(
-    job: Job,
+    setup: Setup,
     function: Callable[..., Leaves],
     groups: Sequence[SplitLeaves],
     donated: Sequence[int] = (),
 ) -> Any:
-    mesh = job.mesh
-    program = mapped(function, mesh, job.axes, in_specs=_WHOLE, out_specs=_WHOLE)
+    mesh = setup.mesh
+    program = mapped(function, mesh, setup.axes, in_specs=_WHOLE, out_specs=_WHOLE)
 
     def shape(aval: Any, spec: PartitionSpec | None) -> jax.ShapeDtypeStruct:
         split = None if spec is None else NamedSharding(mesh, spec)
@@ -353,11 +332,11 @@ def _lowered_alone(
     )
 
 
-def _entry(job: Job, aval: Any, spec: PartitionSpec | None) -> Entry:
+def _entry(setup: Setup, aval: Any, spec: PartitionSpec | None) -> Entry:
     """The entry of a leaf, whole without a split.  Keys of random numbers have no tiles."""
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-    whole = Entry(tuple(aval.shape), tile=() if is_key else job.target.runs_on.tile)
-    parts = parts_of(spec, job.mesh)
+    whole = Entry(tuple(aval.shape), tile=() if is_key else setup.target.runs_on.tile)
+    parts = parts_of(spec, setup.mesh)
     if any(whole.shape[part.dim] % part.count for part in parts):
         return whole  # padded parts: left to the partitioner
     return whole if spec is None else replace(whole, parts=parts, pinned=True)

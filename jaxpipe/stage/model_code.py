@@ -1,5 +1,5 @@
-"""The job that `Pipeline` gives to an executor (a step or an evaluation), and the trace of
-the whole model: the code of every kind of stage, of first and last, and their program.
+"""The trace of the whole model, which is the code of every kind of stage, of first and last; and
+its program.
 
 Stages whose state would need a gradient to an earlier microbatch are refused.
 """
@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import Mesh, PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree, accumulator_dtype, by_index, shapes_of
+from ..arrays import Leaves, PyTree, accumulator_dtype, by_index, shapes_of
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
@@ -27,142 +26,24 @@ from ..jaxprs.equations import (
     collectives,
     every_equation,
     reads,
+    traced_once,
     uses_of_axes,
 )
 from ..jaxprs.flat import flatten
-from ..lowering.plan import Plan
-from ..lowering.target import Form, Target
 from ..model.calls import OUTER_WANTS, check_equations, refusing
-from ..model.functions import Functions, Loss, StageOutput, check_forms, share_of
+from ..model.functions import Functions, StageOutput, check_forms
 from ..model.keys import KeyOf
 from ..model.packed import Home, Places
-from ..model.param_layout import ParamLayout
-from ..model.partition import LeafPlan, Partition, leaf_plans
+from ..model.partition import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
 from ..table.effects import Offload, Place, longest
 from ..table.kinds import KINDS
-from ..table.schedule import named
+from ..table.schedule import Schedule, named
 from .code import ParamUse, StageCode, cut_last, inexact
 from .counts import check_count
+from .setup import Inputs, Setup
 from .trace import by_leaves, trace_last, trace_spread_first, trace_stage
-
-# Called with the job, its trace (a `ModelCode`), and the entries of each kind of stage
-# (`StageEntries`).
-Observe: TypeAlias = Callable[["Job", Any, Any], None]
-
-# Called on the host with two arguments, and returns int32 0.  The first is an array of (place along
-# the axes that are left to the partitioner, 0 at the begin and 1 at the end, data shard, device,
-# kind, stage, microbatch) of a block; the call waits for the second argument.
-Clock: TypeAlias = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything about a step that is known before its arrays."""
-
-    plan: Plan
-    functions: Functions
-    partition: Partition
-    accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
-    plans: dict[str, PyTree]  # how each parameter is spread over the mesh
-    training: bool
-    target: Target  # the kind of the mesh's devices
-    # return the outputs of the last stage, which `functions.last` returns as its metrics
-    outputs: bool = False
-    observe: Observe | None = None  # called as soon as the model is traced
-    clock: Clock | None = None  # called by every block
-
-    @property
-    def form(self) -> Form:
-        """The form of the program's blocks.  Blocks that run as one stay loops over layers, so that
-        the forward of a layer is beside the backward of another; the two share pools.
-        """
-        form = self.target.form
-        return replace(form, layers=0, slots=0) if self.plan.ticks.pairs.any() else form
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh, with automatic axes."""
-        return self.partition.mesh
-
-    @property
-    def axis(self) -> str:
-        """The pipe axis."""
-        return self.partition.axis
-
-    @property
-    def data_axes(self) -> tuple[str, ...]:
-        """The axes over which rows are spread."""
-        return self.partition.data_axes
-
-    @property
-    def axes(self) -> set[str]:
-        """The axes that are manual inside the step."""
-        return {self.axis, *self.data_axes}
-
-    @property
-    def data_size(self) -> int:
-        """The number of data shards."""
-        return self.partition.data_size
-
-    @property
-    def layout(self) -> ParamLayout:
-        """The stages of each device."""
-        return self.partition.layout
-
-    def seed(self, count: Any, scale: Any) -> Any:
-        """The cotangent of one microbatch's loss: with the factor of the loss, and with the count
-        of the step where it is known before.
-        """
-        summed = self.functions.loss is Loss.SUM_OVER_COUNT
-        mean = 1.0 if summed else 1.0 / (self.num_microbatches * self.data_size)
-        seed = jnp.asarray(mean, jnp.result_type(float))
-        seed = seed if count is None else share_of(count.astype(seed.dtype))
-        return seed if scale is None else seed * jnp.asarray(scale, seed.dtype)
-
-    @property
-    def result_specs(self) -> dict[str, PartitionSpec]:
-        """The results besides gradients, and the split of each."""
-        names = ["loss", "losses", "metrics"] if self.functions.last is not None else []
-        spread = {"outputs": PartitionSpec(self.data_axes or None)} if self.outputs else {}
-        spread = spread or dict.fromkeys(names, PartitionSpec())
-        return spread | {"state": PartitionSpec(self.axis)}
-
-    def for_batch(self, batch: PyTree) -> Job:
-        """The job whose functions know the batch, cut into microbatches."""
-        return replace(self, functions=self.functions.for_batch(batch))
-
-    @property
-    def num_microbatches(self) -> int:
-        """M, the number of microbatches."""
-        return self.plan.ticks.schedule.num_microbatches
-
-
-@runtime_checkable
-class Executor(Protocol):
-    """A back end: runs the program of a job.
-    `run` takes placed parameters, a batch of leaves [rows, ...], the step's key or None, the
-    stages' placed state or (), and the factor of the loss or None; it returns ({"loss", "losses",
-    "metrics", "state"} or {"outputs", "state"}, gradients laid out like the parameters, {} without
-    any).
-    """
-
-    @property
-    def compiles(self) -> bool:
-        """Whether `run` is traced and compiled; otherwise it is called directly."""
-
-    def run(
-        self,
-        job: Job,
-        params: Params,
-        batch: PyTree,
-        rng: Any,
-        state: tuple[PyTree, ...],
-        scale: Any,
-    ) -> tuple[dict[str, Any], dict[str, PyTree]]:
-        """Do the job; it may be traced."""
-
 
 # The parameters (a stage's own and the shared ones), x, and the further arguments.
 _Arguments: TypeAlias = "tuple[PyTree, PyTree, dict[str, PyTree]]"
@@ -229,13 +110,13 @@ def _tangents(call: _Stage, inputs: _Arguments, trained: Sequence[bool]) -> tupl
 
 @dataclass(frozen=True)
 class ModelCode:
-    """The code of stages, first and last, and their program."""
+    """The code of the stages of a table, of first and of last."""
 
     kinds: tuple[StageCode, ...]  # of stages that differ in function, parameters or what they take
     kind_of: tuple[int, ...]  # per stage
     first: StageCode
     last: StageCode | None
-    program: Program
+    schedule: Schedule
 
     @property
     def codes(self) -> tuple[StageCode, ...]:
@@ -264,17 +145,17 @@ class ModelCode:
     @property
     def spreads_first(self) -> bool:
         """Whether `first` and its gradient are shares on every device, and blocks of their own."""
-        return self.program.schedule.encoded.spreads_first
+        return self.schedule.encoded.spreads_first
 
     @property
     def spreads_last(self) -> bool:
         """Whether `last` is a share on every device, and a block of its own."""
-        return self.program.schedule.encoded.spreads_last
+        return self.schedule.encoded.spreads_last
 
     @property
     def defers_last(self) -> bool:
         """Whether a later action computes the gradients of the parameters of `last`."""
-        return any(KINDS[kind].part_of for kind in self.program.schedule.encoded.kinds)
+        return any(KINDS[kind].part_of for kind in self.schedule.encoded.kinds)
 
     @property
     def loops(self) -> bool:
@@ -298,41 +179,38 @@ class ModelCode:
         return any("ppermute" in (name for name, _ in collectives(jaxpr)) for jaxpr in jaxprs)
 
 
-class Inputs(NamedTuple):
-    """The inputs of a device's step: whole parameters of its stages, its rows by microbatch."""
-
-    owned: Sequence[PyTree]
-    kept: Sequence[PyTree]  # the stages' own state
-    shared: PyTree
-    first: PyTree
-    last: PyTree
-    batch: PyTree  # leaves [M, ...]
-    rng: Any
-    scale: Any  # a factor of the loss, or None
+def trace(setup: Setup, inputs: Inputs) -> ModelCode:
+    """Trace the user's functions, and check that their shapes chain; `inputs` are what a device
+    starts from, as shapes.
+    """
+    return setup.on_device(partial(_trace, setup, inputs))
 
 
-def trace_model(job: Job, inputs: Inputs) -> ModelCode:
-    """Trace the user's functions, check that their shapes chain, and make the program."""
-    functions, layout = replace(job.functions, in_place=not job.functions.room), job.layout
+def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
+    functions, layout = replace(setup.functions, in_place=not setup.functions.room), setup.layout
     shared = inputs.shared
-    shared_uses = uses_of(job, shared, leaf_plans(job.plans["shared"]))
+    shared_uses = uses_of(setup, shared, leaf_plans(setup.plans["shared"]))
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
-        index = jnp.int32(0)
-        return functions.extra(inputs.batch, inputs.rng, index, index, wants, of=KeyOf.STAGE)
+        def extra(batch: PyTree, rng: Any, index: Any) -> dict[str, PyTree]:
+            return functions.extra(batch, rng, index, index, wants, of=KeyOf.STAGE)
+
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        shapes: dict[str, PyTree] = jax.eval_shape(extra, inputs.batch, inputs.rng, index)
+        return shapes
 
     def outer(key: str, x: PyTree) -> StageCode:
         """`first` or `last`."""
         is_share = functions.spreads(key)
-        trace_first = trace_spread_first if is_share else partial(trace_stage, form=job.form)
-        trace: Callable[..., StageCode] = trace_first if key == "first" else trace_last
+        make_first = trace_spread_first if is_share else partial(trace_stage, form=setup.form)
+        make: Callable[..., StageCode] = make_first if key == "first" else trace_last
         own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
-        uses = uses_of(job, own, leaf_plans(job.plans[key])) + shared_uses
+        uses = uses_of(setup, own, leaf_plans(setup.plans[key])) + shared_uses
         with refusing(key):
             extra = extra_of(OUTER_WANTS)
-            code = trace(run, (own, shared), x, extra, uses, training=job.training)
+            code = make(run, (own, shared), x, extra, uses, training=setup.training)
         if not is_share:
-            _check_collectives(key, code, job.axis)
+            _check_collectives(key, code, setup.axis)
         return code
 
     first = outer("first", ())
@@ -342,36 +220,36 @@ def trace_model(job: Job, inputs: Inputs) -> ModelCode:
     for stage, function in enumerate(functions.stages):
         own = layout.held(stage, inputs.owned)
         params, state = own.avals, layout.held(stage, inputs.kept).avals if inputs.kept else ()
-        plans = layout.held(stage, job.plans["stages"]).leaves
-        uses = uses_of(job, params, plans, own.places) + shared_uses
+        plans = layout.held(stage, setup.plans["stages"]).leaves
+        uses = uses_of(setup, params, plans, own.places) + shared_uses
         leaves, tree = jax.tree.flatten(shapes_of((params, state, x)))
         key = (function, tree, *leaves, *uses, own.form)
         if key not in kinds:
             extra = extra_of(function.wants_arrays)
             extra |= {"state": state} if "state" in function.wants_arrays else {}
             arguments = (params, shared), x, extra
-            kinds[key] = _trace_one(job, functions, stage, arguments, uses)
+            kinds[key] = _trace_one(setup, functions, stage, arguments, uses)
         kind_of.append(list(kinds).index(key))
         x = kinds[key].y
     last = None if functions.last is None else outer("last", x)
-    if functions.last is not None and last is not None and job.training:
+    if functions.last is not None and last is not None and setup.training:
         check_count(functions.last.name, last)
     codes = tuple(kinds.values())
-    found = ModelCode(codes, tuple(kind_of), first, last, _program(job, codes))
+    found = ModelCode(codes, tuple(kind_of), first, last, setup.schedule)
     if last is None or not found.defers_last:
         return found
-    return replace(found, last=cut_last(last, job.axis, job.form))
+    return replace(found, last=cut_last(last, setup.axis, setup.form))
 
 
-def _program(job: Job, codes: Sequence[StageCode]) -> Program:
-    """The program of the step, with a warning where an offload moves nothing."""
-    offloads = job.training and any(code.offloads for code in codes)
-    plan = replace(job.plan, offload=Offload.RESIDUALS) if offloads else job.plan
+def lower(setup: Setup, code: ModelCode) -> Program:
+    """The program of the step, verified; a warning where an offload moves nothing."""
+    offloads = setup.training and any(kind.offloads for kind in code.kinds)
+    plan = replace(setup.plan, offload=Offload.RESIDUALS) if offloads else setup.plan
     # Blocks that communicate are in no CUDA graph, where a predicate costs more.
-    most = 0 if job.target.communicates else job.form.slots
-    program = verify(plan.program(longest([code.liveness for code in codes]), most=most))
-    if job.training and plan.offload is not Offload.NOTHING and not program.slots.host:
-        schedule = program.schedule
+    most = 0 if setup.target.communicates else setup.form.slots
+    program = verify(plan.program(longest([kind.liveness for kind in code.kinds]), most=most))
+    if setup.training and plan.offload is not Offload.NOTHING and not program.slots.host:
+        schedule = setup.schedule
         warnings.warn(
             f"offload moves nothing to the host: {named(schedule)} over {schedule.num_devices} "
             "devices has no more slots of residuals than the moves need; drop offload, or take a "
@@ -382,7 +260,7 @@ def _program(job: Job, codes: Sequence[StageCode]) -> Program:
 
 
 def uses_of(
-    job: Job, tree: PyTree, plans: Sequence[LeafPlan], places: Places = ()
+    setup: Setup, tree: PyTree, plans: Sequence[LeafPlan], places: Places = ()
 ) -> list[ParamUse]:
     """The uses of each of these parameters, those of a stage with their places.
 
@@ -398,7 +276,7 @@ def uses_of(
         ParamUse.of(
             leaf,
             frozen=plan.frozen,
-            total=accumulator_dtype(leaf.dtype, job.accumulate) if job.form.products else None,
+            total=accumulator_dtype(leaf.dtype, setup.accumulate) if setup.form.products else None,
             in_layers=apart(place, plan),
         )
         for leaf, plan, place in zip_longest(jax.tree.leaves(tree), plans, places)
@@ -406,22 +284,27 @@ def uses_of(
 
 
 def _trace_one(
-    job: Job, functions: Functions, stage: int, inputs: _Arguments, uses: Sequence[ParamUse]
+    setup: Setup, functions: Functions, stage: int, inputs: _Arguments, uses: Sequence[ParamUse]
 ) -> StageCode:
     """Trace one stage and check what it takes and returns."""
-    call, function = partial(functions.run_stage, stage), functions.stages[stage]
-    name, extra = function.name, inputs[2]
-    keeps_state = job.training and "state" in extra
+    function = functions.stages[stage]
+    name, run = function.name, partial(functions.run_stage, stage)
+    keeps_state = setup.training and "state" in inputs[2]
     try:
         with refusing(name):
-            # before a derivative, which JAX refuses in words of its own
-            check_equations(name, [jax.make_jaxpr(call)(*inputs).jaxpr])
             passed = functions.carried(stage, *inputs)
+            params, x, extra = inputs
+            whole = params, x, extra | ({"carried": passed} if passed else {})
+            call, closed = traced_once(run, *whole)
+            # before a derivative, which JAX refuses in words of its own
+            check_equations(name, [closed.jaxpr])
             if keeps_state:
-                check_state_gradient(name, call, inputs, [use.trained for use in uses])
-            code = trace_stage(call, *inputs, uses, passed, training=job.training, form=job.form)
+                check_state_gradient(name, call, whole, [use.trained for use in uses])
+            code = trace_stage(
+                call, *inputs, uses, passed, training=setup.training, form=setup.form
+            )
     except (TypeError, ValueError) as error:
-        if not job.layout.unlike or isinstance(error, PipelineError):
+        if not setup.layout.unlike or isinstance(error, PipelineError):
             raise
         before = f"stage {stage - 1}" if stage else "`first`, or the batch,"
         x = by_index(inputs[1], "x").items()
@@ -429,12 +312,12 @@ def _trace_one(
         raise PipelineError(
             f"stage {stage} cannot take what {before} returns ({shapes}): {error}"
         ) from error
-    _check_collectives(name, code, job.axis)
-    if not job.layout.unlike:
+    _check_collectives(name, code, setup.axis)
+    if not setup.layout.unlike:
         check_forms(inputs[1], code.y)
     if keeps_state:
-        recomputes = job.plan.ticks.schedule.encoded.recomputes
-        _check_reads_of_state(name, code, extra, recomputes=recomputes)
+        recomputes = setup.plan.ticks.schedule.encoded.recomputes
+        _check_reads_of_state(name, code, inputs[2], recomputes=recomputes)
     return replace(code, wants=function.wants_arrays)
 
 

@@ -29,6 +29,7 @@ from ..jaxprs.equations import (
     producers,
     reads,
     renamed,
+    traced_once,
     variables,
     with_equations,
 )
@@ -374,6 +375,7 @@ def trace_spread_first(
         y = jax.tree.map(jnp.asarray, function(params, x, extra))
         return list(filter(inexact, jax.tree.leaves(y))), y
 
+    call, _ = traced_once(call, params, x, extra)
     dy, y = jax.eval_shape(call, params, x, extra)
     code = _trace_at_once(call, params, x, extra, uses, dy, training=training).hoisted()
     gradients = code.backward.outvars[len(jax.tree.leaves(y)) :]

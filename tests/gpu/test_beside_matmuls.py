@@ -15,7 +15,7 @@ from benchmarks.beside_matmuls import of_a_microbatch
 from jaxpipe.inspect.hlo import walk
 from jaxpipe.inspect.programs import GpuProgram, compile_and_read
 from jaxpipe.lowering.target import GPU_FORM, Form
-from jaxpipe.spmd.executor import SpmdExecutor
+from jaxpipe.spmd.emit import SpmdExecutor
 from tests.gpu.programs import gpu_marks, gpu_mesh
 from tests.tiers import slow
 

@@ -11,15 +11,15 @@ from jax.sharding import PartitionSpec
 
 from benchmarks.gpu_programs import Axes, Case, Remat
 from jaxpipe.spmd import xla
-from jaxpipe.stage.model_code import Job
+from jaxpipe.stage.setup import Setup
 from jaxpipe.table.effects import Place
 from tests.gpu.programs import gpu_mesh, needs_gpu_compiler
 from tests.tiers import exhaustive, slow
 
 
-def of_compiled(job: Job, function: Callable[..., Any], *groups: Any) -> list[PartitionSpec]:
+def of_compiled(setup: Setup, function: Callable[..., Any], *groups: Any) -> list[PartitionSpec]:
     """The splits in the optimised program."""
-    found = xla.compiled_alone(job, function, *groups).output_shardings
+    found = xla.compiled_alone(setup, function, *groups).output_shardings
     return [each.spec for each in found]
 
 

@@ -19,7 +19,7 @@ from benchmarks.llama import layered
 from jaxpipe.inspect.hlo import Compute, steady
 from jaxpipe.inspect.programs import Purpose, TpuProgram, heap_bytes
 from jaxpipe.lowering.target import RunsOn, Target
-from jaxpipe.spmd.executor import WITH_SLACK
+from jaxpipe.spmd.segment import WITH_SLACK
 from tests.gpu import test_slices as gpu_slices
 from tests.gpu.programs import first, last, shapes, stage
 from tests.tiers import exhaustive, slow

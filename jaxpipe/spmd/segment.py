@@ -1,18 +1,16 @@
-"""The SPMD executor: program + user functions -> one `shard_map` program, whose body prepares, runs
-the segments and reduces.
+"""A segment of the program on one device, template by template, from the stages' code: blocks,
+permutes, and the writes of arrivals to their slots.
 
-A segment is emitted template by template, from the stages' code: blocks, permutes, and the writes
-of arrivals to their slots.  A block that is timed calls the host at its begin and its end.
+A block that is timed calls the host at its begin and its end.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import product
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +20,15 @@ from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
-from ..arrays import Leaves, Params, PyTree, Scalar
-from ..errors import PipelineError
-from ..lowering.target import Form
+from ..arrays import Leaves, Scalar
 from ..program.ir import NOBODY, POOL_OF, Record, TickRecord
 from ..program.segments import BlockUse, Payload, Point, Presence, Segment, TickLoop, Transit
-from ..stage.model_code import Clock, Inputs, Job, ModelCode
+from ..stage.setup import Clock, Setup
 from ..table.kinds import Kind
 from .actions import StageAction, pair_block, share_block
 from .block import BlockCode, State, is_ordered, run_where, settled
-from .pools import HostMoves, StageEntries, shared_buffers
-from .step import DeviceStep, finish, prepare
-from .xla import inside, mapped, split_entries, whole_entries
+from .pools import HostMoves
+from .step import DeviceStep
 
 # The scopes of transfers in a profile and in a compiled program.  The second is of transfers that
 # are awaited in a later tick.
@@ -49,8 +44,6 @@ def _after(leaf: Any, state: State) -> Any:
 
 # The records of this device in the ticks of a trip; -1 is the last tick of the previous trip.
 _Rows: TypeAlias = Mapping[int, TickRecord[Scalar]]
-# {"loss", "losses", "metrics", "state"} or outputs, and gradients.
-_Results: TypeAlias = tuple[dict[str, Any], dict[str, PyTree]]
 # Values that issued permutes have brought and that are not yet in their slots.
 _Brought: TypeAlias = dict[Transit, Leaves]
 
@@ -67,16 +60,11 @@ class _Run(NamedTuple):
     paired: bool | None  # whether it is of a pair: None where the template has none
 
 
-def _scanned(body: Callable[[State, Any], State], state: State, lines: Any) -> State:
-    """The state after the body has run for each of the lines, in one loop."""
-    return lax.scan(lambda state, line: (body(state, line), None), state, lines)[0]
-
-
 class SegmentCode:
     """Turns a segment into code: one period of ticks, in a scan where it repeats."""
 
     def __init__(self, step: DeviceStep, segment: Segment) -> None:
-        self.step, self.segment, self._program = step, segment, step.code.program
+        self.step, self.segment, self._program = step, segment, step.program
 
     def run(self, table: Any, state: State) -> State:
         """The state after the segment.
@@ -88,17 +76,17 @@ class SegmentCode:
         lines = lines.reshape(segment.repeats, segment.period, table.shape[1])
         flies = bool(segment.in_flight)
 
-        def trip(state: State, lines: Any) -> State:
+        def trip(state: State, lines: Any) -> tuple[State, None]:
             lines = lines.astype(jnp.int32)
             if segment.loops:
-                return self._loops(segment.loops, 0, lines, state)
+                return self._loops(segment.loops, 0, lines, state), None
             records = [self._record(line) for line in lines]
             rows = {j - flies: record for j, record in enumerate(records)}
             brought = _Brought()
             for j in range(segment.period):
                 state = self._tick(j, rows, state, brought)
             assert not brought, "a transfer is awaited after its trip"
-            return state
+            return state, None
 
         if flies:
             # A trip also has the last tick of the previous trip.  The first trip has zeros there,
@@ -106,12 +94,11 @@ class SegmentCode:
             before = jnp.concatenate([jnp.zeros_like(lines[:1, -1:]), lines[:-1, -1:]])
             lines = jnp.concatenate([before, lines], axis=1)
         once = len(lines) == 1
-        state = trip(state, lines[0]) if once else _scanned(trip, state, lines)
+        state, _ = trip(state, lines[0]) if once else lax.scan(trip, state, lines)
         for transit in segment.in_flight:  # after the last trip
-            last = self._record(lines[-1, -1].astype(jnp.int32))
-            with jax.named_scope(EXCHANGE):
-                brought, state = self._permuted(transit, state)
-            state = self._arrive(transit, last, brought, state, keep=True)
+            last, brought = self._record(lines[-1, -1].astype(jnp.int32)), _Brought()
+            state = self._issue([transit], state, brought, late=False)
+            state = self._arrive(transit, last, brought[transit], state, keep=True)
         return state
 
     def _loops(self, loops: Sequence[TickLoop], start: int, lines: Any, state: State) -> State:
@@ -121,17 +108,17 @@ class SegmentCode:
             own = lines[begin : begin + loop.times * loop.ticks]
             once = partial(self._turn, loop, start + begin)
             if loop.times == 1:
-                state = once(state, own)
+                state, _ = once(state, own)
             else:
-                state = _scanned(once, state, own.reshape(loop.times, loop.ticks, -1))
+                state, _ = lax.scan(once, state, own.reshape(loop.times, loop.ticks, -1))
             begin += len(own)
         return state
 
-    def _turn(self, loop: TickLoop, at: int, state: State, lines: Any) -> State:
+    def _turn(self, loop: TickLoop, at: int, state: State, lines: Any) -> tuple[State, None]:
         """One turn of a loop."""
         if loop.body:
-            return self._loops(loop.body, at, lines, state)
-        return self._tick(at, {at: self._record(lines[0])}, state, {})
+            return self._loops(loop.body, at, lines, state), None
+        return self._tick(at, {at: self._record(lines[0])}, state, {}), None
 
     def _record(self, line: Any) -> TickRecord[Scalar]:
         """A line of numbers as a record."""
@@ -145,14 +132,16 @@ class SegmentCode:
         state = moves.begin(state)
         for place, runs in self._runs(j):
             if place != begun:
-                state = self._transfers(Point(j, place), rows, state, brought)
-                begun = place
+                at, begun = Point(j, place), place
+                state = self._issue(self._due(at, rows), state, brought)
+                state = self._land(at, rows, state, brought)
             for run in runs:
                 with jax.named_scope(self._scope(run)):
                     state = self._run(run, ticks, row, state)
             state = moves.store(state)
-        state = moves.end(state)
-        return self._transfers(self.segment.end(j), rows, state, brought)
+        state, end = moves.end(state), self.segment.end(j)
+        state = self._issue(self._due(end, rows), state, brought)
+        return self._land(end, rows, state, brought)
 
     def _runs(self, j: int) -> Iterator[tuple[int, list[_Run]]]:
         """(block before which it is, what is run there): pairs, then the blocks of a template."""
@@ -170,7 +159,7 @@ class SegmentCode:
             active = Presence.SOMETIMES if several else Presence.of(int(those.sum()), those.size)
             return [_Run(uses, kind, active, several, paired) for kind in sorted(counts)]
 
-        fuses = self.step.job.clock is None and not program.schedule.encoded.recomputes
+        fuses = self.step.setup.clock is None and not program.schedule.encoded.recomputes
         ahead = program.pairs[ticks] & fuses
         assert template.paired or not ahead.any(), "a pair that its template does not know of"
         paired: set[int] = set()
@@ -186,8 +175,8 @@ class SegmentCode:
             else:
                 yield place, by_kinds([place], np.ones_like(ahead), None)
 
-    def _transfers(self, at: Point, rows: _Rows, state: State, brought: _Brought) -> State:
-        """Issue the permutes of a point of the trip, and write the arrivals that are due there."""
+    def _due(self, at: Point, rows: _Rows) -> Iterator[Transit]:
+        """The transfers that are issued at a point of the trip."""
         segment = self.segment
         for transit in segment.transits:
             point = transit.issued
@@ -195,22 +184,13 @@ class SegmentCode:
                 # It would delay the blocks of its tick, so it follows them.
                 point = segment.end(point.tick)
             if point == at and (-1 in rows or not transit.from_before):
-                with jax.named_scope(WITH_SLACK if transit.is_late else EXCHANGE):
-                    brought[transit], state = self._permuted(transit, state)
-        # A transfer with slack is written to its slot some ticks later, so that nothing before
-        # depends on it.  Readers of the pool must end before that write (see `run_where`), or
-        # XLA writes to a copy.
-        for transit in [t for t in brought if t.written == at]:
-            row = rows[-1 if transit.from_before else transit.tick]
-            takes = self._program.ticks.arrivals[transit.lane].takes
-            every = bool(takes[segment.sharing(transit.tick)].all())
-            keep, new = transit.from_before or not every, brought.pop(transit)
-            state = self._arrive(transit, row, new, state, keep=keep)
-        return state
+                yield transit
 
-    def _permuted(self, transit: Transit, state: State) -> tuple[Leaves, State]:
-        """The values that a permute brings to this device (zeros where nothing is sent to it), and
-        the state after it.
+    def _issue(
+        self, transits: Iterable[Transit], state: State, brought: _Brought, *, late: bool = True
+    ) -> State:
+        """Permute: the values that a permute brings to this device (zeros where nothing is sent to
+        it) are in `brought`.  `late`: those with slack are awaited in a later tick.
 
         On CPU devices (`blocking`) a permute holds one of the process's few threads until all
         partners have arrived.  It therefore starts after earlier work of the tick, and later work
@@ -218,11 +198,31 @@ class SegmentCode:
         which a partner waits, and all devices would hang.  On GPUs the permute runs during the
         blocks.
         """
-        permute, blocking = transit.permute, self.step.blocking
-        sent = state["sent_x" if permute.payload is Payload.ACTIVATION else "sent_dx"]
-        sent = [_after(leaf, state) for leaf in sent] if blocking else sent
-        brought = [lax.ppermute(leaf, self.step.job.axis, permute.pairs) for leaf in sent]
-        return brought, settled(brought, state) if blocking else state
+        blocking = self.step.blocking
+        for transit in transits:
+            permute = transit.permute
+            with jax.named_scope(WITH_SLACK if late and transit.is_late else EXCHANGE):
+                sent = state["sent_x" if permute.payload is Payload.ACTIVATION else "sent_dx"]
+                sent = [_after(leaf, state) for leaf in sent] if blocking else sent
+                new = [lax.ppermute(leaf, self.step.setup.axis, permute.pairs) for leaf in sent]
+                brought[transit] = new
+                state = settled(new, state) if blocking else state
+        return state
+
+    def _land(self, at: Point, rows: _Rows, state: State, brought: _Brought) -> State:
+        """Write the arrivals that are due at a point of the trip.
+
+        A transfer with slack is written to its slot some ticks later, so that nothing before
+        depends on it.  Readers of the pool must end before that write (see `run_where`), or XLA
+        writes to a copy.
+        """
+        for transit in [t for t in brought if t.written == at]:
+            row = rows[-1 if transit.from_before else transit.tick]
+            takes = self._program.ticks.arrivals[transit.lane].takes
+            every = bool(takes[self.segment.sharing(transit.tick)].all())
+            keep, new = transit.from_before or not every, brought.pop(transit)
+            state = self._arrive(transit, row, new, state, keep=keep)
+        return state
 
     def _arrive(
         self, transit: Transit, row: TickRecord[Scalar], new: Leaves, state: State, *, keep: bool
@@ -262,19 +262,19 @@ class SegmentCode:
         record, kind, active = records[0], use.block.kind, run.active
         if use.block.is_share:
             block = share_block(step, kind, record)
-            stage = lax.axis_index(step.job.axis)
+            stage = lax.axis_index(step.setup.axis)
         else:
             parts = zip(run.uses, run.kinds, records, strict=True)
             actions = [StageAction(step, *part, self._slots(part[0], ticks)) for part in parts]
             block = pair_block(*actions) if run.paired else actions[0].block()
             stage = record.stage
         flag = reduce(jnp.logical_and, flags)
-        if step.job.clock is not None:
+        if step.setup.clock is not None:
             # It is always under a predicate: a loop's body begins when all of its inputs are
             # computed.
             active = Presence.SOMETIMES
             what = jnp.int32(int(kind)), stage, record.microbatch
-            block = clocked(block, what, step.job)
+            block = clocked(block, what, step.setup)
         # Where all devices run a collective action, its exchange keeps it in order.
         ordered = not use.block.is_collective or active is not Presence.ALWAYS
         state = run_where(active, flag, block, state, ordered=ordered)
@@ -315,135 +315,17 @@ class SegmentCode:
         return np.where(self._program.asks(ticks, block), stages, NOBODY)
 
 
-CANNOT_BE_TIMED = (
-    "this step cannot be profiled on CPU devices: its functions permute over a mesh axis, so all "
-    "devices run every block at once (ring attention permutes; the partitioner does for a roll, "
-    "slice or concatenation along a dimension that is split); profile it without that axis, or "
-    "on GPUs"
-)
-
-
-def look(job: Job, *arguments: Any) -> tuple[Job, Inputs, ModelCode]:
-    """Trace `prepare` alone: what one device starts from, as tracers."""
-    specs, run = _in_specs(job, arguments[1]), partial(prepare, job)
-    found: tuple[Job, Inputs, ModelCode] = inside(job, run, specs, *arguments)
-    return found
-
-
-def _in_specs(job: Job, batch: PyTree) -> tuple[Any, ...]:
-    """The splits of parameters, the batch, the key, the stages' own state and the scale."""
-    rows, everywhere = job.functions.specs(batch, job.data_axes), PartitionSpec()
-    own = jax.tree.map(lambda plan: plan.spec(job.axis, manual=True), job.plans)
-    return own, rows, everywhere, PartitionSpec(job.axis), everywhere
-
-
-def body(
-    job: Job, entries: Sequence[StageEntries] | None, params: Params, *arguments: Any
-) -> _Results:
-    """Run the step on each device; return ({"loss", "losses", "metrics", "state"}, gradients laid
-    out like `params`).
-
-    The last arguments are those of `prepare`.  `entries` is None where no axis is left to the
-    partitioner.
-
-    Every permute of XLA:CPU waits for all devices of the program, also for those outside its pairs.
-    Under predicates, some devices would wait in the permute of one block and some in that of
-    another, until XLA ends the process.  Where blocks permute, all devices therefore run every
-    block at once, and keep the result where its predicate holds (see `block`).
-
-    With axes that are left to the partitioner, permutes are assumed: a block compiled alone does
-    not show every one, because the partitioner decides from the whole program.  Timing needs
-    predicates, and `jaxpipe.inspect.profile` refuses blocks that permute.
-    """
-    job, inputs, code = prepare(job, params, *arguments)
-    assumed = bool(job.partition.auto_axes) and job.clock is None
-    waits = job.target.on_cpus and lax.axis_size(job.axis) > 1
-    everywhere = waits and (assumed or code.permutes)
-    if everywhere and job.clock is not None:
-        raise PipelineError(CANNOT_BE_TIMED)
-    if entries is None:
-        entries = whole_entries(job, code)
-    buffers = shared_buffers(code.kinds, entries)
-    if job.observe is not None:
-        job.observe(job, code, entries)
-    with jax.named_scope("prepare"):
-        step = DeviceStep(job, inputs, code, buffers, everywhere=everywhere)
-        state = step.empty_state()
-        # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
-        table = jnp.asarray(_narrow(np.stack(code.program.ticks.columns, axis=-1)))
-        device = lax.axis_index(job.axis)
-        rows = lax.dynamic_index_in_dim(table, device, 1, keepdims=False)
-    with jax.named_scope("ticks"):
-        for segment in code.program.segments:
-            state = SegmentCode(step, segment).run(rows, state)
-    with jax.named_scope("finish"):
-        return finish(step, state, params)
-
-
-def _narrow(table: Any) -> Any:
-    """The table in the smallest signed integers that hold it.  It is a constant of the program, and
-    grows with M.
-    """
-    narrower = (table.astype(dtype) for dtype in (np.int8, np.int16))
-    return next((small for small in narrower if (small == table).all()), table)
-
-
-@dataclass(frozen=True)
-class TracedStep:
-    """A training step that is traced and not compiled."""
-
-    job: Job
-    code: ModelCode
-    entries: tuple[StageEntries, ...]  # the entries of pools, by kind of stage
-    # the `jax.stages.Traced` step of (params, batch), and `rng` and `state` where they are given
-    function: Any = None
-
-
-@dataclass(frozen=True)
-class SpmdExecutor:
-    """Runs a job's program on the devices of its mesh, all in one program (an `Executor`).
-
-    Args:
-        form: the form of the program's blocks; None is that of the kind of the devices.
-    """
-
-    form: Form | None = None
-    compiles: ClassVar[bool] = True
-
-    def run(
-        self,
-        job: Job,
-        params: Params,
-        batch: PyTree,
-        rng: Any,
-        state: tuple[PyTree, ...],
-        scale: Any,
-    ) -> _Results:
-        """Do the job; it may be traced."""
-        job = replace(job, target=replace(job.target, own_form=self.form))
-        arguments = params, batch, rng, state, scale
-        specs, entries = _in_specs(job, batch), None
-        if job.partition.auto_axes and job.training:
-            # The model is traced once more for the entries.
-            cut, inputs, code = look(job, *arguments)
-            entries = split_entries(cut, code, inputs.owned)
-        out_specs = job.result_specs, specs[0] if job.training else PartitionSpec()
-        run = mapped(partial(body, job, entries), job.mesh, job.axes, specs, out_specs)
-        results: _Results = run(*arguments)
-        return results
-
-
-def clocked(block: BlockCode, what: tuple[Scalar, ...], job: Job) -> BlockCode:
+def clocked(block: BlockCode, what: tuple[Scalar, ...], setup: Setup) -> BlockCode:
     """The same block, with a call of the host at its begin and one at its end.
 
     `what` is the kind, the number before it in the table, and the microbatch.
     """
-    clock, data_axes = job.clock, job.data_axes
+    clock, data_axes = setup.clock, setup.data_axes
     assert clock is not None
 
     def run(state: State) -> State:
         shard = lax.axis_index(data_axes) if data_axes else jnp.int32(0)
-        numbers = (shard, lax.axis_index(job.axis), *what)
+        numbers = (shard, lax.axis_index(setup.axis), *what)
         zero = _call_host(clock, jnp.int32(0), *numbers)
         # The block is in a loop whose predicate is the answer of the first call.  A block whose
         # pools have one slot each needs no number of its record, so XLA would run it before its

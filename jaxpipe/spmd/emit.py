@@ -1,0 +1,142 @@
+"""The step of a program as one `shard_map`, whose body loads what the device starts from, runs the
+segments and reduces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ..arrays import Params, PyTree, StepResults
+from ..errors import PipelineError
+from ..lowering.target import Form
+from ..model.settings import is_explicit
+from ..program.ir import Program
+from ..stage.model_code import ModelCode, lower, trace
+from ..stage.setup import Setup
+from .pools import StageEntries, shared_buffers
+from .segment import SegmentCode
+from .step import DeviceStep, finish
+from .xla import mapped, split_entries, without_empty
+
+CANNOT_BE_TIMED = (
+    "this step cannot be profiled on CPU devices: its functions permute over a mesh axis, so all "
+    "devices run every block at once (ring attention permutes; the partitioner does for a roll, "
+    "slice or concatenation along a dimension that is split); profile it without that axis, or "
+    "on GPUs"
+)
+
+_TWO_MESHES = (
+    "the model calls a function with custom_partitioning (attention of cuDNN is one), which JAX "
+    "lowers only where all arrays of a program are on one mesh, and some arguments inside of this "
+    "jax.jit are on a mesh of explicit axes: bring them to the pipeline's own first, as in "
+    "jax.device_put(batch, NamedSharding(pipe.mesh, spec)), and place parameters outside of "
+    "jax.set_mesh"
+)
+
+
+@dataclass(frozen=True)
+class SpmdExecutor:
+    """Runs a step on the devices of its mesh, all in one program (an `Executor`).
+
+    Args:
+        form: the form of the program's blocks; None is that of the kind of the devices.
+    """
+
+    form: Form | None = None
+    compiles: ClassVar[bool] = True
+
+    def prepare(self, setup: Setup, *arguments: PyTree) -> TracedStep:
+        """Trace the model for these arguments, or for their shapes, and make the program."""
+        setup = replace(setup, target=replace(setup.target, own_form=self.form))
+        shapes = setup.shapes(*arguments)
+        code = trace(setup, shapes)
+        if (
+            setup.mesh.size > 1
+            and code.partitions
+            and any(map(is_explicit, jax.tree.leaves(arguments)))
+        ):
+            raise PipelineError(_TWO_MESHES)
+        entries = split_entries(setup, code, shapes.owned)
+        return TracedStep(setup, code, lower(setup, code), entries)
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step that is traced and lowered; `run` emits it.
+
+    Attributes:
+        setup: what is known of it besides arrays.
+        code: the code of the model's functions.
+        program: the table with its ticks and slots, verified.
+        entries: the entries of pools, by kind of stage.
+    """
+
+    setup: Setup
+    code: ModelCode
+    program: Program
+    entries: tuple[StageEntries, ...]
+    # the `jax.stages.Traced` step of (params, batch), and `rng` and `state` where they are given
+    function: Any = None
+
+    def run(
+        self,
+        params: Params,
+        batch: PyTree,
+        rng: Any = None,
+        state: tuple[PyTree, ...] = (),
+        scale: Any = None,
+    ) -> StepResults:
+        """The results and gradients of placed arguments; may be traced."""
+        setup, arguments = self.setup, (params, batch, rng, state, scale)
+        specs, out = setup.argument_specs(batch), PartitionSpec()
+        out_specs = setup.result_specs, specs[0] if setup.training else out
+        specs, given, own = without_empty(setup.mesh, specs, arguments, self.on_device)
+        return mapped(own, setup.mesh, setup.axes, specs, out_specs)(*given)
+
+    def on_device(self, params: Params, *arguments: PyTree) -> StepResults:
+        """The step of each device; arguments are those of `Setup.load`.
+
+        Every permute of XLA:CPU waits for all devices of the program, also for those outside its
+        pairs.  Under predicates, some devices would wait in the permute of one block and some in
+        that of another, until XLA ends the process.  Where blocks permute, all devices therefore
+        run every block at once, and keep the result where its predicate holds (see `block`).
+
+        With axes that are left to the partitioner, permutes are assumed: a block compiled alone
+        does not show every one, because the partitioner decides from the whole program.  Timing
+        needs predicates, and `jaxpipe.inspect.profile` refuses blocks that permute.
+        """
+        setup, program = self.setup, self.program
+        assumed = bool(setup.partition.auto_axes) and setup.clock is None
+        waits = setup.target.on_cpus and lax.axis_size(setup.axis) > 1
+        everywhere = waits and (assumed or self.code.permutes)
+        if everywhere and setup.clock is not None:
+            raise PipelineError(CANNOT_BE_TIMED)
+        inputs = setup.load(params, *arguments)
+        with jax.named_scope("prepare"):
+            buffers = shared_buffers(self.code.kinds, self.entries)
+            step = DeviceStep(setup, inputs, self.code, program, buffers, everywhere=everywhere)
+            state = step.empty_state()
+            # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
+            table = jnp.asarray(_narrow(np.stack(program.ticks.columns, axis=-1)))
+            device = lax.axis_index(setup.axis)
+            rows = lax.dynamic_index_in_dim(table, device, 1, keepdims=False)
+        with jax.named_scope("ticks"):
+            for segment in program.segments:
+                state = SegmentCode(step, segment).run(rows, state)
+        with jax.named_scope("finish"):
+            return finish(step, state, params)
+
+
+def _narrow(table: Any) -> Any:
+    """The table in the smallest signed integers that hold it.  It is a constant of the program, and
+    grows with M.
+    """
+    narrower = (table.astype(dtype) for dtype in (np.int8, np.int16))
+    return next((small for small in narrower if (small == table).all()), table)

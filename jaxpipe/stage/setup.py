@@ -1,0 +1,204 @@
+"""What is known of a step before its arrays, and what a device starts from: `trace`, `lower` and
+the emitted step take both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..arrays import Params, PyTree, shape_of
+from ..lowering.plan import Plan
+from ..lowering.target import Form, Target
+from ..model.calls import unpadded
+from ..model.functions import Functions, Loss, share_of
+from ..model.keys import shard_key
+from ..model.param_layout import OUTER, ParamLayout
+from ..model.partition import Partition, gather
+from ..table.schedule import Schedule
+
+T = TypeVar("T")
+
+# Called on the host with two arguments, and returns int32 0.  The first is an array of (place along
+# the axes that are left to the partitioner, 0 at the begin and 1 at the end, data shard, device,
+# kind, stage, microbatch) of a block; the call waits for the second argument.
+Clock: TypeAlias = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is known of a step, or of forwards alone, before its arrays."""
+
+    plan: Plan
+    functions: Functions
+    partition: Partition
+    accumulate: Any  # dtype of gradient accumulators, or None for the parameters' own
+    plans: dict[str, PyTree]  # how each parameter is spread over the mesh
+    training: bool
+    target: Target  # the kind of the mesh's devices
+    # return the outputs of the last stage, which `functions.last` returns as its metrics
+    outputs: bool = False
+    clock: Clock | None = None  # called by every block
+
+    @property
+    def form(self) -> Form:
+        """The form of the program's blocks.  Blocks that run as one stay loops over layers, so that
+        the forward of a layer is beside the backward of another; the two share pools.
+        """
+        form = self.target.form
+        return replace(form, layers=0, slots=0) if self.plan.ticks.pairs.any() else form
+
+    @property
+    def schedule(self) -> Schedule:
+        """The table."""
+        return self.plan.ticks.schedule
+
+    @property
+    def num_microbatches(self) -> int:
+        """M, the number of microbatches."""
+        return self.schedule.num_microbatches
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, with automatic axes."""
+        return self.partition.mesh
+
+    @property
+    def axis(self) -> str:
+        """The pipe axis."""
+        return self.partition.axis
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes over which rows are spread."""
+        return self.partition.data_axes
+
+    @property
+    def axes(self) -> set[str]:
+        """The axes that are manual inside the step."""
+        return {self.axis, *self.data_axes}
+
+    @property
+    def data_size(self) -> int:
+        """The number of data shards."""
+        return self.partition.data_size
+
+    @property
+    def layout(self) -> ParamLayout:
+        """The stages of each device."""
+        return self.partition.layout
+
+    def seed(self, count: Any, scale: Any) -> Any:
+        """The cotangent of one microbatch's loss: with the factor of the loss, and with the count
+        of the step where it is known before.
+        """
+        summed = self.functions.loss is Loss.SUM_OVER_COUNT
+        mean = 1.0 if summed else 1.0 / (self.num_microbatches * self.data_size)
+        seed = jnp.asarray(mean, jnp.result_type(float))
+        seed = seed if count is None else share_of(count.astype(seed.dtype))
+        return seed if scale is None else seed * jnp.asarray(scale, seed.dtype)
+
+    def argument_specs(self, batch: PyTree) -> tuple[Any, ...]:
+        """The splits of parameters, the batch, the key, the stages' own state and the scale."""
+        rows, everywhere = self.functions.specs(batch, self.data_axes), PartitionSpec()
+        own = jax.tree.map(lambda plan: plan.spec(self.axis, manual=True), self.plans)
+        return own, rows, everywhere, PartitionSpec(self.axis), everywhere
+
+    @property
+    def result_specs(self) -> dict[str, PartitionSpec]:
+        """The results besides gradients, and the split of each."""
+        names = ["loss", "losses", "metrics"] if self.functions.last is not None else []
+        spread = {"outputs": PartitionSpec(self.data_axes or None)} if self.outputs else {}
+        spread = spread or dict.fromkeys(names, PartitionSpec())
+        return spread | {"state": PartitionSpec(self.axis)}
+
+    @property
+    def shardings(self) -> tuple[dict[str, NamedSharding], PyTree]:
+        """Where the results are, and the gradients."""
+        results = {key: NamedSharding(self.mesh, spec) for key, spec in self.result_specs.items()}
+        return results, self.partition.shardings(self.plans) if self.training else {}
+
+    def shapes(self, *arguments: PyTree) -> Inputs:
+        """The shapes that a device starts from, for arguments of a step, or their shapes."""
+
+        def own(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            whole = shape_of(leaf)
+            split = NamedSharding(self.mesh, spec)
+            return whole.update(shape=split.shard_shape(whole.shape))
+
+        specs = jax.tree.broadcast(self.argument_specs(arguments[1]), arguments)
+        local = jax.tree.map(own, arguments, specs)
+        found = self.on_device(lambda: jax.eval_shape(self.load, *local))
+        # without the mesh of their devices, so that another mesh takes them too
+        shapes: Inputs = jax.tree.map(shape_of, found)
+        return shapes
+
+    def load(
+        self, params: Params, batch: PyTree, rng: Any, kept: tuple[PyTree, ...], scale: Any
+    ) -> Inputs:
+        """What a device starts from: whole parameters, and rows by microbatch.
+
+        The arguments are as `shard_map` passes them: leaves of `params["stages"]` and of the
+        stages' own state `kept` are [1, ...], and leaves of the batch are the [rows, ...] of this
+        data shard.
+        """
+
+        def mine(tree: PyTree) -> PyTree:
+            return jax.tree.map(lambda leaf: leaf[0], tree)
+
+        with jax.named_scope("prepare"):
+            stages, plans = [*map(mine, params["stages"])], self.plans
+            return Inputs(
+                batch=self.functions.split(batch, self.num_microbatches),
+                rng=mesh_key(rng, self.data_axes, self.data_size),
+                owned=list(map(gather, stages, plans["stages"])),
+                kept=tuple(map(mine, kept)),
+                scale=scale,
+                **{key: unpadded(gather(params[key], plans[key])) for key in OUTER},
+            )
+
+    def on_device(self, function: Callable[[], T]) -> T:
+        """What the function returns where it is called as by one device of the mesh, along whose
+        manual axes its functions may communicate.  It may return shapes and code, and no values.
+        """
+        found: list[T] = []
+
+        def call() -> tuple[()]:
+            found.append(function())
+            return ()
+
+        jax.eval_shape(
+            jax.shard_map(
+                call,
+                mesh=self.mesh,
+                in_specs=(),
+                out_specs=(),
+                axis_names=self.axes,
+                check_vma=False,
+            )
+        )
+        return found[0]
+
+
+class Inputs(NamedTuple):
+    """The inputs of a device's step: whole parameters of its stages, its rows by microbatch."""
+
+    owned: Sequence[PyTree]
+    kept: Sequence[PyTree]  # the stages' own state
+    shared: PyTree
+    first: PyTree
+    last: PyTree
+    batch: PyTree  # leaves [M, ...]
+    rng: Any
+    scale: Any  # a factor of the loss, or None
+
+
+def mesh_key(rng: Any, data_axes: tuple[str, ...], data_size: int) -> Any:
+    """The step's key on this device's data shard."""
+    return shard_key(rng, lax.axis_index(data_axes) if data_axes else 0, data_size)
