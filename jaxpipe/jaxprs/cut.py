@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
@@ -103,10 +104,11 @@ def cheapest(
     at_hand: Callable[[core.Var], bool],
     *,
     repeat: Callable[[core.JaxprEqn], bool] = is_arithmetic,
+    prices: Mapping[core.Var, float] = MappingProxyType({}),
 ) -> tuple[list[core.Var], list[core.JaxprEqn]]:
     """The values to keep, and the equations that compute the needed values, in order, from these
     and the values at hand: a minimum cut between values that must be computed early and values that
-    are needed late.  Every value weighs its bytes.
+    are needed late.  Every value weighs its bytes, times its price where it has one.
 
     Values of numbers alone (an iota, a mask of zeros) are computed again, and so are results of
     equations that `repeat` takes.
@@ -131,7 +133,7 @@ def cheapest(
         seen.add(var)
         eqn = maker.get(var)
         # Of equal choices an input is the better one: it is in memory, and need not be written.
-        capacity[var, False][var, True] = weight(var, eqn) - (eqn is None)
+        capacity[var, False][var, True] = weight(var, eqn) * prices.get(var, 1.0) - (eqn is None)
         if eqn is None or not (repeat(eqn) or var in numbers):
             capacity[_SOURCE][var, False] = inf
             continue
@@ -302,7 +304,7 @@ def cut(
     early: Callable[[core.JaxprEqn], bool] = lambda eqn: False,
     late: Collection[core.Var] = (),
     hidden: Collection[core.Var] = (),
-    priced: Collection[core.Var] = (),
+    prices: Mapping[core.Var, float] = MappingProxyType({}),
 ) -> tuple[core.Jaxpr, core.Jaxpr]:
     """Cut a flat jaxpr (no constants) by `assignment`: `first(*inputs) -> (*first_outputs,
     *crossing)` and `second(*inputs, *crossing) -> second_outputs`.
@@ -311,8 +313,8 @@ def cut(
     smallest from which equations that may be repeated give the rest (`cheapest`).  `early` marks
     equations of the second part that the first may do too, if it has what they read.  Of the
     inputs, only the second part has those in `late`, and only the first part those in `hidden`.
-    `priced` are inputs that stay in memory until the second part where it reads them: they weigh
-    as much as what crosses.
+    Inputs with a price weigh that times their bytes where the second part reads them; others weigh
+    nothing.
     """
     assert not jaxpr.constvars, "constants must be inputs"
     first: list[core.JaxprEqn] = []
@@ -332,10 +334,10 @@ def cut(
     first_outs = _marked(jaxpr.outvars, outputs)
     second_outs = _marked(jaxpr.outvars, [not f for f in outputs])
     from_first = {*hidden, *(v for e in first for v in e.outvars)}
-    kept = {*from_first, *priced}
+    kept = {*from_first, *prices}
     used = variables([*(v for e in second for v in e.invars), *second_outs])
     needed = [v for v in used if v in kept]
-    stored, again = cheapest(needed, first, lambda v: v not in kept, repeat=repeat)
+    stored, again = cheapest(needed, first, lambda v: v not in kept, repeat=repeat, prices=prices)
     crossing = [v for v in stored if v in from_first]
     # Recomputing can leave equations in the first part that nothing needs any more.
     before = with_equations(jaxpr, first, jaxpr.invars, [*first_outs, *crossing])

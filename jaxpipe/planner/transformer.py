@@ -236,7 +236,7 @@ class Transformer:
             weights=weights,
             active=weights,
             kept=(dots + queries + normed + x * (self.post_norms and self.sequence), dots, 0.0),
-            left=(projected + 2 * x, projected + queries + 2 * x, projected + queries + 3 * x),
+            left=(projected + x, projected + queries + x, projected + queries + 2 * x),
         )
 
     def _mlp(self) -> _HalfLayer:
@@ -249,7 +249,7 @@ class Transformer:
             weights=weights,
             active=weights,
             kept=((count - 1) * features, (count - 1) * features, 0.0),
-            left=tuple(i * x + j * features for i, j in ((2, 1), (2, 1), (1, count))),
+            left=tuple(x + j * features for j in (1, 1, count)),
         )
 
     def _experts(self) -> _HalfLayer:
@@ -272,7 +272,7 @@ class Transformer:
             kept=(routes + rows + 2 * hidden + dots, dots, 0.0),
             left=tuple(
                 first + scores + i * rows + j * hidden + k * self.shared
-                for first, i, j, k in ((x + common, 1, 1, 1), (x, 2, 3, 2), (common, 2, 3, 3))
+                for first, i, j, k in ((common, 1, 1, 1), (0.0, 2, 3, 2), (common, 2, 3, 3))
             ),
             again=self.width * 3 * run * features,
             exchange=2 * run * self._whole * (1 - 1 / devices) / self.tensor_bandwidth,

@@ -223,15 +223,21 @@ def inexact(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
+# What a stage input or a residual weighs that W reads too, as a share of its bytes.  It takes no
+# further memory: in every schedule of the catalogue the pool of residuals that live until I has as
+# many slots as that of those that live until W.  A value of the stash is also written.
+_HELD = 0.5
+
+
 def cut_weights(
-    backward: core.Jaxpr, *, params: int, priced: Sequence[int], form: Form
+    backward: core.Jaxpr, *, params: int, prices: Mapping[int, float], form: Form
 ) -> tuple[core.Jaxpr, core.Jaxpr]:
     """Cut a backward, whose first `params` outputs are gradients of parameters, into I and W.
 
     Every matmul that the input's gradient needs is in I.  Every other matmul is in W.  Sums of
     values that I has may be in either.  For example, the gradient of a norm's scale is such a sum,
-    so I computes it where the result is smaller than what is summed.  An input whose number is in
-    `priced` stays in memory until W if W reads it.
+    so I computes it where the result is smaller than what is summed.  `prices` are those of
+    inputs, by number, where W reads them: see `cut`.
     """
     mask = [False] * params + [True] * (len(backward.outvars) - params)
     return cut(
@@ -240,7 +246,7 @@ def cut_weights(
         outputs=mask,
         repeat=_repeated(form),
         early=is_light,
-        priced=[backward.invars[i] for i in priced],
+        prices={backward.invars[i]: price for i, price in prices.items()},
     )
 
 
@@ -307,9 +313,10 @@ def pieces(
     dys = range(residuals.stop, len(backward.invars))
     inputs = code.spans(INPUTS, len(known))
     cotangents = code.spans(COTANGENTS, dys.start)
-    priced = [*range(len(known), inputs[Place.BUFFER].stop), *residuals, *dys]
+    held = [*range(len(known), inputs[Place.BUFFER].stop), *residuals]
+    prices = dict.fromkeys(held, _HELD) | dict.fromkeys(dys, 1.0)
     num_params = len(code.avals[Place.STAGE_GRADIENTS])
-    input_grad, weight_grad = cut_weights(backward, params=num_params, priced=priced, form=form)
+    input_grad, weight_grad = cut_weights(backward, params=num_params, prices=prices, form=form)
     by_second = reads(weight_grad)
 
     # Residuals that only I needs come before those that W needs.
@@ -378,7 +385,9 @@ def cut_last(last: StageCode, axis: str, form: Form) -> StageCode:
     others = [*outs[: own.start], *outs[own.stop :]]
     params = len(last.avals[Place.STAGE_GRADIENTS])
     reordered = whole.replace(outvars=[*outs[own], *others])
-    first, second = cut_weights(reordered, params=params, priced=y, form=form)
+    # Devices have y during L alone, so it would be stored.
+    prices = dict.fromkeys(y, 1.0)
+    first, second = cut_weights(reordered, params=params, prices=prices, form=form)
     if any(axis in axes for _, axes in collectives(second)):
         (late,) = kinds_where(lambda spec: spec.part_of)
         raise PipelineError(

@@ -16,7 +16,7 @@ from jaxpipe.jaxprs.equations import nbytes
 from jaxpipe.lowering.target import FORMS, GPU_FORM, RunsOn
 from jaxpipe.planner.layer_cost import Ends
 from jaxpipe.planner.transformer import Transformer
-from jaxpipe.table.effects import Place
+from jaxpipe.table.effects import LastUse, Place
 from tests.tiers import exhaustive, slow
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -189,7 +189,10 @@ def test_a_layer_keeps_what_its_sizes_say(name, capacity, remat, monkeypatch):
     inputs = 0 if name == "gemma2-9b" and remat is not llama.Remat.LAYER else 2
     kept = sum(map(nbytes, (*kind.avals[Place.RESIDUAL_INPUT], *kind.avals[Place.RESIDUAL_WEIGHT])))
     assert 3 * said.residuals + inputs * said.boundary == pytest.approx(kept, rel=0.05)
-    assert 3 * said.stash == pytest.approx(sum(map(nbytes, kind.avals[Place.STASH])), rel=0.05)
+    left = [*kind.avals[Place.STASH]]
+    if kind.liveness.cotangent is LastUse.WEIGHT_GRAD:
+        left += kind.avals[Place.COTANGENT]  # of the last layer, in its own slot until W
+    assert 3 * said.stash == pytest.approx(sum(map(nbytes, left)), rel=0.02)
     held = sum(leaf.size for leaf in jax.tree.leaves(found.shapes()["stages"]))
     assert 6 * said.parameters / 2 == pytest.approx(held, rel=0.01)
 
