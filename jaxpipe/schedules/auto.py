@@ -6,10 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice, product
-from typing import Any, NamedTuple, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, NamedTuple
 
 from ..engine.bounds import (
     JobShop,
@@ -25,6 +22,7 @@ from ..errors import ScheduleError
 from ..table.kinds import Placement
 from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..transforms.rewrites import flipped, merge_backward, sliced
+from ._beam import improved
 from ._list_scheduling import fitted, shortest
 from .loop import (
     dualpipev,
@@ -34,192 +32,6 @@ from .loop import (
     one_f_one_b,
 )
 from .zero_bubble import interleaved_zb, v_half, v_min, zb_h2, zbv
-
-Times: TypeAlias = NDArray[np.float64]
-Numbers: TypeAlias = NDArray[np.int64]
-Flags: TypeAlias = NDArray[np.bool_]
-NEVER = np.inf
-# Partial schedules that a search keeps; starts that one of the least width may compute (some
-# seconds), and starts as which each of its steps counts.
-_WIDTHS, _BUDGET, _STEP = (128, 64, 32), 5_000_000, 1000
-_MEAN = 0.1  # weight of the mean of all devices' bounds beside the largest
-_EQUAL = 1e-9  # relative: sums of the same times in another order
-
-
-def improved(schedule: Schedule, costs: Costs, shop: JobShop, *, at_least: float) -> Schedule:
-    """A schedule of F, I and W that is never longer, and shorter where one is found; the same for
-    the same arguments.
-
-    Args:
-        schedule: rows of F, I and W, every stage on one device.
-        costs: what its makespan is counted in.
-        shop: the instance, with the cap on activations.
-        at_least: a makespan below which there is none.
-    """
-    makespan = simulate(schedule, costs).makespan
-    actions = schedule.encoded.num_actions
-    # A search of twice the width may compute half as much.
-    prices = ((width, actions * (len(shop.nodes) * width + _STEP)) for width in _WIDTHS)
-    fitting = (width for width, price in prices if price * width <= _BUDGET * _WIDTHS[-1])
-    if makespan <= at_least * (1 + _EQUAL) or not (width := next(fitting, 0)):
-        return schedule
-    order = Beam(shop).search(makespan * (1 - _EQUAL), width=width)
-    if order is None:
-        return schedule
-    better = schedule.with_rows(shop.rows(order))
-    return better if simulate(better, costs).makespan < makespan * (1 - _EQUAL) else schedule
-
-
-class Partial(NamedTuple):
-    """Partial schedules, one a row of each array."""
-
-    counts: Numbers  # per node, how many actions are placed
-    # per node and microbatch, the end; NEVER where it is not placed; one more column of -NEVER, for
-    # "needs nothing"
-    ends: Times
-    free: Times  # per device
-    live: Numbers  # per device, the activations it holds
-    reached: Times  # the least makespan after the actions that are placed
-
-    def take(self, rows: Numbers) -> Partial:
-        """The partial tables of these rows."""
-        counts, ends, free, live, reached = self
-        return Partial(counts[rows], ends[rows], free[rows], live[rows], reached[rows])
-
-
-class Beam:
-    """The arrays of a job shop, and the search on them."""
-
-    def __init__(self, shop: JobShop) -> None:
-        self.shop = shop
-        nodes = shop.nodes
-        arcs = sorted(shop.arcs, key=lambda arc: arc.target)
-        self.device = np.array([node.device for node in nodes])
-        self.length = np.array([node.length for node in nodes], np.float64)
-        self.begins = np.array([node.begins for node in nodes])
-        self.change = np.array([int(node.begins) - int(node.releases) for node in nodes])
-        self._source, self._target, self._lag, self._delay = map(np.array, zip(*arcs, strict=True))
-        # Every node comes after itself, so each has an arc.
-        self._first_arc = np.searchsorted(self._target, np.arange(len(nodes)))
-        self._cap = shop.cap if shop.cap is not None else len(nodes) * shop.microbatches
-        self._hash = np.random.default_rng(0).integers(1, 1 << 62, len(nodes))
-        # Per node and microbatch, the least time from its end to the end of all; one more column.
-        self._tails = np.array([[*row, 0] for row in shop.tails()], np.float64)
-        # Nodes by device, those first whose last action has the longest tail; and per node the
-        # lengths of those of its device up to it: with any of them come all before it.
-        self._last = self._tails[:, -2]
-        self._by_device = np.lexsort((-self._last, self.device))
-        device = self.device[self._by_device]
-        self._first_node = np.searchsorted(device, np.arange(shop.devices))
-        up_to = np.triu(device[:, None] == device)
-        self._work = up_to * self.length[self._by_device][:, None]
-
-    def _empty(self) -> Partial:
-        """The schedule with nothing placed."""
-        nodes, devices = len(self.shop.nodes), self.shop.devices
-        ends = np.full((1, nodes, self.shop.microbatches + 1), NEVER)
-        ends[:, :, -1] = -NEVER
-        none, holding = (np.zeros((1, size), np.int64) for size in (nodes, devices))
-        return Partial(none, ends, np.zeros((1, devices)), holding, np.zeros(1))
-
-    def search(self, limit: float, *, width: int) -> list[int] | None:
-        """The nodes in the order in which the shortest schedule found places their next actions;
-        None where none is below the limit.
-        """
-        beam, parents, placed = self._empty(), [], []
-        for _ in range(len(self.shop.nodes) * self.shop.microbatches):
-            row, node = np.nonzero(self._conflict(beam))
-            extended = self._place(beam.take(row), node)
-            kept = self._best(extended, limit, width)
-            if not len(kept):
-                return None
-            beam = extended.take(kept)
-            parents.append(row[kept])
-            placed.append(node[kept])
-        last, path = int(beam.reached.argmin()), []
-        for parent, node in zip(reversed(parents), reversed(placed), strict=True):
-            path.append(int(node[last]))
-            last = int(parent[last])
-        return path[::-1]
-
-    def _starts(self, beam: Partial) -> Times:
-        """Per node, the earliest start of its next action; NEVER where what it needs is
-        not placed.
-        """
-        at = beam.counts[:, self._target] - self._lag
-        rows = np.arange(len(at))[:, None]
-        at = np.where(at < 0, self.shop.microbatches, at)
-        known = beam.ends[rows, self._source, at] + self._delay
-        ready = np.maximum.reduceat(known, self._first_arc, axis=1)
-        starts: Times = np.maximum(ready, beam.free[:, self.device])
-        return starts
-
-    def _conflict(self, beam: Partial) -> Flags:
-        """On the device where an action can end first, the actions that could start before that
-        end.
-        """
-        full = self.begins & (beam.live[:, self.device] >= self._cap)
-        over = (beam.counts >= self.shop.microbatches) | full
-        starts = np.where(over, NEVER, self._starts(beam))
-        chosen = self._conflict_of(starts)
-        if self.shop.cap is None:
-            return chosen
-        # An F takes memory, so it may also wait for what comes next without it.
-        return chosen | self._conflict_of(np.where(chosen & self.begins, NEVER, starts))
-
-    def _conflict_of(self, starts: Times) -> Flags:
-        """The same, of actions with these starts."""
-        ends = starts + self.length
-        first = ends.argmin(1)
-        rows = np.arange(len(ends))
-        end = ends[rows, first]
-        chosen: Flags = (self.device == self.device[first][:, None]) & (starts < end[:, None])
-        chosen[rows, first] = np.isfinite(end)
-        return chosen
-
-    def _place(self, beam: Partial, node: Numbers) -> Partial:
-        """Each partial schedule with the next action of a node placed; the arrays are changed in
-        place.
-        """
-        rows = np.arange(len(node))
-        at = beam.counts[rows, node]
-        device = self.device[node]
-        end = self._starts(beam)[rows, node] + self.length[node]
-        beam.ends[rows, node, at] = end
-        beam.counts[rows, node] += 1
-        beam.free[rows, device] = end
-        beam.live[rows, device] += self.change[node]
-        return beam._replace(reached=np.maximum(beam.reached, end + self._tails[node, at]))
-
-    def _best(self, beam: Partial, limit: float, width: int) -> Numbers:
-        """The rows of least score below the limit, one of those that have placed the same actions:
-        what ranks them is the largest bound of a device and some of the mean.
-
-        A device is bounded by each action that can start, and by what is left to do on it: the
-        first start, all its work up to some node, and that node's tail.
-        """
-        left, starts = self.shop.microbatches - beam.counts, self._starts(beam)
-        todo, known = left > 0, (left > 0) & (starts < NEVER)
-        tails = self._tails[np.arange(len(self.device)), np.where(known, beam.counts, -1)]
-        alone = np.where(known, starts + self.length + tails, 0)
-        # What cannot start yet starts no earlier than the first that can.
-        soonest = np.where(known, starts, NEVER).min(1)[:, None]
-        heads = np.where(known, starts, np.maximum(beam.free[:, self.device], soonest))
-        order, first = self._by_device, self._first_node
-        heads = np.minimum.reduceat(np.where(todo, heads, NEVER)[:, order], first, axis=1)
-        together = heads[:, self.device[order]] + left[:, order] @ self._work + self._last[order]
-        device = np.maximum(np.where(todo[:, order], together, 0), alone[:, order])
-        device = np.maximum(np.maximum.reduceat(device, first, axis=1), beam.free)
-        bound = np.maximum(device.max(1), beam.reached)
-        ends = known.any(1) | ~left.any(1)  # others wait for what cannot start
-        score = np.where(ends & (bound < limit), bound + _MEAN * device.mean(1), NEVER)
-        ranked = np.argsort(score, kind="stable")
-        ranked = ranked[score[ranked] < NEVER]
-        key = beam.counts[ranked] @ self._hash
-        _, first = np.unique(key, return_index=True)
-        found: Numbers = ranked[np.sort(first)[:width]]
-        return found
-
 
 # The named schedules, each with one device for a stage; gpipe, 1f1b_overlap, zb_h1 and zb_1p are
 # those of several chunks for one.
