@@ -1,4 +1,4 @@
-"""How far from optimal `auto` is, on 40 fixed instances: without and with search, the best known
+"""How far from optimal `auto` is, on 40 instances: without and with search, the best known
 makespan, and what is proven.
 
     python -m benchmarks.search --search 60 -o benchmarks/results/search.txt
@@ -7,7 +7,8 @@ Instances mix unit, measured and unlike costs, one and two stages a device, loop
 wide and tight caps. "list" is list scheduling with local search, without OR-tools.  `--search` is
 in seconds of OR-tools' deterministic time, so that a result does not depend on the load of the
 machine; an instance whose optimum is proven returns at once.  Results of earlier runs are kept in
-`benchmarks/results/search_best.json`, so that the best known makespan is that of any run.
+`benchmarks/results/search_best.json`, so that the best known makespan is that of any run.  `--seed`
+takes random shapes instead of the fixed ones; give them a `--best` of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from random import Random
+from typing import NamedTuple, TypeAlias
 
 import jaxpipe as jp
 from benchmarks.output import Command, Result
@@ -32,7 +34,8 @@ COSTS = {
     "slow hop": jp.Costs(forward=4, input_grad=4, weight_grad=4, transfer=3),
 }
 # devices, chunks, microbatches, placement, cap
-SHAPES = (
+Shape: TypeAlias = tuple[int, int, int, str, int]
+SHAPES: tuple[Shape, ...] = (
     (4, 1, 8, "loop", 4),
     (4, 1, 8, "loop", 3),
     (4, 1, 16, "loop", 3),
@@ -89,15 +92,23 @@ class Instance(NamedTuple):
         return jp.check(found, max_activations=self.cap)
 
 
-INSTANCES = tuple(Instance(costs, *shape) for shape in SHAPES for costs in COSTS)
+def random_shapes(seed: int) -> tuple[Shape, ...]:
+    """As many shapes as there are fixed ones, of like sizes."""
+    rng, found = Random(seed), list[Shape]()
+    while len(found) < len(SHAPES):
+        devices, chunks, microbatches = rng.randint(3, 8), rng.randint(1, 3), rng.randint(6, 16)
+        place = rng.choice(("loop", "vee")) if chunks > 1 else "loop"
+        cap = rng.randint(chunks + 1, chunks * devices)
+        if devices * chunks * microbatches <= 128:
+            found.append((devices, chunks, microbatches, place, cap))
+    return tuple(found)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Command(__doc__)
     parser.option("--search", 60.0, "SECONDS")
-    parser.add_argument(
-        "--instances", type=int, nargs=2, default=(0, len(INSTANCES)), metavar=("FIRST", "END")
-    )
+    parser.option("--seed", 0, "SEED", "of random shapes; 0 takes the fixed ones")
+    parser.add_argument("--instances", type=int, nargs=2, default=(0, 40), metavar=("FIRST", "END"))
     parser.add_argument(
         "--best",
         type=Path,
@@ -108,7 +119,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     best = json.loads(args.best.read_text()) if args.best.exists() else {}
     rows, listed_gaps, searched_gaps, proven = [], [], [], []
-    for instance in INSTANCES[slice(*args.instances)]:
+    shapes = random_shapes(args.seed) if args.seed else SHAPES
+    instances = [Instance(costs, *shape) for shape in shapes for costs in COSTS]
+    for instance in instances[slice(*args.instances)]:
         relaxed = jp.lower_bound(
             instance.cost(),
             placement=instance.place(),
