@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .model.calls import Context as Context, spread as spread
     from .model.functions import Loss as Loss
     from .model.model import Model as Model
+    from .model.replaced import Replaced as Replaced
     from .model.settings import Memory as Memory, Sharding as Sharding
     from .optimizers import per_layer as per_layer
     from .pipeline import Pipeline as Pipeline
@@ -67,6 +68,7 @@ _ON_FIRST_USE = {
     "Memory": "model.settings",
     "Model": "model.model",
     "Pipeline": "pipeline",
+    "Replaced": "model.replaced",
     "Sharding": "model.settings",
     "VocabEmbedding": "vocabulary",
     "VocabHead": "vocabulary",

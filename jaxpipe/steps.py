@@ -249,7 +249,7 @@ class StepRunner:
         ]
         PipelineError.refuse(_REFUSED, faults)
         plans = self.partition.plans(with_outer(params))
-        PipelineError.refuse(_REFUSED, self.partition.frozen_faults(plans))
+        PipelineError.refuse(_REFUSED, self.partition.path_faults(plans))
         return plans
 
     def cache_shapes(self, params: Params, batch: PyTree, length: int) -> PyTree:

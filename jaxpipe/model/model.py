@@ -21,6 +21,7 @@ from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread
 from .functions import Extra, Functions, Loss, check_forms, mean_over_microbatches, with_aux
 from .keys import KeyOf
 from .param_layout import EMBEDDING, LOSS, LayerMap, with_outer
+from .replaced import Replaced, Replacements, in_microbatches
 from .settings import frozen_filter
 
 UserFunction: TypeAlias = Callable[..., Any]
@@ -59,6 +60,12 @@ class Model:
             ("stages/1/w" of a list), and the shape and dtype (without the axis of stages or
             layers), or regular expressions, each found in some path.  They have no gradient (None
             is in its place), no accumulator and no optimizer state, and any dtype.
+        replaced: parameters whose gradient is their next value (scales and amax histories of FP8,
+            loads of experts), by regular expressions of canonical paths: {"scale$": Replaced.MAX}.
+            The rule says how microbatches' values are combined, and those of data shards; a pair of
+            rules says both, (Replaced.SUM, Replaced.MEAN).  Neither `scale` nor a count changes
+            them, no optimizer has a state for them (see `Pipeline.with_trained`), and they are
+            whole on each device.
         time: with slices of sequences, the leaves of the batch that are cut along axis 1, by their
             paths or the first parts of these.
         whole: leaves of the batch without an axis of rows, by their paths or the first parts of
@@ -91,6 +98,7 @@ class Model:
     has_metrics: bool
     stage_loss: bool
     frozen: Any
+    replaced: Replacements
     time: Any
     whole: Any
     carry: Any
@@ -106,6 +114,7 @@ class Model:
         has_metrics: bool = False,
         stage_loss: bool = False,
         frozen: Callable[[str, Any], bool] | Sequence[str] | None = None,
+        replaced: Mapping[str, Replaced | tuple[Replaced, Replaced]] | Replacements | None = None,
         time: Sequence[str] = (),
         whole: Sequence[str] = (),
         carry: UserFunction | None = None,
@@ -145,6 +154,7 @@ class Model:
             "has_metrics": has_metrics,
             "stage_loss": stage_loss,
             "frozen": frozen_filter(frozen),
+            "replaced": Replacements.parse(replaced),
             "time": time,
             "whole": whole,
             "carry": carry,
@@ -236,8 +246,8 @@ class Model:
         microbatches and `rng`, random numbers are those of the pipeline without data shards.
 
         Raises:
-            PipelineError: rows do not divide into microbatches, or a function returns something
-                else than it should.
+            PipelineError: rows do not divide into microbatches, leaves cannot be replaced, or a
+                function returns something else than it should.
         """
         microbatches = slices if microbatches is None else microbatches
         sequences = microbatches // slices
@@ -247,10 +257,18 @@ class Model:
             faults.append(f"{microbatches} microbatches are no whole sequences of {slices} slices")
         PipelineError.refuse("", faults)
         rows = split_batch(batch, microbatches, slices, self.time, self.whole)
-        plain = self._plain(without_numpy(params), rows, rng, training=training, slices=slices)
+        params = without_numpy(params)
+        leaves, with_leaves = in_microbatches(params, self.replaced, microbatches)
+        make = partial(self._plain, rows=rows, rng=rng, training=training, slices=slices)
+        plain = make(params)
         functions, numbers = plain.functions, jnp.arange(microbatches, dtype=jnp.int32)
+
+        def microbatch(passed: Any, row: Any) -> Any:
+            index, leaves = row
+            return make(with_leaves(leaves)).microbatch(passed, index)
+
         passed, (losses, aux) = jax.lax.scan(
-            *(plain.microbatch, plain.begin(state), numbers),
+            *(microbatch, plain.begin(state), (numbers, leaves)),
             unroll=microbatches == 1,  # XLA leaves a loop of one trip in the program
         )
         loss, *_ = functions.total(losses, aux["count"])

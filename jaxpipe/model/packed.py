@@ -20,6 +20,7 @@ from jax.tree_util import DictKey
 
 from ..arrays import PyTree, as_dtype, by_path, zeros_of
 from ..jaxprs.entry import Entry, Part, Piece
+from .replaced import Replacement
 from .settings import jit_on_mesh
 
 
@@ -133,6 +134,7 @@ class InBuffer(NamedTuple):
     parts: tuple[Part, ...] = ()
     multiple: int = 1  # of which a buffer's length is, as an axis splits it
     pinned: bool = False  # there are axes that the partitioner may split over
+    replaced: Replacement | None = None  # see `LeafPlan`
 
     @property
     def axes(self) -> tuple[tuple[str, ...], ...]:

@@ -22,6 +22,7 @@ from ..jaxprs.entry import Part
 from .calls import Cuts, is_padded, own_shape, unpadded
 from .packed import Buffer, Group, InBuffer, Packed, Parameter
 from .param_layout import Chunks, ParamLayout
+from .replaced import NOTHING_REPLACED, Replacement, Replacements
 from .settings import Patterns, Sharding, holds, is_spec, names_of, trimmed
 
 
@@ -38,12 +39,18 @@ class LeafPlan:
     gathers: tuple[tuple[str, int], ...]  # (mesh axis, dim)
     auto: tuple[Any, ...]  # per dim, the axes that the partitioner splits it over, or None
     frozen: bool = False  # no gradient, no accumulator
+    replaced: Replacement | None = None  # its gradient is its next value, by this rule
     # (mesh axis, dim) of a share that functions work on, never gathered: the pipe axis for spread
     # functions, and data axes that specs name
     held: tuple[tuple[str, int], ...] = ()
     pinned: bool = False  # the partitioner shall not split what `auto` does not say
     # the parameters that are in the leaf, and how, where it is a buffer
     parameters: tuple[tuple[Parameter, InBuffer | None], ...] = ()
+
+    @property
+    def trained(self) -> bool:
+        """Whether an optimizer is for it."""
+        return not self.frozen and self.replaced is None
 
     def spec(self, axis: str, *, manual: bool = False) -> PartitionSpec:
         """The whole sharding of the placed leaf, as JAX writes that of a step's results: else the
@@ -140,6 +147,7 @@ def reduce_gradients(
     grads: Sequence[Any], plans: Sequence[LeafPlan], axes: Sequence[str], *, by_parts: bool = False
 ) -> list[Any]:
     """Sum gradients over mesh axes, once: all that are whole over the same axes in one collective.
+    Those of leaves that are replaced stay as they are.
 
     With `by_parts` large gradients are summed in place, part by part.  XLA for TPUs gives the
     result of a collective room of its own.
@@ -147,7 +155,7 @@ def reduce_gradients(
     scattered = [plan.scatter(g, axes) for g, plan in zip(grads, plans, strict=True)]
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, plan in enumerate(plans):
-        names = plan.whole_axes(axes)
+        names = () if plan.replaced else plan.whole_axes(axes)
         if names and by_parts and scattered[i].nbytes > PART:
             scattered[i] = _summed_by_parts(scattered[i], plan, names)
         elif names:
@@ -211,6 +219,7 @@ class Partition:
     layout: ParamLayout
     cuts: Cuts  # parameters that are cut over the pipe axis, for functions that are spread
     frozen: Callable[[str, Any], bool] | None = None  # of a path, "stages/w", and a shape
+    replaced: Replacements = NOTHING_REPLACED
 
     @property
     def axis(self) -> str:
@@ -233,9 +242,9 @@ class Partition:
         """A `LeafPlan` for each leaf of placed parameters (arrays or shapes).
 
         Raises:
-            PipelineError: specs that do not fit; given the canonical parameters, also specs and
-                expressions of frozen= that are for none of these, and trained ones that cannot have
-                a gradient.  All are listed.
+            PipelineError: specs that do not fit, and leaves that cannot be replaced; given the
+                canonical parameters, also specs and expressions of frozen= and replaced= that are
+                for none of these, and trained ones that cannot have a gradient.  All are listed.
         """
         found = {key: self._tree(key, tree) for key, tree in params.items()}
         leaves = [*zip(by_path(dict(params)).items(), leaf_plans(found), strict=True)]
@@ -246,12 +255,12 @@ class Partition:
         ]
         faults += [fault for (_, leaf), plan in leaves for fault in self._faults(plan, leaf.dtype)]
         if canonical is not None:
-            faults += [*self._unused_specs(canonical), *self.frozen_faults(found)]
+            faults += [*self._unused_specs(canonical), *self.path_faults(found)]
             faults += [
                 f"parameter {path!r} is {leaf.dtype}; parameters that are trained must be "
                 "floating: put other arrays in the batch, or name them in frozen="
                 for (path, leaf), plan in leaves
-                if not plan.frozen and not jnp.issubdtype(leaf.dtype, jnp.inexact)
+                if plan.trained and not jnp.issubdtype(leaf.dtype, jnp.inexact)
             ]
         # chunks whose stages are alike have the same faults
         PipelineError.refuse(
@@ -259,12 +268,15 @@ class Partition:
         )
         return found
 
-    def frozen_faults(self, plans: PyTree) -> list[str]:
-        """Expressions of frozen= that are found in the path of none of the parameters."""
-        if not isinstance(self.frozen, Patterns):
-            return []
-        paths = (own.path for plan in leaf_plans(plans) for own, _ in plan.parameters)
-        return self.frozen.faults(list(dict.fromkeys(paths)))
+    def path_faults(self, plans: PyTree) -> list[str]:
+        """Expressions of frozen= and replaced= that are found in the path of none of the
+        parameters.
+        """
+        paths = list(
+            dict.fromkeys(own.path for plan in leaf_plans(plans) for own, _ in plan.parameters)
+        )
+        every = (self.frozen, self.replaced.patterns)
+        return [fault for one in every if isinstance(one, Patterns) for fault in one.faults(paths)]
 
     @cached_property
     def _specs(self) -> dict[str, dict[str, Any]]:
@@ -300,6 +312,8 @@ class Partition:
         """The faults of the parameters in a leaf, as users want them to be stored."""
         for own, _ in plan.parameters:
             yield from self._spec(own)[1]
+            spread = own.path.partition("/")[0] in self.cuts.dims
+            yield from self.replaced.faults(own.path, dtype, frozen=plan.frozen, spread=spread)
         first, _ = plan.parameters[0]
         spec, cut = self._spec(first)[0], dict(plan.held).get(self.axis)
         if cut is not None and spec[cut : cut + 1] not in ((), (None,)):
@@ -311,9 +325,9 @@ class Partition:
         if any(self.kept(own, dtype) != (how or alike) for own, how in plan.parameters):
             paths = ", ".join(dict.fromkeys(repr(own.path) for own, _ in plan.parameters))
             yield (
-                f"one array stores {shorten(paths, 300)}, but frozen=, specs= or the mesh axes of "
-                "this pipeline keep it apart; bring them over with the pipeline that placed them "
-                "as `old`: new.place(old.canonical(...))"
+                f"one array stores {shorten(paths, 300)}, but frozen=, replaced=, specs= or the "
+                "mesh axes of this pipeline keep it apart; bring them over with the pipeline that "
+                "placed them as `old`: new.place(old.canonical(...))"
             )
 
     def _unused_specs(self, canonical: Mapping[str, PyTree]) -> list[str]:
@@ -374,6 +388,8 @@ class Partition:
         """
         (spec, faults), frozen = self._spec(own), self._is_frozen(own, dtype)
         # `plans` lists these; and a buffer's shape is the same outside and inside of a step
+        if rule := self.replaced.of(own.path):
+            return self.in_buffer(Group.ALONE)._replace(replaced=rule)
         if faults or self._held(spec) or not (frozen or jnp.issubdtype(dtype, jnp.inexact)):
             return self.in_buffer(Group.ALONE)
         group = Group.FROZEN if frozen else Group.TRAINED
@@ -406,13 +422,14 @@ class Partition:
         shape = leaf.shape[int(stage) :]
         entries = (*spec, *(None,) * (len(shape) - len(spec)))
         held, fsdp = self._held(entries), self.sharding.fsdp
+        rule = next(filter(None, (self.replaced.of(own.path) for own, _ in inside)), None)
         used = {dim for dim, entry in enumerate(entries) if entry is not None}
         local = {dim for _, dim in held}
         auto = tuple(None if dim in local else entry for dim, entry in enumerate(entries))
         gathers: list[tuple[str, int]] = []
         wanted = [self.axis] if self.sharding.outer and not stage and cut is None else []
         wanted += [] if fsdp is None or fsdp in dict(held) else [fsdp]
-        for name in wanted:
+        for name in wanted if rule is None else ():  # a rule is for whole leaves
             size = self.mesh.shape[name]
             fits = [d for d, n in enumerate(shape) if d not in {cut, *used} and n and n % size == 0]
             if fits and size > 1:
@@ -420,7 +437,8 @@ class Partition:
                 used.add(gathers[-1][1])
         held += [] if cut is None else [(self.axis, cut)]
         frozen = any(self._is_frozen(own, leaf.dtype) for own, _ in inside)
-        return LeafPlan(stage, tuple(gathers), auto, frozen, tuple(held), parameters=tuple(inside))
+        kept = tuple(gathers), auto, frozen, rule, tuple(held)
+        return LeafPlan(stage, *kept, parameters=tuple(inside))
 
     def _held(self, spec: Sequence[Any]) -> list[tuple[str, int]]:
         """(data axis, dim) that a spec names."""

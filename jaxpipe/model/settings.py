@@ -214,9 +214,10 @@ def has(tree: PyTree, kind: type) -> bool:
 
 @dataclass(frozen=True)
 class Patterns:
-    """The filter of frozen parameters that regular expressions of paths make."""
+    """A filter of parameters that regular expressions of paths make."""
 
     of: tuple[re.Pattern[str], ...]
+    argument: str = "frozen"  # of `Model`, in errors
 
     def __call__(self, path: str, _leaf: Any) -> bool:
         """Whether one of them is found in a path."""
@@ -229,8 +230,8 @@ class Patterns:
             close = get_close_matches(re.sub(r"[\\^$]", "", unused), paths, n=2)
             hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
             found.append(
-                f"frozen: {unused!r} is found in the path of no parameter; {hint}the paths are "
-                f"{known}"
+                f"{self.argument}: {unused!r} is found in the path of no parameter; {hint}the "
+                f"paths are {known}"
             )
         return found
 
@@ -246,11 +247,16 @@ def frozen_filter(frozen: Any) -> Callable[[str, Any], bool] | None:
             "frozen must be a function of a path and a shape, or regular expressions of paths; "
             f"got {frozen!r}"
         )
+    return patterns_of("frozen", patterns)
+
+
+def patterns_of(argument: str, expressions: Sequence[str]) -> Patterns:
+    """The filter that these regular expressions make; PipelineError for one that is none."""
     try:
-        return Patterns(tuple(map(re.compile, patterns)))
+        return Patterns(tuple(map(re.compile, expressions)), argument)
     except re.error as error:
         raise PipelineError(
-            f"frozen: {error.pattern!r} is no regular expression ({error}); `re.escape(path)` "
+            f"{argument}: {error.pattern!r} is no regular expression ({error}); `re.escape(path)` "
             "makes one of a path"
         ) from None
 
