@@ -49,9 +49,12 @@ batching.defvectorized(_once)
 mlir.register_lowering(_once, lambda _, x: [x])
 
 
-def differentiable_loss(value: RunStep, step: RunStep) -> RunStep:
+def differentiable_loss(
+    value: RunStep, step: RunStep, replaced: Callable[[Params], PyTree]
+) -> RunStep:
     """A call whose loss is differentiable by the parameters: the step's gradients, scaled by the
-    cotangent.
+    cotangent; the next values of leaves that are `replaced` (of parameters, a tree of flags) are
+    not scaled.
 
     `value` runs where nothing is differentiated, `step` where something is.  Other results are
     constants, and batch, key, state and scale may not depend on what is differentiated.
@@ -79,14 +82,14 @@ def differentiable_loss(value: RunStep, step: RunStep) -> RunStep:
         params, grads = kept
         outside = cotangents["loss"]
 
-        def scaled(param: Any, grad: Any) -> Any:
+        def scaled(param: Any, grad: Any, is_next: bool) -> Any:
             if grad is None or isinstance(outside, SymbolicZero):
                 return None  # zeros
-            found = (grad * jnp.asarray(outside, grad.dtype)).astype(param.dtype)
-            return on_mesh_of(param, found)
+            found = grad if is_next else grad * jnp.asarray(outside, grad.dtype)
+            return on_mesh_of(param, found.astype(param.dtype))
 
         nothing = (None, None, None, None)  # for batch, rng, state and scale
-        return jax.tree.map(scaled, params, grads), *nothing
+        return jax.tree.map(scaled, params, grads, replaced(params)), *nothing
 
     results.defvjp(forward, backward, symbolic_zeros=True)
 

@@ -34,6 +34,7 @@ from .model.functions import StageOutput
 from .model.keys import KeyOf, shard_key
 from .model.param_layout import OUTER
 from .model.partition import LeafPlan, leaf_plans
+from .model.replaced import ADDED
 from .program.ir import Program, Step, interpret
 from .program.verify import verify
 from .spmd.step import merged_state, scaled_loss, totals
@@ -142,14 +143,15 @@ class _Shard:
 
         def empty(leaf: Any, plan: LeafPlan) -> Any:
             dtype = accumulator_dtype(leaf.dtype, setup.accumulate)
-            return None if plan.frozen else jnp.zeros(leaf.shape, dtype)
+            rule = plan.replaced or ADDED
+            return None if plan.frozen else rule.empty(leaf.shape, dtype)
 
         # accumulators; None for frozen parameters
         self.total: dict[Any, PyTree] = {}
         for key, tree in self.params.items():
             like = jax.tree.unflatten(jax.tree.structure(tree), self.plans[key])
             self.total[key] = jax.tree.map(empty, tree, like)
-        self.like = params["stages"]
+        self.placed = params
         self.state = [layout.of_stage(s, state) if state else () for s in self.stages]
         # the state before a forward: stage, microbatch
         self.before: dict[tuple[int, int], PyTree] = {}
@@ -169,17 +171,22 @@ class _Shard:
             for use in uses_of(self.setup, self.params[name], self.plans[name])
         ]
 
-    def _add(self, key: Any, grads: tuple[PyTree, PyTree], share: float = 1.0) -> None:
-        """Add gradients of a function's own parameters and of the shared ones."""
+    def _add(
+        self, key: Any, grads: tuple[PyTree, PyTree], *, microbatch: int, share: float = 1.0
+    ) -> None:
+        """Add a microbatch's gradients of a function's own parameters and of the shared ones."""
+        is_last = microbatch == self.setup.num_microbatches - 1
+
+        def added(total: Any, plan: LeafPlan, grad: Any) -> Any:
+            if total is None:
+                return None
+            return (plan.replaced or ADDED).add(total, grad * share, is_last)
+
         for name, own in zip((key, "shared"), grads, strict=True):
-            self.total[name] = jax.tree.map(
-                lambda total, grad: (
-                    None if total is None else total + (grad * share).astype(total.dtype)
-                ),
-                self.total[name],
-                own,
-                is_leaf=_is_none,
-            )
+            totals, tree = jax.tree.flatten(self.total[name], is_leaf=_is_none)
+            own = jax.tree.leaves(own, is_leaf=_is_none)
+            totals = list(map(added, totals, self.plans[name], own))
+            self.total[name] = jax.tree.unflatten(tree, totals)
 
     def _extra(
         self, of: KeyOf, stage: int, microbatch: int, wants: frozenset[str] = OUTER_WANTS
@@ -207,16 +214,16 @@ class _Shard:
             case Kind.E:
                 return {"out": self._first(microbatch)[0]}
             case Kind.G:
-                self._add("first", *self._first(microbatch)[1](held["y"]))
+                self._add("first", *self._first(microbatch)[1](held["y"]), microbatch=microbatch)
             case Kind.L:
                 dy, grads = self._last(microbatch, held["y"])
                 if Place.LAST_GRADIENTS in step.makes:
-                    self._add("last", grads)
+                    self._add("last", grads, microbatch=microbatch)
                 return {"out": dy, "stash": [grads] * parts}
             case _ if Place.STAGE_GRADIENTS in step.makes:
-                self._add(step.stage, held["stash"])
+                self._add(step.stage, held["stash"], microbatch=microbatch)
             case _:  # its device's part of the gradient of `last`
-                self._add("last", held["stash"], 1 / parts)
+                self._add("last", held["stash"], microbatch=microbatch, share=1 / parts)
         return {}
 
     def forward(self, step: Step) -> Mapping[str, Any]:
@@ -234,7 +241,7 @@ class _Shard:
         if Place.AUX in step.makes:
             found["out"], grads = self._last(step.microbatch, y)
             if self.setup.training:
-                self._add("last", grads)
+                self._add("last", grads, microbatch=step.microbatch)
         found["carry_out"], found["buffer"] = returned.carried or (None, None)
         return found | {"sent": y, "residual_input": None, "residual_weight": vjp}
 
@@ -243,9 +250,9 @@ class _Shard:
         later = tuple(step.held.get(f"{name}_gradient") for name in ("carry", "buffer"))
         grads, dx, before = step.held["residual_weight"](step.held["cotangent"], later)
         if Place.STAGE_GRADIENTS in step.makes:
-            self._add(step.stage, grads)
+            self._add(step.stage, grads, microbatch=step.microbatch)
         if Place.FIRST_GRADIENTS in step.makes:
-            self._add("first", *step.held["first"](dx))
+            self._add("first", *step.held["first"](dx), microbatch=step.microbatch)
         carry, rows = before or (None, None)
         found = {"sent": dx, "out": dx, "stash": grads}
         return found | {"carry_gradient_out": carry, "buffer_gradient": rows}
@@ -326,7 +333,7 @@ class _Shard:
         """
         stages = [self.total[s] for s in self.stages]
         grads = {key: self.total[key] for key in OUTER}
-        grads["stages"] = self.setup.layout.place_trees(stages, self.like)
+        grads["stages"] = self.setup.layout.place_trees(stages, self.placed["stages"])
         aux = None if self.functions.last is None else stacked(self.aux)
         return jnp.asarray(self.losses), aux, self.state, grads
 
@@ -360,7 +367,15 @@ def _finished(shards: list[_Shard]) -> StepResults:
         results |= scaled_loss(results, shards[0].scale)
         state = jax.tree.map(lambda leaf: merged_state(setup, leaf, data), state)
         factor = 1.0 if scale is None or counted else scale
-        return results, state, jax.tree.map(lambda g: lax.psum(g, data) * factor, grads)
+
+        def finished(plan: LeafPlan, param: Any, total: Any) -> Any:
+            if total is None:
+                return None
+            if rule := plan.replaced:
+                return rule.next_value(total, setup.num_microbatches, data=data).astype(param.dtype)
+            return lax.psum(total, data) * factor
+
+        return results, state, jax.tree.map(finished, setup.plans, shards[0].placed, grads)
 
     every = jax.vmap(on_shard, axis_name=axis)(*stacked([shard.results() for shard in shards]))
     results, state, grads = jax.tree.map(lambda leaf: leaf[0], every)

@@ -113,7 +113,9 @@ class Pipeline:
         sharding.check(self.mesh, schedule=named(schedule), devices=schedule.num_devices)
         self.functions, self.layout, cuts = staged(model, schedule, layout, memory.remat)
         self.schedule = with_shares(schedule, costs, self.functions)
-        self.partition = Partition(self.mesh, sharding, self.layout, cuts, model.frozen)
+        self.partition = Partition(
+            self.mesh, sharding, self.layout, cuts, model.frozen, model.replaced
+        )
         self._placer = Placer(self.partition)
         self._steps = StepRunner(
             self.schedule,
@@ -190,24 +192,37 @@ class Pipeline:
     def trained(
         self, tree: Params, *, like: Mapping[str, PyTree] | None = None
     ) -> dict[str, PyTree]:
-        """Placed parameters, or a tree like them, with None for those that are `frozen`: what an
-        optimizer is for.
+        """Placed parameters, or a tree like them, with None for those that are `frozen` or
+        `replaced`: what an optimizer is for.
 
         Example:
             trained = pipe.trained(params)
-            updates, opt_state = optimizer.update(grads, opt_state, trained)
-            params = pipe.with_trained(params, optax.apply_updates(trained, updates))
+            updates, opt_state = optimizer.update(
+                pipe.trained(grads, like=params), opt_state, trained
+            )
+            params = pipe.with_trained(params, optax.apply_updates(trained, updates), grads=grads)
         """
         plans = self.partition.plans(tree if like is None else like)
-        return jax.tree.map(lambda plan, leaf: None if plan.frozen else leaf, plans, tree)
 
-    def with_trained(self, params: Params, trained: Params) -> dict[str, PyTree]:
-        """Placed parameters with new values for those that are not `frozen`."""
+        def own(plan: LeafPlan, leaf: Any) -> Any:
+            return leaf if plan.trained else None
 
-        def chosen(plan: LeafPlan, old: Any, new: Any) -> Any:
-            return old if plan.frozen else new
+        return jax.tree.map(own, plans, tree)
 
-        return jax.tree.map(chosen, self.partition.plans(params), params, trained)
+    def with_trained(
+        self, params: Params, trained: Params, *, grads: Params | None = None
+    ) -> dict[str, PyTree]:
+        """Placed parameters with new values for those that `trained` keeps; with the gradients of a
+        step also for those that are `replaced`.
+        """
+
+        def chosen(plan: LeafPlan, old: Any, new: Any, grad: Any) -> Any:
+            if plan.trained:
+                return new
+            return grad if plan.replaced and grads is not None else old
+
+        values = params, trained, params if grads is None else grads
+        return jax.tree.map(chosen, self.partition.plans(params), *values)
 
     def place_state(self, state: PyTree) -> ChunkState:
         """The stages' own state (batch statistics, say), canonical like `params["stages"]`, laid

@@ -383,7 +383,12 @@ class Compiled:
         step, evaluate, outputs = of(Call.STEP), of(Call.EVALUATE), of(Call.OUTPUTS)
         # What stages hand from microbatch to microbatch is known after a step alone.
         value = step if steps.functions.has_state else of(Call.LOSS)
-        self.loss = differentiable_loss(value, step)
+
+        def replaced(params: Params) -> PyTree:
+            plans = steps.partition.plans(params)
+            return jax.tree.map(lambda plan: plan.replaced is not None, plans)
+
+        self.loss = differentiable_loss(value, step, replaced)
         self.step = without_gradient(step, Call.STEP.value)
         self.evaluate = without_gradient(evaluate, Call.EVALUATE.value)
         self.outputs = without_gradient(outputs, Call.OUTPUTS.value)

@@ -6,7 +6,18 @@ from typing import Any
 
 import jaxpipe as jp
 
-MODEL = ("first", "last", "loss", "has_metrics", "stage_loss", "frozen", "time", "whole", "carry")
+MODEL = (
+    "first",
+    "last",
+    "loss",
+    "has_metrics",
+    "stage_loss",
+    "frozen",
+    "replaced",
+    "time",
+    "whole",
+    "carry",
+)
 SHARDING = {
     "axis": "pipe",
     "data_axes": "data",

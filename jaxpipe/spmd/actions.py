@@ -23,7 +23,6 @@ from ..table.kinds import COLLECTIVES, Kind
 from .block import (
     BlockCode,
     State,
-    add,
     add_at,
     empty,
     held_back,
@@ -237,10 +236,10 @@ class StageAction:
         if place in _SENT:
             return self._hand_on(place, values, state)
         if place is Place.STAGE_GRADIENTS:
-            common = state["shared_gradients"]
-            own = len(values) - len(common)
-            after = self.operand.with_totals(state[name], values[:own])
-            return state | {name: after, "shared_gradients": add(common, values[own:])}
+            step, own = self.step, len(values) - len(state["shared_gradients"])
+            is_last = step.is_last(row.microbatch)
+            after = self.operand.with_totals(state[name], values[:own], is_last=is_last)
+            return state | {name: after} | step.added("shared", values[own:], row.microbatch, state)
         if not values:
             return state
         if place is Place.LOSSES:
@@ -352,7 +351,7 @@ def _first_gradient(
     else:
         late = [*read(state["first"], row.first), *dx]
     arguments = [*step.end_inputs("first", microbatch), *late]
-    return _accumulate("first_gradients", step.code.first.backward, arguments, state)
+    return _accumulate(step, "first", step.code.first.backward, arguments, row, state)
 
 
 def _last(step: DeviceStep, row: Record[Scalar], state: State, y: Leaves | None = None) -> State:
@@ -404,12 +403,9 @@ def _loss(
     if Place.STASH in found:
         state = state | {"share": write(state["share"], row.stash, found[Place.STASH])}
     elif training:
-        own, common = state["last_gradients"], state["shared_gradients"]
-        grads = found[Place.STAGE_GRADIENTS]
-        state = state | {
-            "last_gradients": add(own, grads[: len(own)]),
-            "shared_gradients": add(common, grads[len(own) :]),
-        }
+        grads, own = found[Place.STAGE_GRADIENTS], len(state["last_gradients"])
+        state |= step.added("last", grads[:own], row.microbatch, state)
+        state |= step.added("shared", grads[own:], row.microbatch, state)
     if source is not None:
         # All leaves take one reduction.
         dy = lax.psum(dy, step.setup.axis) if training else dy
@@ -433,15 +429,23 @@ def _last_weight_grad(step: DeviceStep, row: Record[Scalar], state: State) -> St
     assert step.code.last is not None
     stash = read(state["share"], row.stash)
     arguments = [*step.end_inputs("last", row.microbatch), step.share_seed, *stash]
-    return _accumulate("last_gradients", step.code.last.weight_grad, arguments, state)
+    return _accumulate(step, "last", step.code.last.weight_grad, arguments, row, state)
 
 
-def _accumulate(name: str, jaxpr: Any, arguments: Leaves, state: State) -> State:
+def _accumulate(
+    step: DeviceStep, key: str, jaxpr: Any, arguments: Leaves, row: Record[Scalar], state: State
+) -> State:
     """Run code that adds gradients of `first` or `last` and of the shared parameters in place."""
-    own, common = state[name], state["shared_gradients"]
-    totals = {i: Total(leaf) for i, leaf in enumerate([*own, *common])}
-    (after,) = run_in_slots(InSlots(jaxpr, arguments, writes=totals))
-    return state | {name: after[: len(own)], "shared_gradients": after[len(own) :]}
+    names = f"{key}_gradients", "shared_gradients"
+    rules, totals = step.rules[key] + step.rules["shared"], [*state[names[0]], *state[names[1]]]
+    pairs = list(zip(rules, totals, strict=True))
+    writes = {i: Total(total) for i, (rule, total) in enumerate(pairs) if rule is None}
+    (after,) = run_in_slots(InSlots(jaxpr, arguments, writes=writes))
+    for i, (rule, total) in enumerate(pairs):
+        if rule is not None:
+            after[i] = rule.add(total, after[i], step.is_last(row.microbatch))
+    own = len(step.rules[key])
+    return state | {names[0]: after[:own], names[1]: after[own:]}
 
 
 def _ordered(step: DeviceStep, microbatch: Scalar, state: State) -> Scalar:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar, as_dtype, is_key, with_words
+from ..model.replaced import Replacement
 from ..program.segments import Presence
 from ..table.effects import Place
 
@@ -100,9 +101,11 @@ def empty(avals: Sequence[Any], *leading: int) -> Leaves:
     return [zeros((*leading, *aval.shape), aval.dtype) for aval in avals]
 
 
-def add(total: Sequence[Any], values: Sequence[Any]) -> Leaves:
-    """Accumulate in the total's dtype."""
-    return [t + v.astype(t.dtype) for t, v in zip(total, values, strict=True)]
+def add(total: Any, value: Any, rule: Replacement | None, *, is_last: Flag) -> Any:
+    """Accumulate in the total's dtype; by the rule of a leaf that is replaced (`is_last`: the value
+    of the batch's last microbatch).
+    """
+    return total + value.astype(total.dtype) if rule is None else rule.add(total, value, is_last)
 
 
 def without_weak_types(values: Sequence[Any]) -> Leaves:

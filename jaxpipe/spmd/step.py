@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ..arrays import (
+    Flag,
     Leaves,
     Params,
     PyTree,
@@ -37,13 +38,14 @@ from ..model.keys import KeyOf
 from ..model.packed import Home, Places, stacks_of_layers
 from ..model.param_layout import OUTER, Chunks
 from ..model.partition import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
+from ..model.replaced import ADDED, Replacement
 from ..program.ir import Program
 from ..stage.code import StageCode, run
 from ..stage.counts import total_count
 from ..stage.model_code import ModelCode
 from ..stage.setup import Inputs, Setup
 from ..table.effects import OF_SLICES, TOGETHER, Place
-from .block import State, chunks_of, empty, false, of_chunk, of_slot
+from .block import State, add, chunks_of, empty, false, of_chunk, of_slot
 from .pools import Buffers, Packing
 
 
@@ -60,6 +62,7 @@ class Operand:
     once: Leaves  # what was hoisted
     state_places: Places = ()
     gradient_places: Places = ()  # of the parameters that have a gradient
+    rules: tuple[Replacement | None, ...] = ()  # of the same, where they are replaced
     # of the chunk's accumulators, see `Total`
     splits: tuple[PartitionSpec | None, ...] = ()
 
@@ -67,24 +70,32 @@ class Operand:
         """The inputs of its code; x with what comes from other slices."""
         return [*self.code.consts, *self.params, *x, *extra, *self.once]
 
-    def totals(self, chunk: Leaves) -> list[Destination]:
-        """The accumulators of the stage's own gradients, among those of its chunk."""
+    def totals(self, chunk: Leaves) -> list[Destination | None]:
+        """The accumulators of the stage's own gradients, among those of its chunk; None for leaves
+        that are replaced, whose values are not always added.
+        """
 
-        def total(place: Home) -> Destination:
+        def total(place: Home, rule: Replacement | None) -> Destination | None:
+            if rule is not None:
+                return None
             held, split = chunk[place.at], self.splits[place.at]
             if isinstance(held, tuple) and place.row is not None:
                 return Total(held[place.row], split and PartitionSpec(*split[1:]))
             kept = _in_place(place, held)
             return kept if isinstance(kept, Piece | StackRow) else Total(kept, split)
 
-        return list(map(total, self.gradient_places))
+        return list(map(total, self.gradient_places, self.rules))
 
-    def with_totals(self, chunk: Leaves, totals: Leaves) -> Leaves:
-        """The accumulators of the chunk with these in the place of the stage's own."""
+    def with_totals(self, chunk: Leaves, totals: Leaves, *, is_last: Flag) -> Leaves:
+        """The accumulators of the chunk with these in the place of the stage's own; of leaves that
+        are replaced, these are the values of a microbatch, `is_last` of the last one.
+        """
         after = list(chunk)
-        for place, total in zip(self.gradient_places, totals, strict=True):
+        for place, total, rule in zip(self.gradient_places, totals, self.rules, strict=True):
             held = after[place.at]
-            if isinstance(held, tuple):
+            if rule is not None:
+                after[place.at] = place.put(held, rule.add(place.take(held), total, is_last))
+            elif isinstance(held, tuple):
                 held = dict(enumerate(held)) | {place.row: total}
                 after[place.at] = tuple(held.values())
             else:
@@ -109,6 +120,7 @@ class DeviceStep:
         chunks: the parameters of the device's stages, with copies of others'.
         apart: by chunk, the leaves whose accumulators are an array for each layer.
         operands: by chunk and kind of stage, and of "first" and "last".
+        rules: of first, last and shared parameters that have a gradient, see `Replacement`.
         seed: the cotangent of one microbatch's loss.
     """
 
@@ -139,12 +151,26 @@ class DeviceStep:
                 params = jax.tree.leaves((getattr(inputs, name), inputs.shared))
                 once = run(end.hoist, *end.consts, *params)
                 self.operands[name] = Operand(end, params, once)
+        self.rules = {
+            key: tuple(plan.replaced for plan in leaf_plans(setup.plans[key]) if not plan.frozen)
+            for key in OUTER
+        }
         self.seed: Any = setup.seed(self._count(), inputs.scale) if setup.training else None
 
     @property
     def share_seed(self) -> Any:
         """The cotangent of a loss that all devices of the pipe axis compute."""
         return self.seed / lax.axis_size(self.setup.axis)
+
+    def is_last(self, microbatch: Scalar) -> Flag:
+        """Whether it is the last microbatch of the batch."""
+        return microbatch == self.setup.num_microbatches - 1
+
+    def added(self, key: str, values: Leaves, microbatch: Scalar, state: State) -> State:
+        """The gradients of first, last or shared parameters with those of a microbatch."""
+        by_rule = partial(add, is_last=self.is_last(microbatch))
+        name = f"{key}_gradients"
+        return {name: list(map(by_rule, state[name], values, self.rules[key]))}
 
     def end_inputs(self, key: str, microbatch: Scalar, y: Leaves | None = None) -> Leaves:
         """The inputs of `first` or `last`."""
@@ -177,6 +203,7 @@ class DeviceStep:
             once=run(code.hoist, *code.consts, *whole),
             state_places=layout.held(stage, kept).places if kept else (),
             gradient_places=tuple(p for p in places if not plans[p.at].frozen),
+            rules=tuple(plans[p.at].replaced for p in places if not plans[p.at].frozen),
             splits=tuple(PartitionSpec(*p.auto) if on_tpus else None for p in plans),
         )
 
@@ -255,6 +282,8 @@ class DeviceStep:
             if plan.frozen:
                 return None
             dtype = accumulator_dtype(leaf.dtype, self.setup.accumulate)
+            if plan.replaced:
+                return plan.constrain(plan.replaced.empty(leaf.shape, dtype))
             if number not in apart:
                 return plan.constrain(jnp.zeros(leaf.shape, dtype))
             of_layer = replace(plan, auto=plan.auto[1:])
@@ -296,7 +325,9 @@ def _replica_moves(
 
 
 def return_replicas(setup: Setup, leaves: Sequence[Leaves]) -> list[Leaves]:
-    """Send the gradients of copied stages to their owners and add them there."""
+    """Send the gradients of copied stages to their owners and add them there, or what the rules of
+    leaves that are replaced say.
+    """
     replicas = setup.layout.replicas()
     owned = [leaves[v] for v in range(setup.layout.num_owned)]
     if not replicas:
@@ -304,13 +335,16 @@ def return_replicas(setup: Setup, leaves: Sequence[Leaves]) -> list[Leaves]:
     # A device may hold copies in a chunk that others own: count each gradient where its stage is
     # owned.
     device = lax.axis_index(setup.axis)
+    plans = [trained(own, own) for own in map(leaf_plans, setup.plans["stages"])]
+    rules = [[plan.replaced or ADDED for plan in own] for own in plans]
     for v in range(setup.layout.num_owned):
         mine = jnp.array([s >= 0 for s in setup.layout.stage_at(v)])[device]
-        zeros = jax.tree.map(jnp.zeros_like, owned[v])
-        owned[v] = jax.tree.map(partial(jnp.where, mine), owned[v], zeros)
+        owned[v] = [rule.kept(mine, leaf) for rule, leaf in zip(rules[v], owned[v], strict=True)]
     for chunk, held, pairs in _replica_moves(replicas):
         sent = lax.ppermute(leaves[chunk], setup.axis, [(t, s) for s, t in pairs])
-        owned[held] = jax.tree.map(jnp.add, owned[held], sent)
+        comes = jnp.isin(device, jnp.array([owner for owner, _ in pairs]))
+        both = zip(rules[held], owned[held], sent, strict=True)
+        owned[held] = [rule.joined(own, leaf, comes) for rule, own, leaf in both]
     return owned
 
 
@@ -331,15 +365,30 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     if not setup.training:
         return results, {}
     chunks = chunks_of(state, Place.STAGE_GRADIENTS)
-    owned = return_replicas(setup, [list(map(_stacked, chunk)) for chunk in chunks])
+    owned = return_replicas(
+        setup, [[_stacked(total) for total in chunk if total is not None] for chunk in chunks]
+    )
 
     def finished(values: Leaves, plans: PyTree, like: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """The sums of gradients, None for frozen parameters."""
-        held, values = leaf_plans(plans), [v for v in values if v is not None]
-        by_parts = setup.target.on_tpus
-        values = reduce_gradients(values, trained(held, held), axes, by_parts=by_parts)
-        scaled = values if scale is None else [g * scale.astype(g.dtype) for g in values]
-        return jax.tree.unflatten(jax.tree.structure(like), with_frozen(scaled, held))
+        """The sums of gradients, and the next values of leaves that are replaced; None for frozen
+        parameters.
+        """
+        every, by_parts = leaf_plans(plans), setup.target.on_tpus
+        own, shapes = trained(every, every), trained(jax.tree.leaves(like), every)
+        sums = reduce_gradients(values, own, axes, by_parts=by_parts)
+
+        def one(total: Any, plan: LeafPlan, param: Any) -> Any:
+            if rule := plan.replaced:
+                pipe = [setup.axis] if setup.axis in axes else []
+                data = [axis for axis in plan.whole_axes(axes) if axis != setup.axis]
+                return rule.next_value(total, setup.num_microbatches, pipe, data).astype(
+                    param.dtype
+                )
+            return total if scale is None else total * scale.astype(total.dtype)
+
+        return jax.tree.unflatten(
+            jax.tree.structure(like), with_frozen(list(map(one, sums, own, shapes)), every)
+        )
 
     everyone, plans, stages = (setup.axis, *setup.data_axes), setup.plans, []
     for values, own, tree in zip(owned, plans["stages"], params["stages"], strict=True):

@@ -264,7 +264,7 @@ def uses_of(
 ) -> list[ParamUse]:
     """The uses of each of these parameters, those of a stage with their places.
 
-    Layers along a dim that the partitioner splits stay together.
+    Layers along a dim that the partitioner splits stay together, and leaves that are replaced.
     """
 
     def apart(place: Home | None, plan: LeafPlan) -> bool:
@@ -277,7 +277,7 @@ def uses_of(
             leaf,
             frozen=plan.frozen,
             total=accumulator_dtype(leaf.dtype, setup.accumulate) if setup.form.products else None,
-            in_layers=apart(place, plan),
+            in_layers=plan.replaced is None and apart(place, plan),
         )
         for leaf, plan, place in zip_longest(jax.tree.leaves(tree), plans, places)
     ]
