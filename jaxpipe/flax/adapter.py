@@ -5,6 +5,7 @@ the functions before and after them become a `Model`.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from ..layouts.layout import LETTERS, Layout, parse_layout
 from ..model.calls import Function
 from ..model.model import Model
 from ..model.param_layout import EMBEDDING, LOSS
+from ..model.replaced import Replaced
 from ..model.settings import is_spec
 
 OFFERED = ("ctx", "microbatch", "shared", "training")
@@ -79,6 +81,7 @@ class Unit:
         specs: the PartitionSpec of each parameter by flax's metadata.
         random: whether a call draws random numbers.
         frozen: the paths of parameters that are not trained.
+        replaced: the paths of those whose gradient is their next value.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Unit:
     specs: PyTree
     random: bool = False
     frozen: frozenset[str] = frozenset()
+    replaced: frozenset[str] = frozenset()
 
     def settings(self) -> Mapping[str, str]:
         """The class, attributes and shapes of variables, as text by name.  Blocks in which they are
@@ -424,6 +428,10 @@ def _model(
     frozen = {f"{part}/{path}" for part, unit in parts.items() for path in unit.frozen}
     if frozen:
         options["frozen"] = lambda path, _leaf: path in frozen
+    # scales, and histories of which each microbatch has changed one number
+    own = [f"{part}/{path}" for part, unit in parts.items() for path in sorted(unit.replaced)]
+    rules = {f"^{re.escape(path)}$": Replaced.MAX for path in own}
+    options["replaced"] = {**rules, **options.get("replaced", {})}
     outer: dict[str, Any] = {
         key: _function(ends[key], key, shared) for key in _OUTER if key in ends
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
@@ -28,8 +28,11 @@ from .adapter import (
 )
 
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
+# flax's collection of leaves whose gradient is their next value: the scales of FP8.  Here it is one
+# of the parameters.
+REPLACED = "_overwrite_with_gradient"
 # Collections that a call never writes: `Module.perturb` adds nothing where it may not.
-FIXED = ("params", "perturbations")
+FIXED = ("params", "perturbations", REPLACED)
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class LinenModel(FlaxModel):
         Parameters of first, last and shared are those of their modules already.
         """
         rows = self._by_block(params["stages"], self.state if state is None else state)
-        variables = [{"params": own, **other} for own, other in rows]
+        variables = [variables_of(own, other) for own, other in rows]
         return variables[0] if self._stack else variables
 
 
@@ -65,7 +68,7 @@ class LinenUnit(Unit):
         def bound(module: nn.Module, own: PyTree, other: PyTree) -> nn.Module:
             fixed = () if self.constant or training else other
             mutable = core.DenyList([*FIXED, *fixed])
-            return module.bind({"params": own, **other}, rngs=keys, mutable=mutable)
+            return module.bind(variables_of(own, other), rngs=keys, mutable=mutable)
 
         return _each(bound, self.modules, params, state)
 
@@ -102,25 +105,26 @@ def linen_unit(
     """The unit of modules, one or a tuple or dict of them, with as many variables."""
 
     def params(_: nn.Module, own: Variables | None) -> PyTree:
-        return (own or {}).get("params", {})
+        found: Variables = own or {}
+        replaced = {REPLACED: found[REPLACED]} if REPLACED in found else {}
+        return {**found.get("params", {}), **replaced}
 
     modules, variables = end.modules, core.unfreeze(end.variables)
     _check_variables(name, modules, variables)
     plain = _unbox(variables)
+    own = _each(params, modules, plain)
     return LinenUnit(
         name=name,
         modules=modules,
         call=end.call,
-        params=_each(params, modules, plain),
+        params=own,
         state=_each(lambda _, own: _without_params(own or {}), modules, plain),
         specs=nn.get_partition_spec(_each(params, modules, variables)),
         random=bool(rngs),
+        replaced=frozenset(path for path in by_path(own) if REPLACED in path.split("/")),
         rngs=rngs,
         takes_sown=takes_sown,
     )
-
-
-_REPLACED = "_overwrite_with_gradient"  # linen's collection for the scales of FP8
 
 
 def _check_variables(name: str, modules: Any, variables: Any) -> None:
@@ -138,15 +142,6 @@ def _check_variables(name: str, modules: Any, variables: Any) -> None:
             f"{name} has modules {_form(modules)} and variables {_form(variables)}; give a linen "
             "module and its variables, End(module, function, variables), or a tuple or dict of "
             "modules and one like it of variables"
-        )
-    if replaced := [each for each in own if each and _REPLACED in each]:
-        paths = ", ".join(by_path(replaced[0][_REPLACED]))
-        raise PipelineError(
-            f"{name} has variables in the collection {_REPLACED!r} ({paths}), whose gradient is "
-            "their next value, as the scales of FP8 with a history are. A pipeline sums gradients "
-            "over microbatches, which is wrong for these, and does not replace variables yet. "
-            "FP8 works in a stage without a history: cast there with the scale of the numbers at "
-            "hand, (x / scale).astype(jnp.float8_e4m3fn) with scale = max(abs(x)) / 448"
         )
 
 
@@ -189,7 +184,14 @@ def _without_metadata(method: Any, arguments: Any, keywords: Any, context: Any) 
 
 
 def _without_params(variables: Variables) -> dict[str, PyTree]:
-    return {n: tree for n, tree in core.unfreeze(variables).items() if n != "params"}
+    own = core.unfreeze(variables)
+    return {name: tree for name, tree in own.items() if name not in ("params", REPLACED)}
+
+
+def variables_of(params: PyTree, state: PyTree) -> dict[str, PyTree]:
+    """The variables of a module."""
+    own = {REPLACED: params[REPLACED]} if REPLACED in params else {}
+    return {"params": {n: tree for n, tree in params.items() if n != REPLACED}, **own, **state}
 
 
 def _each(function: Callable[..., Any], modules: Any, *trees: Any) -> Any:
@@ -237,7 +239,8 @@ def from_linen(
             microbatch.  A loss that blocks sow comes so: `call` reads it in `block.variables`.
         ignore: names of attributes in which blocks that run the same code may differ, such as
             `layer_idx`.  Each runs with those of the first such block.
-        contract: `loss`, `has_metrics` and `frozen`, as `jaxpipe.Model` takes them.
+        contract: `loss`, `has_metrics`, `frozen` and `replaced`, as `jaxpipe.Model` takes them.
+            Leaves of flax's collection `_overwrite_with_gradient` are replaced by `Replaced.MAX`.
 
     Raises:
         PipelineError: blocks do not divide into stages, are unlike, or do not fit their variables.
@@ -380,9 +383,10 @@ class NnxUnit(Unit):
         """
         texts = {}
         for path, value in nnx.iter_graph(self.modules):
-            text = repr(type(value) if nnx.graph.is_node(value) else value)
-            # A dtype has a shape, a module may have a dtype, and numpy's scalar types have both.
-            is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+            is_node = nnx.graph.is_node(value)
+            text = repr(type(value) if is_node else value)
+            # A dtype has a shape, a module and a stream may have both, and so have numpy's types.
+            is_array = not is_node and hasattr(value, "shape") and hasattr(value, "dtype")
             if is_array and not isinstance(value, type):
                 text = f"{type(value).__name__} {value.dtype}{list(value.shape)}"
             if "_pytree__" not in str(path[-1:]):
@@ -394,7 +398,9 @@ def nnx_unit(name: str, end: End, *, trainable: Any, frozen: Any, stack: bool = 
     """The unit of modules; the filters say which variables are parameters, and which of these are
     not trained.
     """
+    trainable = nnx.Any(trainable, _is_replaced)
     graph, own, streams, others = nnx.split(end.modules, trainable, nnx.RngState, ...)
+    flat = list(nnx.to_flat_state(own))
     is_frozen = nnx.filterlib.to_predicate(False if frozen is None else frozen)
     return NnxUnit(
         name=name,
@@ -404,16 +410,23 @@ def nnx_unit(name: str, end: End, *, trainable: Any, frozen: Any, stack: bool = 
         state=nnx.to_pure_dict(others),
         specs=nnx.to_pure_dict(nnx.get_partition_spec(own)),
         random=bool(jax.tree.leaves(streams)),
-        frozen=frozenset(
-            "/".join(map(str, path))
-            for path, leaf in nnx.to_flat_state(own)
-            if is_frozen(path, leaf)
-        ),
+        frozen=_paths((p, v) for p, v in flat if is_frozen(p, v) and not _is_replaced(p, v)),
+        replaced=_paths((p, v) for p, v in flat if _is_replaced(p, v)),
         trainable=trainable,
         graph=graph,
         streams=streams,
         stack=stack,
     )
+
+
+def _is_replaced(_path: Any, variable: Any) -> bool:
+    """Whether it is a variable of `REPLACED`: `nnx.bridge` names classes after collections."""
+    return type(variable).__name__ == REPLACED
+
+
+def _paths(variables: Iterable[tuple[Any, Any]]) -> frozenset[str]:
+    """The paths of these variables."""
+    return frozenset("/".join(map(str, path)) for path, _ in variables)
 
 
 def from_nnx(
@@ -459,7 +472,8 @@ def from_nnx(
             microbatch.  A loss that blocks sow comes so: `call` takes it with `nnx.capture`.
         ignore: names of attributes in which blocks that run the same code may differ, such as
             `layer_idx`.  Each runs with those of the first such block.
-        contract: `loss` and `has_metrics`, as `jaxpipe.Model` takes them.
+        contract: `loss`, `has_metrics` and `replaced`, as `jaxpipe.Model` takes them.  Leaves of
+            flax's collection `_overwrite_with_gradient` are replaced by `Replaced.MAX`.
 
     Raises:
         PipelineError: blocks do not divide into stages, are unlike, or share a variable.  A step

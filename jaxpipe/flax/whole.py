@@ -28,6 +28,7 @@ from .front_ends import (
     names_of,
     nnx_unit,
     split_variables,
+    variables_of,
 )
 
 _FAULTY = "the model cannot be split at its blocks"
@@ -134,7 +135,7 @@ def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> OuterPart:
         flat = flatten_dict(core.unfreeze(tree))
         return unflatten_dict({path: flat[path] for path in flat if path in paths})
 
-    unit = whole.unit
+    unit, names = whole.unit, {"/".join(map(str, path)) for path in paths}
     return OuterPart(
         name=f"`{name}`",
         modules=unit.modules,
@@ -144,7 +145,8 @@ def _part(whole: Whole, name: str, paths: set[Any], *, tied: bool) -> OuterPart:
         state={},  # other variables are constants of the model
         specs=own(unit.specs),
         random=unit.random,
-        frozen=unit.frozen & {"/".join(map(str, path)) for path in paths},
+        frozen=unit.frozen & names,
+        replaced=unit.replaced & names,
         whole=whole,
         tied=tied,
     )
@@ -281,7 +283,7 @@ class WholeLinenModel(LinenModel):
         whole: Whole = last.whole
         variables = flatten_dict({"params": {}, **whole.unit.state})
         for key in self._ends:
-            variables |= flatten_dict({"params": params[key]})
+            variables |= flatten_dict(variables_of(params[key], {}))
         for i, own in enumerate(super().to_linen(params, state)):
             names = names_of(whole.pattern, i)
             variables |= {

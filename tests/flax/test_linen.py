@@ -245,14 +245,3 @@ def test_modules_and_variables_of_an_end_must_fit(end: tuple[Any, ...], text: st
 def test_shared_modules_come_with_their_variables(shared: Any) -> None:
     with refused("shared= is .modules, variables. of linen modules, not"):
         two_blocks(shared=shared)
-
-
-def test_scales_of_fp8_with_a_history_are_refused() -> None:
-    """Their gradient is their next value, and a sum over microbatches is not."""
-    block = nn.Dense(WIDTH, dot_general_cls=nn.Fp8DirectDotGeneralOp)
-    each = [block.init(jax.random.key(i), jnp.zeros((1, WIDTH))) for i in range(2)]
-    with refused(r"a block has variables in the collection '_overwrite_with_gradient' \(.*scale"):
-        from_linen(block, each, num_stages=2)
-    own = End(block, lambda h, x, microbatch: jnp.mean(h(x)), each[0])
-    with refused("`last` has variables.*sums gradients over microbatches.*without a history"):
-        two_blocks(last=own)
