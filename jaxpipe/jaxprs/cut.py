@@ -69,8 +69,11 @@ def is_elementwise(eqn: core.JaxprEqn) -> bool:
 
 
 def is_light(eqn: core.JaxprEqn) -> bool:
-    """True for arithmetic, and for sums, whose results are smaller than what they sum."""
-    return is_arithmetic(eqn) or eqn.primitive.name == "reduce_sum"
+    """True for arithmetic, and for sums and maxima, which are smaller than what they are of.
+
+    The greatest cotangent goes into a scale of FP8: from it W needs the cotangent in one byte.
+    """
+    return is_arithmetic(eqn) or eqn.primitive.name in ("reduce_sum", "reduce_max")
 
 
 def is_view(eqn: core.JaxprEqn) -> bool:

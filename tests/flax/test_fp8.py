@@ -21,6 +21,11 @@ import jaxpipe as jp
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.eager import EagerExecutor
 from jaxpipe.flax import End, from_flax_model, from_linen, from_nnx
+from jaxpipe.jaxprs.equations import every_equation
+from jaxpipe.lowering.target import GPU_FORM
+from jaxpipe.stage.code import StageCode
+from jaxpipe.stage.trace import trace_stage
+from jaxpipe.table.effects import Place
 from tests.forms import gpu_form
 from tests.parity.engines import mesh_of
 from tests.tiers import by_actions, slow
@@ -261,3 +266,68 @@ def test_modules_of_nnx_have_them_by_the_class_of_their_variables() -> None:
     new = pipe.with_trained(params, pipe.trained(params), grads=grads)
     found = pipe.canonical(new)["stages"]["Dense_0"]["Fp8_0"]["input_amax_history"]
     assert found.reshape(BLOCKS, HISTORY)[0].tolist() == [np.abs(rows["x"]).max(), 0, 0]
+
+
+class Gated(nn.Module):
+    """A gated feed-forward block in bfloat16, as Llama's."""
+
+    fp8: bool
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        own = Fp8 if self.fp8 else None
+
+        def dense(width: int, u: Any) -> Any:
+            made = nn.Dense(width, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=own)
+            return made(u)
+
+        return x + dense(x.shape[1], nn.silu(dense(2 * WIDTH, x)) * dense(2 * WIDTH, x))
+
+
+def code_of(*, fp8: bool) -> StageCode:
+    block, x = Gated(fp8=fp8), jnp.zeros((ROWS, WIDTH), jnp.bfloat16)
+    variables = block.init(jax.random.key(0), x)
+    return trace_stage(lambda own, x, _: block.apply(own, x), variables, x, {}, form=GPU_FORM)
+
+
+def sizes(avals: Any) -> dict[str, int]:
+    """Bytes by dtype."""
+    found: dict[str, int] = {}
+    for aval in avals:
+        found[str(aval.dtype)] = found.get(str(aval.dtype), 0) + aval.size * aval.dtype.itemsize
+    return found
+
+
+def test_what_waits_for_weight_gradients_has_one_byte_an_element() -> None:
+    """By a row, D = 8 and H = 16.  W multiplies x, x and h, of which it makes x again, with three
+    cotangents: of [D] in the last matmul, of [H] in the others.  Beside each is its greatest value.
+    """
+    fp8, plain = code_of(fp8=True).avals, code_of(fp8=False).avals
+    stash = sizes(fp8[Place.STASH])
+    assert stash == {
+        "float8_e4m3fn": ROWS * 2 * WIDTH,
+        "float8_e5m2": ROWS * (WIDTH + 2 * 2 * WIDTH),
+        "bfloat16": 2 * 3,
+    }
+    histories = 3 * HISTORY * 4  # of inputs, in float32
+    assert sum(sizes(fp8[Place.RESIDUAL_WEIGHT]).values()) == histories
+    # gate and up until I, as their product's derivative is computed in bfloat16
+    assert sizes(fp8[Place.RESIDUAL_INPUT]) == {"bfloat16": ROWS * 2 * 2 * WIDTH * 2}
+    # without FP8 gate and up wait for W too, with the cotangent of their product
+    waiting = sizes([*plain[Place.RESIDUAL_WEIGHT], *plain[Place.STASH]])
+    assert waiting == {"bfloat16": ROWS * 3 * 2 * WIDTH * 2}
+
+
+def test_weights_are_cast_once_a_step() -> None:
+    code = code_of(fp8=True)
+    kernels = {(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)}
+
+    def cast(jaxpr: Any) -> int:
+        return sum(
+            eqn.outvars[0].aval.shape in kernels and eqn.params["new_dtype"] == jnp.float8_e4m3fn
+            for eqn in every_equation(jaxpr)
+            if eqn.primitive.name == "convert_element_type"
+        )
+
+    assert cast(code.hoist) == 3
+    assert [cast(each) for each in (code.forward, code.input_grad, code.weight_grad)] == [0, 0, 0]
