@@ -21,8 +21,9 @@ from jaxpipe.lowering.ticks import (
 from jaxpipe.program.ir import Program
 from jaxpipe.program.segments import Block, Segment
 from jaxpipe.program.verify import faults as program_faults
-from jaxpipe.table.encoded import Transfers, waits
+from jaxpipe.table.encoded import Transfers
 from jaxpipe.table.kinds import Kind
+from jaxpipe.table.order import waiting
 from jaxpipe.table.schedule import Schedule
 from tests.contract import Contract
 from tests.passes import cut
@@ -61,7 +62,7 @@ def ticks_faults(schedule: Schedule, ticks: Ticks) -> Faults:
             found.append(
                 f"devices do {table.text(meeting.members[0])} and its like in different ticks"
             )
-    for i, need in enumerate(waits(table, Transfers.ASYNC).tolist()):
+    for i, need in enumerate(waiting(table, Transfers.ASYNC).need.tolist()):
         if need >= 0 and when[need] >= when[i]:
             found.append(
                 f"{table.text(i)} runs in tick {when[i]}, what it needs of another device in "

@@ -1,113 +1,60 @@
-"""The one event loop: an action starts when its device is free and its inputs have arrived.
+"""The actions of a table as tasks of the event loop.
 
 Simulation, list scheduling and the insertion of R and of shares differ in one point: which action
-comes next.  A policy is an iterator of action numbers.  It may read the state of the loop between
-two actions.
+comes next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TypeAlias
 
 import numpy as np
 
-from ..table.encoded import Encoded, Transfers, encode, waits
+from ..table.clock import EventLoop, Policy
+from ..table.encoded import Encoded, Transfers, encode
 from ..table.kinds import KINDS, Action, Cell, parts
+from ..table.order import waiting
 from ..table.schedule import Schedule
 from .costs import StageCosts
 
-NEVER = float("inf")
-Policy: TypeAlias = Iterable[int]
 
+def loop_of(table: Encoded, costs: StageCosts, transfers: Transfers = Transfers.ASYNC) -> EventLoop:
+    """The loop whose tasks are the actions of a table, by number.
 
-class EventLoop:
-    """The actions of a table by number, the times at which they run, and when each device is free.
-
-    Attributes:
-        device, need, latency, duration: per action, its device, the action that it waits for (-1
-            for none), how long the result of that one takes to arrive, and its own time.  The
-            forward half of an overlapped pair takes no time; the pair's time is its other half's.
-        groups: by number, the actions that start and end together; the first one of a group books
-            all of them.
-        second_half: of the forward half of an overlapped pair, the other half, which comes next.
-        starts, ends: per action; `NEVER` while it has not run.
-        free: per device, the end of its last action.
+    The forward half of an overlapped pair takes no time; the pair's time is its other half's.  A
+    collective action takes as long on every device as on the slowest.
     """
-
-    def __init__(
-        self, table: Encoded, costs: StageCosts, transfers: Transfers = Transfers.ASYNC
-    ) -> None:
-        count = table.num_actions
-        self.device: list[int] = table.device.tolist()
-        self.duration = action_durations(table, costs)
-        self.groups = {number: each.members for number, each in table.collectives.items()}
-        self.second_half = {i: i + 1 for i in table.pairs.tolist()}
-        self.starts: list[float] = [NEVER] * count
-        self.ends: list[float] = [NEVER] * count
-        self.free: list[float] = [0] * table.num_devices
-        if table.has_transfers and transfers is Transfers.RENDEZVOUS:
-            self.need, self.latency = [-1] * count, [0.0] * count
-            for receive in table.receives.tolist():
-                send = int(table.producer[receive])
-                for number in (send, receive):
-                    self.groups[number] = (send, receive)
-                    self.duration[number] = costs.transfer[int(table.stage[send])]
-        else:
-            wait = waits(table, transfers)
-            self.need = wait.tolist()
-            sender = wait if table.has_transfers else table.producer
-            self.latency = np.array(costs.transfer)[table.stage[sender]].tolist()
-        # Alone, a device has all that it needs.
-        hop = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages
-        for number, collective in table.collectives.items():
-            if collective.source >= 0:
-                self.need[number] = int(table.last_half[collective.source])
-                self.latency[number] = hop[collective.stage]
-            if (user := collective.user) >= 0:
-                self.need[user] = collective.members[self.device[user]]
-                self.latency[user] = hop[collective.stage]
-
-    def ready(self, number: int) -> float:
-        """When the inputs of an action arrive; `NEVER` while a producer has not run."""
-        need = self.need[number]
-        return 0 if need < 0 else self.ends[need] + self.latency[number]
-
-    def begin(self, number: int) -> float:
-        """When an action would start if it came next, with its pair or group."""
-        group = self.groups.get(number)
-        if group is not None:
-            return max(*(self.free[self.device[i]] for i in group), self.ready(group[0]))
-        start = max(self.free[self.device[number]], self.ready(number))
-        second = self.second_half.get(number)
-        return start if second is None else max(start, self.ready(second))
-
-    def run(self, policy: Policy) -> None:
-        """Book every action that the policy chooses, in its order."""
-        device, need, latency, duration = self.device, self.need, self.latency, self.duration
-        starts, ends, free, groups = self.starts, self.ends, self.free, self.groups
-        for i in policy:
-            if groups and i in groups:
-                self._run_group(i)
-                continue
-            d, j = device[i], need[i]
-            start = free[d]
-            if j >= 0:
-                ready = ends[j] + latency[i]
-                if ready > start:
-                    start = ready
-            starts[i] = start
-            free[d] = ends[i] = start + duration[i]
-
-    def _run_group(self, number: int) -> None:
-        group = self.groups[number]
-        if number != group[0]:
-            return
-        begin = self.begin(number)
-        end = begin + max(self.duration[i] for i in group)
-        for i in group:
-            self.starts[i], self.ends[i], self.free[self.device[i]] = begin, end, end
+    need, together = waiting(table, transfers)
+    duration = action_durations(table, costs)
+    for i, members in together.items():
+        if i == members[0]:
+            longest = max(duration[k] for k in members)
+            for k in members:
+                duration[k] = longest
+    if transfers is Transfers.RENDEZVOUS:
+        for i in np.flatnonzero(~table.is_compute).tolist():
+            duration[i] = costs.transfer[int(table.stage[together[i][0]])]
+    sender = need if table.has_transfers else table.producer
+    loop = EventLoop(
+        table.device.tolist(),
+        need.tolist(),
+        latency=np.array(costs.transfer)[table.stage[sender]].tolist(),
+        duration=duration,
+        free=[0] * table.num_devices,
+        groups=together,
+    )
+    loop.second_half = {i: i + 1 for i in table.pairs.tolist()}
+    # Alone, a device has all that it needs.
+    hop = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages
+    for number, collective in table.collectives.items():
+        if collective.source >= 0:
+            loop.need[number] = int(table.last_half[collective.source])
+            loop.latency[number] = hop[collective.stage]
+        if (user := collective.user) >= 0:
+            loop.need[user] = collective.members[loop.device[user]]
+            loop.latency[user] = hop[collective.stage]
+    return loop
 
 
 class Insertion:
@@ -128,7 +75,7 @@ class Insertion:
         self.table = table = encode(
             rows, schedule.num_stages, schedule.num_microbatches, schedule.slices
         )
-        self.loop = EventLoop(table, costs)
+        self.loop = loop_of(table, costs)
         given = schedule.encoded
         shifts = np.subtract(table.first, given.first)
         self.own: list[int] = (np.arange(given.num_actions) + shifts[given.device]).tolist()

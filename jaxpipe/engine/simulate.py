@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import ScheduleError, Violation, quoted, typed
+from ..table.clock import EventLoop
 from ..table.encoded import (
     Encoded,
     IntArray,
@@ -27,7 +28,7 @@ from ..table.kinds import RECEIVES, Action, Cell, Kind, Overlap, Value, makers
 from ..table.schedule import Schedule, check
 from ..table.text import in_columns
 from .costs import Costs, StageCosts
-from .loop import EventLoop, action_durations
+from .loop import action_durations, loop_of
 
 _NOTHING = 0.005  # of the planned makespan: less is not worth a word in the sentence
 _LONGEST_TURN = 32  # microbatches after which a steady state repeats
@@ -278,7 +279,7 @@ class Timeline:
         table, ends = self.schedule.encoded, self.ends
         if table.num_actions == 0:
             return []
-        loop = EventLoop(table, costs, self.transfers)
+        loop = loop_of(table, costs, self.transfers)
         loop.ends = list(ends)
         # A posted RECV holds nothing up: its device may have gone on.
         is_posted = self.transfers is Transfers.ASYNC
@@ -438,7 +439,7 @@ def simulate(
     check(schedule, transfers=transfers)
     table = schedule.encoded
     times = costs.for_stages(table.num_stages)
-    loop = EventLoop(table, times, transfers)
+    loop = loop_of(table, times, transfers)
     loop.run(schedule.run_order(transfers).order)
     starts, ends = loop.starts, loop.ends
     if table.has_transfers:
@@ -520,7 +521,7 @@ def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFE
     held = Transfers.BUFFERED if transfers is Transfers.ASYNC else transfers
     check(schedule, transfers=held)
     table = schedule.encoded
-    loop = EventLoop(table, Costs().for_stages(table.num_stages), held)
+    loop = loop_of(table, Costs().for_stages(table.num_stages), held)
     # A step each, both halves of a pair in one; a RECV may share the step of its SEND.
     loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
     loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()

@@ -33,8 +33,9 @@ from ..program.segments import (
     room_of,
     ticks_of,
 )
+from ..table.clock import EventLoop
 from ..table.effects import flags_of
-from ..table.encoded import BoolArray, IntArray, Transfers, waits
+from ..table.encoded import BoolArray, IntArray, Transfers
 from ..table.kinds import (
     BACKWARDS,
     COLLECTIVES,
@@ -45,6 +46,7 @@ from ..table.kinds import (
     Overlap,
     kinds_where,
 )
+from ..table.order import waiting
 from ..table.schedule import Schedule
 from ..table.text import grid
 
@@ -247,27 +249,31 @@ def _earliest(
 
     `ends`: per action the last one of its tick, itself or the next in its row.
     """
-    table = schedule.encoded
-    device, last = table.device.tolist(), ends.tolist()
-    turns = [0] * len(last) if turn is None else turn.tolist()
-    need = np.where(table.is_collective, -1, waits(table, Transfers.ASYNC)).tolist()
-    when, free = [0] * len(last), [0] * table.num_devices
-    for i in _run_order(schedule):
-        together = table.collectives.get(i)
-        members = (i,) if together is None else together.members
-        if i != members[0]:
-            continue  # a collective action has one tick
-        tick = max(free[device[k]] for k in members)
-        if need[i] >= 0:
-            tick = max(tick, when[need[i]] + 1)
-        shares = i > 0 and last[i - 1] == i
-        if shares:
-            tick = max(tick, when[i - 1])
-        tick += (turns[i] - tick) % period
-        for k in (*members, *((i - 1,) if shares else ())):
-            when[k] = tick
-            free[device[k]] = tick + (last[i] == i)
-    return Ticks(schedule, np.array(when, np.int64), period=period)
+    table, order = schedule.encoded, _run_order(schedule)
+    need, together = waiting(table, Transfers.ASYNC)
+    # A tick each, and none for what the next of its row shares its tick with.
+    duration = (ends == np.arange(table.num_actions)).astype(np.int64)
+    loop = EventLoop(
+        table.device.tolist(),
+        need.tolist(),
+        latency=(1 - duration[need]).tolist(),
+        duration=duration.tolist(),
+        free=[0] * table.num_devices,
+        groups=together,
+    )
+    loop.run(order if turn is None else _in_turn(loop, order, turn.tolist(), period))
+    return Ticks(schedule, np.array(loop.starts, np.int64)[ends], period=period)
+
+
+def _in_turn(
+    loop: EventLoop, order: Iterable[int], turns: Sequence[int], period: int
+) -> Iterator[int]:
+    """An order in which each action waits for its turn."""
+    for i in order:
+        if i == loop.groups.get(i, (i,))[0]:
+            begin = loop.begin(i)
+            loop.free[loop.device[i]] = begin + (turns[i] - begin) % period
+        yield i
 
 
 def _run_order(schedule: Schedule) -> Sequence[int]:

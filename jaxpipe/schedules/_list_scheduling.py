@@ -23,8 +23,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from ..engine.costs import Costs, StageCosts
-from ..engine.loop import NEVER, EventLoop
+from ..engine.loop import loop_of
 from ..engine.simulate import simulate
+from ..table.clock import NEVER
 from ..table.encoded import encode
 from ..table.kinds import Action, Kind, Placement, Release
 from ..table.schedule import Schedule
@@ -125,7 +126,7 @@ class _ListPolicy:
         self.kind = table.kind.tolist()
         # of an I
         self.weight = table.at[W, table.stage, table.microbatch].tolist()
-        self.loop = loop = EventLoop(table, costs)
+        self.loop = loop = loop_of(table, costs)
         # Unlike a table, an order may be changed, so needs of the same device count too.
         closing = (table.kind == I) & (table.stage == stages - 1)
         output = table.at[F, -1, table.microbatch]

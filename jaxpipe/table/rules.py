@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import Violation, quoted
-from .encoded import BoolArray, Encoded, IntArray, RunOrder, Transfers, Wait, live_activations
+from .encoded import BoolArray, Encoded, IntArray, Transfers, live_activations
 from .kinds import (
     BACKWARD_HALVES,
     BACKWARDS,
@@ -26,6 +26,7 @@ from .kinds import (
     makers,
     readers,
 )
+from .order import RunOrder, Wait
 
 
 class Broken(NamedTuple):

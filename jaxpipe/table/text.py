@@ -9,8 +9,10 @@ import io
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
+
+import numpy as np
 
 from ..errors import (
     MAX_COUNT,
@@ -25,7 +27,8 @@ from ..errors import (
     listed,
     quoted,
 )
-from .encoded import NUM_KINDS, Encoded, Transfers, encode, run_order, waits
+from .clock import EventLoop
+from .encoded import NUM_KINDS, Encoded, Transfers, encode
 from .kinds import (
     BACKWARD_HALVES,
     COMPUTE,
@@ -39,6 +42,7 @@ from .kinds import (
     Row,
     parts,
 )
+from .order import run_order, waiting
 
 _NUMBER = f"([0-9]{{1,{MAX_DIGITS}}})"
 _KIND = "|".join(sorted(KIND_NAMES, key=len, reverse=True))
@@ -429,23 +433,21 @@ def _in_time(table: Encoded, order: Sequence[int]) -> list[dict[int, int]]:
     """Columns where every cell, idle ones too, takes one step and comes at least one step after
     what it needs.
     """
-    device, position = table.device.tolist(), table.position.tolist()
-    need, last_half = waits(table, Transfers.ASYNC).tolist(), table.last_half.tolist()
-    column, before = [-1] * table.num_devices, [-1] * table.num_devices
-    at = [-1] * (table.num_actions + 1)  # the last is that of what needs nothing
-    for i in order:
-        members = table.collectives[i].members if i in table.collectives else (i,)
-        if i != members[0]:
-            continue
-        step = max(at[need[j]] + 1 for j in members)
-        for j in members:
-            step = max(step, column[device[j]] + position[j] - before[device[j]])
-        for j in members:
-            column[device[j]] = at[j] = step
-            before[device[j]] = position[j]
-    places: list[dict[int, int]] = [{} for _ in column]
-    for i, half in enumerate(last_half):
-        places[device[i]][position[i]] = at[half]
+    need, together = waiting(table, Transfers.ASYNC)
+    # An action lasts until the next of its row, with the idle cells between them.
+    duration = np.diff(table.position, append=0)
+    loop = EventLoop(
+        table.device.tolist(),
+        need.tolist(),
+        latency=(1 - duration[need]).tolist(),
+        duration=duration.tolist(),
+        free=[int(table.position[a]) if a < b else 0 for a, b in pairwise(table.first)],
+        groups=together,
+    )
+    loop.run(order)
+    places: list[dict[int, int]] = [{} for _ in loop.free]
+    for i, half in enumerate(table.last_half.tolist()):
+        places[loop.device[i]][int(table.position[i])] = int(loop.starts[half])
     return places
 
 

@@ -17,9 +17,10 @@ from itertools import chain
 from typing import Any
 
 from ..engine.costs import Costs
-from ..engine.loop import NEVER, Insertion
+from ..engine.loop import Insertion
 from ..engine.simulate import simulate
 from ..errors import ScheduleError, quoted, typed
+from ..table.clock import NEVER
 from ..table.kinds import Action, Kind, Value, readers
 from ..table.schedule import Schedule, check
 from .rewrites import refuse_transfers, split_backward, without_kinds

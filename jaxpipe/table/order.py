@@ -1,0 +1,157 @@
+"""What the actions of a table wait for, and an order in which all of them can run, or the cycles in
+which devices wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .encoded import Encoded, IntArray, Transfers
+from .kinds import KINDS, MESSAGES
+
+
+class Waiting(NamedTuple):
+    """What holds the actions of a table back besides the order of its rows, which the checker has a
+    rule for.
+
+    Attributes:
+        need: per action, the action of another device that must be done first, or -1.
+        together: by number, the actions that devices do at the same time.
+    """
+
+    need: IntArray
+    together: dict[int, tuple[int, ...]]
+
+
+def waiting(table: Encoded, transfers: Transfers) -> Waiting:
+    """What actions wait for under one kind of transfer, which matters with SEND and RECV.
+
+    Where both sides wait, SEND and RECV each hold their device until the other is reached.
+    """
+    together = {number: each.members for number, each in table.collectives.items()}
+    if table.has_transfers and transfers is Transfers.RENDEZVOUS:
+        receives = table.receives[table.crosses[table.receives]]
+        # One of several equal RECVs is the mate (a duplicate is the checker's business, and must
+        # not corrupt the others).
+        sends, chosen = np.unique(table.producer[receives], return_index=True)
+        for both in zip(sends.tolist(), receives[chosen].tolist(), strict=True):
+            together |= dict.fromkeys(both, both)
+        return Waiting(np.full(table.num_actions, -1), together)
+    found = np.where(table.crosses, table.producer, -1)
+    if table.has_transfers:
+        found[table.is_compute] = -1
+    if table.has_transfers and transfers is Transfers.ASYNC:
+        # The action that reads a message waits for its SEND, and the RECV does not.
+        found[table.receives] = -1
+        for _, users, send, receive in MESSAGES:
+            mine = np.flatnonzero(table.crosses & table.of_kinds(users))
+            stage = table.stage[mine] + KINDS[receive].came_from
+            found[mine] = table.at[send, stage, table.microbatch[mine]]
+    # The output of the forward half of an overlapped pair is ready when the whole pair is done.
+    return Waiting(np.where(found >= 0, table.last_half[found], -1), together)
+
+
+class Wait(NamedTuple):
+    """A device that cannot go on: it is at action `at` and waits for action `on` of
+    device `other`.
+    """
+
+    device: int
+    at: int
+    on: int
+    other: int
+
+
+@dataclass(frozen=True)
+class RunOrder:
+    """`order` holds every action, each after all that it waits for, where there are no `cycles`."""
+
+    order: tuple[int, ...]
+    cycles: tuple[tuple[Wait, ...], ...]
+
+
+def run_order(table: Encoded, transfers: Transfers) -> RunOrder:
+    """The run order of a table under one kind of transfer: what comes together is in turn."""
+    need, together = waiting(table, transfers)
+    return _run(table, np.where(need >= 0, need, table.num_actions).tolist(), together)
+
+
+def _run(table: Encoded, need: list[int], together: dict[int, tuple[int, ...]]) -> RunOrder:
+    """Run the rows: each action after the one that it needs (the number of actions: none), and at
+    the same time as those that run `together` with it, once all devices have reached them.
+
+    Where no device can go on, the waits of one that has stopped lead to a cycle, which goes on as
+    if one of its devices had not waited: so later cycles are found too.
+    """
+    total, owner = table.num_actions, table.device.tolist()
+    head, stop = list(table.first[:-1]), table.first[1:]
+    done, stopped = bytearray(total) + b"\1", [False] * len(head)
+    parked: dict[int, list[int]] = {}  # by action, the devices that wait for it
+    present: dict[int, int] = {}  # by the first of those together, how many are there in turn
+    order: list[int] = []
+    cycles: list[tuple[Wait, ...]] = []
+
+    def blocker(number: int) -> int:
+        """What the next action of a device waits for: of those together, the first missing one."""
+        if not done[need[number]]:
+            return need[number]
+        members = together.get(number)
+        if members is None:
+            return total
+        place = present.get(members[0], 0)
+        while place < len(members) and head[owner[members[place]]] == members[place]:
+            place += 1
+        present[members[0]] = place
+        return members[place] if place < len(members) else total
+
+    def advance(devices: Iterable[int]) -> None:
+        """Run devices, and those that wait for them, until none can go on."""
+        runnable = list(devices)
+        while runnable:
+            device = runnable.pop()
+            stopped[device] = False
+            while (i := head[device]) < stop[device]:
+                on = need[i]
+                if not done[on] or (i in together and (on := blocker(i)) < total):
+                    parked.setdefault(on, []).append(device)
+                    stopped[device] = True
+                    break
+                for k in together.get(i, (i,)):
+                    done[k] = 1
+                    order.append(k)
+                    head[owner[k]] = k + 1
+                    others = parked.pop(k, ())
+                    for other in others if k == i else (owner[k], *others):
+                        if stopped[other]:
+                            stopped[other] = False
+                            runnable.append(other)
+
+    advance(range(table.num_devices))
+    while (device := next((d for d, i in enumerate(head) if i < stop[d]), -1)) >= 0:
+        cycle = _cycle_from(device, head, blocker, owner)
+        cycles.append(cycle)
+        at = cycle[0].at
+        need[at] = total
+        members = together.get(at, (at,))
+        for k in members:  # each device does its own alone
+            together.pop(k, None)
+        advance(owner[k] for k in members if head[owner[k]] == k)
+    return RunOrder(tuple(order), tuple(cycles))
+
+
+def _cycle_from(
+    device: int, head: Sequence[int], blocker: Callable[[int], int], owner: Sequence[int]
+) -> tuple[Wait, ...]:
+    """The cycle to which the waits of a device that has stopped lead, where all have."""
+    trail: dict[int, int] = {}
+    while device not in trail:
+        trail[device] = blocker(head[device])
+        device = owner[trail[device]]
+    found = list(trail)[list(trail).index(device) :]
+    first = found.index(min(found))
+    devices = found[first:] + found[:first]
+    return tuple(Wait(d, head[d], trail[d], owner[trail[d]]) for d in devices)
