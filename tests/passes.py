@@ -9,15 +9,9 @@ from itertools import pairwise
 
 import jaxpipe as jp
 from jaxpipe.lowering.plan import plan_of, plans_of
+from jaxpipe.lowering.spans import Span, segments_of, span_candidates
 from jaxpipe.lowering.target import GUESSED
-from jaxpipe.lowering.ticks import (
-    Span,
-    assign_ticks,
-    joined_ticks,
-    modulo_ticks,
-    segments_of,
-    span_candidates,
-)
+from jaxpipe.lowering.ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.program.segments import Payload, TickPart
 from jaxpipe.table.effects import LastUse, Liveness
 from jaxpipe.table.kinds import Action, Kind, parts

@@ -35,14 +35,10 @@ def loop_of(table: Encoded, costs: StageCosts, transfers: Transfers = Transfers.
     if transfers is Transfers.RENDEZVOUS:
         for i in np.flatnonzero(~table.is_compute).tolist():
             duration[i] = costs.transfer[int(table.stage[together[i][0]])]
-    sender = need if table.has_transfers else table.producer
+    sender, free = need if table.has_transfers else table.producer, [0] * table.num_devices
+    latency = np.array(costs.transfer)[table.stage[sender]]
     loop = EventLoop(
-        table.device.tolist(),
-        need.tolist(),
-        latency=np.array(costs.transfer)[table.stage[sender]].tolist(),
-        duration=duration,
-        free=[0] * table.num_devices,
-        groups=together,
+        table.device, need, latency=latency, duration=duration, free=free, groups=together
     )
     loop.second_half = {i: i + 1 for i in table.pairs.tolist()}
     # Alone, a device has all that it needs.

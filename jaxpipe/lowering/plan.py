@@ -5,9 +5,11 @@ cheapest.  Ticks and transfers are simulated as a mesh would run them, trip by t
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import chain, product
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,11 +20,12 @@ from ..engine.loop import action_durations
 from ..engine.simulate import simulate
 from ..program.ir import Program
 from ..program.segments import Permute, Point, Segment, TickPart, TickTemplate
+from ..table.clock import EventLoop
 from ..table.effects import TOGETHER, Liveness, Offload
-from ..table.encoded import BoolArray, IntArray
-from ..table.kinds import COLLECTIVES, Kind
+from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .slots import assign_slots
+from .spans import segments_of, span_candidates
 from .target import FORWARD, GUESSED, NO_OVERHEADS, Overheads, RunsOn, Target
 from .ticks import (
     F_THEN_PART,
@@ -35,8 +38,6 @@ from .ticks import (
     followed,
     joined_ticks,
     modulo_ticks,
-    segments_of,
-    span_candidates,
 )
 
 Seconds: TypeAlias = NDArray[np.float64]
@@ -53,124 +54,127 @@ def with_predicates(lengths: Seconds, template: TickTemplate, predicate: float) 
     return found
 
 
-class _Issue(NamedTuple):
-    """Permutes that are issued together, and awaited together."""
+class _Trip(NamedTuple):
+    """The tasks of a trip of a segment: a device's work from one point of a tick to the next, and
+    before it all that the device waits for there.
 
-    # in parts of the ticks of a trip
-    issued: Point
-    awaited: Point
-    from_before: bool
-    meets: BoolArray  # `[device, device]`: whether the one waits for the other
-    lasts: Seconds  # of the permutes of each device
+    Attributes:
+        loop: runs them, trip after trip.
+        work: `[trip, task]`, the times of those that are work, which have the first numbers.
+        order: the tasks in turn.
+        in_flight: those that wait for what the trip before has issued.
+    """
 
-    def over(self, time: Seconds) -> Seconds:
-        """When each device and its partners are ready, and the permutes are over."""
-        latest: Seconds = np.where(self.meets, time, 0.0).max(axis=1) + self.lasts
-        return latest
+    loop: EventLoop
+    work: Seconds
+    order: list[int]
+    in_flight: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        segment: Segment,
+        costs: Seconds,
+        free: Sequence[float],
+        overheads: Overheads,
+        runs_on: RunsOn,
+    ) -> _Trip:
+        """The tasks from the times at which devices are free; `costs[trip, tick, part, device]`."""
+        templates, devices = segment.templates, len(free)
+        work = np.stack(
+            [with_predicates(costs[:, j], t, overheads.predicate) for j, t in enumerate(templates)],
+            axis=1,
+        )
+        work = np.pad(work, ((0, 0), (0, 0), (0, _PARTS - costs.shape[2]), (0, 0)))
+        rows = np.arange(work[0].size).reshape(-1, devices).tolist()
+        # device, the task that it waits for, the time from there on
+        tasks = [(d, -1, 0.0) for _ in rows for d in range(devices)]
+        coming, in_flight = defaultdict[int, list[int]](list), list[int]()
+        for (issued, awaited, from_before), permutes in _exchanges(segment, runs_on).items():
+            first, meets = len(tasks), _meetings(permutes, devices, overheads.hop, runs_on)
+            tasks += [(d, rows[issued - 1][other], time) for d, other, time in meets]
+            coming[awaited] += range(first, len(tasks))
+            in_flight += range(first, len(tasks)) if from_before else ()
+        # No device begins a collective action before the others.
+        shared = [
+            n for n, t in enumerate(templates) if any(u.block.is_collective for u in t.blocks)
+        ]
+        groups = {i: tuple(rows[n * _PARTS]) for n in shared for i in rows[n * _PARTS]}
+        device, need, latency = zip(*tasks, strict=True)
+        none = np.zeros(len(tasks))
+        loop = EventLoop(device, need, latency=latency, duration=none, free=free, groups=groups)
+        loop.ends[rows[-1][0] : rows[-1][-1] + 1] = free  # as if a trip had been before
+        order = [i for n, row in enumerate(rows) for i in (*coming[n], *row)]
+        return cls(loop, work.reshape(len(costs), -1), order, in_flight)
+
+    def trips(self) -> Iterator[int]:
+        """The tasks of all trips.
+
+        Trips that brought devices back to where they were, relative to each other, do so again: as
+        often as the same trips follow, they need not be run.
+        """
+        loop, kinds, flying = self.loop, equal_rows(self.work), set(self.in_flight)
+        unit = float(self.work.max(initial=0.0)) or 1.0
+        # By device times relative to the last device and the kind of the next trip: the trip that
+        # ended so, and the time.
+        seen: dict[tuple[float, ...], tuple[int, float]] = {}
+        trip = 0
+        while trip < len(self.work):
+            loop.duration[: self.work.shape[1]] = self.work[trip].tolist()
+            # Nothing is in flight before the first one.
+            yield from self.order if trip else (i for i in self.order if i not in flying)
+            trip, latest = trip + 1, max(loop.free)
+            relative = [round((time - latest) / unit, 9) for time in loop.free]
+            key = (*relative, *kinds[trip : trip + 1].tolist())
+            begun, before = seen.get(key, (trip, latest))
+            seen[key] = trip, latest
+            if length := trip - begun:
+                differs = kinds[trip:] != kinds[begun:-length]
+                turns = (int(differs.argmax()) if differs.any() else len(differs)) // length
+                trip += turns * length
+                for times in (loop.free, loop.ends):
+                    times[:] = [time + (latest - before) * turns for time in times]
+        yield from self.in_flight
 
 
-class _TripStep(NamedTuple):
-    """Transfers at a point of a trip, then what devices run from there to the next one."""
-
-    issues: list[_Issue]
-    awaits: list[_Issue]
-    aligned: bool  # no device begins before the others
-    work: Seconds  # `[trip, device]`
+_PARTS = len(TickPart) + 1  # the last is when all blocks are done
 
 
-def _issues(segment: Segment, devices: int, hop: float, runs_on: RunsOn) -> list[_Issue]:
-    """The permutes of a trip."""
-    groups: dict[tuple[Point, Point, bool], list[Permute]] = {}
+def _exchanges(segment: Segment, runs_on: RunsOn) -> dict[tuple[int, int, bool], list[Permute]]:
+    """The permutes of a trip, by the parts of it in which they are issued and awaited, and whether
+    the trip before has issued them.
+    """
+    found: dict[tuple[int, int, bool], list[Permute]] = {}
     for transit in segment.transits:
-        end = Point(transit.tick, len(TickPart))
+        end = transit.tick * _PARTS + len(TickPart)
         ends = end, end, False
         if runs_on in (RunsOn.GPUS, RunsOn.TPUS):
-            points = [_in_parts(segment, each) for each in (transit.issued, transit.written)]
-            begin = Point(0, 0) if transit.from_before else points[0]
-            ends = begin, points[1], transit.from_before
-        groups.setdefault(ends, []).append(transit.permute)
-    found = []
-    for ends, permutes in groups.items():
-        meets, lasts = np.eye(devices, dtype=bool), np.zeros(devices)
-        for permute in permutes:
-            pairs = np.array(permute.pairs).T
-            meets[*pairs] = meets[*pairs[::-1]] = True
-            lasts[np.unique(pairs)] += hop
-        if runs_on is RunsOn.ONE_CPU_PROCESS:
-            meets[:], lasts[:] = True, hop * len(permutes)
-        found.append(_Issue(*ends, meets, lasts))
+            issued, written = (_part(segment, each) for each in (transit.issued, transit.written))
+            ends = (0 if transit.from_before else issued), written, transit.from_before
+        found.setdefault(ends, []).append(transit.permute)
     return found
 
 
-def _in_parts(segment: Segment, point: Point) -> Point:
-    """The same by parts instead of by blocks."""
+def _part(segment: Segment, point: Point) -> int:
+    """The part of a trip, instead of the block of a tick."""
     parts = [TickPart.of(use.block.kind) for use in segment.templates[point.tick].blocks]
-    return Point(point.tick, [*parts, len(TickPart)][point.block])
+    return point.tick * _PARTS + [*parts, len(TickPart)][point.block]
 
 
-def _steps(
-    segment: Segment, costs: Seconds, overheads: Overheads, runs_on: RunsOn
-) -> list[_TripStep]:
-    """One trip of a segment; `costs` are of [trip, tick, part, device]."""
-    issues = _issues(segment, costs.shape[-1], overheads.hop, runs_on)
-    steps: list[_TripStep] = []
-    for j, template in enumerate(segment.templates):
-        meets = any(use.block.kind in COLLECTIVES for use in template.blocks)
-        lengths = np.zeros((len(costs), len(TickPart) + 1, costs.shape[-1]))
-        own = with_predicates(costs[:, j], template, overheads.predicate)
-        lengths[:, : own.shape[1]] = own
-        for part in range(len(TickPart) + 1):
-            begun = [issue for issue in issues if issue.issued == (j, part)]
-            ended = [issue for issue in issues if issue.awaited == (j, part)]
-            if part and not begun and not ended:
-                steps[-1].work[:] += lengths[:, part]
-            else:
-                steps.append(_TripStep(begun, ended, meets and part == 0, lengths[:, part]))
-    return steps
-
-
-def _after_trip(time: Seconds, steps: Sequence[_TripStep], trip: int) -> Seconds:
-    """Device times after a trip.  Nothing is in flight before the first one."""
-    done: dict[int, Seconds] = {}
-    for step in steps:
-        for issue in step.issues:
-            if trip or not issue.from_before:
-                done[id(issue)] = issue.over(time)
-        for issue in step.awaits:
-            if id(issue) in done:
-                time = np.maximum(time, done.pop(id(issue)))
-        if step.aligned:
-            time = np.full_like(time, time.max())
-        time = time + step.work[trip]
-    return time
-
-
-def _after_trips(time: Seconds, steps: Sequence[_TripStep], trips: IntArray) -> Seconds:
-    """Device times after all trips of a segment, from device times before them; `trips` has equal
-    numbers for those of equal costs.
+def _meetings(
+    permutes: Sequence[Permute], devices: int, hop: float, runs_on: RunsOn
+) -> Iterator[tuple[int, int, float]]:
+    """Who waits for whom to have come to permutes, itself too, and what these take on the device
+    from there on.
     """
-    unit = max((float(step.work.max()) for step in steps), default=0.0) or 1.0
-    # By device times relative to the last device and the kind of the next trip: the trip that
-    # ended so, and the times.
-    seen: dict[bytes, tuple[int, Seconds]] = {}
-    trip = 0
-    while trip < len(trips):
-        time = _after_trip(time, steps, trip)
-        trip += 1
-        relative = np.round((time - time.max()) / unit, 9) + 0.0
-        key = relative.tobytes() + trips[trip : trip + 1].tobytes()
-        begun, before = seen.get(key, (trip, time))
-        seen[key] = trip, time
-        # Trips that brought devices back to where they were, relative to each other, do so again:
-        # as often as the same trips follow, they need not be run.
-        if length := trip - begun:
-            differs = trips[trip:] != trips[begun:-length]
-            turns = (int(differs.argmax()) if differs.any() else len(differs)) // length
-            time, trip = time + (time - before) * turns, trip + turns * length
-    # Transfers that the last trip left in flight are over, too.
-    flying = [issue.over(time) for step in steps for issue in step.issues if issue.from_before]
-    latest: Seconds = np.max([time, *flying], axis=0)
-    return latest
+    if runs_on is RunsOn.ONE_CPU_PROCESS:
+        everyone = product(range(devices), repeat=2)
+        yield from ((one, other, hop * len(permutes)) for one, other in everyone)
+        return
+    lasts = Counter(end for each in permutes for end in set(chain.from_iterable(each.pairs)))
+    pairs = chain.from_iterable(each.pairs for each in permutes)
+    for one, other in {both for pair in pairs for both in product(pair, repeat=2)}:
+        yield one, other, hop * lasts[one]
 
 
 # Share of a step that one compiled block of stage code is worth, and one permute.  A share, not a
@@ -230,13 +234,14 @@ def program_makespan(
     Where it awaits a transfer, it waits until all partners have issued it.
     `costs[tick, part, device]` are durations (`cost_parts`); overheads and result have their unit.
     """
-    time = np.zeros(costs.shape[-1])
+    free = [0.0] * costs.shape[-1]
     for segment in segments:
         mine = costs[segment.start : segment.stop]
         mine = mine.reshape(segment.repeats, segment.period, *costs.shape[1:])
-        steps = _steps(segment, mine, overheads, runs_on)
-        time = _after_trips(time, steps, equal_rows(mine.reshape(segment.repeats, -1)))
-    return float(time.max(initial=0.0))
+        trip = _Trip.of(segment, mine, free, overheads, runs_on)
+        trip.loop.run(trip.trips())
+        free = trip.loop.free
+    return max(free, default=0.0)
 
 
 # A program this much longer than another is as good.

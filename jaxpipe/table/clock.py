@@ -6,8 +6,11 @@ grid, the operations of a bound.  They differ in what a task is, and in which ta
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 NEVER = float("inf")
 Policy: TypeAlias = Iterable[int]
@@ -32,21 +35,23 @@ class EventLoop:
 
     def __init__(
         self,
-        device: Sequence[int],
-        need: Sequence[int],
+        device: ArrayLike,
+        need: ArrayLike,
         *,
-        latency: Sequence[float],
-        duration: Sequence[float],
-        free: Sequence[float],
-        groups: Mapping[int, tuple[int, ...]] | None = None,
+        latency: ArrayLike,
+        duration: ArrayLike,
+        free: Iterable[float],
+        groups: dict[int, tuple[int, ...]],
     ) -> None:
-        self.device, self.need = list(device), list(need)
-        self.latency, self.duration = list(latency), list(duration)
-        self.groups = dict(groups or {})
+        self.device: list[int] = np.asarray(device).tolist()
+        self.need: list[int] = np.asarray(need).tolist()
+        # of any: whole numbers stay whole
+        self.latency: list[float] = np.asarray(latency, object).tolist()
+        self.duration: list[float] = np.asarray(duration, object).tolist()
+        self.groups, self.free = groups, list(free)
         self.second_half: dict[int, int] = {}
         self.starts: list[float] = [NEVER] * len(self.device)
         self.ends: list[float] = [NEVER] * len(self.device)
-        self.free = list(free)
 
     def ready(self, number: int) -> float:
         """When the input of a task arrives; `NEVER` while its maker has not run."""

@@ -436,12 +436,13 @@ def _in_time(table: Encoded, order: Sequence[int]) -> list[dict[int, int]]:
     need, together = waiting(table, Transfers.ASYNC)
     # An action lasts until the next of its row, with the idle cells between them.
     duration = np.diff(table.position, append=0)
+    free = [int(table.position[a]) if a < b else 0 for a, b in pairwise(table.first)]
     loop = EventLoop(
-        table.device.tolist(),
-        need.tolist(),
-        latency=(1 - duration[need]).tolist(),
-        duration=duration.tolist(),
-        free=[int(table.position[a]) if a < b else 0 for a, b in pairwise(table.first)],
+        table.device,
+        need,
+        latency=1 - duration[need],
+        duration=duration,
+        free=free,
         groups=together,
     )
     loop.run(order)

@@ -12,7 +12,8 @@ import pytest
 import jaxpipe as jp
 from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
-from jaxpipe.lowering.ticks import Span, assign_ticks, joined_ticks, segments_of
+from jaxpipe.lowering.spans import Span, segments_of
+from jaxpipe.lowering.ticks import assign_ticks, joined_ticks
 from jaxpipe.program.segments import Block, Payload, Presence, TickTemplate
 from jaxpipe.program.verify import ProgramRule, faults, verify
 from jaxpipe.table.kinds import Kind
