@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import MAX_COUNT, ScheduleError, quoted, typed
+from ..table.clock import EventLoop
 from ..table.kinds import COLLECTIVES, Action, Kind, Placement, Release, Value, makers
 from ..table.schedule import Objective
 from .costs import Costs, StageCosts
@@ -154,22 +155,28 @@ class JobShop(NamedTuple):
         """Per node and microbatch, the earliest start: by longest paths, and after all work of its
         own device that must precede it.
         """
+        assert self.microbatches == 1 or not self.shared  # every node is a device of the loop
         into: list[list[Arc]] = [[] for _ in self.nodes]
         for arc in self.arcs:
             into[arc.target].append(arc)
-        starts: list[list[float]] = [[0] * self.microbatches for _ in self.nodes]
-        before, opening = self._before(), dict[int, float]()
+        before, opening = self._before(), dict[int, int]()
+        numbers: list[list[int]] = [[] for _ in self.nodes]
+        # node, the task that it waits for, the time from there on, its own time
+        tasks = list[tuple[int, int, float, float]]()
         for k in range(self.microbatches):
-            for n, node in enumerate(self.nodes):
-                start: float = 0
-                for source, _, lag, delay in into[n]:
-                    if k >= lag:
-                        ready = starts[source][k - lag] + self.nodes[source].length + delay
-                        start = max(start, ready)
+            for n, (node, arcs) in enumerate(zip(self.nodes, into, strict=True)):
+                tasks += [(n, numbers[a.source][k - a.lag], a.delay, 0) for a in arcs if k >= a.lag]
                 # A device's first action is microbatch 0 of the node that comes first in the order.
-                opened = opening.setdefault(node.device, start)
-                starts[n][k] = max(start, opened + before[n][k])
-        return starts
+                opened = opening.setdefault(node.device, len(tasks))
+                tasks.append((n, opened if opened < len(tasks) else -1, before[n][k], 0))
+                numbers[n].append(len(tasks))
+                tasks.append((n, -1, 0, node.length))
+        place, need, latency, duration = zip(*tasks, strict=True)
+        loop = EventLoop(
+            place, need, latency=latency, duration=duration, free=[0] * len(self.nodes), groups={}
+        )
+        loop.run(range(len(tasks)))
+        return [[loop.starts[number] for number in row] for row in numbers]
 
     def tails(self) -> list[list[float]]:
         """Per node and microbatch, the least time from its end to the end of all: the heads of the
