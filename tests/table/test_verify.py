@@ -14,7 +14,7 @@ from jaxpipe.lowering.plan import plan_of
 from jaxpipe.lowering.slots import assign_slots
 from jaxpipe.lowering.spans import Span, segments_of
 from jaxpipe.lowering.ticks import assign_ticks, joined_ticks
-from jaxpipe.program.segments import Block, Payload, Presence, TickTemplate
+from jaxpipe.program.segments import Block, Payload, Presence, Segment, TickTemplate
 from jaxpipe.program.verify import ProgramRule, faults, verify
 from jaxpipe.table.kinds import Kind
 from tests.passes import cut, exchanges, inputs, places
@@ -287,6 +287,31 @@ def test_a_transfer_that_is_written_too_late_is_found(monkeypatch, payload):
     broken_rules = rules_broken(replace(program, segments=broken))
     assert broken_rules
     assert broken_rules <= {ProgramRule.VALUE, ProgramRule.OVERWRITTEN}
+
+
+def test_a_transfer_that_is_issued_before_its_value_is_made_is_found(monkeypatch):
+    ticks = assign_ticks(jp.schedules.build("1f1b", devices=4, microbatches=8))
+    program = assign_slots(ticks, segments_of([Span(0, ticks.num_ticks, 2)], ticks))
+    assert not faults(program)
+    monkeypatch.setattr(TickTemplate, "after_makers", lambda *_: 0)
+    early = segments_of([Span(0, ticks.num_ticks, 2)], ticks)
+    assert rules_broken(replace(program, segments=early)) == {ProgramRule.EXCHANGE}
+
+
+@pytest.mark.parametrize("ticks_early", [1, -1])
+def test_slots_for_transfers_that_arrive_at_another_time_are_found(monkeypatch, ticks_early):
+    """The allocator is told another time than that at which the code writes."""
+    ticks = assign_ticks(jp.schedules.build("zb_h1", devices=4, microbatches=8))
+    segments = segments_of([Span(0, ticks.num_ticks, 1)], ticks)
+    assert not faults(assign_slots(ticks, segments))
+    right = Segment.written
+
+    def other(self, transit):
+        tick, block = right(self, transit)
+        return np.maximum(tick - ticks_early, 0), block
+
+    monkeypatch.setattr(Segment, "written", other)
+    assert rules_broken(assign_slots(ticks, segments))
 
 
 def test_a_transfer_that_is_written_before_a_w_has_read_its_slot_is_found(monkeypatch):
