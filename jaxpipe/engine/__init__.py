@@ -1,6 +1,7 @@
 """The time and the memory of a table: one event loop, costs, timelines, critical paths."""
 
-from .simulate import Steps, Timeline, simulate_steps
+from .lock_step import Steps, simulate_steps
+from .simulate import Timeline
 
 __all__ = ["Steps", "Timeline", "simulate_steps"]
 

@@ -24,7 +24,7 @@ from ..table.encoded import (
     row_peaks,
     split_peaks,
 )
-from ..table.kinds import RECEIVES, Action, Cell, Kind, Overlap, Value, makers
+from ..table.kinds import RECEIVES, Action, Kind, Overlap, Value, makers
 from ..table.schedule import Schedule, check
 from ..table.text import in_columns
 from .costs import Costs, StageCosts
@@ -441,11 +441,12 @@ def simulate(
     times = costs.for_stages(table.num_stages)
     loop = loop_of(table, times, transfers)
     loop.run(schedule.run_order(transfers).order)
-    starts, ends = loop.starts, loop.ends
     if table.has_transfers:
         _hold_transfers(table, transfers, loop, times)
-    _join_pairs(table, starts, ends)
-    timeline = Timeline(schedule, costs, transfers, tuple(starts), tuple(ends))
+    # The halves of an overlapped pair start and end together.
+    halves = table.last_half.tolist()
+    starts, ends = (tuple(map(each.__getitem__, halves)) for each in (loop.starts, loop.ends))
+    timeline = Timeline(schedule, costs, transfers, starts, ends)
     if max_memory is not None:
         may = f"may hold {max_memory} of activations, but holds"
         found = (
@@ -470,66 +471,3 @@ def _hold_transfers(
         send = int(table.producer[i])
         arrived = ends[i] if both else ends[send] + costs.transfer[table.stage[send]]
         starts[i], ends[i] = start, max(ends[i], arrived)
-
-
-def _join_pairs(table: Encoded, starts: list[float], ends: list[float]) -> None:
-    """The halves of an overlapped pair start and end together."""
-    for i in table.pairs.tolist():
-        starts[i], ends[i] = starts[i + 1], ends[i + 1]
-
-
-@dataclass(frozen=True)
-class Steps:
-    """`rows[device][step]` is the cell that a device runs in a step, None while it waits; `len()`
-    counts the steps.
-
-    As text, a step's cells in order of devices, with `|` between steps.
-    """
-
-    rows: tuple[tuple[Cell, ...], ...]
-
-    def __len__(self) -> int:
-        return max(map(len, self.rows), default=0)
-
-    def __str__(self) -> str:
-        return " | ".join(
-            " ".join(str(c) for c in step if c is not None) for step in zip(*self.rows, strict=True)
-        )
-
-
-@typed()
-def simulate_steps(schedule: Schedule, *, transfers: Transfers = Transfers.BUFFERED) -> Steps:
-    """Run a table in lock-step, each action as soon as it can: compute, SEND and RECV take a step
-    each.
-
-    A RECV may share a step with its SEND, but never precedes it (with RENDEZVOUS they always share
-    it).  Without SEND and RECV in the table, an action comes at least one step after what it needs
-    from another device.  The number of steps compares with that of torch 2.13's
-    `_simulate_comms_compute`.
-
-    Args:
-        schedule: a table that `check` accepts for these `transfers`.
-        transfers: BUFFERED or RENDEZVOUS; ASYNC means BUFFERED here, since a RECV takes a step.
-
-    Raises:
-        ScheduleError: the table breaks a rule.
-
-    >>> from jaxpipe import schedules
-    >>> str(simulate_steps(schedules.build("gpipe", devices=2, microbatches=1)))
-    '0F0 | 1F0 | 1B0 | 0B0'
-    """
-    held = Transfers.BUFFERED if transfers is Transfers.ASYNC else transfers
-    check(schedule, transfers=held)
-    table = schedule.encoded
-    loop = loop_of(table, Costs().for_stages(table.num_stages), held)
-    # A step each, both halves of a pair in one; a RECV may share the step of its SEND.
-    loop.duration = (table.last_half == np.arange(table.num_actions)).astype(np.int64).tolist()
-    loop.latency = (-table.of_kinds(RECEIVES).astype(np.int64)).tolist()
-    loop.run(schedule.run_order(held).order)
-    _join_pairs(table, loop.starts, loop.ends)
-    count = int(max(loop.ends, default=0))
-    rows: list[list[Cell]] = [[None] * count for _ in schedule.rows]
-    cells = zip(table.device.tolist(), table.position.tolist(), loop.starts, strict=True)
-    for device, position, step in cells:
-        rows[device][int(step)] = schedule.rows[device][position]
-    return Steps(tuple(map(tuple, rows)))
