@@ -29,6 +29,7 @@ from jaxpipe.planner.layer_cost import Ends, LayerCost
 from jaxpipe.planner.plan import Search
 from jaxpipe.planner.request import Request, allowed_remat
 from jaxpipe.planner.transformer import Transformer
+from jaxpipe.prices import read_prices
 
 _MOST = 40  # devices of pipelines for which more schedules than 1F1B are tried, to bound the time
 _MEMORY = 80e9
@@ -101,7 +102,7 @@ class Run:
             remat=allowed_remat(None if free else (self.remat,), costs, stages=free),
             memory=_MEMORY if free else None,
             offloads=free,
-            target=Target().measured(None),
+            target=Target().measured(read_prices()),
         )
         return min(Search([request], most=1).candidates(), key=lambda found: found.seconds)
 

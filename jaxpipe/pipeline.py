@@ -33,6 +33,7 @@ from .model.param_layout import ChunkState, check_canonical
 from .model.partition import LeafPlan, Partition
 from .model.placer import Placer
 from .model.settings import Memory, Sharding, automatic, has, on_own_mesh
+from .prices import read_prices
 from .spmd.emit import SpmdExecutor, TracedStep
 from .spmd.xla import features_of, options_for
 from .stage.setup import Clock
@@ -106,7 +107,7 @@ class Pipeline:
         self.mesh = automatic(mesh)
         self.model, self.sharding, self.memory = model, sharding, memory
         self.axis, self.data_axes = sharding.pipe, tuple(sharding.data)
-        self._target = Target.of(self.mesh, sharding.independent)
+        self._target = Target.of(self.mesh, sharding.independent, read_prices())
         refuse_faults(self._target.platform, features_of(self._target, self.mesh))
         check_costs(costs, schedule)
         self.costs = costs

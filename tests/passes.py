@@ -10,7 +10,7 @@ from itertools import pairwise
 import jaxpipe as jp
 from jaxpipe.lowering.plan import plan_of, plans_of
 from jaxpipe.lowering.spans import Span, segments_of, span_candidates
-from jaxpipe.lowering.target import GUESSED
+from jaxpipe.lowering.target import ASSUMED, GUESSED
 from jaxpipe.lowering.ticks import assign_ticks, joined_ticks, modulo_ticks
 from jaxpipe.program.segments import Payload, TickPart
 from jaxpipe.table.effects import LastUse, Liveness
@@ -43,7 +43,7 @@ def random_segments(rng, ticks):
 
 def cut(ticks):
     """The cheapest segments of these ticks."""
-    return min(plans_of(ticks), key=lambda plan: plan.price(None, GUESSED)).segments
+    return min(plans_of(ticks), key=lambda plan: plan.price(ASSUMED, GUESSED)).segments
 
 
 def cuts(ticks):

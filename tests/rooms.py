@@ -24,7 +24,7 @@ WITHOUT_JAX = (
         "schedules",
         "layouts",
     ),
-    *("megatron", "program", "lowering", "planner", "render", "cli"),
+    *("megatron", "program", "lowering", "prices", "planner", "render", "cli"),
 )
 WITH_JAX = (
     *("arrays", "jaxprs", "model", "stage", "spmd", "eager"),

@@ -9,6 +9,7 @@ IMPORTS = (
     "errors",
     "lowering",
     "planner",
+    "prices",
     "render",
     "schedules",
     "table",

@@ -22,11 +22,12 @@ from ..engine.bounds import timeline_bound
 from ..engine.costs import Costs
 from ..engine.simulate import Timeline, simulate
 from ..errors import ScheduleError
-from ..lowering.target import Target, read_prices, write_prices
+from ..lowering.target import Target
 from ..planner.candidate import COLUMNS, Plans
 from ..planner.layer_cost import LayerCost, read_layer_costs
 from ..planner.plan import plan
 from ..planner.transformer import Transformer, command_of, plan_mesh
+from ..prices import read_prices, write_prices
 from ..render.html import DEVICE_COLUMNS, device_rows, to_html, to_trace
 from ..render.svg import Theme, costs_of, number, title_of, to_svg
 from ..schedules.registry import describe, names

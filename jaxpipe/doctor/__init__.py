@@ -14,6 +14,7 @@ IMPORTS = (
     "measuring",
     "model",
     "pipeline",
+    "prices",
     "schedules",
     "spmd",
     "vocabulary",

@@ -27,6 +27,7 @@ from ..model.batch import split_batch
 from ..model.model import Model
 from ..model.settings import Memory
 from ..pipeline import Pipeline
+from ..prices import read_prices
 from ..schedules.registry import build
 from ..spmd.xla import NO_GRAPHS
 from ..vocabulary import VocabEmbedding, VocabHead
@@ -353,7 +354,7 @@ def plan(scope: Scope, mesh: Mesh) -> Findings:
     at("the times of stages")
     costs = measure_stages(pipe, params, batch, repeats=scope.repeats)
     pipe, _, _ = step_of(mesh, costs=costs)
-    target = Target.of(mesh, ())
+    target = Target.of(mesh, (), read_prices())
     planned = pipe.trace(params, batch).setup.plan.seconds(target, costs)
     if target.on_cpus:  # virtual devices share the cores
         planned *= max(1.0, mesh.size / (os.cpu_count() or 1))

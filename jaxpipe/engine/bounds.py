@@ -171,10 +171,7 @@ class JobShop(NamedTuple):
                 tasks.append((n, opened if opened < len(tasks) else -1, before[n][k], 0))
                 numbers[n].append(len(tasks))
                 tasks.append((n, -1, 0, node.length))
-        place, need, latency, duration = zip(*tasks, strict=True)
-        loop = EventLoop(
-            place, need, latency=latency, duration=duration, free=[0] * len(self.nodes), groups={}
-        )
+        loop = EventLoop(zip(*tasks, strict=True), [0] * len(self.nodes))
         loop.run(range(len(tasks)))
         return [[loop.starts[number] for number in row] for row in numbers]
 

@@ -37,9 +37,7 @@ def loop_of(table: Encoded, costs: StageCosts, transfers: Transfers = Transfers.
             duration[i] = costs.transfer[int(table.stage[together[i][0]])]
     sender, free = need if table.has_transfers else table.producer, [0] * table.num_devices
     latency = np.array(costs.transfer)[table.stage[sender]]
-    loop = EventLoop(
-        table.device, need, latency=latency, duration=duration, free=free, groups=together
-    )
+    loop = EventLoop((table.device, need, latency, duration), free, groups=together)
     loop.second_half = {i: i + 1 for i in table.pairs.tolist()}
     # Alone, a device has all that it needs.
     hop = costs.transfer if table.num_devices > 1 else (0,) * table.num_stages

@@ -87,7 +87,7 @@ from ..errors import PipelineError, quoted
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import nbytes, variables
 from ..lowering.plan import Plan, cost_parts, plan_of, program_makespan
-from ..lowering.target import FORWARD, Overheads, Target
+from ..lowering.target import ASSUMED, Overheads, Target
 from ..model.settings import outside_contexts
 from ..pipeline import Pipeline
 from ..planner.layer_cost import Sizes
@@ -107,7 +107,7 @@ from .step_memory import facts, local_bytes, placed_shapes, step_sizes
 
 
 def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> dict[str, Any]:
-    """Simulate a plan and the plan of 1F1B; `costs` in seconds, without any F = I = W = `FORWARD`.
+    """Simulate a plan and the plan of 1F1B; `costs` in seconds, `ASSUMED` without any.
 
     It loses to 1F1B where that is faster, and would be slower if predicates took no time.
 
@@ -118,7 +118,7 @@ def step_time(plan: Plan, overheads: Overheads, costs: Costs | None = None) -> d
     False
     """
     schedule = plan.ticks.schedule
-    seconds = costs or Costs(forward=FORWARD, input_grad=FORWARD, weight_grad=FORWARD)
+    seconds = costs or ASSUMED
     whole = merged(schedule, seconds)
     one_f_one_b = build(
         "1f1b", devices=schedule.num_devices, microbatches=schedule.num_microbatches

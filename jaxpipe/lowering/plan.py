@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, product
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,16 @@ from ..table.kinds import Kind
 from ..table.schedule import Schedule
 from .slots import assign_slots
 from .spans import segments_of, span_candidates
-from .target import FORWARD, GUESSED, NO_OVERHEADS, Overheads, RunsOn, Target
+from .target import (
+    ASSUMED,
+    COMMUNICATING,
+    GUESSED,
+    NO_OVERHEADS,
+    Overheads,
+    RunsOn,
+    Target,
+    Worth,
+)
 from .ticks import (
     F_THEN_PART,
     NO_TRANSFER,
@@ -54,90 +63,71 @@ def with_predicates(lengths: Seconds, template: TickTemplate, predicate: float) 
     return found
 
 
-class _Trip(NamedTuple):
-    """The tasks of a trip of a segment: a device's work from one point of a tick to the next, and
-    before it all that the device waits for there.
-
-    Attributes:
-        loop: runs them, trip after trip.
-        work: `[trip, task]`, the times of those that are work, which have the first numbers.
-        order: the tasks in turn.
-        in_flight: those that wait for what the trip before has issued.
-    """
-
-    loop: EventLoop
-    work: Seconds
-    order: list[int]
-    in_flight: list[int]
-
-    @classmethod
-    def of(
-        cls,
-        segment: Segment,
-        costs: Seconds,
-        free: Sequence[float],
-        overheads: Overheads,
-        runs_on: RunsOn,
-    ) -> _Trip:
-        """The tasks from the times at which devices are free; `costs[trip, tick, part, device]`."""
-        templates, devices = segment.templates, len(free)
-        work = np.stack(
-            [with_predicates(costs[:, j], t, overheads.predicate) for j, t in enumerate(templates)],
-            axis=1,
-        )
-        work = np.pad(work, ((0, 0), (0, 0), (0, _PARTS - costs.shape[2]), (0, 0)))
-        rows = np.arange(work[0].size).reshape(-1, devices).tolist()
-        # device, the task that it waits for, the time from there on
-        tasks = [(d, -1, 0.0) for _ in rows for d in range(devices)]
-        coming, in_flight = defaultdict[int, list[int]](list), list[int]()
-        for (issued, awaited, from_before), permutes in _exchanges(segment, runs_on).items():
-            first, meets = len(tasks), _meetings(permutes, devices, overheads.hop, runs_on)
-            tasks += [(d, rows[issued - 1][other], time) for d, other, time in meets]
-            coming[awaited] += range(first, len(tasks))
-            in_flight += range(first, len(tasks)) if from_before else ()
-        # No device begins a collective action before the others.
-        shared = [
-            n for n, t in enumerate(templates) if any(u.block.is_collective for u in t.blocks)
-        ]
-        groups = {i: tuple(rows[n * _PARTS]) for n in shared for i in rows[n * _PARTS]}
-        device, need, latency = zip(*tasks, strict=True)
-        none = np.zeros(len(tasks))
-        loop = EventLoop(device, need, latency=latency, duration=none, free=free, groups=groups)
-        loop.ends[rows[-1][0] : rows[-1][-1] + 1] = free  # as if a trip had been before
-        order = [i for n, row in enumerate(rows) for i in (*coming[n], *row)]
-        return cls(loop, work.reshape(len(costs), -1), order, in_flight)
-
-    def trips(self) -> Iterator[int]:
-        """The tasks of all trips.
-
-        Trips that brought devices back to where they were, relative to each other, do so again: as
-        often as the same trips follow, they need not be run.
-        """
-        loop, kinds, flying = self.loop, equal_rows(self.work), set(self.in_flight)
-        unit = float(self.work.max(initial=0.0)) or 1.0
-        # By device times relative to the last device and the kind of the next trip: the trip that
-        # ended so, and the time.
-        seen: dict[tuple[float, ...], tuple[int, float]] = {}
-        trip = 0
-        while trip < len(self.work):
-            loop.duration[: self.work.shape[1]] = self.work[trip].tolist()
-            # Nothing is in flight before the first one.
-            yield from self.order if trip else (i for i in self.order if i not in flying)
-            trip, latest = trip + 1, max(loop.free)
-            relative = [round((time - latest) / unit, 9) for time in loop.free]
-            key = (*relative, *kinds[trip : trip + 1].tolist())
-            begun, before = seen.get(key, (trip, latest))
-            seen[key] = trip, latest
-            if length := trip - begun:
-                differs = kinds[trip:] != kinds[begun:-length]
-                turns = (int(differs.argmax()) if differs.any() else len(differs)) // length
-                trip += turns * length
-                for times in (loop.free, loop.ends):
-                    times[:] = [time + (latest - before) * turns for time in times]
-        yield from self.in_flight
-
-
 _PARTS = len(TickPart) + 1  # the last is when all blocks are done
+
+
+def _after(
+    free: list[float], segment: Segment, costs: Seconds, overheads: Overheads, runs_on: RunsOn
+) -> list[float]:
+    """When devices are done with a segment, from when they are free before it.
+
+    A trip has a task for what a device does in a part of a tick, whose time is that of
+    `costs[trip, tick, part, device]`, and before it those for all that the device waits for there.
+    """
+    templates, devices, predicate = segment.templates, len(free), overheads.predicate
+    lengths = [with_predicates(costs[:, j], t, predicate) for j, t in enumerate(templates)]
+    missing = (0, 0), (0, _PARTS - costs.shape[2]), (0, 0)
+    work = np.stack([np.pad(length, missing) for length in lengths], axis=1)
+    rows = np.arange(work[0].size).reshape(-1, devices).tolist()
+    # device, the task that it waits for, the time from there on, its own time
+    tasks = [(d, -1, 0.0, 0.0) for _ in rows for d in range(devices)]
+    coming, in_flight = defaultdict[int, list[int]](list), list[int]()
+    for (issued, awaited, from_before), permutes in _exchanges(segment, runs_on).items():
+        first, meets = len(tasks), _meetings(permutes, devices, overheads.hop, runs_on)
+        tasks += [(d, rows[issued - 1][other], time, 0.0) for d, other, time in meets]
+        coming[awaited] += range(first, len(tasks))
+        in_flight += range(first, len(tasks)) if from_before else ()
+    groups: dict[int, tuple[int, ...]] = {}
+    for row, template in zip(rows[::_PARTS], templates, strict=True):
+        # No device begins a collective action before the others.
+        if any(use.block.is_collective for use in template.blocks):
+            groups |= dict.fromkeys(row, tuple(row))
+    loop = EventLoop(zip(*tasks, strict=True), free, groups=groups)
+    loop.ends[rows[-1][0] : rows[-1][-1] + 1] = free  # as if a trip had been before
+    order = [i for n, row in enumerate(rows) for i in (*coming[n], *row)]
+    loop.run(_trips(loop, work.reshape(len(costs), -1), order, in_flight))
+    return loop.free
+
+
+def _trips(
+    loop: EventLoop, work: Seconds, order: Sequence[int], in_flight: Sequence[int]
+) -> Iterator[int]:
+    """The tasks of all trips; `work[trip, task]` are the times of the first of them.
+
+    Trips that brought devices back to where they were, relative to each other, do so again: as
+    often as the same trips follow, they need not be run.
+    """
+    kinds, flying, unit = equal_rows(work), set(in_flight), float(work.max(initial=0.0)) or 1.0
+    # By device times relative to the last device and the kind of the next trip: the trip that ended
+    # so, and the time.
+    seen: dict[tuple[float, ...], tuple[int, float]] = {}
+    trip = 0
+    while trip < len(work):
+        loop.duration[: work.shape[1]] = work[trip].tolist()
+        # Nothing is in flight before the first one.
+        yield from order if trip else (i for i in order if i not in flying)
+        trip, latest = trip + 1, max(loop.free)
+        relative = [round((time - latest) / unit, 9) for time in loop.free]
+        key = (*relative, *kinds[trip : trip + 1].tolist())
+        begun, before = seen.get(key, (trip, latest))
+        seen[key] = trip, latest
+        if length := trip - begun:
+            differs = kinds[trip:] != kinds[begun:-length]
+            turns = (int(differs.argmax()) if differs.any() else len(differs)) // length
+            trip += turns * length
+            for times in (loop.free, loop.ends):
+                times[:] = [time + (latest - before) * turns for time in times]
+    yield from in_flight  # is over when the segment is
 
 
 def _exchanges(segment: Segment, runs_on: RunsOn) -> dict[tuple[int, int, bool], list[Permute]]:
@@ -177,24 +167,23 @@ def _meetings(
         yield one, other, hop * lasts[one]
 
 
-# Share of a step that one compiled block of stage code is worth, and one permute.  A share, not a
-# time: with a time, code would grow with the number of microbatches.
-BLOCK, PERMUTE = 1e-3, 5e-5
-# Share of a forward that its collectives are assumed to take, where blocks communicate.
-COMMUNICATION = 1 / 3
-
-
 @lru_cache(maxsize=4)  # called for each candidate
-def cost_parts(ticks: Ticks, costs: Costs | None = None, *, hides: bool = True) -> Seconds:
-    """`[tick, part, device]`: durations by the parts of a tick (`Part`), in the order in which it
-    has them; F, I and W take 1 and B takes 2 where no costs are given.  With `hides`, a W that is
-    one block with an F hides the collectives of the F.
+def cost_parts(ticks: Ticks, costs: Costs | None = None) -> Seconds:
+    """`[tick, part, device]`: durations by the parts of a tick (`TickPart`), in the order in which
+    it has them; F, I and W take 1 and B takes 2 where no costs are given.
+
+    A W that is one block with an F hides the collectives of the F: half of what an overlapped pair
+    saves.
     """
     table = ticks.schedule.encoded
-    by_stage = (costs or Costs()).for_stages(table.num_stages)
-    durations = np.array(action_durations(table, by_stage))
-    if hides and Kind.W in ticks.joint:
-        durations = _less_hidden(ticks, durations, costs)
+    times = (costs or Costs()).for_stages(table.num_stages)
+    durations = np.array(action_durations(table, times))
+    if Kind.W in ticks.joint and times.overlap is not None:
+        weights = np.flatnonzero(followed(ticks.schedule, W_THEN_F))
+        saved = np.add(times.forward, times.backward) - times.overlap
+        hidden = np.maximum(saved, 0)[table.stage[weights + 1]] / 2
+        durations = durations.astype(np.float64)
+        durations[weights] -= np.minimum(durations[weights], hidden)
     place = np.array([TickPart.of(kind) for kind in Kind])[table.kind]
     # A pair is one block, and the first.
     place[ticks.pairs[ticks.when, table.device]] = 0
@@ -202,24 +191,6 @@ def cost_parts(ticks: Ticks, costs: Costs | None = None, *, hides: bool = True) 
     cells = np.ravel_multi_index((ticks.when, place, table.device), shape)
     found = np.bincount(cells, durations, math.prod(shape)).astype(np.float64)
     return found.reshape(shape)
-
-
-def _less_hidden(ticks: Ticks, durations: Seconds, costs: Costs | None) -> Seconds:
-    """The durations, where each W that is one block with an F hides the collectives of the F.
-
-    Those of a forward take half of what an overlapped pair saves.  Without any costs they take
-    `COMMUNICATION` of its time.
-    """
-    weights = np.flatnonzero(followed(ticks.schedule, W_THEN_F))
-    hidden = COMMUNICATION * durations[weights + 1]
-    if costs is not None:
-        each = costs.for_stages(ticks.schedule.num_stages)
-        apart = np.add(each.forward, each.backward)
-        saved = np.maximum(apart - (apart if each.overlap is None else each.overlap), 0)
-        hidden = saved[ticks.schedule.encoded.stage[weights + 1]] / 2
-    found = durations.astype(np.float64)
-    found[weights] -= np.minimum(found[weights], hidden)
-    return found
 
 
 def program_makespan(
@@ -238,14 +209,10 @@ def program_makespan(
     for segment in segments:
         mine = costs[segment.start : segment.stop]
         mine = mine.reshape(segment.repeats, segment.period, *costs.shape[1:])
-        trip = _Trip.of(segment, mine, free, overheads, runs_on)
-        trip.loop.run(trip.trips())
-        free = trip.loop.free
+        free = _after(free, segment, mine, overheads, runs_on)
     return max(free, default=0.0)
 
 
-# A program this much longer than another is as good.
-KEEPS = 1.005
 # Slots whose numbers are alike in all pools may be so many more.
 KEEPS_SLOTS = 1.05
 
@@ -263,7 +230,7 @@ class Plan:
     @cached_property
     def makespan(self) -> float:
         """How long the program takes with F = I = W = 1 and B = 2."""
-        return program_makespan(cost_parts(self.ticks, hides=False), self.segments)
+        return program_makespan(cost_parts(self.ticks), self.segments)
 
     @property
     def collectives(self) -> int:
@@ -271,27 +238,21 @@ class Plan:
         return sum(segment.num_collective_predicates for segment in self.segments)
 
     def makespan_of(
-        self,
-        costs: Costs | None,
-        overheads: Overheads = NO_OVERHEADS,
-        runs_on: RunsOn = RunsOn.GPUS,
+        self, costs: Costs, overheads: Overheads = NO_OVERHEADS, runs_on: RunsOn = RunsOn.GPUS
     ) -> float:
-        """How long the program takes with these costs and the longest of their transfers, in their
-        unit.
-        """
+        """Seconds that the program takes with these costs and the longest of their transfers."""
         own = _with_hop(overheads, costs)
         return program_makespan(cost_parts(self.ticks, costs), self.segments, own, runs_on)
 
-    def price(self, costs: Costs | None, overheads: Overheads) -> float:
-        """The makespan with overheads, the compute time that transfers take, and a share of both
-        for the code to compile.  `costs` are in seconds; without any F = I = W = 1 and B = 2, where
-        1 is `FORWARD`.
+    def price(self, costs: Costs, overheads: Overheads) -> float:
+        """Seconds of the program with overheads, those of the compute that transfers take away, and
+        those that the code to compile is worth.
         """
-        own = _with_hop(overheads.in_unit(FORWARD) if costs is None else overheads, costs)
-        devices, segments = self.ticks.schedule.num_devices, self.segments
-        sent = sum(own.sent * segment.num_sends / devices for segment in segments)
+        own, devices = _with_hop(overheads, costs), self.ticks.schedule.num_devices
+        sent = sum(own.sent * segment.num_sends / devices for segment in self.segments)
         time = self.makespan_of(costs, own) + sent + own.collective * self.collectives
-        return time * (1 + sum(BLOCK * s.size + PERMUTE * s.permutes for s in segments))
+        worth = Worth.of(time)
+        return time + sum(worth.block * s.size + worth.permute * s.permutes for s in self.segments)
 
     def seconds(self, target: Target, costs: Costs) -> float:
         """Seconds of a step: the program simulated for these costs, with a hop's seconds for each
@@ -333,10 +294,9 @@ class Plan:
         return together if fits else program
 
 
-def _with_hop(overheads: Overheads, costs: Costs | None) -> Overheads:
+def _with_hop(overheads: Overheads, costs: Costs) -> Overheads:
     """The overheads with the longest transfer of these costs, if there is any."""
-    hop = 0.0 if costs is None else float(np.max(costs.transfer))
-    return replace(overheads, hop=hop or overheads.hop)
+    return replace(overheads, hop=float(np.max(costs.transfer)) or overheads.hop)
 
 
 def plans_of(ticks: Ticks) -> Iterator[Plan]:
@@ -356,18 +316,21 @@ def plan_of(
     """Run the passes that need no stage; equal schedules share the plan.
 
     The ways to assign ticks keep the order of every row; with `as_one` a W and the F of its tick
-    may be one block.  Of all plans that keep the table's makespan, or the least that there is, it
-    is the cheapest.  Those with the fewest predicates around collective actions come first: no CUDA
+    may be one block, and blocks communicate.  `costs` are in seconds; without any they are
+    `ASSUMED`.  Of all plans that keep the table's makespan, or the least that there is, it is the
+    cheapest.  Those with the fewest predicates around collective actions come first: no CUDA
     graph holds a collective, so the host waits.
     """
     ways = [assign_ticks(schedule), modulo_ticks(schedule), modulo_ticks(schedule, shift=1)]
     if any(followed(schedule, kinds).any() for kinds in (W_THEN_F, *F_THEN_PART)):
         ways += [joined_ticks(schedule), *([joined_ticks(schedule, as_one=True)] if as_one else [])]
-    timed = [(plan.makespan_of(costs), plan) for ticks in ways for plan in plans_of(ticks)]
-    table = simulate(schedule, Costs() if costs is None else costs).makespan
-    enough = KEEPS * max(table, min(makespan for makespan, _ in timed))
+    seconds = costs or (COMMUNICATING if as_one else ASSUMED)
+    timed = [(plan.makespan_of(seconds), plan) for ticks in ways for plan in plans_of(ticks)]
+    table = simulate(schedule, seconds).makespan
+    shortest = max(table, min(makespan for makespan, _ in timed))
+    enough = shortest + Worth.of(shortest).nothing
     kept = [plan for makespan, plan in timed if makespan <= enough]
     fewest = min(plan.collectives for plan in kept)
     cheapest = [plan for plan in kept if plan.collectives == fewest]
     # The first of those whose prices differ by rounding.
-    return min(cheapest, key=lambda plan: float(f"{plan.price(costs, overheads):.12g}"))
+    return min(cheapest, key=lambda plan: float(f"{plan.price(seconds, overheads):.12g}"))

@@ -1,35 +1,32 @@
 """The target of a program: the kind of devices, whether blocks communicate over other axes of the
-mesh, published numbers of TPUs, and the times of a program besides the stages' work: three numbers
-that can be measured on the user's machine, by kind of device in the file that `jaxpipe doctor`
-writes.
+mesh, published numbers of TPUs, and prices in seconds: of what a program does besides the stages'
+work, three numbers that can be measured on the user's machine.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-from platformdirs import user_config_path
+from ..engine.costs import Costs
 
-from ..errors import CostError, is_number, quoted
-
-# Assumed seconds of a stage's forward: one layer of a model of some billion parameters.
-FORWARD = 5e-3
+# Assumed seconds of every action: one layer of a model of some billion parameters.
+_FEW = 5e-3
+ASSUMED = Costs(_FEW, _FEW, _FEW, last=_FEW, first=_FEW, first_grad=_FEW, unit="seconds, assumed")
+# Where blocks communicate, a third of a forward: a pair hides that of both its halves.
+COMMUNICATING = replace(ASSUMED, overlap=3 * _FEW - 2 * _FEW / 3)
 GUESSES = "guessed; `jaxpipe doctor` measures them"
 TIMES = ("predicate", "hop", "sent")  # of `Overheads`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Times in seconds, or in the unit of the costs (`in_unit`).
+    """Times in seconds.
 
     The defaults are guesses.  `MEASURED` has what was measured, by kind of device, and `jaxpipe
-    doctor` measures them on the user's machine and writes them into a file.
+    doctor` measures them on the user's machine.
 
     Args:
         predicate: the time of a block's predicate, true or false.  As a node of a
@@ -46,10 +43,6 @@ class Overheads:
     hop: float = 100e-6
     sent: float = 15e-6
     source: str = field(default=GUESSES, compare=False)
-
-    def in_unit(self, seconds: float) -> Overheads:
-        """The same times where one unit takes so many seconds."""
-        return replace(self, **{name: getattr(self, name) / seconds for name in TIMES})
 
     def __str__(self) -> str:
         times = ", ".join(f"{name} {getattr(self, name) * 1e6:.3g} us" for name in TIMES)
@@ -69,14 +62,30 @@ ON_HOST = Overheads(predicate=15e-6)
 NO_OVERHEADS = Overheads(predicate=0.0, hop=0.0, sent=0.0)
 
 
+class Worth(NamedTuple):
+    """Seconds by which a step may be longer for another gain.  They grow with the step: of the same
+    seconds for any, code would grow with the number of microbatches.
+    """
+
+    block: float  # for a compiled block of stage code less
+    permute: float  # for a compiled permute less
+    nothing: float  # for none: programs are as good
+
+    @classmethod
+    def of(cls, step: float) -> Worth:
+        """For a step of so many seconds."""
+        return cls(block=1e-3 * step, permute=5e-5 * step, nothing=5e-3 * step)
+
+
 # The price of a predicate that the host decides.  The other prices have the names of `Overheads`.
 ON_THE_HOST = "predicate_on_host"
 NAMES = (*TIMES, ON_THE_HOST)
 # A predicate took 14 to 16 us as a node of a graph, and 31 to 35 us on the host.  Hops need two
 # devices, and were not measured.
 H100: Mapping[str, float] = {"predicate": 15e-6, ON_THE_HOST: 33e-6}
-# Kind of device -> what was measured on one, as the file of prices has it.
-MEASURED: Mapping[str, Mapping[str, Any]] = {
+# Kind of device -> seconds by name, and the source of the measurement.
+PricesByKind: TypeAlias = Mapping[str, Mapping[str, Any]]
+MEASURED: PricesByKind = {
     "NVIDIA H100 80GB HBM3": {
         **H100,
         "measured": "one GPU, driver 580, JAX 0.11.2, November 2026",
@@ -84,66 +93,18 @@ MEASURED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def prices_path() -> Path:
-    """The file: `JAXPIPE_PRICES`, or prices.json in the user's folder of settings."""
-    named = os.environ.get("JAXPIPE_PRICES")
-    if named:
-        return Path(named)
-    return user_config_path("jaxpipe", appauthor=False, roaming=True) / "prices.json"
-
-
-def read_prices() -> dict[str, dict[str, Any]]:
-    """Kind of device -> seconds by name, and the source of the measurement; empty without a file.
-
-    Raises:
-        CostError: the file is not one of prices.
-    """
-    path = prices_path()
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError) as error:
-        raise CostError(f"{path} cannot be read as prices ({error}); {_AGAIN}") from error
-    wrong = [
-        f"{kind}: {name} is {quoted(each.get(name))}, not seconds"
-        for kind, each in (found.items() if isinstance(found, dict) else [])
-        for name in NAMES
-        if isinstance(each, dict) and name in each and not _is_seconds(each[name])
-    ]
-    if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
-        wrong.append("it must hold one object for each kind of device")
-    CostError.refuse(f"{path} does not hold prices; {_AGAIN}", wrong)
-    return dict(found)
-
-
-def write_prices(kind: str, seconds: Mapping[str, float], where: str) -> Path:
-    """Put the prices of one kind of device into the file; other kinds and prices stay."""
-    path, found = prices_path(), read_prices()
-    found[kind] = {**found.get(kind, {}), **seconds, "measured": where}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
-    return path
-
-
 def measured_prices(
-    kind: str | None, guess: Overheads, *, on_host: bool = False
+    found: PricesByKind, kind: str | None, *, guess: Overheads, on_host: bool = False
 ) -> Overheads | None:
-    """The prices of a kind of device: each that of the file, or else of `MEASURED`; None where none
+    """The prices of a kind of device: each of those found, or else of `MEASURED`; None where none
     were measured.
 
     Args:
-        kind: as `device.device_kind` says it; None is the one kind of NVIDIA GPU that the
-            file holds.
+        found: on the user's machine.
+        kind: as `device.device_kind` says it; None is the one kind of NVIDIA GPU that was found.
         guess: for prices that were not measured.
         on_host: the host decides predicates.
-
-    Raises:
-        CostError: the file is not one of prices.
     """
-    found = read_prices()
     gpus = [name for name in found if "NVIDIA" in name]
     if kind is None and len(gpus) == 1:
         (kind,) = gpus
@@ -163,13 +124,6 @@ def measured_prices(
 
 def _where(prices: Mapping[str, Any]) -> list[str]:
     return [str(prices["measured"])] if "measured" in prices else []
-
-
-_AGAIN = "remove the file and run `jaxpipe doctor` again"
-
-
-def _is_seconds(value: Any) -> bool:
-    return is_number(value) and 0 <= value < float("inf")
 
 
 # Assumed bytes of a transfer: 4096 tokens of width 4096 in bfloat16.
@@ -300,19 +254,20 @@ class Target:
         return FORMS.get(self.runs_on, Form()) if self.own_form is None else self.own_form
 
     @classmethod
-    def of(cls, mesh: Any, own: Sequence[str]) -> Target:
+    def of(cls, mesh: Any, own: Sequence[str], found: PricesByKind | None = None) -> Target:
         """The target of a `jax.sharding.Mesh`; blocks do not communicate over the axes `own`.
 
-        The prices are those measured on such devices.
+        The prices are those found for such devices.
         """
         communicates = any(size > 1 for name, size in mesh.shape.items() if name not in own)
         target = cls(RunsOn.of(mesh), communicates, Chip.of(mesh))
-        return target.measured(str(mesh.devices.flat[0].device_kind))
+        return target.measured(found or {}, str(mesh.devices.flat[0].device_kind))
 
-    def measured(self, kind: str | None) -> Target:
+    def measured(self, found: PricesByKind, kind: str | None = None) -> Target:
         """The target with the measured prices of a kind of device, if there are any."""
         on_host = self.on_gpus and self.communicates
-        return replace(self, prices=measured_prices(kind, self.overheads, on_host=on_host))
+        prices = measured_prices(found, kind, guess=self.overheads, on_host=on_host)
+        return replace(self, prices=prices)
 
     @property
     def overheads(self) -> Overheads:

@@ -243,9 +243,7 @@ def _earliest(
     # A tick each, and none for what the next of its row shares its tick with.
     duration = (ends == np.arange(table.num_actions)).astype(np.int64)
     latency, free = 1 - duration[need], [0] * table.num_devices
-    loop = EventLoop(
-        table.device, need, latency=latency, duration=duration, free=free, groups=together
-    )
+    loop = EventLoop((table.device, need, latency, duration), free, groups=together)
     loop.run(order if turn is None else _in_turn(loop, order, turn.tolist(), period))
     return Ticks(schedule, np.array(loop.starts, np.int64)[ends], period=period)
 

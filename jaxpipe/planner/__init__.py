@@ -6,4 +6,14 @@ from .candidate import PipelinePlan, Plans
 
 __all__ = ["PipelinePlan", "Plans"]
 
-IMPORTS = ("engine", "errors", "layouts", "lowering", "program", "schedules", "table", "transforms")
+IMPORTS = (
+    "engine",
+    "errors",
+    "layouts",
+    "lowering",
+    "prices",
+    "program",
+    "schedules",
+    "table",
+    "transforms",
+)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from ..engine.simulate import simulate
 from ..errors import PlanError, ScheduleError
 from ..layouts.layout import Layout, LayoutError
+from ..prices import read_prices
 from ..schedules import build
 from ..table.effects import Offload
 from .candidate import Candidate, PipelinePlan, Plans, Rejected, Traced, gib, stage_seconds
@@ -147,6 +148,7 @@ def plan(
         "mesh": mesh,
         "axis": axis,
         "data_axes": data_axes,
+        "prices": read_prices(),
     }
     wanted = requests(arguments)
     found = Search(wanted, most=most, within=within, progress=progress, traced=traced)

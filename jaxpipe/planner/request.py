@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..engine.costs import Costs
 from ..errors import PlanError, is_flat, is_number, is_whole, plain, quoted
 from ..layouts.layout import Layout, parse_layout
-from ..lowering.target import RunsOn, Target
+from ..lowering.target import PricesByKind, RunsOn, Target
 from ..schedules.registry import describe
 from .layer_cost import (
     FIRST,
@@ -69,7 +69,7 @@ class Request:
 
 def requests(arguments: Mapping[str, Any]) -> list[Request]:
     """Requests from the arguments of `plan` by name, one for each number of microbatches and of
-    slices of a sequence; PlanError lists all faults.
+    slices of a sequence; PlanError lists all faults.  "prices" are those of the user's machine.
     """
     refuse_kinds(arguments)
     by_number = _by_number(*(arguments[name] for name in ("microbatches", "costs", "transfer")))
@@ -142,7 +142,7 @@ def _request(
     remat = allowed_remat(arguments["remat"], costs, stages=memory is not None)
     letters = _letters(arguments["model"], costs, devices, min(chunks))
     _refuse(*_unit_faults({c: costs[c] for c in letters}, memory, transfer))
-    target = _target(mesh, (axis, *data_axes))
+    target = _target(mesh, (axis, *data_axes), arguments["prices"])
     return Request(
         layers=letters,
         costs=costs if slices == 1 else {c: cost.sliced(slices) for c, cost in costs.items()},
@@ -286,11 +286,11 @@ _KINDS: dict[str, tuple[Any, str]] = {
 }
 
 
-def _target(mesh: Any, own: tuple[str, ...]) -> Target:
+def _target(mesh: Any, own: tuple[str, ...], prices: PricesByKind) -> Target:
     if not (mesh is None or isinstance(mesh, RunsOn | Target)):
-        return Target.of(mesh, own)
+        return Target.of(mesh, own, prices)
     target = mesh if isinstance(mesh, Target) else Target(mesh or RunsOn.GPUS)
-    return target.measured(None) if target.on_gpus and target.prices is None else target
+    return target.measured(prices) if target.on_gpus and target.prices is None else target
 
 
 def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int) -> list[str]:

@@ -10,7 +10,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from ..errors import CostError, PlanError, is_number, quoted
-from ..lowering.target import Target
+from ..lowering.target import PricesByKind, Target
+from ..prices import read_prices
 from .candidate import PipelinePlan, Plans, Rejected, gib
 from .layer_cost import FIRST, LAST, Ends, Kept, LayerCost, device_work
 from .plan import Search
@@ -364,13 +365,14 @@ def plan_mesh(
         "memory": memory,
     }
     refuse_kinds({**choices, "within": within, "devices": gpus, "most": most})
+    prices = read_prices()
     layers, model = DECODERS[name]
     model = replace(model, context=context, flops=flops, loss_tokens=min(context, 1024))
     wanted = [
         request
         for mesh, own in _meshes(model, gpus, batch, tensor, layers)
         if mesh["pipe"] == 1 or mesh["pipe"] * min(chunks) <= layers + len("EL")
-        for request in _requests(layers, own, mesh, batch, **choices)
+        for request in _requests(layers, own, mesh, batch, prices=prices, **choices)
     ]
     if not wanted:
         raise PlanError(
@@ -439,6 +441,7 @@ def _requests(
     mesh: Mapping[str, int],
     batch: int,
     *,
+    prices: PricesByKind,
     schedules: Sequence[str] | None,
     chunks: Sequence[int],
     remat: Sequence[str | None] | None,
@@ -465,7 +468,7 @@ def _requests(
             chunks=tuple(chunks) if pipe > 1 else (1,),
             remat=allowed_remat(remat or None, whole, stages=False),
             data_axes=("data",),
-            target=Target(communicates=tensor > 1).measured(None),
+            target=Target(communicates=tensor > 1).measured(prices),
             reduction=(1.5 if fsdp else 2) * summed,
             gathered=data if fsdp else 0,
             label=(text + (" fsdp" if fsdp else ""), f"M {count}"),

@@ -21,7 +21,7 @@ from ..errors import ProgramError
 from ..table.effects import MOVES, OF_SLICES, TOGETHER, Access, Effect, Place, flags_of
 from ..table.kinds import COLLECTIVES, KIND_NAMES
 from .ir import NOBODY, POOL_OF, SENT_TO, Program
-from .segments import FLAGS, BlockUse, Permute, Point, Presence, Segment, Transit, room_of
+from .segments import FLAGS, BlockUse, Permute, Presence, Segment, Transit, room_of
 
 Ints: TypeAlias = NDArray[np.int64]
 At: TypeAlias = tuple[Ints, Ints]
@@ -272,26 +272,9 @@ def _segment_faults(program: Program) -> Iterator[Fault]:
                 if permute.delay > room_of(segment.period, j):
                     late = f"is awaited too late for trips of {segment.period} ticks"
                     yield Fault(ProgramRule.EXCHANGE, f"({permute}) of tick {j} {late}")
-        yield from _transit_faults(program, segment)
     if end != program.num_ticks:
         message = f"the segments end at tick {end} of {program.num_ticks}"
         yield Fault(ProgramRule.SEGMENTS, message)
-
-
-def _transit_faults(program: Program, segment: Segment) -> Iterator[Fault]:
-    """A trip issues a permute after the blocks that make what it sends, and writes what it brings
-    after that.
-    """
-    for transit in (t for t in segment.transits if not t.from_before):
-        place, made = SENT_TO[POOL_OF[transit.permute.payload]], 0
-        for number, use in enumerate(segment.templates[transit.tick].blocks, 1):
-            effects = program.effects(use.block.kind)
-            if any(effect.place is place and use.does(effect) for effect in effects):
-                made = number
-        if not Point(transit.tick, made) <= transit.issued <= transit.written:
-            early = "is issued before it is made, or written before it is issued"
-            message = f"({transit.permute}) of tick {transit.tick} {early}"
-            yield Fault(ProgramRule.EXCHANGE, message, segment.start)
 
 
 def _permute_faults(permute: Permute) -> Iterator[Fault]:
@@ -370,17 +353,20 @@ def _of_exchanges(program: Program, pool: Place, blocks: Sequence[Running]) -> I
         return
     # What a device has to send when a tick is over, made in that very tick.
     sent = np.full((program.num_ticks, program.schedule.num_devices), NOTHING)
+    made = np.zeros_like(sent)  # after how many blocks
     for block in blocks:
         for _, at, _, value in _happening(program, SENT_TO[pool], block):
-            sent[at] = value
+            sent[at], made[at] = value, block.place + 1
     for segment, transit in ((s, t) for s in program.segments for t in s.transits):
         if POOL_OF[transit.permute.payload] is not pool:
             continue
         arrival = program.ticks.arrivals[transit.lane]
         ticks = segment.ticks(transit.tick)
         value = np.full((len(ticks), program.schedule.num_devices), NOTHING)
+        issued = _AFTER if transit.from_before else transit.issued.block
         for source, target in transit.permute.pairs:
-            value[:, target] = sent[ticks, source]
+            is_there = made[ticks, source] <= issued
+            value[:, target] = np.where(is_there, sent[ticks, source], NOTHING)
         k, device = np.nonzero(arrival.takes[ticks] != 0)
         tick, before = _arrives(segment, transit)
         slot, order = arrival.slot[ticks[k], device], Access.WRITE + transit.lane
@@ -392,12 +378,10 @@ def _arrives(segment: Segment, transit: Transit) -> At:
     which block: in the same trip or in the next one, and after the last trip when all is done.
     """
     trip = np.arange(segment.repeats) + transit.from_before
-    is_over = trip == segment.repeats
     tick = segment.start + trip * segment.period + transit.written.tick
-    blocks = len(segment.templates[-1].blocks)
-    return np.where(is_over, segment.stop - 1, tick), np.where(
-        is_over, blocks, transit.written.block
-    )
+    last = len(segment.templates[-1].blocks)
+    block = np.where(tick < segment.stop, transit.written.block, last)
+    return np.minimum(tick, segment.stop - 1), block
 
 
 def _of_moves(program: Program, pool: Place) -> Iterator[Accesses]:

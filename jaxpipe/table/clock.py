@@ -35,20 +35,20 @@ class EventLoop:
 
     def __init__(
         self,
-        device: ArrayLike,
-        need: ArrayLike,
-        *,
-        latency: ArrayLike,
-        duration: ArrayLike,
+        tasks: Iterable[ArrayLike],
         free: Iterable[float],
-        groups: dict[int, tuple[int, ...]],
+        *,
+        groups: dict[int, tuple[int, ...]] | None = None,
     ) -> None:
-        self.device: list[int] = np.asarray(device).tolist()
-        self.need: list[int] = np.asarray(need).tolist()
+        """`tasks`: device, need, latency and duration of each, as four columns."""
+        self.device: list[int]
+        self.need: list[int]
+        self.latency: list[float]
+        self.duration: list[float]
         # of any: whole numbers stay whole
-        self.latency: list[float] = np.asarray(latency, object).tolist()
-        self.duration: list[float] = np.asarray(duration, object).tolist()
-        self.groups, self.free = groups, list(free)
+        columns = (np.asarray(column, object).tolist() for column in tasks)
+        self.device, self.need, self.latency, self.duration = columns
+        self.free, self.groups = list(free), groups or {}
         self.second_half: dict[int, int] = {}
         self.starts: list[float] = [NEVER] * len(self.device)
         self.ends: list[float] = [NEVER] * len(self.device)

@@ -437,14 +437,8 @@ def _in_time(table: Encoded, order: Sequence[int]) -> list[dict[int, int]]:
     # An action lasts until the next of its row, with the idle cells between them.
     duration = np.diff(table.position, append=0)
     free = [int(table.position[a]) if a < b else 0 for a, b in pairwise(table.first)]
-    loop = EventLoop(
-        table.device,
-        need,
-        latency=1 - duration[need],
-        duration=duration,
-        free=free,
-        groups=together,
-    )
+    tasks = table.device, need, 1 - duration[need], duration
+    loop = EventLoop(tasks, free, groups=together)
     loop.run(order)
     places: list[dict[int, int]] = [{} for _ in loop.free]
     for i, half in enumerate(table.last_half.tolist()):

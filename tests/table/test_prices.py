@@ -21,11 +21,9 @@ from jaxpipe.lowering.target import (
     RunsOn,
     Target,
     measured_prices,
-    prices_path,
-    read_prices,
-    write_prices,
 )
 from jaxpipe.planner.layer_cost import LayerCost
+from jaxpipe.prices import prices_path, read_prices, write_prices
 
 H100 = "NVIDIA H100 80GB HBM3"
 COST = LayerCost(forward=1e-3, input_grad=1e-3, weight_grad=1e-3)
@@ -45,9 +43,14 @@ def mesh_of(kind, platform="gpu"):
     )
 
 
+def target_of(kind):
+    """The target of a mesh, with the prices of the file."""
+    return Target.of(mesh_of(kind), ("pipe",), read_prices())
+
+
 def test_without_a_file_prices_are_guesses(file):
     assert read_prices() == {}
-    assert measured_prices("NVIDIA A100", GUESSED) is None
+    assert measured_prices({}, "NVIDIA A100", guess=GUESSED) is None
     target = Target.of(mesh_of("NVIDIA A100"), ("pipe",))
     assert target.overheads == GUESSED
     assert GUESSES in str(target.overheads)
@@ -56,8 +59,7 @@ def test_without_a_file_prices_are_guesses(file):
 def test_an_h100_has_the_prices_that_were_measured_on_one(file):
     """In a CUDA graph, and where the host decides; a transfer needs two GPUs."""
     graphs, host = (
-        replace(Target(communicates=tensor), prices=None).measured(H100).overheads
-        for tensor in (False, True)
+        Target(communicates=tensor).measured({}, H100).overheads for tensor in (False, True)
     )
     assert graphs == replace(GUESSED, predicate=15e-6)
     assert host == replace(ON_HOST, predicate=33e-6)
@@ -69,7 +71,7 @@ def test_an_h100_has_the_prices_that_were_measured_on_one(file):
 
 def test_the_user_s_own_measurements_come_before_them(file):
     write_prices(H100, {"hop": 3e-5}, "today")
-    found = Target.of(mesh_of(H100), ("pipe",)).overheads
+    found = target_of(H100).overheads
     assert found == replace(GUESSED, predicate=15e-6, hop=3e-5)
     assert found.source.startswith(f"measured on {H100}, today; measured on {H100}, one GPU, ")
     assert found.source.endswith("; guessed: sent")
@@ -106,11 +108,11 @@ def test_the_doctor_refuses_a_faulty_file_before_its_checks(file, monkeypatch, c
 def test_a_target_has_the_prices_of_its_kind_of_device(file):
     seconds = {"predicate": 1e-6, "predicate_on_host": 2e-5, "hop": 3e-5}
     assert write_prices(H100, seconds, "today") == file
-    found = Target.of(mesh_of(H100), ("pipe",)).overheads
+    found = target_of(H100).overheads
     assert (found.predicate, found.hop, found.sent) == (1e-6, 3e-5, GUESSED.sent)
     assert found.source == f"measured on {H100}, today; guessed: sent"
-    assert Target.of(mesh_of("NVIDIA A100"), ("pipe",)).overheads == GUESSED
-    on_host = measured_prices(H100, ON_HOST, on_host=True)
+    assert target_of("NVIDIA A100").overheads == GUESSED
+    on_host = measured_prices(read_prices(), H100, guess=ON_HOST, on_host=True)
     assert on_host == replace(ON_HOST, predicate=2e-5, hop=3e-5)
 
 
@@ -137,7 +139,7 @@ def test_prices_of_other_kinds_stay(file):
 def test_a_file_of_something_else_is_refused(file, text, says):
     file.write_text(text)
     with pytest.raises(jp.CostError, match=says) as caught:
-        Target.of(mesh_of("cpu"), ("pipe",))
+        read_prices()
     assert str(file) in str(caught.value)
 
 

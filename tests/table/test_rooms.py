@@ -134,6 +134,19 @@ def test_rooms_below_the_boundary_name_no_jax():
     assert named == set()
 
 
+def test_rooms_below_the_boundary_read_no_file():
+    """What a machine's prices are is an argument; the file is for the outermost calls."""
+    found = {
+        f"{name}: {target}"
+        for name, path in modules().items()
+        if room(name) in WITHOUT_JAX and room(name) not in ("prices", "cli")
+        for target, inside in imports(name, path)
+        if target in ("os", "pathlib", "platformdirs") or (inside and room(target) == "prices")
+    }
+    # `plan` and `plan_mesh` are outermost calls.
+    assert found == {"planner.plan: prices", "planner.transformer: prices"}
+
+
 def test_tests_without_jax_import_no_room_with_jax():
     """Else `make test-tables` refuses them all."""
     found = {

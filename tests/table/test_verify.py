@@ -295,7 +295,7 @@ def test_a_transfer_that_is_issued_before_its_value_is_made_is_found(monkeypatch
     assert not faults(program)
     monkeypatch.setattr(TickTemplate, "after_makers", lambda *_: 0)
     early = segments_of([Span(0, ticks.num_ticks, 2)], ticks)
-    assert rules_broken(replace(program, segments=early)) == {ProgramRule.EXCHANGE}
+    assert rules_broken(replace(program, segments=early)) == {ProgramRule.VALUE}
 
 
 @pytest.mark.parametrize("ticks_early", [1, -1])
