@@ -11,13 +11,16 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import (
+    Annotated,
     Any,
+    NamedTuple,
     ParamSpec,
     Self,
+    TypeAlias,
     TypeGuard,
     TypeVar,
     Union,
@@ -184,6 +187,20 @@ MAX_TEXT = 2**25  # characters of a table as text: more than MAX_PAIRS take
 MAX_FAULTS = 1000  # cells that cannot be read; reading stops there
 MAX_COST = 1e100  # whatever the unit is: sums and squares of such costs are finite numbers
 
+
+class Fits(NamedTuple):
+    """A part of an `Annotated` type: how an error names its values, and which of them fit."""
+
+    text: str
+    test: Callable[[Any], object] = lambda _: True
+
+
+Count: TypeAlias = Annotated[
+    int, Fits("a whole number of at least 1", lambda n: 1 <= n <= MAX_COUNT)
+]
+Seed: TypeAlias = Annotated[int, Fits("a whole number of at least 0", lambda n: 0 <= n < 2**31)]
+Seconds: TypeAlias = Annotated[float, Fits("seconds, 0 or more", lambda s: 0 <= s <= MAX_COST)]
+
 P = ParamSpec("P")
 R = TypeVar("R")
 _MISFIT = object()
@@ -194,6 +211,7 @@ _TEXTS = {
     bool: "True or False",
     NoneType: "None",
 }
+_SEVERAL = {int: "whole numbers", float: "numbers", str: "texts"}
 
 # How to make one, by the name of its class.
 _HOW = {
@@ -263,22 +281,31 @@ def is_cost(value: object) -> bool:
     return is_number(value) and 0 <= plain(value) <= MAX_COST
 
 
-_hints = cache(get_type_hints)
+_hints = cache(partial(get_type_hints, include_extras=True))
 
 
 def _read_all(values: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) -> dict[str, Any]:
     """Every value as its annotation wants it; a value without one stays as it is."""
     hints = _hints(owner)
     read = {name: _read(value, hints.get(name, Any)) for name, value in values.items()}
-    misfits = [name for name, value in read.items() if value is _MISFIT]
-    faults = [
-        f"{n} must be {_type_text(hints[n])}, not {quoted(values[n])}"
-        f"{_HOW.get(getattr(hints[n], '__name__', ''), '')}"
-        for n in misfits
-    ]
+    faults = [_fault(n, values[n], hints[n]) for n, value in read.items() if value is _MISFIT]
     name = owner.__qualname__.removesuffix(".__init__").split(".")[-1]
     error.refuse(f"{name} cannot take this", faults)
     return read
+
+
+def misfit(name: str, value: Any, hint: Any) -> str | None:
+    """The fault of a value that is not what an annotation says; None where it is.
+
+    >>> misfit("chunks", 0, Count), misfit("chunks", 1, Count)
+    ('chunks must be a whole number of at least 1, not 0', None)
+    """
+    return _fault(name, value, hint) if _read(value, hint) is _MISFIT else None
+
+
+def _fault(name: str, value: Any, hint: Any) -> str:
+    how = _HOW.get(getattr(hint, "__name__", ""), "")
+    return f"{name} must be {_type_text(hint)}, not {quoted(value)}{how}"
 
 
 def _read(value: Any, hint: Any) -> Any:
@@ -286,6 +313,10 @@ def _read(value: Any, hint: Any) -> Any:
     if hint is Any:
         return value
     origin = get_origin(hint)
+    if origin is Annotated:
+        inner, fits = get_args(hint)
+        read = _read(value, inner)
+        return read if read is not _MISFIT and fits.test(read) else _MISFIT
     if origin in (Union, UnionType):
         reads = (_read(value, each) for each in get_args(hint))
         return next((read for read in reads if read is not _MISFIT), _MISFIT)
@@ -312,7 +343,8 @@ def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
         read = [(_read(key, inner[0]), _read(each, inner[1])) for key, each in value.items()]
         return _MISFIT if any(_MISFIT is each for pair in read for each in pair) else dict(read)
     is_uniform = len(inner) == 1 or inner[1:] == (...,)
-    if is_uniform and int in (inner[0], *get_args(inner[0])) and {*map(type, value)} == {int}:
+    is_free = get_origin(inner[0]) is not Annotated and int in (inner[0], *get_args(inner[0]))
+    if is_uniform and is_free and {*map(type, value)} == {int}:
         return tuple(value)  # as they are: a placement has tens of thousands
     hints = inner[:1] * len(value) if is_uniform else inner
     if len(hints) != len(value):
@@ -324,11 +356,16 @@ def _read_container(value: Any, origin: Any, inner: tuple[Any, ...]) -> Any:
 def _type_text(hint: Any) -> str:
     """An annotation as an error names it."""
     origin = get_origin(hint)
+    if origin is Annotated:
+        return str(get_args(hint)[1].text)
     if origin in (Union, UnionType):
         return " or ".join(map(_type_text, get_args(hint)))
+    if origin is Callable:
+        return "a function"
     if origin is not None:
         what = "a mapping" if issubclass(origin, Mapping) else "a sequence"
-        return f"{what} of numbers" if get_args(hint)[-1] is float else what
+        inner = _SEVERAL.get(get_args(hint)[-1])
+        return f"{what} of {inner}" if inner else what
     if hint in _TEXTS:
         return _TEXTS[hint]
     if issubclass(hint, Enum):

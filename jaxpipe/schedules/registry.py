@@ -6,10 +6,20 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Annotated, Any, TypeAlias
 
 from ..engine.costs import Costs
-from ..errors import MAX_COUNT, MAX_DEVICES, MAX_PAIRS, ScheduleError, is_number, is_whole, quoted
+from ..errors import (
+    MAX_DEVICES,
+    MAX_PAIRS,
+    Count,
+    Fits,
+    ScheduleError,
+    Seed,
+    is_whole,
+    misfit,
+    quoted,
+)
 from ..table.kinds import Placement
 from ..table.schedule import Objective, Schedule
 from ..transforms.rewrites import forward_only as only_forwards, sliced
@@ -94,80 +104,50 @@ class NamedSchedule:
             p for p in inspect.signature(self.generator).parameters.values() if p.name not in _SHAPE
         ]
         defaults = {p.name: p.default for p in own} | {"forward_only": False}
-        return tuple(Option(name, value, _KINDS[name].summary) for name, value in defaults.items())
+        return tuple(Option(name, value, _OPTIONS[name][1]) for name, value in defaults.items())
 
 
 _SHAPE = ("devices", "microbatches", "chunks", "slices")
 
 
-class _OptionKind(NamedTuple):
-    """Which values an option takes, and what it means."""
-
-    wants: str
-    summary: str
-    accepts: Callable[[Any], bool]
-
-
-_MOST_SEARCH = 86_400
-_COUNT = "a whole number of at least 1"
-
-
-def _is_count(value: Any, *, most: int | None = MAX_COUNT) -> bool:
-    return is_whole(value) and value >= 1 and (most is None or value <= most)
-
-
-def _is_a(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind)
-
-
-_KINDS = {
-    "costs": _OptionKind(
-        "a jaxpipe.Costs",
-        "the times of the actions (a jaxpipe.Costs), to which the order is fitted",
-        _is_a(Costs),
-    ),
-    "forward_only": _OptionKind(
-        "True or False", "leave out all backwards, for evaluation", _is_a(bool)
-    ),
-    "group_size": _OptionKind(
-        _COUNT,
+# The type of each option's values, and what it means.
+_OPTIONS: Mapping[str, tuple[Any, str]] = {
+    "costs": (Costs, "the times of the actions (a jaxpipe.Costs), to which the order is fitted"),
+    "forward_only": (bool, "leave out all backwards, for evaluation"),
+    "group_size": (
+        Count,
         "microbatches that go through a chunk before the next chunk starts (P or more); "
         "without it, equal groups of P or more",
-        _is_count,
     ),
-    "lean": _OptionKind(
-        "True or False",
+    "lean": (
+        bool,
         "warm up with one forward per hop instead of two: fewer activations, and the same "
         "makespan where transfers take no time",
-        _is_a(bool),
     ),
-    "max_activations": _OptionKind(
-        _COUNT, "the most activations that a device may hold, if they are released at W", _is_count
+    "max_activations": (
+        Count,
+        "the most activations that a device may hold, if they are released at W",
     ),
-    "objective": _OptionKind(
-        "a jaxpipe.table.Objective (on the command line makespan or period)",
+    "objective": (
+        Objective,
         "what is made short: makespan, the whole step, or period, the time of a microbatch in its "
-        "steady state",
-        _is_a(Objective),
+        "steady state (on the command line makespan or period)",
     ),
-    "search": _OptionKind(
-        f"a number of seconds from 0 to {_MOST_SEARCH:,}",
+    "search": (
+        Annotated[float, Fits("a number of seconds from 0 to 86,400", lambda s: 0 <= s <= 86_400)],
         "seconds of search for a shorter table, by OR-tools (the extra jaxpipe[solver]); the "
         "same on any machine",
-        lambda v: is_number(v) and 0 <= v <= _MOST_SEARCH,
     ),
-    "seed": _OptionKind(
-        "a whole number of at least 0",
-        "of the random choices of `search`",
-        lambda v: is_whole(v) and 0 <= v < 2**31,
-    ),
-    "placement": _OptionKind(
-        "a jaxpipe.Placement (on the command line loop, vee, or the device of each stage: 0,1,1,0)",
-        "the devices of the stages (a jaxpipe.Placement); without it a loop or a V, "
-        "whichever gives the shorter schedule",
-        _is_a(Placement),
+    "seed": (Seed, "of the random choices of `search`"),
+    "placement": (
+        Placement,
+        "the devices of the stages (a jaxpipe.Placement; on the command line loop, vee, or the "
+        "device of each stage: 0,1,1,0); without it a loop or a V, whichever gives the shorter "
+        "schedule",
     ),
 }
+# Of devices and microbatches: what is too large for a table has an error of its own.
+_FROM_1: TypeAlias = Annotated[int, Fits("a whole number of at least 1", lambda n: n >= 1)]
 _V = "a V goes down the devices and up again"
 
 
@@ -324,12 +304,10 @@ def _faults(
     """
     allowed = entry.chunks
     nearest = allowed.nearest(int(chunks)) if is_whole(chunks) else allowed.natural
-    fits = _is_count(chunks, most=None) and nearest == chunks
+    fits = is_whole(chunks) and 1 <= chunks == nearest
     numbers = (("devices", devices), ("microbatches", microbatches))
-    if bad := [(name, value) for name, value in numbers if not _is_count(value, most=None)]:
-        for name, value in bad:
-            want = f"{name} must be {_COUNT}, not {quoted(value)}"
-            yield f"{want}; the nearest that works is {name}=1"
+    if bad := [fault for name, value in numbers if (fault := misfit(name, value, _FROM_1))]:
+        yield from (f"{fault}; the nearest that works is {fault.split()[0]}=1" for fault in bad)
     else:
         yield from _size_faults(devices, microbatches, chunks if fits else allowed.natural)
     if entry.both_ways and is_whole(devices) and devices % 2:
@@ -343,14 +321,14 @@ def _faults(
             f"chunks (stages per device) must be {allowed}{why}, not {quoted(chunks)}; the "
             f"nearest that works is chunks={nearest}"
         )
-    if not _is_count(slices):
-        yield f"slices must be {_COUNT}, not {quoted(slices)}"
+    if fault := misfit("slices", slices, Count):
+        yield fault
     elif slices > 1 and entry.both_ways:
         yield (
             f"slices={slices} is not possible: a stage is on two devices, and keeps a sequence on "
             "one; 1f1b and zbv take slices"
         )
-    elif _is_count(microbatches) and microbatches % slices:
+    elif not bad and microbatches % slices:
         near = max(1, round(microbatches / slices)) * slices
         yield (
             f"microbatches={microbatches} are no whole sequences of slices={slices}; the nearest "
@@ -368,9 +346,8 @@ def _option_faults(entry: NamedSchedule, options: Mapping[str, object]) -> Itera
             close = get_close_matches(name[:_LONGEST_NAME], known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(known)}"
             yield f"there is no option {quoted(name)}; {hint}"
-        elif value is not None and not _KINDS[name].accepts(value):
-            kind = _KINDS[name]
-            yield f"{name} must be {kind.wants}, not {quoted(value)} ({kind.summary})"
+        elif value is not None and (fault := misfit(name, value, _OPTIONS[name][0])):
+            yield f"{fault} ({_OPTIONS[name][1]})"
 
 
 def _size_faults(devices: Any, microbatches: Any, chunks: Any) -> Iterator[str]:

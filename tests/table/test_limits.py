@@ -402,7 +402,7 @@ BUILDS = {
     "an action that is no text": (lambda: jp.table.parse_action(None), "None is not text"),
     "a cap that is a word": (
         lambda: jp.check(Schedule.from_csv("0F0"), max_activations="x"),
-        "max_activations must be a whole number or a sequence or None, not 'x'",
+        "max_activations must be a whole number or a sequence of whole numbers or None, not 'x'",
     ),
     "a release that is a word": (
         lambda: jp.check(Schedule.from_csv("0F0"), release="x"),
