@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import groupby, zip_longest
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..engine.costs import Costs
 from ..engine.simulate import Timeline
-from ..errors import CostError, is_cost, plain, quoted
+from ..errors import CostError, Fits, is_cost, quoted, set_typed
 from ..layouts.layout import Layout, split_layers
 from ..program.ir import UNDER_WAY, Slots
 from ..table.kinds import Kind
@@ -49,6 +49,9 @@ class Kept(NamedTuple):
     residuals: float  # bytes of one microbatch, the input not counted
     again: float  # seconds that its backward takes longer
     stash: float = 0.0  # bytes that the gradient of the input leaves for that of the weights
+
+
+Amount: TypeAlias = Annotated[float, Fits("a finite number >= 0, in seconds or bytes", is_cost)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,35 +90,26 @@ class LayerCost:
     0.75
     """
 
-    forward: float
-    input_grad: float
-    weight_grad: float
-    backward: float | None = None
-    parameters: float = 0
-    gradients: float | None = None
-    optimizer: float | None = None
-    residuals: float = 0
-    boundary: float = 0
-    stash: float = 0
-    workspace: float = 0
-    hoisted: float = 0
-    batch: float = 0
-    attention: float = 0
-    rows: float = 0
+    forward: Amount
+    input_grad: Amount
+    weight_grad: Amount
+    backward: Amount | None = None
+    parameters: Amount = 0
+    gradients: Amount | None = None
+    optimizer: Amount | None = None
+    residuals: Amount = 0
+    boundary: Amount = 0
+    stash: Amount = 0
+    workspace: Amount = 0
+    hoisted: Amount = 0
+    batch: Amount = 0
+    attention: Amount = 0
+    rows: Amount = 0
     ends: Ends = Ends.ONE
     policies: Mapping[str, Kept] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        numbers = {name: getattr(self, name) for name in _numbers()}
-        missing = {name for name in _OPTIONAL if numbers[name] is None}
-        faults = [
-            f"{name} is {quoted(value)}; it is a finite number >= 0, in seconds or bytes"
-            for name, value in numbers.items()
-            if name not in missing and not is_cost(value)
-        ]
-        CostError.refuse("this is not the cost of a layer", faults)
-        for name in numbers.keys() - missing:
-            object.__setattr__(self, name, plain(numbers[name]))
+        set_typed(self, CostError)
 
     @property
     def backward_seconds(self) -> float:
@@ -174,9 +168,6 @@ def _numbers(*but: str) -> list[str]:
 
 
 _OTHERS = ("ends", "policies")
-
-
-_OPTIONAL = ("backward", "gradients", "optimizer")
 
 
 def stage_costs(

@@ -7,42 +7,52 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from ..engine.simulate import simulate
-from ..errors import PlanError, ScheduleError
+from ..errors import Count, Fits, PlanError, ScheduleError, Seconds, Seed, typed
 from ..layouts.layout import Layout, LayoutError
 from ..prices import read_prices
 from ..schedules import build
 from ..table.effects import Offload
 from .candidate import Candidate, PipelinePlan, Plans, Rejected, Traced, gib, stage_seconds
-from .layer_cost import LayerCost, MemoryParts
-from .request import Choice, Request, choices, requests
+from .layer_cost import MemoryParts
+from .request import Above0, Choice, Counts, Names, Policies, Request, choices, requests
 
 
+@typed(PlanError)
 def plan(
-    model: Any,
-    costs: Mapping[str, LayerCost] | Mapping[int, Mapping[str, LayerCost]],
+    model: Annotated[
+        Any,  # a text or a Model
+        Fits(
+            "a text with a letter for each layer, such as 'Et*80,L', or a Model of letters",
+            lambda model: isinstance(getattr(model, "layers", model), str),
+        ),
+    ],
+    costs: Annotated[Mapping[Any, Any], Fits("a mapping, {'t': jaxpipe.LayerCost(...)}")],
     *,
-    devices: int,
-    microbatches: int | Sequence[int],
-    memory: float | None = None,
-    transfer: float | Mapping[int, float] = 0.0,
-    schedules: Sequence[str] | None = None,
-    chunks: Sequence[int] = (1, 2, 4),
-    slices: Sequence[int] = (1,),
-    remat: Sequence[str | None] | None = None,
-    offload: Sequence[str | None] = (None, "residuals"),
-    host_bandwidth: float = 2.5e10,
-    search: float = 0,
-    seed: int = 0,
-    most: int = 8,
-    within: float | None = None,
+    devices: Count,
+    microbatches: Annotated[Count | Counts, Fits("a whole number of at least 1, or a few of them")],
+    memory: Above0 | None = None,
+    transfer: Annotated[Seconds | Mapping[int, Seconds], Fits("seconds, 0 or more")] = 0.0,
+    schedules: Names | None = None,
+    chunks: Counts = (1, 2, 4),
+    slices: Counts = (1,),
+    remat: Policies | None = None,
+    offload: Annotated[
+        Sequence[str | None],
+        Fits("(None,) or (None, 'residuals')", lambda names: {*names} <= {None, "residuals"}),
+    ] = (None, "residuals"),
+    host_bandwidth: Above0 = 2.5e10,
+    search: Seconds = 0,
+    seed: Seed = 0,
+    most: Count = 8,
+    within: Above0 | None = None,
     progress: Callable[[int, int], None] | None = None,
     traced: Callable[[PipelinePlan], Mapping[str, int]] | None = None,
     mesh: Any = None,
     axis: str = "pipe",
-    data_axes: Sequence[str] = (),
+    data_axes: Names = (),
 ) -> Plans:
     """The fastest pipelines of a model on P devices, best first: layout, schedule, chunks and
     remat, with what each device holds.
@@ -139,12 +149,6 @@ def plan(
         "remat": remat,
         "offload": offload,
         "host_bandwidth": host_bandwidth,
-        "search": search,
-        "seed": seed,
-        "most": most,
-        "within": within,
-        "progress": progress,
-        "traced": traced,
         "mesh": mesh,
         "axis": axis,
         "data_axes": data_axes,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from ..engine.costs import Costs
-from ..errors import PlanError, is_flat, is_number, is_whole, plain, quoted
+from ..errors import MAX_COST, Count, Fits, PlanError, is_whole, quoted
 from ..layouts.layout import Layout, parse_layout
 from ..lowering.target import PricesByKind, RunsOn, Target
 from ..schedules.registry import describe
@@ -36,6 +36,17 @@ SCHEDULES = (
     "v_min",
     "gpipe",
 )
+# The types of arguments of `plan`.
+Above0: TypeAlias = Annotated[float, Fits("a number above 0", lambda n: 0 < n <= MAX_COST)]
+Counts: TypeAlias = Annotated[
+    Sequence[Count],
+    Fits("one or a few whole numbers of at least 1, such as (1, 2)", len),
+]
+Names: TypeAlias = str | Sequence[str]
+Policies: TypeAlias = Annotated[
+    Sequence[str | None],
+    Fits("some of (None, 'full', 'stages') and names of policies"),
+]
 # Units that are mixed up differ by thousands: milliseconds for seconds, gigabytes for bytes.
 _LEAST_MEMORY, _MOST_SECONDS = 1e6, 3600.0
 
@@ -71,10 +82,9 @@ def requests(arguments: Mapping[str, Any]) -> list[Request]:
     """Requests from the arguments of `plan` by name, one for each number of microbatches and of
     slices of a sequence; PlanError lists all faults.  "prices" are those of the user's machine.
     """
-    refuse_kinds(arguments)
     by_number = _by_number(*(arguments[name] for name in ("microbatches", "costs", "transfer")))
     return [
-        _request(arguments, costs, m, plain(hop), slices, one_of_many=len(by_number) > 1)
+        _request(arguments, costs, m, hop, slices, one_of_many=len(by_number) > 1)
         for m, (costs, hop) in by_number.items()
         for slices in dict.fromkeys(arguments["slices"])
     ]
@@ -97,7 +107,7 @@ def _by_number(
         return {microbatches: (costs, transfer)}
     counts = dict.fromkeys(microbatches)
     hops = transfer if isinstance(transfer, Mapping) else dict.fromkeys(counts, transfer)
-    faults = [] if counts else ["microbatches is empty; give one number or a few, such as (8, 16)"]
+    faults = []
     if missing := [str(m) for m in counts if not isinstance(costs.get(m), Mapping)]:
         faults.append(
             f"costs are missing for {', '.join(missing)} microbatches: a microbatch of another "
@@ -125,7 +135,7 @@ def _request(
     """One request; each microbatch is a slice where there are several of a sequence."""
     devices, mesh, chunks = (arguments[n] for n in ("devices", "mesh", "chunks"))
     axis, data_axes = arguments["axis"], _names(arguments["data_axes"])
-    memory = None if arguments["memory"] is None else plain(arguments["memory"])
+    memory = arguments["memory"]
     _refuse(
         *(
             f"costs has a key {quoted(c)}; its keys are the letters of layers"
@@ -154,7 +164,7 @@ def _request(
         chunks=tuple(dict.fromkeys(chunks)),
         remat=remat,
         offloads=memory is not None and "residuals" in arguments["offload"] and target.on_gpus,
-        host_bandwidth=plain(arguments["host_bandwidth"]),
+        host_bandwidth=arguments["host_bandwidth"],
         axis=axis,
         data_axes=data_axes,
         target=target,
@@ -204,86 +214,14 @@ def _letters(text: str, costs: Mapping[str, LayerCost], devices: int, chunks: in
     return letters
 
 
-def refuse_kinds(arguments: Mapping[str, Any]) -> None:
-    """PlanError that names each argument of another kind than `plan` takes."""
-    _refuse(
-        *(
-            f"{name} must be {text}, not {quoted(arguments[name])}"
-            for name, (kind, text) in _KINDS.items()
-            if name in arguments and not _is_of(arguments[name], kind)
-        )
-    )
-
-
 def _refuse(*faults: str) -> None:
     """Raise a PlanError that lists the faults, if there are any."""
     PlanError.refuse("there is no plan for this", faults)
 
 
-def _names(names: Any) -> tuple[str, ...]:
+def _names(names: str | Sequence[str] | None) -> tuple[str, ...]:
     """A name, some names, or none."""
     return (names,) if isinstance(names, str) else tuple(() if names is None else names)
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value is of a kind: None, a type, a test, a list of another kind, or any of several
-    kinds.
-    """
-    if isinstance(kind, tuple):
-        return any(_is_of(value, each) for each in kind)
-    if isinstance(kind, list):
-        return is_flat(value) and all(_is_of(each, kind[0]) for each in value)
-    if isinstance(kind, type):
-        return isinstance(value, kind)
-    return value is None if kind is None else bool(kind(value))
-
-
-def _count(value: Any) -> bool:
-    return is_whole(value) and value >= 1
-
-
-def _counts(value: Any) -> bool:
-    return _is_of(value, [_count]) and len(value) > 0
-
-
-def _above_0(value: Any) -> bool:
-    return is_number(value) and value > 0
-
-
-def _seconds(value: Any) -> bool:
-    return is_number(value) and 0 <= value < float("inf")
-
-
-_SOME = "one or a few whole numbers of at least 1, such as (1, 2)"
-# For each argument, the kind of its values and the text of an error.
-_KINDS: dict[str, tuple[Any, str]] = {
-    "model": (str, "a text with a letter for each layer, such as 'Et*80,L', or a Model of letters"),
-    "costs": (Mapping, "a mapping, {'t': jaxpipe.LayerCost(...)}"),
-    "devices": (_count, "a whole number of at least 1"),
-    "microbatches": ((_count, [_count]), "a whole number of at least 1, or a few of them"),
-    "memory": ((None, _above_0), "bytes that a device has, or None"),
-    "transfer": (
-        lambda v: all(map(_seconds, v.values() if isinstance(v, Mapping) else [v])),
-        "seconds, 0 or more",
-    ),
-    "schedules": ((None, str, [str]), "names of schedules, such as ('1f1b', 'zb_h1')"),
-    "chunks": (_counts, _SOME),
-    "slices": (_counts, _SOME),
-    "remat": ((None, [(None, str)]), "some of (None, 'full', 'stages') and names of policies"),
-    "offload": ([(None, "residuals".__eq__)], "(None,) or (None, 'residuals')"),
-    "host_bandwidth": (_above_0, "bytes a second, above 0"),
-    "within": ((None, _above_0), "seconds, above 0, or None"),
-    "search": (_seconds, "seconds, 0 or more"),
-    "seed": (lambda v: is_whole(v) and 0 <= v < 2**31, "a whole number of at least 0"),
-    "most": (_count, "a whole number of at least 1"),
-    "progress": ((None, callable), "a function of (done, of), or None"),
-    "traced": (
-        (None, callable),
-        "a function of a plan, as jaxpipe.traced_memory makes it, or None",
-    ),
-    "axis": (str, "the name of a mesh axis"),
-    "data_axes": ((str, [str]), "names of mesh axes"),
-}
 
 
 def _target(mesh: Any, own: tuple[str, ...], prices: PricesByKind) -> Target:

@@ -7,19 +7,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
-from ..errors import CostError, PlanError, is_number, quoted
+from ..errors import CostError, Count, Fits, PlanError, is_cost, quoted, set_typed, typed
 from ..lowering.target import PricesByKind, Target
 from ..prices import read_prices
 from .candidate import PipelinePlan, Plans, Rejected, gib
 from .layer_cost import FIRST, LAST, Ends, Kept, LayerCost, device_work
 from .plan import Search
-from .request import SCHEDULES, Request, allowed_remat, refuse_kinds
+from .request import SCHEDULES, Above0, Counts, Policies, Request, allowed_remat
 
 HOST = 8  # devices of a host, which share its fast links
-# Sizes that may be 0.
-_FROM_0 = ("latency", "experts", "shared", "capacity")
+_From0: TypeAlias = Annotated[float, Fits("a number of at least 0", is_cost)]
 
 
 class _HalfLayer(NamedTuple):
@@ -77,42 +76,34 @@ class Transformer:
             exchanges with the devices of other experts.
     """
 
-    width: float
-    vocab: float
-    context: float = 4096
-    rows: float = 1
-    ffn: float | None = None
+    width: Above0
+    vocab: Above0
+    context: Above0 = 4096
+    rows: Above0 = 1
+    ffn: Above0 | None = None
     gated: bool = False
-    kv_share: float = 1.0
-    q_share: float = 1.0
-    head: float = 128
-    experts: float = 0
-    chosen: float = 1
-    shared: float = 0
-    capacity: float = 0
-    expert_devices: float = 1
+    kv_share: Above0 = 1.0
+    q_share: Above0 = 1.0
+    head: Above0 = 128
+    experts: _From0 = 0
+    chosen: Above0 = 1
+    shared: _From0 = 0
+    capacity: _From0 = 0
+    expert_devices: Above0 = 1
     normed: bool = False
     post_norms: bool = False
     tied: bool = False
-    tensor: float = 1
+    tensor: Above0 = 1
     sequence: bool = False
-    shards: float = 1
-    flops: float = 4e14
-    bandwidth: float = 5e10
-    loss_tokens: float | None = None
-    latency: float = 1e-5
-    tensor_bandwidth: float = 3e11
+    shards: Above0 = 1
+    flops: Above0 = 4e14
+    bandwidth: Above0 = 5e10
+    loss_tokens: Above0 | None = None
+    latency: _From0 = 1e-5
+    tensor_bandwidth: Above0 = 3e11
 
     def __post_init__(self) -> None:
-        faults = [
-            f"{name} must be a number {'of at least' if name in _FROM_0 else 'above'} 0, not "
-            f"{quoted(value)}"
-            for name, value in vars(self).items()
-            if value is not None
-            and not isinstance(value, bool)
-            and not (is_number(value) and (value > 0 or (value == 0 and name in _FROM_0)))
-        ]
-        CostError.refuse("there is no transformer of these sizes", faults)
+        set_typed(self, CostError)
 
     @property
     def tokens(self) -> float:
@@ -316,21 +307,22 @@ DECODERS: Mapping[str, tuple[int, Transformer]] = {
 }
 
 
+@typed(PlanError)
 def plan_mesh(
     name: str,
     *,
-    gpus: int,
-    batch: int,
-    context: int,
-    memory: float,
-    tensor: Sequence[int] = (1, 2, 4, 8),
+    gpus: Count,
+    batch: Count,
+    context: Count,
+    memory: Above0,
+    tensor: Counts = (1, 2, 4, 8),
     schedules: Sequence[str] | None = None,
-    chunks: Sequence[int] = (1, 2, 4),
-    remat: Sequence[str | None] | None = None,
-    within: float | None = None,
+    chunks: Counts = (1, 2, 4),
+    remat: Policies | None = None,
+    within: Above0 | None = None,
     progress: Callable[[int, int], None] | None = None,
-    most: int = 5,
-    flops: float = 4e14,
+    most: Count = 5,
+    flops: Above0 = 4e14,
 ) -> Plans:
     """The fastest plans of a published decoder on so many devices, with the mesh chosen too.
 
@@ -364,7 +356,6 @@ def plan_mesh(
         "remat": remat,
         "memory": memory,
     }
-    refuse_kinds({**choices, "within": within, "devices": gpus, "most": most})
     prices = read_prices()
     layers, model = DECODERS[name]
     model = replace(model, context=context, flops=flops, loss_tokens=min(context, 1024))
