@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxpipe.planner.transformer import decoders
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -96,23 +98,19 @@ class Sizes:
         )
 
 
-_V3 = {"vocab": 128_256, "theta": 500_000.0, "kv_heads": 8, "context": 8192}
+_V3 = {"theta": 500_000.0, "context": 8192}
 _V31 = {**_V3, "scaling": Scaling(), "context": 131_072}
-_V32 = {**_V31, "scaling": Scaling(factor=32.0), "tied": True}
-
-PUBLISHED = {
-    # for trials and tests; not published
-    "tiny": Sizes(4, 64, 4, 2, 160, 256, scaling=Scaling(context=64), context=512),
-    "llama2-7b": Sizes(32, 4096, 32, 32, 11_008, 32_000),
-    "llama2-13b": Sizes(40, 5120, 40, 40, 13_824, 32_000),
-    "llama2-70b": Sizes(80, 8192, 64, 8, 28_672, 32_000),
-    "llama3-8b": Sizes(32, 4096, 32, hidden=14_336, **_V3),
-    "llama3-70b": Sizes(80, 8192, 64, hidden=28_672, **_V3),
-    "llama3.1-8b": Sizes(32, 4096, 32, hidden=14_336, **_V31),
-    "llama3.1-70b": Sizes(80, 8192, 64, hidden=28_672, **_V31),
-    "llama3.1-405b": Sizes(126, 16_384, 128, hidden=53_248, **_V31),
-    "llama3.2-1b": Sizes(16, 2048, 32, hidden=8192, **_V32),
-    "llama3.2-3b": Sizes(28, 3072, 24, hidden=8192, **_V32),
+# What the releases have besides.
+_RELEASES: dict[str, dict[str, Any]] = {
+    "llama2": {},
+    "llama3": _V3,
+    "llama3.1": _V31,
+    "llama3.2": {**_V31, "scaling": Scaling(factor=32.0), "tied": True},
+}
+# "tiny" is for trials and tests, and not published.
+PUBLISHED = {"tiny": Sizes(4, 64, 4, 2, 160, 256, scaling=Scaling(context=64), context=512)}
+PUBLISHED |= {
+    name: Sizes(**own, **_RELEASES[name.partition("-")[0]]) for name, own in decoders().items()
 }
 
 

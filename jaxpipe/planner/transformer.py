@@ -4,8 +4,10 @@ bytes by formula), and meshes for a published one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import product
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -280,31 +282,27 @@ _ROWS = (1, 2, 4)  # rows of a microbatch
 _SPLIT = ("parameters", "gradients", "optimizer")  # what replicas split under fsdp
 
 
-def _llama(width: int, heads: int, kv_heads: int, ffn: int, *, vocab: int = 128_256) -> Transformer:
-    return Transformer(
-        width=width,
-        vocab=vocab,
-        ffn=ffn,
-        gated=True,
-        kv_share=kv_heads / heads,
-        head=width / heads,
+def decoders() -> dict[str, dict[str, int]]:
+    """The sizes of published decoders by name, from decoders.json: layers, width, heads, those of
+    keys and values, the width of the MLP, and vocabulary.  `examples/llama.py --model` takes them.
+    """
+    found: dict[str, dict[str, int]] = json.loads(
+        (files(__package__) / "decoders.json").read_text()
     )
+    return found
 
 
-_8B, _70B = _llama(4096, 32, 8, 14_336), _llama(8192, 64, 8, 28_672)
-# The names of `examples/llama.py --model`, with their number of layers.
-DECODERS: Mapping[str, tuple[int, Transformer]] = {
-    "llama2-7b": (32, _llama(4096, 32, 32, 11_008, vocab=32_000)),
-    "llama2-13b": (40, _llama(5120, 40, 40, 13_824, vocab=32_000)),
-    "llama2-70b": (80, replace(_70B, vocab=32_000)),
-    "llama3-8b": (32, _8B),
-    "llama3-70b": (80, _70B),
-    "llama3.1-8b": (32, _8B),
-    "llama3.1-70b": (80, _70B),
-    "llama3.1-405b": (126, _llama(16_384, 128, 8, 53_248)),
-    "llama3.2-1b": (16, _llama(2048, 32, 8, 8192)),
-    "llama3.2-3b": (28, _llama(3072, 24, 8, 8192)),
-}
+def _llama(sizes: Mapping[str, int], **options: Any) -> Transformer:
+    """A decoder of these sizes, with grouped queries and a gated MLP."""
+    return Transformer(
+        width=sizes["width"],
+        vocab=sizes["vocab"],
+        ffn=sizes["hidden"],
+        gated=True,
+        kv_share=sizes["kv_heads"] / sizes["heads"],
+        head=sizes["width"] / sizes["heads"],
+        **options,
+    )
 
 
 @typed(PlanError)
@@ -327,7 +325,7 @@ def plan_mesh(
     """The fastest plans of a published decoder on so many devices, with the mesh chosen too.
 
     Args:
-        name: one of `DECODERS`.
+        name: one of `decoders()`.
         gpus: devices in all; hosts have eight.
         batch: rows of a step.
         context: tokens of a row.
@@ -348,8 +346,9 @@ def plan_mesh(
             f"{' and '.join(map(quoted, by_search))} cannot be chosen with the mesh: "
             "examples/llama.py builds its table by name; leave it out"
         )
-    if name not in DECODERS:
-        raise PlanError(f"there is no model {quoted(name)}; the names are {', '.join(DECODERS)}")
+    published = decoders()
+    if name not in published:
+        raise PlanError(f"there is no model {quoted(name)}; the names are {', '.join(published)}")
     choices: dict[str, Any] = {
         "schedules": schedules,
         "chunks": chunks,
@@ -357,8 +356,8 @@ def plan_mesh(
         "memory": memory,
     }
     prices = read_prices()
-    layers, model = DECODERS[name]
-    model = replace(model, context=context, flops=flops, loss_tokens=min(context, 1024))
+    layers = published[name]["layers"]
+    model = _llama(published[name], context=context, flops=flops, loss_tokens=min(context, 1024))
     wanted = [
         request
         for mesh, own in _meshes(model, gpus, batch, tensor, layers)
