@@ -199,7 +199,7 @@ Count: TypeAlias = Annotated[
     int, Fits("a whole number of at least 1", lambda n: 1 <= n <= MAX_COUNT)
 ]
 Seed: TypeAlias = Annotated[int, Fits("a whole number of at least 0", lambda n: 0 <= n < 2**31)]
-Seconds: TypeAlias = Annotated[float, Fits("seconds, 0 or more", lambda s: 0 <= s <= MAX_COST)]
+Duration: TypeAlias = Annotated[float, Fits("seconds, 0 or more", lambda s: 0 <= s <= MAX_COST)]
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,9 +1,5 @@
 """The `jaxpipe` command."""
 
-from .main import main
-
-__all__ = ["main"]
-
 IMPORTS = (
     "engine",
     "errors",

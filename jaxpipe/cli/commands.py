@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,6 +36,7 @@ from ..table.schedule import Certificate, Objective, Proof, Schedule
 from ..table.text import json_value
 from ..transforms.add_transfers import add_transfers
 from . import terminal
+from .checks import CHECKS, Findings, Scope, run
 
 # Added for a table that was checked for transfers other than the strictest ones.
 _WHERE = {
@@ -426,23 +426,21 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
             f"the checks run JAX, which {sys.executable} does not have: install jax, jax[cuda12] "
             "for NVIDIA GPUs, or jax[tpu]"
         )
-    # By name: the checks may be deleted.
-    doctor = import_module("jaxpipe.doctor.run")
     _refuse(arguments)
     _format_of(arguments.output or ".html", ["html"])
-    checks = [c for c in doctor.CHECKS if (arguments.only or "") in c.item]
-    if not checks:
+    wanted = [c for c in CHECKS if (arguments.only or "") in c.item]
+    if not wanted:
         raise terminal.UsageError(
             f"no check has {arguments.only!r} in its title; titles are "
-            f"{', '.join(c.item for c in doctor.CHECKS)}"
+            f"{', '.join(c.item for c in CHECKS)}"
         )
     writes = not arguments.no_prices and arguments.process == 0
     if writes:
         read_prices()  # the checks take minutes: a faulty file is refused before them
     names = ("devices", "steps", "coordinator", "processes", "process")
-    scope = doctor.Scope(**terminal.given(arguments, *names))
+    scope = Scope(**terminal.given(arguments, *names))
     with terminal.counting("checking") as tell:
-        report = doctor.run(scope, minutes=arguments.minutes, checks=checks, tell=tell)
+        report = run(scope, minutes=arguments.minutes, checks=wanted, tell=tell)
     path = None
     if report.prices and writes:
         versions = [line.measured for line in report.lines if line.item == "versions"]
@@ -461,10 +459,10 @@ def doctor_command(arguments: argparse.Namespace) -> bool:
         terminal.write_json(**asdict(report), prices_file=path and str(path))
     else:
         _print(report)
-    return bool(report.is_good)
+    return report.is_good
 
 
-def _print(report: Any, console: Console | None = None) -> None:
+def _print(report: Findings, console: Console | None = None) -> None:
     header = ("item", "verdict", "measured", "expected", "what to do")
     rows = [[str(text) for text in vars(line).values()] for line in report.lines]
     styles = {i: _STYLES[row[1]] for i, row in enumerate(rows)}

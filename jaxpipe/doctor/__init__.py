@@ -1,11 +1,12 @@
 """Check a machine before a long run: versions, options of XLA, times, numbers and memory.  Each
 check is a process of its own with a limit of time.
 
-`run` starts the checks and needs no JAX; `machine.main` runs one of them.
+`jaxpipe.cli.checks` starts the checks and needs no JAX; `machine.main` runs one of them.
 """
 
 IMPORTS = (
     "arrays",
+    "cli",
     "engine",
     "errors",
     "inspect",

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from .. import inspect
 from ..arrays import PyTree
+from ..cli.checks import Findings, Line, Scope, at, judged, not_tried, one_device
 from ..engine.costs import Costs
 from ..engine.simulate import simulate
 from ..errors import PipelineError, ScheduleError
@@ -31,7 +32,6 @@ from ..prices import read_prices
 from ..schedules.registry import build
 from ..spmd.xla import NO_GRAPHS
 from ..vocabulary import VocabEmbedding, VocabHead
-from .run import Findings, Line, Scope, at, judged, not_tried, one_device
 
 WIDTH, WORDS, TOKENS = 16, 32, 8
 ROWS = 2  # of a microbatch

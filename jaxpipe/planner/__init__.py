@@ -11,6 +11,8 @@ IMPORTS = (
     "errors",
     "layouts",
     "lowering",
+    "model",  # and the pipeline: when one is made of a plan
+    "pipeline",
     "prices",
     "program",
     "schedules",

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..engine.bounds import timeline_bound
 from ..engine.costs import Costs
@@ -38,6 +37,10 @@ from .layer_cost import (
     memory_of,
 )
 from .request import Choice, Request
+
+if TYPE_CHECKING:
+    from ..model.model import Model
+    from ..pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -90,25 +93,26 @@ class PipelinePlan:
         """The table, simulated under the planned costs, for comparison with a run."""
         return simulate(self.schedule, self.costs)
 
-    def pipeline(self, model: Any, mesh: Any, **options: Any) -> Any:
+    def pipeline(self, model: Model, mesh: Any, **options: Any) -> Pipeline:
         """The `jaxpipe.Pipeline` that runs it; options are those of `Pipeline`.
 
         Its program is the planned one, chosen by the same costs.  `sharding` and `memory` replace
         the plan's axes (`axis`, `data_axes`) and its `remat`.
         """
-        # By name: JAX need not be installed where plans are made.
-        settings = import_module("jaxpipe.model.settings")
-        mine = {
+        # JAX need not be installed where plans are made.
+        from ..model.arguments import under_policies
+        from ..model.settings import Memory, Sharding
+        from ..pipeline import Pipeline
+
+        mine: dict[str, Any] = {
             "layout": self.layout,
             "costs": self.costs,
-            "sharding": settings.Sharding(pipe=self.axis, data=self.data_axes),
-            "memory": settings.Memory(remat=self.remat, offload=self.offload),
+            "sharding": Sharding(pipe=self.axis, data=self.data_axes),
+            "memory": Memory(remat=self.remat, offload=self.offload),
         }
         if self.policies:
-            arguments = import_module("jaxpipe.model.arguments")
-            model = arguments.under_policies(model, dict(self.policies))
-        constructor = import_module("jaxpipe.pipeline").Pipeline
-        return constructor(model, self.schedule, mesh, **mine | options)
+            model = under_policies(model, dict(self.policies))
+        return Pipeline(model, self.schedule, mesh, **mine | options)
 
     def facts(self) -> dict[str, Any]:
         """The plan's fields as values that JSON can hold."""

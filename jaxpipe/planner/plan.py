@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Annotated, Any, TypeAlias
 
 from ..engine.simulate import simulate
-from ..errors import Count, Fits, PlanError, ScheduleError, Seconds, Seed, typed
+from ..errors import Count, Duration, Fits, PlanError, ScheduleError, Seed, typed
 from ..layouts.layout import Layout, LayoutError
 from ..prices import read_prices
 from ..schedules import build
 from ..table.effects import Offload
 from .candidate import Candidate, PipelinePlan, Plans, Rejected, Traced, gib, stage_seconds
 from .layer_cost import MemoryParts
-from .request import Above0, Choice, Counts, Names, Policies, Request, choices, requests
+from .request import Above0, Choice, Names, Policies, Request, SomeCounts, choices, requests
 
 
 @typed(PlanError)
@@ -32,19 +32,21 @@ def plan(
     costs: Annotated[Mapping[Any, Any], Fits("a mapping, {'t': jaxpipe.LayerCost(...)}")],
     *,
     devices: Count,
-    microbatches: Annotated[Count | Counts, Fits("a whole number of at least 1, or a few of them")],
+    microbatches: Annotated[
+        Count | SomeCounts, Fits("a whole number of at least 1, or a few of them")
+    ],
     memory: Above0 | None = None,
-    transfer: Annotated[Seconds | Mapping[int, Seconds], Fits("seconds, 0 or more")] = 0.0,
+    transfer: Annotated[Duration | Mapping[int, Duration], Fits("seconds, 0 or more")] = 0.0,
     schedules: Names | None = None,
-    chunks: Counts = (1, 2, 4),
-    slices: Counts = (1,),
+    chunks: SomeCounts = (1, 2, 4),
+    slices: SomeCounts = (1,),
     remat: Policies | None = None,
     offload: Annotated[
         Sequence[str | None],
         Fits("(None,) or (None, 'residuals')", lambda names: {*names} <= {None, "residuals"}),
     ] = (None, "residuals"),
     host_bandwidth: Above0 = 2.5e10,
-    search: Seconds = 0,
+    search: Duration = 0,
     seed: Seed = 0,
     most: Count = 8,
     within: Above0 | None = None,
@@ -61,7 +63,7 @@ def plan(
     best.  Layers are split over stages so that the slowest stage is as fast as possible (exact
     dynamic programming), then moved one by one where the simulated step gets shorter.  The
     candidates of the shortest simulated steps are lowered as `Pipeline` lowers them for the mesh.
-    Seconds are those of the lowered program for these costs, and memory is that of its pools,
+    Duration are those of the lowered program for these costs, and memory is that of its pools,
     accumulators, parameters and optimizer state.  `first` and `last` may be spread where their
     costs allow it (`LayerCost.ends`).
 

@@ -38,7 +38,7 @@ SCHEDULES = (
 )
 # The types of arguments of `plan`.
 Above0: TypeAlias = Annotated[float, Fits("a number above 0", lambda n: 0 < n <= MAX_COST)]
-Counts: TypeAlias = Annotated[
+SomeCounts: TypeAlias = Annotated[
     Sequence[Count],
     Fits("one or a few whole numbers of at least 1, such as (1, 2)", len),
 ]

@@ -17,7 +17,7 @@ from ..prices import read_prices
 from .candidate import PipelinePlan, Plans, Rejected, gib
 from .layer_cost import FIRST, LAST, Ends, Kept, LayerCost, device_work
 from .plan import Search
-from .request import SCHEDULES, Above0, Counts, Policies, Request, allowed_remat
+from .request import SCHEDULES, Above0, Policies, Request, SomeCounts, allowed_remat
 
 HOST = 8  # devices of a host, which share its fast links
 _From0: TypeAlias = Annotated[float, Fits("a number of at least 0", is_cost)]
@@ -313,9 +313,9 @@ def plan_mesh(
     batch: Count,
     context: Count,
     memory: Above0,
-    tensor: Counts = (1, 2, 4, 8),
+    tensor: SomeCounts = (1, 2, 4, 8),
     schedules: Sequence[str] | None = None,
-    chunks: Counts = (1, 2, 4),
+    chunks: SomeCounts = (1, 2, 4),
     remat: Policies | None = None,
     within: Above0 | None = None,
     progress: Callable[[int, int], None] | None = None,

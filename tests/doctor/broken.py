@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from jaxpipe.doctor.run import Findings, Line, Verdict, at
+from jaxpipe.cli.checks import Findings, Line, Verdict, at
 
 
 def good(scope, mesh):

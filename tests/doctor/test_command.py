@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from jaxpipe.doctor import run
+from jaxpipe.cli.checks import CHECKS, Scope, Verdict, run_pair
 from tests.pod.jobs import free_port
 
 COMMAND = [sys.executable, "-m", "jaxpipe", "doctor", "--json", "--devices", "2", "--steps", "4"]
@@ -59,12 +59,10 @@ def test_two_processes_stand_in_for_two_devices(monkeypatch):
     """What the doctor does where there is one GPU, with two CPU devices in its place."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
     monkeypatch.setenv("XLA_FLAGS", flags)
-    checks = [check.on_one_gpu for check in run.CHECKS if check.on_one_gpu]
-    lines = [
-        line for check in checks for line in run.run_pair(check, run.Scope(steps=4), 120).lines
-    ]
+    checks = [check.on_one_gpu for check in CHECKS if check.on_one_gpu]
+    lines = [line for check in checks for line in run_pair(check, Scope(steps=4), 120).lines]
     title = ", two processes on one GPU"
     assert [(line.item, line.verdict) for line in lines] == [
-        (f"hops{title}", run.Verdict.OK),
-        (f"numbers: 1f1b{title}", run.Verdict.OK),
+        (f"hops{title}", Verdict.OK),
+        (f"numbers: 1f1b{title}", Verdict.OK),
     ]

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpipe.cli import checks
+from jaxpipe.cli.checks import CHECKS, Check, Findings, Line, Scope, Verdict, run_one
 from jaxpipe.cli.main import main
-from jaxpipe.doctor import machine, run, steps
-from jaxpipe.doctor.run import CHECKS, Check, Findings, Line, Scope, Verdict, run_one
+from jaxpipe.doctor import machine, steps
 from jaxpipe.known_faults import FaultEffect, read_faults
 from jaxpipe.lowering.target import RunsOn, Target
 
@@ -70,7 +71,7 @@ def test_on_one_gpu_two_processes_try_what_needs_two(found, monkeypatch):
         line = Line(f"{check.item} {scope.process}", verdict)
         return Findings((line,), prices, "NVIDIA H100", is_one_gpu=scope.processes == 1)
 
-    monkeypatch.setattr(run, "_run", one)
+    monkeypatch.setattr(checks, "_run", one)
     (hops,) = (check for check in CHECKS if check.item == "hops")
     result = run_one(hops, SCOPE, 60)
     title = "hops, two processes on one GPU"
@@ -82,8 +83,8 @@ def test_on_one_gpu_two_processes_try_what_needs_two(found, monkeypatch):
 
 
 def test_what_no_time_is_left_for_is_not_tried(monkeypatch):
-    monkeypatch.setattr(run, "run_one", lambda *_: pytest.fail("there is no time"))
-    report = run.run(SCOPE, minutes=0, checks=CHECKS)
+    monkeypatch.setattr(checks, "run_one", lambda *_: pytest.fail("there is no time"))
+    report = checks.run(SCOPE, minutes=0, checks=CHECKS)
     assert {line.verdict for line in report.lines} == {Verdict.NOT_TRIED}
     assert len(report.lines) == len(CHECKS)
 
@@ -368,7 +369,7 @@ def report(monkeypatch, tmp_path):
     def made(check, scope, limit):
         return Findings(tuple(lines), {"hop": 3e-3, "sent": 0.0}, "NVIDIA H100")
 
-    monkeypatch.setattr(run, "run_one", made)
+    monkeypatch.setattr(checks, "run_one", made)
     return lines
 
 

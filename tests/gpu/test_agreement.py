@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpipe as jp
+from jaxpipe.cli.checks import Verdict
 from jaxpipe.doctor import steps
-from jaxpipe.doctor.run import Verdict
 from jaxpipe.inspect.hlo import Instruction, connected, groups_of, parse
 from jaxpipe.inspect.programs import collective_faults
 from tests.gpu.programs import ROWS, TIME, VOCAB, WIDTH, gpu_mesh, needs_gpu_compiler, shapes, stage

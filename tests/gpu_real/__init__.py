@@ -6,7 +6,7 @@ import os
 from glob import glob
 from typing import Any
 
-from jaxpipe.doctor.run import shares_gpu
+from jaxpipe.cli.checks import shares_gpu
 
 HAS_GPU = bool(glob("/dev/nvidia[0-9]*"))
 # Without it a scatter's sums, as of an embedding's gradient, have no fixed order on a GPU.

@@ -97,7 +97,7 @@ def test_the_folder_of_settings_is_that_of_the_platform(monkeypatch, tmp_path):
 
 
 def test_the_doctor_refuses_a_faulty_file_before_its_checks(file, monkeypatch, capsys):
-    monkeypatch.setattr("jaxpipe.doctor.run.run", lambda *_, **__: pytest.fail("checks ran"))
+    monkeypatch.setattr("jaxpipe.cli.commands.run", lambda *_, **__: pytest.fail("checks ran"))
     file.write_text("{")
     assert main(["doctor"]) == 2
     advice = "remove the file and run `jaxpipe doctor` again"

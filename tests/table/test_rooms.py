@@ -64,10 +64,16 @@ def test_an_undeclared_import_is_found(tmp_path: Path):
     ]
 
 
-def test_rooms_have_at_most_eleven_levels_and_no_circles():
+def test_rooms_have_at_most_twelve_levels_and_no_circles():
     levels, circles = floors(between_rooms())
     assert circles == []
-    assert levels <= 11
+    assert levels <= 12
+
+
+def test_nothing_is_imported_by_a_text_that_hides_it():
+    """But on first use at the roof, and by the process of a check, whose name it is given."""
+    named = {name for name, path in modules().items() if "import_module" in path.read_text()}
+    assert named == {"__init__", "doctor.machine"}
 
 
 def test_the_core_imports_no_optional_room():
