@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import Leaves, Params, PyTree, is_key, shape_of, words_of
 from .engine.costs import Costs
-from .errors import PipelineError, is_whole, quoted
+from .errors import Count, Fits, PipelineError, typed
 from .inspect import step_memory
 from .jaxprs.equations import count_work, nbytes
 from .layouts.layout import Layout
@@ -322,9 +322,22 @@ def one_coordinate(pipe: Pipeline) -> Mesh:
     return automatic(Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names))
 
 
+_CanonicalParams: TypeAlias = Annotated[
+    Mapping[str, PyTree], Fits("a mapping with 'stages'", lambda params: "stages" in params)
+]
+_Policies: TypeAlias = Annotated[
+    Sequence[str],
+    Fits(
+        "names of jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'",
+        lambda names: all(hasattr(jax.checkpoint_policies, name) for name in names),
+    ),
+]
+
+
+@typed(PipelineError)
 def measure(
     model: Model,
-    params: Mapping[str, PyTree],
+    params: _CanonicalParams,
     microbatch: PyTree,
     *,
     mesh: Mesh | None = None,
@@ -332,9 +345,9 @@ def measure(
     memory: Memory = Memory(),  # noqa: B008
     rng: Any = None,
     state: Any = (),
-    repeats: int = 10,
+    repeats: Count = 10,
     peak: Peak | None = None,
-    policies: Sequence[str] = (),
+    policies: _Policies = (),
 ) -> Costs | dict[str, LayerCost]:
     """The costs of a model for one microbatch, in seconds and bytes: `Costs` with an entry for each
     stage, or a `LayerCost` for each letter of a model that is given by letters.
@@ -364,7 +377,7 @@ def measure(
             (`LayerCost.policies`), so that `plan` can choose among them; for letters alone.
 
     Raises:
-        PipelineError: as `Pipeline` does, for repeats below 1, and for names of no policy.
+        PipelineError: as `Pipeline` does, and for arguments of other types or bounds.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxpipe as jp
@@ -375,17 +388,10 @@ def measure(
         >>> found["t"].parameters, found["t"].boundary, found["t"].forward > 0
         (256, 128, True)
     """
-    named = [name for name in policies if not hasattr(jax.checkpoint_policies, name)]
-    is_model = isinstance(model, Model)
-    checks = {
-        f"model must be a jaxpipe.Model, not {quoted(model)}": is_model,
-        f"policies holds {', '.join(map(quoted, named))}; give names of "
-        "jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'": not named,
-        "policies are of the letters of layers; the model is given by stages": not policies
-        or not is_model
-        or model.layers is not None,
-    }
-    _refuse(checks | _is_params(params), repeats, peak)
+    if policies and model.layers is None:
+        raise PipelineError(
+            "policies are of the letters of layers; leave them out where a model is given by stages"
+        )
     rows = jax.tree.map(shape_of, microbatch)
     settings: dict[str, Any] = {"sharding": sharding, "memory": memory}
     if model.layers is None:
@@ -478,6 +484,7 @@ def _microbatches(
     return map_rows(lambda leaf: shape(leaf, count * leaf.shape[0]), rows, model.whole, shape)
 
 
+@typed(PipelineError)
 def measure_stages(
     pipe: Pipeline,
     params: Params,
@@ -485,7 +492,7 @@ def measure_stages(
     *,
     rng: Any = None,
     state: Any = (),
-    repeats: int = 10,
+    repeats: Count = 10,
     peak: Peak | None = None,
 ) -> Costs:
     """The costs of each stage of a pipeline for one microbatch, as `measure` has them for a model.
@@ -500,8 +507,6 @@ def measure_stages(
     Raises:
         PipelineError: as `value_and_grad` does, and for repeats below 1.
     """
-    is_pipe = isinstance(pipe, Pipeline)
-    _refuse({f"pipe must be a jaxpipe.Pipeline, not {quoted(pipe)}": is_pipe}, repeats, peak)
     measured = measured_blocks(pipe, params, batch, rng, state, repeats=repeats, peak=peak)
     step, kinds = measured.step, measured.step.code.kind_of
     letters = [chr(256 + kind) for kind in kinds]
@@ -520,9 +525,10 @@ def measure_stages(
     )
 
 
+@typed(PipelineError)
 def traced_memory(
     model: Model,
-    params: Mapping[str, PyTree],
+    params: _CanonicalParams,
     microbatch: PyTree,
     *,
     mesh: Mesh,
@@ -539,10 +545,8 @@ def traced_memory(
         mesh: of the pipeline.
         options: further ones of `Pipeline`, `sharding` for instance.
     """
-    is_layered = isinstance(model, Model) and model.layers is not None
-    _refuse(
-        {"the model must be given by the letters of its layers": is_layered, **_is_params(params)}
-    )
+    if model.layers is None:
+        raise PipelineError("the model must be given by the letters of its layers")
     shapes, rows = (jax.tree.map(shape_of, each) for each in (dict(params), microbatch))
 
     def found(plan: PipelinePlan) -> dict[str, int]:
@@ -552,20 +556,3 @@ def traced_memory(
         return step_memory.memory(pipe, pipe.place(shapes), batch)
 
     return found
-
-
-def _is_params(params: Any) -> dict[str, bool]:
-    """The fault of parameters that are no mapping, and whether they are one."""
-    right = isinstance(params, Mapping) and "stages" in params
-    return {f"params must be a mapping with 'stages', not {quoted(params)}": right}
-
-
-def _refuse(checks: Mapping[str, bool], repeats: Any = 1, peak: Any = None) -> None:
-    """PipelineError that lists each fault whose check fails."""
-    is_peak, is_count = peak is None or isinstance(peak, Peak), is_whole(repeats) and repeats >= 1
-    own = {
-        f"repeats must be at least 1, not {quoted(repeats)}": is_count,
-        f"peak must be a jaxpipe.measuring.Peak, or None, not {quoted(peak)}": is_peak,
-    }
-    faults = [fault for fault, is_right in {**checks, **own}.items() if not is_right]
-    PipelineError.refuse("this cannot be measured", faults)

@@ -83,7 +83,7 @@ from jax.extend import core
 from ..arrays import Params, PyTree
 from ..engine.costs import Costs
 from ..engine.simulate import Timeline, simulate
-from ..errors import PipelineError, quoted
+from ..errors import Count, PipelineError, typed
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import nbytes, variables
 from ..lowering.plan import Plan, cost_parts, plan_of, program_makespan
@@ -332,6 +332,7 @@ def fallbacks(input_grad: core.Jaxpr, num_dx: int) -> list[str]:
 Event: TypeAlias = tuple[float, ...]
 
 
+@typed(PipelineError)
 @outside_contexts
 def profile(
     pipe: Pipeline,
@@ -340,7 +341,7 @@ def profile(
     *,
     rng: Any = None,
     state: Any = (),
-    repeats: int = 3,
+    repeats: Count = 3,
 ) -> Timeline:
     """Run the step and return when each action really began and ended, in seconds: a timeline like
     `simulate`'s.
@@ -359,8 +360,6 @@ def profile(
     Raises:
         PipelineError: as `value_and_grad` does, and where the step cannot be profiled so.
     """
-    if repeats < 1:
-        raise PipelineError(f"repeats must be at least 1, not {quoted(repeats)}")
     events: list[Event] = []
 
     def note(numbers: Any, _wrote: Any) -> Any:

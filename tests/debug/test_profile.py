@@ -179,5 +179,5 @@ def test_no_block_runs_before_its_begin_is_noted(name):
 
 def test_a_profile_needs_a_run():
     pipe = build("1f1b")
-    with pytest.raises(jp.PipelineError, match="repeats must be at least 1"):
+    with pytest.raises(jp.PipelineError, match="repeats must be a whole number of at least 1"):
         jp.inspect.profile(pipe, {}, {}, repeats=0)

@@ -151,7 +151,7 @@ def test_policies_are_measured_and_planned():
     (kind,) = pipe.trace(pipe.place(PARAMS), BATCH).code.kinds[:1]
     kept = (*kind.avals[Place.RESIDUAL_INPUT], *kind.avals[Place.RESIDUAL_WEIGHT])
     assert all(4 * WIDTH not in leaf.shape for leaf in kept)
-    with pytest.raises(jp.PipelineError, match="policies holds 'dots'; give names of"):
+    with pytest.raises(jp.PipelineError, match=r"policies must be names of jax\.checkpoint"):
         jp.measure(MODEL, PARAMS, one, peak=peak, policies=("dots",))
     stages = {"stages": PARAMS["stages"]["t"]}
     with pytest.raises(jp.PipelineError, match="policies are of the letters of layers"):
@@ -311,14 +311,14 @@ def test_costs_as_json_that_make_no_sense():
             lambda: measure_stages(None, {}, {}, repeats="a", peak=3),
             "peak must be a jaxpipe.measuring.Peak",
         ),
-        (lambda: jp.measure(MODEL, None, BATCH), "params must be a mapping with 'stages'"),
+        (lambda: jp.measure(MODEL, None, BATCH), "params must be a mapping with"),
         (
             lambda: jp.measure(MODEL, {"stages": {}}, BATCH),
             r"(?s)no \"first\".*no \"last\".*letters \['t'\]",
         ),
         (
             lambda: jp.measuring.traced_memory(MODEL, 3, BATCH, mesh=None),
-            "params must be a mapping with 'stages'",
+            "params must be a mapping with",
         ),
     ],
 )
@@ -328,7 +328,7 @@ def test_arguments_of_another_kind_are_named(call, message):
 
 
 def test_no_rounds_are_refused(pipe):
-    with pytest.raises(jp.PipelineError, match="repeats must be at least 1"):
+    with pytest.raises(jp.PipelineError, match="repeats must be a whole number of at least 1"):
         measure_stages(pipe, pipe.place(PARAMS), BATCH, repeats=0)
 
 
