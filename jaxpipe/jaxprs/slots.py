@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,7 +22,9 @@ from jax.sharding import get_abstract_mesh
 
 from ..arrays import as_dtype
 from .entry import Alone, Destination, Piece, Slot, StackRow, Total
-from .equations import Scan, bind, literal, nbytes, results_of, scan_counts, variables
+from .equations import Atom, Scan, bind, literal, nbytes, results_of, scan_counts, variables
+
+Arrays: TypeAlias = "list[jax.Array]"
 
 
 class InSlots(NamedTuple):
@@ -38,9 +41,9 @@ class InSlots(NamedTuple):
 class TripState(NamedTuple):
     """The values that pass from trip to trip."""
 
-    carry: list[Any]
-    pools: list[Any]
-    stacks: list[Any]
+    carry: Arrays
+    pools: Arrays
+    stacks: Arrays
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,10 @@ class Loop:
     """
 
     params: Mapping[str, Any]  # of the scan
-    fixed: list[Any]  # values that are the same in all trips
-    carry: list[Any]
+    fixed: Arrays  # values that are the same in all trips
+    carry: Arrays
     homes: list[int]  # by what each pool was at first, see `_steps`
-    pools: list[Any]
+    pools: Arrays
     scanned: list[Any]  # slots, pieces and arrays, of which a trip reads a row
     targets: Sequence[Destination | None]
 
@@ -62,7 +65,7 @@ class Loop:
         """The number of trips, and how many are unrolled; loops of equal form may be one loop."""
         return self.params["length"], self.params["unroll"]
 
-    def empty_stacks(self) -> list[Any]:
+    def empty_stacks(self) -> Arrays:
         """Arrays for its stacked outputs.  Every row is written before any is read: nothing fills
         them.
         """
@@ -73,14 +76,14 @@ class Loop:
             if target is None
         ]
 
-    def compute(self, carry: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
+    def compute(self, carry: Arrays, values: Arrays) -> tuple[Arrays, Arrays]:
         """The next carry and the other results of a trip, from the carry and the rows."""
         results = results_of(self.params["jaxpr"], *self.fixed, *carry, *values)
         count = len(carry)
         after = [as_dtype(r, c.dtype) for r, c in zip(results[:count], carry, strict=True)]
         return after, results[count:]
 
-    def store(self, pools: list[Any], row: Any, results: list[Any]) -> list[Any]:
+    def store(self, pools: Arrays, row: jax.Array, results: Arrays) -> Arrays:
         """The pools with the rows of a trip that have a target."""
         found = list(pools)
         for value, target in zip(results, self.targets, strict=True):
@@ -89,7 +92,7 @@ class Loop:
                 found[home] = target._replace(pool=found[home]).store_row(row, value)
         return found
 
-    def stacked(self, results: list[Any]) -> list[Any]:
+    def stacked(self, results: Arrays) -> Arrays:
         """Those results of a trip that have no target."""
         return [y for y, target in zip(results, self.targets, strict=True) if target is None]
 
@@ -105,7 +108,7 @@ def run_loops(loops: Sequence[Loop]) -> list[TripState]:
     (length, unroll), reverse = loops[0].form, loops[0].params["reverse"]
     by_scan = _is_split_further()
 
-    def trip(states: list[TripState], rows: list[Any]) -> tuple[list[TripState], list[list[Any]]]:
+    def trip(states: list[TripState], rows: Arrays) -> tuple[list[TripState], list[Arrays]]:
         # A pool that one loop writes and another reads is carried by the one that writes it.
         now = {
             id(old): new
@@ -123,7 +126,7 @@ def run_loops(loops: Sequence[Loop]) -> list[TripState]:
             for loop, state, values in zip(loops, states, read, strict=True)
         ]
         after: list[TripState] = []
-        ys: list[list[Any]] = []
+        ys: list[Arrays] = []
         for loop, before, row, (carry, results) in zip(loops, states, rows, found, strict=True):
             if after and not by_scan:
                 row = _row_after(row, [leaf for state in after for kept in state for leaf in kept])
@@ -154,7 +157,7 @@ def run_loops(loops: Sequence[Loop]) -> list[TripState]:
     ]
 
 
-def _row_after(row: Any, values: Sequence[Any]) -> Any:
+def _row_after(row: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
     """The row, with a dependence on these values: XLA stores there after all reads that the values
     are computed from.
 
@@ -172,8 +175,8 @@ def _row_after(row: Any, values: Sequence[Any]) -> Any:
 
 
 def _read_before_writing(
-    loops: Sequence[Loop], states: list[TripState], read: list[list[Any]]
-) -> tuple[list[TripState], list[list[Any]]]:
+    loops: Sequence[Loop], states: list[TripState], read: list[Arrays]
+) -> tuple[list[TripState], list[Arrays]]:
     """Order reads of pools that a loop writes before the writes.  XLA would slice the pool again
     after the write, and copy the pool for that.  Where the partitioner splits values, an element of
     them (see `_row_after`) would have to be sent to the other devices.
@@ -197,7 +200,7 @@ def _read_before_writing(
     ]
 
 
-def _row_of(scanned: Any, now: Mapping[int, Any], row: Any) -> Any:
+def _row_of(scanned: Any, now: Mapping[int, jax.Array], row: jax.Array) -> jax.Array:
     """A row of a scanned operand; of a slot, in its pool as it is by now."""
     if isinstance(scanned, Slot):
         scanned = scanned._replace(pool=now.get(id(scanned.pool), scanned.pool))
@@ -215,7 +218,7 @@ def _is_split_further() -> bool:
 _LAZY = (Slot, Alone, Piece, StackRow)
 
 
-def run_in_slots(*runs: InSlots) -> list[list[Any]]:
+def run_in_slots(*runs: InSlots) -> list[Arrays]:
     """Evaluate jaxprs with slots: the results of each.
 
     Without slots a scan would build its stacked outputs elsewhere and copy them into the slot (or
@@ -227,7 +230,7 @@ def run_in_slots(*runs: InSlots) -> list[list[Any]]:
     first reads, but not the other way round.
     """
     steps = [_steps(run, alone=len(runs) == 1) for run in runs]
-    results: list[list[Any]] = [[] for _ in runs]
+    results: list[Arrays] = [[] for _ in runs]
     waiting: dict[int, Loop] = {}  # the loop that each run needs next
     answers: dict[int, Any] = dict.fromkeys(range(len(runs)))
     while answers:
@@ -242,13 +245,13 @@ def run_in_slots(*runs: InSlots) -> list[list[Any]]:
     return results
 
 
-def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, TripState, list[Any]]:
+def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, TripState, Arrays]:
     """Evaluate a jaxpr up to each of its scans; the caller runs these."""
     jaxpr, writes = run.jaxpr, run.writes
     env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True))
     slots = {v: value for v, value in env.items() if isinstance(value, Slot)}
     # pools as they are by now, by the `id` of what they were at first
-    now: dict[int, Any] = {}
+    now: dict[int, jax.Array] = {}
 
     def current(target: Any) -> Any:
         """The target in its pool as it is by now."""
@@ -319,7 +322,7 @@ class _LateReads:
     def __init__(self, inputs: Iterable[core.Var]) -> None:
         self.waiting = set(inputs)
         self._after = set(self.waiting)  # values that depend on one of these
-        self._newest: Any = None  # the last large array among these values
+        self._newest: jax.Array | None = None  # the last large array among these values
 
     def read(self, eqn: core.JaxprEqn, env: dict[core.Var, Any]) -> None:
         """Read the slots that an equation needs first."""
@@ -330,7 +333,7 @@ class _LateReads:
                 slot = slot._replace(index=_row_after(slot.index, [self._newest]))
             env[v] = slot.load()
 
-    def note(self, eqn: core.JaxprEqn, arrays: Sequence[Any]) -> None:
+    def note(self, eqn: core.JaxprEqn, arrays: Sequence[jax.Array]) -> None:
         """Note the results of an equation."""
         if not self._after.isdisjoint(variables(eqn.invars)):
             self._after.update(eqn.outvars)
@@ -352,25 +355,26 @@ class _Update(NamedTuple):
 
     target: Destination
     held: Any  # the input that is the target before
-    operands: Sequence[Any]
-    change: Callable[..., Any]  # the new pool, of the target before and the operands
+    operands: Sequence[Atom]
+    change: Callable[..., jax.Array]  # the new pool, of the target before and the operands
 
 
 def _updates(
     jaxpr: core.Jaxpr,
-    slots: Mapping[Any, Slot],
-    left: Mapping[Any, Destination],
-    targets: Mapping[Any, Destination],
+    slots: Mapping[core.Var, Slot],
+    left: Mapping[core.Var, Destination],
+    targets: Mapping[core.Var, Destination],
     uses: Mapping[Any, int],
-) -> dict[Any, _Update]:
+) -> dict[core.Var, _Update]:
     """The equations that are done in the targets of their results, by result: rows that replace
     some of a slot, a sum that goes back to its slot, and scatters into zeros, as is the gradient of
     a table of embeddings.
     """
-    found: dict[Any, _Update] = {}
-    zeros: list[Any] = []
+    found: dict[core.Var, _Update] = {}
+    zeros: list[core.Var] = []
     for eqn in jaxpr.eqns:
-        name, result = eqn.primitive.name, eqn.outvars[0] if eqn.outvars else None
+        name = eqn.primitive.name
+        result: Any = eqn.outvars[0] if eqn.outvars else None
         if name == "broadcast_in_dim":
             start = eqn.invars[0]
             zeros += [result] if isinstance(start, core.Literal) and start.val == 0 else []
@@ -393,14 +397,16 @@ def _updates(
     return found
 
 
-def _scattered(eqn: core.JaxprEqn, total: Total | Piece, indices: Any, updates: Any) -> Any:
+def _scattered(
+    eqn: core.JaxprEqn, total: Total | Piece, indices: jax.Array, updates: jax.Array
+) -> jax.Array:
     return total.scatter(eqn, indices, updates)
 
 
 def _loop_of(
     eqn: core.JaxprEqn,
     env: dict[core.Var, Any],
-    targets: Mapping[Any, Destination],
+    targets: Mapping[core.Var, Destination],
     current: Callable[[Destination], Destination],
 ) -> Loop:
     """A scan that carries the pools that it writes; the pools that it reads are constants of it."""
@@ -431,7 +437,7 @@ def _read_whole(jaxpr: core.Jaxpr) -> set[core.Var]:
     return found & set(jaxpr.invars)
 
 
-def _load(env: dict[core.Var, Any], atom: Any) -> Any:
+def _load(env: dict[core.Var, Any], atom: Atom) -> jax.Array:
     if isinstance(atom, core.Literal):
         return literal(atom)
     value = env[atom]
