@@ -192,12 +192,12 @@ def _check_single_values(path: Any, stages: PyTree, follows: PyTree) -> None:
             )
 
 
-def _plain_sharding(leaf: Any) -> Any:
+def _plain_sharding(leaf: jax.Array | jax.ShapeDtypeStruct) -> Any:
     """Where a plain program's array is."""
     return getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
 
 
-def _reshaped(leaf: Any, shape: tuple[int, ...]) -> Any:
+def _reshaped(leaf: jax.Array | jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> Any:
     """A plain program's array with another shape: on its device, or whole on its mesh."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf if leaf.shape == shape else leaf.reshape(shape)

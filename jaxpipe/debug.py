@@ -86,7 +86,12 @@ class Nonfinite:
 
 @outside_contexts
 def find_nonfinite(
-    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None, scale: Any = None
+    pipe: Pipeline,
+    params: Params,
+    batch: PyTree,
+    *,
+    rng: jax.Array | None = None,
+    scale: jax.Array | float | None = None,
 ) -> Nonfinite | None:
     """The first NaN or infinity in the step that `value_and_grad` would run with these arguments,
     or None.
@@ -140,7 +145,9 @@ class _FunctionCall(NamedTuple):
 class _NonfiniteSearch:
     """The calls of a step, and their compiled code."""
 
-    def __init__(self, pipe: Pipeline, params: Params, batch: PyTree, rng: Any, scale: Any) -> None:
+    def __init__(
+        self, pipe: Pipeline, params: Params, batch: PyTree, rng: jax.Array | None, scale: Any
+    ) -> None:
         self.pipe, self.params, self.rng, self.scale = pipe, with_outer(params), rng, scale
         self.plans = pipe.partition.plans(self.params)
         self.rows = PartitionSpec(pipe.data_axes or None)
@@ -192,7 +199,7 @@ class _NonfiniteSearch:
         """A body, mapped over the pipe axis and the data axes."""
         pipe, everywhere, rows = self.pipe, PartitionSpec(), self.rows
 
-        def run(params: PyTree, x: PyTree, batch: PyTree, rng: Any, *at: Any) -> Any:
+        def run(params: PyTree, x: PyTree, batch: PyTree, rng: jax.Array | None, *at: Any) -> Any:
             x = jax.tree.map(lambda leaf: leaf[0], x)
             key = mesh_key(rng, pipe.data_axes, pipe.partition.data_size)
             result, counts = body(call, params, x, batch, key, *at)
@@ -266,7 +273,7 @@ class _NonfiniteSearch:
         functions = self.pipe.functions.for_batch(rows)
         length = functions.length
 
-        def inputs(k: Any) -> tuple[PyTree, Extra]:
+        def inputs(k: jax.Array | int) -> tuple[PyTree, Extra]:
             def cut(leaf: Any) -> Any:
                 if leaf.ndim < 2 or leaf.shape[1] != slices * length:
                     return leaf
@@ -275,7 +282,7 @@ class _NonfiniteSearch:
             extra = functions.extra(rows, key, stage, k, self._wants(call), of=KeyOf.STAGE)
             return jax.tree.map(cut, x), extra
 
-        def one(carried: PyTree, k: Any) -> tuple[PyTree, dict[str, Any]]:
+        def one(carried: PyTree, k: jax.Array | int) -> tuple[PyTree, dict[str, Any]]:
             (carry, buffers), (own, extra) = carried, inputs(k)
 
             def run(buffers: Mapping[str, Any]) -> tuple[PyTree, StageOutput]:
@@ -343,7 +350,12 @@ class _NonfiniteSearch:
         return stages[call.stage].wants_arrays if call.function == "stage" else OUTER_WANTS
 
     def _extra(
-        self, call: _FunctionCall, batch: PyTree, key: Any, stage: Any, microbatch: Any
+        self,
+        call: _FunctionCall,
+        batch: PyTree,
+        key: jax.Array,
+        stage: jax.Array | int,
+        microbatch: Any,
     ) -> Extra:
         """The further arguments of the function in the step."""
         rows = self.functions.split(batch, self.count)
@@ -386,12 +398,12 @@ def _described(counts: _Counts, shard: int) -> tuple[str, ...]:
     )
 
 
-def _floating(leaf: Any) -> bool:
+def _floating(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     # A gradient of what is not floating has the dtype float0.
     return bool(jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact))
 
 
-def _filled(buffer: Any, rows: Any, k: Any) -> tuple[Any, Any]:
+def _filled(buffer: jax.Array, rows: jax.Array, k: jax.Array | int) -> tuple[Any, Any]:
     """The buffer with two finite fills of the rows after slice k: copies of the slice's own rows,
     and other numbers.  Whole numbers such as those of documents are zero in the second fill.
     """

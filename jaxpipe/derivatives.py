@@ -36,7 +36,7 @@ _NO_FORWARD_MODE = (
 )
 
 
-def _refuse_reverse(cotangent: Any, _: Any) -> list[Any]:
+def _refuse_reverse(cotangent: jax.Array, _: Any) -> list[Any]:
     raise PipelineError(_ONCE)
 
 

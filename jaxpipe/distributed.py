@@ -151,7 +151,7 @@ def global_batch(pipe: Pipeline, local: PyTree, *, rows: int) -> PyTree:
     PipelineError.refuse("the rows of this process do not fit", faults)
     to = _rows_sharding(pipe)
 
-    def join(leaf: Any) -> Any:
+    def join(leaf: jax.Array | jax.ShapeDtypeStruct) -> Any:
         return jax.make_array_from_process_local_data(
             to, np.asarray(leaf), (rows, *np.shape(leaf)[1:])
         )

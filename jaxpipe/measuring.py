@@ -202,7 +202,7 @@ def measured_blocks(
     return Measured(step, {**seconds, "hop": hop}, temp, unit)
 
 
-def call_of(compiled: Any, changes: Sequence[int]) -> Callable[[], Any]:
+def call_of(compiled: jax.stages.Compiled, changes: Sequence[int]) -> Callable[[], Any]:
     """Run a block that is compiled alone (`compile_blocks`) on arguments of its shapes.
 
     Each run changes the pools and accumulators of the run before it.
@@ -301,7 +301,9 @@ def exchange(
     return partial(mapped, values)
 
 
-def traced(pipe: Pipeline, params: Params, batch: PyTree, rng: Any, state: Any) -> TracedStep:
+def traced(
+    pipe: Pipeline, params: Params, batch: PyTree, rng: jax.Array | None, state: Any
+) -> TracedStep:
     """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
     axes are left to it.
     """
@@ -476,7 +478,7 @@ def _microbatches(
 ) -> PyTree:
     """Shapes of a batch of so many microbatches."""
 
-    def shape(leaf: Any, *rows: int) -> jax.ShapeDtypeStruct:
+    def shape(leaf: jax.Array | jax.ShapeDtypeStruct, *rows: int) -> jax.ShapeDtypeStruct:
         own = (*rows, *leaf.shape[len(rows) :])
         kind = {"sharding": sharding, "weak_type": leaf.weak_type}
         return jax.ShapeDtypeStruct(own, leaf.dtype, **kind)

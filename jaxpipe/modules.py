@@ -126,7 +126,7 @@ def freeze_lowest(
     new_letters = "".join(renamed[letter] for letter in lowest)
     layers = model.layers[:begin] + new_letters + model.layers[begin + count :]
 
-    def is_frozen(path: str, leaf: Any) -> bool:
+    def is_frozen(path: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
         own = path.split("/")[:2] in [["stages", new] for new in renamed.values()]
         return own or (model.frozen is not None and model.frozen(path, leaf))
 
@@ -150,7 +150,7 @@ def freeze_lowest(
     return tuned, {**params, "stages": tree}, rejoin
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
@@ -168,6 +168,6 @@ def _faults(first: Any, other: Any) -> list[str]:
     ]
 
 
-def _form(leaf: Any) -> Any:
+def _form(leaf: jax.Array | jax.ShapeDtypeStruct) -> Any:
     """The dtype and the shape of an array as text; any other leaf."""
     return f"{leaf.dtype}{list(leaf.shape)}" if _is_array(leaf) else leaf

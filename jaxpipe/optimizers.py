@@ -355,7 +355,7 @@ class _PerLayer:
         inside = part.tree.layout.parameters(numbers, layered=layout.is_layered)
         seats, arrays = self._seats(part), part.tree.leaves
 
-        def kept(own: Parameter, dtype: Any) -> InBuffer:
+        def kept(own: Parameter, dtype: jax.typing.DTypeLike) -> InBuffer:
             if jnp.issubdtype(dtype, jax.dtypes.extended):
                 return partition.in_buffer(Group.ALONE)
             device, _, path = own.path.removeprefix("stages/").partition("/")

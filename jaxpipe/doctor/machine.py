@@ -139,7 +139,7 @@ def loop_of_blocks(*, predicated: bool) -> Any:
     def block(x: Any) -> Any:
         return jnp.tanh(x @ x)
 
-    def tick(x: Any, flag: Any) -> tuple[Any, None]:
+    def tick(x: Any, flag: jax.Array) -> tuple[Any, None]:
         return (while_once(flag > 0, block, x)[1] if predicated else block(x)), None
 
     return lambda x, flags: lax.scan(tick, x, flags)[0]
@@ -310,14 +310,14 @@ def judge_hops(seconds: Mapping[str, float], size: int, target: Target) -> Line:
     return judged("hops", text, equal, "; ".join(advice), slow=advice)
 
 
-def _matmuls(w: Any) -> Any:
+def _matmuls(w: jax.Array) -> Any:
     return lax.fori_loop(0, 8, lambda _, y: jnp.tanh(y @ w), w)
 
 
 def _overlap(
     work: Callable[[Any], Any],
     transfer: Callable[[Any], Any],
-    w: Any,
+    w: jax.Array,
     x: Any,
     repeats: int,
     mapped: Callable[[Any], Any] = lambda function: function,

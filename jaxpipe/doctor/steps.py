@@ -199,7 +199,7 @@ _REPORT = "take options that change collectives out of XLA_FLAGS, and try anothe
 _MEMORY, _SPEED, _PLAN = 1.25, 1.15, 1.3  # limits, as multiples of the expected figure
 
 
-def _block(stage: Any, x: Any) -> Any:
+def _block(stage: PyTree, x: jax.Array) -> Any:
     """MLPs with a residual."""
 
     def layer(x: Any, p: Any) -> tuple[Any, None]:
@@ -256,7 +256,7 @@ def memory(scope: Scope, mesh: Mesh) -> Findings:
     return Findings((line, collectives(compiled, mesh)))
 
 
-def collectives(compiled: Any, mesh: Mesh) -> Line:
+def collectives(compiled: jax.stages.Compiled, mesh: Mesh) -> Line:
     """A line about collectives that can hang, read in the compiled step."""
     item, (axis,) = "collectives", mesh.axis_names
     if mesh.devices.flat[0].platform == "cpu" or mesh.size == 1:

@@ -561,7 +561,7 @@ def _mesh_specs(
         axes = (known.get(name, name) for name in names)
         return tuple(axis for axis in axes if axis is not None) or None
 
-    def translated(spec: Any, leaf: Any) -> Any:
+    def translated(spec: Any, leaf: jax.Array | jax.ShapeDtypeStruct) -> Any:
         if spec is None:
             return None
         drop = int(stack and len(spec) == leaf.ndim)

@@ -350,7 +350,7 @@ class NnxUnit(Unit):
     streams: Any
     stack: bool  # variables have a leading axis of blocks
 
-    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
+    def build(self, params: PyTree, state: PyTree, key: jax.Array | None, *, training: bool) -> Any:
         """The modules; every stream of random numbers begins again from the key, and without one
         drawing fails.
         """

@@ -114,7 +114,7 @@ class OuterPart(Unit):
         wants = frozenset({"shared"} if self.tied else ())
         return replace(self.whole.unit.function, wants=wants)
 
-    def build(self, params: PyTree, state: PyTree, key: Any, *, training: bool) -> Any:
+    def build(self, params: PyTree, state: PyTree, key: jax.Array | None, *, training: bool) -> Any:
         """The parameters: functions put them into the model themselves."""
         return params
 
@@ -182,7 +182,7 @@ def _trace(whole: Whole, shapes: PyTree) -> tuple[list[BlockCall], list[set[Any]
     x = jax.eval_shape(lambda *own: whole.reach(own, training=True).x, params, shapes, key)
     calls: list[BlockCall] = []
 
-    def traced(params: PyTree, microbatch: PyTree, key: Any, outs: list[PyTree]) -> Any:
+    def traced(params: PyTree, microbatch: PyTree, key: jax.Array, outs: list[PyTree]) -> Any:
         calls.clear()
 
         def on_block(call: BlockCall) -> Any:

@@ -150,7 +150,7 @@ def temp(step: TracedStep, *blocks: Region) -> int:
     return temp_of(step, compile_blocks(step, *blocks))
 
 
-def temp_of(step: TracedStep, compiled: Any) -> int:
+def temp_of(step: TracedStep, compiled: jax.stages.Compiled) -> int:
     """Bytes of a program of this mesh on one device besides inputs and outputs."""
     memory = compiled.memory_analysis()
     if step.setup.target.on_tpus:
@@ -287,7 +287,7 @@ def output_entries(code: StageCode, entries: StageEntries) -> Iterator[Entry]:
 
 @outside_contexts
 def memory(
-    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: jax.Array | None = None, state: Any = ()
 ) -> dict[str, int]:
     """Bytes that a step takes on one device by purpose, and their "total".
 
@@ -450,7 +450,7 @@ def local_bytes(leaf: Any) -> int:
     return tiled_bytes(own, leaf.dtype.itemsize, tile)
 
 
-def gradient_bytes(setup: Setup, leaf: Any) -> int:
+def gradient_bytes(setup: Setup, leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Bytes of one device's part of its accumulator."""
     wide = accumulator_dtype(leaf.dtype, setup.accumulate).itemsize
     return int(local_bytes(leaf) // leaf.dtype.itemsize * wide)

@@ -150,7 +150,7 @@ def merged(schedule: Schedule, costs: Costs) -> Costs:
 
 @outside_contexts
 def report(
-    pipe: Pipeline, params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()
+    pipe: Pipeline, params: Params, batch: PyTree, *, rng: jax.Array | None = None, state: Any = ()
 ) -> dict[str, Any]:
     """Compile the step and describe it: ticks, segments, slots, transfers, makespans, residuals,
     XLA's memory, compile seconds.
@@ -256,7 +256,7 @@ def _xla(program: programs.CompiledProgram) -> dict[str, Any]:
     return {**sizes, "peak_bytes": peak, "flops": cost.get("flops")}
 
 
-def _compiled(lowered: Any, target: Target) -> programs.CompiledProgram:
+def _compiled(lowered: jax.stages.Lowered, target: Target) -> programs.CompiledProgram:
     """The compiled step, with a reader of its text where there is one."""
     if target.on_gpus:
         with suppress(ValueError):  # a compilation cache has answered, and answers again
@@ -362,7 +362,7 @@ def profile(
     """
     events: list[Event] = []
 
-    def note(numbers: Any, _wrote: Any) -> Any:
+    def note(numbers: jax.Array, _wrote: Any) -> Any:
         events.append((time.perf_counter(), *np.asarray(numbers).tolist()))
         return np.int32(0)
 

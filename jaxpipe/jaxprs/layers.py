@@ -31,7 +31,7 @@ class Layers:
     of: int | None = None
 
     @classmethod
-    def like(cls, stack: Any, of: int | None = None) -> Layers:
+    def like(cls, stack: jax.Array, of: int | None = None) -> Layers:
         """The shapes of a stack's rows."""
         row = jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)
         return cls((row,) * stack.shape[0], of)
@@ -106,7 +106,7 @@ class _Scans:
         """The results of the jaxpr, whole."""
         return [self._whole(value) for value in self._run(closed, *arguments)]
 
-    def _whole(self, value: Any) -> Any:
+    def _whole(self, value: Layers | jax.Array) -> jax.Array:
         if not isinstance(value, Layers):
             return value
         if value.of is not None:
