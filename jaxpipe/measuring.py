@@ -19,10 +19,27 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .arrays import Leaves, Params, PyTree, is_key, shape_of, words_of
+from .arrays import Leaves, Params, PyTree, shape_of, words_of
 from .engine.costs import Costs
 from .errors import Count, Fits, PipelineError, typed
-from .inspect import step_memory
+from .inspect.blocks import (
+    call_of,
+    compile_blocks,
+    outer_blocks,
+    output_entries,
+    stage_blocks,
+    temp_of,
+    traced,
+)
+from .inspect.step_memory import (
+    CanonicalParams,
+    batch_shapes,
+    boundary_bytes,
+    entry_bytes,
+    held_bytes,
+    hoisted_bytes,
+    traced_memory,
+)
 from .jaxprs.equations import count_work, nbytes
 from .layouts.layout import Layout
 from .lowering.target import CHIPS, Chip
@@ -32,12 +49,9 @@ from .model.model import Model
 from .model.param_layout import with_outer
 from .model.settings import Memory, Sharding, automatic, outside_contexts
 from .pipeline import Pipeline
-from .planner.candidate import PipelinePlan
 from .planner.layer_cost import FIRST, LAST, Ends, Kept, LayerCost, Remat, stage_costs
 from .schedules import build
 from .spmd.emit import TracedStep
-from .spmd.xla import split_entries
-from .stage.model_code import lower, trace
 
 __all__ = ["Peak", "measure", "measure_stages", "traced_memory"]
 
@@ -112,15 +126,15 @@ class Measured:
         for stage, letter in enumerate(letters):
             number = step.code.kind_of[stage]
             code, specs = step.code.kinds[number], step.entries[number].parameters
-            entry = step_memory.entry_bytes(step, number)
+            entry = entry_bytes(step, number)
             found[letter] = replace(
                 self.stage_times(number),
-                **step_memory.held(step.setup, placed["stages"][stage], plans["stages"][stage]),
+                **held_bytes(step.setup, placed["stages"][stage], plans["stages"][stage]),
                 residuals=kept(entry),
-                boundary=step_memory.boundary_bytes(step, number),
+                boundary=boundary_bytes(step, number),
                 stash=entry["stash"],
                 workspace=max(self.temp[f"{name} {number}"] for name in BLOCKS),
-                hoisted=step_memory.hoisted_bytes(step, code, specs),
+                hoisted=hoisted_bytes(step, code, specs),
             )
         functions = step.setup.functions
         with_rows = map_rows(lambda leaf: leaf, microbatch, functions.whole, lambda _: None)
@@ -135,13 +149,13 @@ class Measured:
             )
             found[end] = replace(
                 self.end_times(end, Ends.ALL),
-                **step_memory.held(step.setup, held, own),
+                **held_bytes(step.setup, held, own),
                 batch=rows if is_last else 0,
                 hoisted=every - rows if is_last else 0,
                 workspace=max(self.temp.get(block, 0) for block in (name, f"{name} gradient")),
             )
         if FIRST in found:
-            entry = step_memory.entry_bytes(step, step.code.kind_of[0])
+            entry = entry_bytes(step, step.code.kind_of[0])
             found[FIRST] = replace(found[FIRST], boundary=entry["x"])
         return found
 
@@ -179,13 +193,13 @@ def measured_blocks(
 ) -> Measured:
     """Every block of a step of these arguments, compiled alone, and timed or estimated."""
     step = traced(pipe, *arguments)
-    blocks = {block.name: block for block in step_memory.outer_blocks(step)}
+    blocks = {block.name: block for block in outer_blocks(step)}
     for number, kind in enumerate(zip(step.code.kinds, step.entries, strict=True)):
-        pieces = step_memory.stage_blocks(*kind)
+        pieces = stage_blocks(*kind)
         blocks |= {f"{name} {number}": pieces[name] for name in BLOCKS}
-    compiled = {name: step_memory.compile_blocks(step, block) for name, block in blocks.items()}
-    temp = {name: step_memory.temp_of(step, each) for name, each in compiled.items()}
-    largest = max(range(len(step.code.kinds)), key=partial(step_memory.boundary_bytes, step))
+    compiled = {name: compile_blocks(step, block) for name, block in blocks.items()}
+    temp = {name: temp_of(step, each) for name, each in compiled.items()}
+    largest = max(range(len(step.code.kinds)), key=partial(boundary_bytes, step))
     hops = pipe.schedule.num_devices > 1
     if peak is None:
         seconds = timed(
@@ -196,40 +210,10 @@ def measured_blocks(
     else:
         size = step.setup.mesh.size
         seconds = {name: peak.seconds(block.jaxpr, size) for name, block in blocks.items()}
-        hop = peak.hop(step_memory.boundary_bytes(step, largest)) if hops else 0.0
+        hop = peak.hop(boundary_bytes(step, largest)) if hops else 0.0
         rates = f"{peak.flops:.3g} flops and {peak.bandwidth:.3g} bytes a second"
         unit = f"seconds, estimated for {rates}"
     return Measured(step, {**seconds, "hop": hop}, temp, unit)
-
-
-def call_of(compiled: jax.stages.Compiled, changes: Sequence[int]) -> Callable[[], Any]:
-    """Run a block that is compiled alone (`compile_blocks`) on arguments of its shapes.
-
-    Each run changes the pools and accumulators of the run before it.
-    """
-    (shardings, _), (arguments, _) = compiled.input_shardings, compiled.args_info
-    values = jax.tree.map(_value, arguments)
-    flags, inputs, changed = jax.tree.map(jax.device_put, values, shardings)
-    flags[0] = flags[0] | True  # it runs
-
-    def call() -> None:
-        nonlocal changed
-        outputs = jax.block_until_ready(compiled(flags, inputs, changed))
-        changed = [outputs[i] for i in changes]
-
-    return call
-
-
-def _value(aval: Any) -> Any:
-    """Ordinary numbers (zeros and denormals can be faster or slower than those of a model); zeros
-    for other types.
-    """
-    if is_key(aval):
-        return jnp.broadcast_to(jax.random.key(0, impl=str(aval.dtype._impl.name)), aval.shape)
-    if not jnp.issubdtype(aval.dtype, jnp.inexact):
-        return jnp.zeros(aval.shape, aval.dtype)
-    numbers = np.random.default_rng(0).standard_normal(aval.shape, np.float32) * 0.1
-    return jnp.asarray(numbers, aval.dtype)
 
 
 def timed(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
@@ -251,7 +235,7 @@ def hop_seconds(pipe: Pipeline, step: TracedStep, kind: int, repeats: int) -> fl
     same call that sends nothing.
     """
     code = step.code.kinds[kind]
-    splits = step_memory.output_entries(code, step.entries[kind])
+    splits = output_entries(code, step.entries[kind])
     every = zip(map(words_of, jax.tree.leaves(code.y)), splits, strict=True)
     moved = [(aval, entry) for aval, entry in every if 0 not in aval.shape]
     if not moved:
@@ -301,33 +285,7 @@ def exchange(
     return partial(mapped, values)
 
 
-def traced(
-    pipe: Pipeline, params: Params, batch: PyTree, rng: jax.Array | None, state: Any
-) -> TracedStep:
-    """Trace the step on one coordinate of the pipe and data axes, and ask the partitioner where
-    axes are left to it.
-    """
-    setup = pipe.trace(params, batch, rng=rng, state=state).setup
-    shapes = setup.shapes(with_outer(params), batch, rng, state, None)
-    setup = replace(setup, partition=replace(setup.partition, mesh=one_coordinate(pipe)))
-    # A traced program remembers the size of its mesh.
-    code = trace(setup, shapes)
-    return TracedStep(setup, code, lower(setup, code), split_entries(setup, code, shapes.owned))
-
-
-def one_coordinate(pipe: Pipeline) -> Mesh:
-    """The mesh at one coordinate of the pipe and data axes, where a stage runs; axes that the
-    partitioner has stay whole.
-    """
-    manual = (pipe.axis, *pipe.data_axes)
-    at = tuple(slice(0, 1) if name in manual else slice(None) for name in pipe.mesh.axis_names)
-    return automatic(Mesh(pipe.mesh.devices[at], pipe.mesh.axis_names))
-
-
-_CanonicalParams: TypeAlias = Annotated[
-    Mapping[str, PyTree], Fits("a mapping with 'stages'", lambda params: "stages" in params)
-]
-_Policies: TypeAlias = Annotated[
+_PolicyNames: TypeAlias = Annotated[
     Sequence[str],
     Fits(
         "names of jax.checkpoint_policies, such as 'dots_with_no_batch_dims_saveable'",
@@ -339,7 +297,7 @@ _Policies: TypeAlias = Annotated[
 @typed(PipelineError)
 def measure(
     model: Model,
-    params: _CanonicalParams,
+    params: CanonicalParams,
     microbatch: PyTree,
     *,
     mesh: Mesh | None = None,
@@ -349,7 +307,7 @@ def measure(
     state: Any = (),
     repeats: Count = 10,
     peak: Peak | None = None,
-    policies: _Policies = (),
+    policies: _PolicyNames = (),
 ) -> Costs | dict[str, LayerCost]:
     """The costs of a model for one microbatch, in seconds and bytes: `Costs` with an entry for each
     stage, or a `LayerCost` for each letter of a model that is given by letters.
@@ -401,7 +359,7 @@ def measure(
         return measure_stages(
             pipe,
             _placed(pipe, params),
-            _microbatches(model, rows, pipe.schedule.num_microbatches * pipe.partition.data_size),
+            batch_shapes(model, rows, pipe.schedule.num_microbatches * pipe.partition.data_size),
             rng=rng,
             state=pipe.place_state(state) if state else state,
             repeats=repeats,
@@ -473,19 +431,6 @@ def _placed(pipe: Pipeline, params: Mapping[str, PyTree]) -> dict[str, PyTree]:
     return pipe.place(jax.tree.map(shape_of, dict(params)))
 
 
-def _microbatches(
-    model: Model, rows: PyTree, count: int, sharding: NamedSharding | None = None
-) -> PyTree:
-    """Shapes of a batch of so many microbatches."""
-
-    def shape(leaf: jax.Array | jax.ShapeDtypeStruct, *rows: int) -> jax.ShapeDtypeStruct:
-        own = (*rows, *leaf.shape[len(rows) :])
-        kind = {"sharding": sharding, "weak_type": leaf.weak_type}
-        return jax.ShapeDtypeStruct(own, leaf.dtype, **kind)
-
-    return map_rows(lambda leaf: shape(leaf, count * leaf.shape[0]), rows, model.whole, shape)
-
-
 @typed(PipelineError)
 def measure_stages(
     pipe: Pipeline,
@@ -518,43 +463,10 @@ def measure_stages(
     letters[0] = FIRST + letters[0]
     letters[-1] += LAST if LAST in costs else ""
     layout, hop = Layout(tuple(letters), 1), measured.seconds["hop"]
-    entries = [step_memory.entry_bytes(step, kind) for kind in kinds]
+    entries = [entry_bytes(step, kind) for kind in kinds]
     return replace(
         stage_costs(layout, costs, remat=Remat.STAGES, transfer=hop),
         activation=tuple(kept(entry) + entry["x"] for entry in entries),
         checkpoint=tuple(entry["x"] for entry in entries),
         unit=measured.unit,
     )
-
-
-@typed(PipelineError)
-def traced_memory(
-    model: Model,
-    params: _CanonicalParams,
-    microbatch: PyTree,
-    *,
-    mesh: Mesh,
-    **options: Any,
-) -> Callable[[PipelinePlan], dict[str, int]]:
-    """A function from a plan to the memory of its step by what it is for, for `plan(traced=)`.
-
-    The plan's pipeline is traced, and each of its blocks compiled alone for the mesh, whose devices
-    may be described ones: nothing runs, and the step itself is not compiled
-    (`jaxpipe.inspect.memory`).
-
-    Args:
-        model, params, microbatch: as for `measure`.
-        mesh: of the pipeline.
-        options: further ones of `Pipeline`, `sharding` for instance.
-    """
-    if model.layers is None:
-        raise PipelineError("the model must be given by the letters of its layers")
-    shapes, rows = (jax.tree.map(shape_of, each) for each in (dict(params), microbatch))
-
-    def found(plan: PipelinePlan) -> dict[str, int]:
-        pipe = plan.pipeline(model, mesh, **options)
-        whole = NamedSharding(pipe.mesh, PartitionSpec())
-        batch = _microbatches(model, rows, plan.schedule.num_microbatches, whole)
-        return step_memory.memory(pipe, pipe.place(shapes), batch)
-
-    return found

@@ -6,105 +6,44 @@ block compiled alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
-from jax.extend import core
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..arrays import Leaves, Params, PyTree, accumulator_dtype
-from ..jaxprs.entry import Destination, Entry, Slot, Total
+from ..arrays import Params, PyTree, accumulator_dtype, shape_of
+from ..errors import Fits, PipelineError, typed
 from ..jaxprs.equations import nbytes, tiled_bytes
-from ..jaxprs.slots import InSlots, run_in_slots
 from ..lowering.target import RunsOn
 from ..model.batch import map_rows
+from ..model.model import Model
 from ..model.packed import stacks_of_layers
 from ..model.param_layout import OUTER, with_outer
 from ..model.partition import PART, LeafPlan, leaf_plans, trained
 from ..model.settings import outside_contexts, with_sharding
 from ..pipeline import Pipeline
+from ..planner.candidate import PipelinePlan
 from ..planner.layer_cost import STACKED, Sizes, memory_of
 from ..program.ir import POOL_OF, Program
 from ..program.segments import Payload
-from ..spmd.block import empty, while_once, without_weak_types
 from ..spmd.emit import TracedStep
-from ..spmd.pools import Buffers, StageEntries, shared_buffers
-from ..spmd.xla import SplitLeaves, compiled_alone, outer_specs
-from ..stage.code import COTANGENTS, INPUTS, RESIDUALS, RESULTS, StageCode, inexact, run
+from ..spmd.pools import Buffers, shared_buffers
+from ..spmd.xla import compiled_alone, outer_specs
+from ..stage.code import RESIDUALS, run
 from ..stage.model_code import ModelCode
 from ..stage.setup import Setup
 from ..table.effects import Place
 from ..table.kinds import Kind
-from .programs import heap_bytes
-
-_WHOLE = PartitionSpec()
-# Values that stay in their slots.
-_POOLED = (*RESIDUALS, Place.STASH, Place.BUFFER, Place.BUFFER_GRADIENT)
-
-
-class SizedValue(NamedTuple):
-    """An input or an output of a block."""
-
-    spec: PartitionSpec | None = None  # None: left to the partitioner
-    place: Place | None = None  # of outputs that are added to accumulators, STAGE_GRADIENTS
-    number: int = 0  # in its place
-    entry: Entry = Entry(())  # in a pool
-
-
-@dataclass(frozen=True)
-class Region:
-    """A piece of code, with the split and the place of each input and output."""
-
-    name: str
-    jaxpr: core.Jaxpr
-    inputs: tuple[SizedValue, ...]
-    outputs: tuple[SizedValue, ...]
-
-    @property
-    def gradients(self) -> list[int]:
-        """The outputs that are added to accumulators."""
-        return [i for i, v in enumerate(self.outputs) if v.place is Place.STAGE_GRADIENTS]
-
-    @cached_property
-    def changes(self) -> list[int]:
-        """The outputs that are in slots or accumulators."""
-        changed = (*_POOLED, Place.STAGE_GRADIENTS)
-        return [i for i, v in enumerate(self.outputs) if v.place in changed]
-
-    @cached_property
-    def updates(self) -> dict[int, int]:
-        """Inputs that are in one slot before and after the block, with that output."""
-        after = {self.outputs[i]: i for i in self.changes}
-        return {i: after[v] for i, v in enumerate(self.inputs) if v in after}
-
-    def dropping(self, outputs: Sequence[int]) -> Region:
-        """The block without some of its results."""
-        left = [i for i in range(len(self.outputs)) if i not in outputs]
-        jaxpr = self.jaxpr.replace(outvars=[self.jaxpr.outvars[i] for i in left])
-        return replace(self, jaxpr=jaxpr, outputs=tuple(self.outputs[i] for i in left))
-
-    def in_slots(self, at: Any, inputs: Leaves, outputs: Leaves, *, split: bool) -> InSlots:
-        """The block on the slots `at` of its pools, which are among its outputs.  With `split`,
-        accumulators are as the parameters are split.
-        """
-        pools = {i: outputs[i] for i in self.changes}
-        arguments = [
-            Slot(pools[self.updates[i]] if i in self.updates else leaf, at, value.entry)
-            if value.place in _POOLED or i in self.updates
-            else leaf
-            for i, (leaf, value) in enumerate(zip(inputs, self.inputs, strict=True))
-        ]
-        targets: dict[int, Destination] = {}
-        for i, leaf in pools.items():
-            value = self.outputs[i]
-            is_total = value.place is Place.STAGE_GRADIENTS
-            own = value.spec if split else None
-            targets[i] = Total(leaf, own) if is_total else Slot(leaf, at, value.entry)
-        return InSlots(self.jaxpr, arguments, targets)
+from .blocks import (
+    Region,
+    compile_blocks,
+    outer_blocks,
+    output_entries,
+    stage_blocks,
+    temp_of,
+)
 
 
 def entry_bytes(step: TracedStep, kind: int) -> dict[str, int]:
@@ -148,141 +87,6 @@ def work_space(step: TracedStep) -> dict[str, int]:
 def temp(step: TracedStep, *blocks: Region) -> int:
     """Bytes besides inputs and outputs, of blocks that run as one."""
     return temp_of(step, compile_blocks(step, *blocks))
-
-
-def temp_of(step: TracedStep, compiled: jax.stages.Compiled) -> int:
-    """Bytes of a program of this mesh on one device besides inputs and outputs."""
-    memory = compiled.memory_analysis()
-    if step.setup.target.on_tpus:
-        return heap_bytes(memory)
-    return int(getattr(memory, "temp_size_in_bytes", 0))
-
-
-def compile_blocks(step: TracedStep, *blocks: Region) -> Any:
-    """Compile blocks that run as one; they read and write slots as in the step, in a loop of at
-    most one trip.
-
-    XLA:GPU copies a layer's weights out of their stack in loops only.
-    """
-    split = step.setup.target.on_tpus
-
-    def guarded(flags: Leaves, *groups: Leaves) -> Leaves:
-        runs, index = flags
-
-        def once(state: list[Leaves]) -> list[Leaves]:
-            parts = zip(blocks, groups[::2], state, strict=True)
-            found = run_in_slots(
-                *(block.in_slots(index, *leaves, split=split) for block, *leaves in parts)
-            )
-            return list(map(without_weak_types, found))
-
-        start = [empty([var.aval for var in block.jaxpr.outvars]) for block in blocks]
-        for block, outputs, changed in zip(blocks, start, groups[1::2], strict=True):
-            for i, pool in zip(block.changes, changed, strict=True):
-                outputs[i] = pool
-        return jax.tree.leaves(while_once(runs, once, start)[1])
-
-    # Pools and accumulators are changed in place.  As outputs of their own they would lend
-    # their room to the block's arrays.
-    donated = [2 + 2 * k for k in range(len(blocks))]
-    flags: SplitLeaves = [(jax.ShapeDtypeStruct((), d), _WHOLE) for d in (jnp.bool_, jnp.int32)]
-    groups = [group for block in blocks for group in _groups(step, block)]
-    return compiled_alone(step.setup, guarded, flags, *groups, donated=donated)
-
-
-def _groups(step: TracedStep, block: Region) -> tuple[SplitLeaves, SplitLeaves]:
-    """The inputs of a block, and the pools and accumulators that it changes."""
-    inputs = enumerate(zip(block.inputs, block.jaxpr.invars, strict=True))
-    outputs, outvars = block.outputs, block.jaxpr.outvars
-    return (
-        [
-            (var.aval, value.spec) if i in block.updates else _room(step, value, var.aval)
-            for i, (value, var) in inputs
-        ],
-        [_room(step, outputs[i], outvars[i].aval) for i in block.changes],
-    )
-
-
-def _room(step: TracedStep, value: SizedValue, aval: Any) -> tuple[Any, PartitionSpec | None]:
-    """Where a value lies, and its split: in an accumulator, by itself, or in a pool of two
-    slots; of one, where the step has one: XLA copies no slot of an only one.
-    """
-    if value.place is Place.STAGE_GRADIENTS:
-        dtype = accumulator_dtype(aval.dtype, step.setup.accumulate)
-        return jax.ShapeDtypeStruct(aval.shape, dtype), value.spec
-    if value.place not in _POOLED:
-        return aval, value.spec
-    slots = max(1, min(2, getattr(step.program.slots, value.place.value)))
-    shape = (slots, *value.entry.kept)
-    return jax.ShapeDtypeStruct(shape, aval.dtype), value.entry.pool_spec
-
-
-def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Region]:
-    """The blocks of a kind of stage, by name."""
-
-    values = {place: _free(len(avals)) for place, avals in code.avals.items()}
-    for place, own in entries.stored.items():
-        values[place] = [SizedValue(entry.spec, place, n, entry) for n, entry in enumerate(own)]
-    uses = zip(entries.parameters, code.uses, strict=True)
-    values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in uses if use.trained)
-
-    def at(*places: Place) -> list[SizedValue]:
-        return [value for place in places for value in values[place]]
-
-    start = [SizedValue(_WHOLE) for _ in code.consts] + [
-        SizedValue(spec) for spec in entries.parameters
-    ]
-    start += at(*INPUTS)
-    start += _free(len(code.forward.invars) - len(start))  # extra and once
-    seeds = [SizedValue(_WHOLE) for _ in code.avals[Place.LOSSES]]
-    late = [*start, *at(*RESIDUALS, *COTANGENTS), *seeds]
-    blocks = {}
-    for kind, places in RESULTS.items():
-        inputs = start if kind in (Kind.F, Kind.R) else late
-        inputs = inputs + at(Place.STASH) if kind is Kind.W else inputs
-        blocks[kind.name] = Region(kind.name, code.of(kind), tuple(inputs), tuple(at(*places)))
-    return blocks
-
-
-def _free(count: int) -> list[SizedValue]:
-    """Values that are left to the partitioner, or results that have no place."""
-    return [SizedValue() for _ in range(count)]
-
-
-def _gradients(specs: Iterable[PartitionSpec]) -> list[SizedValue]:
-    """Gradients of parameters with these splits."""
-    return [SizedValue(spec, Place.STAGE_GRADIENTS) for spec in specs]
-
-
-def outer_blocks(step: TracedStep) -> list[Region]:
-    """`first`, its gradient, `last` with its gradient."""
-    setup, free = step.setup, SizedValue(None if step.setup.partition.auto_axes else _WHOLE)
-
-    def block(name: str, jaxpr: core.Jaxpr, code: Any, before: int | None = None) -> Region:
-        """A block with gradients of parameters after so many results; None: without gradients."""
-        key = name.split()[0]
-        specs = outer_specs(setup, key)
-        start = [*(SizedValue(_WHOLE) for _ in code.consts), *map(SizedValue, specs)]
-        inputs = (*start, *(free for _ in range(len(jaxpr.invars) - len(start))))
-        plans = [*leaf_plans(setup.plans[key]), *leaf_plans(setup.plans["shared"])]
-        own = [] if before is None else [*_free(before), *_gradients(trained(specs, plans))]
-        return Region(name, jaxpr, inputs, (*own, *_free(len(jaxpr.outvars) - len(own))))
-
-    first, last = step.code.first, step.code.last
-    found = [block("first", first.forward, first)]
-    if first.avals[Place.STAGE_GRADIENTS]:
-        found.append(block("first gradient", first.backward, first, 0))
-    if last is not None:
-        # The loss and what comes with it are before the gradients.
-        found.append(block("last", last.backward, last, 1 + len(last.avals[Place.AUX])))
-    return found
-
-
-def output_entries(code: StageCode, entries: StageEntries) -> Iterator[Entry]:
-    """The split of each leaf of a stage's output: that of its cotangent, where it has one."""
-    cotangents = iter(entries.stored[Place.COTANGENT])
-    for aval in code.avals[Place.SENT_X]:
-        yield next(cotangents) if inexact(aval) else Entry(tuple(aval.shape))
 
 
 @outside_contexts
@@ -350,7 +154,7 @@ def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
     work, kept = work_space(step), NamedSharding(setup.mesh, PartitionSpec(setup.axis))
     return Sizes(
-        **held(setup, params, setup.plans),
+        **held_bytes(setup, params, setup.plans),
         batch=_batch_bytes(setup, batch),
         state=2 * sum(local_bytes(with_sharding(leaf, kept)) for leaf in jax.tree.leaves(state)),
         gathered=_gathered(step, params),
@@ -395,7 +199,7 @@ def _planned(tree: PyTree, plans: PyTree) -> Iterator[tuple[Any, LeafPlan]]:
     return zip(jax.tree.leaves(tree), leaf_plans(plans), strict=True)
 
 
-def held(setup: Setup, params: PyTree, plans: PyTree) -> dict[str, Any]:
+def held_bytes(setup: Setup, params: PyTree, plans: PyTree) -> dict[str, Any]:
     """Bytes of parameters and of their gradients on one device."""
     leaves, has = jax.tree.leaves(params), trained(jax.tree.leaves(params), leaf_plans(plans))
     return {
@@ -524,7 +328,7 @@ def hoisted_bytes(step: TracedStep, code: Any, specs: Sequence[PartitionSpec]) -
     jaxpr = code.hoist
     if not jaxpr.outvars:
         return 0
-    splits = [*(_WHOLE for _ in code.consts), *specs]
+    splits = [*(PartitionSpec() for _ in code.consts), *specs]
     group = list(zip([v.aval for v in jaxpr.invars], splits, strict=True))
     compiled = compiled_alone(step.setup, lambda values: run(jaxpr, *values), group)
     return int(getattr(compiled.memory_analysis(), "output_size_in_bytes", 0))
@@ -541,3 +345,54 @@ def _hoisted(step: TracedStep) -> int:
     return sum(kinds[kind] for _, kind in held) + sum(
         hoisted_bytes(step, end, outer_specs(step.setup, key)) for key, end in ends.items()
     )
+
+
+CanonicalParams: TypeAlias = Annotated[
+    Mapping[str, PyTree], Fits("a mapping with 'stages'", lambda params: "stages" in params)
+]
+
+
+def batch_shapes(
+    model: Model, rows: PyTree, count: int, sharding: NamedSharding | None = None
+) -> PyTree:
+    """Shapes of a batch of so many microbatches."""
+
+    def shape(leaf: jax.Array | jax.ShapeDtypeStruct, *rows: int) -> jax.ShapeDtypeStruct:
+        own = (*rows, *leaf.shape[len(rows) :])
+        kind = {"sharding": sharding, "weak_type": leaf.weak_type}
+        return jax.ShapeDtypeStruct(own, leaf.dtype, **kind)
+
+    return map_rows(lambda leaf: shape(leaf, count * leaf.shape[0]), rows, model.whole, shape)
+
+
+@typed(PipelineError)
+def traced_memory(
+    model: Model,
+    params: CanonicalParams,
+    microbatch: PyTree,
+    *,
+    mesh: Mesh,
+    **options: Any,
+) -> Callable[[PipelinePlan], dict[str, int]]:
+    """A function from a plan to the memory of its step by what it is for, for `plan(traced=)`.
+
+    The plan's pipeline is traced, and each of its blocks compiled alone for the mesh, whose devices
+    may be described ones: nothing runs, and the step itself is not compiled
+    (`jaxpipe.inspect.memory`).
+
+    Args:
+        model, params, microbatch: as for `measure`.
+        mesh: of the pipeline.
+        options: further ones of `Pipeline`, `sharding` for instance.
+    """
+    if model.layers is None:
+        raise PipelineError("the model must be given by the letters of its layers")
+    shapes, rows = (jax.tree.map(shape_of, each) for each in (dict(params), microbatch))
+
+    def found(plan: PipelinePlan) -> dict[str, int]:
+        pipe = plan.pipeline(model, mesh, **options)
+        whole = NamedSharding(pipe.mesh, PartitionSpec())
+        batch = batch_shapes(model, rows, plan.schedule.num_microbatches, whole)
+        return memory(pipe, pipe.place(shapes), batch)
+
+    return found

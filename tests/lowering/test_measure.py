@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.inspect.step_memory import compile_blocks, stage_blocks
+from jaxpipe.inspect.blocks import compile_blocks, stage_blocks, traced
 from jaxpipe.lowering.target import Target
-from jaxpipe.measuring import measure_stages, traced
+from jaxpipe.measuring import measure_stages
 from jaxpipe.table.effects import Place
 from tests.flat import flat_pipeline
 
