@@ -27,8 +27,9 @@ from ..planner.layer_cost import LayerCost, read_layer_costs
 from ..planner.plan import plan
 from ..planner.transformer import Transformer, command_of, plan_mesh
 from ..prices import read_prices, write_prices
+from ..render.chart import costs_of, number, title_of
 from ..render.html import DEVICE_COLUMNS, device_rows, to_html, to_trace
-from ..render.svg import Theme, costs_of, number, title_of, to_svg
+from ..render.svg import Theme, to_svg
 from ..schedules.registry import describe, names
 from ..table.encoded import Transfers
 from ..table.kinds import KINDS

@@ -15,12 +15,18 @@ from ..engine.simulate import COLUMNS, Timeline
 from ..errors import MAX_COST, JaxpipeError, quoted, typed
 from ..table.kinds import KIND_NAMES, KINDS
 from . import svg
+from .chart import MAX_WIDTH, BarPart, Chart, bars_of, costs_of, number, title_of
 
 TraceEvent: TypeAlias = dict[str, Any]
 
 # Threads of a device's process.  The halves of a pair run at the same time, and slices of one
 # thread must nest.
-_THREADS = {svg.BarPart.WHOLE: 0, svg.BarPart.TOP: 0, svg.BarPart.BOTTOM: 1, svg.BarPart.STRIP: 2}
+_THREADS = {
+    BarPart.WHOLE: 0,
+    BarPart.TOP: 0,
+    BarPart.BOTTOM: 1,
+    BarPart.STRIP: 2,
+}
 _THREAD_NAMES = ("compute", "compute (backward of a pair)", "transfers")
 
 
@@ -55,7 +61,7 @@ def to_trace(timeline: Timeline, *, unit_us: float = 1000.0, over: Timeline | No
         events += _slices(over, unit_us, first=first, suffix=" (planned)")
         events.append(_event("i", 0, compared.sentence, tid=0, ts=0, s="g"))
     numbers = {"makespan": timeline.makespan, "bubble": timeline.bubble}
-    about = {"title": svg.title_of(timeline), **numbers}
+    about = {"title": title_of(timeline), **numbers}
     trace = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
     return json.dumps(trace, separators=(",", ":")) + "\n"
 
@@ -66,7 +72,7 @@ def _slices(
     """Every bar, after the names and the order of devices and threads in the viewer; `first` is the
     process of the first device.
     """
-    bars, slices = tuple(svg.bars_of(timeline)), timeline.schedule.slices
+    bars, slices = tuple(bars_of(timeline)), timeline.schedule.slices
     for device in range(timeline.schedule.num_devices):
         process, name = first + device, f"device {device}{suffix}"
         yield _event("M", process, "process_name", args={"name": name})
@@ -101,7 +107,7 @@ def _counters(timeline: Timeline, unit_us: float) -> Iterator[TraceEvent]:
 
 def _flows(timeline: Timeline, unit_us: float) -> Iterator[TraceEvent]:
     """An arrow from each producer to its consumer on another device."""
-    bars, table = tuple(svg.bars_of(timeline)), timeline.schedule.encoded
+    bars, table = tuple(bars_of(timeline)), timeline.schedule.encoded
     producer, crosses = table.producer.tolist(), table.crosses.tolist()
     for bar in bars:
         if not crosses[bar.number]:
@@ -148,7 +154,7 @@ def to_html(
     >>> to_html(jp.simulate(jp.schedules.build("1f1b", devices=2, microbatches=2)))[:15]
     '<!DOCTYPE html>'
     """
-    chart = svg.Chart(timeline, width, memory=True, given_title=title, has_heading=False)
+    chart = Chart(timeline, width, memory=True, given_title=title, has_heading=False)
     t, s, csv = timeline, timeline.schedule, timeline.schedule.to_csv()
     left_out = f"The table has {len(csv):,} characters; write it with --format csv."
     page = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -156,8 +162,8 @@ def to_html(
         title=escape(chart.title),
         style=_styles(chart.shades),
         chart=svg.draw(chart, critical_path=True),
-        makespan=svg.number(t.makespan),
-        span=svg.number(t.span),
+        makespan=number(t.makespan),
+        span=number(t.span),
         bubble=f"{t.bubble:.2%}",
         peak=max(t.peak_activations, default=0),
         num_devices=s.num_devices,
@@ -166,23 +172,23 @@ def to_html(
         actions=f"{s.encoded.num_actions:,} actions in all",
         over="" if over is None else _over(timeline, over, chart),
         devices=_devices(timeline),
-        costs=escape(svg.costs_of(timeline)),
+        costs=escape(costs_of(timeline)),
         table=escape(csv) if len(csv) <= _MOST_TEXT else left_out,
         # "<" is escaped so that no name can end the script element.
         data=json.dumps(_data(chart), separators=(",", ":")).replace("<", "\\u003c"),
     )
 
 
-def _over(ran: Timeline, planned: Timeline, chart: svg.Chart) -> str:
+def _over(ran: Timeline, planned: Timeline, chart: Chart) -> str:
     """The plan's chart in the scale of the run's (as far as it can be drawn), the sentence and
     tables that compare them.
     """
     compared = ran.over(planned)
-    free = svg.Chart(planned, memory=True, has_heading=False)
+    free = Chart(planned, memory=True, has_heading=False)
     wanted = free.left + max(free.span * chart.unit, _LEAST_WIDTH) + free.right
-    below = replace(free, fixed_width=min(wanted, svg.MAX_WIDTH))
+    below = replace(free, fixed_width=min(wanted, MAX_WIDTH))
     scale = "" if math.isclose(below.unit, chart.unit) else " (at another scale)"
-    losses = [(escape(cause), svg.number(time)) for cause, time in compared.losses]
+    losses = [(escape(cause), number(time)) for cause, time in compared.losses]
     return (
         f"<h2>Planned{scale}</h2><p>{escape(compared.sentence)}</p>"
         f"<div class=frame>{svg.draw(below)}</div><h2>Run against plan</h2><div "
@@ -213,8 +219,8 @@ def device_rows(timeline: Timeline) -> list[tuple[str, ...]]:
     """A row for each device: busy, idle by cause, peaks."""
     t, rows = timeline, []
     for d, (busy, idle) in enumerate(zip(t.busy, t.idle, strict=True)):
-        times = map(svg.number, (busy, sum(idle), *idle))
-        rows.append((str(d), *times, str(t.peak_activations[d]), svg.number(t.peak_memory[d])))
+        times = map(number, (busy, sum(idle), *idle))
+        rows.append((str(d), *times, str(t.peak_activations[d]), number(t.peak_memory[d])))
     return rows
 
 
@@ -233,7 +239,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"<tr>{text}</tr>" for text in texts)
 
 
-def _data(chart: svg.Chart) -> dict[str, object]:
+def _data(chart: Chart) -> dict[str, object]:
     """The data with which the page's script finds the bar under the pointer: geometry, and the bars
     of each device in order.
     """

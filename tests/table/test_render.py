@@ -17,18 +17,8 @@ from golden import check_golden
 
 import jaxpipe as jp
 from jaxpipe.render import Theme, to_html, to_svg, to_trace
-from jaxpipe.render.svg import (
-    DARK,
-    LIGHT,
-    MOST_ELEMENTS,
-    BarPart,
-    Chart,
-    bars_of,
-    ink_on,
-    number,
-    shade,
-    title_of,
-)
+from jaxpipe.render.chart import BarPart, Chart, bars_of, number, title_of
+from jaxpipe.render.svg import DARK, LIGHT, MOST_ELEMENTS, ink_on, shade
 
 SVG = "{http://www.w3.org/2000/svg}"
 
