@@ -196,7 +196,7 @@ class Fits(NamedTuple):
 
 
 Count: TypeAlias = Annotated[
-    int, Fits("a whole number of at least 1", lambda n: 1 <= n <= MAX_COUNT)
+    int, Fits(f"a whole number of at least 1, at most {MAX_COUNT:,}", lambda n: 1 <= n <= MAX_COUNT)
 ]
 Seed: TypeAlias = Annotated[int, Fits("a whole number of at least 0", lambda n: 0 <= n < 2**31)]
 Duration: TypeAlias = Annotated[float, Fits("seconds, 0 or more", lambda s: 0 <= s <= MAX_COST)]
@@ -223,13 +223,6 @@ _HOW = {
 def is_whole(value: object) -> TypeGuard[Any]:
     """True for Python's and numpy's whole numbers (True and False are none)."""
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_flat(value: object) -> TypeGuard[Any]:
-    """True for a list, a tuple or an array of one dimension."""
-    if hasattr(value, "ndim"):
-        return bool(value.ndim == 1)
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def is_number(value: object) -> TypeGuard[Any]:
@@ -298,7 +291,7 @@ def misfit(name: str, value: Any, hint: Any) -> str | None:
     """The fault of a value that is not what an annotation says; None where it is.
 
     >>> misfit("chunks", 0, Count), misfit("chunks", 1, Count)
-    ('chunks must be a whole number of at least 1, not 0', None)
+    ('chunks must be a whole number of at least 1, at most 10,000,000,000, not 0', None)
     """
     return _fault(name, value, hint) if _read(value, hint) is _MISFIT else None
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .errors import MAX_COUNT, MAX_PAIRS, ScheduleError, quoted, typed
+from .errors import MAX_PAIRS, Count, ScheduleError, quoted, typed
 from .table.kinds import Action, Kind
 
 
@@ -39,7 +39,7 @@ class WarmupCounts(NamedTuple):
 
 @typed()
 def schedule_table(
-    microbatches: int, chunks: int, *, group_size: int
+    microbatches: Count, chunks: Count, *, group_size: Count
 ) -> tuple[VirtualMicrobatch, ...]:
     """The (microbatch, chunk) pairs in forward order: a group of microbatches goes through chunk 0,
     1, ..., then the next group.
@@ -51,7 +51,6 @@ def schedule_table(
     >>> [tuple(pair) for pair in schedule_table(3, 2, group_size=2)]
     [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
     """
-    _require(microbatches=microbatches, chunks=chunks, group_size=group_size)
     if microbatches * chunks > MAX_PAIRS:
         raise ScheduleError(
             f"microbatches={microbatches} and chunks={chunks} make more than {MAX_PAIRS:,} "
@@ -67,12 +66,12 @@ def schedule_table(
 
 @typed()
 def warmup_counts(
-    microbatches: int,
+    microbatches: Count,
     *,
-    devices: int,
+    devices: Count,
     device: int,
-    chunks: int = 1,
-    group_size: int | None = None,
+    chunks: Count = 1,
+    group_size: Count | None = None,
     forward_only: bool = False,
     overlap: bool = False,
 ) -> WarmupCounts:
@@ -87,7 +86,6 @@ def warmup_counts(
     (16, 10, 6)
     """
     group_size = devices if group_size is None else group_size
-    _require(microbatches=microbatches, devices=devices, chunks=chunks, group_size=group_size)
     _require_from_0("device", device, devices - 1)
     total = microbatches * chunks
     if forward_only:
@@ -104,7 +102,7 @@ def warmup_counts(
 
 @typed()
 def execution_order(
-    table: Sequence[tuple[int, int]], *, chunks: int, warmup: int
+    table: Sequence[tuple[int, int]], *, chunks: Count, warmup: int
 ) -> tuple[int, ...]:
     """The order in which a device runs its chunks: +c is a forward of chunk c - 1, -c a backward of
     chunk c - 1.
@@ -116,7 +114,6 @@ def execution_order(
     >>> execution_order(schedule_table(2, 2, group_size=2), chunks=2, warmup=3)
     (1, 1, 2, 2, -2, -2, -1, -1)
     """
-    _require(chunks=chunks)
     wrong = sorted({chunk for _, chunk in table if not 0 <= chunk < chunks})
     if wrong:
         raise ScheduleError(
@@ -132,14 +129,13 @@ def execution_order(
 
 
 @typed()
-def order_to_actions(order: Sequence[int], *, devices: int, device: int) -> tuple[Action, ...]:
+def order_to_actions(order: Sequence[int], *, devices: Count, device: int) -> tuple[Action, ...]:
     """A device's row of a table from its execution order: chunk c is stage c * P + d, microbatches
     are counted per chunk.
 
     >>> [str(action) for action in order_to_actions((1, 2, -2, -1), devices=4, device=3)]
     ['3F0', '7F0', '7B0', '3B0']
     """
-    _require(devices=devices)
     _require_from_0("device", device, devices - 1)
     if 0 in order:
         raise ScheduleError(
@@ -152,15 +148,6 @@ def order_to_actions(order: Sequence[int], *, devices: int, device: int) -> tupl
         row.append(Action((abs(step) - 1) * devices + device, kind, seen[step]))
         seen[step] += 1
     return tuple(row)
-
-
-def _require(**numbers: int) -> None:
-    """ScheduleError that names every number that is below one or too large."""
-    low = [
-        f"{name}={quoted(value)}" for name, value in numbers.items() if not 1 <= value <= MAX_COUNT
-    ]
-    if low:
-        raise ScheduleError(f"{', '.join(low)}: each must be at least 1, and at most {MAX_COUNT:,}")
 
 
 def _require_from_0(name: str, value: int, most: int) -> None:

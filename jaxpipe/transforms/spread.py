@@ -19,7 +19,7 @@ from typing import Any
 from ..engine.costs import Costs
 from ..engine.loop import Insertion
 from ..engine.simulate import simulate
-from ..errors import ScheduleError, quoted, typed
+from ..errors import Count, ScheduleError, typed
 from ..table.clock import NEVER
 from ..table.kinds import Action, Kind, Value, readers
 from ..table.schedule import Schedule, check
@@ -119,7 +119,7 @@ def spread_first(
 
 @typed()
 def defer_last(
-    schedule: Schedule, *, max_deferred: int = 1, costs: Costs | None = None
+    schedule: Schedule, *, max_deferred: Count = 1, costs: Costs | None = None
 ) -> Schedule:
     """Move the gradient of `last`'s parameters from L to an H in idle time, where that shortens
     the step.
@@ -155,11 +155,6 @@ def defer_last(
     0F0,0F1,0L0,0H0,0L1,0H1,0B0,0B1
     1F0,1L0,1F1,1H0,1L1,1B0,1B1,1H1
     """
-    if max_deferred < 1:
-        raise ScheduleError(
-            f"max_deferred is {quoted(max_deferred)}; it is a whole number of at least 1, of "
-            "microbatches"
-        )
     plain = without_kinds(schedule, set(_LATE))
     check(plain)
     refuse_transfers(plain, "defer what L does without them")

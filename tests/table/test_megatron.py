@@ -104,12 +104,12 @@ def test_orders_make_a_whole_table(devices, chunks, microbatches):
     [
         (
             lambda: schedule_table(0, 0, group_size=0),
-            "microbatches=0, chunks=0, group_size=0: each must be at least 1",
+            "microbatches must be a whole number of at least 1",
         ),
         (lambda: warmup_counts(4, devices=4, device=4), "device must be 0 ... 3; got 4"),
         (
             lambda: warmup_counts(4, devices=0, device=0, group_size=1),
-            "devices=0: each must be at least 1",
+            "devices must be a whole number of at least 1",
         ),
         (lambda: execution_order(TABLE, chunks=1, warmup=0), r"names chunks \[1\]"),
         (lambda: execution_order(TABLE, chunks=2, warmup=11), "warmup must be 0 ... 10"),

@@ -412,7 +412,7 @@ def test_auto_uses_the_memory_that_there_is():
         ({"layers": "Et|tL"}, "already holds '|'"),
         ({"schedules": ("zbv",), "chunks": (1,)}, "no schedule can be built"),
         ({"mesh": "cpu"}, "mesh must be a jax.sharding.Mesh"),
-        ({"most": 0}, "most must be a whole number of at least 1, not 0"),
+        ({"most": 0}, "most must be a whole number of at least 1, at most 10,000,000,000, not 0"),
         (
             {"transfer": {1: 2}},
             "transfer is given by number of microbatches, but microbatches is one number",
