@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     pipe, tx = pipe_and_optimizer()
     state = like()
     with Checkpoints(tmp_path, pipe) as checkpoints:
-        with pytest.raises(CheckpointError, match=r"holds no checkpoint; start afresh"):
+        with pytest.raises(CheckpointError, match=r"holds no checkpoint; it has steps"):
             checkpoints.restore(state)
         checkpoints.save(3, state)
         checkpoints.wait()
