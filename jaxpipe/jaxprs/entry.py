@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core
 from jax.sharding import PartitionSpec
@@ -132,11 +132,11 @@ class Entry:
         axes = (part.axes for part in self.parts)
         return PartitionSpec(*[None] * (1 + self.by_row), *axes, *[None] * len(self.rest))
 
-    def constrain_pool(self, pool: jax.Array) -> jax.Array:
+    def constrain_pool(self, pool: Array) -> Array:
         """Constrain the split of a pool [slots, *kept]."""
         return self._constrain(pool, self.pool_spec)
 
-    def pack(self, value: jax.Array, missing: int = 0) -> jax.Array:
+    def pack(self, value: Array, missing: int = 0) -> Array:
         """A value [*shape] in the form of the pool; a row of it with `missing` = 1."""
         value = self._constrain(value, self._spec(missing))
         if self.parts:
@@ -150,7 +150,7 @@ class Entry:
             return jnp.swapaxes(value, -3, -2).reshape(kept)
         return _padded(value, before, self._numbers, math.prod(self.rest)).reshape(kept)
 
-    def unpack(self, kept: jax.Array, missing: int = 0) -> jax.Array:
+    def unpack(self, kept: Array, missing: int = 0) -> Array:
         """The value of an entry; a row with `missing` = 1."""
         before = kept.shape[: kept.ndim - len(self.rest)]
         if self._tiled:
@@ -169,7 +169,7 @@ class Entry:
         """
         return -(-math.prod([*self._rows, *self.rest]) // math.prod(self.tile))
 
-    def ravel(self, kept: jax.Array) -> jax.Array:
+    def ravel(self, kept: Array) -> Array:
         """[parts, ...] [units] [*tile] of an entry, row by row.  A device's part is one piece of
         memory, and other entries may follow it.
         """
@@ -180,7 +180,7 @@ class Entry:
             *self.counts, self.units, *self.tile
         )
 
-    def unravel(self, raveled: jax.Array) -> jax.Array:
+    def unravel(self, raveled: Array) -> Array:
         """The entry."""
         raveled = _cut_off(raveled, self.counts, math.prod([*self._rows, *self.rest]))
         if not self.by_row:
@@ -188,7 +188,7 @@ class Entry:
         rows = raveled.reshape(*self.counts, *self._rows, *self.rest)
         return jnp.moveaxis(rows, len(self.parts), 0)
 
-    def pack_flat(self, value: jax.Array) -> jax.Array:
+    def pack_flat(self, value: Array) -> Array:
         """A raveled value as the beginning of an entry that is one long array without parts."""
         if len(self.rest) == 1:
             return value
@@ -227,11 +227,11 @@ class Entry:
         split = {part.dim: part.axes for part in self.parts}
         return PartitionSpec(*(split.get(dim) for dim in range(missing, len(self.shape))))
 
-    def _constrain(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def _constrain(self, value: Array, spec: PartitionSpec) -> Array:
         return lax.with_sharding_constraint(value, spec) if self.pinned else value
 
 
-def _padded(value: jax.Array, before: tuple[int, ...], size: int, whole: int) -> jax.Array:
+def _padded(value: Array, before: tuple[int, ...], size: int, whole: int) -> Array:
     """[*before, size] in any shape, padded with zeros to [*before, whole]."""
     if size == whole:
         return value
@@ -241,7 +241,7 @@ def _padded(value: jax.Array, before: tuple[int, ...], size: int, whole: int) ->
     )
 
 
-def _cut_off(value: jax.Array, before: tuple[int, ...], size: int) -> jax.Array:
+def _cut_off(value: Array, before: tuple[int, ...], size: int) -> Array:
     """Remove the padding of `_padded`; the shape may be any."""
     if value.size == math.prod([*before, size]):
         return value
@@ -253,20 +253,20 @@ class Slot(NamedTuple):
     values as `entry` says.  Where `filled` is False, zeros are read.
     """
 
-    pool: jax.Array
+    pool: Array
     index: Any
     entry: Entry
-    filled: jax.Array | bool = True
+    filled: Array | bool = True
 
-    def load(self) -> jax.Array:
+    def load(self) -> Array:
         """The whole entry."""
         return self.entry.unpack(self._kept())
 
-    def _kept(self) -> jax.Array:
+    def _kept(self) -> Array:
         kept = lax.dynamic_index_in_dim(self.pool, self.index, 0, keepdims=False)
         return kept if self.filled is True else jnp.where(self.filled, kept, 0)
 
-    def add(self, value: jax.Array) -> jax.Array:
+    def add(self, value: Array) -> Array:
         """The pool with a value added to the entry, in the form of the pool.
 
         XLA for TPUs would otherwise copy the value, in the layout of the matmul that makes it.
@@ -277,13 +277,13 @@ class Slot(NamedTuple):
         value = self.entry.pack(value)
         return lax.dynamic_update_index_in_dim(self.pool, self._kept() + value, self.index, 0)
 
-    def store(self, value: jax.Array) -> jax.Array:
+    def store(self, value: Array) -> Array:
         """The pool with the entry replaced."""
         # A literal of a jaxpr is a number.
         value = as_dtype(value, self.pool.dtype)
         return lax.dynamic_update_index_in_dim(self.pool, self.entry.pack(value), self.index, 0)
 
-    def store_flat(self, value: jax.Array) -> jax.Array:
+    def store_flat(self, value: Array) -> Array:
         """The pool with the raveled value at the beginning of the entry; the entry is one long
         array.
         """
@@ -291,7 +291,7 @@ class Slot(NamedTuple):
         start = (self.index, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None], start)
 
-    def load_row(self, row: jax.Array) -> jax.Array:
+    def load_row(self, row: Array) -> Array:
         """`pool[index, row]`."""
         if not self.entry.by_row or self.filled is not True:
             return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
@@ -300,7 +300,7 @@ class Slot(NamedTuple):
         own = lax.dynamic_slice(self.pool, start, (1, 1, *kept)).reshape(kept)
         return self.entry.unpack(own, 1)
 
-    def store_row(self, row: jax.Array, value: jax.Array) -> jax.Array:
+    def store_row(self, row: Array, value: Array) -> Array:
         """The pool with `pool[index, row]` replaced."""
         if not self.entry.by_row:
             return self.store(
@@ -312,7 +312,7 @@ class Slot(NamedTuple):
         start = (self.index, row, *(jnp.int32(0) for _ in value.shape))
         return lax.dynamic_update_slice(self.pool, value[None, None], start)
 
-    def store_rows(self, rows: jax.Array, *starts: jax.Array) -> jax.Array:
+    def store_rows(self, rows: Array, *starts: Array) -> Array:
         """The pool with equal rows along dim 1 of the entry replaced, from a multiple of their
         number on: in place where they are one piece of memory in each row of the entry.
         """
@@ -329,30 +329,30 @@ class Slot(NamedTuple):
 class Alone(NamedTuple):
     """One slot that is an array of its own."""
 
-    pool: jax.Array
+    pool: Array
 
-    def load(self) -> jax.Array:
+    def load(self) -> Array:
         """The value."""
         return self.pool
 
-    def load_row(self, row: jax.Array) -> jax.Array:
+    def load_row(self, row: Array) -> Array:
         """`[row]` of the value."""
         return lax.dynamic_index_in_dim(self.pool, row, 0, keepdims=False)
 
-    def store(self, value: jax.Array) -> jax.Array:
+    def store(self, value: Array) -> Array:
         """The other value."""
         return as_dtype(value, self.pool.dtype)
 
-    def store_flat(self, value: jax.Array) -> jax.Array:
+    def store_flat(self, value: Array) -> Array:
         """The array with the raveled value at its beginning."""
         return lax.dynamic_update_slice(self.pool, as_dtype(value, self.pool.dtype).ravel(), (0,))
 
-    def store_row(self, row: jax.Array, value: jax.Array) -> jax.Array:
+    def store_row(self, row: Array, value: Array) -> Array:
         """The array with `[row]` replaced."""
         value = as_dtype(value, self.pool.dtype)
         return lax.dynamic_update_index_in_dim(self.pool, value, row, 0)
 
-    def add(self, value: jax.Array) -> jax.Array:
+    def add(self, value: Array) -> Array:
         """The sum of the value in the slot and another one."""
         return self.pool + as_dtype(value, self.pool.dtype)
 
@@ -367,16 +367,16 @@ class Piece(NamedTuple):
     it is a piece of that device's numbers.
     """
 
-    pool: jax.Array
+    pool: Array
     start: int
     entry: Entry
 
-    def load(self) -> jax.Array:
+    def load(self) -> Array:
         """The whole value."""
         own = lax.slice_in_dim(self.pool, self.start, self.start + self.entry.length, axis=-1)
         return self.entry.unpack(self.entry.unravel(own))
 
-    def load_row(self, row: jax.Array) -> jax.Array:
+    def load_row(self, row: Array) -> Array:
         """`[row]` of the value."""
         if self._is_cut:
             return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
@@ -386,11 +386,11 @@ class Piece(NamedTuple):
             return own.reshape(())
         return self.entry.unpack(own.reshape(self.entry.kept[1:]), 1)
 
-    def store(self, value: jax.Array) -> jax.Array:
+    def store(self, value: Array) -> Array:
         """The array with a whole value added."""
         return self._add(self.start, self._raveled(value))
 
-    def store_row(self, row: jax.Array, value: jax.Array) -> jax.Array:
+    def store_row(self, row: Array, value: Array) -> Array:
         """The array with `[row]` of the piece added to."""
         if self._is_cut:
             whole = jnp.zeros(self.entry.shape, value.dtype)
@@ -398,7 +398,7 @@ class Piece(NamedTuple):
         own = self.entry.pack(value, 1).reshape(*self.entry.counts, -1)
         return self._add(self._row(row)[0], own)
 
-    def scatter(self, eqn: core.JaxprEqn, indices: jax.Array, updates: jax.Array) -> jax.Array:
+    def scatter(self, eqn: core.JaxprEqn, indices: Array, updates: Array) -> Array:
         """The array with the updates of a scatter-add into zeros added where they belong in the
         piece.
         """
@@ -410,15 +410,15 @@ class Piece(NamedTuple):
         """Whether the partitioner splits its rows."""
         return any(part.dim == 0 for part in self.entry.parts)
 
-    def _row(self, row: jax.Array) -> tuple[jax.Array, int]:
+    def _row(self, row: Array) -> tuple[Array, int]:
         """Where a row begins, and its size."""
         size = self.entry.length // self.entry.shape[0]
         return jnp.int32(self.start) + row * size, size
 
-    def _raveled(self, value: jax.Array) -> jax.Array:
+    def _raveled(self, value: Array) -> Array:
         return self.entry.ravel(self.entry.pack(jnp.asarray(value)))
 
-    def _add(self, start: jax.Array | int, value: jax.Array) -> jax.Array:
+    def _add(self, start: Array | int, value: Array) -> Array:
         old = lax.dynamic_slice_in_dim(self.pool, start, value.shape[-1], axis=-1)
         return lax.dynamic_update_slice_in_dim(
             self.pool, old + value.astype(self.pool.dtype), start, axis=-1
@@ -434,28 +434,28 @@ class Total(NamedTuple):
     copy the whole accumulator after the loop.
     """
 
-    pool: jax.Array
+    pool: Array
     split: PartitionSpec | None = None
 
-    def store(self, value: jax.Array) -> jax.Array:
+    def store(self, value: Array) -> Array:
         """The accumulator with a whole value added."""
         return self.pool + self._in_order(as_dtype(value, self.pool.dtype), 0)
 
-    def store_row(self, row: jax.Array, value: jax.Array) -> jax.Array:
+    def store_row(self, row: Array, value: Array) -> Array:
         """The accumulator with `[row]` added to."""
         start = (row, *(jnp.int32(0) for _ in value.shape))
         old = lax.dynamic_slice(self.pool, start, (1, *value.shape))
         value = self._in_order(value.astype(self.pool.dtype), 1)
         return lax.dynamic_update_slice(self.pool, old + value[None], start)
 
-    def _in_order(self, value: jax.Array, missing: int) -> jax.Array:
+    def _in_order(self, value: Array, missing: int) -> Array:
         """The value, without the first dims of the accumulator, in that layout."""
         if self.split is None or value.ndim < 2:
             return value
         spec = PartitionSpec(*self.split[missing:])
         names = {*jax.tree.leaves(tuple(spec))}
 
-        def in_order(part: jax.Array) -> jax.Array:
+        def in_order(part: Array) -> Array:
             return with_layout_constraint(part, Layout(tuple(range(part.ndim))))
 
         if not names:
@@ -465,7 +465,7 @@ class Total(NamedTuple):
             in_order, in_specs=spec, out_specs=spec, axis_names=names, check_vma=False
         )(value)
 
-    def scatter(self, eqn: core.JaxprEqn, indices: jax.Array, updates: jax.Array) -> jax.Array:
+    def scatter(self, eqn: core.JaxprEqn, indices: Array, updates: Array) -> Array:
         """The accumulator with the updates of a scatter-add into zeros added where they belong."""
         options = {
             key: eqn.params[key]
@@ -477,27 +477,27 @@ class Total(NamedTuple):
 class StackRow(NamedTuple):
     """One row of a stack, with a static number: a value, or as a target an accumulator."""
 
-    pool: jax.Array
+    pool: Array
     row: int
 
-    def load(self) -> jax.Array:
+    def load(self) -> Array:
         """The row."""
         return lax.index_in_dim(self.pool, self.row, 0, keepdims=False)
 
-    def load_row(self, row: jax.Array) -> jax.Array:
+    def load_row(self, row: Array) -> Array:
         """`[row]` of the value."""
         return lax.dynamic_index_in_dim(self.load(), row, 0, keepdims=False)
 
-    def store(self, value: jax.Array) -> jax.Array:
+    def store(self, value: Array) -> Array:
         """The stack with a value added to the row."""
         return Total(self.pool).store_row(jnp.int32(self.row), jnp.asarray(value))
 
-    def store_row(self, row: jax.Array, value: jax.Array) -> jax.Array:
+    def store_row(self, row: Array, value: Array) -> Array:
         """The stack with a value added to `[row]` of the row."""
         whole = Total(jnp.zeros_like(self.load())).store_row(row, value)
         return self.store(whole)
 
-    def scatter(self, eqn: core.JaxprEqn, indices: jax.Array, updates: jax.Array) -> jax.Array:
+    def scatter(self, eqn: core.JaxprEqn, indices: Array, updates: Array) -> Array:
         """The stack with the updates of a scatter-add into zeros added to the row."""
         own = Total(self.load()).scatter(eqn, indices, updates)
         return lax.dynamic_update_index_in_dim(self.pool, own, self.row, 0)

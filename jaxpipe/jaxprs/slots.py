@@ -13,10 +13,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.extend import core
 from jax.sharding import get_abstract_mesh
 
@@ -24,7 +23,7 @@ from ..arrays import as_dtype
 from .entry import Alone, Destination, Piece, Slot, StackRow, Total
 from .equations import Atom, Scan, bind, literal, nbytes, results_of, scan_counts, variables
 
-Arrays: TypeAlias = "list[jax.Array]"
+Arrays: TypeAlias = "list[Array]"
 
 
 class InSlots(NamedTuple):
@@ -83,7 +82,7 @@ class Loop:
         after = [as_dtype(r, c.dtype) for r, c in zip(results[:count], carry, strict=True)]
         return after, results[count:]
 
-    def store(self, pools: Arrays, row: jax.Array, results: Arrays) -> Arrays:
+    def store(self, pools: Arrays, row: Array, results: Arrays) -> Arrays:
         """The pools with the rows of a trip that have a target."""
         found = list(pools)
         for value, target in zip(results, self.targets, strict=True):
@@ -157,7 +156,7 @@ def run_loops(loops: Sequence[Loop]) -> list[TripState]:
     ]
 
 
-def _row_after(row: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
+def _row_after(row: Array, values: Sequence[Array]) -> Array:
     """The row, with a dependence on these values: XLA stores there after all reads that the values
     are computed from.
 
@@ -200,7 +199,7 @@ def _read_before_writing(
     ]
 
 
-def _row_of(scanned: Any, now: Mapping[int, jax.Array], row: jax.Array) -> jax.Array:
+def _row_of(scanned: Any, now: Mapping[int, Array], row: Array) -> Array:
     """A row of a scanned operand; of a slot, in its pool as it is by now."""
     if isinstance(scanned, Slot):
         scanned = scanned._replace(pool=now.get(id(scanned.pool), scanned.pool))
@@ -251,7 +250,7 @@ def _steps(run: InSlots, *, alone: bool) -> Generator[Loop, TripState, Arrays]:
     env: dict[core.Var, Any] = dict(zip(jaxpr.invars, run.arguments, strict=True))
     slots = {v: value for v, value in env.items() if isinstance(value, Slot)}
     # pools as they are by now, by the `id` of what they were at first
-    now: dict[int, jax.Array] = {}
+    now: dict[int, Array] = {}
 
     def current(target: Any) -> Any:
         """The target in its pool as it is by now."""
@@ -322,7 +321,7 @@ class _LateReads:
     def __init__(self, inputs: Iterable[core.Var]) -> None:
         self.waiting = set(inputs)
         self._after = set(self.waiting)  # values that depend on one of these
-        self._newest: jax.Array | None = None  # the last large array among these values
+        self._newest: Array | None = None  # the last large array among these values
 
     def read(self, eqn: core.JaxprEqn, env: dict[core.Var, Any]) -> None:
         """Read the slots that an equation needs first."""
@@ -333,7 +332,7 @@ class _LateReads:
                 slot = slot._replace(index=_row_after(slot.index, [self._newest]))
             env[v] = slot.load()
 
-    def note(self, eqn: core.JaxprEqn, arrays: Sequence[jax.Array]) -> None:
+    def note(self, eqn: core.JaxprEqn, arrays: Sequence[Array]) -> None:
         """Note the results of an equation."""
         if not self._after.isdisjoint(variables(eqn.invars)):
             self._after.update(eqn.outvars)
@@ -356,7 +355,7 @@ class _Update(NamedTuple):
     target: Destination
     held: Any  # the input that is the target before
     operands: Sequence[Atom]
-    change: Callable[..., jax.Array]  # the new pool, of the target before and the operands
+    change: Callable[..., Array]  # the new pool, of the target before and the operands
 
 
 def _updates(
@@ -397,9 +396,7 @@ def _updates(
     return found
 
 
-def _scattered(
-    eqn: core.JaxprEqn, total: Total | Piece, indices: jax.Array, updates: jax.Array
-) -> jax.Array:
+def _scattered(eqn: core.JaxprEqn, total: Total | Piece, indices: Array, updates: Array) -> Array:
     return total.scatter(eqn, indices, updates)
 
 
@@ -437,7 +434,7 @@ def _read_whole(jaxpr: core.Jaxpr) -> set[core.Var]:
     return found & set(jaxpr.invars)
 
 
-def _load(env: dict[core.Var, Any], atom: Atom) -> jax.Array:
+def _load(env: dict[core.Var, Any], atom: Atom) -> Array:
     if isinstance(atom, core.Literal):
         return literal(atom)
     value = env[atom]
