@@ -225,8 +225,7 @@ def from_linen(
         blocks: the module of every block, or a list with each block's own.
         variables: a list with each block's variables (see `submodules`), or variables with a
             leading axis of blocks (as `nn.scan`, `nn.vmap` or a vmapped `init` make them).
-        num_stages: S; divides the number of blocks.
-        layout: instead of num_stages, the letters of each stage, as `from_nnx` takes them.
+        num_stages, layout: as `from_nnx` takes them.
         first, last: the modules before and after the blocks; their functions take bound modules.
         shared: (modules, variables) that several of these functions use.  The functions take them,
             bound, as `shared` by keyword.
@@ -234,11 +233,8 @@ def from_linen(
             ctx and shared by keyword, as in `lambda block, x, *, training: block(x,
             train=training)`.
         rngs: the collections for which modules draw random numbers.
-        rules: where `nn.with_partitioning` names logical axes, the mesh axis of each (or None).
-        stage_loss: blocks, or `call`, return (x, loss), and the losses are added to that of the
-            microbatch.  A loss that blocks sow comes so: `call` reads it in `block.variables`.
-        ignore: names of attributes in which blocks that run the same code may differ, such as
-            `layer_idx`.  Each runs with those of the first such block.
+        rules, stage_loss, ignore: as `from_nnx` takes them; `call` reads a loss that blocks sow in
+            `block.variables`.
         contract: `loss`, `has_metrics`, `frozen` and `replaced`, as `jaxpipe.Model` takes them.
             Leaves of flax's collection `_overwrite_with_gradient` are replaced by `Replaced.MAX`.
 
@@ -286,9 +282,7 @@ def submodule(variables: Variables, name: str) -> dict[str, PyTree]:
 
 
 def submodules(variables: Variables, pattern: str) -> list[dict[str, PyTree]]:
-    """The variables of submodules with numbered names, in order: "Block_{}" finds Block_0, Block_1,
-    ...
-    """
+    """The variables of submodules with numbered names, in order: "Block_{}" finds Block_0, ..."""
     return split_variables(variables, pattern)[0]
 
 
@@ -317,9 +311,6 @@ def split_variables(variables: Variables, pattern: str) -> tuple[list[Any], Any]
         own.append(unflatten_dict(cut))
         trees = {path: leaf for path, leaf in trees.items() if path not in found}
     return own or _refuse(pattern.format(0), variables), unflatten_dict(trees)
-
-
-# nnx
 
 
 @dataclass(frozen=True)
