@@ -9,8 +9,8 @@ except ImportError as error:
         "jaxpipe.flax needs flax, which is not installed: pip install 'jaxpipe[flax]'"
     ) from error
 
-from .adapter import End
 from .front_ends import LinenModel, NnxModel, from_linen, from_nnx, submodule, submodules
+from .units import End
 from .whole import WholeLinenModel, from_flax_model
 
 __all__ = [

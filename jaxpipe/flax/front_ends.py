@@ -15,17 +15,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from ..arrays import Params, PyTree, by_path, is_key
 from ..errors import PipelineError
 from ..layouts.layout import Layout
-from .adapter import (
-    BlockSettings,
-    End,
-    FlaxModel,
-    Unit,
-    UnitCall,
-    adapt,
-    end_units,
-    listed,
-    plain_call,
-)
+from .adapter import BlockSettings, FlaxModel, adapt
+from .units import End, Unit, UnitCall, end_units, listed, plain_call
 
 Variables: TypeAlias = Mapping[str, PyTree]  # {"params": ..., "batch_stats": ...}
 # flax's collection of leaves whose gradient is their next value: the scales of FP8.  Here it is one

@@ -19,7 +19,7 @@ from ..arrays import Params, PyTree, shapes_of, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import Layout
 from ..model.arguments import inputs_of
-from .adapter import TAKES, BlockSettings, End, Unit, UnitCall, adapt
+from .adapter import BlockSettings, adapt
 from .front_ends import (
     LinenModel,
     NnxModel,
@@ -30,6 +30,7 @@ from .front_ends import (
     split_variables,
     variables_of,
 )
+from .units import TAKES, End, Unit, UnitCall
 
 _FAULTY = "the model cannot be split at its blocks"
 
