@@ -5,16 +5,18 @@ pipe axis.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .arrays import PyTree
-from .errors import PipelineError
+from .errors import Fits, PipelineError, set_typed
 from .model.calls import Context
 from .model.functions import Loss
+
+_Dim: TypeAlias = Annotated[int, Fits("0 for [V, d], or 1 for [d, V]", lambda dim: dim in (0, 1))]
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,10 @@ class VocabEmbedding:
 
     spreads: ClassVar[bool] = True  # it runs on all devices of the pipe axis
 
-    dim: int = 0
+    dim: _Dim = 0
 
     def __post_init__(self) -> None:
-        PipelineError.refuse("this embedding cannot be", dim_faults(self.dim))
+        set_typed(self, PipelineError)
 
     def __call__(
         self, params: PyTree, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
@@ -121,20 +123,14 @@ class VocabHead:
     spreads: ClassVar[bool] = True  # it runs on all devices of the pipe axis
 
     ignore: int = -100
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    dim: int = 0
+    label_smoothing: Annotated[float, Fits("from 0 to 1", lambda share: 0 <= share <= 1)] = 0.0
+    z_loss: Annotated[float, Fits("0 or more", lambda factor: factor >= 0)] = 0.0
+    dim: _Dim = 0
     loss: Loss = Loss.MEAN  # set by the pipeline
     has_metrics: bool = False  # likewise
 
     def __post_init__(self) -> None:
-        faults = []
-        if not 0 <= self.label_smoothing <= 1:
-            faults.append(f"label_smoothing={self.label_smoothing} must be from 0 to 1")
-        if self.z_loss < 0:
-            faults.append(f"z_loss={self.z_loss} must be 0 or more")
-        faults += dim_faults(self.dim)
-        PipelineError.refuse("this head cannot be", faults)
+        set_typed(self, PipelineError)
 
     def __call__(
         self, params: PyTree, x: Any, microbatch: PyTree, *, ctx: Context, shared: PyTree = ()
@@ -206,11 +202,6 @@ class VocabHead:
         # Of several highest logits the first counts, as for argmax: a head of zeros knows nothing.
         hits = (picked >= top) & (rest[-1] == 0) if self.has_metrics else None
         return jnp.where(target != self.ignore, nll, 0), weights, hits
-
-
-def dim_faults(dim: int) -> list[str]:
-    """Why a vocabulary cannot be along this dim."""
-    return [] if dim in (0, 1) else [f"dim={dim} must be 0 for [V, d], or 1 for [d, V]"]
 
 
 def one_table(name: str, params: PyTree, shared: PyTree, ctx: Context) -> tuple[Any, int]:
