@@ -69,7 +69,7 @@ def zeros_of(shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: object) -> bool:
     """Whether a leaf is an array of typed keys, or the shape of one."""
     return bool(jnp.issubdtype(getattr(leaf, "dtype", bool), jax.dtypes.prng_key))
 
@@ -79,7 +79,7 @@ def as_dtype(value: Any, dtype: Any) -> Any:
     return value if is_key(value) else jnp.asarray(value).astype(dtype)
 
 
-def words_of(leaf: Any) -> Any:
+def words_of(leaf: object) -> Any:
     """The leaf, or the words of its keys; of a shape, the shape of these."""
     if not is_key(leaf):
         return leaf
@@ -131,12 +131,12 @@ def wider(*dtypes: Any) -> Any:
         return jnp.result_type(*large)
 
 
-def accumulator_dtype(dtype: Any, wanted: Any) -> Any:
+def accumulator_dtype(dtype: jax.typing.DTypeLike, wanted: jax.typing.DTypeLike | None) -> Any:
     """At least `wanted` (float32 by default); a wider parameter keeps its own dtype."""
     return dtype if wanted is None else wider(dtype, wanted)
 
 
-def summable(leaf: Any) -> Any:
+def summable(leaf: object) -> Any:
     """The leaf in a dtype in which those of all microbatches and data shards can be added.
 
     Half a precision ends at 65504 (float16) or counts to 256 (bfloat16), and int32 wraps around.

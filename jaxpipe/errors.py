@@ -287,7 +287,7 @@ def _read_all(values: Mapping[str, Any], owner: Any, error: type[JaxpipeError]) 
     return read
 
 
-def misfit(name: str, value: Any, hint: Any) -> str | None:
+def misfit(name: str, value: object, hint: object) -> str | None:
     """The fault of a value that is not what an annotation says; None where it is.
 
     >>> misfit("chunks", 0, Count), misfit("chunks", 1, Count)
@@ -296,7 +296,7 @@ def misfit(name: str, value: Any, hint: Any) -> str | None:
     return _fault(name, value, hint) if _read(value, hint) is _MISFIT else None
 
 
-def _fault(name: str, value: Any, hint: Any) -> str:
+def _fault(name: str, value: object, hint: object) -> str:
     how = _HOW.get(getattr(hint, "__name__", ""), "")
     return f"{name} must be {_type_text(hint)}, not {quoted(value)}{how}"
 

@@ -23,7 +23,7 @@ from .model.model import Model
 Rebuild: TypeAlias = Callable[[PyTree], Any]
 
 
-def split(module: Any) -> tuple[PyTree, Rebuild]:
+def split(module: object) -> tuple[PyTree, Rebuild]:
     """Cut a module into its arrays, and a function that makes the module of such arrays.
 
     Other leaves (functions, numbers, strings) are None in the tree of arrays, and part of the
@@ -154,7 +154,7 @@ def _is_array(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray)
 
 
-def _faults(first: Any, other: Any) -> list[str]:
+def _faults(first: object, other: object) -> list[str]:
     """How a module differs from the first one."""
     wanted, found = (by_path(jax.tree.map(_form, module)) for module in (first, other))
     if wanted.keys() != found.keys():

@@ -324,6 +324,6 @@ def _aval(entry: list[Any] | None) -> str:
     return "none" if entry is None else f"{entry[0]}{entry[1]}"
 
 
-def _shape_of(leaf: Any) -> Any:
+def _shape_of(leaf: object) -> Any:
     """An array without its numbers; numbers as they are."""
     return with_sharding(leaf, leaf.sharding) if isinstance(leaf, jax.Array) else leaf

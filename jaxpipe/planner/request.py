@@ -224,14 +224,14 @@ def _names(names: str | Sequence[str] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(() if names is None else names)
 
 
-def _target(mesh: Any, own: tuple[str, ...], prices: PricesByKind) -> Target:
+def _target(mesh: object, own: tuple[str, ...], prices: PricesByKind) -> Target:
     if not (mesh is None or isinstance(mesh, RunsOn | Target)):
         return Target.of(mesh, own, prices)
     target = mesh if isinstance(mesh, Target) else Target(mesh or RunsOn.GPUS)
     return target.measured(prices) if target.on_gpus and target.prices is None else target
 
 
-def _mesh_faults(mesh: Any, axis: str, data_axes: tuple[str, ...], devices: int) -> list[str]:
+def _mesh_faults(mesh: object, axis: str, data_axes: tuple[str, ...], devices: int) -> list[str]:
     """Faults of the mesh that a plan's `Pipeline` would refuse too."""
     if mesh is None or isinstance(mesh, RunsOn | Target):
         return []
