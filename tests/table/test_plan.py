@@ -435,6 +435,9 @@ def test_auto_uses_the_memory_that_there_is():
             "microbatches must be a whole number of at least 1",
         ),
         ({"chunks": np.array(1)}, "chunks must be one or a few whole numbers"),
+        ({"chunks": (1, 0)}, "chunks must be one or a few whole numbers"),
+        ({"slices": ()}, "slices must be one or a few whole numbers"),
+        ({"memory": 0, "search": float("nan")}, "search must be seconds, 0 or more, not nan"),
         ({"memory": Fraction(80)}, "for gigabytes write 80e9"),
         ({"schedules": np.array(["zbv", "v_min"]), "chunks": (1,)}, "no schedule can be built"),
         (
