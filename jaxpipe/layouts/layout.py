@@ -9,13 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import (
     MAX_STAGES,
+    Count,
+    Fits,
     ParseError,
     is_cost,
     listed,
@@ -387,13 +389,16 @@ def balanced_layout(
     return Layout(tuple(model.layers[r.start : r.stop] for r in pieces), devices)
 
 
+_LayerCount: TypeAlias = Annotated[int, Fits("a whole number of at least 0", lambda n: n >= 0)]
+
+
 @typed(LayoutError)
 def even_layout(
-    num_layers: int,
+    num_layers: _LayerCount,
     *,
-    devices: int,
-    chunks: int = 1,
-    mtp_layers: int = 0,
+    devices: Count,
+    chunks: Count = 1,
+    mtp_layers: _LayerCount = 0,
     count_embedding: bool = False,
     count_loss: bool = False,
     first_device: int | None = None,
@@ -415,11 +420,8 @@ def even_layout(
     """
     fixed = {d: n for d, n in ((0, first_device), (devices - 1, last_device)) if n is not None}
     held, counted = sum(fixed.values()), count_embedding + count_loss
-    sizes = (num_layers, mtp_layers, devices - 1, chunks - 1)
     layers, pieces = num_layers + mtp_layers, devices * chunks
     wrong = {
-        "num_layers and mtp_layers must be >= 0, devices and chunks >= 1; got "
-        f"{', '.join(map(quoted, (num_layers, mtp_layers, devices, chunks)))}": min(sizes) < 0,
         f"{quoted(layers)} layers and {quoted(pieces)} stages are too many; "
         f"{MAX_SYMBOLS:,} and {MAX_STAGES:,} are the most": (
             layers > MAX_SYMBOLS or pieces > MAX_STAGES
@@ -428,7 +430,7 @@ def even_layout(
         f"{quoted(num_layers)} layers; give numbers >= 0, no more than there are, and leave one "
         "out where no other device could hold the rest": (
             min((0, *fixed.values())) < 0
-            or held > max(num_layers, 0)
+            or held > num_layers
             or (held < num_layers and len(fixed) == devices)
         ),
         "first_device and last_device exclude count_embedding and count_loss, and each other where "

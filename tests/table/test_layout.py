@@ -314,7 +314,12 @@ def test_even_layout_is_even(num_layers, devices, chunks, embedding, loss):
     [
         (
             {"num_layers": -1, "devices": 0, "chunks": 0, "mtp_layers": -1},
-            ["num_layers and mtp_layers must be >= 0, devices and chunks >= 1; got -1, -1, 0, 0"],
+            [
+                "num_layers must be a whole number of at least 0, not -1",
+                "devices must be a whole number of at least 1",
+                "chunks must be a whole number of at least 1",
+                "mtp_layers must be a whole number of at least 0, not -1",
+            ],
         ),
         (
             {"num_layers": 3, "devices": 4, "first_device": 4},

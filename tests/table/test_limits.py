@@ -130,7 +130,7 @@ LAYOUTS = {
         lambda: even_layout(10**12, devices=2),
         "1000000000000 layers and 2 stages are too many",
     ),
-    "a trillion devices": (lambda: even_layout(10, devices=10**12), "stages are too many"),
+    "a trillion devices": (lambda: even_layout(10, devices=10**12), "at most 10,000,000,000"),
     "layers that are no number": (
         lambda: even_layout("a", devices=2),
         "num_layers must be a whole number",
