@@ -22,9 +22,8 @@ Times: TypeAlias = NDArray[np.float64]
 Numbers: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 NEVER = np.inf
-# Partial schedules that a search keeps, as many as its starts allow (about a second), and starts as
-# which each of its steps counts.
-_WIDTHS, _BUDGET, _STEP = (512, 256, 128, 64, 32), 5_000_000, 1000
+# Partial schedules that a search keeps, and how many starts it may compute (about a second).
+_WIDTHS, _BUDGET = (512, 256, 128, 64, 32), 2_500_000
 _MEAN = 0.1  # weight of the mean of all devices' bounds beside the largest
 _EQUAL = 1e-9  # relative: sums of the same times in another order
 
@@ -40,9 +39,8 @@ def improved(schedule: Schedule, costs: Costs, shop: JobShop, *, at_least: float
         at_least: a makespan below which there is none.
     """
     makespan = simulate(schedule, costs).makespan
-    actions = schedule.encoded.num_actions
-    prices = ((width, actions * (len(shop.nodes) * width + _STEP)) for width in _WIDTHS)
-    width = next((width for width, price in prices if price <= _BUDGET), 0)
+    most = _BUDGET // (schedule.encoded.num_actions * len(shop.nodes))
+    width = next((width for width in _WIDTHS if width <= most), 0)
     # Where no forward waits there is less to choose from, so a small width goes far, and what it
     # finds lowers the limit of the other search.
     for waits, kept in ((False, width // 4), (True, width)):
