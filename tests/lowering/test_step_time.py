@@ -5,12 +5,14 @@ own.
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import jaxpipe as jp
 from jaxpipe.inspect.step_report import merged, step_time
 from jaxpipe.lowering.plan import cost_parts, plan_of, program_makespan, with_predicates
 from jaxpipe.lowering.target import ON_HOST, Overheads
+from jaxpipe.prices import write_prices
 
 
 def seconds(stage, chunks):
@@ -96,3 +98,12 @@ def test_costs_are_in_seconds():
         pipe_with(0.002)
     with pytest.raises(jp.CostError, match="2 entries, but the schedule has 1 stages"):
         pipe_with(jp.Costs(forward=[1, 2], unit="seconds"))
+
+
+def test_a_pipeline_passes_on_the_prices_of_the_users_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXPIPE_PRICES", str(tmp_path / "prices.json"))
+    write_prices(jax.devices()[0].device_kind, {"hop": 1.25}, "today")
+    table = jp.schedules.build("gpipe", devices=1, microbatches=2)
+    model = jp.Model(lambda p, x: x * p, last=lambda p, x, microbatch: jnp.mean(x))
+    mesh = jax.make_mesh((1,), ("pipe",), devices=jax.devices()[:1])
+    assert jp.Pipeline(model, table, mesh)._steps.target.overheads.hop == 1.25
