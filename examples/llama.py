@@ -31,7 +31,7 @@ from gpt.devices import find
 from gpt.flags import flag, switch
 from jaxpipe.checkpoint import Checkpoints
 from jaxpipe.distributed import Watchdog, global_batch, local_rows, make_mesh
-from llama_parts import initial, weights
+from llama_parts import fp8, initial, weights
 from llama_parts.model import Attention, Llama, Remat
 from llama_parts.packing import Corpus
 from llama_parts.sizes import PUBLISHED, Sizes, from_config
@@ -90,6 +90,7 @@ def parser(
         "of the compute (bfloat16)",
         choices=("bfloat16", "float32", "float64"),
     )
+    switch(p, "--fp8", "products of layers in FP8, with scales of past steps (needs flax)")
     p.add_argument(
         "--tokens",
         type=Path,
@@ -129,6 +130,7 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
         args.loss_tokens,
         "tensor",
         args.sequence,
+        args.fp8,
     )
     specs, first, last = model.specs(), model.first, model.last
     if args.spread_head:
@@ -145,6 +147,7 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[Llama, jp.Pipeline]:
             {"E": first, "t": model.layer, "L": last},
             layers=layout,
             loss=jp.Loss.SUM_OVER_COUNT,
+            replaced=fp8.RULES if args.fp8 else None,
         ),
         schedule,
         mesh,
@@ -212,8 +215,10 @@ def train(
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         found, grads = pipe.value_and_grad(params, batch)
         loss, metrics = found if pipe.model.has_metrics else (found, {})
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss, metrics
+        trained = pipe.trained(params)
+        updates, opt_state = optimizer.update(pipe.trained(grads, like=params), opt_state, trained)
+        after = optax.apply_updates(trained, updates)
+        return pipe.with_trained(params, after, grads=grads), opt_state, loss, metrics
 
     train_step = pipe.jit(step, donate_argnums=(0, 1))
     params = (

@@ -20,7 +20,8 @@ from .placed import Leaf, Slices, joined, leaves, made
 
 def canonical(model: Llama, key: jax.Array) -> Tree:
     """The canonical parameters: normal with deviation 0.02, less for what writes to the residual
-    stream; scales are 1, biases 0.
+    stream; scales are 1, biases
+    and histories 0.
     """
 
     def draw(path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -81,7 +82,7 @@ def _drawn(
     model: Llama, key: jax.Array, name: str, shape: jax.ShapeDtypeStruct, layers: Any
 ) -> jax.Array:
     """One parameter; `layers` are the numbers of its layers, of the shape of its first axes."""
-    if name.endswith("bias"):
+    if name.endswith(("bias", "history")):
         return jnp.zeros(shape.shape, shape.dtype)
     if name.endswith("scale"):
         there = (

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 
 import jaxpipe as jp
 
+from . import fp8
 from .sizes import Sizes
 
 Tree = Any  # a pytree of arrays
@@ -111,6 +112,7 @@ class Llama:
     # what lies between layers is split over that axis too, by time (Korthikanti et al. 2022,
     # section 4.2.2)
     sequence: bool = False
+    fp8: bool = False  # the layers' products with kernels
 
     @property
     def param_dtype(self) -> Any:
@@ -134,12 +136,13 @@ class Llama:
             v=(s.width, s.kv_heads * s.head),
             out=(s.heads * s.head, s.width),
         )
-        return {
-            "attn": attention,
-            "mlp": swiglu(s.width, s.hidden),
-            "norm1": {"scale": (s.width,)},
-            "norm2": {"scale": (s.width,)},
-        }
+        products = {"attn": attention, "mlp": swiglu(s.width, s.hidden)}
+        if self.fp8:
+            products = {
+                part: {name: fp8.with_scales(kernel) for name, kernel in own.items()}
+                for part, own in products.items()
+            }
+        return {**products, "norm1": {"scale": (s.width,)}, "norm2": {"scale": (s.width,)}}
 
     def _ends(self) -> Tree:
         """The shapes of what is not a layer."""
@@ -366,7 +369,8 @@ class Llama:
         return x if self.tensor is None else jax.lax.with_sharding_constraint(x, spec)
 
     def _dense(self, params: Tree, x: jax.Array) -> jax.Array:
-        return x @ params["kernel"].astype(self.dtype)
+        kernel = params["kernel"].astype(self.dtype)
+        return fp8.matmul(x, kernel, params["fp8"]) if "fp8" in params else x @ kernel
 
     def _norm(self, params: Tree, x: jax.Array) -> jax.Array:
         u = wide(x)

@@ -46,7 +46,8 @@ def load(folder: Path, pipe: jp.Pipeline, model: Llama) -> Tree:
         check(folder, model, {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()})
 
         def read(name: str, layer: int | None, own: Slices) -> Array:
-            tensor = names[name]
+            if (tensor := names.get(name)) is None:  # scales of FP8, and their histories
+                return np.full([part.stop - part.start for part in own], name.endswith("scale"))
             if layer is None and tensor.stacked:
                 every = range(own[0].start, own[0].stop)
                 return np.stack([part(name, tensor.name((i,)), own[1:]) for i in every])
@@ -136,7 +137,9 @@ def tensors_of(model: Llama) -> Iterator[tuple[str, tuple[int, ...], str, tuple[
     """(name, shape, canonical path, numbers of layer and expert) of every tensor by layer."""
     rows = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.shapes()):
-        tensor, shape = model.tensors()[joined(path)], leaf.shape
+        if (tensor := model.tensors().get(joined(path))) is None:
+            continue  # scales of FP8
+        shape = leaf.shape
         own = shape[tensor.stacked :]
         for numbers in np.ndindex(*shape[: tensor.stacked]):
             stored = own[::-1] if joined(path).endswith("kernel") else own
