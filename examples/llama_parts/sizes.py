@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpipe.planner.transformer import decoders
+from jaxpipe.planner.published import decoders
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from ..lowering.target import Target
 from ..planner.candidate import COLUMNS, Plans
 from ..planner.layer_cost import LayerCost, read_layer_costs
 from ..planner.plan import plan
-from ..planner.transformer import Transformer, command_of, plan_mesh
+from ..planner.published import command_of, plan_mesh
+from ..planner.transformer import Transformer
 from ..prices import read_prices, write_prices
 from ..render.chart import costs_of, number, title_of
 from ..render.html import DEVICE_COLUMNS, device_rows, to_html, to_trace
@@ -361,7 +362,7 @@ def _published(arguments: argparse.Namespace) -> tuple[Plans, str]:
     """Plans of a published model with the mesh chosen, and the command that runs the best."""
     terminal.require(arguments, "gpus", "batch", "memory", advice="--model needs {} too")
     own = {*_CHOICES, "command", "run", "json", "output", "model", "gpus", "batch"}
-    own |= {"context", "flops", "tensor"}
+    own |= {"context", "flops", "tensor", "fp8"}
     excess = [name for name, v in vars(arguments).items() if v and name not in own]
     if excess:
         flags = ", ".join(map(terminal.flag, excess))
@@ -369,12 +370,13 @@ def _published(arguments: argparse.Namespace) -> tuple[Plans, str]:
             f"--model {arguments.model} has its own sizes and mesh; leave out {flags}"
         )
     name, context = arguments.model, int(arguments.context or 8192)
-    choices = _choices(arguments, "gpus", "batch", "flops")
+    choices = _choices(arguments, "gpus", "batch", "flops", "fp8")
     if arguments.tensor is not None:
         choices["tensor"] = (int(arguments.tensor),)
     with terminal.counting(f"planning {name}") as progress:
         plans = plan_mesh(name, **choices, context=context, progress=progress)
-    return plans, command_of(name, plans.best, batch=arguments.batch, context=context)
+    rows, fp8 = arguments.batch, arguments.fp8
+    return plans, command_of(name, plans.best, batch=rows, context=context, fp8=fp8)
 
 
 def _choices(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:

@@ -1,25 +1,20 @@
 """Decoder-only transformers by their sizes: estimated costs of layers (flops at a reached rate,
-bytes by formula), and meshes for a published one.
+bytes by formula).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from itertools import product
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
-from ..errors import CostError, Count, Fits, PlanError, is_cost, quoted, set_typed, typed
-from ..lowering.target import PricesByKind, Target
-from ..prices import read_prices
-from .candidate import PipelinePlan, Plans, Rejected, gib
-from .layer_cost import FIRST, LAST, Ends, Kept, LayerCost, device_work
-from .plan import Search
-from .request import SCHEDULES, Above0, Policies, Request, SomeCounts, allowed_remat
+from ..errors import CostError, Fits, is_cost, set_typed
+from .layer_cost import Ends, Kept, LayerCost
+from .request import Above0
 
 HOST = 8  # devices of a host, which share its fast links
+# Products in FP8 are so many times as fast as in bfloat16: 1,395 and 760 TFLOP/s of an H100 in
+# products of 8192 x 8192 x 8192 by cuBLASLt.
+FP8_SPEED = 1395 / 760
 _From0: TypeAlias = Annotated[float, Fits("a number of at least 0", is_cost)]
 
 
@@ -33,6 +28,7 @@ class _HalfLayer(NamedTuple):
     active: float  # weights that a token is multiplied with
     kept: tuple[float, ...]  # by the forward, its input not counted
     left: tuple[float, ...]  # by I for W: gradients of the results of products, recomputed inputs
+    operands: float  # of products for weight gradients, where they have one byte in FP8
     again: float = 0.0  # weights of products that are done again under "dots"
     exchange: float = 0.0  # seconds in which rows are sent to experts and back
 
@@ -76,6 +72,9 @@ class Transformer:
         latency: seconds of a hop besides.
         tensor_bandwidth: bytes a second of a device in sums over the devices of a layer, and in
             exchanges with the devices of other experts.
+        fp8: the products of layers with weights are in FP8, with a scale for each operand: they
+            are `FP8_SPEED` times as fast, and W is left operands of one byte.  Parameters have two
+            bytes still, of FP8 and transposed.
     """
 
     width: Above0
@@ -103,9 +102,12 @@ class Transformer:
     loss_tokens: Above0 | None = None
     latency: _From0 = 1e-5
     tensor_bandwidth: Above0 = 3e11
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         set_typed(self, CostError)
+        if self.fp8 and self.experts:
+            raise CostError("experts are not computed in FP8: leave out fp8, or experts")
 
     @property
     def tokens(self) -> float:
@@ -167,7 +169,7 @@ class Transformer:
     def _layer(self) -> LayerCost:
         each = self._seconds
         attention, mlp = self._attention(), self._experts() if self.experts else self._mlp()
-        matmul = each * (attention.active + mlp.active)
+        matmul = each * (attention.active + mlp.active) / (FP8_SPEED if self.fp8 else 1)
         # Scores and values, half of them masked: 2 * context * queries a token; the backward does
         # twice as much.
         scores = each * self.context * self._queries
@@ -184,6 +186,10 @@ class Transformer:
             ]
             for both in ((attention.kept, mlp.kept), (attention.left, mlp.left))
         )
+        if self.fp8:
+            # I frees what was kept, and leaves these.  Plans count it until W.
+            operands = 2 * self.tokens * (attention.operands + mlp.operands) / self.tensor
+            left = [max(0.0, operands - one) for one in kept]
         forward, dots = matmul + scores + moved, scores + each * mlp.again + mlp.exchange
         return LayerCost(
             forward=forward,
@@ -231,6 +237,8 @@ class Transformer:
             active=weights,
             kept=(dots + queries + normed + x * (self.post_norms and self.sequence), dots, 0.0),
             left=(projected + x, projected + queries + x, projected + queries + 2 * x),
+            # The input of queries, keys and values has two bytes, for their scales differ.
+            operands=x + (projected + queries + x) / 2,
         )
 
     def _mlp(self) -> _HalfLayer:
@@ -244,6 +252,7 @@ class Transformer:
             active=weights,
             kept=((count - 1) * features, (count - 1) * features, 0.0),
             left=tuple(x + j * features for j in (1, 1, count)),
+            operands=count * (x + features) / 2,
         )
 
     def _experts(self) -> _HalfLayer:
@@ -268,6 +277,7 @@ class Transformer:
                 first + scores + i * rows + j * hidden + k * self.shared
                 for first, i, j, k in ((common, 1, 1, 1), (0.0, 2, 3, 2), (common, 2, 3, 3))
             ),
+            operands=0.0,
             again=self.width * 3 * run * features,
             exchange=2 * run * self._whole * (1 - 1 / devices) / self.tensor_bandwidth,
         )
@@ -275,214 +285,3 @@ class Transformer:
     def _held(self, weights: float) -> dict[str, Any]:
         each = weights / self.tensor
         return {"parameters": 2 * each, "gradients": 4 * each, "optimizer": 12 * each / self.shards}
-
-
-_SHAPES = 3  # meshes whose tables are built
-_ROWS = (1, 2, 4)  # rows of a microbatch
-_SPLIT = ("parameters", "gradients", "optimizer")  # what replicas split under fsdp
-
-
-def decoders() -> dict[str, dict[str, int]]:
-    """The sizes of published decoders by name, from decoders.json: layers, width, heads, those of
-    keys and values, the width of the MLP, and vocabulary.  `examples/llama.py --model` takes them.
-    """
-    found: dict[str, dict[str, int]] = json.loads(
-        (files(__package__) / "decoders.json").read_text()
-    )
-    return found
-
-
-def _llama(sizes: Mapping[str, int], **options: Any) -> Transformer:
-    """A decoder of these sizes, with grouped queries and a gated MLP."""
-    return Transformer(
-        width=sizes["width"],
-        vocab=sizes["vocab"],
-        ffn=sizes["hidden"],
-        gated=True,
-        kv_share=sizes["kv_heads"] / sizes["heads"],
-        head=sizes["width"] / sizes["heads"],
-        **options,
-    )
-
-
-@typed(PlanError)
-def plan_mesh(
-    name: str,
-    *,
-    gpus: Count,
-    batch: Count,
-    context: Count,
-    memory: Above0,
-    tensor: SomeCounts = (1, 2, 4, 8),
-    schedules: Sequence[str] | None = None,
-    chunks: SomeCounts = (1, 2, 4),
-    remat: Policies | None = None,
-    within: Above0 | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    most: Count = 5,
-    flops: Above0 = 4e14,
-) -> Plans:
-    """The fastest plans of a published decoder on so many devices, with the mesh chosen too.
-
-    Args:
-        name: one of `decoders()`.
-        gpus: devices in all; hosts have eight.
-        batch: rows of a step.
-        context: tokens of a row.
-        memory: bytes that a device has.
-        tensor: devices that may share a layer, within a host.
-        schedules, chunks, remat: to choose among, as for `plan`, but neither "auto" nor "stages":
-            `examples/llama.py` builds its table by name.
-        within, progress: as for `plan`.
-        most: how many plans to return.
-        flops: floating point operations a second that a device reaches in matmuls.
-
-    Raises:
-        PlanError: there is no such name or no such mesh, or nothing fits.
-    """
-    by_search = [n for n in (*(schedules or ()), *(remat or ())) if n in ("auto", "stages")]
-    if by_search:
-        raise PlanError(
-            f"{' and '.join(map(quoted, by_search))} cannot be chosen with the mesh: "
-            "examples/llama.py builds its table by name; leave it out"
-        )
-    published = decoders()
-    if name not in published:
-        raise PlanError(f"there is no model {quoted(name)}; the names are {', '.join(published)}")
-    choices: dict[str, Any] = {
-        "schedules": schedules,
-        "chunks": chunks,
-        "remat": remat,
-        "memory": memory,
-    }
-    prices = read_prices()
-    layers = published[name]["layers"]
-    model = _llama(published[name], context=context, flops=flops, loss_tokens=min(context, 1024))
-    wanted = [
-        request
-        for mesh, own in _meshes(model, gpus, batch, tensor, layers)
-        if mesh["pipe"] == 1 or mesh["pipe"] * min(chunks) <= layers + len("EL")
-        for request in _requests(layers, own, mesh, batch, prices=prices, **choices)
-    ]
-    if not wanted:
-        raise PlanError(
-            f"no mesh of {gpus} devices has rows for each replica and layers for each stage; "
-            f"{quoted(name)} has {layers} layers, and a step {batch} rows"
-        )
-    wanted.sort(key=_promise)
-    search = Search(wanted[:_SHAPES], most=most, within=within, progress=progress)
-    plans = search.plans(search=0, seed=0)
-    others = map(_slower, wanted[_SHAPES:])
-    return Plans(plans, (*plans.rejected, *others), plans.prices)
-
-
-def _slower(request: Request) -> Rejected:
-    """A mesh whose tables are not built."""
-    name = ", ".join((*request.label, f"rows {request.mesh['rows']}"))
-    lacks, seconds = _promise(request)
-    if lacks:
-        return Rejected(
-            name, f"parameters and activations of 1F1B do not fit by {gib(lacks)}", None
-        )
-    return Rejected(name, f"takes about {seconds:.4g} s, and {_SHAPES} meshes take less", seconds)
-
-
-def _promise(request: Request) -> tuple[float, float]:
-    """Bytes that 1F1B lacks with any remat, and else the seconds of a step with the bubble of
-    interleaving and the least remat with which it fits.  Meshes are ranked by it.
-    """
-    assert request.memory is not None
-    layer, ends = request.costs["t"], [request.costs[c] for c in (FIRST, LAST)]
-    count = len(request.layers) - len(ends)
-    parts = [*ends, *[layer] * -(-count // request.devices)]
-    held = sum(c.held_bytes + request.gathered * (c.parameters + c.gradient_bytes) for c in parts)
-    ways = [layer, *(layer.under(str(name)) for name in request.remat)]
-    for cost in sorted(ways, key=lambda cost: cost.backward_seconds):
-        kept = count * (cost.residuals + cost.boundary) + cost.stash + ends[1].workspace
-        if held + kept <= request.memory:
-            break
-    else:
-        return held + kept - request.memory, 0.0
-    costs = {**request.costs, "t": cost}
-    work = device_work(request.layers, costs, request.devices, again=False)
-    chunks = max(1, min(4, count // request.devices))
-    ramp = (request.devices - 1) * work / (2 * chunks)
-    return 0.0, request.microbatches * work + ramp + request.reduction
-
-
-def _meshes(
-    model: Transformer, gpus: int, batch: int, tensor: Sequence[int], layers: int
-) -> Iterator[tuple[dict[str, int], Transformer]]:
-    """Sizes of axes, with the rows of a microbatch, and the model on such a mesh."""
-    heads = round(model.width * model.kv_share / model.head)  # of keys and values
-    for shared, pipe, rows in product(tensor, range(1, layers + 1), _ROWS):
-        data, left = divmod(gpus, shared * pipe)
-        if left or shared > min(HOST, heads) or batch % (data * rows):
-            continue
-        if batch // (data * rows) >= pipe:
-            own = replace(model, tensor=shared, rows=rows, sequence=shared > 1)
-            mesh = {"pipe": pipe, "data": data, "tensor": shared, "rows": rows}
-            yield mesh, own.on(pipe * data)
-
-
-def _requests(
-    layers: int,
-    model: Transformer,
-    mesh: Mapping[str, int],
-    batch: int,
-    *,
-    prices: PricesByKind,
-    schedules: Sequence[str] | None,
-    chunks: Sequence[int],
-    remat: Sequence[str | None] | None,
-    memory: float,
-) -> Iterator[Request]:
-    """With parameters and optimizer state split over replicas (fsdp), and without."""
-    whole, letters = model.costs(), "E" + "t" * layers + "L"
-    pipe, data, tensor, rows = mesh.values()
-    text, count = f"pipe {pipe} x data {data} x tensor {tensor}", batch // (data * rows)
-    # Replicas sum gradients once a step, and under fsdp gather parameters of half the bytes.
-    # Nothing of it is hidden.
-    link = model.tensor_bandwidth if data * tensor <= HOST else model.bandwidth
-    summed = sum(whole[c].gradient_bytes for c in letters) / pipe * (data - 1) / data / link
-    for fsdp in (0, 1) if data > 1 else (0,):
-        costs = {c: cost.divided(data if fsdp else 1, _SPLIT) for c, cost in whole.items()}
-        yield Request(
-            layers=letters,
-            costs=costs | {FIRST: replace(costs[FIRST], ends=Ends.ONE)},
-            devices=pipe,
-            microbatches=count,
-            memory=memory,
-            transfer=model.transfer,
-            schedules=tuple(schedules or SCHEDULES),
-            chunks=tuple(chunks) if pipe > 1 else (1,),
-            remat=allowed_remat(remat or None, whole, stages=False),
-            data_axes=("data",),
-            target=Target(communicates=tensor > 1).measured(prices),
-            reduction=(1.5 if fsdp else 2) * summed,
-            gathered=data if fsdp else 0,
-            label=(text + (" fsdp" if fsdp else ""), f"M {count}"),
-            mesh={**mesh, "fsdp": fsdp},
-            by_name=True,
-        )
-
-
-_REMAT = {"dots_with_no_batch_dims_saveable": "dots", "nothing_saveable": "layer"}
-
-
-def command_of(name: str, plan: PipelinePlan, *, batch: int, context: int) -> str:
-    """The command line of `examples/llama.py` that runs a plan of `plan_mesh`."""
-    mesh, table = plan.mesh, plan.schedule
-    remat = (
-        "stage" if plan.remat == "full" else _REMAT.get(dict(plan.policies).get("t", ""), "none")
-    )
-    flags = [f"--{axis} {mesh[axis]}" for axis in ("pipe", "data", "tensor")]
-    flags += ["--sequence"] if mesh["tensor"] > 1 else []
-    flags += ["--fsdp"] if mesh["fsdp"] else []
-    flags += [f"--schedule {table.name}", f"--chunks {table.num_chunks}"]
-    flags += [f'--layout "{plan.layout}"', f"--microbatches {table.num_microbatches}"]
-    flags += [f"--rows {batch}", f"--context {context}", f"--remat {remat}"]
-    flags += ["--attention cudnn", f"--loss-tokens {min(context, 1024)}"]
-    flags += ["--spread-head"] if plan.spread else []
-    cluster = "--cluster " if mesh["pipe"] * mesh["data"] * mesh["tensor"] > HOST else ""
-    return f"python examples/llama.py --model {name} {cluster}{' '.join(flags)}"

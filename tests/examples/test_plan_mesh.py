@@ -11,7 +11,7 @@ import pytest
 
 import jaxpipe as jp
 from jaxpipe.cli.main import main
-from jaxpipe.planner.transformer import decoders, plan_mesh
+from jaxpipe.planner.published import decoders, plan_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -77,6 +77,19 @@ def test_choices_are_those_of_the_command_line(tmp_path, capsys):
     assert "leave out --search, --layers, --gated" in capsys.readouterr().err
     assert main([*model, "--schedules", "auto", "--remat", "stages"]) == 2
     assert "'auto' and 'stages' cannot be chosen with the mesh" in capsys.readouterr().err
+
+
+def test_fp8_is_a_flag_of_both(capsys):
+    """Products are faster, and the command runs in FP8."""
+    found = []
+    for flags in ([], ["--fp8"]):
+        own = ["--schedules", "1f1b", "-V", "1", "--tensor", "1", "--json", *flags]
+        assert main(["plan", "--model", "llama3.2-1b", *SMALL, *own]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    plain, fp8 = found
+    assert 0.5 < fp8["plans"][0]["seconds"] / plain["plans"][0]["seconds"] < 0.9
+    assert llama.parser().parse_args(shlex.split(fp8["command"])[2:]).fp8
+    assert "--fp8" not in plain["command"]
 
 
 def test_what_no_mesh_has_room_for_is_named():
