@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from statistics import fmean
 from time import process_time
@@ -136,16 +136,29 @@ def _normed(scale: Any, x: Any) -> Any:
     return wide.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def layer(x: Any, row: Any) -> tuple[Any, None]:
+def plain(x: Any, row: Any, name: str) -> Any:
+    """The product with a weight, in bfloat16."""
+    return x @ row[name].astype(jnp.bfloat16)
+
+
+def layer(x: Any, row: Any, product: Callable[[Any, Any, str], Any] = plain) -> tuple[Any, None]:
     """A decoder's layer in bfloat16, without positions."""
     rows, time, _ = x.shape
-    w = {name: leaf.astype(jnp.bfloat16) for name, leaf in row.items()}
-    u = _normed(w["norm"], x)
-    q, k, v = ((u @ w[n]).reshape(rows, time, -1, HEAD) for n in "qkv")
+    u = _normed(row["norm"].astype(jnp.bfloat16), x)
+    q, k, v = (product(u, row, n).reshape(rows, time, -1, HEAD) for n in "qkv")
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-    x = x + mixed.reshape(x.shape) @ w["o"]
-    u = _normed(w["mlp_norm"], x)
-    return x + (jax.nn.silu(u @ w["gate"]) * (u @ w["up"])) @ w["down"], None
+    x = x + product(mixed.reshape(x.shape), row, "o")
+    u = _normed(row["mlp_norm"].astype(jnp.bfloat16), x)
+    gated = jax.nn.silu(product(u, row, "gate")) * product(u, row, "up")
+    return x + product(gated, row, "down"), None
+
+
+def pretend_cudnn() -> None:
+    """Let JAX lower cuDNN's attention: it asks the machine's GPU, and the described one is an
+    H100.
+    """
+    cudnn.check_cudnn_version = lambda: 91000
+    cudnn.check_compute_capability = lambda _: True
 
 
 def _stage(stack: Any, x: Any) -> Any:
@@ -195,9 +208,7 @@ def main() -> None:
     parser.option("--layers", 32, "L")
     args = parser.parse_args()
     require_gpu_compiler(parser)
-    # Both ask the machine's GPU.  The described one is an H100.
-    cudnn.check_cudnn_version = lambda: 91000
-    cudnn.check_compute_capability = lambda _: True
+    pretend_cudnn()
     rows = []
     for name, form in product(args.schedules, (Form(), GPU_FORM)):
         rows.append(line(name, form, args.layers))
