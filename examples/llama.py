@@ -207,9 +207,11 @@ def train(
     pipe: jp.Pipeline,
     optimizer: optax.GradientTransformation,
     beside: Callable[[Any], str] = lambda batch: "",
+    put: Callable[[Any, Any], Any] = lambda params, grads: grads,
 ) -> Any:
     """Train from the newest checkpoint, the loaded weights or random ones; returns the placed
-    parameters.  What `beside` makes of each batch is printed in the step's line.
+    parameters.  What `beside` makes of each batch is printed in the step's line.  `put` puts the
+    next values of leaves that are replaced into the gradients.
     """
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -218,7 +220,8 @@ def train(
         trained = pipe.trained(params)
         updates, opt_state = optimizer.update(pipe.trained(grads, like=params), opt_state, trained)
         after = optax.apply_updates(trained, updates)
-        return pipe.with_trained(params, after, grads=grads), opt_state, loss, metrics
+        new = pipe.with_trained(params, after, grads=put(params, grads))
+        return new, opt_state, loss, metrics
 
     train_step = pipe.jit(step, donate_argnums=(0, 1))
     params = (

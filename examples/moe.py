@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,7 +34,7 @@ from jaxpipe.distributed import make_mesh
 from llama_parts import initial, weights
 from llama_parts.model import Remat
 from moe_parts.model import MoE
-from moe_parts.sizes import PUBLISHED, Scores, from_config
+from moe_parts.sizes import PUBLISHED, from_config
 
 
 def parser() -> argparse.ArgumentParser:
@@ -115,37 +116,33 @@ def build(args: argparse.Namespace, mesh: Mesh) -> tuple[MoE, jp.Pipeline]:
     return model, pipe
 
 
-def balance(rate: float) -> optax.GradientTransformation:
-    """Move the bias of each expert by `rate` towards an even load (Wang et al. 2024).  It gets the
-    load [layers, E] in place of gradients.
+def balance(rate: float, load: jax.Array) -> jax.Array:
+    """How far the bias of each expert moves by `rate` towards an even load [layers, E] (Wang et
+    al. 2024).
     """
-
-    def update(load: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        def move(load: jax.Array) -> jax.Array:
-            return rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
-
-        return jax.tree.map(move, load), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
 
 
-def optimizer_of(args: argparse.Namespace, model: MoE) -> optax.GradientTransformation:
-    """Llama's optimizer for trained parameters, and `balance` for the bias.
+def moved(rate: float, params: Any, grads: Any) -> Any:
+    """The gradients of a step, in which the next bias of each expert is in place of its load."""
+    if "bias" not in params.get("shared", {}):
+        return grads
+    load = grads["shared"]["bias"]
+    bias = params["shared"]["bias"] + balance(rate, load).astype(load.dtype)
+    return {**grads, "shared": {**grads["shared"], "bias": bias}}
 
-    Scales decay too.  A layout may put parameters of dense layers and of layers with experts into
-    one array, which has one rule.
+
+def optimizer_of(args: argparse.Namespace) -> optax.GradientTransformation:
+    """Llama's optimizer; scales decay too.  A layout may put parameters of dense layers and of
+    layers with experts into one array, which has one rule.
     """
-    trained = llama.optimizer_of(args, decay=None)
-    if model.sizes.routing.scores is not Scores.SIGMOID:
-        return trained
+    return llama.optimizer_of(args, decay=None)
 
-    def labels(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: "bias" if path[-1] == jax.tree_util.DictKey("bias") else "trained",
-            params,
-        )
 
-    return optax.multi_transform({"trained": trained, "bias": balance(args.bias_rate)}, labels)
+def _trained(tree: Any) -> Any:
+    """Canonical parameters, or gradients, without the bias."""
+    shared = {name: leaf for name, leaf in tree.get("shared", {}).items() if name != "bias"}
+    return {**tree, "shared": shared}
 
 
 class Plain:
@@ -156,7 +153,7 @@ class Plain:
     def __init__(self, args: argparse.Namespace, model: MoE) -> None:
         alone = dataclasses.replace(model, expert=None, tensor=None)
         loss_of = alone.pipeline_model(model.sizes.letters()).loss
-        optimizer = optimizer_of(args, model)
+        optimizer = optimizer_of(args)
 
         def loss(params: Any, batch: Any) -> Any:
             found = loss_of(params, batch)
@@ -164,12 +161,15 @@ class Plain:
 
         def step(params: Any, state: Any, batch: Any) -> Any:
             value, grads = jax.value_and_grad(loss)(params, batch)
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, value
+            grads, own = moved(args.bias_rate, params, grads), _trained(params)
+            updates, state = optimizer.update(_trained(grads), state, own)
+            after = optax.apply_updates(own, updates)
+            new = {name: grads["shared"][name] for name in params["shared"] if name == "bias"}
+            return {**after, "shared": after["shared"] | new}, state, value
 
         self._step = jax.jit(step, donate_argnums=(0, 1))
-        self._params = initial.canonical(model, jax.random.key(args.seed))
-        self._state = optimizer.init(self._params)
+        self._params = {"shared": {}, **initial.canonical(model, jax.random.key(args.seed))}
+        self._state = optimizer.init(_trained(self._params))
 
     def __call__(self, batch: Any) -> str:
         self._params, self._state, value = self._step(self._params, self._state, batch)
@@ -194,7 +194,8 @@ def main(argv: list[str] | None = None) -> None:
         plain = (tiny and not args.cluster) if args.plain is None else args.plain
         begun = args.out.exists() and any(args.out.iterdir())
         beside = Plain(args, model) if plain and not begun else lambda batch: ""
-        params = llama.train(args, model, pipe, optimizer_of(args, model), beside)
+        put = partial(moved, args.bias_rate)
+        params = llama.train(args, model, pipe, optimizer_of(args), beside, put)
         if args.export:
             weights.save(args.export, pipe, model, params)
     except jp.JaxpipeError as error:  # the message says what to write instead

@@ -6,9 +6,9 @@ one more token (DeepSeek-V3, section 2.2), L norm, head and loss.  Layers pass {
 and with a capacity also {"dropped": [N]}, the dropped choices of each row.
 
 The loss is the cross entropy, the auxiliary losses of the layers, and `PREDICT` times that of m.
-The bias that keeps the load of experts even has no gradient of the loss.  Its gradient is replaced
-by the load of the experts in this step, summed over microbatches and data shards like gradients.
-`moe.balance` moves the bias by it.
+The bias that keeps the load of experts even has no gradient of the loss.  It is a leaf that is
+replaced (`jaxpipe.Replaced`): in place of its gradient is the load of the experts in this step,
+summed over microbatches and data shards.  `moe.balance` moves the bias by it.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class MoE(Llama):
             loss=jp.Loss.SUM_OVER_COUNT,
             stage_loss=True,
             has_metrics=bool(self.capacity),
+            replaced={"^shared/bias$": jp.Replaced.SUM} if self._is_balanced else None,
         )
 
     def shapes(self) -> Tree:
@@ -124,7 +125,7 @@ class MoE(Llama):
             head = {"head": ends["last"].pop("head")} if "head" in ends["last"] else {}
             table = ends["first"] or ends["shared"]
             ends |= {"first": {}, "shared": table | head}
-        if r.scores is Scores.SIGMOID:
+        if self._is_balanced:
             ends["shared"] = ends.get("shared", {}) | {"bias": (t + m, r.experts)}
         return self._filled(ends | {"stages": stages})
 
@@ -242,6 +243,10 @@ class MoE(Llama):
     # Inside
 
     @property
+    def _is_balanced(self) -> bool:
+        return self.sizes.routing.scores is Scores.SIGMOID
+
+    @property
     def _shares(self) -> bool:
         return self.sizes.routing.shared > 0
 
@@ -263,7 +268,7 @@ class MoE(Llama):
         names = ("segments", "positions", "weights")
         seen = {name: microbatch[name] for name in names if name in microbatch}
         bias = None
-        if self.sizes.routing.scores is Scores.SIGMOID:
+        if self._is_balanced:
             bias = shared["bias"][ctx.layer - self.sizes.dense]
         return self.rematerialised(self._mix)(params, h, seen, bias)
 

@@ -21,17 +21,28 @@ from tests.tiers import exhaustive, slow
 
 def test_a_bias_makes_an_uneven_load_even():
     """All tokens like the same four of 16 experts; without a bias these get nearly all."""
-    routing, rule = Routing(16, 4, 8, scores=Scores.SIGMOID), moe.balance(0.001)
+    routing = Routing(16, 4, 8, scores=Scores.SIGMOID)
     logits = jax.random.normal(jax.random.key(0), (4, 256, 16)) + 3.0 * (jnp.arange(16) < 4)
 
     def step(bias, _):
         load = route(routing, logits, bias[0]).load[None]
-        move, _ = rule.update({"bias": load}, ())
-        return bias + move["bias"], jnp.max(load) / jnp.mean(load)
+        return bias + moe.balance(0.001, load), jnp.max(load) / jnp.mean(load)
 
     _, worst = jax.lax.scan(step, jnp.zeros((1, 16)), length=800)
     assert worst[0] > 3.5  # 4 is all of them
     assert np.all(np.asarray(worst[-100:]) < 1.2)
+
+
+def test_the_optimizer_has_no_state_for_the_bias():
+    args = moe.parser().parse_args([*EIGHT.split(), "--model", "tiny-latent"])
+    model, pipe = moe.build(args, on_eight())
+    params = pipe.place(model.shapes())
+    own = [
+        {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (params, pipe.trained(params), pipe.init(moe.optimizer_of(args), params))
+    ]
+    assert own[0] - own[1] == {"['shared']['bias']"}
+    assert not any("bias" in path for path in own[2])
 
 
 LAYOUTS = {
@@ -46,11 +57,14 @@ def built(flags):
     """The pipeline of these flags, and the state after an update by random gradients."""
     args = moe.parser().parse_args([*EIGHT.split(), "--model", "tiny-latent", *flags.split()])
     model, pipe = moe.build(args, on_eight(args.pipe, args.data, args.expert))
-    rule, params = moe.optimizer_of(args, model), initial.placed(model, pipe, jax.random.key(0))
+    rule, params = moe.optimizer_of(args), initial.placed(model, pipe, jax.random.key(0))
     rng = np.random.default_rng(0)
     grads = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape), model.shapes())
-    moves, opt_state = pipe.jit(rule.update)(pipe.place(grads), pipe.init(rule, params), params)
-    return pipe, {"params": optax.apply_updates(params, moves), "opt_state": opt_state}
+    placed, own = pipe.place(grads), pipe.trained(params)
+    trained = pipe.trained(placed, like=params)
+    moves, opt_state = pipe.jit(rule.update)(trained, pipe.init(rule, params), own)
+    after = pipe.with_trained(params, optax.apply_updates(own, moves), grads=placed)
+    return pipe, {"params": after, "opt_state": opt_state}
 
 
 @pytest.mark.parametrize(
