@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from statistics import fmean
 from time import process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -165,6 +165,12 @@ def _stage(stack: Any, x: Any) -> Any:
     return jax.lax.scan(layer, x, stack)[0]
 
 
+def _listed(rows: Any, x: Any) -> Any:
+    for row in rows:
+        x, _ = layer(x, row)
+    return x
+
+
 def _first(params: Any, microbatch: Any) -> Any:
     return params.astype(jnp.bfloat16)[microbatch["tokens"]]
 
@@ -175,19 +181,36 @@ def _last(params: Any, x: Any, microbatch: Any) -> Any:
     return jnp.mean(jax.nn.logsumexp(logits, -1) - own)
 
 
-def line(name: str, form: Form, layers: int) -> tuple[str, ...]:
+class Written(NamedTuple):
+    """How the user writes the layers of a stage, and the form of their blocks."""
+
+    text: str
+    form: Form
+    listed: bool = False  # a leaf for each layer, and not stacks
+
+
+WAYS = (
+    Written("scans and rows", Form()),
+    Written("apart", GPU_FORM),
+    Written("apart, a leaf a layer", GPU_FORM, listed=True),
+)
+
+
+def line(name: str, way: Written, layers: int) -> tuple[str, ...]:
     """A schedule's program in a form."""
     schedule = jp.schedules.build(name, devices=DEVICES, microbatches=MICROBATCHES)
     mesh, stages = gpu_mesh((DEVICES,), ("pipe",)), schedule.num_stages
-    model = jp.Model(_stage, first=_first, last=_last)
-    pipe = jp.Pipeline(model, schedule, mesh, executor=SpmdExecutor(form=form))
-    each = (stages, layers // stages)
+    model = jp.Model(_listed if way.listed else _stage, first=_first, last=_last)
+    pipe = jp.Pipeline(model, schedule, mesh, executor=SpmdExecutor(form=way.form))
+    count = layers // stages
+    each = (stages,) if way.listed else (stages, count)
+    weights = {
+        name: jax.ShapeDtypeStruct((*each, *dims), jnp.float32) for name, dims in SHAPES.items()
+    }
     params = {
         "first": jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.float32),
         "last": jax.ShapeDtypeStruct((WIDTH, VOCAB), jnp.float32),
-        "stages": {
-            name: jax.ShapeDtypeStruct((*each, *dims), jnp.float32) for name, dims in SHAPES.items()
-        },
+        "stages": [weights] * count if way.listed else weights,
     }
     everywhere = NamedSharding(mesh, PartitionSpec())
     row = jax.ShapeDtypeStruct((MICROBATCHES, TIME), jnp.int32, sharding=everywhere)
@@ -198,8 +221,14 @@ def line(name: str, form: Form, layers: int) -> tuple[str, ...]:
     found = of_a_microbatch(program.module, stages // DEVICES)
     kinds = [f"{found[kind] / GIB:.1f}" if kind in found else "" for kind in "FBIW"]
     temp = program.memory.temp_size_in_bytes / GIB
-    of = "layers and slots apart" if form.layers else "scans and rows"
-    return name, of, *kinds, f"{sum(found.values()) / GIB:.1f}", f"{temp:.1f}", f"{seconds:.0f}"
+    return (
+        name,
+        way.text,
+        *kinds,
+        f"{sum(found.values()) / GIB:.1f}",
+        f"{temp:.1f}",
+        f"{seconds:.0f}",
+    )
 
 
 def main() -> None:
@@ -210,8 +239,8 @@ def main() -> None:
     require_gpu_compiler(parser)
     pretend_cudnn()
     rows = []
-    for name, form in product(args.schedules, (Form(), GPU_FORM)):
-        rows.append(line(name, form, args.layers))
+    for name, way in product(args.schedules, WAYS):
+        rows.append(line(name, way, args.layers))
         jax.clear_caches()
         print(*rows[-1], sep="  ", file=sys.stderr, flush=True)
     sizes = f"{args.layers} layers of Llama 3 8B's shapes, 16 microbatches of 4096 tokens"
@@ -225,7 +254,8 @@ def main() -> None:
 NOTES = (
     "A microbatch: the sum over kinds of actions, for all stages of a device, without the ends.",
     "Scans and rows: layers in a scan, slots are rows of one buffer, functions are kept.",
-    "Layers and slots apart: what Pipeline emits for GPUs by itself.",
+    "Apart: what Pipeline emits for GPUs by itself, with layers and slots apart.  The gradients of",
+    "stacks are stacked after the ticks, which is another copy of them; those of leaves are not.",
 )
 
 
