@@ -128,6 +128,7 @@ def freeze_lowest(
 
     def is_frozen(path: str, leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
         own = path.split("/")[:2] in [["stages", new] for new in renamed.values()]
+        own &= model.replaced.of(path) is None  # scales of FP8 follow what layers are given
         return own or (model.frozen is not None and model.frozen(path, leaf))
 
     tree = dict(params["stages"])

@@ -140,6 +140,19 @@ def test_the_lowest_layers_are_frozen():
     np.testing.assert_allclose(found["first"], whole["first"], rtol=1e-12)
 
 
+def test_frozen_layers_keep_leaves_that_are_replaced():
+    calls = {"t": lambda p, x: x * p["w"] + p["scale"], "L": lambda p, x, microbatch: x.sum()}
+    model = jp.Model(calls, layers="t*4L", replaced={"scale$": jp.Replaced.MAX})
+    params = {"stages": {"t": {"w": jnp.ones(4), "scale": jnp.ones(4)}}, "last": {}}
+    tuned, cut, _ = freeze_lowest(model, params, 2)
+    schedule = jp.schedules.build("1f1b", devices=2, microbatches=2)
+    pipe = jp.Pipeline(tuned, schedule, jax.make_mesh((2,), ("pipe",)), layout="aa|ttL")
+    _, grads = pipe.value_and_grad(pipe.place(cut), {"x": jnp.ones((4, 3))})
+    found = pipe.canonical(grads)["stages"]
+    assert found["a"]["w"] is None
+    assert found["a"]["scale"].shape == found["t"]["scale"].shape == (2,)
+
+
 @pytest.mark.parametrize(("count", "message"), [(0, "count=0"), (9, "the model has 8 layers")])
 def test_layers_that_cannot_be_frozen(count, message):
     model = jp.Model({"t": lambda p, x: x * p, "L": lambda p, x, mb: x.sum()}, layers="t*8L")

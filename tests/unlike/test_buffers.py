@@ -161,7 +161,7 @@ def test_frozen_parameters_and_fsdp():
     )
     # A buffer is for the pipeline that made it.
     with refused(
-        r"frozen=, specs= or the mesh axes of this pipeline keep "
+        r"frozen=, replaced=, specs= or the mesh axes of this pipeline keep "
         r"it.*new.place\(old.canonical"
     ):
         pipeline(mesh=mesh, data_axes=("data",), fsdp="data").value_and_grad(placed, twice)
