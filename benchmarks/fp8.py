@@ -167,9 +167,9 @@ NOTES = (
     "Without Triton: xla_gpu_enable_triton_gemm=false.  A block has its code once for each slot.",
     "Residuals that I alone reads, those that W reads too, and what I leaves for W.",
     "1F1B's B frees all residuals, ZB-H1's I the first.  The stage's input and cotangent have",
-    "slots of their own and are not counted.  Between I and W in FP8: inputs of one byte of gate,",
-    "up, out (3 x 16) and down (56), one of two bytes for q, k and v, whose scales differ (32),",
-    "and gradients of one byte (4 + 4 + 3 x 16 + 2 x 56).",
+    "slots of their own and are not counted.  Between I and W in FP8: the input of down (56) and",
+    "gradients (4 + 4 + 3 x 16 + 2 x 56) of one byte; of attention's output and x after it (2 x 32)",
+    "W makes the other inputs again.",
 )
 
 

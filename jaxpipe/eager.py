@@ -67,15 +67,15 @@ class EagerExecutor:
 
     compiles = False
 
-    def prepare(self, setup: Setup, *_arguments: PyTree) -> EagerStep:
+    def prepare(self, setup: Setup, *_arguments: PyTree) -> _EagerStep:
         """The step; its functions are not traced before it runs."""
         sliced = setup.functions.slices > 1 and not setup.functions.room  # of a cache
         liveness = Liveness.of_slices() if sliced else Liveness()
-        return EagerStep(setup, verify(setup.plan.program(liveness)))
+        return _EagerStep(setup, verify(setup.plan.program(liveness)))
 
 
 @dataclass(frozen=True)
-class EagerStep:
+class _EagerStep:
     """A step as its program."""
 
     setup: Setup

@@ -28,7 +28,7 @@ class _HalfLayer(NamedTuple):
     active: float  # weights that a token is multiplied with
     kept: tuple[float, ...]  # by the forward, its input not counted
     left: tuple[float, ...]  # by I for W: gradients of the results of products, recomputed inputs
-    operands: float  # of products for weight gradients, where they have one byte in FP8
+    left_in_fp8: tuple[float, ...]  # the same, where operands of products have one byte
     again: float = 0.0  # weights of products that are done again under "dots"
     exchange: float = 0.0  # seconds in which rows are sent to experts and back
 
@@ -184,12 +184,13 @@ class Transformer:
                 2 * self.tokens * (one + other) / self.tensor
                 for one, other in zip(*both, strict=True)
             ]
-            for both in ((attention.kept, mlp.kept), (attention.left, mlp.left))
+            for both in (
+                (attention.kept, mlp.kept),
+                (attention.left_in_fp8, mlp.left_in_fp8)
+                if self.fp8
+                else (attention.left, mlp.left),
+            )
         )
-        if self.fp8:
-            # I frees what was kept, and leaves these.  Plans count it until W.
-            operands = 2 * self.tokens * (attention.operands + mlp.operands) / self.tensor
-            left = [max(0.0, operands - one) for one in kept]
         forward, dots = matmul + scores + moved, scores + each * mlp.again + mlp.exchange
         return LayerCost(
             forward=forward,
@@ -237,8 +238,7 @@ class Transformer:
             active=weights,
             kept=(dots + queries + normed + x * (self.post_norms and self.sequence), dots, 0.0),
             left=(projected + x, projected + queries + x, projected + queries + 2 * x),
-            # The input of queries, keys and values has two bytes, for their scales differ.
-            operands=x + (projected + queries + x) / 2,
+            left_in_fp8=tuple((projected + x + one) / 2 for one in (0, queries, queries)),
         )
 
     def _mlp(self) -> _HalfLayer:
@@ -252,7 +252,7 @@ class Transformer:
             active=weights,
             kept=((count - 1) * features, (count - 1) * features, 0.0),
             left=tuple(x + j * features for j in (1, 1, count)),
-            operands=count * (x + features) / 2,
+            left_in_fp8=tuple((i * x + count * features) / 2 for i in (1, 1, count)),
         )
 
     def _experts(self) -> _HalfLayer:
@@ -277,7 +277,7 @@ class Transformer:
                 first + scores + i * rows + j * hidden + k * self.shared
                 for first, i, j, k in ((common, 1, 1, 1), (0.0, 2, 3, 2), (common, 2, 3, 3))
             ),
-            operands=0.0,
+            left_in_fp8=(),  # there are none
             again=self.width * 3 * run * features,
             exchange=2 * run * self._whole * (1 - 1 / devices) / self.tensor_bandwidth,
         )

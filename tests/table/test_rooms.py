@@ -150,7 +150,7 @@ def test_rooms_below_the_boundary_read_no_file():
         if target in ("os", "pathlib", "platformdirs") or (inside and room(target) == "prices")
     }
     # `plan` and `plan_mesh` are outermost calls.
-    assert found == {"planner.plan: prices", "planner.transformer: prices"}
+    assert found == {"planner.plan: prices", "planner.published: prices"}
 
 
 def test_tests_without_jax_import_no_room_with_jax():
