@@ -168,7 +168,7 @@ NOTES = (
     "Residuals that I alone reads, those that W reads too, and what I leaves for W.",
     "1F1B's B frees all residuals, ZB-H1's I the first.  The stage's input and cotangent have",
     "slots of their own and are not counted.  Between I and W in FP8: the input of down (56) and",
-    "gradients (4 + 4 + 3 x 16 + 2 x 56) of one byte; of attention's output and x after it (2 x 32)",
+    "gradients (4 + 4 + 3 x 16 + 2 x 56) of one byte; of attention's output and x after it (64)",
     "W makes the other inputs again.",
 )
 
