@@ -161,6 +161,8 @@ def of_torch(model, given, batch):
         weights=by_path(given) | lead,
     )
     grads = {n: v[0] if n.startswith("stages/") else v for n, v in result.grads.items()}
+    if "shared/bias" in grads:  # the load, which it divides by the sum of weights, as gradients
+        grads["shared/bias"] = grads["shared/bias"] * batch["weights"].sum()
     return float(result.loss), grads
 
 

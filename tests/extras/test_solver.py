@@ -28,7 +28,8 @@ SETTING = {
 
 def test_a_search_shortens_a_table_and_keeps_the_cap():
     pytest.importorskip("ortools")
-    setting = SETTING | {"microbatches": 8, "max_activations": 6}
+    vee = jp.Placement.vee(devices=4, chunks=2)
+    setting = SETTING | {"microbatches": 8, "max_activations": 6, "placement": vee}
     plain = jp.schedules.build("auto", **setting)
     found = jp.schedules.build("auto", **setting, search=2)
     again = jp.schedules.build("auto", **setting, search=2, seed=0)
