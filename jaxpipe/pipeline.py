@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -262,8 +262,7 @@ class Pipeline:
         in half a precision do not underflow: loss and gradients are `scale` times what they are
         without it, metrics are not scaled.  It may be traced, and a new value needs no new program.
         """
-        arguments = self._arguments(params, batch, rng, state, scale)
-        with self._naming(arguments):
+        with self._arguments(params, batch, rng, state, scale) as arguments:
             results, grads = self._calls.step(*arguments)
         return self._answer(results, with_state=True), grads
 
@@ -295,8 +294,7 @@ class Pipeline:
             loss, grads = jax.value_and_grad(lambda p: pipe.loss(p, batch) + 1e-4 *
             optax.tree.norm(p, squared=True))(params)
         """
-        arguments = self._arguments(params, batch, rng, state, scale)
-        with self._naming(arguments):
+        with self._arguments(params, batch, rng, state, scale) as arguments:
             results, _ = self._calls.loss(*arguments)
         loss, *aux = self._parts(results, with_state=True)
         return with_aux(loss, aux)
@@ -355,8 +353,7 @@ class Pipeline:
             if state:
                 raise PipelineError("a cache does not combine with state=; leave it out")
             batch, state = self._steps.positioned(cache, batch, position), cache.stages
-        arguments = self._arguments(params, batch, rng, state)
-        with self._naming(arguments):
+        with self._arguments(params, batch, rng, state) as arguments:
             results, _ = self._calls.outputs(*arguments)
         outputs = results["outputs"]
         if cache is not None:
@@ -409,20 +406,17 @@ class Pipeline:
         Raises:
             PipelineError: as `value_and_grad` does.
         """
-        arguments = self._arguments(params, batch, rng, state)
-        params, batch, rng, state, _ = arguments
-        with self._naming(arguments):
-            found = self._steps.prepare(Call.STEP, *arguments, clock=clock)
 
         def step(params: Params, batch: PyTree, *, rng: Any = None, state: Any = ()) -> Any:
             inputs = params, batch, rng, state, None
             results, grads = self._steps.run(Call.STEP, *inputs, step=found)
             return self._answer(results, with_state=True), grads
 
-        keywords = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
-        jitted = self.jit(step)
-        with self._naming(arguments):
-            function = jitted.trace(params, batch, **keywords)
+        with self._arguments(params, batch, rng, state) as arguments:
+            found = self._steps.prepare(Call.STEP, *arguments, clock=clock)
+            params, batch, rng, state, _ = arguments
+            keywords = ({} if rng is None else {"rng": rng}) | ({"state": state} if state else {})
+            function = self.jit(step).trace(params, batch, **keywords)
         assert isinstance(found, TracedStep), "a step without one program is refused"
         return replace(found, function=function)
 
@@ -459,20 +453,18 @@ class Pipeline:
 
     # Inside
 
+    @contextmanager
     def _arguments(
         self, params: Params, batch: PyTree, rng: Any, state: ChunkState, scale: Any = None
-    ) -> tuple[Any, ...]:
-        """The arguments of a step, on the pipeline's own mesh."""
+    ) -> Iterator[tuple[Any, ...]]:
+        """The arguments of a step, on the pipeline's own mesh.  What JAX cannot take is named by
+        its place in them.
+        """
         given = params, batch, rng, state, scale
         arguments: tuple[Any, ...] = jax.tree.map(partial(on_own_mesh, self.mesh), given)
         PipelineError.refuse("", [*key_faults(rng), *donated_faults(*arguments)])
-        return arguments
-
-    @contextmanager
-    def _naming(self, arguments: Sequence[Any]) -> Iterator[None]:
-        """What JAX cannot take is named by its place in the arguments of a step."""
         try:
-            yield
+            yield arguments
         except TypeError:
             self._steps.check(*arguments)
             raise
@@ -481,8 +473,7 @@ class Pipeline:
         self, params: Params, batch: PyTree, rng: Any, state: ChunkState
     ) -> dict[str, Any]:
         """The results of `evaluate`."""
-        arguments = self._arguments(params, batch, rng, state)
-        with self._naming(arguments):
+        with self._arguments(params, batch, rng, state) as arguments:
             results, _ = self._calls.evaluate(*arguments)
         return results
 

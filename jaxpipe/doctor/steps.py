@@ -355,7 +355,7 @@ def plan(scope: Scope, mesh: Mesh) -> Findings:
     costs = measure_stages(pipe, params, batch, repeats=scope.repeats)
     pipe, _, _ = step_of(mesh, costs=costs)
     target = Target.of(mesh, (), read_prices())
-    planned = pipe.trace(params, batch).setup.plan.seconds(target, costs)
+    planned = pipe._steps.plan.seconds(target, costs)
     if target.on_cpus:  # virtual devices share the cores
         planned *= max(1.0, mesh.size / (os.cpu_count() or 1))
     at("the step")
