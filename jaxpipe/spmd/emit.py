@@ -89,9 +89,9 @@ class TracedStep:
         self,
         params: Params,
         batch: PyTree,
-        rng: Any = None,
-        state: tuple[PyTree, ...] = (),
-        scale: Any = None,
+        rng: Any,
+        state: tuple[PyTree, ...],
+        scale: Any,
     ) -> StepResults:
         """The results and gradients of placed arguments; may be traced."""
         setup, arguments = self.setup, (params, batch, rng, state, scale)

@@ -300,7 +300,7 @@ def test_a_transfer_that_is_issued_before_its_value_is_made_is_found(monkeypatch
 
 @pytest.mark.parametrize("ticks_early", [1, -1])
 def test_slots_for_transfers_that_arrive_at_another_time_are_found(monkeypatch, ticks_early):
-    """The allocator is told another time than that at which the code writes."""
+    """The allocator takes another time than that at which the code writes."""
     ticks = assign_ticks(jp.schedules.build("zb_h1", devices=4, microbatches=8))
     segments = segments_of([Span(0, ticks.num_ticks, 1)], ticks)
     assert not faults(assign_slots(ticks, segments))
