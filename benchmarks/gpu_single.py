@@ -43,7 +43,7 @@ from benchmarks.output import Command, Result
 from examples.gpt.model import GPT
 from jaxpipe.lowering.plan import Plan
 from jaxpipe.program.segments import Presence
-from jaxpipe.spmd.block import run_where
+from jaxpipe.spmd.block import TOKEN, run_where
 from jaxpipe.spmd.xla import NO_GRAPHS
 
 MARK = "result "
@@ -280,8 +280,8 @@ def _with_break(presence: Any, predicate: Any, block: Any, state: Any, **how: bo
     that XLA puts into no CUDA graph.
     """
     state = _predicated(presence, predicate, block, state, **how)
-    numbers = jnp.where(state["token"], jnp.ones(8, jnp.complex64), 0)
-    return state | {"token": jnp.real(jnp.fft.fft(numbers))[0] > 0.5}
+    numbers = jnp.where(state[TOKEN], jnp.ones(8, jnp.complex64), 0)
+    return state | {TOKEN: jnp.real(jnp.fft.fft(numbers))[0] > 0.5}
 
 
 def _count_predicates(plan: Plan, form: Form) -> int:

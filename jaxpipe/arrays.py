@@ -94,6 +94,18 @@ def with_words(function: Callable[[Any], Any], leaf: Any) -> Any:
     return jax.random.wrap_key_data(function(words_of(leaf)), impl=jax.random.key_impl(leaf))
 
 
+def whole(leaf: Any, axes: str | tuple[str, ...]) -> Any:
+    """A leaf on all devices, where one of them has it and the others have zeros, False, or keys of
+    zeros.
+    """
+
+    def summed(leaf: Any) -> Any:
+        number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
+        return jax.lax.psum(number, axes).astype(leaf.dtype)
+
+    return with_words(summed, leaf)
+
+
 def in_rows(tree: PyTree) -> PyTree:
     """Leaves [parts, rows, ...] -> [parts * rows, ...]; a leaf [parts] stays as it is."""
     return jax.tree.map(lambda a: a.reshape(math.prod(a.shape[:2]), *a.shape[2:]), tree)

@@ -21,7 +21,6 @@ from .errors import PipelineError
 from .model.arguments import scale_faults
 from .model.calls import OUTER_WANTS
 from .model.functions import Extra, Loss, StageOutput, share_of
-from .model.keys import KeyOf
 from .model.param_layout import with_outer
 from .model.partition import leaf_plans
 from .model.settings import on_own_mesh, outside_contexts
@@ -31,6 +30,7 @@ from .stage.code import ParamUse
 from .stage.counts import total_count
 from .stage.setup import mesh_key
 from .stage.trace import trace_last
+from .table.effects import By
 
 # By name, [data shards, (NaN, infinite, all)].
 _Counts: TypeAlias = "dict[str, Any]"
@@ -279,7 +279,7 @@ class _NonfiniteSearch:
                     return leaf
                 return lax.dynamic_slice_in_dim(leaf, k * length, length, 1)
 
-            extra = functions.extra(rows, key, stage, k, self._wants(call), of=KeyOf.STAGE)
+            extra = functions.extra(rows, key, stage, k, self._wants(call), of=By.STAGE)
             return jax.tree.map(cut, x), extra
 
         def one(carried: PyTree, k: jax.Array | int) -> tuple[PyTree, dict[str, Any]]:
@@ -359,7 +359,7 @@ class _NonfiniteSearch:
     ) -> Extra:
         """The further arguments of the function in the step."""
         rows = self.functions.split(batch, self.count)
-        wants, of = self._wants(call), KeyOf[call.function.upper()]
+        wants, of = self._wants(call), By[call.function.upper()]
         return self.functions.extra(rows, key, stage, microbatch, wants, of=of)
 
     def _output(self, call: _FunctionCall, params: PyTree, x: PyTree, extra: Extra) -> PyTree:

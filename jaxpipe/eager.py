@@ -31,7 +31,7 @@ from .errors import PipelineError
 from .model.batch import map_rows
 from .model.calls import OUTER_WANTS, cleared
 from .model.functions import StageOutput
-from .model.keys import KeyOf, shard_key
+from .model.keys import shard_key
 from .model.param_layout import OUTER
 from .model.partition import LeafPlan, leaf_plans
 from .model.replaced import ADDED
@@ -43,7 +43,7 @@ from .stage.counts import check_count, total_count
 from .stage.model_code import check_state_gradient, uses_of
 from .stage.setup import Setup
 from .stage.trace import no_gradient, trace_last
-from .table.effects import Liveness, Place
+from .table.effects import By, Liveness, Place
 from .table.kinds import Kind
 
 
@@ -129,7 +129,7 @@ class _Shard:
         every: list[_Shard],
     ) -> None:
         self.scale, self.every = scale, every  # the factor of the loss; all data shards
-        self.last: StageCode | None = None  # traced with its first input
+        self.counted: StageCode | None = None  # traced with its first input
         self.seed: Any = None  # the cotangent of one microbatch's loss, from then on
         self.batch, self.rng = setup.functions.split(batch, setup.num_microbatches), rng
         self.setup = setup
@@ -189,90 +189,78 @@ class _Shard:
             self.total[name] = jax.tree.unflatten(tree, totals)
 
     def _extra(
-        self, of: KeyOf, stage: int, microbatch: int, wants: frozenset[str] = OUTER_WANTS
+        self, of: By, stage: int, microbatch: int, wants: frozenset[str] = OUTER_WANTS
     ) -> dict[str, PyTree]:
         numbers = jnp.int32(stage), jnp.int32(microbatch)
         return self.functions.extra(self.batch, self.rng, *numbers, wants, of=of)
 
-    def run(self, step: Step) -> Mapping[str, Any]:
-        """Runs one action and returns the values that it makes.
+    def run(self, step: Step) -> Mapping[Place, Any]:
+        """Runs a function of the model in an action, and returns the values that it makes."""
+        runs = {By.FIRST: self.first, By.STAGE: self.stage, By.LAST: self.last}
+        return runs[step.by](step)
 
-        B and I are alike: the gradient of the parameters, which comes with that of the input, is
-        the stash of I.  Where L leaves the gradient of the parameters for later, it is the stash on
-        every device, and each one adds its part of it.
-        """
-        held, microbatch = step.held, step.microbatch
-        parts = self.setup.partition.cuts.parts
-        match step.kind:
-            case Kind.F:
-                return self.forward(step)
-            case Kind.R:
-                vjp = self._stage(step, held["x"])[-1]
-                return {"residual_input": None, "residual_weight": vjp}
-            case Kind.B | Kind.I:
-                return self.backward(step)
-            case Kind.E:
-                return {"out": self._first(microbatch)[0]}
-            case Kind.G:
-                self._add("first", *self._first(microbatch)[1](held["y"]), microbatch=microbatch)
-            case Kind.L:
-                dy, grads = self._last(microbatch, held["y"])
-                if Place.LAST_GRADIENTS in step.makes:
-                    self._add("last", grads, microbatch=microbatch)
-                return {"out": dy, "stash": [grads] * parts}
-            case _ if Place.STAGE_GRADIENTS in step.makes:
-                self._add(step.stage, held["stash"], microbatch=microbatch)
-            case _:  # its device's part of the gradient of `last`
-                self._add("last", held["stash"], microbatch=microbatch, share=1 / parts)
+    def first(self, step: Step) -> Mapping[Place, Any]:
+        """`first`, whose residuals are its vjp, or its gradient."""
+        microbatch, run = step.microbatch, partial(self.functions.run_whole, "first")
+        extra = self._extra(By.FIRST, 0, microbatch)
+        if Place.FIRST_GRADIENTS not in step.makes:
+            if Place.FIRST not in step.makes:
+                return {Place.SENT_X: run(self._of("first"), (), extra)}
+            x, vjp = jax.vjp(lambda params: run(params, (), extra), self._of("first"))
+            return {Place.SENT_X: x, Place.FIRST: vjp}
+        kept = step.held[Place.FIRST]
+        if step.kind is Kind.G:  # it has the gradient of the input, and runs `first` again
+            grads = jax.vjp(lambda params: run(params, (), extra), self._of("first"))[1](kept)
+        else:
+            grads = kept(step.held[Place.SENT_DX])
+        self._add("first", *grads, microbatch=microbatch)
         return {}
 
-    def forward(self, step: Step) -> Mapping[str, Any]:
-        """F: [first,] stage[, last]; its residuals are its vjp."""
-        found: dict[str, Any] = dict(step.held)
-        if step.prepares:
-            found["x"], found["first"] = self._first(step.microbatch)
-        self.before[step.stage, step.microbatch] = self.state[step.stage]
-        y, returned, vjp = self._stage(step, found["x"])
-        if not isinstance(returned.loss, tuple):
-            self.losses[step.microbatch] += returned.loss
-        if "state" in self.functions.stages[step.stage].wants_arrays:
-            self.state[step.stage] = returned.state
-        found["out"] = y
-        if Place.AUX in step.makes:
-            found["out"], grads = self._last(step.microbatch, y)
-            if self.setup.training:
-                self._add("last", grads, microbatch=step.microbatch)
-        found["carry_out"], found["buffer"] = returned.carried or (None, None)
-        return found | {"sent": y, "residual_input": None, "residual_weight": vjp}
+    def stage(self, step: Step) -> Mapping[Place, Any]:
+        """F, R, B, I or W of a stage.
 
-    def backward(self, step: Step) -> Mapping[str, Any]:
-        """B, or I."""
-        later = tuple(step.held.get(f"{name}_gradient") for name in ("carry", "buffer"))
-        grads, dx, before = step.held["residual_weight"](step.held["cotangent"], later)
+        B and I are alike: the gradient of the parameters, which comes with that of the input, is
+        the stash of I.
+        """
+        held, number, microbatch = step.held, step.stage, step.microbatch
+        if step.kind is Kind.R:
+            return {Place.RESIDUAL_INPUT: None, Place.RESIDUAL_WEIGHT: self._stage(step)[-1]}
+        if step.kind is Kind.F:
+            self.before[number, microbatch] = self.state[number]
+            y, returned, vjp = self._stage(step)
+            if not isinstance(returned.loss, tuple):
+                self.losses[microbatch] += returned.loss
+            if "state" in self.functions.stages[number].wants_arrays:
+                self.state[number] = returned.state
+            carry, rows = returned.carried or (None, None)
+            passed = {Place.SENT_X: y, Place.CARRY: carry, Place.BUFFER: rows}
+            return passed | {Place.RESIDUAL_INPUT: None, Place.RESIDUAL_WEIGHT: vjp}
+        if step.kind is Kind.W:
+            self._add(number, held[Place.STASH], microbatch=microbatch)
+            return {}
+        later = held.get(Place.CARRY_GRADIENT), held.get(Place.BUFFER_GRADIENT)
+        grads, dx, before = held[Place.RESIDUAL_WEIGHT](held[Place.COTANGENT], later)
         if Place.STAGE_GRADIENTS in step.makes:
-            self._add(step.stage, grads, microbatch=step.microbatch)
-        if Place.FIRST_GRADIENTS in step.makes:
-            self._add("first", *step.held["first"](dx), microbatch=step.microbatch)
+            self._add(number, grads, microbatch=microbatch)
         carry, rows = before or (None, None)
-        found = {"sent": dx, "out": dx, "stash": grads}
-        return found | {"carry_gradient_out": carry, "buffer_gradient": rows}
+        found = {Place.SENT_DX: dx, Place.STASH: grads}
+        return found | {Place.CARRY_GRADIENT: carry, Place.BUFFER_GRADIENT: rows}
 
-    def _first(self, microbatch: int) -> tuple[Any, Any]:
-        """`first`, and its vjp."""
-        extra = self._extra(KeyOf.FIRST, 0, microbatch)
-        run = partial(self.functions.run_whole, "first")
-        if not self.setup.training:
-            return run(self._of("first"), (), extra), None
-        return jax.vjp(lambda params: run(params, (), extra), self._of("first"))
-
-    def _last(self, microbatch: int, y: Any) -> tuple[Any, Any]:
-        """Note the loss; the cotangent of y, and the gradients of the parameters."""
-        extra = self._extra(KeyOf.LAST, len(self.stages) - 1, microbatch)
+    def last(self, step: Step) -> Mapping[Place, Any]:
+        """`last` with its gradient.  Where L leaves the gradient of the parameters for later, it is
+        the stash on every device, and each one adds its part of it.
+        """
+        microbatch, parts = step.microbatch, self.setup.partition.cuts.parts
+        if step.kind is Kind.H:
+            self._add("last", step.held[Place.SHARE], microbatch=microbatch, share=1 / parts)
+            return {}
+        y = step.held[Place.LAST if step.kind is Kind.L else Place.SENT_X]
+        extra = self._extra(By.LAST, len(self.stages) - 1, microbatch)
         run = partial(self.functions.run_whole, "last")
         if not self.setup.training:
             loss, self.aux[microbatch] = run(self._of("last"), y, extra)
             self.losses[microbatch] += loss
-            return None, None
+            return {}
         loss, vjp, self.aux[microbatch] = jax.vjp(
             lambda params, y: run(params, y, extra), self._of("last"), y, has_aux=True
         )
@@ -280,34 +268,36 @@ class _Shard:
         if self.seed is None:
             self._begin(y, extra)
         grads, dy = vjp(self.seed.astype(loss.dtype))
-        return dy, grads
+        if Place.LAST_GRADIENTS in step.makes:
+            self._add("last", grads, microbatch=microbatch)
+        return {Place.SENT_DX: dy, Place.STASH: [grads] * parts}
 
     def _begin(self, y: Any, extra: PyTree) -> None:
         """Find the cotangent of one microbatch's loss, and what is known of counts."""
         assert self.functions.last is not None
         run, own = partial(self.functions.run_whole, "last"), self._of("last")
-        self.last = trace_last(run, own, y, extra, self._uses("last"))
-        check_count(self.functions.last.name, self.last)
+        self.counted = trace_last(run, own, y, extra, self._uses("last"))
+        check_count(self.functions.last.name, self.counted)
         stage = jnp.int32(len(self.stages) - 1)
-        counts = [total_count(self.last, s.functions, s.batch, s.rng, stage) for s in self.every]
+        counts = [total_count(self.counted, s.functions, s.batch, s.rng, stage) for s in self.every]
         self.seed = self.setup.seed(None if counts[0] is None else sum(counts), self.scale)
 
-    def _stage(self, step: Step, x: Any) -> tuple[Any, StageOutput, Any]:
+    def _stage(self, step: Step) -> tuple[Any, StageOutput, Any]:
         """What a stage returns, with the state that its forward had, and its vjp.
 
         The vjp takes the gradients of x and of what passes to the next slice; None for zeros.
         """
-        stage, params = step.stage, self._of(step.stage)
+        stage, params, x = step.stage, self._of(step.stage), step.held[Place.X]
         function = self.functions.stages[stage]
         run = partial(self.functions.run_stage, stage)
-        extra = self._extra(KeyOf.STAGE, stage, step.microbatch, function.wants_arrays)
+        extra = self._extra(By.STAGE, stage, step.microbatch, function.wants_arrays)
         if "state" in function.wants_arrays:
             extra["state"] = self.before[stage, step.microbatch]
             if self.setup.training and step.microbatch == 0:
                 trained = [use.trained for use in self._uses(stage)]
                 check_state_gradient(function.name, run, (params, x, extra), trained)
         shapes = self.functions.carried(stage, params, x, extra)
-        held = (step.held.get(name) for name in ("carry", "buffer"))
+        held = (step.held.get(place) for place in (Place.CARRY, Place.BUFFER))
         carried = _filled(held, shapes, zeros_of)
 
         def call(params: PyTree, x: PyTree, carried: PyTree) -> tuple[Any, Any]:
@@ -360,7 +350,8 @@ def _finished(shards: list[_Shard]) -> StepResults:
     """The results and gradients of a step: those of the shards, summed along a mapped axis."""
     setup, axis = shards[0].setup, "shards"
     data = (axis,) if setup.data_axes else ()
-    counted = shards[0].last is not None and shards[0].last.count is not None
+    code = shards[0].counted
+    counted = code is not None and code.count is not None
 
     def on_shard(losses: Any, aux: PyTree, state: PyTree, grads: PyTree) -> tuple[Any, ...]:
         results, scale = totals(setup, losses, aux, (), data)

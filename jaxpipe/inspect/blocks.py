@@ -127,6 +127,7 @@ def stage_blocks(code: StageCode, entries: StageEntries) -> dict[str, Region]:
         values[place] = [SizedValue(entry.spec, place, n, entry) for n, entry in enumerate(own)]
     uses = zip(entries.parameters, code.uses, strict=True)
     values[Place.STAGE_GRADIENTS] = _gradients(spec for spec, use in uses if use.trained)
+    values[Place.SHARED_GRADIENTS] = []  # they are among these
 
     def at(*places: Place) -> list[SizedValue]:
         return [value for place in places for value in values[place]]
@@ -162,7 +163,7 @@ def outer_blocks(step: TracedStep) -> list[Region]:
 
     first, last = step.code.first, step.code.last
     found = [block("first", first.forward, first)]
-    if first.avals[Place.STAGE_GRADIENTS]:
+    if first.avals[Place.FIRST_GRADIENTS] or first.avals[Place.SHARED_GRADIENTS]:
         found.append(block("first gradient", first.backward, first, 0))
     if last is not None:
         # The loss and what comes with it are before the gradients.

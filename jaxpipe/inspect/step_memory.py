@@ -48,7 +48,7 @@ from .blocks import (
 
 def entry_bytes(step: TracedStep, kind: int) -> dict[str, int]:
     """Bytes on one device of a kind of stage's values of one microbatch, by pool."""
-    buffers = shared_buffers([step.code.kinds[kind]], [step.entries[kind]])
+    buffers = shared_buffers([step.code.kinds[kind]], [step.entries[kind]], {})
     return {place.value: buffer.nbytes for place, buffer in buffers.items()}
 
 
@@ -144,12 +144,10 @@ def placed_shapes(setup: Setup, params: Params) -> dict[str, PyTree]:
 def step_sizes(step: TracedStep, params: dict[str, PyTree], batch: PyTree, state: PyTree) -> Sizes:
     """Sizes of a traced model on one device, from `placed_shapes` of its parameters."""
     setup, code, program = step.setup, step.code, step.program
-    buffers = shared_buffers(code.kinds, step.entries)
+    buffers = step.buffers
     splits = bool(program.schedule.encoded.of_kinds((Kind.I,)).any())
     entry = dict.fromkeys(vars(program.slots), 0)
     entry |= {place.value: buffer.nbytes for place, buffer in buffers.items()}
-    for place, avals in code.outer_pools.items():
-        entry[place.value] = sum(map(nbytes, avals))
     entry["stash"] *= splits
     entry["host"] = (entry["residual_input"] + entry["residual_weight"]) * bool(program.slots.host)
     work, kept = work_space(step), NamedSharding(setup.mesh, PartitionSpec(setup.axis))

@@ -94,7 +94,6 @@ from ..planner.layer_cost import Sizes
 from ..program.ir import POOL_OF, Program
 from ..schedules.registry import build
 from ..spmd.emit import CANNOT_BE_TIMED, TracedStep
-from ..spmd.pools import shared_buffers
 from ..spmd.segment import WITH_SLACK
 from ..stage.code import RESIDUALS
 from ..table.effects import Place
@@ -221,7 +220,7 @@ def _program(plan: Plan, program: Program) -> dict[str, Any]:
 def _pools(traced: TracedStep, sizes: Sizes) -> dict[str, Any]:
     """Pools, residuals and transfers."""
     code = traced.code
-    program, buffers = traced.program, shared_buffers(code.kinds, traced.entries)
+    program, buffers = traced.program, traced.buffers
     kept = {place.value: buffers[place].avals for place in (*RESIDUALS, Place.STASH)}
     kept |= {"first": code.outer_pools[Place.FIRST]}
     sent: Counter[int] = Counter()

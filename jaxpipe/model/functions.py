@@ -16,9 +16,10 @@ from jax import lax
 
 from ..arrays import PyTree, by_index, described, is_key, shapes_of, summable, zeros_of
 from ..errors import PipelineError
+from ..table.effects import By
 from .batch import Positioned, map_rows, positions, row_specs, split_batch
 from .calls import Context, Cuts, Function, one_array, unpadded
-from .keys import KeyOf, keys_of
+from .keys import keys_of
 
 _REAL = (jnp.bool_, jnp.integer, jnp.floating)
 
@@ -196,7 +197,7 @@ class Functions:
         microbatch: Any,
         wants: frozenset[str],
         *,
-        of: KeyOf,
+        of: By,
     ) -> Extra:
         """The microbatch's rows of the batch and the context, those of them that are wanted; `of`
         is the function that gets them.

@@ -16,25 +16,18 @@ depends on the schedule, the layout or the number of devices.
 
 from __future__ import annotations
 
-import enum
 from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ..table.effects import By
 
-class KeyOf(enum.IntEnum):
-    """Whose key it is.  The numbers are folded into keys: another number gives another model's
-    random numbers.
-    """
-
-    FIRST = 0
-    STAGE = 1  # or a layer
-    LAST = 2
-    MICROBATCH = 3
-    SEQUENCE = 4
-    POSITION = 5
+# The keys that all functions share, and that of positions; those of one function have the number
+# of its `By`.  The numbers are folded into keys: another number gives another model's random
+# numbers.
+_MICROBATCH, _SEQUENCE, _POSITION = 3, 4, 5
 
 
 def folded(key: Any, *numbers: Any) -> Any:
@@ -71,15 +64,15 @@ class Keys(NamedTuple):
         return jax.vmap(lambda place: folded(key, place))(places)
 
 
-def keys_of(of: KeyOf, step: Any, *, stage: Any, microbatch: Any, sequence: Any) -> dict[str, Any]:
+def keys_of(of: By, step: Any, *, stage: Any, microbatch: Any, sequence: Any) -> dict[str, Any]:
     """The keys of a `Context`, by field; none where the step has no key."""
     if step is None:
         return {}
-    number = stage if of is KeyOf.STAGE else jnp.zeros_like(stage)
-    keys = Keys(folded(step, of, microbatch), folded(step, KeyOf.POSITION, of, sequence), number)
+    number = stage if of is By.STAGE else jnp.zeros_like(stage)
+    keys = Keys(folded(step, of, microbatch), folded(step, _POSITION, of, sequence), number)
     return {
         "rng": keys.own,
-        "microbatch_rng": folded(step, KeyOf.MICROBATCH, microbatch),
-        "sequence_rng": folded(step, KeyOf.SEQUENCE, sequence),
+        "microbatch_rng": folded(step, _MICROBATCH, microbatch),
+        "sequence_rng": folded(step, _SEQUENCE, sequence),
         "keys": keys,
     }

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from ..arrays import PyTree, without_numpy, zeros_of
 from ..errors import PipelineError
 from ..layouts.layout import LETTERS, Layout, LayoutError, parse_layout
+from ..table.effects import By
 from ..table.kinds import Placement
 from .batch import batch_faults, split_batch, time_faults
 from .calls import OUTER_KEYWORDS, OUTER_WANTS, Cuts, Function, Spread
 from .functions import Extra, Functions, Loss, check_forms, mean_over_microbatches, with_aux
-from .keys import KeyOf
 from .param_layout import EMBEDDING, LOSS, LayerMap, with_outer
 from .replaced import Replaced, Replacements, in_microbatches
 from .settings import frozen_filter
@@ -409,7 +409,7 @@ class Plain:
         def stage(x: PyTree, row: PyTree, at: int = 0) -> tuple[PyTree, PyTree]:
             number, own, state, carried = row
             function = functions.stages[at]
-            extra = self._extra(number, index, function.wants_arrays, of=KeyOf.STAGE)
+            extra = self._extra(number, index, function.wants_arrays, of=By.STAGE)
             extra |= {"carried": carried, "state": state}
             y, returned = functions.run_stage(at, (own, shared), x, extra)
             if self.stacked:
@@ -432,11 +432,11 @@ class Plain:
         losses, *after = map(list, zip(*results, strict=True))
         return x, sum(losses), (*after,)
 
-    def _extra(self, stage: Any, index: Any, wants: frozenset[str], *, of: KeyOf) -> Extra:
+    def _extra(self, stage: Any, index: Any, wants: frozenset[str], *, of: By) -> Extra:
         return self.functions.extra(self.rows, self.rng, jnp.int32(stage), index, wants, of=of)
 
     def _outer(self, key: str, x: PyTree, stage: int, index: Any) -> Any:
         """`first` or `last`."""
         params = self.params[key], self.params["shared"]
-        extra = self._extra(stage, index, OUTER_WANTS, of=KeyOf[key.upper()])
+        extra = self._extra(stage, index, OUTER_WANTS, of=By[key.upper()])
         return self.functions.run_whole(key, params, x, extra)

@@ -24,10 +24,12 @@ from ..table.effects import (
     MOVES,
     OF_SLICES,
     Access,
+    By,
     Effect,
     Liveness,
     Of,
     Place,
+    by_function,
     effects_of,
 )
 from ..table.kinds import RUNS_FORWARD, SHARES, Kind
@@ -306,14 +308,15 @@ class Program:
 
 
 class Step(NamedTuple):
-    """An action that a model is to do (see `table.effects`)."""
+    """A function of the model in an action (see `table.effects`)."""
 
     kind: Kind
+    by: By
     stage: int  # of a collective action the device, 0 where all devices do it
     microbatch: int
-    held: Mapping[str, Any]  # what it reads, by field of its record
+    # what it reads, by place, and what functions that the action ran before it have returned
+    held: Mapping[Place, Any]
     makes: Set[Place]  # where it writes
-    prepares: bool  # the first stage's input is to be made first
 
 
 class ActionCode(Protocol):
@@ -321,8 +324,8 @@ class ActionCode(Protocol):
     interpreter; gradients and losses are the model's own.
     """
 
-    def run(self, step: Step) -> Mapping[str, Any]:
-        """Do an action; its values by field of the record, with "sent" for the one that is sent.
+    def run(self, step: Step) -> Mapping[Place, Any]:
+        """Do an action; its values by `Effect.result`.
 
         A value that every device has for itself is a list by device.
         """
@@ -400,34 +403,46 @@ class _Interpreter:
                 self._run(kind, records, number, (number,))
 
     def _run(self, kind: Kind, records: Sequence[Any], source: int, members: Sequence[int]) -> None:
-        """An action of these devices with what the source has: its reads, its code, its writes."""
+        """An action of these devices with what the source has: the reads, the code and the writes
+        of each of its functions.
+        """
 
-        def happens(effect: Effect, device: int) -> bool:
-            flag = effect.when
-            return flag is None or bool(getattr(records[device], flag, True))
+        def happening(device: int, own: Sequence[Effect]) -> list[Effect]:
+            record = records[device]
+            return [e for e in own if e.when is None or getattr(record, e.when, True)]
 
         effects, record = self.program.effects(kind), records[source]
-        happening = [effect for effect in effects if happens(effect, source)]
-        held = {
-            e.field: self.devices[source][e.place][getattr(record, e.field)]
-            for e in happening
-            if e.access is Access.READ
-        }
-        makes = {e.place for e in happening if e.access is not Access.READ}
-        prepares = any(e.access is Access.PREPARE for e in happening)
         stage = getattr(record, "stage", source if len(members) == 1 else 0)
-        step = Step(kind, stage, record.microbatch, held, makes, prepares)
-        results = self.model.run(step)
-        writes = [e for e in effects if e.access is not Access.READ]
-        for number in members:
-            device = self.devices[number]
-            for effect in (effect for effect in writes if happens(effect, number)):
-                if effect.place in SENT_TO.values():
-                    device[effect.place] = results["sent"]
-                elif effect.field:
-                    value = results[effect.field]
-                    value = value[number] if effect.of is Of.DEVICE else value
-                    device[effect.place][getattr(records[number], effect.field)] = value
+        results: dict[Place, Any] = {}
+        for by, own in by_function(effects):
+            now = happening(source, own)
+            if not now:
+                continue
+            values = self.devices[source]
+            held = results | {
+                e.place: values[e.place][getattr(record, e.field)]
+                for e in now
+                if e.access is Access.READ and e.field
+            }
+            makes = {e.place for e in now if e.access is not Access.READ}
+            step = Step(kind, by, stage, record.microbatch, held, makes)
+            results = {**self.model.run(step)}
+            for number in members:
+                for effect in happening(number, own):
+                    if effect.access is not Access.READ:
+                        self._write(effect, number, records[number], results)
+
+    def _write(
+        self, effect: Effect, number: int, record: Any, results: Mapping[Place, Any]
+    ) -> None:
+        """An effect on one device."""
+        device = self.devices[number]
+        if effect.place in SENT_TO.values():
+            device[effect.place] = results[effect.result]
+        elif effect.field:
+            value = results[effect.result]
+            value = value[number] if effect.of is Of.DEVICE else value
+            device[effect.place][getattr(record, effect.field)] = value
 
 
 def _move(device: _DeviceValues, row: TickRecord[int]) -> Iterator[tuple[list[Any], int, Any]]:

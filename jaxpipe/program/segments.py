@@ -95,6 +95,10 @@ for effect in EFFECTS:
         FLAGS[effect.kind][effect.when] = None
 
 
+# The flags whose parts of code are under predicates of their own.
+NESTED = ("is_first", "is_last", "is_local")
+
+
 @dataclass(frozen=True)
 class BlockUse:
     """A block as a template needs it: who runs it, and which of its inner parts occur among those
@@ -110,7 +114,7 @@ class BlockUse:
 
     def presence(self, flag: str) -> Presence:
         """Among those who run it, how many have a flag of the record set."""
-        known = {"is_first": self.first, "is_last": self.last, "is_local": self.local}
+        known = dict(zip(NESTED, (self.first, self.last, self.local), strict=True))
         keeps = Presence.ALWAYS if self.block.keeps else Presence.NEVER
         return known.get(flag, keeps if flag == "keeps" else Presence.ALWAYS)
 

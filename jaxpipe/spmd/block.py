@@ -8,39 +8,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..arrays import Flag, Leaves, Scalar, as_dtype, is_key, with_words
-from ..model.replaced import Replacement
+from ..jaxprs.entry import Slot
 from ..program.segments import Presence
 from ..table.effects import Place
 
-# Leaves by the name of their place ([slots, ...] of pools); `of_chunk` names places that each chunk
-# has, `of_slot` slots that are arrays of their own.  "losses" [M] and "token" are arrays.  The
-# token is False, but XLA cannot know (see `block`).  A part of a state has some of its entries.
-State: TypeAlias = dict[str, Any]
 
+class Key(NamedTuple):
+    """What a state has at a place: the number of the chunk, or of the slot where slots are arrays
+    of their own, and 0 elsewhere.
+    """
+
+    place: Place
+    number: int = 0
+
+
+# Leaves by key ([slots, ...] of pools).  Losses [M] and the token are arrays.  The token is False,
+# but XLA cannot know (see `run_where`).  A part of a state has some of its entries.
+State: TypeAlias = dict[Key, Any]
+
+TOKEN = Key(Place.ORDER)
 _BY_CHUNK = (Place.STAGE_GRADIENTS, Place.STAGE_STATE)
 
 
-def of_chunk(place: Place, chunk: int) -> str:
-    """The name of a place in a state."""
-    return f"{place.value}.{chunk}" if place in _BY_CHUNK else place.value
-
-
-def of_slot(place: Place, slot: int) -> str:
-    """The name of a slot that is by itself."""
-    return f"{place.value}.{slot}"
+def of_chunk(place: Place, chunk: int) -> Key:
+    """The key of a chunk's part of a place."""
+    return Key(place, chunk if place in _BY_CHUNK else 0)
 
 
 def chunks_of(state: State, place: Place) -> list[Leaves]:
     """The leaves of each chunk in a place."""
-    count = sum(name.startswith(f"{place.value}.") for name in state)
-    return [state[of_chunk(place, chunk)] for chunk in range(count)]
+    return [state[key] for key in sorted(key for key in state if key.place is place)]
 
 
 T = TypeVar("T")
@@ -101,13 +105,6 @@ def empty(avals: Sequence[Any], *leading: int) -> Leaves:
     return [zeros((*leading, *aval.shape), aval.dtype) for aval in avals]
 
 
-def add(total: Any, value: Any, rule: Replacement | None, *, is_last: Flag) -> Any:
-    """Accumulate in the total's dtype; by the rule of a leaf that is replaced (`is_last`: the value
-    of the batch's last microbatch).
-    """
-    return total + value.astype(total.dtype) if rule is None else rule.add(total, value, is_last)
-
-
 def without_weak_types(values: Sequence[Any]) -> Leaves:
     """The same values without weak types, which a loop's carry must not change."""
     return [as_dtype(value, value.dtype) for value in values]
@@ -121,40 +118,58 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     return jnp.zeros(shape, dtype)
 
 
+class _Seen(dict[Key, Any]):
+    """The part of a state that a block may read."""
+
+    def __missing__(self, key: Key) -> Any:
+        raise AssertionError(f"a block reads {key}, which its effects do not name")
+
+    def __or__(self, other: Any) -> _Seen:  # type: ignore[override]
+        return _Seen({**self, **other})
+
+
 @dataclass(frozen=True)
 class BlockCode:
     """A piece of a tick's code.
 
-    `run` returns the state after it, in which it may change the entries `changes`.  With
-    `everywhere`, all devices run the block, and a device whose predicate is False drops the result.
-    Where the block `loops`, in loops of the user's, the token changes in its trip (see
-    `held_back`).
+    `run` returns the state after it.  It reads the entries `reads` and `changes` of the state, and
+    may change `changes`.  With `everywhere`, all devices run the block, and a device whose
+    predicate is False drops the result.  Where the block `loops`, in loops of the user's, the token
+    changes in its trip (see `held_back`).
     """
 
-    changes: Set[str]
+    reads: Set[Key]
+    changes: Set[Key]
     run: Callable[[State], State]
     everywhere: bool = False
     loops: bool = False
 
     def part(self, state: State) -> State:
         """The part of the state that it may change."""
-        return {name: state[name] for name in sorted(self.changes)}
+        return {key: state[key] for key in sorted(self.changes)}
 
     def after(self, state: State) -> State:
         """That part after the block."""
-        after = self.run(state)
-        more = {name for name in state if after[name] is not state[name]} - self.changes
+        seen = {key: state[key] for key in (*self.reads, *self.changes, TOKEN)}
+        after = self.run(_Seen(seen))
+        more = {key for key in after if after[key] is not seen.get(key)} - self.changes
         assert not more, f"a block that changes {sorted(self.changes)} changes {sorted(more)} too"
-        return {name: after[name] for name in sorted(self.changes)}
+        return {key: after[key] for key in sorted(self.changes)}
 
 
 def held_back(values: Leaves, state: State) -> Leaves:
-    """The values, which XLA does not know before the trip of the predicate's loop.
+    """The values, which XLA does not know before the trip of the predicate's loop; slots as they
+    are.
 
     XLA moves what does not change in a loop out of it, although the loop may have no trip.  A loop
     of the user's would then run on values that mean nothing, and might never end.
     """
-    return [jnp.where(state["token"], zeros(leaf.shape, leaf.dtype), leaf) for leaf in values]
+    return [
+        leaf
+        if isinstance(leaf, Slot)
+        else jnp.where(state[TOKEN], zeros(leaf.shape, leaf.dtype), leaf)
+        for leaf in values
+    ]
 
 
 def run_where(
@@ -172,9 +187,9 @@ def run_where(
     pool.
     """
     # True once the block may start
-    start = jnp.logical_not(state["token"]) if ordered else None
+    start = jnp.logical_not(state[TOKEN]) if ordered else None
     token, part = _run(presence, predicate, start, block, state)
-    return state | part | ({"token": token} if ordered else {})
+    return state | part | ({TOKEN: token} if ordered else {})
 
 
 def _run(
@@ -193,7 +208,7 @@ def _run(
 
         def trip(carried: tuple[Flag, State]) -> tuple[Flag, State]:
             token, part = carried
-            return jnp.ones((), bool), block.after(state | part | {"token": token})
+            return jnp.ones((), bool), block.after(state | part | {TOKEN: token})
 
         # It is False in the trip.  XLA sees that it changes.
         over, (_, part) = while_once(predicate, trip, (false(), old))
@@ -219,8 +234,8 @@ def is_ordered(leaf: Any) -> bool:
 
 def settled(leaves: Leaves, state: State) -> State:
     """The state, whose token depends on these values: those of a permute that has ended, say."""
-    token = state["token"]
+    token = state[TOKEN]
     for leaf in leaves:
         if leaf.size and is_ordered(leaf):
             token = jnp.logical_and(token, leaf.ravel()[0] == 0)
-    return state | {"token": token}
+    return state | {TOKEN: token}

@@ -20,7 +20,7 @@ from ..model.settings import is_explicit
 from ..program.ir import Program
 from ..stage.model_code import ModelCode, lower, trace
 from ..stage.setup import Setup
-from .pools import StageEntries, shared_buffers
+from .pools import Buffers, StageEntries, shared_buffers
 from .segment import SegmentCode
 from .step import DeviceStep, finish
 from .xla import mapped, split_entries, without_empty
@@ -85,6 +85,11 @@ class TracedStep:
     # the `jax.stages.Traced` step of (params, batch), and `rng` and `state` where they are given
     function: Any = None
 
+    @property
+    def buffers(self) -> Buffers:
+        """The buffers of pools and transfers."""
+        return shared_buffers(self.code.kinds, self.entries, self.code.outer_pools)
+
     def run(
         self,
         params: Params,
@@ -120,8 +125,9 @@ class TracedStep:
             raise PipelineError(CANNOT_BE_TIMED)
         inputs = setup.load(params, *arguments)
         with jax.named_scope("prepare"):
-            buffers = shared_buffers(self.code.kinds, self.entries)
-            step = DeviceStep(setup, inputs, self.code, program, buffers, everywhere=everywhere)
+            step = DeviceStep(
+                setup, inputs, self.code, program, self.buffers, everywhere=everywhere
+            )
             state = step.empty_state()
             # One table takes one slice per trip.  Dozens of arrays would take dozens of slices.
             table = jnp.asarray(_narrow(np.stack(program.ticks.columns, axis=-1)))

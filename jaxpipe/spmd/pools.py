@@ -27,10 +27,10 @@ from ..model.packed import Home, Places
 from ..program.ir import NOBODY, Program, TickRecord
 from ..stage.code import STORED, StageCode
 from ..table.effects import MOVES, Place
-from .block import State, write, zeros
+from .block import TOKEN, Key, State, write, zeros
 
 Avals: TypeAlias = "Sequence[Any]"
-_Key: TypeAlias = "tuple[tuple[int, ...], Any]"
+_Typed: TypeAlias = "tuple[tuple[int, ...], Any]"
 
 
 # The room that keeping shapes may take, as a multiple of the largest kind's.
@@ -105,7 +105,7 @@ class SharedBuffer:
     """
 
     avals: tuple[Any, ...]
-    places: dict[tuple[_Key, ...], Places]
+    places: dict[tuple[_Typed, ...], Places]
     entries: tuple[Entry, ...]  # how a pool of buffers keeps each leaf
 
     @classmethod
@@ -115,7 +115,7 @@ class SharedBuffer:
         """The buffer of these kinds; one kind alone is its own buffer.  `entries` has the entry of
         each leaf of each kind.
         """
-        keyed = [_keys(kind) for kind in kinds]
+        keyed = [_typed(kind) for kind in kinds]
         wanted = entries or [[Entry(tuple(aval.shape)) for aval in kind] for kind in kinds]
         shaped = cls._laid_out(keyed, wanted, _groups(keyed, by_size=False))
         largest = max(map(_nbytes, wanted, kinds))
@@ -128,7 +128,7 @@ class SharedBuffer:
     @classmethod
     def _laid_out(
         cls,
-        keyed: Sequence[tuple[_Key, ...]],
+        keyed: Sequence[tuple[_Typed, ...]],
         wanted: Sequence[Sequence[Entry]],
         groups: Sequence[_Members],
     ) -> SharedBuffer:
@@ -164,11 +164,11 @@ class SharedBuffer:
 
     def has(self, avals: Avals) -> bool:
         """Whether this is one of the kinds."""
-        return _keys(avals) in self.places
+        return _typed(avals) in self.places
 
     def of_kind(self, avals: Avals) -> Places:
         """The places of a kind's leaves."""
-        return self.places[_keys(avals)]
+        return self.places[_typed(avals)]
 
     def at(self, pool: Sequence[Any], slot: Scalar, avals: Avals) -> InPool:
         """A kind's values in one slot of a pool of buffers."""
@@ -223,11 +223,11 @@ def _agreed(shape: tuple[int, ...], wanted: Sequence[Entry], *, raveled: bool) -
     return Entry(shape, pinned=any(entry.pinned for entry in wanted), tile=wanted[0].tile)
 
 
-def _keys(avals: Avals) -> tuple[_Key, ...]:
+def _typed(avals: Avals) -> tuple[_Typed, ...]:
     return tuple((tuple(a.shape), a.dtype) for a in avals)
 
 
-def _groups(keyed: Sequence[tuple[_Key, ...]], *, by_size: bool) -> list[_Members]:
+def _groups(keyed: Sequence[tuple[_Typed, ...]], *, by_size: bool) -> list[_Members]:
     """Leaves that share one: those of a shape and dtype, as many of each as the kind with the most.
 
     `by_size`: of these only leaves that all kinds have.  For the others, by dtype, one leaf for the
@@ -268,18 +268,25 @@ class StageEntries:
     stored: Mapping[Place, tuple[Entry, ...]]
 
 
-def shared_buffers(kinds: Sequence[StageCode], entries: Sequence[StageEntries]) -> Buffers:
-    """The buffers of several kinds of stages, with the entries of each."""
-    return {
+def shared_buffers(
+    kinds: Sequence[StageCode], entries: Sequence[StageEntries], outer: Mapping[Place, Avals]
+) -> Buffers:
+    """The buffers of several kinds of stages, with the entries of each, and those of `outer` values
+    for `first` and `last`.
+    """
+    stored = {
         place: SharedBuffer.of(
             [kind.avals[place] for kind in kinds],
             [each.stored[place] for each in entries],
         )
         for place in STORED
     }
+    return stored | {place: SharedBuffer.of([avals]) for place, avals in outer.items()}
 
 
 _STORES, _FETCHES = MOVES
+# The pool in the host's memory, and during a tick what is under way to it and from it.
+_ON_HOST, _STORED, _FETCHED = (Key(Place.HOST, number) for number in range(3))
 # JAX has no public name for its memory spaces.
 _Space: Any = type(jax.typeof(np.float32(0)).memory_space)
 
@@ -380,48 +387,48 @@ class HostMoves:
             values = [
                 _at(leaf, getattr(move, name))
                 for name, place in _STORES.reads.items()
-                for leaf in state[place.value]
+                for leaf in state[Key(place)]
             ]
             stored = self.packing.pack(values)
         # The fetch is ordered after the earlier blocks; otherwise the store during them would be
         # awaited before them.  It is ordered before the later blocks.
-        slot = jnp.where(state["token"], 0, jnp.maximum(move.from_host, 0))
-        slot, stored, token = lax.optimization_barrier((slot, stored, state["token"]))
-        host = state["host"] if self.fetches else []
+        slot = jnp.where(state[TOKEN], 0, jnp.maximum(move.from_host, 0))
+        slot, stored, token = lax.optimization_barrier((slot, stored, state[TOKEN]))
+        host = state[_ON_HOST] if self.fetches else []
         fetched = [_to(_Space.Device, _at(leaf, slot)) for leaf in host]
-        state = state | {"token": token, "stored": stored, "fetched": fetched}
+        state = state | {TOKEN: token, _STORED: stored, _FETCHED: fetched}
         return state if fetched else self.store(state)
 
     def store(self, state: State) -> State:
         """Start to store, unless that is done; the fetch has ended by now."""
-        if not state.get("stored"):
+        if not state.get(_STORED):
             return state
-        token, state = state["token"], _after_fetch(state)
-        host, spare = state["host"], jnp.int32(len(state["host"][0]) - 1)
+        token, state = state[TOKEN], _after_fetch(state)
+        host, spare = state[_ON_HOST], jnp.int32(len(state[_ON_HOST][0]) - 1)
         idle = jnp.logical_or(token, self.move.stores == NOBODY)
         slot = jnp.where(idle, spare, self.move.to_host)
         after = [
             lax.dynamic_update_index_in_dim(leaf, _to(_Space.Host, value), slot, 0)
-            for leaf, value in zip(host, state["stored"], strict=True)
+            for leaf, value in zip(host, state[_STORED], strict=True)
         ]
-        return state | {"host": after, "stored": []}
+        return state | {_ON_HOST: after, _STORED: []}
 
     def end(self, state: State) -> State:
         """Put fetched values into their slots."""
         state = self.store(state)
-        if state.get("fetched"):
-            token, state = state["token"], _after_fetch(state)
-            leaves = iter(self.packing.unpack(state["fetched"]))
+        if state.get(_FETCHED):
+            token, state = state[TOKEN], _after_fetch(state)
+            leaves = iter(self.packing.unpack(state[_FETCHED]))
             for name, place in _FETCHES.writes.items():
                 slot = jnp.where(token, 0, jnp.maximum(getattr(self.move, name), 0))
-                pool = state[place.value]
+                pool = state[Key(place)]
                 values = list(islice(leaves, len(pool)))
                 if not self.always:
                     takes = self.move.fetches != NOBODY
                     pairs = zip(pool, values, strict=True)
                     values = [jnp.where(takes, new, _at(leaf, slot)) for leaf, new in pairs]
-                state = state | {place.value: write(pool, slot, values)}
-        return {name: leaf for name, leaf in state.items() if name not in ("stored", "fetched")}
+                state = state | {Key(place): write(pool, slot, values)}
+        return {key: leaf for key, leaf in state.items() if key not in (_STORED, _FETCHED)}
 
 
 def _after_fetch(state: State) -> State:
@@ -429,9 +436,9 @@ def _after_fetch(state: State) -> State:
     blocks.  Order the host's pool after the fetch, so that the next store needs no copy of the
     pool.
     """
-    if not state["fetched"]:
+    if not state[_FETCHED]:
         return state
-    names = ("fetched", "host", "token")
+    names = (_FETCHED, _ON_HOST, TOKEN)
     values = lax.optimization_barrier([state[name] for name in names])
     return state | dict(zip(names, values, strict=True))
 

@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec
 from numpy.typing import NDArray
 
 from ..arrays import Leaves, Scalar
-from ..program.ir import NOBODY, POOL_OF, Record, TickRecord
-from ..program.segments import BlockUse, Payload, Point, Presence, Segment, TickLoop, Transit
+from ..program.ir import NOBODY, POOL_OF, SENT_TO, Record, TickRecord
+from ..program.segments import BlockUse, Point, Presence, Segment, TickLoop, Transit
 from ..stage.setup import Clock, Setup
 from ..table.kinds import Kind
-from .actions import StageAction, pair_block, share_block
-from .block import BlockCode, State, is_ordered, run_where, settled
+from .actions import DeviceAction, pair_block
+from .block import TOKEN, BlockCode, Key, State, is_ordered, run_where, settled
 from .pools import HostMoves
 from .step import DeviceStep
 
@@ -39,7 +39,7 @@ def _after(leaf: Any, state: State) -> Any:
     """The leaf, with a dependence on the end of earlier blocks of the tick (the token is False
     after every block).
     """
-    return jnp.where(state["token"], jnp.zeros_like(leaf), leaf) if is_ordered(leaf) else leaf
+    return jnp.where(state[TOKEN], jnp.zeros_like(leaf), leaf) if is_ordered(leaf) else leaf
 
 
 # The records of this device in the ticks of a trip; -1 is the last tick of the previous trip.
@@ -202,7 +202,7 @@ class SegmentCode:
         for transit in transits:
             permute = transit.permute
             with jax.named_scope(WITH_SLACK if late and transit.is_late else EXCHANGE):
-                sent = state["sent_x" if permute.payload is Payload.ACTIVATION else "sent_dx"]
+                sent = state[Key(SENT_TO[POOL_OF[permute.payload]])]
                 sent = [_after(leaf, state) for leaf in sent] if blocking else sent
                 new = [lax.ppermute(leaf, self.step.setup.axis, permute.pairs) for leaf in sent]
                 brought[transit] = new
@@ -231,19 +231,19 @@ class SegmentCode:
         some devices have no arrival and no free slot, and their slots keep their contents.
         """
         place = POOL_OF[transit.permute.payload]
-        buffer, pool = self.step.buffers[place], state[place.value]
+        buffer, pool = self.step.buffers[place], state[Key(place)]
         with jax.named_scope(EXCHANGE):
             # Both depend on the token, because a pool of one slot needs no slot number.  Otherwise
             # XLA would write all arrivals of a trip in one fusion.
             at: Record[Scalar] = row.arrivals[transit.lane].map(
-                lambda number: jnp.where(state["token"], 0, number)
+                lambda number: jnp.where(state[TOKEN], 0, number)
             )
             slots = buffer.whole(pool, at.slot)
             if keep:
                 pairs = zip([slot.load() for slot in slots], new, strict=True)
                 new = [jnp.where(at.takes == 0, old, leaf) for old, leaf in pairs]
             pool = [slot.store(leaf) for slot, leaf in zip(slots, new, strict=True)]
-            return state | {place.value: pool}
+            return state | {Key(place): pool}
 
     def _run(
         self, run: _Run, ticks: NDArray[np.int64], row: TickRecord[Scalar], state: State
@@ -260,14 +260,11 @@ class SegmentCode:
             kinds, pairs = jnp.array(step.code.kind_of), zip(records, run.kinds, strict=True)
             flags += [kinds[record.stage] == kind for record, kind in pairs]
         record, kind, active = records[0], use.block.kind, run.active
-        if use.block.is_share:
-            block = share_block(step, kind, record)
-            stage = lax.axis_index(step.setup.axis)
-        else:
-            parts = zip(run.uses, run.kinds, records, strict=True)
-            actions = [StageAction(step, *part, self._slots(part[0], ticks)) for part in parts]
-            block = pair_block(*actions) if run.paired else actions[0].block()
-            stage = record.stage
+        parts = zip(run.uses, run.kinds, records, strict=True)
+        actions = [DeviceAction(step, *part, self._slots(part[0], ticks)) for part in parts]
+        block = pair_block(*actions) if run.paired else actions[0].block()
+        is_share = use.block.is_share
+        stage = lax.axis_index(step.setup.axis) if is_share else record.stage
         flag = reduce(jnp.logical_and, flags)
         if step.setup.clock is not None:
             # It is always under a predicate: a loop's body begins when all of its inputs are
@@ -335,7 +332,7 @@ def clocked(block: BlockCode, what: tuple[Scalar, ...], setup: Setup) -> BlockCo
         _call_host(clock, jnp.int32(1), *numbers, wrote=[wrote])
         return after
 
-    return BlockCode(block.changes, run, loops=block.loops)
+    return BlockCode(block.reads, block.changes, run, loops=block.loops)
 
 
 def _call_host(clock: Clock, *numbers: Scalar, wrote: Sequence[Scalar] = ()) -> Scalar:

@@ -7,7 +7,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -28,13 +28,12 @@ from ..arrays import (
     in_rows,
     is_key,
     summable,
+    whole,
     wider,
-    with_words,
 )
-from ..jaxprs.entry import Destination, Piece, StackRow, Total
-from ..model.calls import OUTER_WANTS, cleared
+from ..jaxprs.entry import Destination, Entry, Piece, StackRow, Total
+from ..model.calls import cleared
 from ..model.functions import mean_over_microbatches
-from ..model.keys import KeyOf
 from ..model.packed import Home, Places, stacks_of_layers
 from ..model.param_layout import OUTER, Chunks
 from ..model.partition import LeafPlan, leaf_plans, reduce_gradients, trained, with_frozen
@@ -44,15 +43,83 @@ from ..stage.code import StageCode, run
 from ..stage.counts import total_count
 from ..stage.model_code import ModelCode
 from ..stage.setup import Inputs, Setup
-from ..table.effects import OF_SLICES, TOGETHER, Place
-from .block import State, add, chunks_of, empty, false, of_chunk, of_slot
+from ..table.effects import OF_SLICES, TOGETHER, By, Place
+from .block import TOKEN, Key, State, chunks_of, empty, false, of_chunk
 from .pools import Buffers, Packing
+
+# Where the gradients of the parameters of `first`, `last` and of the shared ones are summed.
+GRADIENTS_OF = {
+    "first": Place.FIRST_GRADIENTS,
+    "last": Place.LAST_GRADIENTS,
+    "shared": Place.SHARED_GRADIENTS,
+}
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The accumulators of the parameters of a function that have a gradient.
+
+    Attributes:
+        places: where they are among the leaves of their place in the state.
+        rules: of leaves that are replaced.
+        splits: see `Total`.
+    """
+
+    places: Places
+    rules: tuple[Replacement | None, ...]
+    splits: tuple[PartitionSpec | None, ...]
+
+    @classmethod
+    def of(
+        cls, plans: Sequence[LeafPlan], places: Iterable[Home], *, splits: bool = False
+    ) -> Gradients:
+        """Those of the leaves at these places that are trained."""
+        own = tuple(place for place in places if not plans[place.at].frozen)
+        return cls(
+            own,
+            tuple(plans[place.at].replaced for place in own),
+            tuple(PartitionSpec(*plans[p.at].auto) if splits else None for p in own),
+        )
+
+    def targets(self, held: Leaves) -> list[Destination | None]:
+        """The accumulators; None for leaves that are replaced, whose values are not always
+        added.
+        """
+
+        def target(
+            place: Home, rule: Replacement | None, split: PartitionSpec | None
+        ) -> Destination | None:
+            if rule is not None:
+                return None
+            total = held[place.at]
+            if isinstance(total, tuple) and place.row is not None:
+                return Total(total[place.row], split and PartitionSpec(*split[1:]))
+            kept = _in_place(place, total)
+            return kept if isinstance(kept, Piece | StackRow) else Total(kept, split)
+
+        return list(map(target, self.places, self.rules, self.splits))
+
+    def after(self, held: Leaves, totals: Leaves, *, is_last: Flag) -> Leaves:
+        """The leaves with these accumulators in their places; of leaves that are replaced, these
+        are the values of a microbatch, `is_last` of the last one.
+        """
+        after = list(held)
+        for place, total, rule in zip(self.places, totals, self.rules, strict=True):
+            old = after[place.at]
+            if rule is not None:
+                after[place.at] = place.put(old, rule.add(place.take(old), total, is_last))
+            elif isinstance(old, tuple):
+                rows = dict(enumerate(old)) | {place.row: total}
+                after[place.at] = tuple(rows.values())
+            else:
+                after[place.at] = total
+        return after
 
 
 @dataclass(frozen=True)
 class Operand:
     """The code of a kind of stage in a chunk, or of `first` or `last`, with its parameters on this
-    device, and the places of its state.
+    device, and the places of its state and gradients.
     """
 
     code: StageCode
@@ -60,47 +127,8 @@ class Operand:
     # stack as `StackRow`s, since every device would otherwise hold copies of the parameters
     params: Leaves
     once: Leaves  # what was hoisted
+    gradients: Mapping[Place, Gradients]
     state_places: Places = ()
-    gradient_places: Places = ()  # of the parameters that have a gradient
-    rules: tuple[Replacement | None, ...] = ()  # of the same, where they are replaced
-    # of the chunk's accumulators, see `Total`
-    splits: tuple[PartitionSpec | None, ...] = ()
-
-    def inputs(self, x: Leaves, extra: Leaves) -> Leaves:
-        """The inputs of its code; x with what comes from other slices."""
-        return [*self.code.consts, *self.params, *x, *extra, *self.once]
-
-    def totals(self, chunk: Leaves) -> list[Destination | None]:
-        """The accumulators of the stage's own gradients, among those of its chunk; None for leaves
-        that are replaced, whose values are not always added.
-        """
-
-        def total(place: Home, rule: Replacement | None) -> Destination | None:
-            if rule is not None:
-                return None
-            held, split = chunk[place.at], self.splits[place.at]
-            if isinstance(held, tuple) and place.row is not None:
-                return Total(held[place.row], split and PartitionSpec(*split[1:]))
-            kept = _in_place(place, held)
-            return kept if isinstance(kept, Piece | StackRow) else Total(kept, split)
-
-        return list(map(total, self.gradient_places, self.rules))
-
-    def with_totals(self, chunk: Leaves, totals: Leaves, *, is_last: Flag) -> Leaves:
-        """The accumulators of the chunk with these in the place of the stage's own; of leaves that
-        are replaced, these are the values of a microbatch, `is_last` of the last one.
-        """
-        after = list(chunk)
-        for place, total, rule in zip(self.gradient_places, totals, self.rules, strict=True):
-            held = after[place.at]
-            if rule is not None:
-                after[place.at] = place.put(held, rule.add(place.take(held), total, is_last))
-            elif isinstance(held, tuple):
-                held = dict(enumerate(held)) | {place.row: total}
-                after[place.at] = tuple(held.values())
-            else:
-                after[place.at] = total
-        return after
 
 
 def _in_place(place: Home, leaf: Any) -> Any:
@@ -119,8 +147,7 @@ class DeviceStep:
         blocking: whether a permute holds its device's thread until it is over: see `SegmentCode`.
         chunks: the parameters of the device's stages, with copies of others'.
         apart: by chunk, the leaves whose accumulators are an array for each layer.
-        operands: by chunk and kind of stage, and of "first" and "last".
-        rules: of first, last and shared parameters that have a gradient, see `Replacement`.
+        operands: by function, chunk and kind of stage.
         seed: the cotangent of one microbatch's loss.
     """
 
@@ -139,22 +166,20 @@ class DeviceStep:
         self.packing = Packing(buffers)
         self.everywhere, self.blocking = everywhere, setup.target.on_cpus
         self.chunks = with_replicas(setup, inputs.owned)
-        self.operands: dict[Any, Operand] = {}
+        self.operands: dict[tuple[By, int, int], Operand] = {}
+        shared = self._outer_gradients("shared")
         for held in setup.layout.placement.stages_of:
             for chunk, stage in enumerate(held):
-                key = chunk, code.kind_of[stage]
+                key = By.STAGE, chunk, code.kind_of[stage]
                 if key not in self.operands:
-                    self.operands[key] = self._operand(chunk, stage)
+                    self.operands[key] = self._operand(chunk, stage, shared)
         self.apart = [self._apart(chunk) for chunk in range(len(self.chunks))]
         for name, end in (("first", code.first), ("last", code.last)):
             if end is not None:
                 params = jax.tree.leaves((getattr(inputs, name), inputs.shared))
                 once = run(end.hoist, *end.consts, *params)
-                self.operands[name] = Operand(end, params, once)
-        self.rules = {
-            key: tuple(plan.replaced for plan in leaf_plans(setup.plans[key]) if not plan.frozen)
-            for key in OUTER
-        }
+                own = self._outer_gradients(name) | shared
+                self.operands[By[name.upper()], 0, 0] = Operand(end, params, once, own)
         self.seed: Any = setup.seed(self._count(), inputs.scale) if setup.training else None
 
     @property
@@ -166,17 +191,14 @@ class DeviceStep:
         """Whether it is the last microbatch of the batch."""
         return microbatch == self.setup.num_microbatches - 1
 
-    def added(self, key: str, values: Leaves, microbatch: Scalar, state: State) -> State:
-        """The gradients of first, last or shared parameters with those of a microbatch."""
-        by_rule = partial(add, is_last=self.is_last(microbatch))
-        name = f"{key}_gradients"
-        return {name: list(map(by_rule, state[name], values, self.rules[key]))}
+    def operand(self, by: By, chunk: int, kind: int) -> Operand:
+        """That of a kind of stage in a chunk, or of `first` or `last`."""
+        return self.operands[(by, chunk, kind) if by is By.STAGE else (by, 0, 0)]
 
-    def end_inputs(self, key: str, microbatch: Scalar, y: Leaves | None = None) -> Leaves:
-        """The inputs of `first` or `last`."""
-        stage = 0 if key == "first" else len(self.code.kind_of) - 1
-        extra = self.extra(jnp.full_like(microbatch, stage), microbatch, of=KeyOf[key.upper()])
-        return self.operands[key].inputs(y or [], extra)
+    def _outer_gradients(self, key: str) -> dict[Place, Gradients]:
+        plans = leaf_plans(self.setup.plans[key])
+        places = (Home(i, Entry(()), flat=False) for i in range(len(plans)))
+        return {GRADIENTS_OF[key]: Gradients.of(plans, places)}
 
     def _count(self) -> Any:
         """The count of the step, where the rows of the batch determine it.  All devices have them,
@@ -189,7 +211,7 @@ class DeviceStep:
         rows = inputs.batch, inputs.rng
         return total_count(last, setup.functions, *rows, stage, setup.data_axes)
 
-    def _operand(self, chunk: int, stage: int) -> Operand:
+    def _operand(self, chunk: int, stage: int, shared: Mapping[Place, Gradients]) -> Operand:
         layout, plans, kept = self.setup.layout, self.plans_of(chunk), self.inputs.kept
         leaves = jax.tree.leaves(self.chunks[chunk])
         code, on_tpus = self.code.kinds[self.code.kind_of[stage]], self.setup.target.on_tpus
@@ -201,16 +223,21 @@ class DeviceStep:
             code,
             params,
             once=run(code.hoist, *code.consts, *whole),
+            gradients={
+                Place.STAGE_GRADIENTS: Gradients.of(plans, places, splits=on_tpus),
+                **shared,
+            },
             state_places=layout.held(stage, kept).places if kept else (),
-            gradient_places=tuple(p for p in places if not plans[p.at].frozen),
-            rules=tuple(plans[p.at].replaced for p in places if not plans[p.at].frozen),
-            splits=tuple(PartitionSpec(*p.auto) if on_tpus else None for p in plans),
         )
 
     def _apart(self, chunk: int) -> frozenset[int]:
         """The leaves of a chunk of which all of its kinds of stages take the layers."""
-        own = [each for (of, _), each in self.operands.items() if of == chunk]
-        return stacks_of_layers([place for each in own for place in each.gradient_places])
+        own = [
+            each.gradients[Place.STAGE_GRADIENTS]
+            for (_, of, _), each in self.operands.items()
+            if of == chunk
+        ]
+        return stacks_of_layers([place for each in own for place in each.places])
 
     def plans_of(self, chunk: int) -> list[Any]:
         """The plans of a chunk's parameters.  A chunk that another device owns is like the last
@@ -219,17 +246,10 @@ class DeviceStep:
         plans = self.setup.plans["stages"]
         return leaf_plans(plans[min(chunk, len(plans) - 1)])
 
-    def extra(
-        self,
-        stage: Scalar,
-        microbatch: Scalar,
-        wants: frozenset[str] = OUTER_WANTS,
-        *,
-        of: KeyOf = KeyOf.STAGE,
-    ) -> Leaves:
+    def extra(self, by: By, stage: Scalar, microbatch: Scalar, wants: frozenset[str]) -> Leaves:
         """Leaves of a function's arguments besides parameters, x and state: "ctx", "microbatch"."""
         batch, rng, functions = self.inputs.batch, self.inputs.rng, self.setup.functions
-        return jax.tree.leaves(functions.extra(batch, rng, stage, microbatch, wants, of=of))
+        return jax.tree.leaves(functions.extra(batch, rng, stage, microbatch, wants, of=by))
 
     def empty_state(self) -> State:
         """Empty pools and accumulators, and the stages' present state."""
@@ -237,38 +257,35 @@ class DeviceStep:
         slots, microbatches = self.program.slots, setup.num_microbatches
         codes = [*code.kinds, *([] if code.last is None else [code.last])]
         losses = [loss.dtype for each in codes for loss in each.avals[Place.LOSSES]]
-        state: State = {
-            "token": false(),
-            "sent_x": empty(self.buffers[Place.X].avals),
-            "losses": jnp.zeros(microbatches, wider(*losses) if losses else jnp.float32),
-        }
         last = code.last
-        state["aux"] = None if last is None else empty(last.avals[Place.AUX], microbatches)
+        state: State = {
+            TOKEN: false(),
+            Key(Place.SENT_X): empty(self.buffers[Place.X].avals),
+            Key(Place.LOSSES): jnp.zeros(microbatches, wider(*losses) if losses else jnp.float32),
+            Key(Place.AUX): [] if last is None else empty(last.avals[Place.AUX], microbatches),
+        }
         for v in range(len(self.chunks)):
             own = jax.tree.leaves(kept[v]) if kept else []
             state[of_chunk(Place.STAGE_STATE, v)] = own
         for place, buffer in self.buffers.items():
             size = getattr(slots, place.value)
             if self.program.together and place in TOGETHER:
-                state |= {of_slot(place, n): buffer.empty_slot() for n in range(size)}
-            elif size and (setup.training or place in (Place.X, *OF_SLICES)):
+                state |= {Key(place, n): buffer.empty_slot() for n in range(size)}
+            elif size and (setup.training or place in (Place.X, Place.LAST, *OF_SLICES)):
                 # Rows of buffers that no slice has appended are read, under a mask.
                 filled = setup.form.filled or place in OF_SLICES
-                state[place.value] = buffer.empty(size, filled=filled)
-        for place, avals in code.outer_pools.items():
-            if setup.training or place is Place.LAST:
-                state[place.value] = empty(avals, getattr(slots, place.value))
+                state[Key(place)] = buffer.empty(size, filled=filled)
         if not setup.training:
             return state
         for v, chunk in enumerate(self.chunks):
             totals = self._totals(chunk, self.plans_of(v), self.apart[v])
             state[of_chunk(Place.STAGE_GRADIENTS, v)] = totals
-        for key in OUTER:
-            totals = self._totals(getattr(self.inputs, key), leaf_plans(setup.plans[key]))
-            state[f"{key}_gradients"] = [total for total in totals if total is not None]
+        for key, place in GRADIENTS_OF.items():
+            plans = leaf_plans(setup.plans[key])
+            state[Key(place)] = self._totals(getattr(self.inputs, key), plans)
         return state | {
-            "sent_dx": empty(self.buffers[Place.COTANGENT].avals),
-            "host": self.packing.empty(slots.host),
+            Key(Place.SENT_DX): empty(self.buffers[Place.COTANGENT].avals),
+            Key(Place.HOST): self.packing.empty(slots.host),
         }
 
     def _totals(
@@ -353,8 +370,8 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
     data shards.
     """
     setup, code = step.setup, step.code
-    aux = None if code.last is None else jax.tree.unflatten(code.last.y_tree, state["aux"])
-    results, scale = totals(setup, state["losses"], aux, (setup.axis,), setup.data_axes)
+    aux = None if code.last is None else jax.tree.unflatten(code.last.y_tree, state[Key(Place.AUX)])
+    results, scale = totals(setup, state[Key(Place.LOSSES)], aux, (setup.axis,), setup.data_axes)
     if code.last is not None and code.last.count is not None:
         scale = None  # the backwards began with it
     results |= scaled_loss(results, step.inputs.scale)
@@ -396,7 +413,8 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
         stages.append(jax.tree.map(lambda leaf: leaf[None], grads))
     found = {"stages": params["stages"].like(stages)}
     for key in OUTER:
-        grads = finished(state[f"{key}_gradients"], plans[key], params[key], everyone)
+        sums = [total for total in state[Key(GRADIENTS_OF[key])] if total is not None]
+        grads = finished(sums, plans[key], params[key], everyone)
         found[key] = cleared(grads, setup.axis)
     return results, found
 
@@ -404,18 +422,6 @@ def finish(step: DeviceStep, state: State, params: Params) -> tuple[PyTree, dict
 def _stacked(total: Any) -> Any:
     """An accumulator as the parameter is stored."""
     return jnp.stack(total) if isinstance(total, tuple) else total
-
-
-def whole(leaf: Any, axes: str | tuple[str, ...]) -> Any:
-    """A leaf on all devices, where one of them has it and the others have zeros, False, or keys of
-    zeros.
-    """
-
-    def summed(leaf: Any) -> Any:
-        number = leaf.astype(jnp.int8) if leaf.dtype == bool else leaf
-        return lax.psum(number, axes).astype(leaf.dtype)
-
-    return with_words(summed, leaf)
 
 
 def totals(

@@ -58,7 +58,7 @@ from ..jaxprs.products import with_wide_products
 from ..lowering.target import Form
 from ..model.calls import OUTER_WANTS
 from ..model.packed import Places
-from ..table.effects import OF_SLICES, LastUse, Liveness, Place
+from ..table.effects import OF_SLICES, By, LastUse, Liveness, Place
 from ..table.kinds import Kind, kinds_where
 
 
@@ -90,14 +90,16 @@ _PASSED_BACK = (Place.SENT_DX, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
 RESULTS = {
     Kind.F: (*_RETURNED, *RESIDUALS),
     Kind.R: RESIDUALS,
-    Kind.B: (Place.STAGE_GRADIENTS, *_PASSED_BACK),
+    Kind.B: (Place.STAGE_GRADIENTS, Place.SHARED_GRADIENTS, *_PASSED_BACK),
     Kind.I: (*_PASSED_BACK, Place.STASH),
-    Kind.W: (Place.STAGE_GRADIENTS,),
+    Kind.W: (Place.STAGE_GRADIENTS, Place.SHARED_GRADIENTS),
 }
 # The inputs of a stage's code between its parameters and `extra`, and those of backwards after
 # `once`.
 INPUTS = (Place.X, Place.CARRY, Place.BUFFER)
 COTANGENTS = (Place.COTANGENT, Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT)
+# What a backward of a stage takes after `once`; LOSSES stands for the cotangent of a loss.
+_TAKES = (*RESIDUALS, *COTANGENTS, Place.LOSSES)
 # What pools keep of a microbatch, or of a slice, in a stage.
 STORED = (
     *(Place.X, Place.COTANGENT, *RESIDUALS, Place.STASH),
@@ -211,6 +213,53 @@ class StageCode:
             Kind.I: self.input_grad,
             Kind.W: self.weight_grad,
         }[kind]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The code of a function of the model in an action.
+
+    Attributes:
+        jaxpr: the piece of its `StageCode`.
+        takes: the values after `once`.
+        returns: the results, in order.
+    """
+
+    jaxpr: core.Jaxpr
+    takes: tuple[Place, ...]
+    returns: tuple[Place, ...]
+
+
+def signature(code: StageCode, by: By, kind: Kind, *, keeps: bool, defers: bool) -> Signature:
+    """The code of an action that keeps what a backward needs or not; `defers`: a later action makes
+    the gradients of parameters of `last`.
+
+    A `first` returns what its gradient needs at the place FIRST; in G, it has the gradient of its
+    result there.
+    """
+    is_forward = kind in (Kind.F, Kind.E, Kind.L)
+    match by, kind:
+        case By.STAGE, _:
+            returns = RESULTS[kind]
+            if is_forward and not keeps:
+                return Signature(code.evaluate, (), _RETURNED)
+            stash = (Place.STASH,) if kind is Kind.W else ()
+            takes = () if kind in (Kind.F, Kind.R) else (*_TAKES, *stash)
+            return Signature(code.of(kind), takes, returns)
+        case By.FIRST, _ if is_forward:
+            late = (Place.FIRST,) if keeps and kind is Kind.F else ()
+            return Signature(code.forward if keeps else code.evaluate, (), (Place.SENT_X, *late))
+        case By.FIRST, _:
+            gradients = Place.FIRST_GRADIENTS, Place.SHARED_GRADIENTS
+            return Signature(code.backward, (Place.FIRST, Place.SENT_DX), gradients)
+    own, gradients = (Place.LOSSES, Place.AUX), (Place.LAST_GRADIENTS, Place.SHARED_GRADIENTS)
+    if not is_forward:
+        return Signature(code.weight_grad, (Place.LOSSES, Place.SHARE), gradients)
+    if not keeps:
+        return Signature(code.evaluate, (), own)
+    if defers:
+        return Signature(code.input_grad, (Place.LOSSES,), (*own, Place.SENT_DX, Place.STASH))
+    return Signature(code.backward, (Place.LOSSES,), (*own, *gradients, Place.SENT_DX))
 
 
 def run(jaxpr: core.Jaxpr, *arguments: Any) -> Leaves:
@@ -376,18 +425,15 @@ def cut_last(last: StageCode, axis: str, form: Form) -> StageCode:
     gradient of parameters.
 
     One device runs it alone, at any time after its L, so it has no collective over the pipe axis.
-    Devices have y only during L, so the leaves of y that it reads are in the stash too.
+    The sum that gives y to all devices is one, so y itself is in the stash where it is read.
     """
     whole, places = last.backward, (Place.LOSSES, Place.AUX, Place.STAGE_GRADIENTS)
     own = last.spans(places)[Place.STAGE_GRADIENTS]
-    y = range(len(last.known), len(last.known) + len(last.avals[Place.X]))
     outs = whole.outvars
     others = [*outs[: own.start], *outs[own.stop :]]
     params = len(last.avals[Place.STAGE_GRADIENTS])
     reordered = whole.replace(outvars=[*outs[own], *others])
-    # Devices have y during L alone, so it would be stored.
-    prices = dict.fromkeys(y, 1.0)
-    first, second = cut_weights(reordered, params=params, prices=prices, form=form)
+    first, second = cut_weights(reordered, params=params, prices={}, form=form)
     if any(axis in axes for _, axes in collectives(second)):
         (late,) = kinds_where(lambda spec: spec.part_of)
         raise PipelineError(
@@ -395,13 +441,13 @@ def cut_last(last: StageCode, axis: str, form: Form) -> StageCode:
             f"{axis!r}, so {late.name} cannot make it while other devices do something else; "
             f"use the table without {late.name}: jaxpipe.spread_last(schedule)"
         )
-    by_second, inputs, left = reads(second), second.invars[: len(whole.invars)], len(others)
-    read = [i for i in y if by_second[i]]
-    kept = [*(inputs[i] for i in read), *second.invars[len(inputs) :]]
-    crossed = [*(first.invars[i] for i in read), *first.outvars[left:]]
+    start = len(last.known)
+    inputs, kept = second.invars[: len(whole.invars)], second.invars[len(whole.invars) :]
+    y = range(start, start + len(last.avals[Place.X]))
+    assert not any(reads(second)[i] for i in y), "a gradient of parameters reads y before its sum"
     return replace(
         last,
-        input_grad=first.replace(outvars=[*first.outvars[:left], *crossed]),
+        input_grad=first,
         weight_grad=second.replace(invars=[*inputs[: y.start], *inputs[y.stop :], *kept]),
         avals={**last.avals, Place.STASH: tuple(var.aval for var in kept)},
     )

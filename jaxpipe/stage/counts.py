@@ -15,7 +15,7 @@ from ..errors import PipelineError
 from ..jaxprs.equations import results_of
 from ..model.batch import map_rows
 from ..model.functions import Functions
-from ..model.keys import KeyOf
+from ..table.effects import By
 from .code import StageCode
 
 
@@ -53,7 +53,7 @@ def total_count(
 
     def one(number: Any, rows: list[Any]) -> Any:
         wants = frozenset({"ctx"})
-        extra = functions.extra(batch, rng, stage, number, wants, of=KeyOf.LAST)
+        extra = functions.extra(batch, rng, stage, number, wants, of=By.LAST)
         extra["microbatch"] = jax.tree.unflatten(tree, rows)
         return results_of(count, *jax.tree.leaves(extra))[0]
 

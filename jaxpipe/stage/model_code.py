@@ -7,7 +7,7 @@ Stages whose state would need a gradient to an earlier microbatch are refused.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ..arrays import Leaves, PyTree, accumulator_dtype, by_index, shapes_of
+from ..arrays import Leaves, PyTree, accumulator_dtype, by_index, shapes_of, whole
 from ..errors import PipelineError
 from ..jaxprs.cut import drop_dead
 from ..jaxprs.equations import (
@@ -32,15 +32,14 @@ from ..jaxprs.equations import (
 from ..jaxprs.flat import flatten
 from ..model.calls import OUTER_WANTS, check_equations, refusing
 from ..model.functions import Functions, StageOutput, check_forms
-from ..model.keys import KeyOf
 from ..model.packed import Home, Places
 from ..model.partition import LeafPlan, leaf_plans
 from ..program.ir import Program
 from ..program.verify import verify
-from ..table.effects import Offload, Place, longest
+from ..table.effects import By, Offload, Place, longest
 from ..table.kinds import KINDS
 from ..table.schedule import Schedule, named
-from .code import ParamUse, StageCode, cut_last, inexact
+from .code import RESIDUALS, ParamUse, StageCode, cut_last, inexact
 from .counts import check_count
 from .setup import Inputs, Setup
 from .trace import by_leaves, trace_last, trace_spread_first, trace_stage
@@ -133,11 +132,9 @@ class ModelCode:
     @property
     def outer_pools(self) -> dict[Place, tuple[Any, ...]]:
         """The values that pools keep for `first` and `last`."""
-        first, y = self.first.avals, self.kinds[self.kind_of[-1]].avals[Place.SENT_X]
-        kept = (*first[Place.RESIDUAL_INPUT], *first[Place.RESIDUAL_WEIGHT])
+        y = self.kinds[self.kind_of[-1]].avals[Place.SENT_X]
         return {
-            # what the gradient needs: what `first` keeps, or of all devices the input's gradient
-            Place.FIRST: first[Place.COTANGENT] if self.spreads_first else kept,
+            Place.FIRST: self.first.avals[Place.FIRST],
             Place.LAST: y if self.spreads_last else (),
             Place.SHARE: () if self.last is None else self.last.avals[Place.STASH],
         }
@@ -193,7 +190,7 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
 
     def extra_of(wants: frozenset[str]) -> dict[str, PyTree]:
         def extra(batch: PyTree, rng: Any, index: Any) -> dict[str, PyTree]:
-            return functions.extra(batch, rng, index, index, wants, of=KeyOf.STAGE)
+            return functions.extra(batch, rng, index, index, wants, of=By.STAGE)
 
         index = jax.ShapeDtypeStruct((), jnp.int32)
         shapes: dict[str, PyTree] = jax.eval_shape(extra, inputs.batch, inputs.rng, index)
@@ -206,6 +203,8 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
         make: Callable[..., StageCode] = make_first if key == "first" else trace_last
         own, run = getattr(inputs, key), getattr(functions, f"run_{key}")
         uses = uses_of(setup, own, leaf_plans(setup.plans[key])) + shared_uses
+        if is_share and key == "last":
+            run = partial(_of_whole, run, setup.axis)
         with refusing(key):
             extra = extra_of(OUTER_WANTS)
             code = make(run, (own, shared), x, extra, uses, training=setup.training)
@@ -234,11 +233,39 @@ def _trace(setup: Setup, inputs: Inputs) -> ModelCode:
     last = None if functions.last is None else outer("last", x)
     if functions.last is not None and last is not None and setup.training:
         check_count(functions.last.name, last)
-    codes = tuple(kinds.values())
-    found = ModelCode(codes, tuple(kind_of), first, last, setup.schedule)
-    if last is None or not found.defers_last:
-        return found
-    return replace(found, last=cut_last(last, setup.axis, setup.form))
+    found = ModelCode(tuple(kinds.values()), tuple(kind_of), first, last, setup.schedule)
+    if last is not None and found.defers_last:
+        last = cut_last(last, setup.axis, setup.form)
+    shared_gradients = sum(use.trained for use in shared_uses) if setup.training else 0
+
+    def of_model(code: StageCode, own: Place, more: Mapping[Place, tuple[Any, ...]]) -> StageCode:
+        """The code, with the gradients of its own and of the shared parameters apart."""
+        every = code.avals[Place.STAGE_GRADIENTS]
+        at = len(every) - shared_gradients
+        gradients = {Place.STAGE_GRADIENTS: (), own: every[:at], Place.SHARED_GRADIENTS: every[at:]}
+        return replace(code, avals={**code.avals, **gradients, **more})
+
+    # what the gradient of `first` needs: what it keeps, or of all devices that of its result
+    kept = tuple(leaf for place in RESIDUALS for leaf in first.avals[place])
+    kept = first.avals[Place.COTANGENT] if found.spreads_first else kept
+    return replace(
+        found,
+        kinds=tuple(of_model(code, Place.STAGE_GRADIENTS, {}) for code in found.kinds),
+        first=of_model(first, Place.FIRST_GRADIENTS, {Place.FIRST: kept}),
+        last=last and of_model(last, Place.LAST_GRADIENTS, {Place.SHARE: last.avals[Place.STASH]}),
+    )
+
+
+def _of_whole(run: Callable[..., PyTree], axis: str, params: PyTree, y: PyTree, extra: Any) -> Any:
+    """`last` of the output of the last stage, which one device has and the others have as zeros.
+
+    The source differs from microbatch to microbatch where a stage is on two devices.  One sum is
+    one collective; a tree of permutes would be log2(P) collectives of the same size.  Every device
+    gets the same loss and begins its backward with 1/P of the loss's cotangent.  The backward thus
+    differentiates the mean of P equal losses.  Collectives inside it sum cotangents over devices,
+    and count none twice.
+    """
+    return run(params, jax.tree.map(lambda leaf: whole(leaf, axis), y), extra)
 
 
 def lower(setup: Setup, code: ModelCode) -> Program:

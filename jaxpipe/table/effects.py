@@ -48,6 +48,11 @@ class Place(enum.Enum):
     SHARED_GRADIENTS = "shared_gradients"
     SENT_X = "sent_x"  # the last output of a stage, which the tick's transfers send
     SENT_DX = "sent_dx"  # the last gradient of a stage's input
+    ORDER = "order"  # of executors: the token of the blocks of a tick that are over
+
+    def __lt__(self, other: Place) -> bool:
+        """Places in a pytree have an order."""
+        return self.value < other.value
 
     @property
     def letter(self) -> str:
@@ -84,6 +89,16 @@ class Offload(enum.Enum):
     NOTHING = "nothing"
     # what forwards keep for their backwards, where these are some ticks away
     RESIDUALS = "residuals"
+
+
+class By(enum.IntEnum):
+    """The function of the model whose code reads or makes a value.  The numbers are folded into
+    keys (see `model.keys`).
+    """
+
+    FIRST = 0
+    STAGE = 1
+    LAST = 2
 
 
 class Of(enum.Enum):
@@ -154,9 +169,9 @@ class Effect:
         kind: the kind.
         access: prepare, read or write.
         place: where the value is.
-        field: of the kind's record, the field that holds the slot; "" where the place is no pool.
         of: the stage to which the value belongs.
         when: the flag of the record that must be set; None where it always happens.
+        by: the function whose code reads or makes it.
         unless: flags of the record; it does not happen in code where one of them is always set.
         present: kinds of which the table must have one, where there are any.
         absent: kinds of which the table must have none.
@@ -166,15 +181,35 @@ class Effect:
     kind: Kind
     access: Access
     place: Place
-    field: str = ""
     of: Of = Of.OWN
     when: str | None = None
+    by: By = By.STAGE
     unless: tuple[str, ...] = ()
     present: tuple[Kind, ...] = ()
     absent: tuple[Kind, ...] = ()
     until: LastUse = LastUse.FORWARD
 
+    @property
+    def field(self) -> str:
+        """The column of the kind's record with the slot; "" where the place is no pool."""
+        return f"{self.place.value}{_OTHER.get(self.of, '')}" if self.place.is_pool else ""
 
+    @property
+    def result(self) -> Place:
+        """What is written, by the name that the code has for it."""
+        if self.place is Place.FIRST and self.by is By.STAGE:
+            return Place.SENT_DX
+        return _RESULTS.get(self.place, self.place)
+
+
+# The columns of values that belong to another stage, or to another slice.
+_OTHER = {Of.NEXT: "_next", Of.BEFORE: "_before", Of.NEXT_SLICE: "_next"}
+_RESULTS = {
+    Place.X: Place.SENT_X,
+    Place.LAST: Place.SENT_X,
+    Place.COTANGENT: Place.SENT_DX,
+    Place.SHARE: Place.STASH,
+}
 PREPARE, READ, WRITE = Access
 _F, _B, _I, _W, _R = Kind.F, Kind.B, Kind.I, Kind.W, Kind.R
 _L, _E, _G, _H = Kind.L, Kind.E, Kind.G, Kind.H
@@ -182,89 +217,96 @@ _BI, _EG = (_B, _I), SPREAD_FIRST
 _SENT_X, _SENT_DX = ("is_last", "is_local"), ("is_first", "is_local")
 _EARLY, _LATE, _STASH = Place.RESIDUAL_INPUT, Place.RESIDUAL_WEIGHT, Place.STASH
 _SHARED, _HOST = Place.SHARED_GRADIENTS, Place.HOST
+_OWN_GRADIENTS = (Place.STAGE_GRADIENTS, _SHARED)
 _DCARRY, _DBUFFER = Place.CARRY_GRADIENT, Place.BUFFER_GRADIENT
 _BY_I, _BY_W = LastUse.INPUT_GRAD, LastUse.WEIGHT_GRAD
 
+# The functions of an action run in the order in which their effects are listed.
 EFFECTS = (
     # [first,] stage[, last and its gradient]
-    Effect(_F, PREPARE, Place.X, "x", when="is_first", absent=_EG),
-    Effect(_F, PREPARE, Place.FIRST, "first", when="is_first", present=_BI, absent=_EG),
-    Effect(_F, READ, Place.X, "x"),
-    Effect(_F, WRITE, _EARLY, "residual_input", when="keeps", present=_BI),
-    Effect(_F, WRITE, _LATE, "residual_weight", when="keeps", present=_BI),
-    Effect(_F, WRITE, Place.X, "out", Of.NEXT, when="is_local"),
-    Effect(_F, WRITE, Place.SENT_X, of=Of.NEXT, unless=_SENT_X),
-    Effect(_F, WRITE, Place.STAGE_STATE),
+    Effect(_F, PREPARE, Place.X, when="is_first", by=By.FIRST, absent=_EG),
+    Effect(_F, PREPARE, Place.FIRST, when="is_first", by=By.FIRST, present=_BI, absent=_EG),
+    Effect(_F, READ, Place.X),
+    Effect(_F, READ, Place.STAGE_STATE),
+    Effect(_F, WRITE, _EARLY, when="keeps", present=_BI),
+    Effect(_F, WRITE, _LATE, when="keeps", present=_BI),
     Effect(_F, WRITE, Place.LOSSES, when="has_loss"),  # of the stage itself
-    Effect(_F, WRITE, Place.LAST, "out", when="is_last", present=(_L,)),
-    Effect(_F, WRITE, Place.COTANGENT, "out", when="is_last", present=_BI, absent=(_L,)),
-    Effect(_F, WRITE, Place.LOSSES, when="is_last", absent=(_L,)),
-    Effect(_F, WRITE, Place.AUX, when="is_last", absent=(_L,)),
-    Effect(_F, WRITE, Place.LAST_GRADIENTS, when="is_last", present=_BI, absent=(_L,)),
-    Effect(_F, WRITE, _SHARED, when="is_last", present=_BI, absent=(_L,)),
+    Effect(_F, WRITE, Place.STAGE_STATE),
     # slices of sequences: values of the slices before, and values for the next slice
-    Effect(_F, READ, Place.CARRY, "carry", when="continues"),
-    Effect(_F, READ, Place.BUFFER, "buffer", Of.SEQUENCE, "continues"),
-    Effect(_R, READ, Place.CARRY, "carry", when="continues"),
-    Effect(_R, READ, Place.BUFFER, "buffer", Of.SEQUENCE),
-    Effect(_F, WRITE, Place.CARRY, "carry_out", Of.NEXT_SLICE, "is_followed"),
-    Effect(_F, WRITE, Place.BUFFER, "buffer", Of.SEQUENCE),
+    Effect(_F, READ, Place.CARRY, when="continues"),
+    Effect(_F, READ, Place.BUFFER, Of.SEQUENCE, "continues"),
+    Effect(_F, WRITE, Place.CARRY, Of.NEXT_SLICE, "is_followed"),
+    Effect(_F, WRITE, Place.BUFFER, Of.SEQUENCE),
+    Effect(_F, WRITE, Place.SENT_X, Of.NEXT, unless=_SENT_X),
+    Effect(_F, WRITE, Place.X, Of.NEXT, "is_local"),
+    Effect(_F, WRITE, Place.LAST, when="is_last", present=(_L,)),
+    *(
+        Effect(_F, WRITE, place, when="is_last", by=By.LAST, present=present, absent=(_L,))
+        for place, present in (
+            (Place.LAST_GRADIENTS, _BI),
+            (_SHARED, _BI),
+            (Place.LOSSES, ()),
+            (Place.AUX, ()),
+            (Place.COTANGENT, _BI),
+        )
+    ),
     # the residuals of a forward that kept none
-    Effect(_R, READ, Place.X, "x"),
-    Effect(_R, WRITE, _EARLY, "residual_input"),
-    Effect(_R, WRITE, _LATE, "residual_weight"),
-    # both gradients of a stage, or the input's and later the parameters'
+    Effect(_R, READ, Place.X),
+    Effect(_R, READ, Place.CARRY, when="continues"),
+    Effect(_R, READ, Place.BUFFER, Of.SEQUENCE),
+    Effect(_R, WRITE, _EARLY),
+    Effect(_R, WRITE, _LATE),
+    # both gradients of a stage, or the input's and later the parameters'; gradients of slices come
+    # from the next slice and go to the one before
     *(
         effect
         for kind in _BI
         for effect in (
-            Effect(kind, READ, Place.X, "x", until=_BY_I),
-            Effect(kind, READ, _EARLY, "residual_input"),
-            Effect(kind, READ, _LATE, "residual_weight"),
-            Effect(kind, READ, Place.COTANGENT, "cotangent"),
-            Effect(kind, READ, Place.FIRST, "first", when="is_first", absent=_EG),
-            *((Effect(kind, WRITE, _STASH, "stash"),) if kind is _I else ()),
-            Effect(kind, WRITE, Place.COTANGENT, "out", Of.BEFORE, when="is_local"),
-            Effect(kind, WRITE, Place.SENT_DX, of=Of.BEFORE, unless=_SENT_DX),
-            Effect(kind, WRITE, Place.FIRST, "out", when="is_first", present=_EG),
-            Effect(kind, WRITE, Place.FIRST_GRADIENTS, when="is_first", absent=_EG),
-            Effect(kind, WRITE, _SHARED, when="is_first", absent=_EG),
-            # slices of sequences: gradients come from the next slice and go to the one before
-            Effect(kind, READ, Place.CARRY, "carry", when="continues", until=_BY_I),
-            Effect(kind, READ, Place.BUFFER, "buffer", Of.SEQUENCE, until=_BY_I),
-            Effect(kind, READ, _DCARRY, "carry_gradient", Of.NEXT_SLICE, "is_followed"),
-            Effect(kind, WRITE, _DCARRY, "carry_gradient_out", Of.OWN, "continues"),
-            Effect(kind, READ, _DBUFFER, "buffer_gradient", Of.SEQUENCE, "is_followed"),
-            Effect(kind, WRITE, _DBUFFER, "buffer_gradient", Of.SEQUENCE),
+            Effect(kind, READ, Place.X, until=_BY_I),
+            Effect(kind, READ, _EARLY),
+            Effect(kind, READ, _LATE),
+            Effect(kind, READ, Place.COTANGENT),
+            Effect(kind, READ, Place.CARRY, when="continues", until=_BY_I),
+            Effect(kind, READ, Place.BUFFER, Of.SEQUENCE, until=_BY_I),
+            Effect(kind, READ, _DCARRY, Of.NEXT_SLICE, "is_followed"),
+            Effect(kind, READ, _DBUFFER, Of.SEQUENCE, "is_followed"),
+            *((Effect(kind, WRITE, _STASH),) if kind is _I else ()),
+            Effect(kind, WRITE, _DCARRY, when="continues"),
+            Effect(kind, WRITE, _DBUFFER, Of.SEQUENCE),
+            *((Effect(kind, WRITE, p) for p in _OWN_GRADIENTS) if kind is _B else ()),
+            Effect(kind, WRITE, Place.SENT_DX, Of.BEFORE, unless=_SENT_DX),
+            Effect(kind, WRITE, Place.COTANGENT, Of.BEFORE, "is_local"),
+            Effect(kind, WRITE, Place.FIRST, when="is_first", present=_EG),
+            Effect(kind, READ, Place.FIRST, when="is_first", by=By.FIRST, absent=_EG),
+            *(
+                Effect(kind, WRITE, place, when="is_first", by=By.FIRST, absent=_EG)
+                for place in (Place.FIRST_GRADIENTS, _SHARED)
+            ),
         )
     ),
-    Effect(_W, READ, Place.X, "x", until=_BY_W),
-    Effect(_W, READ, _LATE, "residual_weight"),
-    Effect(_W, READ, Place.COTANGENT, "cotangent", until=_BY_W),
-    Effect(_W, READ, _STASH, "stash"),
-    Effect(_W, READ, Place.CARRY, "carry", when="continues", until=_BY_W),
-    Effect(_W, READ, Place.BUFFER, "buffer", Of.SEQUENCE, until=_BY_W),
-    Effect(_W, READ, _DCARRY, "carry_gradient", Of.NEXT_SLICE, "is_followed", until=_BY_W),
-    *(
-        Effect(kind, WRITE, place)
-        for kind in (_B, _W)
-        for place in (Place.STAGE_GRADIENTS, _SHARED)
-    ),
+    Effect(_W, READ, Place.X, until=_BY_W),
+    Effect(_W, READ, _LATE),
+    Effect(_W, READ, Place.COTANGENT, until=_BY_W),
+    Effect(_W, READ, _STASH),
+    Effect(_W, READ, Place.CARRY, when="continues", until=_BY_W),
+    Effect(_W, READ, Place.BUFFER, Of.SEQUENCE, until=_BY_W),
+    Effect(_W, READ, _DCARRY, Of.NEXT_SLICE, "is_followed", until=_BY_W),
+    *(Effect(_W, WRITE, place) for place in _OWN_GRADIENTS),
     # the collective actions
-    Effect(_E, WRITE, Place.X, "out", Of.FIRST, when="is_source"),
-    Effect(_G, READ, Place.FIRST, "y", Of.FIRST, when="is_source"),
-    Effect(_G, WRITE, Place.FIRST_GRADIENTS),
-    Effect(_G, WRITE, _SHARED),
-    Effect(_L, READ, Place.LAST, "y", Of.LAST, when="is_source"),
-    Effect(_L, WRITE, Place.COTANGENT, "out", Of.LAST, when="is_source", present=_BI),
-    Effect(_L, WRITE, Place.LOSSES),
-    Effect(_L, WRITE, Place.AUX),
-    Effect(_L, WRITE, Place.LAST_GRADIENTS, present=_BI, absent=(_H,)),
-    Effect(_L, WRITE, _SHARED, present=_BI, absent=(_H,)),
-    Effect(_L, WRITE, Place.SHARE, "stash", Of.DEVICE, present=(_H,)),
-    Effect(_H, READ, Place.SHARE, "stash", Of.DEVICE),
-    Effect(_H, WRITE, Place.LAST_GRADIENTS),
-    Effect(_H, WRITE, _SHARED),
+    Effect(_E, WRITE, Place.X, Of.FIRST, "is_source", By.FIRST),
+    Effect(_G, READ, Place.FIRST, Of.FIRST, "is_source", By.FIRST),
+    Effect(_G, WRITE, Place.FIRST_GRADIENTS, by=By.FIRST),
+    Effect(_G, WRITE, _SHARED, by=By.FIRST),
+    Effect(_L, READ, Place.LAST, Of.LAST, "is_source", By.LAST),
+    Effect(_L, WRITE, Place.LAST_GRADIENTS, by=By.LAST, present=_BI, absent=(_H,)),
+    Effect(_L, WRITE, _SHARED, by=By.LAST, present=_BI, absent=(_H,)),
+    Effect(_L, WRITE, Place.LOSSES, when="is_source", by=By.LAST),
+    Effect(_L, WRITE, Place.AUX, when="is_source", by=By.LAST),
+    Effect(_L, WRITE, Place.COTANGENT, Of.LAST, "is_source", By.LAST, present=_BI),
+    Effect(_L, WRITE, Place.SHARE, Of.DEVICE, by=By.LAST, present=(_H,)),
+    Effect(_H, READ, Place.SHARE, Of.DEVICE, by=By.LAST),
+    Effect(_H, WRITE, Place.LAST_GRADIENTS, by=By.LAST),
+    Effect(_H, WRITE, _SHARED, by=By.LAST),
 )
 
 
@@ -284,6 +326,12 @@ def effects_of(kind: Kind, kinds: frozenset[Kind], liveness: Liveness) -> tuple[
         and kinds.isdisjoint(effect.absent)
         and getattr(liveness, effect.place.value, LastUse.WEIGHT_GRAD) >= effect.until
     )
+
+
+def by_function(effects: Sequence[Effect]) -> list[tuple[By, tuple[Effect, ...]]]:
+    """The functions that an action runs, in order, with the effects of each."""
+    order = dict.fromkeys(effect.by for effect in effects)
+    return [(by, tuple(e for e in effects if e.by is by)) for by in order]
 
 
 def flags_of(table: Encoded) -> dict[str, BoolArray]:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxpipe as jp
-from jaxpipe.spmd.block import settled
+from jaxpipe.spmd.block import TOKEN, settled
 from tests.axes.model import (
     SPECS,
     batch,
@@ -203,8 +203,8 @@ def test_forwards_alone_permute() -> None:
 
 
 def test_a_flag_that_travels_is_awaited_as_numbers_are() -> None:
-    state = settled([jnp.ones(2, bool)], {"token": jnp.ones((), bool)})
-    assert not state["token"]  # it depends on what has come
+    state = settled([jnp.ones(2, bool)], {TOKEN: jnp.ones((), bool)})
+    assert not state[TOKEN]  # it depends on what has come
 
 
 def test_what_lies_raveled_beside_other_kinds_is_whole_until_it_is_read() -> None:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxpipe as jp
-from jaxpipe.model.keys import KeyOf, keys_of
+from jaxpipe.model.keys import keys_of
+from jaxpipe.table.effects import By
 
 
 class Key(NamedTuple):
@@ -39,8 +40,8 @@ def _through(
 ) -> tuple[Any, Any]:
     num_stages = jax.tree.leaves(params["stages"])[0].shape[0]
 
-    def call(of: KeyOf, stage: int, *arguments: Any, **more: Any) -> Any:
-        functions = {KeyOf.FIRST: model.model.first, KeyOf.LAST: model.model.last}
+    def call(of: By, stage: int, *arguments: Any, **more: Any) -> Any:
+        functions = {By.FIRST: model.model.first, By.LAST: model.model.last}
         function = functions.get(of, model.model.stages)
         keys = keys_of(of, rng, stage=stage, microbatch=0, sequence=0)
         have = {
@@ -58,14 +59,14 @@ def _through(
         return function(*arguments, **{name: have[name] for name in named})
 
     functions = model.model
-    x = batch if functions.first is None else call(KeyOf.FIRST, 0, params["first"], batch)
+    x = batch if functions.first is None else call(By.FIRST, 0, params["first"], batch)
     states = []
     for s in range(num_stages):
         own, rest = jax.tree.map(lambda leaf, s=s: leaf[s], (params["stages"], state))
-        x = call(KeyOf.STAGE, s, own, x, state=rest)
+        x = call(By.STAGE, s, own, x, state=rest)
         if jax.tree.leaves(state):
             x, new = x
             states.append(new)
     if functions.last is not None:
-        x = call(KeyOf.LAST, num_stages - 1, params["last"], x, batch)
+        x = call(By.LAST, num_stages - 1, params["last"], x, batch)
     return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *states) if states else {}

@@ -130,15 +130,15 @@ def test_a_slot_that_h_finds_wrong_is_found():
     assert faults(program) == ()
     (share,) = program.ticks.collectives
     first, second = (int(t) for t in (share.kind[:, 0] == int(Kind.L)).nonzero()[0])
-    assert share.stash[first, 0] != share.stash[second, 0]
+    assert share.share[first, 0] != share.share[second, 0]
     for tick, slot, rule in (
-        (second, int(share.stash[first, 0]), ProgramRule.VALUE),
+        (second, int(share.share[first, 0]), ProgramRule.VALUE),
         (first, 2, ProgramRule.SLOT),
     ):
-        assert rule in {fault.rule for fault in faults(changed(program, stash=put(tick, 0, slot)))}
+        assert rule in {fault.rule for fault in faults(changed(program, share=put(tick, 0, slot)))}
     (late, _) = (int(t) for t in (share.kind[:, 0] == int(Kind.H)).nonzero()[0])
     wrong = (
-        ("stash", 1 - int(share.stash[late, 0]), ProgramRule.VALUE),
+        ("share", 1 - int(share.share[late, 0]), ProgramRule.VALUE),
         ("microbatch", 1 - int(share.microbatch[late, 0]), ProgramRule.ACTION),
         ("kind", int(Kind.W), ProgramRule.ACTION),
     )
