@@ -25,7 +25,8 @@ from .errors import (
 from .layouts.layout import parse_layout
 from .table.effects import Offload
 from .table.encoded import Transfers
-from .table.kinds import Action, Kind, Overlap, Placement
+from .table.kinds import Action, Kind, Overlap
+from .table.placement import Placement
 from .table.schedule import Schedule, check
 from .transforms.add_transfers import add_recompute, add_transfers
 from .transforms.rewrites import merge_backward, split_backward

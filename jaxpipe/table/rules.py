@@ -19,7 +19,6 @@ from .kinds import (
     SHARES,
     SPREAD_FIRST,
     Kind,
-    Placement,
     Release,
     Value,
     kinds_where,
@@ -27,6 +26,7 @@ from .kinds import (
     readers,
 )
 from .order import RunOrder, Wait
+from .placement import Placement
 
 
 class Broken(NamedTuple):

@@ -14,8 +14,9 @@ import numpy as np
 
 from ..errors import MAX_COUNT, ScheduleError, Violation, listed, quoted, set_typed, typed
 from .encoded import Encoded, IntArray, Transfers, encode
-from .kinds import SHARES, Action, Cell, Placement, Release, Row, parts
+from .kinds import SHARES, Action, Cell, Release, Row, parts
 from .order import RunOrder, run_order
+from .placement import Placement
 from .rules import broken_rules, deadlocks, over_cap
 from .text import (
     grid,
