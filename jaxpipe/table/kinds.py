@@ -41,10 +41,15 @@ class Kind(enum.IntEnum):
     # one device's share of the gradient of the parameters of a spread `last`, where its L leaves it
     # for later
     H = 12
+    # of a stage's parameters and gradients, where devices of the fsdp axis split them; the number
+    # behind it is that of the first action of its run, see `gathered.py`
+    U = 13  # gather ("unshard") the parameters
+    D = 14  # drop the gathered parameters
+    X = 15  # reduce the gradient into the split one, and drop the whole one
 
     @property
     def is_compute(self) -> bool:
-        """False for SEND and RECV."""
+        """False for SEND and RECV, and for U, D and X: they hold no device up."""
         return KINDS[self].is_compute
 
 
@@ -70,6 +75,15 @@ class Value(enum.Enum):
     STASH = "stash"  # values that W reads of its I
     # values that H reads of its L; of a device, where the others are of a stage
     SHARE_STASH = "stash of a share"
+
+
+class Sharded(enum.Enum):
+    """What the devices of an fsdp axis split, of a stage; one device has it whole while actions
+    need it.
+    """
+
+    PARAMETERS = "parameters"
+    GRADIENT = "gradient"
 
 
 class ModelEnd(NamedTuple):
@@ -110,6 +124,10 @@ class KindSpec:
             otherwise.
         cost: the field of `Costs` that holds its time; None where it takes no time of its own.
         shades: its colours on a light and on a dark page; None where it is drawn as a transfer.
+        uses: what it needs whole of its stage.
+        gathers: what it makes whole.
+        drops: what is no longer whole at its end.
+        in_csv: its name in torch's CSV, where that is another one; no number follows it there.
     """
 
     kind: Kind
@@ -126,11 +144,25 @@ class KindSpec:
     part_of: Kind | None = None
     cost: str | None = None
     shades: tuple[Shades, Shades] | None = None
+    uses: tuple[Sharded, ...] = ()
+    gathers: Sharded | None = None
+    drops: Sharded | None = None
+    in_csv: str = ""
+
+    @property
+    def is_transfer(self) -> bool:
+        """True for SEND and RECV."""
+        return self.sends is not None or self.receives is not None
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it runs beside its device's other actions: U, D and X."""
+        return self.gathers is not None or self.drops is not None
 
     @property
     def is_compute(self) -> bool:
-        """False for SEND and RECV."""
-        return self.sends is None and self.receives is None
+        """Whether it takes time of its device."""
+        return not self.is_transfer and not self.is_beside
 
     @property
     def is_collective(self) -> bool:
@@ -160,6 +192,7 @@ KINDS = (
         makes=(Value.OUTPUT, Value.INPUT, Value.ACTIVATIONS),
         overlaps=True,
         cost="forward",
+        uses=(Sharded.PARAMETERS,),
         shades=(("#2563c9", "#a8caf7"), ("#2f6fdb", "#a3c6f5")),
     ),
     KindSpec(
@@ -172,6 +205,7 @@ KINDS = (
         releases=(Release.INPUT_GRAD, Release.WEIGHT_GRAD),
         overlaps=True,
         cost="backward",
+        uses=(Sharded.PARAMETERS, Sharded.GRADIENT),
         shades=(("#1f8a4c", "#a3ddb6"), ("#23924f", "#9ad8b0")),
     ),
     KindSpec(
@@ -184,6 +218,7 @@ KINDS = (
         releases=(Release.INPUT_GRAD,),
         overlaps=True,
         cost="input_grad",
+        uses=(Sharded.PARAMETERS,),
         shades=(("#c96a0c", "#fbd09a"), ("#cf7217", "#f6cc96")),
     ),
     KindSpec(
@@ -194,6 +229,7 @@ KINDS = (
         makes=(Value.WEIGHT_GRAD,),
         releases=(Release.WEIGHT_GRAD,),
         cost="weight_grad",
+        uses=(Sharded.PARAMETERS, Sharded.GRADIENT),
         shades=(("#7a4cb8", "#d8c5f0"), ("#8654c4", "#d0baee")),
     ),
     KindSpec(kind=Kind.SEND_F, direction=Pass.FORWARD, sends=Value.OUTPUT),
@@ -207,6 +243,7 @@ KINDS = (
         reads=(Value.INPUT,),
         makes=(Value.ACTIVATIONS,),
         cost="recompute",
+        uses=(Sharded.PARAMETERS,),
         shades=(("#c9a800", "#efe27a"), ("#c4a60c", "#e8da78")),
     ),
     KindSpec(
@@ -243,6 +280,31 @@ KINDS = (
         cost="last_weight_grad",
         shades=(("#6b1f47", "#d690b3"), ("#8f3a66", "#d58fb2")),
     ),
+    KindSpec(
+        kind=Kind.U,
+        description="gather of parameters",
+        direction=Pass.FORWARD,
+        gathers=Sharded.PARAMETERS,
+        in_csv="UNSHARD",
+        cost="gather",
+        shades=(("#3a4a8c", "#b4bee6"), ("#5668b4", "#aab6e2")),
+    ),
+    KindSpec(
+        kind=Kind.D,
+        description="drop of gathered parameters",
+        direction=Pass.FORWARD,
+        drops=Sharded.PARAMETERS,
+        in_csv="RESHARD",
+    ),
+    KindSpec(
+        kind=Kind.X,
+        description="reduction of gradients",
+        direction=Pass.BACKWARD,
+        drops=Sharded.GRADIENT,
+        in_csv="REDUCE_GRAD",
+        cost="reduce",
+        shades=(("#4a5a2a", "#c6d3a4"), ("#66793c", "#bdcb98")),
+    ),
 )
 
 
@@ -269,6 +331,21 @@ def readers(value: Value) -> tuple[Kind, ...]:
     return kinds_where(lambda spec: value in spec.reads)
 
 
+def gatherers(what: Sharded) -> tuple[Kind, ...]:
+    """The kinds that make it whole; none for a gradient, which is whole from its first use on."""
+    return kinds_where(lambda spec: spec.gathers is what)
+
+
+def users(what: Sharded) -> tuple[Kind, ...]:
+    """The kinds that need it whole."""
+    return kinds_where(lambda spec: what in spec.uses)
+
+
+def droppers(what: Sharded) -> tuple[Kind, ...]:
+    """The kinds after which it is split again."""
+    return kinds_where(lambda spec: spec.drops is what)
+
+
 class Message(NamedTuple):
     """The way of a value to the neighbour stage: the kinds that need it there, and the SEND and
     RECV between devices.
@@ -288,7 +365,11 @@ def _message(value: Value) -> Message:
 
 KIND_NAMES = tuple(kind.name for kind in Kind)
 COMPUTE = kinds_where(lambda spec: spec.is_compute)
-TRANSFERS = kinds_where(lambda spec: not spec.is_compute)
+TRANSFERS = kinds_where(lambda spec: spec.is_transfer)
+# What runs beside the other actions of its device.
+BESIDE = kinds_where(lambda spec: spec.is_beside)
+# Of those, what takes time on its device's link along the fsdp axis.
+LINKED = kinds_where(lambda spec: spec.is_beside and spec.cost)
 # What only a table with a backward pass computes.
 BACKWARDS = kinds_where(lambda s: s.is_compute and s.direction is Pass.BACKWARD)
 RECOMPUTE = readers(Value.INPUT)
